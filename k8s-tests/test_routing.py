@@ -12,6 +12,7 @@ from k8s_harness.values import cpu
 MODEL = "minisgl-demo"
 ADMIN = "an-admin-key-for-this-test"
 REPLAY_PORT = 5558
+ATTEMPTS = 20  # each starts a process in the client pod, which takes a second
 ASK = """
 import json, urllib.error, urllib.request
 url, key, body = ASKED
@@ -46,6 +47,20 @@ def address_of(release: Release, pod: str) -> str:
     return str(release.kube.need("Pod", pod)["status"]["podIP"])
 
 
+def index_of(client: ClientPod, address: str) -> dict[str, Any]:
+    """The index that a subscriber builds from a replay of the whole stream of a pod."""
+    argument = json.dumps({"replay": f"tcp://{address}:{REPLAY_PORT}"})
+    status, output = client.kube.execute("client", "python3", "/scripts/kv_index.py", argument)
+    assert status == 0, output
+    return dict(json.loads(output))
+
+
+def totals_of(client: ClientPod, address: str) -> dict[str, Any]:
+    """The totals of the stream, as the pod counts them."""
+    _, info = ask(client, f"http://{address}:1919/server_info")
+    return dict(info["stats"]["kv_events"])
+
+
 def test_an_index_from_the_events_of_each_pod_equals_its_cache(
     release: Release, client: ClientPod
 ) -> None:
@@ -56,13 +71,11 @@ def test_an_index_from_the_events_of_each_pod_equals_its_cache(
         for start in range(4):
             prompt = {"model": MODEL, "prompt": [start + 9] * 200, "max_tokens": 1}
             assert ask(client, f"http://{address}:1919/v1/completions", prompt)[0] == 200
-        argument = json.dumps({"replay": f"tcp://{address}:{REPLAY_PORT}"})
-        words = ("python3", "/scripts/kv_index.py", argument)
-        status, output = client.kube.execute("client", *words)
-        assert status == 0, output
-        index = json.loads(output)
-        _, info = ask(client, f"http://{address}:1919/server_info")
-        totals = info["stats"]["kv_events"]
+        index, totals = index_of(client, address), totals_of(client, address)
+        for _ in range(ATTEMPTS):  # the engine publishes blocks and totals after the answer
+            if index["blocks"] >= 12 and index["checksum"] == totals["checksum"]:
+                break
+            index, totals = index_of(client, address), totals_of(client, address)
         assert index["topic"] == f"kv@{address}:1919@{MODEL}"
         assert index["orphans"] == 0
         assert index["blocks"] >= 12

@@ -94,9 +94,11 @@ def _compile(arguments: Sequence[str]) -> int:
     config = resolve(flags, os.environ, resolve_model, _demo_path, weights=False)
     from minisgl.compile.kernels import compile_kernels
     from minisgl.quantization import with_quantizations
+    from minisgl.speculative import with_speculation
 
     budget = config.scheduler.prefill_budget_tokens
-    compile_kernels(config.engine, budget, options.arch, with_quantizations())
+    extensions = with_speculation(config.engine.speculative, with_quantizations())
+    compile_kernels(config.engine, budget, options.arch, extensions)
     return 0
 
 

@@ -19,15 +19,15 @@ from minisgl.utils.toolchain import find_c_compiler, find_nvcc
 _TIMEOUT_S = 3.0  # for the hub, and for nvidia-smi
 _GIB = 2**30
 _OK, _WARNING, _FAILED = "ok", "warning", "failed"
-# FlashInfer, and its packages with kernels that a start then need not compile.
+# FlashInfer, and its packages of compiled kernels. With them, a start compiles fewer kernels.
 _FLASHINFER = ("flashinfer-python", "flashinfer-jit-cache", "flashinfer-cubin")
 
 
 class Check(msgspec.Struct, frozen=True):
     """The result of one check.
 
-    state   ok, warning or failed; a start needs every check that failed.
-    remedy  what to do; "" if the state is ok.
+    state   ok, warning or failed. A server cannot start while a check has failed.
+    remedy  the advice to the user; "" if the state is ok.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the checks. Returns 1 if a check that a start needs has failed."""
+    """Print the checks. Returns 1 if a check has failed."""
     description = "Check this machine: one line for each check, with the remedy where it fails."
     parser = argparse.ArgumentParser(prog="minisgl doctor", description=description)
     parser.add_argument("--json", action="store_true", help="Print JSON.")
@@ -63,8 +63,8 @@ def _driver() -> Check:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Check("driver", _FAILED, f"nvidia-smi failed: {error}", "install the driver again")
-    if done.returncode:
-        found = " ".join((done.stdout + done.stderr).split())[:200]
+    if done.returncode or not done.stdout.split():
+        found = " ".join((done.stdout + done.stderr).split())[:200] or "nvidia-smi finds no GPU"
         return Check("driver", _FAILED, found, "load the driver's kernel module")
     return Check("driver", _OK, done.stdout.split()[0])
 
@@ -82,7 +82,7 @@ def _gpu() -> Check:
         if shutil.which("nvidia-smi") is None:
             return Check("GPU", _WARNING, "none", "the server runs on the CPU")
         remedy = "install a CUDA build of torch that fits the driver, or use --device cpu"
-        return Check("GPU", _FAILED, "torch finds no GPU beside the driver", remedy)
+        return Check("GPU", _FAILED, "the driver is installed, but torch finds no GPU", remedy)
     import torch
 
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -127,7 +127,7 @@ def _memory_lock() -> Check:
     found = f"{limit / 2**20:.0f} MiB"
     if limit >= 8 * 2**20:
         return Check("memory lock", _OK, found)
-    return Check("memory lock", _WARNING, found, "several GPUs may need more: ulimit -l unlimited")
+    return Check("memory lock", _WARNING, found, "several GPUs may need ulimit -l unlimited")
 
 
 def _shared_memory() -> Check:
@@ -138,7 +138,7 @@ def _shared_memory() -> Check:
     found = f"/dev/shm has {room / _GIB:.1f} GiB"
     if room >= _GIB:
         return Check("shared memory", _OK, found)
-    return Check("shared memory", _WARNING, found, "several GPUs need 1 GiB: --shm-size of Docker")
+    return Check("shared memory", _WARNING, found, "several GPUs need 1 GiB; Docker: --shm-size=1g")
 
 
 def _sockets() -> Check:
@@ -176,7 +176,7 @@ def _hub() -> Check:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             faults[:] = [str(error)]
 
-    # A thread, because the look-up of a name has no timeout.
+    # httpx.head cannot limit the DNS look-up, so a thread with a limit makes the request.
     thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_TIMEOUT_S)
@@ -188,8 +188,8 @@ def _hub() -> Check:
 
 def _writable(name: str, folder: Path, variable: str) -> Check:
     """Check that this user can write to a folder, or can create it."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
+        existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=existing):
             free = shutil.disk_usage(existing).free / _GIB
     except OSError as error:

@@ -14,6 +14,7 @@ server.maxRunningRequests: --max-running-requests --max-num-seqs
 server.maxQueuedRequests: --max-queued-requests
 server.tokenizers: --num-tokenizer --tokenizer-count
 server.quantization: --quantization
+server.speculative: --speculative
 server.logLevel: --log-level
 server.toolFormat: --tool-format
 server.escapeSpecialTokens: --escape-special-tokens

@@ -5,6 +5,9 @@
 {{- if and (gt $most 1) (include "minisgl.cacheIsExclusive" .) -}}
 {{- fail (printf "Up to %d pods would share a cache that only one node can mount: set cache.accessModes=[ReadWriteMany], or cache.enabled=false for a cache per pod." $most) -}}
 {{- end -}}
+{{- if and .Values.render.enabled (include "minisgl.cacheIsExclusive" .) -}}
+{{- fail "render.enabled adds pods that would share a cache that only one node can mount: set cache.accessModes=[ReadWriteMany], or cache.enabled=false for a cache per pod." -}}
+{{- end -}}
 {{- $scaling := .Values.autoscaling -}}
 {{- if and $scaling.hpa.enabled $scaling.keda.enabled -}}
 {{- fail "autoscaling.hpa.enabled and autoscaling.keda.enabled are both true, and both would change the number of replicas: disable one." -}}

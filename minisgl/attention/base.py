@@ -80,11 +80,13 @@ class Capabilities(NamedTuple):
 class AttentionStep(NamedTuple):
     """The metadata with which a backend plans a step of B requests. Decode requests come first.
 
-    num_decode       the number of decode requests.
+    num_decode       the number of decode requests. Each of them forwards the same number of tokens,
+                     which is above 1 in a step with drafts.
     start, lengths   int32 [B] on the host, as in core.Batch. A context has start + lengths tokens.
     device_rows      int32 [B] on the device: each request's row in the page table.
     device_start, device_lengths
-                     start and lengths on the device.
+                     start and lengths on the device. In a step with drafts, the host has only an
+                     upper bound of the start of a decode request.
     page_table       int32 [rows, max_pages] on the device, with this step's updates applied.
                      Entries past the last page of a request are undefined.
     window_table     the same for the pool of window layers, if they have a pool of their own.
@@ -99,6 +101,11 @@ class AttentionStep(NamedTuple):
     device_lengths: Tensor
     page_table: Tensor
     window_table: Tensor | None = None
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens of the decode requests together."""
+        return int(self.lengths[: self.num_decode].sum())
 
     def part(self, first: int, end: int) -> "AttentionStep":
         """Return the step of the requests first to end - 1 alone."""

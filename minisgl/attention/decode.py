@@ -23,6 +23,7 @@ _INT_WORKSPACE_BYTES = 2**20
 class BalancedDecode:
     """Implements DecodeGraphAttention and FusedAttention.
 
+    Requests may have several new tokens (core.Batch.lengths).
     scratch: temporary device memory, large enough for all requests. Steps run one after the other,
     so that all instances may share one scratch.
     """
@@ -32,9 +33,11 @@ class BalancedDecode:
         self._table = step.page_table
         self._reqs = (step.device_rows, step.device_start, step.device_lengths)
         self._scratch = scratch
+        self._queries = new_tokens(step)
 
     def compute_metadata(self) -> None:
-        count_blocks(*self._reqs, len(self._table) - 1, self._scratch, self._pool.spec.fp8)
+        step = (*self._reqs, len(self._table) - 1)
+        count_blocks(*step, self._scratch, self._pool.spec.fp8, self._queries)
 
     def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         self.attend(layer, q.flatten(1), None, out)
@@ -44,7 +47,15 @@ class BalancedDecode:
         q_weight, k_weight, eps, cos_sin = heads or (None, None, 0.0, None)
         norms, pools = (q_weight, k_weight, eps, cos_sin), self._pool.layer(layer)
         step, scales = (self._table, *self._reqs), self._pool.scales(layer)
-        balanced_decode(qkv, *norms, *pools, out, *step, self._scratch, scales)
+        balanced_decode(qkv, *norms, *pools, out, *step, self._scratch, scales, self._queries)
+
+
+def new_tokens(step: AttentionStep) -> int:
+    """Return the new tokens of a request for which the kernel is compiled: a power of two.
+
+    It is at least the largest number of new tokens of a request of the step.
+    """
+    return 1 << (int(step.lengths.max()) - 1).bit_length()
 
 
 class PlannedAttention:

@@ -24,7 +24,7 @@ from minisgl.attention.base import (
     DecodeGraphAttention,
     StepAttention,
 )
-from minisgl.attention.decode import BalancedDecode, PlannedAttention, UnsplitDecode
+from minisgl.attention.decode import BalancedDecode, PlannedAttention, UnsplitDecode, new_tokens
 from minisgl.core import Int32Array
 from minisgl.kernel import ContextCopy, DecodeScratch, decode_scratch, gather_kv, kv_metadata
 from minisgl.kvcache.pool import KVPool
@@ -160,6 +160,7 @@ class FlashInferAttention(AttentionBackend):
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         pool, (q_heads, kv_heads) = self._pool, self._shape[:2]
         few = size <= _MAX_REQS and size * kv_heads <= _MAX_WAVES * self._blocks
+        few |= new_tokens(step) > 1  # FlashInfer's decode kernel takes one token of each request
         if few or q_heads <= _SMALL_GROUP * kv_heads or pool.spec.fp8:
             return BalancedDecode(pool, step, self._scratch_of(step))
         if self._graph_indices is None:
@@ -169,7 +170,10 @@ class FlashInferAttention(AttentionBackend):
         return UnsplitDecode(pool, *memory, step, self._shape, self._types)
 
     def _scratch_of(self, step: AttentionStep) -> DecodeScratch:
-        if self._scratch is None:
+        q_heads, kv_heads, _, _ = self._shape
+        rows = q_heads // kv_heads * new_tokens(step)
+        # A graph keeps the scratch alive with which it was captured.
+        if self._scratch is None or self._scratch.partial_outputs.shape[1] < rows:
             self._scratch = scratch_for(step, *self._shape[:3])
         return self._scratch
 
@@ -237,9 +241,12 @@ def copy_for(pool: KVPool, step: AttentionStep) -> ContextCopy:
 
 
 def scratch_for(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) -> DecodeScratch:
-    """Decode scratch for as many requests as the page table has rows, without the padding row."""
-    rows = len(step.page_table) - 1
-    return decode_scratch(rows, q_heads, kv_heads, head_dim, step.page_table.device)
+    """Decode scratch for as many requests as the page table has rows, without the padding row.
+
+    Its requests have as many new tokens as those of `step`, or fewer.
+    """
+    sizes = (len(step.page_table) - 1, q_heads, kv_heads, head_dim)
+    return decode_scratch(*sizes, step.page_table.device, new_tokens(step))
 
 
 def pages_of(pool: KVPool, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor]:

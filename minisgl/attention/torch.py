@@ -44,26 +44,33 @@ class TorchAttention(AttentionBackend):
     def prepare(self, step: AttentionStep) -> StepAttention:
         contexts, window = step.start + step.lengths, self._rule.window
         if step.num_decode:
-            longest = int(contexts.max())
-            return self._prepare_decode(step, longest if window is None else min(longest, window))
+            return self._prepare_decode(step, int(contexts.max()))
         firsts = [0 if window is None else max(0, int(start) - window + 1) for start in step.start]
+        pages = step.page_table[step.device_rows]
         slots = [
-            self._slots(step.page_table[row], torch.arange(first, int(end), device=row.device))
-            for row, first, end in zip(step.device_rows, firsts, contexts, strict=True)
+            self._slots(row, torch.arange(first, int(end), device=pages.device))
+            for row, first, end in zip(pages, firsts, contexts, strict=True)
         ]
         return _PrefillStep(self._pool, self._rule, step.lengths.tolist(), slots)
 
-    def _prepare_decode(self, step: AttentionStep, length: int) -> StepAttention:
-        """Plan a step that reads the last `length` tokens of each context, or all its tokens."""
-        ends = (step.device_start + step.device_lengths).unsqueeze(1)
-        first = (ends - length).clamp(min=0)
-        positions = first + torch.arange(length, device=ends.device)
-        mask = positions < ends
-        slots = self._slots(step.page_table[step.device_rows], torch.where(mask, positions, 0))
+    def _prepare_decode(self, step: AttentionStep, longest: int) -> StepAttention:
+        """Plan a step of contexts with at most `longest` tokens."""
+        width, window = int(step.lengths[0]), self._rule.window
+        read = longest if window is None else min(longest, window + width - 1)
+        each = torch.arange(width, device=step.device_start.device)
+        ends = (step.device_start.unsqueeze(1) + each + 1).unsqueeze(2)
+        # No token of a request reads a position before `first`.
+        first = (ends[:, -1] - read).clamp(min=0)
+        positions = first + torch.arange(read, device=ends.device)
+        within = positions < ends[:, -1]
+        mask = positions.unsqueeze(1) < ends
+        if window is not None:
+            mask &= positions.unsqueeze(1) >= ends - window
+        slots = self._slots(step.page_table[step.device_rows], torch.where(within, positions, 0))
         # The mask alone is not enough: a masked key has weight zero, and zero times a NaN that
         # another request left in the page is NaN.
-        slots = torch.where(mask, slots, self._pool.dummy_slot)
-        return _DecodeStep(self._pool, self._rule, slots, mask[:, None, None, :])
+        slots = torch.where(within, slots, self._pool.dummy_slot)
+        return _DecodeStep(self._pool, self._rule, slots, mask)
 
     def _slots(self, pages: Tensor, positions: Tensor) -> Tensor:
         """Return the slots [..., n] of `positions` [..., n]. pages: [..., max_pages]."""
@@ -74,7 +81,8 @@ class TorchAttention(AttentionBackend):
 class _DecodeStep(NamedTuple):
     """Implements StepAttention for n decode requests with contexts of C tokens or less.
 
-    slots: [n, C], padded with the dummy slot. mask: bool [n, 1, 1, C], False for padding.
+    slots: [n, C], padded with the dummy slot. mask: bool [n, W, C], True for the keys to which each
+    of the W tokens of a request attends.
     """
 
     pool: KVPool
@@ -84,15 +92,19 @@ class _DecodeStep(NamedTuple):
 
     def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         keys, values = self.pool.read(layer, self.slots)
-        # The query heads that share a KV head are passed as further query rows of that head. Keys
-        # and values are therefore not repeated for each query head.
-        grouped = q.view(len(q), keys.shape[2], -1, q.shape[2])
+        # The query heads that share a KV head are passed as further query rows of that head, and so
+        # are the tokens of a request. Keys and values are therefore not repeated.
+        (reqs, width, _), kv_heads, dim = self.mask.shape, keys.shape[2], q.shape[2]
+        grouped = q.view(reqs, width, kv_heads, -1, dim).transpose(1, 2)
+        group = grouped.shape[3]
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
+        mask, wide = self.mask.repeat_interleave(group, 1).unsqueeze(1), grouped.flatten(2, 3)
         if sinks is not None or self.rule.soft_cap is not None:
-            wide = None if sinks is None else sinks.view(1, keys.shape[2], -1)
-            attended = _attend(grouped, k, v, self.mask, self.rule.soft_cap, wide)
+            logits = None if sinks is None else sinks.view(1, kv_heads, group).repeat(1, 1, width)
+            attended = _attend(wide, k, v, mask, self.rule.soft_cap, logits)
         else:
-            attended = scaled_dot_product_attention(grouped, k, v, attn_mask=self.mask)
+            attended = scaled_dot_product_attention(wide, k, v, attn_mask=mask)
+        attended = attended.view(reqs, kv_heads, width, group, dim).transpose(1, 2)
         out[:] = attended.reshape(q.shape)
 
 

@@ -1,6 +1,4 @@
-"""Times an all-reduce and the norm after it over the GPUs of one host, by the engine and by
-NCCL.
-"""
+"""Times an all-reduce and the norm after it on the GPUs of one host, by the engine and by NCCL."""
 
 import argparse
 import json

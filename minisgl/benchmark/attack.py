@@ -52,7 +52,7 @@ class Attack(NamedTuple):
 class _Found(NamedTuple):
     """Median and largest time of /livez on each port, and peak memory of each process.
 
-    The time is inf where no answer came.
+    The time of a probe without an answer is inf.
     """
 
     probe_port_ms: tuple[float, float]
@@ -124,7 +124,7 @@ def _attack(url: str, attack: Attack, seconds: float) -> None:
 
 
 def _probe(url: str, seconds: float, pipe: Connection) -> None:
-    """Ask /livez on a new connection each time. Sends the times in ms; inf where none came."""
+    """Ask /livez on a new connection each time. Send the times in ms to `pipe`; inf: no answer."""
     parts = urlsplit(url)
     times_ms: list[float] = []
     until_s = time.monotonic() + seconds

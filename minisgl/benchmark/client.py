@@ -90,13 +90,14 @@ class _Connection(asyncio.Protocol):
         self.silent = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(
-            asyncio.Transport, transport
-        )  # the class of uvloop is not a subclass
+        # The transports of uvloop do not derive from asyncio.Transport.
+        self._transport = cast(asyncio.Transport, transport)
 
     async def post(self, head: bytes, body: bytes, answer: Answer) -> None:
         """Send one request and read its response to the end."""
-        assert self._transport is not None, "a connection is made before it is used: this is a bug"
+        assert self._transport is not None, (
+            "a connection must be made before it is used: this is a bug"
+        )
         self._parser = httptools.HttpResponseParser(self)
         self._pending = b""
         self.reusable = False

@@ -1,7 +1,11 @@
-"""Decode attention of one layer, and the copy of contexts for prefill, over a bf16 and an FP8 pool.
+"""Cases of `minisgl bench kernels`: decode attention, and the copy of contexts for prefill.
 
-8 KV heads of 128 elements, scattered pages of 16 tokens, as in Qwen3-0.6B (2 query heads for each
-KV head), Qwen3-8B (4) and Qwen3-14B (5).
+Each case runs one layer over a bf16 or an FP8 pool with scattered pages of 16 tokens and 8 KV heads
+of 128 elements. A KV head has 2 query heads (Qwen3-0.6B), 4 (Qwen3-8B) or 5 (Qwen3-14B).
+
+The cases with several new tokens of a request read the same keys and values as those with one. Up
+to 16 / group tokens, the kernel runs as many instructions of the matrix unit, so the expected time
+is that of one token. This is not measured yet.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,6 +31,11 @@ def attention_cases() -> Iterator[tuple[str, int, Make]]:
                 name = f"decode attention {kind} {reqs} x {context}, group {group}"
                 moved = reqs * context * spec.token_bytes
                 yield name, moved, _decode(spec, reqs, context, group)
+        for reqs, context in ((1, 1024), (1, 32768), (16, 1024), (64, 1024)):
+            for width in (2, 4, 8):
+                name = f"decode attention {kind} {reqs} x {context}, group 4, {width} tokens"
+                moved = reqs * context * spec.token_bytes
+                yield name, moved, _decode(spec, reqs, context, 4, width)
         copied = 8192 * (spec.token_bytes + spec._replace(fp8=False).token_bytes)
         yield f"context copy {kind} 8192", copied, _copy(spec, 8192)
 
@@ -42,24 +51,25 @@ def _int32(values: Tensor) -> Tensor:
     return values.to("cuda", torch.int32)
 
 
-def _decode(spec: KVSpec, reqs: int, context: int, group: int) -> Make:
+def _decode(spec: KVSpec, reqs: int, context: int, group: int, width: int = 1) -> Make:
     def make() -> Callable[[], object]:
         pool, q_heads = _pool(spec, reqs * context), _KV_HEADS * group
         pages = torch.randperm(pool.num_pages).view(reqs, -1)
         table = _int32(torch.cat((pages, torch.full_like(pages[:1], pool.dummy_page))))
-        rows, start = _int32(torch.arange(reqs)), _int32(torch.full((reqs,), context - 1))
-        where, lengths = (table, rows, start), torch.ones_like(start)
-        scratch = kernel.decode_scratch(256, q_heads, _KV_HEADS, _DIM, pool.device)
-        kernel.count_blocks(rows, start, lengths, reqs, scratch, spec.fp8)
-        width = (q_heads + 2 * _KV_HEADS) * _DIM
-        qkv = torch.randn(reqs, width, device="cuda", dtype=spec.dtype)
+        rows, start = _int32(torch.arange(reqs)), _int32(torch.full((reqs,), context - width))
+        where, lengths = (table, rows, start), torch.full_like(start, width)
+        scratch = kernel.decode_scratch(256, q_heads, _KV_HEADS, _DIM, pool.device, width)
+        kernel.count_blocks(rows, start, lengths, reqs, scratch, spec.fp8, width)
+        tokens, columns = reqs * width, (q_heads + 2 * _KV_HEADS) * _DIM
+        qkv = torch.randn(tokens, columns, device="cuda", dtype=spec.dtype)
         weight = torch.randn(_DIM, device="cuda", dtype=spec.dtype)
         norms = weight, weight, 1e-6, torch.randn(context, _DIM, device="cuda")
-        out = torch.empty(reqs, q_heads, _DIM, device="cuda", dtype=spec.dtype)
+        out = torch.empty(tokens, q_heads, _DIM, device="cuda", dtype=spec.dtype)
         keys_values, scales = pool.layer(0), pool.scales(0)
 
         def call() -> None:
-            kernel.balanced_decode(qkv, *norms, *keys_values, out, *where, lengths, scratch, scales)
+            inputs = (qkv, *norms, *keys_values, out, *where, lengths)
+            kernel.balanced_decode(*inputs, scratch, scales, width)
 
         return call
 

@@ -68,7 +68,7 @@ def distributions(engine: Engine, ids: Sequence[int], vocab_size: int) -> Floats
         ),
     )
     found = engine.launch(batch).wait().prompt_logprobs
-    assert found is not None, "the step reports the log-probabilities of its prompt: this is a bug"
+    assert found is not None, "the step must report the logprobs of its prompt: this is a bug"
     result = np.empty((len(ids), vocab_size), dtype=np.float32)
     np.put_along_axis(result, found[0].top_ids.astype(np.int64), found[0].top, axis=1)
     return result
@@ -109,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         default=str(model_path()),
         help=f"{', '.join(SHAPES)} (random weights), or a model folder (the demo model)",
     )
-    parser.add_argument("--text", type=Path, help="a text file to cut into texts")
+    parser.add_argument("--text", type=Path, help="text file, cut into texts of --tokens tokens")
     parser.add_argument("--texts", type=positive_int, default=64, help="number of texts (64)")
     parser.add_argument(
         "--tokens", type=positive_int, default=1024, help="most tokens of a text (1024)"

@@ -4,7 +4,6 @@ import argparse
 import math
 import os
 from pathlib import Path
-from typing import Any
 
 
 def positive_int(text: str) -> int:
@@ -41,15 +40,20 @@ def output_file(text: str) -> Path:
     return path
 
 
-def add_kv_flag(parser: Any) -> None:
-    """Add --kv-cache-dtype. parser: an ArgumentParser or a group of its arguments."""
-    parser.add_argument("--kv-cache-dtype", default="auto", choices=("auto", "bf16", "fp8"))
-
-
 def _at_least(minimum: int, value: int) -> int:
     if value < minimum:
         raise argparse.ArgumentTypeError(f"must be at least {minimum}")
     return value
+
+
+def add_kv_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add --kv-cache-dtype, as in the server."""
+    parser.add_argument(
+        "--kv-cache-dtype",
+        default="auto",
+        choices=("auto", "bf16", "fp8"),
+        help="as in the server (auto)",
+    )
 
 
 def add_quantization_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

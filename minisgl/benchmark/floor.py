@@ -9,6 +9,7 @@ number of tokens (the budget). Then all requests decode together; the batch shri
 
 import argparse
 import json
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,9 +36,12 @@ from minisgl.models.config import ModelConfig, load_model_config
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """The rates of the hardware. The defaults were measured on one H200 with torch 2.11 and
-    CUDA 13.0: a large copy (reads plus writes), a bf16 matrix product of 8192 x 8192 x 8192, and
-    FP8 products of 8,192 rows with scales for rows and channels."""
+    """The rates of the hardware.
+
+    The defaults were measured on one H200 with torch 2.11 and CUDA 13.0: a large copy (reads plus
+    writes), a bf16 matrix product of 8192 x 8192 x 8192, and FP8 products of 8,192 rows with scales
+    for rows and channels.
+    """
 
     bytes_per_s: float = 4.25e12
     operations_per_s: float = 686e12
@@ -248,8 +252,6 @@ def load_shape(model: str, folder: Path) -> tuple[str, ModelConfig]:
 
 def main(argv: Sequence[str]) -> int:
     """Print the floor and a line of JSON."""
-    import tempfile
-
     parser = argparse.ArgumentParser(prog="minisgl bench floor", description=__doc__)
     parser.add_argument(
         "--model", default="qwen3-0.6b", help=f"{', '.join(SHAPES)}, or a model folder"

@@ -5,6 +5,7 @@ the kernels of a graph, about 1 us, are part of the times.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from minisgl import kernel
 from minisgl.benchmark.decode_attention import attention_cases
+from minisgl.benchmark.drafts import draft_cases
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.moe import layer_cases
 from minisgl.kernel.fp8_weights import FP8, Scales
@@ -52,6 +54,7 @@ def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
     """Return the median seconds of a call, in a graph of _CALLS calls that rotate over `calls`."""
     count = max(_CALLS, len(calls))
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())  # which fills the inputs
     with torch.cuda.stream(stream):
         for call in calls:
             call()
@@ -99,7 +102,7 @@ def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
             yield _silu_and_mul(count, inner)
             yield _qk_norm_rope_store(count, q_heads, kv_heads)
     yield from (Case(*case) for case in layer_cases(sorted({*tokens, 16})))
-    yield from (Case(*case) for case in attention_cases())
+    yield from (Case(*case) for case in itertools.chain(attention_cases(), draft_cases()))
     for count in rows:
         for dtype in (torch.float32, torch.bfloat16):
             yield _sample("greedy", count, dtype, temperature=0.0)
@@ -144,7 +147,7 @@ def _layer(model: str, rows: int, ours: bool) -> Case:
 def _fp8_layer(model: str, rows: int, blocks: bool) -> Case:
     """As _layer, with FP8 weights and one scale for each row or for each block of 128 x 128.
 
-    The change between our kernel and torch's product is between 64 and 65 rows.
+    Up to 64 rows the engine runs its own kernel, and above 64 rows torch's product.
     """
     hidden, queries, heads, inner = _HIDDEN_SIZES[model]
     shapes = ((heads, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner))

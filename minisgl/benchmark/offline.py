@@ -34,14 +34,12 @@ def run_workload(llm: LLM, workload: Workload, temperature: float, progress: boo
     except InvalidRequest as error:
         raise ConfigError(error.message) from None
     seconds = time.perf_counter() - begin
-    assert isinstance(completions, list), (
-        "a list of prompts gives a list of completions: this is a bug"
-    )
+    assert isinstance(completions, list), "a list of prompts must give a list: this is a bug"
     refused = next((completion.error for completion in completions if completion.error), None)
     if refused is not None:
         raise ConfigError(f"this model cannot run the workload: {refused}")
     generated = [len(completion.token_ids) for completion in completions]
-    assert generated == workload.max_tokens, "a request ended early: this is a bug"
+    assert generated == workload.max_tokens, "each request must give all its tokens: this is a bug"
     return seconds
 
 
@@ -113,6 +111,7 @@ def main(argv: Sequence[str]) -> int:
             runs.append({"seconds": seconds, "tokens_per_s": rate, "of_floor": fraction})
     prompt_tokens = int(workload.prompt_lengths().sum())
     summary = {"model": options.model, "ready_s": ready_s, "floor_s": floor.total_s}
+    summary |= {"quantization": quantization, "kv_cache_dtype": options.kv_cache_dtype}
     totals = {"prompt_tokens": prompt_tokens, "output_tokens": outputs}
     print(json.dumps({**summary, **totals, "runs": runs}))
     return 0

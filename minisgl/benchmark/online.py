@@ -242,7 +242,7 @@ def _first_model(url: str, api_key: str | None) -> str:
 
 
 def _vocab_size(url: str, api_key: str | None) -> int | None:
-    """The number of token ids of the model; None for a server that does not tell it."""
+    """Return the number of token ids of the model; None if the server does not report it."""
     try:
         found = json.loads(fetch(url + "/tokenizer_info", api_key))
     except (ConfigError, ValueError):

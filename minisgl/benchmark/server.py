@@ -8,14 +8,13 @@ process.
 
 import argparse
 import asyncio
-import contextlib
 import gc
 import json
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -40,6 +39,7 @@ from minisgl.server.connection import limited_protocol
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.metrics import Metrics
+from minisgl.server.process import ServerWithoutSignals
 
 
 class _Outbox:
@@ -90,12 +90,6 @@ class _Service:
         return None
 
 
-class _Server(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def _all_submitted(
     service: _Service, streams: int, clients: "subprocess.Popen[bytes]"
 ) -> None:
@@ -136,7 +130,7 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
         service.config.limits, service.client.metrics.on_limit, lambda: service.lifecycle.leaving
     )
     app = build_app(service)
-    server = _Server(
+    server = ServerWithoutSignals(
         uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", http=protocol)
     )
     serving = asyncio.create_task(server.serve([listener]))
@@ -165,8 +159,10 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
 def main(argv: Sequence[str]) -> int:
     """Print events per second and core, and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench server", description=__doc__)
-    parser.add_argument("--streams", type=positive_int, default=256)
-    parser.add_argument("--tokens", type=positive_int, default=400, help="tokens of each stream")
+    parser.add_argument("--streams", type=positive_int, default=256, help="open streams (256)")
+    parser.add_argument(
+        "--tokens", type=positive_int, default=400, help="tokens of each stream (400)"
+    )
     options = parser.parse_args(argv)
     cpu_s, wall_s, found = uvloop.run(_measure(options.streams, options.tokens))
     events = found["events"]

@@ -9,7 +9,7 @@ With --flood, another client sends many requests at once, and the load of a seco
 later. The output then also has the times to first token of the load without the flood, and the
 duration of the longest step.
 
-With --low, requests of a later priority arrive beside the load. The output then also has the times
+With --low, requests of a later priority arrive during the load. The output then also has the times
 to first token of the load alone, and the ratio of the two 99th percentiles.
 """
 
@@ -181,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
         nargs=3,
         metavar=("RATE", "PROMPT", "OUTPUT"),
         help="let RATE requests per second of PROMPT and OUTPUT tokens and of a later priority "
-        "arrive beside the load",
+        "arrive during the load",
     )
     add_load_flags(parser)
     options = parser.parse_args(argv)

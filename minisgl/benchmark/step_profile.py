@@ -37,11 +37,13 @@ from minisgl.core import (
     PageUpdates,
     SamplingParams,
 )
+from minisgl.core.batch import DRAFT_WIDTHS
 from minisgl.core.sampling import sampling_arrays
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.models.config import ModelConfig
 from minisgl.quantization import with_quantizations
+from minisgl.speculative import with_speculation
 
 _WARM_UP, _STEPS, _PROFILED = 5, 50, 4
 _LARGEST_GRAPH = 256
@@ -61,9 +63,16 @@ def contexts_of(num_reqs: int, context: int, ragged: bool) -> Int32Array:
     return np.linspace(context - spread, context + spread, num_reqs).astype(np.int32)
 
 
-def decode_batch(engine: Engine, contexts: Int32Array, step: int) -> Batch:
-    """Return decode step `step` of requests that started with `contexts` and share no page."""
-    num_reqs, steps = len(contexts), _WARM_UP + _STEPS + _PROFILED
+def decode_batch(
+    engine: Engine, contexts: Int32Array, step: int, drafts: int | None = None
+) -> Batch:
+    """Return decode step `step` of requests that started with `contexts` and share no page.
+
+    drafts: draft tokens of each request; None: the engine makes no drafts. The requests may accept
+    all of them. Only the first step sets the number of cached tokens.
+    """
+    width = 1 + (drafts or 0)
+    num_reqs, steps = len(contexts), (_WARM_UP + _STEPS + _PROFILED) * width
     if contexts.max() + steps > engine.max_seq_len:
         limit = engine.max_seq_len - steps
         raise ConfigError(f"a context of {contexts.max()} tokens is too long; the limit is {limit}")
@@ -87,12 +96,13 @@ def decode_batch(engine: Engine, contexts: Int32Array, step: int) -> Batch:
         step_id=step,
         num_decode=num_reqs,
         rows=rows,
-        start=contexts + np.int32(step),
-        lengths=np.ones(num_reqs, dtype=np.int32),
+        start=contexts + np.int32(step * width),
+        lengths=np.full(num_reqs, width, dtype=np.int32),
         samples=np.ones(num_reqs, dtype=np.bool_),
         chunk_ids=empty,
         page_updates=updates,
         sampling=sampling_arrays(params),
+        drafting=drafts is not None and step > 0,
     )
 
 
@@ -150,6 +160,13 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
+    parser.add_argument(
+        "--drafts",
+        type=int,
+        choices=[width - 1 for width in DRAFT_WIDTHS],
+        help="draft tokens of each request, as with --speculative; without this flag, the engine "
+        "makes no drafts",
+    )
     add_quantization_flag(parser)
     add_kv_flag(parser)
     options = parser.parse_args(argv)
@@ -166,21 +183,23 @@ def profile_rank(comm: Communicator, options: argparse.Namespace, folder: str) -
     """Run the benchmark on one rank. Rank 0 prints."""
     model_folder = Path(folder) / str(comm.tp.rank)
     path, model = load_shape(options.model, model_folder)
+    room = 128 * (1 + (options.drafts or 0))  # tokens that a request may get
     config = EngineConfig(
         model_path=path,
         device=options.device,
         tp_size=comm.tp.size,
         page_size=options.page_size,
         kv_cache_dtype=options.kv_cache_dtype,
-        num_pages=options.batch * -(-(options.context + 128) // options.page_size),
+        num_pages=options.batch * -(-(options.context + room) // options.page_size),
         max_running_reqs=max(options.batch, _LARGEST_GRAPH),  # the batch is padded as in a server
         quantization=options.quantization,
         dummy_weight=options.model in SHAPES,
     )
-    engine = Engine(config, comm, extensions=with_quantizations())
+    method = None if options.drafts is None else "ngram"
+    engine = Engine(config, comm, extensions=with_speculation(method, with_quantizations()))
     total = _WARM_UP + _STEPS + _PROFILED
     contexts = contexts_of(options.batch, options.context, options.ragged)
-    batches = [decode_batch(engine, contexts, i) for i in range(total)]
+    batches = [decode_batch(engine, contexts, i, options.drafts) for i in range(total)]
     run_steps(engine, batches[:_WARM_UP])
     step_s, launch_s = run_steps(engine, batches[_WARM_UP : _WARM_UP + _STEPS])
     kernels: list[KernelTime] = []
@@ -218,6 +237,9 @@ def report(
         f"arithmetic {arithmetic_s * 1e6:,.0f} µs, KV {kv_s * 1e6:,.0f} µs, "
         f"all-reduce {reduce_time_s * 1e6:,.0f} µs"
     )
+    if options.drafts is not None:
+        least, most = options.batch / step_s, options.batch * (1 + options.drafts) / step_s
+        print(f"{least:,.0f} tokens/s if no draft is accepted, {most:,.0f} if all are")
     if kernels:
         print(f"{'kernel':<72} {'calls':>7} {'µs/step':>9}")
         for kernel in kernels[: options.kernels]:
@@ -225,6 +247,7 @@ def report(
         busy = sum(kernel.microseconds for kernel in kernels)
         print(f"{'all kernels and copies':<72} {'':>7} {busy:>9.1f}")
     summary = {"model": options.model, "batch": options.batch, "context": options.context}
-    summary["quantization"] = options.quantization
+    summary |= {"quantization": options.quantization, "drafts": options.drafts}
     times = {"tp": options.tp, "step_s": step_s, "launch_s": launch_s, "floor_s": floor_s}
-    print(json.dumps({**summary, **times, "kernels": [kernel._asdict() for kernel in kernels]}))
+    found = {"kv_cache_dtype": options.kv_cache_dtype, "kernels": [k._asdict() for k in kernels]}
+    print(json.dumps({**summary, **times, **found}))

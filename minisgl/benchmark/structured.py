@@ -1,6 +1,7 @@
 """Outputs that follow a JSON schema, compared with free outputs of the same engine.
 
-Three comparisons, each with random weights at temperature 1, so that the model helps no schema:
+The weights are random and the temperature is 1, so that the model prefers no schema. The benchmark
+makes three comparisons:
 
 1. Inter-token latency (ITL) of many streams: free, with a token mask in every step, and with masks
    and forced tokens. The ITL is the time between two steps that give a stream tokens.
@@ -206,7 +207,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--streams", type=positive_int, nargs="+", default=[64, 256], help="streams (64 256)"
     )
-    parser.add_argument("--tokens", type=positive_int, default=256, help="of each stream (256)")
+    parser.add_argument(
+        "--tokens", type=positive_int, default=256, help="tokens of each stream (256)"
+    )
     parser.add_argument("--schemas", type=positive_int, default=500, help="new schemas (500)")
     parser.add_argument(
         "--schema-folder", type=Path, help="take the new schemas from the *.json files of a folder"

@@ -57,8 +57,10 @@ class _Pending:
 
 
 class VirtualEngine:
-    """Implements core.EngineLike. now_s: simulated time. busy_s, longest_s: the times of all
-    steps, their sum and their maximum."""
+    """Implements core.EngineLike.
+
+    now_s: the simulated time. busy_s: the sum of the times of all steps. longest_s: their maximum.
+    """
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class EngineSettings(NamedTuple):
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, mixed_factor: float = 1.0) -> None:
-    """Add the flags that engine_settings reads. mixed_factor: a default."""
+    """Add the flags that engine_settings reads. mixed_factor: its default."""
     parser.add_argument(
         "--cost",
         default=DEFAULT_COST,

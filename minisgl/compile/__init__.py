@@ -3,7 +3,7 @@
 `minisgl compile` fills a folder (kernels.py). A server that is started with --kernel-cache finds
 its kernels in that folder (minisgl.kernel.cache) and compiles nothing.
 
-Import the names from their modules.
+This file exports no name: import from the modules.
 """
 
 __all__: list[str] = []

@@ -53,8 +53,8 @@ def dry_run(
 ) -> None:
     """Launch, on meta tensors, every kernel that a rank of a server with `config` launches.
 
-    tp: the rank. extensions: those of the server, except for its attention backends. Reads the
-    model's config and no weights. Raises ConfigError as Engine does.
+    tp: the rank. extensions: the extensions of the server; its attention backends are ignored.
+    Reads the model's config and no weights. Raises ConfigError as Engine does.
     """
     gpu, model = torch.device("cuda"), load_model_config(config.model_path)
     model = model.for_context(resolve_max_seq_len(config, model))
@@ -123,7 +123,7 @@ class MetaAttention(AttentionBackend):
         self._heads = (q_heads, pool.spec.kv_heads, pool.spec.head_dim)
 
     def prepare(self, step: AttentionStep) -> StepAttention:
-        """A step of one phase only: PhasedAttention splits a mixed step."""
+        """Prepare a step of one phase. PhasedAttention has split a mixed step before."""
         pages_of(self._pool, step)
         if not step.num_decode:
             copy = copy_for(self._pool, step)
@@ -135,7 +135,7 @@ class MetaAttention(AttentionBackend):
 
 
 def without_flashinfer(name: str, needs: AttentionNeeds) -> str:
-    """The two backends that `name` selects, with MetaAttention in place of FlashInfer's."""
+    """Return the setting for the backends of `name`, with MetaAttention in place of FlashInfer."""
     names = []
     for phase in resolve_phases(name, needs):
         names.append(MetaAttention.name if issubclass(phase, FlashInferAttention) else phase.name)

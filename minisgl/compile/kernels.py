@@ -5,8 +5,8 @@ compiles its kernel (dry_run.py, triton_driver.py). The engine's code decides th
 shapes, dtypes and alignments on which the variants of a kernel depend. A hand-written list of
 variants would repeat that code.
 
-FlashInfer's kernels: attention names the modules that its backends run, and flashinfer.py builds
-them.
+FlashInfer's kernels: minisgl.attention.registry names the modules that its backends run, and
+flashinfer.py builds them.
 """
 
 import logging
@@ -44,7 +44,7 @@ def compile_kernels(
     max_chunk_tokens  the largest number of prompt tokens in one step, the same as for Engine.
     archs             GPU architectures, 90 for compute capability 9.0; empty: the architectures
                       of the local GPUs.
-    extensions        those of the server.
+    extensions        the extensions of the server.
 
     Needs a C and a C++ compiler, nvcc and ninja; needs no GPU. Reads the model's config and no
     weights. The process cannot run kernels afterwards, so call this function in a

@@ -17,6 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core.sampling import SamplingArrays
+from minisgl.core.step_cost import StepCost
+
+# The numbers of tokens that the decode requests of a step may forward: 1 and the drafts.
+DRAFT_WIDTHS = (1, 2, 4, 8)
+MAX_DRAFTS = DRAFT_WIDTHS[-1] - 1
+MAX_DRAFT_TOKENS = 256  # tokens of all decode requests together in a step with drafts
 
 Int32Array = NDArray[np.int32]
 Array = TypeVar("Array")
@@ -96,13 +102,18 @@ class Batch:
     num_decode    number of decode requests. They come first. The engine reads their input tokens
                   from its token pool, at (row, start) to (row, start + length - 1). The host need
                   not know these tokens yet.
+    drafting      True if decode requests may forward draft tokens in this step or in other steps of
+                  the same scheduler. The engine then keeps the number of cached tokens of each row
+                  on the device, and finds a draft for each decode request of every such step.
     rows          int32 [B], distinct; each request's row in the page table and the token pool.
     start         int32 [B]; number of tokens in the KV cache before the step. This number is also
-                  the position of the first token that the request forwards.
+                  the position of the first token that the request forwards. For a decode request of
+                  a step with `drafting`, start is an upper bound, which is exact if the step in
+                  flight accepts all its drafts. The engine reads the exact number on the device.
     lengths       int32 [B]; tokens forwarded, at least 1. T = lengths.sum(). A decode request with
                   a length above 1 forwards draft tokens after its last token. Such a request has
-                  neither edited logits nor log-probabilities, and no later step may contain it
-                  before the result of this step is read.
+                  neither edited logits nor log-probabilities. The engine forwards `width` tokens
+                  of every decode request, and drops the results of those past its length.
     samples       bool [B]; the request gets tokens from this step. False for a chunk that does not
                   reach the end of its prompt.
     chunk_ids     int32 [T - num_decode_tokens]; token ids of the prefill chunks, concatenated.
@@ -111,6 +122,9 @@ class Batch:
                   missing has its neutral value for all requests.
     logit_edits   the requests with samples True and edited logits; None when there are none.
     logprobs      None when no request asks for log-probabilities.
+    histories     pairs of a row and the tokens of its request from position 0 on, int32. The engine
+                  writes them to its token pool before the step, because drafts are found there.
+                  Empty without `drafting`.
     """
 
     step_id: int
@@ -124,6 +138,8 @@ class Batch:
     sampling: SamplingArrays
     logit_edits: tuple[EditedReq, ...] | None = None
     logprobs: LogprobsRequest | None = None
+    drafting: bool = False
+    histories: tuple[tuple[int, Int32Array], ...] = ()
 
     @property
     def num_reqs(self) -> int:
@@ -140,6 +156,12 @@ class Batch:
         """Tokens of the prefill chunks: T - num_decode_tokens."""
         return len(self.chunk_ids)
 
+    @property
+    def width(self) -> int:
+        """The smallest of DRAFT_WIDTHS that is no smaller than the length of a decode request."""
+        longest = self.lengths[: self.num_decode].max(initial=1)
+        return next(width for width in DRAFT_WIDTHS if width >= longest)
+
     def plan_hash(self) -> int:
         """Return a checksum of requests, lengths and pages: equal on all tensor-parallel ranks."""
         updates = self.page_updates
@@ -151,8 +173,8 @@ class StepResult(NamedTuple):
     """The result of one step, in the order of the batch.
 
     tokens           int32 [B, W]; the tokens that the step added to each request. W is 1 unless
-                     decode requests forward drafts. The first token of a decode request stands at
-                     position start + 1, the token of a chunk at start + length.
+                     decode requests forward drafts. The first token of each row follows the last
+                     token that the previous steps gave to the request.
     counts           int32 [B]; number of valid tokens in each row: 0 where batch.samples is
                      False, 1 for a chunk, 1 to its length for a decode request.
     finite           bool [B]; False when a request samples and its logits hold NaN or infinity.
@@ -161,6 +183,10 @@ class StepResult(NamedTuple):
     prompt_logprobs  log-probabilities of the prompt tokens of a chunk, by the index of its request
                      in the batch. Requests that do not ask for them have no entry.
     by_graph         whether a CUDA graph ran the step.
+    drafted, agreed  int32 [B]; for each decode request the number of draft tokens that the engine
+                     found, and how many of them, counted from the first, equal the sampled tokens.
+                     One draft token is compared even if the request forwarded none. None without
+                     batch.drafting.
     """
 
     tokens: Int32Array
@@ -169,6 +195,38 @@ class StepResult(NamedTuple):
     logprobs: HostLogprobs | None = None
     prompt_logprobs: Mapping[int, HostLogprobs] | None = None
     by_graph: bool = False
+    drafted: Int32Array | None = None
+    agreed: Int32Array | None = None
+
+
+class DraftLengths(Protocol):
+    """Chooses how many draft tokens a step forwards. Each rank has one; all make equal choices."""
+
+    def choose(
+        self,
+        rows: Int32Array,
+        num_reqs: int,
+        keys: int,
+        limit: int,
+        has_prompts: bool,
+        cost: StepCost | None,
+    ) -> int:
+        """Return the number of draft tokens for each of some decode requests of the next step.
+
+        rows         int32, the rows of the requests that may have drafts, at least one.
+        num_reqs     the number of all decode requests.
+        keys         sum of the lengths of their contexts.
+        limit        the largest number that a step may have. The engine forwards tokens for the
+                     next of DRAFT_WIDTHS.
+        has_prompts  prompts wait or are computed.
+        cost         predicts step times; None: unknown.
+        """
+
+    def open(self, row: int) -> None:
+        """Forget what was measured for `row`, because it belongs to another request now."""
+
+    def record(self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array) -> None:
+        """Take the measured acceptance of decode requests, as in StepResult."""
 
 
 class PendingStep(Protocol):

@@ -32,6 +32,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     moe_backend: str = "auto"
     quantization: str | None = None
     cuda_graph_max_bs: int | None = None
+    speculative: str | None = None
     dummy_weight: bool = False
     kernel_cache: str | None = None
 
@@ -52,6 +53,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if self.max_running_reqs > 8192:
             raise ConfigError("max_running_reqs must be at most 8192, the limit of the kernels")
+        if self.speculative not in (None, "ngram"):
+            raise ConfigError(f"speculative {self.speculative!r} is not known; known: ngram")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size {self.page_size} is not a power of two")
 
@@ -105,10 +108,11 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Properties of the tokenizer that clients need; the special tokens are texts.
+    """Properties of the tokenizer that clients need. The special tokens are given as text.
 
-    vocab_size: number of token ids. chat_template: Jinja source that needs the messages only. None:
-    the model has none.
+    vocab_size     number of token ids.
+    chat_template  Jinja source that another program can render with the messages only. None: the
+                   model has no chat template.
     """
 
     vocab_size: int

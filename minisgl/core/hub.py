@@ -109,7 +109,10 @@ def _download(repo_id: str, revision: str | None, weights: bool) -> Path:
     except errors.HFValidationError:
         reason = "is neither a local folder nor a valid hub id (owner/name)"
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        reason = "is not in the local cache, and the hub cannot be reached or is switched off"
+        reason = (
+            "is not in the local cache, and the hub cannot be reached or is switched off; connect "
+            "to the hub, or give a local folder"
+        )
     except PermissionError:
         raise  # `resolve_model` names the folder
     except (errors.RevisionResolutionError, errors.CorruptedCacheException, OSError) as error:

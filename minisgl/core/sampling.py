@@ -24,8 +24,6 @@ from minisgl.core.errors import InvalidRequest
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20  # the largest number of most likely tokens reported with one token
 MAX_TOKENS = 2**31 - 1
-
-
 # The fields of SamplingParams that constrain the output; a request sets one of them at most.
 CONSTRAINTS = ("json_schema", "regex", "choice", "grammar")
 MAX_JSON_WHITESPACE = 8  # default for the characters between two tokens of JSON
@@ -54,8 +52,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
                  thinking; the output is free until think_end. "allowed": the model may think first.
                  If the first token is think_start, the output is free until think_end. If not, the
                  grammar holds from the first token.
-    trigger      after the thinking the output is free until this token, and may end before it. The
-                 grammar holds for the output after the token. -1: the grammar holds at once.
+    trigger      id of a token. After the thinking the output is free until this token, and the
+                 grammar holds for the output after it. The output may also end without the token.
+                 -1: the grammar holds at once.
     """
 
     source: str
@@ -138,7 +137,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def validate(self, vocab_size: float = math.inf) -> None:
         """Raise InvalidRequest that names the first parameter out of its range.
 
-        vocab_size: all token ids are below it. The constructor does not know it.
+        vocab_size: the token ids must be below it. The constructor does not know the vocabulary, so
+        it does not check this.
         """
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)

@@ -1,6 +1,6 @@
 """Tensor-parallel ranks and the collectives between them.
 
-Import the names from their modules.
+This file exports no name: import from the modules.
 """
 
 __all__: list[str] = []

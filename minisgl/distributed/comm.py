@@ -130,9 +130,9 @@ class GroupCommunicator:
     def share_memory(self) -> None:
         """Use peer memory for small sums from now on.
 
-        A collective on CUDA. If the set-up fails on a rank, that rank logs a warning and all ranks
-        continue with NCCL. All ranks also continue with NCCL if their number is not a power of two.
-        The ranks agree after each step, so that no rank waits for a rank that has failed.
+        All ranks must call it, on CUDA. If the set-up fails on a rank, that rank logs a warning and
+        all ranks continue with NCCL. All ranks also continue with NCCL if their number is not a
+        power of two. The ranks agree after each step, so that no rank waits for a failed rank.
         """
         tp = self.tp
         if tp.size & (tp.size - 1):

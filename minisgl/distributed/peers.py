@@ -55,7 +55,7 @@ class PeerMemory:
     def exchange_addresses(self) -> None:
         """Find the address of each rank's memory in this process, after all ranks have allocated.
 
-        A collective. Raises RuntimeError if the GPUs cannot access each other's memory.
+        All ranks must call it. Raises RuntimeError if the GPUs cannot access each other's memory.
         """
         from torch.distributed import _symmetric_memory as symmetric
 
@@ -64,11 +64,14 @@ class PeerMemory:
         self._handle = symmetric.rendezvous(self.memory, world)
         addresses = list(self._handle.buffer_ptrs)
         if addresses[self._rank] != self.memory.data_ptr():
-            raise RuntimeError("symmetric memory is not mapped at its beginning")
+            raise RuntimeError("torch maps this rank's symmetric memory at an unexpected address")
         self._addresses.copy_(torch.tensor(addresses, dtype=torch.int64))
 
     def can_sum(self, x: Tensor) -> bool:
-        """Whether reduce_norm can sum x [T, H]. Shape and dtype decide, so that all ranks agree."""
+        """Whether reduce_norm can sum x [T, H].
+
+        The answer depends only on shape and dtype, so all ranks give the same answer.
+        """
         rows, width = x.shape
         padded = -(-rows // self._size) * self._size
         row_bytes = width * x.element_size()
@@ -77,7 +80,10 @@ class PeerMemory:
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """As minisgl.kernel.triton.reduce.reduce_norm. x: [T, H]; `can_sum(x)` must be true."""
+        """Return the result of minisgl.kernel.triton.reduce.reduce_norm.
+
+        x: [T, H]; `can_sum(x)` must be true.
+        """
         from minisgl.kernel.triton.reduce import reduce_norm  # needs Triton
 
         rows = None

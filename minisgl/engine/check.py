@@ -36,6 +36,8 @@ def check_start(config: EngineConfig, tp: TPInfo, extensions: ModelExtensions) -
     device = memory.resolve_device(config, tp)
     dtype = memory.resolve_dtype(config, model, device)
     model = model.for_context(memory.resolve_max_seq_len(config, model))
+    if config.speculative is not None:
+        memory.check_drafts(model)
     spec = local_kv_spec(model, LoneRank(tp), dtype, memory.resolve_fp8_kv(config, dtype, device))
     needs = AttentionNeeds(device, spec.dtype, model.head_dim, frozenset(model.rules), spec.fp8)
     resolve_phases(config.attention_backend, needs, extensions.attention_backends)

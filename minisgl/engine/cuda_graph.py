@@ -1,4 +1,5 @@
-"""CUDA graphs of decode steps: for each number of requests, one forward and two samplers.
+"""CUDA graphs of decode steps: for each number of requests and each number of tokens of a request,
+one forward and two samplers.
 
 A further graph for each number of requests computes the logits from the output of the last
 attention. Steps with prompts use it, because cuBLAS takes 0.1 s to load kernels for a number of
@@ -8,7 +9,7 @@ on the engine's stream.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -16,30 +17,56 @@ from torch import Tensor
 
 from minisgl.attention.base import DecodeGraphAttention
 from minisgl.core import Batch
+from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
+from minisgl.engine.drafting import (
+    DraftStep,
+    draft_step,
+    find,
+    forwarded_lengths,
+    result_rows,
+)
 from minisgl.engine.model_runner import ModelRunner, pad
 from minisgl.engine.sampler import SamplingKind, sample_tokens
 from minisgl.kernel import StepLayout
 from minisgl.models.decoder import Attended
 from minisgl.utils.startup import Progress
 
+Size = TypeVar("Size")
 _STEP = 16  # distance between sizes; matrix kernels compute tiles of 16 rows or more
 _MAX_PAGE_UPDATES = 4096  # in one graph step; a request usually needs no or one update
 
 
-def graph_sizes(largest: int) -> list[int]:
-    """Return the batch sizes to capture, up to `largest`: 1, 2, 4, 8, then multiples of 16."""
+class DecodeShape(NamedTuple):
+    """The requests of a decode step, and the tokens that each of them forwards."""
+
+    reqs: int
+    width: int
+
+
+def graph_shapes(largest: int, drafting: bool) -> list[DecodeShape]:
+    """Return the shapes to capture, in the reverse order of their capture.
+
+    Steps of one token for each request have up to `largest` requests: 1, 2, 4, 8, then multiples of
+    16. Steps with drafts have the same numbers of requests while they have at most
+    MAX_DRAFT_TOKENS tokens. They come first, so that the largest shape without drafts is captured
+    first.
+    """
     sizes = [size for size in (1, 2, 4, 8) if size < largest]
-    return [*sizes, *range(_STEP, largest, _STEP), largest] if largest > 0 else []
+    sizes = [*sizes, *range(_STEP, largest, _STEP), largest] if largest > 0 else []
+    return [
+        DecodeShape(size, width)
+        for width in (DRAFT_WIDTHS[::-1] if drafting else DRAFT_WIDTHS[:1])
+        for size in sizes
+        if width == 1 or size * width <= MAX_DRAFT_TOKENS
+    ]
 
 
-def largest_first(sizes: Sequence[int], title: str, show_progress: bool) -> Iterable[int]:
-    """Return the sizes in the order of their capture, with their progress.
+def largest_first(sizes: Sequence[Size], title: str, show_progress: bool) -> Iterable[Size]:
+    """Return the sizes in the order of their capture, with their progress. sizes: rising.
 
     The largest size comes first, so that the tensors of smaller graphs reuse its memory.
     """
-    bar: Iterable[int] = Progress(
-        sorted(sizes, reverse=True), desc=title, disable=not show_progress
-    )
+    bar: Iterable[Size] = Progress(sizes[::-1], desc=title, disable=not show_progress)
     return bar
 
 
@@ -49,18 +76,23 @@ class DecodeGraph:
 
     It reads its inputs from DecodeGraphs.buffer.
 
+    width        tokens that each request forwards.
+    drafts       the parts of a step with drafts; None for an engine without drafts.
     attention    kept alive because the graphs read its tensors.
-    forward      writes `logits`, [size, n], for the n vocabulary ids of this rank.
-    finish       writes `logits` for the first `size` rows of DecodeGraphs.attended.
+    forward      writes `logits`, [size * width, n], for the n vocabulary ids of this rank.
+    finish       writes `logits` for the first `size` rows of DecodeGraphs.attended; None if width
+                 is above 1.
     plain, filtered
                  the sampler without and with filters: read `logits`, write `next_tokens`.
-    next_tokens  int32 [2, size], as sampler.sample_tokens returns it.
+    next_tokens  int32 [2 or more, size], as sampler.sample_tokens returns it.
     """
 
     size: int
+    width: int
+    drafts: DraftStep | None
     attention: DecodeGraphAttention
     forward: torch.cuda.CUDAGraph
-    finish: torch.cuda.CUDAGraph
+    finish: torch.cuda.CUDAGraph | None
     logits: Tensor
     plain: torch.cuda.CUDAGraph
     filtered: torch.cuda.CUDAGraph
@@ -78,25 +110,30 @@ class DecodeGraphs:
     buffer    int32 on the device; the packed buffer of a decode step is copied to its beginning.
     attended  the input of DecodeGraph.finish, with rows for the largest size.
     memory    the memory pool that all graphs share.
-    graphs    by rising size; empty if the attention backend cannot be captured.
+    graphs    in the order of graph_shapes; empty if the attention backend cannot be captured.
     """
 
-    def __init__(self, runner: ModelRunner, sizes: Sequence[int], show_progress: bool) -> None:
-        """Capture graphs of these sizes on the current stream. Blocks the host."""
+    def __init__(
+        self, runner: ModelRunner, shapes: Sequence[DecodeShape], show_progress: bool
+    ) -> None:
+        """Capture graphs of these shapes on the current stream. Blocks the host."""
         self._runner = runner
-        largest = max(sizes, default=0)
+        largest = max((shape.reqs for shape in shapes), default=0)
+        most_tokens = max((shape.reqs * shape.width for shape in shapes), default=0)
         device = runner.device
         capacity = StepLayout(largest, _MAX_PAGE_UPDATES, 0, runner.columns).size
         self.buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self._tokens = torch.zeros((len(runner.padding), largest), dtype=torch.int32, device=device)
+        token_rows = len(runner.padding)
+        self._tokens = torch.zeros((token_rows, most_tokens), dtype=torch.int32, device=device)
         width, dtype = runner.model.lm_head.shard.local, runner.model.lm_head.weight.dtype
-        self._logits = torch.zeros((largest, width), dtype=dtype, device=device)
-        self._next_tokens = torch.zeros(2 * largest, dtype=torch.int32, device=device)
+        self._logits = torch.zeros((most_tokens, width), dtype=dtype, device=device)
+        rows = max(self._result_rows(shape.width) * shape.reqs for shape in shapes)
+        self._next_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.attended = runner.model.model.empty_attended(largest)
         self.memory: Any = torch.cuda.graph_pool_handle()
         self.graphs: list[DecodeGraph] = []
-        for size in largest_first(sizes, "capturing decode graphs", show_progress):
-            graph = self._make(size)
+        for shape in largest_first(shapes, "capturing decode graphs", show_progress):
+            graph = self._make(shape)
             if graph is None:
                 break
             self.graphs.insert(0, graph)
@@ -104,12 +141,11 @@ class DecodeGraphs:
     def pick(self, batch: Batch) -> DecodeGraph | None:
         """Return the smallest graph that can run this step; None if no graph can.
 
-        A graph runs steps in which every request decodes one token.
+        A graph runs steps in which every request decodes.
         """
-        one_token_each = batch.num_decode == batch.num_reqs == batch.num_decode_tokens
-        if not one_token_each or len(batch.page_updates.ids) > _MAX_PAGE_UPDATES:
+        if batch.num_decode < batch.num_reqs or len(batch.page_updates.ids) > _MAX_PAGE_UPDATES:
             return None
-        return self._at_least(batch.num_reqs)
+        return self._at_least(batch.num_reqs, batch.width)
 
     def finish(self, attended: Attended) -> Tensor | None:
         """Compute the logits of the rows that sample, from the output of the last attention.
@@ -117,34 +153,46 @@ class DecodeGraphs:
         Returns None if no graph is large enough. The next graph that runs overwrites the logits.
         """
         rows = len(attended.heads)
-        if (graph := self._at_least(rows)) is None:
+        graph = self._at_least(rows, width=1)
+        if graph is None or graph.finish is None:
             return None
         for target, part in zip(self.attended, attended, strict=True):
             target[:rows] = part
         graph.finish.replay()
         return graph.logits[:rows]
 
-    def _at_least(self, size: int) -> DecodeGraph | None:
-        return next((graph for graph in self.graphs if graph.size >= size), None)
+    def _at_least(self, size: int, width: int) -> DecodeGraph | None:
+        fitting = (graph for graph in self.graphs if graph.width == width and graph.size >= size)
+        return next(fitting, None)
 
-    def _make(self, size: int) -> DecodeGraph | None:
-        runner = self._runner
+    def _result_rows(self, width: int) -> int:
+        return 2 if self._runner.cached is None else result_rows(width)
+
+    def _make(self, shape: DecodeShape) -> DecodeGraph | None:
+        runner, (size, width) = self._runner, shape
+        num_tokens = size * width
         layout = StepLayout(size, 0, 0, runner.columns)
         host = torch.zeros(layout.size, dtype=torch.int32)
-        pad(layout.host_views(host.numpy()), 0, runner)
+        lengths = pad(layout.host_views(host.numpy()), 0, runner, size, width)
         views = layout.views(self.buffer[: layout.size].copy_(host))
-        start = np.zeros(size, dtype=np.int32)
-        step = runner.attention_step(views, size, start, start + np.int32(1))
+        drafts = None if runner.cached is None else draft_step(runner, size, size, width)
+        # A graph of width 1 reads the lengths of the step. They are 1, like those of the padding.
+        device_lengths = views.lengths if drafts is None else forwarded_lengths(views, drafts)
+        step = runner.attention_step(views, size, np.zeros_like(lengths), lengths, device_lengths)
         attention = runner.attention.decode_graph(size, step)
         if attention is None:
             return None
-        tokens = torch.as_strided(self._tokens, (len(runner.padding), size), (size, 1))
-        logits = self._logits[:size]
-        next_tokens = self._next_tokens[: 2 * size].view(2, size)
+        token_rows = len(runner.padding)
+        tokens = torch.as_strided(self._tokens, (token_rows, num_tokens), (num_tokens, 1))
+        logits = self._logits[:num_tokens]
+        rows = self._result_rows(width)
+        next_tokens = self._next_tokens[: rows * size].view(rows, size)
 
         def forward() -> None:
+            if drafts is not None:
+                find(runner, views, drafts)
             attention.compute_metadata()
-            runner.stage(views, size, tokens)
+            runner.stage(views, num_tokens, tokens)
             runner.model.logits(runner.run(tokens, attention), out=logits)
 
         def finish() -> None:
@@ -153,13 +201,17 @@ class DecodeGraphs:
 
         def sampler(filters: bool) -> Callable[[], object]:
             kind = SamplingKind(any_random=True, filters=filters)
-            return lambda: next_tokens.copy_(sample_tokens(runner, logits, views, kind))
+            return lambda: next_tokens.copy_(
+                sample_tokens(runner, logits, views, kind, drafts=drafts)
+            )
 
         return DecodeGraph(
             size=size,
+            width=width,
+            drafts=drafts,
             attention=attention,
             forward=self._capture(forward),
-            finish=self._capture(finish),
+            finish=self._capture(finish) if width == 1 else None,
             logits=logits,
             plain=self._capture(sampler(filters=False)),
             filtered=self._capture(sampler(filters=True)),

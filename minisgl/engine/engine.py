@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from minisgl.attention.registry import attention_kernels, create_attention_backend
 from minisgl.core import Batch, EngineConfig, ModelFacts, OutOfMemory, StepCost, WindowLayers
+from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, MAX_DRAFTS
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import memory, step_timing, warmup
-from minisgl.engine.cuda_graph import graph_sizes
+from minisgl.engine.cuda_graph import DecodeShape, graph_shapes
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.piecewise_graph import piece_sizes
@@ -73,6 +75,8 @@ class Engine:
         self._device = self._resolve_device(config, comm.tp)
         self.max_seq_len = memory.resolve_max_seq_len(config, self._model_config)
         self._model_config = self._model_config.for_context(self.max_seq_len)
+        if self._drafting:
+            memory.check_drafts(self._model_config)
         self._dtype = memory.resolve_dtype(config, self._model_config, self._device)
         fp8_kv = memory.resolve_fp8_kv(config, self._dtype, self._device)
         self._kv_spec = local_kv_spec(self._model_config, comm, self._dtype, fp8_kv)
@@ -105,8 +109,9 @@ class Engine:
                     show_progress=self._show_progress,
                     extensions=extensions,
                 )
-            with self.startup.phase("compile"):
-                self._wait_for_kernels()
+            if self._device.type == "cuda":
+                with self.startup.phase("compile"):
+                    self._wait_for_kernels()
             with self.startup.phase("kv"):
                 self.num_pages, self.window = self._sizes_of_pools(free_before)
                 self._launcher = self._assemble()
@@ -169,13 +174,13 @@ class Engine:
         the largest step, to measure the memory for the KV pool. Raises OutOfMemory.
         """
         with memory.memory_of(self._device), self.startup.phase("warm_up"):
-            warmup.warm_up(self)
+            warmup.warm_up(self, DRAFT_WIDTHS if self._drafting else DRAFT_WIDTHS[:1])
             with self._on_stream():
                 self._launcher.warm_up_masks()
             if self._device.type != "cpu" and self._launcher.pieces is None:
                 warmup.run_every_size(self, self._max_chunk_tokens)
             if self._device.type != "cpu" and self._config.num_pages is not None:
-                warmup.run_largest(self, self._max_chunk_tokens)
+                warmup.run_largest(self, self._max_chunk_tokens, self._drafting)
         self._compile_log.finish()
         self._clear_dummy()
 
@@ -223,7 +228,6 @@ class Engine:
 
     def _assemble(self) -> StepLauncher:
         """Allocate all device memory except for graphs, with KV pools of the known sizes."""
-        self._wait_for_kernels()
         config, model = self._config, self._model_config
         counts = [self.num_pages] + ([] if self.window is None else [self.window.num_pages])
         pools = tuple(
@@ -236,11 +240,21 @@ class Engine:
             )
             for layers, count in zip(model.pools, counts, strict=True)
         )
-        rows, max_pages = config.max_running_reqs + 1, -(-self.max_seq_len // config.page_size)
-        page_table = [
-            torch.full((rows, max_pages), count, dtype=torch.int32, device=self._device)
-            for count in counts
+        rows = config.max_running_reqs + 1
+        # A draft may stand after the last position of a context. Its results are dropped.
+        drafts = MAX_DRAFTS if self._drafting else 0
+        tables = [
+            rope_table(rope, model.head_dim, self.max_seq_len, self._device) for rope in model.ropes
         ]
+        scale = query_scale_table(model.query_scale, self.max_seq_len, self._device)
+        max_pages = -(-self.max_seq_len // config.page_size) + -(-drafts // config.page_size)
+        page_tables = [
+            torch.full((rows, max_pages), pool.dummy_page, dtype=torch.int32, device=self._device)
+            for pool in pools
+        ]
+        token_pool = torch.zeros(
+            (rows, self.max_seq_len + drafts + 1), dtype=torch.int32, device=self._device
+        )
         runner = ModelRunner(
             model=self._model,
             pools=pools,
@@ -253,29 +267,30 @@ class Engine:
                 *pools[1:],
             ),
             columns=self.extensions.sampling_columns,
-            ropes=tuple(
-                rope_table(rope, model.head_dim, self.max_seq_len, self._device)
-                for rope in model.ropes
-            ),
-            query_scale=query_scale_table(model.query_scale, self.max_seq_len, self._device),
-            page_table=torch.cat(page_table),
-            token_pool=torch.zeros(
-                (rows, self.max_seq_len + 1), dtype=torch.int32, device=self._device
-            ),
+            ropes=tuple(_with_rows(table, drafts) for table in tables),
+            query_scale=None if scale is None else _with_rows(scale, drafts),
+            page_table=torch.cat(page_tables),
+            token_pool=token_pool,
+            cached=torch.zeros_like(token_pool[:, 0]) if self._drafting else None,
         )
         return StepLauncher(runner, self.extensions.logits_processors, model.eos_token_ids)
 
-    def _graph_sizes(self) -> tuple[list[int], list[int]]:
-        """Return the numbers of requests and the numbers of tokens to capture graphs for."""
+    @property
+    def _drafting(self) -> bool:
+        return self.extensions.draft_lengths is not None
+
+    def _graph_sizes(self) -> tuple[list[DecodeShape], list[int]]:
+        """Return the shapes of decode steps and the numbers of tokens to capture graphs for."""
         asked, rows = self._config.cuda_graph_max_bs, self._config.max_running_reqs
         largest = min(rows, _MAX_GRAPH_REQS if asked is None else asked)
-        return graph_sizes(largest), piece_sizes(self._max_chunk_tokens + rows)
+        tokens = max(rows, MAX_DRAFT_TOKENS if self._drafting else 0)
+        return graph_shapes(largest, self._drafting), piece_sizes(self._max_chunk_tokens + tokens)
 
     @torch.inference_mode()
-    def _capture(self, sizes: Sequence[int], token_sizes: Sequence[int]) -> None:
-        """Capture graphs of these numbers of requests and of tokens, on a GPU."""
-        if self._device.type == "cuda" and sizes:
-            self._launcher.capture(sizes, token_sizes, self._show_progress)
+    def _capture(self, shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) -> None:
+        """Capture graphs of these decode steps and numbers of tokens, on a GPU."""
+        if self._device.type == "cuda" and shapes:
+            self._launcher.capture(shapes, token_sizes, self._show_progress)
             self._clear_dummy()
 
     def _sizes_of_pools(self, free_before: int) -> tuple[int, WindowLayers | None]:
@@ -318,7 +333,7 @@ class Engine:
         free_loaded = memory.free_bytes(device)
         self.num_pages, self.window = 1, self._window_layers(1)
         self._launcher = self._assemble()
-        warmup.run_largest(self, self._max_chunk_tokens)
+        warmup.run_largest(self, self._max_chunk_tokens, self._drafting)
         step_bytes = free_loaded - memory.free_bytes(device)
         graph_bytes = self._measure_graph_bytes()
         del self._launcher
@@ -374,3 +389,8 @@ class Engine:
             for pool in self._pools:
                 pool.clear_dummy()
             self._synchronize()
+
+
+def _with_rows(table: Tensor, count: int) -> Tensor:
+    """Return `table`, [positions, n], with its last row repeated `count` times after it."""
+    return torch.cat((table, table[-1:].expand(count, -1))) if count else table

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from minisgl.core import SAMPLING_COLUMNS, Column, SamplingParams
+from minisgl.core.batch import DraftLengths
 from minisgl.engine.logits_processing import LogitBias, LogitsProcessor, MinTokens, Penalties
 from minisgl.kvcache import CacheListener
 from minisgl.message.kv_events import KVEventTotals
@@ -39,12 +40,15 @@ class Extensions(ModelExtensions):
                        SchedulerStats reports it. None: the scheduler uses an object of its own.
     cache_reporter     makes the listener of the prefix cache from page size and number of pages.
                        None: the cache has no listener.
+    draft_lengths      makes the object that chooses the number of draft tokens, from the number of
+                       rows. None: no step has drafts.
     """
 
     sampling_columns: tuple[Column, ...] = SAMPLING_COLUMNS
     logits_processors: tuple[LogitsProcessor[Any], ...] = (LogitBias(), MinTokens(), Penalties())
     constraint_totals: ConstraintTotals | None = None
     cache_reporter: Callable[[int, int], CacheReporter] | None = None
+    draft_lengths: Callable[[int], DraftLengths] | None = None
 
     def open_states(self, params: SamplingParams) -> tuple[Any, ...] | None:
         """Return one state per processor for a new request; None if no processor edits its logits.

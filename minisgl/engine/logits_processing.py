@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import Batch, RequestError, SamplingParams
+from minisgl.core import Batch, Int32Array, RequestError, SamplingParams
 from minisgl.core.batch import EditedReq
 from minisgl.kernel import (
     PenaltyTensors,
@@ -38,7 +38,8 @@ class ProcessingStep:
 
     batch          the whole step, on the host.
     places         intp [B]; for each request of the batch, the position of its logits among the N
-                   rows of logits. The columns in `views` have the same order.
+                   rows of logits. The columns in `views` have the same order. A step with drafts
+                   has several rows of logits for a decode request: see drafting.token_views.
     views          the batch's columns on the device, such as views.sampling[name], [N].
     token_pool     int32 [rows, max_seq_len + 1] on the device; (batch.rows[i], position) is the id
                    of a token that this engine sampled.
@@ -182,7 +183,9 @@ class Penalties:
     def prepare(
         self, reqs: Sequence[tuple[EditedReq, tuple[float, float, float]]], step: ProcessingStep
     ) -> Edit | None:
-        _send_history([req for req, _ in reqs if req.history is not None], step)
+        rows = step.batch.rows
+        histories = [(rows[req.index], req.history) for req, _ in reqs if req.history is not None]
+        put_histories(histories, step.token_pool)
         index = np.array([req.index for req, _ in reqs])
         position = np.array([req.position for req, _ in reqs], dtype=np.int32)
         values = np.array([penalties for _, penalties in reqs], dtype=np.float32)
@@ -229,18 +232,19 @@ def upload(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, T
     }
 
 
-def _send_history(reqs: Sequence[EditedReq], step: ProcessingStep) -> None:
-    """Write the histories of these requests to the token pool. Every request must have one."""
-    if not reqs:
+def put_histories(histories: Sequence[tuple[int, Int32Array]], token_pool: Tensor) -> None:
+    """Write tokens to the token pool, from position 0 on. histories: pairs of a row and its ids."""
+    if not histories:
         return
-    lengths = [req.position for req in reqs]
+    rows, ids = zip(*histories, strict=True)
+    lengths = [len(tokens) for tokens in ids]
     arrays = {
-        "rows": np.repeat(step.batch.rows[[req.index for req in reqs]], lengths),
+        "rows": np.repeat(rows, lengths),
         "cols": np.concatenate([np.arange(length) for length in lengths]),
-        "ids": np.concatenate([req.history for req in reqs if req.history is not None]),
+        "ids": np.concatenate(ids),
     }
-    sent = upload(arrays, step.token_pool.device)
-    step.token_pool[sent["rows"].long(), sent["cols"]] = sent["ids"]
+    sent = upload(arrays, token_pool.device)
+    token_pool[sent["rows"].long(), sent["cols"]] = sent["ids"]
 
 
 def _bias_edit(entries: Sequence[tuple[int, int, float]], step: ProcessingStep) -> Edit | None:

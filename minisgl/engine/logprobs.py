@@ -48,6 +48,7 @@ class PendingLogprobs:
 def start_logprobs(
     model: CausalLM,
     batch: Batch,
+    first_tokens: NDArray[np.intp],
     hidden: Tensor | None,
     logits: Tensor | None,
     next_tokens: Tensor | None,
@@ -56,9 +57,11 @@ def start_logprobs(
 
     Returns None if batch.logprobs is None.
 
+    first_tokens: [B], the index of the first token of each chunk among the rows of `hidden`.
     hidden: [T or more, H], hidden states after the final norm; None if no request asks for
     log-probabilities of its prompt.
-    logits: float32 [N, V], before any edit. next_tokens: int32 [2, N], from sampler.sample_tokens.
+    logits: float32 [N, V], before any edit. next_tokens: int32, row 0 the first
+    tokens [N], from sampler.sample_tokens.
     Both are None if no request samples.
     """
     wanted, reqs = batch.logprobs, batch.num_reqs
@@ -68,20 +71,23 @@ def start_logprobs(
     count = int(wanted.sampled.max(initial=-1))
     if count >= 0 and logits is not None and next_tokens is not None:
         sampled = _to_host(top_logprobs(logits[:reqs], next_tokens[0, :reqs], count))
-    prompts = {} if hidden is None else _start_prompts(model, hidden, batch, wanted)
+    prompts = {} if hidden is None else _start_prompts(model, hidden, batch, first_tokens, wanted)
     return PendingLogprobs(sampled, prompts)
 
 
 def _start_prompts(
-    model: CausalLM, hidden: Tensor, batch: Batch, wanted: LogprobsRequest
+    model: CausalLM,
+    hidden: Tensor,
+    batch: Batch,
+    first_tokens: NDArray[np.intp],
+    wanted: LogprobsRequest,
 ) -> dict[int, list[Logprobs[Tensor]]]:
     pending: dict[int, list[Logprobs[Tensor]]] = {}
-    first_token = np.cumsum(batch.lengths) - batch.lengths
     targets = upload({"targets": np.maximum(wanted.prompt_targets, 0)}, hidden.device)["targets"]
     head, taken = model.lm_head, 0
     for index in np.flatnonzero(wanted.prompt >= 0).tolist():
         length, count = int(batch.lengths[index]), int(wanted.prompt[index])
-        positions = torch.split(hidden[int(first_token[index]) :][:length], _PROMPT_ROWS)
+        positions = torch.split(hidden[int(first_tokens[index]) :][:length], _PROMPT_ROWS)
         chosen = torch.split(targets[taken : taken + length], _PROMPT_ROWS)
         pending[index] = [
             _to_host(top_logprobs(head.all_gather_logits(head.logits(rows)).float(), ids, count))

@@ -87,6 +87,20 @@ def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
     return length
 
 
+def check_drafts(model: ModelConfig) -> None:
+    """Raise ConfigError if the engine cannot run steps with drafts of this model.
+
+    A row drops window pages behind its length. The host has only an upper bound of the length while
+    the result of a step with drafts is open. If the step rejects its drafts, the next step reads
+    pages that the row has dropped.
+    """
+    if model.window is not None:
+        raise ConfigError(
+            f"speculative does not support a model with sliding windows, and this model has a "
+            f"window of {model.window} tokens; start without speculative"
+        )
+
+
 def kv_bytes_left(config: EngineConfig, free_before: int, taken: int) -> int:
     """Return the bytes for KV pages on a GPU.
 

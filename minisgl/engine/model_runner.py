@@ -30,6 +30,12 @@ class ModelRunner:
     token_pool  int32 [max_running_reqs + 1, max_seq_len + 1]; the entry at (row, position) is the
                 id of the token at that position, after the sampler has written it. The decode
                 requests of the next step read their ids here, so that the host need not know them.
+    cached      int32 [max_running_reqs + 1]; the tokens of each row in the KV cache. None for an
+                engine without drafts, because the host knows them. With drafts, rows of page_table
+                and token_pool have room for MAX_DRAFTS positions after max_seq_len.
+    replay      None, except in benchmarks and tests: int32, in the shape of token_pool. A number
+                that is not negative takes the place of the token that the sampler draws for this
+                row and position. It makes the acceptance of drafts known without real weights.
     """
 
     model: CausalLM
@@ -40,6 +46,8 @@ class ModelRunner:
     query_scale: Tensor | None
     page_table: Tensor
     token_pool: Tensor
+    cached: Tensor | None = None
+    replay: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -62,9 +70,15 @@ class ModelRunner:
         return [0, 0, *(pool.dummy_slot for pool in self.pools)]
 
     def attention_step(
-        self, views: StepViews[Tensor], num_decode: int, start: Int32Array, lengths: Int32Array
+        self,
+        views: StepViews[Tensor],
+        num_decode: int,
+        start: Int32Array,
+        lengths: Int32Array,
+        device_lengths: Tensor,
     ) -> AttentionStep:
-        on_device = (views.rows, views.start, views.lengths)
+        """lengths, device_lengths: int32 [N], the forwarded tokens, on the host and the device."""
+        on_device = (views.rows, views.start, device_lengths)
         return AttentionStep(num_decode, start, lengths, *on_device, *self.page_tables)
 
     def stage(self, views: StepViews[Tensor], num_decode_tokens: int, tokens: Tensor) -> None:
@@ -105,13 +119,18 @@ class StepInputs:
 
     order           intp [B]; the request at position i of the buffer has index order[i] in the
                     batch.
-    start, lengths  int32 [N], in the order of the buffer. N is B plus padding.
+    start, lengths  int32 [N], in the order of the buffer. N is B plus padding. `lengths` are the
+                    tokens that the engine forwards: `width` for every decode request.
+    num_decode, width
+                    as in the batch; num_decode includes padding.
     layout, packed  the packed buffer: int32 on the host, pinned for a GPU.
     """
 
     order: NDArray[np.intp]
     start: Int32Array
     lengths: Int32Array
+    num_decode: int
+    width: int
     layout: StepLayout
     packed: Tensor
 
@@ -119,6 +138,13 @@ class StepInputs:
     def places(self) -> NDArray[np.intp]:
         """Return intp [B]: the position in the buffer of each request of the batch."""
         return np.argsort(self.order)
+
+    @property
+    def logit_rows(self) -> NDArray[np.intp]:
+        """Return intp [B]: the row of the first logits of each request of the batch."""
+        places = self.places
+        first: NDArray[np.intp] = places + np.minimum(places, self.num_decode) * (self.width - 1)
+        return first
 
 
 def pack(batch: Batch, size: int, runner: ModelRunner) -> StepInputs:
@@ -141,16 +167,21 @@ def pack(batch: Batch, size: int, runner: ModelRunner) -> StepInputs:
     for column in runner.columns:
         values = batch.sampling.get(column.name)
         host.sampling[column.name][:reqs] = column.neutral if values is None else values[order]
-    pad(host, reqs, runner)
+    # Padding is at the end, so it is part of the decode requests of a step without chunks.
+    all_decode = size if num_decode == reqs else num_decode
+    lengths = pad(host, reqs, runner, all_decode, batch.width)
     host.page_rows[:], host.page_cols[:], host.page_ids[:] = batch.page_updates
     host.chunk_ids[:] = batch.chunk_ids
-    return StepInputs(order, host.start, host.lengths, layout, packed)
+    return StepInputs(order, host.start, lengths, all_decode, batch.width, layout, packed)
 
 
-def pad(host: StepViews[NDArray[Any]], begin: int, runner: ModelRunner) -> None:
+def pad(
+    host: StepViews[NDArray[Any]], begin: int, runner: ModelRunner, num_decode: int, width: int
+) -> Int32Array:
     """Fill the rows from `begin` on with padding requests, and compute host.first.
 
-    A padding request forwards one token to the dummy page and writes no sampled token.
+    A padding request forwards tokens to the dummy page and writes no sampled token. The first
+    num_decode rows forward `width` tokens each. Returns int32 [N]: the forwarded tokens of a row.
     """
     host.rows[begin:] = runner.dummy_row
     host.start[begin:] = 0
@@ -158,8 +189,11 @@ def pad(host: StepViews[NDArray[Any]], begin: int, runner: ModelRunner) -> None:
     host.samples[begin:] = 0
     for column in runner.columns:
         host.sampling[column.name][begin:] = column.neutral
+    lengths = host.lengths.copy()
+    lengths[:num_decode] = width
     host.first[0] = 0
-    np.cumsum(host.lengths[:-1], out=host.first[1:])
+    np.cumsum(lengths[:-1], out=host.first[1:])
+    return lengths
 
 
 class LaunchedStep:
@@ -179,7 +213,8 @@ class LaunchedStep:
     ) -> None:
         """Queue the copy of the result to the host on the current stream.
 
-        next_tokens: int32 [2, N] as sampler.sample_tokens returns it; None when no request samples.
+        next_tokens: int32 [2, N] as sampler.sample_tokens returns it, or [5 + W, N] as
+        step_launcher returns it for a step with drafts. None when no request samples.
         """
         self._batch = batch
         self._inputs = inputs
@@ -199,16 +234,26 @@ class LaunchedStep:
         if self._done is not None:
             self._done.synchronize()
         samples, order = self._batch.samples, self._inputs.order
-        tokens = np.zeros((len(samples), 1), dtype=np.int32)
+        width = self._inputs.width
+        tokens = np.zeros((len(samples), width), dtype=np.int32)
         finite: NDArray[np.bool_] = np.ones(len(samples), dtype=np.bool_)
+        counts = samples.astype(np.int32)
+        drafted = agreed = None
+        if self._batch.drafting:
+            drafted, agreed = np.zeros((2, len(samples)), dtype=np.int32)
         if self._host is not None:
-            sampled, usable = self._host.numpy()[:, : len(samples)]
-            tokens[order, 0] = sampled
-            finite[order] = usable != 0
+            host = self._host.numpy()[:, : len(samples)]
+            finite[order] = host[1] != 0
+            if drafted is None or agreed is None:
+                tokens[order, 0] = host[0]
+            else:
+                counts[order], agreed[order], drafted[order] = host[2:5]
+                tokens[order] = host[5:].T
             tokens[~samples] = 0
             finite |= ~samples
-        counts = samples.astype(np.int32)
         logprobs = prompts = None
         if self._logprobs is not None:
             logprobs, prompts = self._logprobs.read(self._inputs.places)
-        return StepResult(tokens, counts, finite, logprobs, prompts, self._by_graph)
+        return StepResult(
+            tokens, counts, finite, logprobs, prompts, self._by_graph, drafted, agreed
+        )

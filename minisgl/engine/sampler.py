@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import SAMPLING_COLUMNS, Batch
+from minisgl.engine.drafting import DraftStep, accept, token_views
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.kernel import SamplingTensors, StepViews, put_tokens, sample
 
@@ -36,21 +37,30 @@ def sample_tokens(
     views: StepViews[Tensor],
     kind: SamplingKind,
     gathered: bool = False,
+    drafts: DraftStep | None = None,
 ) -> Tensor:
     """Sample a token for each of the N rows, and write it to the token pool for the next step.
 
     logits: [N, n] of this rank's ids, or with `gathered` [N, V] of all ids. Returns int32 [2, N]:
-    the tokens, and 1 for each row with finite logits. The function does not wait for the device, so
-    that a CUDA graph can capture it.
+    the tokens, and 1 for each row with finite logits. With `drafts`, logits has the M rows of
+    drafting.token_views, and the result is that of drafting.accept. The function does not wait for
+    the device, so that a CUDA graph can capture it.
     """
-    columns = {column.name: views.sampling[column.name] for column in SAMPLING_COLUMNS}
-    position = views.start + views.lengths
+    sampled_views = views if drafts is None else token_views(views, drafts)
+    columns = {column.name: sampled_views.sampling[column.name] for column in SAMPLING_COLUMNS}
+    position = sampled_views.start + sampled_views.lengths
     params = SamplingTensors(
         **columns, position=position, any_random=kind.any_random, filters=kind.filters
     )
     if logits.is_cpu:
         logits = logits.float()
     sampled = sample(logits, params) if gathered else runner.model.lm_head.sample(logits, params)
+    tokens, finite = sampled.tokens, sampled.finite
+    if runner.replay is not None:
+        given = runner.replay[sampled_views.rows.long(), position.long()]
+        tokens = torch.where(given >= 0, given, tokens)
+    if drafts is not None:
+        return accept(runner, views, drafts, tokens, finite)
     where = views.rows, views.start, views.lengths, views.samples
-    put_tokens(runner.token_pool, *where, sampled.tokens)
-    return torch.stack((sampled.tokens, sampled.finite.int()))
+    put_tokens(runner.token_pool, *where, tokens)
+    return torch.stack((tokens, finite.int()))

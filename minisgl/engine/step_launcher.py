@@ -4,11 +4,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl.core import Batch
-from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs
+from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs, DecodeShape
+from minisgl.engine.drafting import (
+    DraftStep,
+    draft_step,
+    find,
+    forwarded_lengths,
+    set_lengths,
+    token_views,
+)
 from minisgl.engine.logits_processing import (
     Edit,
     LogitsProcessor,
@@ -28,8 +37,8 @@ class StepLauncher:
     """Launches steps on the current stream, without waiting for the device.
 
     A step is: copy the packed batch to the device, update the page table, forward, sample, copy the
-    tokens back. A step in which every request decodes one token runs as CUDA graphs. In a step with
-    prompt tokens, the work between two attention calls runs as CUDA graphs. Token masks are applied
+    tokens back. A step in which every request decodes runs as CUDA graphs. In a step with prompt
+    tokens, the work between two attention calls runs as CUDA graphs. Token masks are applied
     between forward and sampler. A step with other edits or log-probabilities samples eagerly.
 
     runner          the model and its memory.
@@ -45,9 +54,11 @@ class StepLauncher:
     graphs: DecodeGraphs | None = None
     pieces: PieceGraphs | None = None
 
-    def capture(self, sizes: Sequence[int], token_sizes: Sequence[int], show: bool) -> None:
+    def capture(
+        self, shapes: Sequence[DecodeShape], token_sizes: Sequence[int], show: bool
+    ) -> None:
         """Capture decode graphs and piecewise graphs of these sizes. Blocks the host."""
-        self.graphs = graphs = DecodeGraphs(self.runner, sizes, show)
+        self.graphs = graphs = DecodeGraphs(self.runner, shapes, show)
         if graphs.graphs:
             self.pieces = PieceGraphs(self.runner, token_sizes, graphs.memory, show)
 
@@ -68,14 +79,24 @@ class StepLauncher:
         inputs = pack(batch, size, runner)
         views = self._send(inputs, graph)
         update_pages(runner.page_table, views.page_rows, views.page_cols, views.page_ids)
+        drafts = None if graph is None else graph.drafts
+        if runner.cached is not None:
+            set_lengths(batch, views, runner)
+            if graph is None:
+                drafts = draft_step(runner, size, inputs.num_decode, inputs.width)
+                find(runner, views, drafts)
         edits: list[Edit] = []
         if batch.logit_edits is not None:
             step = ProcessingStep(
-                batch, inputs.places, views, runner.token_pool, self.eos_token_ids
+                batch,
+                inputs.logit_rows,
+                views if drafts is None else token_views(views, drafts),
+                runner.token_pool,
+                self.eos_token_ids,
             )
             edits = prepare_edits(self.processors, batch.logit_edits, step)
         if graph is None:
-            hidden, logits = self._forward(batch, inputs, views)
+            hidden, logits = self._forward(batch, inputs, views, drafts)
         else:
             graph.forward.replay()
             hidden, logits = None, graph.logits
@@ -92,12 +113,20 @@ class StepLauncher:
                 for edit in edits:
                     edit(edited)
                 kind = sampling_kind(batch)
-                next_tokens = sample_tokens(runner, edited, views, kind, gathered=True)
-            logprobs = start_logprobs(runner.model, batch, hidden, logits, next_tokens)
+                next_tokens = sample_tokens(
+                    runner, edited, views, kind, gathered=True, drafts=drafts
+                )
+                if inputs.width > 1 and drafts is not None:
+                    logits = logits[drafts.first_rows.long()]
+            first_tokens = np.cumsum(inputs.lengths) - inputs.lengths
+            logprobs = start_logprobs(
+                runner.model, batch, first_tokens, hidden, logits, next_tokens
+            )
         elif graph is not None:
             next_tokens = graph.sample(sampling_kind(batch).filters)
         elif logits is not None:
-            next_tokens = sample_tokens(runner, logits, views, sampling_kind(batch))
+            kind = sampling_kind(batch)
+            next_tokens = sample_tokens(runner, logits, views, kind, drafts=drafts)
         return LaunchedStep(batch, inputs, next_tokens, logprobs, by_graph=graph is not None)
 
     def _send(self, inputs: StepInputs, graph: DecodeGraph | None) -> StepViews[Tensor]:
@@ -108,20 +137,23 @@ class StepLauncher:
         return inputs.layout.views(buffer.copy_(inputs.packed, non_blocking=True))
 
     def _forward(
-        self, batch: Batch, inputs: StepInputs, views: StepViews[Tensor]
+        self,
+        batch: Batch,
+        inputs: StepInputs,
+        views: StepViews[Tensor],
+        drafts: DraftStep | None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run the forward without a decode graph.
 
         Returns the hidden states [T or more, H], or None if no request asks for log-probabilities
         of its prompt. Also returns logits [N, n] of this rank's ids, or None if no request samples.
+        With `drafts`, logits has M rows, as drafting.token_views.
         """
-        runner, num_decode_tokens = self.runner, batch.num_decode_tokens
+        runner, num_decode = self.runner, inputs.num_decode
+        num_decode_tokens = num_decode * inputs.width
         num_tokens = num_decode_tokens + batch.num_prefill_tokens
-        # Decode attention takes one token per request. A decode request with draft tokens (see
-        # core.Batch) forwards more than one token. If any request of the batch has draft tokens,
-        # all requests of the batch run as chunks.
-        num_decode = batch.num_decode if num_decode_tokens == batch.num_decode else 0
-        step = runner.attention_step(views, num_decode, inputs.start, inputs.lengths)
+        lengths = views.lengths if drafts is None else forwarded_lengths(views, drafts)
+        step = runner.attention_step(views, num_decode, inputs.start, inputs.lengths, lengths)
         attention = runner.attention.prepare(step)
         piece = None if self.pieces is None else self.pieces.pick(num_tokens)
         if piece is None:
@@ -135,7 +167,10 @@ class StepLauncher:
         samples = batch.samples.any()
         if not (of_prompts or samples):
             return None, None
-        model, last = runner.model, views.first + views.lengths - 1
+        model, last = runner.model, views.first + lengths - 1
+        if inputs.width > 1:
+            decoded = torch.arange(num_decode_tokens, device=runner.device)
+            last = torch.cat((decoded, last[num_decode:]))
         if of_prompts:
             hidden = model.model.finish_last_layer(attended)
             return hidden, model.lm_head.logits(hidden[last]) if samples else None

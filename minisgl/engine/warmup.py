@@ -5,11 +5,19 @@ spread over the whole KV pool, like the contexts of real requests.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.core.batch import Batch, EngineLike, LogprobsRequest, PageUpdates
+from minisgl.core.batch import (
+    DRAFT_WIDTHS,
+    MAX_DRAFT_TOKENS,
+    Batch,
+    EngineLike,
+    LogprobsRequest,
+    PageUpdates,
+)
 from minisgl.core.sampling import SamplingParams, sampling_arrays
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -23,16 +31,24 @@ class StepShape(NamedTuple):
     num_decode  decode requests, each with `context` tokens in the KV cache.
     chunk       prompt tokens of the step, in several prompts if they exceed the context length.
     context     cached tokens of each request, before the tokens that the step forwards.
+    width       tokens that each decode request forwards.
     """
 
     num_decode: int
     chunk: int
     context: int
+    width: int = 1
 
 
-def warm_up(engine: EngineLike) -> None:
-    """Run one decode, one prefill and one mixed step with every kind of sampling."""
-    for shape in (StepShape(0, 4, 0), StepShape(1, 0, 4), StepShape(2, 3, 4)):
+def warm_up(engine: EngineLike, widths: Sequence[int] = DRAFT_WIDTHS[:1]) -> None:
+    """Run one decode, one prefill and one mixed step with every kind of sampling.
+
+    widths: the numbers of tokens that decode requests of this engine may forward.
+    """
+    shapes = [StepShape(0, 4, 0)]
+    for width in widths:
+        shapes += [StepShape(1, 0, 4, width), StepShape(2, 3, 4, width)]
+    for shape in shapes:
         for params, logprobs in itertools.product(_KINDS, (False, True)):
             batch = warmup_batch(engine, shape, params, logprobs=logprobs)
             if batch is not None:
@@ -50,15 +66,22 @@ def run_every_size(engine: EngineLike, max_chunk_tokens: int) -> None:
             engine.launch(batch).wait()
 
 
-def run_largest(engine: EngineLike, max_chunk_tokens: int) -> None:
-    """Run the step that takes the most memory: all rows, the longest chunk, random sampling."""
+def run_largest(engine: EngineLike, max_chunk_tokens: int, drafting: bool = False) -> None:
+    """Run the step that takes the most memory: all rows, the longest chunk, random sampling.
+
+    drafting: also run the largest step with drafts.
+    """
     chunks = -(-max_chunk_tokens // engine.max_seq_len)
     num_decode = max(engine.max_running_reqs - chunks, 0)
     capacity = (engine.max_running_reqs - num_decode) * engine.max_seq_len
-    shape = StepShape(num_decode, min(max_chunk_tokens, capacity), 0)
-    batch = warmup_batch(engine, shape, FILTERED)
-    assert batch is not None, "the engine must have room for the largest step; this is a bug"
-    engine.launch(batch).wait()
+    shapes = [StepShape(num_decode, min(max_chunk_tokens, capacity), 0)]
+    if drafting:
+        most = min(num_decode, MAX_DRAFT_TOKENS // DRAFT_WIDTHS[-1])
+        shapes.append(shapes[0]._replace(num_decode=most, width=DRAFT_WIDTHS[-1]))
+    for shape in shapes:
+        batch = warmup_batch(engine, shape, FILTERED)
+        assert batch is not None, "the engine must have room for the largest step; this is a bug"
+        engine.launch(batch).wait()
 
 
 def warmup_batch(
@@ -80,7 +103,7 @@ def warmup_batch(
     num_reqs = shape.num_decode + num_chunks
     if num_reqs > engine.max_running_reqs or shape.context >= engine.max_seq_len:
         return None
-    lengths = np.ones(num_reqs, dtype=np.int32)
+    lengths = np.full(num_reqs, shape.width, dtype=np.int32)
     lengths[shape.num_decode :] = longest
     if num_chunks:
         lengths[-1] = shape.chunk - (num_chunks - 1) * longest

@@ -43,7 +43,7 @@ class CacheEvents:
         put: Callable[[list[KVEvent]], bool],
         totals: KVEventTotals,
     ) -> None:
-        """block_size: tokens. totals: the listener counts in this object.
+        """block_size: in tokens. totals: the object in which the listener counts.
 
         Raises ConfigError when pages do not fill whole blocks.
         """
@@ -129,7 +129,10 @@ class CacheEvents:
 def publish_events(
     publisher: Publisher, block_size: int, model: str
 ) -> Callable[[int, int], CacheEvents]:
-    """Return the function that makes the listener from page size and number of pages."""
+    """Return a function of page size and number of pages that makes the listener.
+
+    The function also starts the publisher.
+    """
 
     def start(page_size: int, num_pages: int) -> CacheEvents:
         events = CacheEvents(

@@ -1,8 +1,9 @@
 """Kernels, each beside a plain torch reference with the same signature.
 
 The exported functions run the reference on CPU tensors and a Triton kernel on all others
-(dispatch.py). The references are in decode.py, elementwise.py, fp8.py, gather.py, logits.py,
-random.py, rotary.py, sampling.py and step.py; the Triton kernels are in the package triton.
+(dispatch.py). The references are in decode.py, drafts.py, elementwise.py, fp8.py, gather.py,
+logits.py, random.py, rotary.py, sampling.py and step.py; the Triton kernels are in the package
+triton.
 """
 
 from minisgl.kernel.cache import use_kernel_cache
@@ -10,6 +11,7 @@ from minisgl.kernel.compile_log import CompileLog
 from minisgl.kernel.contexts import ContextCopy
 from minisgl.kernel.decode import DecodeScratch, decode_scratch
 from minisgl.kernel.dispatch import (
+    accept_drafts,
     add_linear,
     add_rms_norm,
     apply_token_mask,
@@ -17,6 +19,7 @@ from minisgl.kernel.dispatch import (
     best_candidate,
     context_slots,
     count_blocks,
+    find_drafts,
     gated_linear,
     gather_embedding,
     gather_kv,
@@ -31,6 +34,7 @@ from minisgl.kernel.dispatch import (
     stage_tokens,
     update_pages,
 )
+from minisgl.kernel.drafts import Accepted
 from minisgl.kernel.elementwise import PendingNorm, rope
 from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing
 from minisgl.kernel.fp8 import read_kv, store_kv
@@ -41,6 +45,7 @@ from minisgl.kernel.sampling import SampledTokens, SamplingTensors
 from minisgl.kernel.step import StepLayout, StepViews
 
 __all__ = [
+    "Accepted",
     "AttentionKernel",
     "CompileLog",
     "ContextCopy",
@@ -51,6 +56,7 @@ __all__ = [
     "SamplingTensors",
     "StepLayout",
     "StepViews",
+    "accept_drafts",
     "add_bias",
     "add_linear",
     "add_rms_norm",
@@ -62,6 +68,7 @@ __all__ = [
     "context_slots",
     "count_blocks",
     "decode_scratch",
+    "find_drafts",
     "fp8_add_linear",
     "fp8_gated_linear",
     "fp8_linear",

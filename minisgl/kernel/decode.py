@@ -1,4 +1,4 @@
-"""Decode attention: one new token per request attends over the request's paged context.
+"""Decode attention: the new tokens of each request attend over the request's paged context.
 
 This file has the torch reference and the scratch memory of the Triton kernel.
 """
@@ -19,15 +19,18 @@ _WARPS_PER_MULTIPROCESSOR = 8
 class DecodeScratch(NamedTuple):
     """Device memory of the decode attention kernel, for up to N requests and G programs.
 
+    Q is the largest number of new tokens of a request.
     All layers of a step share one scratch. Two calls that may run at the same time need two.
 
     first            int32 [N + 1]: the exclusive sum of the requests' blocks, from count_blocks.
-    partial_outputs  float32 [2 G, Hq / Hkv, D]: outputs over parts of contexts, before they are
+    partial_outputs  float32 [2 G, Q Hq / Hkv, D]: outputs over parts of contexts, before they are
                      divided by the sum of their weights. A program leaves at most two parts.
-    softmax_stats    float32 [2 G, 2, Hq / Hkv]: the largest score of each part, and the sum of its
-                     weights.
+    softmax_stats    float32 [2 G, 2, Q Hq / Hkv]: the largest score of each part, and the sum of
+                     its weights.
     semaphores       int32 [N * Hkv]: blocks of each request and KV head that are done; zeros
                      between calls.
+    tokens           int32 [N + 1]: the exclusive sum of the requests' new tokens, from
+                     count_blocks; used if Q is above 1.
     kernels          compiled kernels, by the properties of a call that they depend on.
     """
 
@@ -35,26 +38,29 @@ class DecodeScratch(NamedTuple):
     partial_outputs: Tensor
     softmax_stats: Tensor
     semaphores: Tensor
+    tokens: Tensor
     kernels: dict[Hashable, Any]
 
 
 def decode_scratch(
-    reqs: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device
+    reqs: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device, queries: int = 1
 ) -> DecodeScratch:
     """Scratch for up to `reqs` requests with these numbers of heads per rank.
 
+    queries: the most new tokens of a request. A call with fewer can use the scratch as well.
     A device that is not a GPU counts as one multiprocessor.
     """
     multiprocessors = 1
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    group = q_heads // kv_heads
+    rows = q_heads // kv_heads * queries
     programs = multiprocessors * _WARPS_PER_MULTIPROCESSOR  # of one warp each
     return DecodeScratch(
         first=torch.zeros(reqs + 1, dtype=torch.int32, device=device),
-        partial_outputs=torch.zeros((2 * programs, group, head_dim), device=device),
-        softmax_stats=torch.zeros((2 * programs, 2, group), device=device),
+        partial_outputs=torch.zeros((2 * programs, rows, head_dim), device=device),
+        softmax_stats=torch.zeros((2 * programs, 2, rows), device=device),
         semaphores=torch.zeros(reqs * kv_heads, dtype=torch.int32, device=device),
+        tokens=torch.zeros(reqs + 1, dtype=torch.int32, device=device),
         kernels={},
     )
 
@@ -74,39 +80,48 @@ def decode(
     lengths: Tensor,
     scratch: DecodeScratch,
     scales: Tensor | None = None,
+    queries: int = 1,
 ) -> None:
     """Store the new keys and values in the pool, and attend over the whole contexts.
 
-    The context of a request has start + lengths tokens. Its last token is the new one.
+    The context of a request has start + lengths tokens. The last `lengths` of them are new. Each
+    new token attends to the tokens up to itself. (A NaN among the new keys and values may also
+    reach the tokens before it in the same request.)
 
-    qkv, q_weight, k_weight, eps, cos_sin, k_pool, v_pool, scales: as in rotary.qk_norm_rope_store,
-    with T = N. The page size is a power of two.
-    out: [N, Hq, D] of qkv's dtype, overwritten.
-    page_table: int32 [rows, pages]. Its last row belongs to padded requests, which get zeros and
-    store nothing.
+    qkv, q_weight, k_weight, eps, cos_sin, k_pool, v_pool, scales: as in rotary.qk_norm_rope_store.
+    The T tokens are those of the requests, one request after another. The page size is a power of
+    two.
+    out: [T, Hq, D] of qkv's dtype, overwritten. Tokens after those of the real requests get zeros.
+    page_table: int32 [rows, pages]. Its last row belongs to padded requests, which come after all
+    others and store nothing.
     rows, start, lengths: int32 [N].
     scratch: used by the Triton kernel alone; see count_blocks.
+    queries: the largest possible number of new tokens of a request. T is N if it is 1.
 
     With cos_sin=None the pool holds the new keys and values already, and qkv is the normalised and
     rotated queries, [N, Hq D].
     """
     page_size, kv_heads, head_dim = k_pool.shape[1:]
     out.zero_()
-    real = (rows != len(page_table) - 1).nonzero()[:, 0]
-    rows, position = rows[real].long(), (start + lengths)[real].long() - 1
+    real = rows != len(page_table) - 1
+    counts = lengths[real]
+    rows, position = rows[real].repeat_interleave(counts).long(), start[real] + counts
+    each = torch.arange(len(rows), device=rows.device)
+    position = (position - counts.cumsum(0)).repeat_interleave(counts) + each
     slots = page_table[rows, position // page_size] * page_size + position % page_size
     pools = k_pool, v_pool
     if cos_sin is None:
-        q = qkv[real].view(-1, *out.shape[1:])
+        q = qkv[: len(rows)].view(-1, *out.shape[1:])
     else:
         places, sizes = (cos_sin, position, slots), (out.shape[1], kv_heads, head_dim)
         norms = q_weight, k_weight, eps
-        q = qk_norm_rope_store(qkv[real], *norms, *places, *pools, *sizes, scales)
-    for index, row, last, query in zip(real, rows, position, q, strict=True):
-        each = torch.arange(int(last) + 1, device=q.device)
-        at = (page_table[row, each // page_size] * page_size + each % page_size).long()
+        q = qk_norm_rope_store(qkv[: len(rows)], *norms, *places, *pools, *sizes, scales)
+    for index, row, last, query in zip(each, rows, position, q, strict=True):
+        keys_at = torch.arange(int(last) + 1, device=q.device)
+        pages = page_table[row, keys_at // page_size]
+        at = (pages * page_size + keys_at % page_size).long()
         keys, values = read_kv(*pools, at, scales, torch.float32)
         group = out.shape[1] // kv_heads
-        keys, values = (each.repeat_interleave(group, 1) for each in (keys, values))
+        keys, values = (heads.repeat_interleave(group, 1) for heads in (keys, values))
         scores = torch.einsum("hd,thd->ht", query.float(), keys) * head_dim**-0.5
         out[index] = torch.einsum("ht,thd->hd", scores.softmax(-1), values).to(out.dtype)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minisgl.kernel import decode, elementwise, gather, logits, rotary, sampling, step
+from minisgl.kernel import decode, drafts, elementwise, gather, logits, rotary, sampling, step
 from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.tilings import FEW_ROWS, Tiling, tiling_for
@@ -56,6 +56,8 @@ update_pages = _by_device(step.update_pages, "step")
 stage_tokens = _by_device(step.stage_tokens, "step")
 kv_metadata = _by_device(step.kv_metadata, "step")
 put_tokens = _by_device(step.put_tokens, "step")
+find_drafts = _by_device(drafts.find_drafts, "drafts")
+accept_drafts = _by_device(drafts.accept_drafts, "drafts")
 context_slots = _by_device(gather.context_slots, "gather")
 gather_kv = _by_device(gather.gather_kv, "gather")
 balanced_decode = _by_device(decode.decode, "decode")
@@ -68,11 +70,12 @@ def count_blocks(
     dummy_row: int,
     scratch: DecodeScratch,
     fp8: bool = False,
+    queries: int = 1,
 ) -> None:
-    """See minisgl.kernel.triton.decode.count_blocks. There is no version for CPU tensors."""
-    from minisgl.kernel.triton import decode as kernels
+    """See minisgl.kernel.triton.decode_blocks. There is no version for CPU tensors."""
+    from minisgl.kernel.triton import decode_blocks as kernels
 
-    kernels.count_blocks(rows, start, lengths, dummy_row, scratch, fp8)
+    kernels.count_blocks(rows, start, lengths, dummy_row, scratch, fp8, queries)
 
 
 def linear(

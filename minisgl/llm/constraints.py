@@ -28,14 +28,14 @@ class Constraints:
         self._folder = folder
         self._tokenizer = tokenizer
         self._think_ids = tokenizer.vocabulary.think_ids or (-1, -1)
-        self._source = lru_cache(_CACHED_GRAMMARS)(self._compile)
+        self._source = lru_cache(_CACHED_GRAMMARS)(self._new_source)
 
     def compile(self, sampling: SamplingParams) -> SamplingParams:
         """Replace the constraint by a Grammar. Raises InvalidRequest if it cannot be enforced."""
         name = next((name for name in CONSTRAINTS if getattr(sampling, name) is not None), None)
         if name is None or isinstance(sampling.grammar, Grammar):
             return sampling
-        kind: GrammarKind = name  # type: ignore[assignment]  # three kinds and json_schema
+        kind: GrammarKind = name  # type: ignore[assignment]  # each constraint is a kind
         request = CompileGrammar(
             kind=kind,
             text=_text(getattr(sampling, name)),
@@ -62,11 +62,11 @@ class Constraints:
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:
-        """Loading takes up to a second, so it waits for the first constraint."""
-        # The EOS ids of the model do not change which grammars compile, so any id will do.
+        """The compiler. The first constraint loads it, because that takes up to a second."""
+        # The compilation does not depend on the EOS ids, so this uses one id of no meaning.
         return GrammarCompiler(load_tokenizer(self._folder, (0,)))
 
-    def _compile(self, request: CompileGrammar) -> str:
+    def _new_source(self, request: CompileGrammar) -> str:
         try:
             return self._compiler.source(request)
         except InvalidRequest as error:
@@ -75,7 +75,7 @@ class Constraints:
 
 
 def _text(value: Any) -> str:
-    """The text of a constraint. Raises InvalidRequest for a schema that is not JSON."""
+    """Return the text of a constraint. Raises InvalidRequest for a schema that is not JSON."""
     if callable(described := getattr(value, "model_json_schema", None)):
         value = described()
     if isinstance(value, str):

@@ -80,7 +80,7 @@ def stop_list(stop: Any) -> list[str]:
 def checked(sampling: Any, changes: dict[str, Any]) -> SamplingParams:
     """Return a copy with values of the declared types and ranges. Raises InvalidRequest."""
     if not isinstance(sampling, SamplingParams):
-        raise InvalidRequest("sampling must consist of SamplingParams", param="sampling")
+        raise InvalidRequest("sampling must be SamplingParams or a list of them", param="sampling")
     try:
         return msgspec.convert(msgspec.structs.asdict(sampling) | changes, SamplingParams)
     except msgspec.ValidationError as error:

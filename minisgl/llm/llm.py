@@ -38,7 +38,7 @@ from minisgl.llm.inputs import (
 )
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
-from minisgl.message.messages import AbortReq, AddReq, StepOutput, TextOptions
+from minisgl.message.messages import PROMPT_TAIL_TOKENS, AbortReq, AddReq, StepOutput, TextOptions
 from minisgl.tokenizer import TextStream, TextTokenizer
 from minisgl.tokenizer.template import TemplateError
 from minisgl.utils import near_names
@@ -189,7 +189,7 @@ class LLM:
         self.close()
 
     def _encode_chat(self, chat: Conversation, options: dict[str, Any] | None) -> list[int]:
-        """The prompt of one conversation. Raises InvalidRequest for one that is not valid."""
+        """Return the prompt of one conversation. Raises InvalidRequest if it is not valid."""
         check_conversation(chat)
         try:
             return self.tokenizer.encode_chat(list(chat), options)
@@ -236,7 +236,7 @@ class LLM:
         self.worker.abort_and_wait(())
         running = self._running
         try:
-            # Submit the highest max_tokens first, so that no long answer runs alone at the end.
+            # `stream` explains this order.
             for index in sorted(range(len(params)), key=lambda i: -(params[i].max_tokens or inf)):
                 each = prompts[index]
                 ids = as_ids(self.tokenizer.encode_text(each) if isinstance(each, str) else each)
@@ -260,9 +260,8 @@ class LLM:
         text_at_end: bool,
         priority: int,
     ) -> None:
-        options = TextOptions(
-            prompt_tail=ids[-8:].tolist(), stop=stop_strings, min_tokens=sampling.min_tokens
-        )
+        tail = ids[-PROMPT_TAIL_TOKENS:].tolist()
+        options = TextOptions(prompt_tail=tail, stop=stop_strings, min_tokens=sampling.min_tokens)
         stream = TextStream(self.tokenizer.vocabulary, options)
         uid = self._next_uid
         self._next_uid += 1
@@ -300,7 +299,7 @@ class LLM:
     def _params(
         self, sampling: Sampling, count: int, changes: dict[str, Any]
     ) -> list[SamplingParams]:
-        """The parameters of each prompt. changes: replace fields of all of them."""
+        """Return the parameters of each prompt. changes: fields to replace, for all prompts."""
         for name in changes:
             if name not in SamplingParams.__struct_fields__:
                 near = near_names(name, SamplingParams.__struct_fields__)

@@ -80,7 +80,7 @@ class Generation:
     completion: Completion | None = None
 
     def push(self, token_id: int, is_stop_token: bool) -> Piece | None:
-        """Add a token. Returns its text; None if there is no text to show yet."""
+        """Add a token. Returns a piece with the new text; None if there is no text to show yet."""
         if self.completion is not None:
             # A stop string ended the text; the scheduler has not aborted the request yet.
             return None
@@ -94,7 +94,7 @@ class Generation:
         return Piece(self.index, text, self.completion) if text or self.completion else None
 
     def finish(self, finished: Finished) -> Piece | None:
-        """End the generation. Returns the rest of its text; None if a stop string has ended it."""
+        """End the generation. Returns the last piece; None if a stop string has ended the text."""
         if self.completion is not None:
             return None
         if self.text_at_end:
@@ -115,13 +115,13 @@ class Generation:
             prompt_tokens=self.prefill_done.prompt_tokens,
             cached_tokens=self.prefill_done.cached_tokens,
             error=error,
-            # without tokens after a stop string
+            # A stop string drops the later tokens, so their log-probabilities are dropped too.
             logprobs=list(self._logprobs(self.logprobs[: len(self.token_ids)])),
             prompt_logprobs=list(self._logprobs(self.prompt_logprobs)),
         )
 
     def _logprobs(self, parts: Sequence[TokenLogprobs]) -> Iterator[Logprob]:
-        """Each token of these parts with its text."""
+        """Yield each token of these parts with its text."""
         ids = [*self.prompt_ids, *self.token_ids] if parts else []
         for part in parts:
             rows = zip(part.logprobs, part.top_ids, part.top_logprobs, strict=True)

@@ -32,6 +32,7 @@ from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.quantization import with_quantizations
 from minisgl.scheduler import LocalInbox, build_scheduler
 from minisgl.server.config import ChildSpec, ServerConfig
+from minisgl.speculative import with_speculation
 from minisgl.structured.processor import with_grammars
 from minisgl.utils import make_socket_dir, supervise
 
@@ -50,7 +51,7 @@ def _uninterrupted() -> Iterator[None]:
     """
     handler = signal.getsignal(signal.SIGINT)
     if handler is None or threading.current_thread() is not threading.main_thread():
-        yield  # no KeyboardInterrupt can come: not Python's handler, or not the main thread
+        yield  # a foreign handler, or a thread other than the main one, gets no KeyboardInterrupt
         return
     received: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: received.append(number))
@@ -69,7 +70,8 @@ class LocalWorker:
         self, engine: EngineConfig, config: SchedulerConfig, extensions: Extensions
     ) -> None:
         budget = config.prefill_budget_tokens
-        self.extensions = with_quantizations(with_grammars(engine.model_path, extensions))
+        grammars = with_grammars(engine.model_path, extensions)
+        self.extensions = with_speculation(engine.speculative, with_quantizations(grammars))
         self._engine = Engine(engine, SingleCommunicator(), budget, self.extensions)
         self._inbox = LocalInbox()
         self._outputs: list[StepOutput] = []

@@ -7,7 +7,7 @@
     scheduler   -> detokenizer  StepOutput     one per step, with one list per kind of output
     all others  -> API server   ToApi
 
-Both ends always have the same version, because they run in one pod from one image. So the messages
+Both ends have the same version, because they run in one pod from one image. The messages therefore
 need no compatibility rules. Each queue has a decoder for its own union only.
 """
 
@@ -18,6 +18,7 @@ from minisgl.message.stats import BATCH_SIZE_BOUNDS as BATCH_SIZE_BOUNDS
 from minisgl.message.stats import BATCH_TOKENS_BOUNDS as BATCH_TOKENS_BOUNDS
 from minisgl.message.stats import STEP_PHASES as STEP_PHASES
 from minisgl.message.stats import ConstraintTotals as ConstraintTotals
+from minisgl.message.stats import DraftTotals as DraftTotals
 from minisgl.message.stats import PhaseStats as PhaseStats
 from minisgl.message.stats import SchedulerStats as SchedulerStats
 
@@ -29,7 +30,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 class TokenizeText(Message, frozen=True, kw_only=True):
     """Encode plain text. Text that spells a special token is encoded as that token.
 
-    uid          The engine client sets the uid of each TokenizeRequest when it sends it.
+    uid          number of the request. The engine client sets it when it sends the request.
     add_special  also add the special tokens that the tokenizer adds by itself, such as BOS.
     """
 
@@ -89,7 +90,7 @@ ToTokenizer = TokenizeRequest | Ping
 
 
 class ToolOptions(Message, frozen=True, kw_only=True):
-    """How the tool calls in the text of one request are found.
+    """The settings with which the detokenizer finds the tool calls of one request.
 
     format           name of the call format.
     parameters_json  an object with the JSON schema of the arguments of each tool, by its name.
@@ -99,11 +100,18 @@ class ToolOptions(Message, frozen=True, kw_only=True):
     parameters_json: bytes
 
 
+# Number of last prompt tokens in TextOptions. A character has at most four bytes, so an incomplete
+# character at the end of the prompt has at most three tokens. The four tokens also show whether the
+# template has opened or closed thinking at the end of the prompt.
+PROMPT_TAIL_TOKENS = 4
+
+
 class TextOptions(Message, frozen=True, kw_only=True):
     """Options for the conversion of one request's tokens to text.
 
     prompt_tail          the last ids of the prompt. A character may begin in the prompt and end in
-                         the output. With these ids the detokenizer decodes the whole character.
+                         the output, and the template may begin thinking in the prompt. The
+                         detokenizer finds both in these ids.
     stop                 stop strings, in the order in which the client gave them.
     skip_special_tokens  leave special tokens out of the text.
     include_stop         include the stop string that ended the text.
@@ -140,15 +148,15 @@ class StartText(Message, frozen=True, kw_only=True):
 
 
 class AddReq(Message, frozen=True, kw_only=True):
-    """Run `count` requests with one prompt, the choices of a call, as uid to uid + count - 1.
+    """Run `count` requests with one prompt: the choices of a call. Choice i has the uid `uid` + i.
 
-    The scheduler answers for each of them with exactly one PrefillDone and one Finished. They share
-    one copy of the prompt. Choice i draws with seed + i. Only the first one reports the
+    The scheduler sends exactly one PrefillDone and one Finished for each choice. The choices share
+    one copy of the prompt. Choice i draws with seed + i. Only the first choice reports the
     log-probabilities of the prompt.
 
     token_ids   int32 little-endian, each below the width of the logits.
     cache_salt  only requests with the same salt share cached prefixes.
-    client      the name of the API key; clients take turns. "" if there is only one.
+    client      the name of the API key; clients take turns. "" if there is only one client.
     call        number of the call; the calls of a client take turns. 0 in an offline run.
     priority    requests with a lower number are served first.
     """
@@ -266,11 +274,11 @@ ToDetokenizer = StartText | StepOutput | Ping
 class TokenizeResult(Message, frozen=True, kw_only=True):
     """token_ids (int32 little-endian), the text of DecodeIds, or the source of CompileGrammar.
 
-    pieces    of DecodeIds with `each`: the bytes of each id.
-    thinks    of TokenizeChat: the model may begin its answer with thinking.
-    think_ids of CompileGrammar: the ids that open and close thinking, or -1.
-    trigger   of CompileGrammar: as in core.Grammar.
-    error     a sentence for the client. The result is empty then.
+    pieces    the bytes of each id, for DecodeIds with `each`.
+    thinks    the model may begin its answer with thinking, for TokenizeChat.
+    think_ids the ids that open and close thinking, or -1, for CompileGrammar.
+    trigger   the trigger of core.Grammar, for CompileGrammar.
+    error     a sentence for the client. The other fields are then empty.
     internal  True if the error is a fault of the server and not of the client.
     limit     the name of the limit that the request exceeded.
     """
@@ -290,7 +298,7 @@ class TokenizeResult(Message, frozen=True, kw_only=True):
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """One token as text with its log-probability.
 
-    token_bytes  its bytes. They need not be whole characters.
+    token_bytes  the bytes of the token, which need not be whole characters.
     logprob      None for the first token of a prompt.
     offset       number of characters of the text before this token.
     top          bytes and log-probability of the most likely tokens, the most likely first.
@@ -363,8 +371,8 @@ class Ready(Message, frozen=True, kw_only=True):
     """A process has completed its start and can serve requests.
 
     facts        facts about the model; only rank 0 of the scheduler sends them.
-    tool_format, template_variables
-                 as in ModelFacts; only tokenizer processes send them, and `tokenizer`.
+    tool_format, template_variables, tokenizer
+                 only tokenizer processes send them; the first two are those of ModelFacts.
     startup_s    seconds of each phase of the start.
     """
 

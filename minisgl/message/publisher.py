@@ -24,11 +24,12 @@ from minisgl.message.kv_events import (
     KVEventTotals,
 )
 
-MAX_QUEUED = 4096  # batches that the scheduler may be ahead of the thread
+MAX_QUEUED = 4096  # batches that wait for the thread
 MAX_REPLAYED = 10_000  # batches that a subscriber can ask for
 MAX_REPLAYED_BYTES = 64 * 2**20
 _SNAPSHOT_BLOCKS = 256  # blocks in one batch of a snapshot
 _SUBSCRIBER_QUEUE = 100_000  # messages for one subscriber; zmq drops further ones
+_MAX_REQUEST_BYTES = 4096  # zmq holds a whole message of a peer, and has no limit of its own
 _END = (-1).to_bytes(8, signed=True)  # the sequence number that ends a replay
 
 
@@ -43,7 +44,7 @@ class Publisher:
     exceed MAX_REPLAYED, the stream begins anew at number 0 with a snapshot: AllBlocksCleared and
     the present blocks. To a subscriber this looks like a restart of the replica.
 
-    totals  the publisher keeps `sequence` in it.
+    totals  the state of the stream. The publisher sets `sequence`; CacheEvents counts the rest.
     _log    the payloads of the stream; the index is the sequence number. Empty without a replay
             socket; the stream then never begins anew.
     _blocks by hash: the announced blocks, each as an encoded BlockStored. A block comes after its
@@ -60,10 +61,10 @@ class Publisher:
         self._log_bytes = self._snapshot_bytes = 0
         self._blocks: dict[int, msgspec.Raw] = {}
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._pub = _bound(context, zmq.PUB, endpoint, _SUBSCRIBER_QUEUE)
+        self._pub = _bind(context, zmq.PUB, endpoint, _SUBSCRIBER_QUEUE)
         self._replay: zmq.Socket[bytes] | None = None
         if replay_endpoint is not None:
-            self._replay = _bound(context, zmq.ROUTER, replay_endpoint, 2 * MAX_REPLAYED)
+            self._replay = _bind(context, zmq.ROUTER, replay_endpoint, 2 * MAX_REPLAYED)
         self._bell = os.eventfd(0)  # wakes the thread
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
@@ -176,12 +177,13 @@ class Publisher:
         socket.send_multipart((*head, b"", _END, b""))
 
 
-def _bound(
-    context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str, most: int
+def _bind(
+    context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str, max_queued: int
 ) -> "zmq.Socket[bytes]":
-    """A socket that queues at most `most` messages for each peer. Raises ConfigError."""
+    """Bind a socket that queues `max_queued` messages for each peer. Raises ConfigError."""
     socket = context.socket(kind)
-    socket.set_hwm(most)
+    socket.set_hwm(max_queued)
+    socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
     try:
         socket.bind(address)

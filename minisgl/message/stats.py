@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from minisgl.core.batch import MAX_DRAFTS
 from minisgl.message.kv_events import KVEventTotals
 
 STEP_PHASES = ("prefill", "decode", "mixed")
@@ -12,6 +13,7 @@ BATCH_TOKENS_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 
 
 
 def _buckets(bounds: tuple[int, ...]) -> Callable[[], list[int]]:
+    """Return a function that makes the empty buckets of these bounds."""
     return ([0] * (len(bounds) + 1)).copy
 
 
@@ -53,6 +55,17 @@ class ConstraintTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fi
     failures: dict[str, int] = {}
 
 
+class DraftTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Totals since the start, by the position of the draft after the last token of its row.
+
+    drafted   draft tokens that steps forwarded.
+    accepted  those that became output tokens, or would have, if the request had not ended.
+    """
+
+    drafted: list[int] = msgspec.field(default_factory=([0] * MAX_DRAFTS).copy)
+    accepted: list[int] = msgspec.field(default_factory=([0] * MAX_DRAFTS).copy)
+
+
 class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Gauges and totals of rank 0, sent every 50 ms while it is busy and once when it becomes idle.
 
@@ -67,6 +80,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
                           if the model has no window layers.
     phases                totals of each phase of STEP_PHASES; "mixed" steps prefill and decode.
     constraints           totals of the requests with a grammar.
+    drafts                totals of speculative decoding; all 0 without --speculative.
     kv_events             state of the stream of KV events; all 0 without --kv-events-endpoint.
     """
 
@@ -89,4 +103,5 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
     window_pages: tuple[int, ...] = ()
     phases: dict[str, PhaseStats] = {}
     constraints: ConstraintTotals = msgspec.field(default_factory=ConstraintTotals)
+    drafts: DraftTotals = msgspec.field(default_factory=DraftTotals)
     kv_events: KVEventTotals = msgspec.field(default_factory=KVEventTotals)

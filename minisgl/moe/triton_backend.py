@@ -33,13 +33,14 @@ class TritonMoe(MoeBackend):
 
     def __init__(self, device: torch.device) -> None:
         # Triton is imported here, because machines without a GPU may not have it.
-        from minisgl.kernel.triton import fp8_moe, moe_few, moe_grouped, moe_routing
+        from minisgl.kernel.triton import fp8_moe, moe_few, moe_grouped, moe_routing, overlap
 
         super().__init__(device)
         self._experts_of_few = moe_few.experts_of_few
         self._experts_of_many = moe_grouped.experts_of_many
         self._fp8_experts_of_few = fp8_moe.experts_of_few
         self._fp8_experts_of_many = fp8_moe.experts_of_many
+        self._reads_fp8 = overlap.converts_fp8
         self._route = moe_routing.route
         self._semaphores = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)
 
@@ -48,7 +49,7 @@ class TritonMoe(MoeBackend):
         return "it needs a GPU" if device.type == "cpu" else None
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
-        weights = _with_kernels(weights, x.dtype)
+        weights = with_kernels(weights, x.dtype, self._reads_fp8())
         router, gate_up, down, fp8 = weights[:4]
         if len(x) <= _FEW_TOKENS:
             few = (self._semaphores, top_k, renormalise)
@@ -61,22 +62,27 @@ class TritonMoe(MoeBackend):
         return self._fp8_experts_of_many(x, gate_up, down, fp8, factors, experts)
 
 
-def _with_kernels(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
-    """Return the weights, or dequantised copies if the kernels do not support their blocks."""
+def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) -> ExpertWeights:
+    """Return the weights, or dequantised copies if the kernels do not support their blocks.
+
+    has_kernels: whether the GPU has the kernels of FP8 experts.
+    """
     if weights.scales is None:
         return weights
     gate_up_scales, down_scales = weights.scales
     columns = min(scales.columns for scales in (gate_up_scales, down_scales))
-    if columns % _LEAST_COLUMNS == 0:
+    if columns % _LEAST_COLUMNS == 0 and has_kernels:
         return weights
     _log_slow(columns)
     gate_up = dequantise(weights.gate_up, gate_up_scales, dtype)
-    return ExpertWeights(weights.router, gate_up, dequantise(weights.down, down_scales, dtype))
+    down = dequantise(weights.down, down_scales, dtype)
+    return weights._replace(gate_up=gate_up, down=down, scales=None)
 
 
 @lru_cache(maxsize=8)
 def _log_slow(columns: int) -> None:
     logger.warning(
-        "no FP8 kernel for experts with scales for %d columns: each call dequantises the weights",
+        "no FP8 kernel on this GPU for experts with scales for %d columns: each call dequantises "
+        "the weights",
         columns,
     )

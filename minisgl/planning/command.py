@@ -93,7 +93,7 @@ def _as_text(name: str, plan: Plan, gpu: Gpu) -> list[str]:
         shown = "does not fit" if ms is None else f"{ms:20.2f} ms {1e3 * size / ms:16,.0f}"
         lines.append(f"{size:8} {shown}")
     if plan.floor_ms:
-        rates = "measured on this GPU" if gpu.measured else "those of the data sheet"
+        rates = "measured on this GPU" if gpu.measured else "taken from its data sheet"
         lines.append(f"Bandwidth and arithmetic rate are {rates}.")
     return [*lines, "", f"set: {' '.join(plan.settings) or 'nothing; the defaults fit'}"]
 
@@ -110,5 +110,6 @@ def _as_table(name: str, plans: Sequence[Plan]) -> list[str]:
         ms = plan.floor_ms.get(1)
         floor = "" if ms is None else f"{ms:.2f}"
         full = plan.requests[plan.context]
-        lines.append(f"{plan.gpu:8} {plan.tokens or 'none':>16,} {full:>14} {floor:>24}")
+        tokens = f"{plan.tokens:,}" if plan.tokens else "none"
+        lines.append(f"{plan.gpu:8} {tokens:>16} {full:>14} {floor:>24}")
     return [*lines, "", "minisgl plan --gpu NAME shows one of them in full."]

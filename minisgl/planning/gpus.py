@@ -14,10 +14,10 @@ class Gpu(NamedTuple):
 
     memory_bytes  the total that CUDA reports, without other processes.
     ceilings      the rates; None for a GPU that is given by its memory alone.
-    measured      whether the rates were measured. Otherwise they are those of the data sheet, which
-                  no program reaches.
-    copies        whether attention of long prompts copies contexts (kernel/contexts.py), as it does
-                  on Hopper.
+    measured      True: the rates were measured. False: they come from the data sheet, and no
+                  program reaches them.
+    copies        True: attention of long prompts copies contexts (kernel/contexts.py). Hopper does
+                  this.
     """
 
     name: str
@@ -31,7 +31,7 @@ def _gpu(name: str, gib: float, tb_s: float, tflops: float, copies: bool = False
     return Gpu(name, int(gib * 2**30), Ceilings(tb_s * 1e12, tflops * 1e12), copies=copies)
 
 
-# Bandwidth and dense bf16 rate of the data sheets; the SXM models of H100 and A100, of 80 GB each.
+# Bandwidth and dense bf16 rate come from the data sheets. H100 and A100 are SXM models of 80 GB.
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
         "H200": Gpu("H200", 143_156 * 2**20, Ceilings(), measured=True, copies=True),
@@ -44,7 +44,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 
 
 def find_gpu(text: str) -> Gpu:
-    """Return the GPU of this name, or one with this number of bytes. Raises ConfigError."""
+    """Return the GPU of this name, or a GPU with this number of bytes. Raises ConfigError."""
     name = text.upper().replace(" ", "").replace("-", "")
     if name in GPUS:
         return GPUS[name]

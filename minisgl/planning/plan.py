@@ -51,10 +51,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                        keys and values of one token of a window, in window layers.
     window_pages       pages of window layers.
     remainder_bytes    CUDA context, workspaces, the largest step and the CUDA graphs, as predicted.
-    requests           number of requests that fit, by the tokens of each.
+    requests           number of requests that fit, by the tokens of one request.
     floor_ms           shortest time of a token, by the number of requests that decode together.
-                       Each has 1,024 tokens, or the context if that is shorter. None: they do not
-                       fit.
+                       Each request has 1,024 tokens, or the context if it is shorter. None: this
+                       number of requests does not fit.
     settings           flags that differ from the defaults.
     """
 
@@ -85,18 +85,24 @@ def make_plan(
     gpu: Gpu,
     max_chunk_tokens: int = 8192,
 ) -> Plan:
-    """Return the plan of an engine. Raises ConfigError, as the engine does."""
+    """Return the plan of an engine on `gpu`. Raises ConfigError, as the engine does.
+
+    max_chunk_tokens: the largest number of prompt tokens in one step, the same as for Engine.
+    """
     dtype = memory.resolve_dtype(config, model, torch.device("cuda"))
     fp8_kv = memory.resolve_fp8_kv(config, dtype, torch.device("meta"))
     fp8_weights = has_fp8_weights(model, config.quantization)
     flags = [] if config.quantization is None else [f"--quantization={config.quantization}"]
     flags += ["--kv-cache-dtype=fp8"] if fp8_kv else []
+    flags += [] if config.speculative is None else [f"--speculative={config.speculative}"]
     tp = TPInfo(0, config.tp_size)
     context = memory.resolve_max_seq_len(config, model)
     model = model.for_context(context)
+    if config.speculative is not None:
+        memory.check_drafts(model)
     share, _ = share_of(model, tp, dtype, with_quantizations(), config.quantization)
     materialise(share, torch.device("meta"), dtype)
-    # parameters() yields the embedding and the head once if they are one.
+    # parameters() yields the embedding and the head once if they share one tensor.
     weights = sum(parameter.numel() * parameter.itemsize for parameter in share.parameters())
     spec = local_kv_spec(model, LoneRank(tp), dtype, fp8_kv)
     of_pools = [kv_page_bytes(spec, len(layers), 1) for layers in model.pools]

@@ -1,6 +1,9 @@
-// Calls the server. The API key stays in the memory of this page: no storage and no text holds it.
+// Calls the server. The API key stays in the memory of this page. The page neither stores nor shows
+// it.
 
 import { byId } from "./dom.js";
+
+const CUT = "The connection ended before the answer was complete.";
 
 let key = "";
 let asking = null;
@@ -55,9 +58,12 @@ export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch((error) => {
+      // A lost connection is a TypeError.
+      throw error.name === "AbortError" ? error : new ApiError(CUT, 0);
+    });
     if (done) {
-      throw new ApiError("The connection ended before the answer was complete.", 0);
+      throw new ApiError(CUT, 0);
     }
     const blocks = (buffer + value).split("\n\n");
     buffer = blocks.pop();
@@ -75,7 +81,7 @@ export async function* events(response) {
   }
 }
 
-/** Ask the reader for the key. Calls that need it wait together. */
+/** Ask the reader for the key. All requests that need the key wait for the same dialog. */
 export function askKey(message = "") {
   asking ??= new Promise((resolve, reject) => {
     const [dialog, input] = [byId("key-dialog"), byId("key")];

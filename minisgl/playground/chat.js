@@ -23,6 +23,7 @@ export class Chat {
     this.parameters = parameters;
     this.model = model;
     this.conversations = loadConversations();
+    this.deleted = new Set(); // an answer to one of these may end later
     this.files = [];
     this.stop = null;
     this.list = byId("messages");
@@ -44,7 +45,7 @@ export class Chat {
     });
     byId("stop").addEventListener("click", () => this.stop?.abort());
     byId("new").addEventListener("click", () => {
-      this.#open(emptyConversation(this.open.system));
+      this.#select(emptyConversation(this.open.system));
       this.input.focus();
     });
     byId("system").addEventListener("change", () => {
@@ -54,17 +55,17 @@ export class Chat {
     byId("attach").addEventListener("click", () => byId("file").click());
     byId("file").addEventListener("change", () => this.#attach());
     addEventListener("storage", () => this.#reload());
-    this.#open(this.conversations[0] ?? emptyConversation());
+    this.#select(this.conversations[0] ?? emptyConversation());
   }
 
-  /** Another tab has changed the storage. The open conversation stays as it is here. */
+  /** Read the stored conversations again. The open conversation keeps its state in this tab. */
   #reload() {
     const others = loadConversations().filter((one) => one.id !== this.open.id);
     this.conversations = [...(this.open.messages.length ? [this.open] : []), ...others];
     this.#list();
   }
 
-  #open(conversation) {
+  #select(conversation) {
     this.stop?.abort();
     this.open = conversation;
     byId("system").value = conversation.system;
@@ -86,7 +87,7 @@ export class Chat {
     const items = this.conversations.map((one) => {
       const title = titleOf(one);
       const current = one.id === this.open.id ? { "aria-current": "true" } : {};
-      const open = el("button", { type: "button", ...current, onclick: () => this.#open(one) }, title);
+      const open = el("button", { type: "button", ...current, onclick: () => this.#select(one) }, title);
       return el("li", {}, open, button("\u00d7", () => this.#delete(one), `Delete ${title}`));
     });
     byId("conversations").replaceChildren(...items);
@@ -97,9 +98,10 @@ export class Chat {
       return;
     }
     deleteConversation(conversation.id);
+    this.deleted.add(conversation);
     this.conversations = this.conversations.filter((one) => one !== conversation);
     if (conversation === this.open) {
-      this.#open(this.conversations[0] ?? emptyConversation());
+      this.#select(this.conversations[0] ?? emptyConversation());
     }
     this.#list();
     byId("new").focus();
@@ -123,10 +125,8 @@ export class Chat {
         }
       },
       regenerate: () => this.#answer(() => messages.splice(at)),
-      showRequest: () => {
-        const messages = apiMessages(this.open, at);
-        showRequest(PATH, { ...message.parameters, messages, stream: true });
-      },
+      showRequest: () =>
+        showRequest(PATH, { ...message.parameters, messages: apiMessages(this.open, at), stream: true }),
     });
   }
 
@@ -247,11 +247,13 @@ export class Chat {
       this.stop = null;
       this.#showBusy(false);
       draw();
-      saveConversation(conversation);
-      this.#reload();
+      if (!this.deleted.has(conversation)) {
+        saveConversation(conversation);
+        this.#reload();
+      }
     }
+    this.#askForResults();
     if (conversation === this.open) {
-      this.#askForResults();
       announce(answer.error || `Answer complete. ${answer.content}`);
     }
   }

@@ -1,5 +1,5 @@
-// The conversations, in the storage of the browser. Each has an entry of its own, so that two tabs
-// do not overwrite the conversations of one another. The server stores no conversation.
+// Keeps the conversations in the storage of the browser. Each conversation has its own entry, so that
+// two tabs do not overwrite each other's conversations. The server stores no conversation.
 
 import { notify } from "./dom.js";
 
@@ -44,8 +44,9 @@ function read(id) {
 }
 
 /**
- * A message. files: attached texts of a user. reasoning, calls (tool calls), finish, error, stats
- * and parameters (the body of the request without messages): of an answer. callId: of a tool.
+ * A stored message in its complete form. A message of the user has files, which are attached texts.
+ * A tool's result has callId. An answer has reasoning, calls (tool calls), finish, error, stats and
+ * parameters (the body of the request without messages).
  */
 function readMessage(stored) {
   const message = { role: stored.role, content: text(stored.content) };
@@ -80,7 +81,7 @@ export function deleteConversation(id) {
   localStorage.removeItem(PREFIX + id);
 }
 
-/** Keep a value under a name. If the storage is full, the page says so and goes on. */
+/** Store a value under a name. If the storage is full, show a notice. */
 export function store(name, value) {
   try {
     localStorage.setItem(name, JSON.stringify(value));

@@ -36,7 +36,7 @@ export function button(label, onclick, name = label) {
   return el("button", { type: "button", class: "small", "aria-label": name, onclick }, label);
 }
 
-/** Let screen readers say a text, without moving the focus. */
+/** Let screen readers read a text aloud. The focus stays. */
 export function announce(text) {
   byId("announcer").textContent = text;
 }
@@ -61,7 +61,7 @@ export async function copy(text) {
   announce("Copied");
 }
 
-/** A button that copies the text that `read` returns, and says so in its label for two seconds. */
+/** A button that copies the result of `read`. Its label then is "Copied" for two seconds. */
 export function copyButton(label, read) {
   const made = button(label, async () => {
     await copy(read());

@@ -17,7 +17,7 @@ const number = (value) => (value >= 100 || Number.isInteger(value) ? Math.round(
 const share = (value) => `${(value * 100).toFixed(value > 0 && value < 0.1 ? 1 : 0)} %`;
 const milliseconds = (value) => `${value >= 100 ? Math.round(value) : value.toPrecision(2)} ms`;
 
-/** The quotient of the growth of two counters between two scrapes; null without growth. */
+/** The growth of `top` from scrape a to b, divided by that of `bottom`; null if `bottom` did not grow. */
 const ratio = (a, b, top, bottom) => {
   const grown = bottom(b) - bottom(a);
   return grown > 0 ? (top(b) - top(a)) / grown : null;

@@ -123,7 +123,7 @@ function link(href, children) {
   return el("a", { href, rel, target: "_blank", title: href }, children);
 }
 
-/** The characters of the entities in a text. */
+/** Replace the HTML entities in a text by their characters. */
 function entities(text) {
   return text.replace(/&(?:#(\d{1,7})|#x([\da-f]{1,6})|([a-z]{2,4}));/gi, (raw, decimal, hex, name) => {
     const point = decimal ? Number(decimal) : parseInt(hex, 16);

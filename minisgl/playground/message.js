@@ -7,7 +7,7 @@ const NAMES = { user: "You", assistant: "Model", tool: "Tool result" };
 
 /**
  * A message on the page. `actions` has the functions that its buttons call: edit(text), regenerate()
- * and showRequest(). `update` shows what a stream has added since.
+ * and showRequest(). `update` shows the text that a stream has added.
  */
 export class MessageView {
   constructor(message, actions) {
@@ -111,7 +111,7 @@ function showCall(call) {
   try {
     shown = JSON.stringify(JSON.parse(call.arguments), null, 2);
   } catch {
-    // The model may write arguments that are not JSON, and a stream has them in part.
+    // The model may write arguments that are not JSON. During a stream they are incomplete.
   }
   return el("div", { class: "code" }, el("div", { class: "code-head" }, `calls ${call.name}`), el("pre", {}, shown));
 }

@@ -27,11 +27,7 @@ export class Scrape {
       .reduce((sum, one) => sum + one.value, 0);
   }
 
-  /** The values of one label over all series of a name. */
-  labels(name, label) {
-    return [...new Set((this.series.get(name) ?? []).map((one) => one.labels[label]))];
-  }
-
+  /** The labels of the first series of a name. */
   first(name) {
     return this.series.get(name)?.[0]?.labels ?? {};
   }
@@ -39,7 +35,7 @@ export class Scrape {
 
 const readLabels = (text) => Object.fromEntries([...text.matchAll(LABEL)].map(([, name, value]) => [name, value]));
 
-/** The state of the server, from a scrape; null: the last one failed. SIGTERM begins a drain. */
+/** The state of the server. scrape: the last one; null if it failed. A server drains after SIGTERM. */
 export function stateOf(scrape) {
   if (scrape === null) {
     return "unknown";

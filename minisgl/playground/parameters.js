@@ -6,7 +6,9 @@ import { store } from "./conversations.js";
 
 const STORE = "minisgl.parameters";
 
-// Groups of [parameter, label, kind, further attributes of the input or the default to show].
+// Groups of [parameter, label, kind, options]. `choices` are the values of a choice and their labels,
+// `none` is the label of its empty value, and `initial` is the default of a switch. All other options
+// are attributes of the input.
 const GROUPS = {
   Sampling: [
     ["temperature", "Temperature", "number", { min: "0", max: "2", step: "any" }],
@@ -20,7 +22,7 @@ const GROUPS = {
     ["logit_bias", "Logit bias", "json", { placeholder: '{"364": -5}' }],
   ],
   "Length and end": [
-    ["max_tokens", "Max tokens", "number", { min: "1", step: "1", placeholder: "rest of context" }],
+    ["max_tokens", "Max tokens", "number", { min: "1", step: "1", placeholder: "no limit" }],
     ["min_tokens", "Min tokens", "number", { min: "0", step: "1", placeholder: "0" }],
     ["stop", "Stop strings, one per line", "lines", {}],
     ["stop_token_ids", "Stop token ids", "numbers", { placeholder: "2, 17" }],

@@ -6,7 +6,7 @@ import { shown } from "./tokens.js";
 
 const MAX_SHOWN = 2000;
 
-/** Connect the two forms. model: returns the name of the selected model. */
+/** Connect both forms to the server. model: returns the name of the selected model. */
 export function startTokenizer(model) {
   onSubmit("tokenize", async () => {
     const text = byId("tokenize-text").value;

@@ -13,7 +13,7 @@ const percent = (logprob) => {
   return `${value >= 99.95 ? "100" : value >= 0.1 ? value.toFixed(1) : "<0.1"} %`;
 };
 
-/** A token as text. White space has a sign, so that it is seen. */
+/** A token as text. Newlines and tabs have a visible sign. */
 export function shown(token) {
   const bytes = token.replace(/^bytes:/, "").replaceAll("\\x", "");
   return token.startsWith("bytes:\\x") ? `<${bytes}>` : token.replaceAll("\n", "\u21b5\n").replaceAll("\t", "\u21e5\t");

@@ -97,7 +97,7 @@ class PrefillBudget:
         needed = min(int((np.cumsum(uncached) // steps_until_start).max()) + 1, budget)
         # Prefill continues even if more requests decode than a step of even size has tokens.
         needed = max(needed, EVEN_STEP_TOKENS // 2)
-        num_decode = len(decode_rows)
+        num_decode = int(self._table.step_tokens[decode_rows].sum())
         index = bisect_left(self._sizes, max(num_decode + needed, EVEN_STEP_TOKENS))
         size = self._sizes[index]
         chunk = size - num_decode
@@ -120,7 +120,7 @@ class PrefillBudget:
         client would delay the first tokens of the others. The first priority in use counts even if
         it has no prompts, since its next request must not wait for a long step.
         """
-        num_decode = len(decode_rows)
+        num_decode = int(self._table.step_tokens[decode_rows].sum())
         keys = int(self._table.computed[decode_rows].sum())
         slowdown = MAX_SLOWDOWN
         if all(req.priority > self._waiting.highest_class for req in self._prefilling) and (

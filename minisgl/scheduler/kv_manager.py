@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minisgl.core import Int32Array, PageUpdates
+from minisgl.core import EngineLike, Int32Array, PageUpdates
 from minisgl.kvcache import CacheListener, FencedPool, Match, RadixCache
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
@@ -34,20 +34,19 @@ class KVManager:
 
     def __init__(
         self,
-        page_size: int,
-        num_pages: int,
+        engine: EngineLike,
         use_prefix_cache: bool,
         listener: CacheListener | None = None,
-        windows: WindowManager | None = None,
     ) -> None:
         """use_prefix_cache: False keeps the prefix cache empty. listener: of the prefix cache.
 
-        windows: None if the model has no window layers.
+        `windows` is None if the model has no window layers.
         """
-        self.page_size = page_size
-        self.pool = FencedPool(num_pages)
-        self.windows = windows
-        self.cache = RadixCache(page_size, listener, None if windows is None else windows.index)
+        self.page_size = engine.page_size
+        self.pool = FencedPool(engine.num_pages)
+        self.windows = WindowManager.of(engine)
+        index = None if self.windows is None else self.windows.index
+        self.cache = RadixCache(self.page_size, listener, index)
         self._use_prefix_cache = use_prefix_cache
         self.evicted_pages_total = 0
 

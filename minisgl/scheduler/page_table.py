@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minisgl.core import Int32Array, PageUpdates
+from minisgl.core import EngineLike, Int32Array, PageUpdates
 
 
 class PageTable:
@@ -11,12 +11,23 @@ class PageTable:
     entries  int32 [R, max_pages]; the first counts[row] entries of a row are valid.
     counts   int32 [R]; number of valid entries.
     sent     int32 [R]; the device has the first sent[row] entries of a row.
+
+    The device also gets `spare` entries after the last page of a row. They are the dummy page, so
+    that a draft which the request cannot use overwrites no other page.
     """
 
-    def __init__(self, num_rows: int, max_pages: int) -> None:
-        self.entries: Int32Array = np.zeros((num_rows, max_pages), dtype=np.int32)
+    def __init__(self, num_rows: int, max_pages: int, spare: int = 0, dummy_page: int = 0) -> None:
+        self._spare, self._dummy_page = spare, dummy_page
+        self.entries: Int32Array = np.zeros((num_rows, max_pages + spare), dtype=np.int32)
         self.counts: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.sent: Int32Array = np.zeros(num_rows, dtype=np.int32)
+
+    @classmethod
+    def of(cls, engine: EngineLike, spare_tokens: int = 0) -> "PageTable":
+        """Return the table of an engine. spare_tokens: tokens that must fit after the last page."""
+        size = engine.page_size
+        pages, spare = -(-engine.max_seq_len // size), -(-spare_tokens // size)
+        return cls(engine.max_running_reqs, pages, spare, engine.num_pages)
 
     def open_row(self, row: int, pages: Int32Array) -> None:
         """Replace the entries of a row."""
@@ -42,10 +53,12 @@ class PageTable:
     def take_updates(self, rows: Int32Array) -> PageUpdates:
         """Return the entries of `rows` that the device does not have, and mark them as sent."""
         first, end = self.sent[rows], self.counts[rows]
-        unsent = end - first
+        unsent = np.where(end > first, end + self._spare - first, 0)
         if not unsent.any():
             empty = rows[:0]
             return PageUpdates(empty, empty, empty)
+        for nth in range(self._spare):
+            self.entries[rows, end + nth] = self._dummy_page
         offsets = np.arange(unsent.sum()) - np.repeat(np.cumsum(unsent) - unsent, unsent)
         update_rows = np.repeat(rows, unsent)
         cols = (np.repeat(first, unsent) + offsets).astype(np.int32)

@@ -9,8 +9,10 @@ from itertools import chain, islice
 
 import numpy as np
 
-from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost
+from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost, StepResult
+from minisgl.scheduler.batches import build_batch
 from minisgl.scheduler.budget import PrefillBudget
+from minisgl.scheduler.drafts import DraftPlanner
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.prefixes import shared_with_older
 from minisgl.scheduler.queue import WaitingQueue
@@ -34,8 +36,9 @@ class Planner:
 
     A plan has three parts:
 
-    1. Every decoding request computes its next token. When pages run short, the oldest requests
-       get the free pages, and the planner preempts the newest running request.
+    1. Every decoding request computes its next token, and draft tokens (DraftPlanner). When pages
+       run short, the step has no drafts, the oldest requests get the free pages, and the planner
+       preempts the newest running request.
     2. Admitted prompts get chunks, in order of admission, until the step's prompt tokens are used
        up (PrefillBudget).
     3. Waiting requests are admitted, in the order of the queue, while prompt tokens, a row and
@@ -46,8 +49,8 @@ class Planner:
     rows before the others, and if rows or pages are short, the planner preempts the others for
     them. A step with prompts of the first priority in use leaves decoding requests of the others
     out, but at most MAX_PAUSES steps in a row do. After MAX_OVERTAKES admissions that overtook an
-    older request, the oldest request in the queue gets the first priority in use
-    (docs/decisions/24-priorities.md).
+    older request, the first admitted prompt of the others, or else the oldest request in the queue,
+    gets the first priority in use (docs/decisions/24-priorities.md).
 
     If several clients have prompts of one priority, each may first use an equal part of the
     step's prompt tokens. The planner then divides the unused tokens between the clients that need
@@ -65,7 +68,14 @@ class Planner:
         of admission.
     """
 
-    def __init__(self, config: SchedulerConfig, kv_manager: KVManager, table: RequestTable) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv_manager: KVManager,
+        table: RequestTable,
+        drafts: DraftPlanner | None = None,
+    ) -> None:
+        self._drafts = drafts
         self._config = config
         self._kv_manager = kv_manager
         self._table = table
@@ -77,6 +87,7 @@ class Planner:
             config, table, self.prefilling, self.waiting, self._shares.clients
         )
         self._overtakes = 0
+        self._delayed: Req | None = None  # the request that they have delayed the longest
         self._pauses = 0  # steps in a row without the decoding requests of later priorities
         self.uncached: dict[Req, None] = {}  # a dict and not a set, because it keeps the order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
@@ -89,7 +100,8 @@ class Planner:
         if self.cost is None:
             return 0.0
         if not chunks_too:
-            return self.cost.predict_s(batch.num_reqs, int(batch.start.sum()), 0)
+            tokens = batch.num_decode_tokens + batch.num_reqs - batch.num_decode
+            return self.cost.predict_s(tokens, int(batch.start.sum()), 0)
         start, lengths = batch.start.astype(np.int64), batch.lengths.astype(np.int64)
         pairs = int((lengths * (start + lengths // 2))[batch.num_decode :].sum())
         return self.cost.predict_s(int(lengths.sum()), int(start[: batch.num_decode].sum()), pairs)
@@ -116,7 +128,8 @@ class Planner:
                 rows = rows[rows != victim.row]
                 chunks.pop(victim.row, None)
         if len(rows) or chunks:
-            return self._build(step_id, rows, chunks), victim
+            drafting, table = self._drafts is not None, self._table
+            return build_batch(table, self._kv_manager, step_id, rows, chunks, drafting), victim
         if self.waiting and not in_flight and victim is None:
             raise InvariantBroken(
                 "no request runs, but no waiting request can be admitted; this is a bug"
@@ -149,6 +162,13 @@ class Planner:
         samples_last_token = table.computed[rows] >= table.max_total_tokens[rows] - 1
         self.decode_rows = rows[~samples_last_token]
 
+    def record_result(self, batch: Batch, result: StepResult) -> None:
+        """Record the drafts of a resolved step; requests whose last drafts it rejected go on."""
+        if self._drafts is not None:
+            self._drafts.record(batch, result)
+            rows = self._drafts.resumed(batch, self.decode_rows)
+            self.decode_rows = np.concatenate([self.decode_rows, rows])
+
     def recompute(self, req: Req) -> None:
         """Let a decoding request forward its forced tokens as a chunk of the next step.
 
@@ -180,12 +200,17 @@ class Planner:
     # --- decode ---------------------------------------------------------------------------------
 
     def _decode_rows_with_pages(self, in_flight: bool) -> tuple[Int32Array, Req | None]:
-        """Give each decoding row a page for its next token.
+        """Give each decoding row pages for its next token and its drafts.
 
-        Returns the rows that have such a page, and a request to preempt when pages are short.
+        Returns the rows that have a page for the next token, and a request to preempt when pages
+        are short.
         """
         table, kv_manager = self._table, self._kv_manager
-        rows = kv_manager.grow_windows(self.decode_rows, table)
+        rows = self.decode_rows
+        has_prompts = bool(self.prefilling or self.waiting)
+        if self._drafts is not None and self._drafts.add(rows, has_prompts, self.cost):
+            return rows, None
+        rows = kv_manager.grow_windows(rows, table)
         growing = rows[table.computed[rows] // kv_manager.page_size >= table.pages.counts[rows]]
         if not len(growing):
             return rows, None
@@ -215,6 +240,9 @@ class Planner:
         kept = rows[~np.isin(rows, starved)]
         if pool.num_quarantined >= len(starved):
             return kept, None  # the step in flight frees enough pages when it is resolved
+        if (self._table.computed[starved] > self._table.known[starved]).all():
+            # The step in flight has drafts of these rows. If it rejects them, no page is missing.
+            return kept, None
         running = [*self.prefilling, *map(req_at, rows.tolist())]
         if len(running) == 1:
             if not in_flight:
@@ -239,7 +267,7 @@ class Planner:
         The returned request found no row or no pages although its client is within its share, or
         although a request of a later priority runs.
         """
-        self._advance_oldest()
+        self._advance_delayed()
         levels = self.waiting.levels
         for req in self.prefilling:
             levels.setdefault(req.priority, set()).add(req.client)
@@ -258,12 +286,12 @@ class Planner:
             admit = admit and level not in self.waiting.levels
         return chunks, blocked
 
-    def _advance_oldest(self) -> None:
-        """Give the oldest waiting request the first priority if it was overtaken too often."""
-        oldest = self.waiting.oldest
-        if self._overtakes >= MAX_OVERTAKES and oldest is not None:
+    def _advance_delayed(self) -> None:
+        """Give the longest delayed request the first priority if it was overtaken too often."""
+        self._delayed = self.waiting.longest_delayed(self.prefilling)
+        if self._overtakes >= MAX_OVERTAKES and self._delayed is not None:
             self._overtakes = 0
-            self.waiting.raise_to(oldest, self.waiting.highest_class)
+            self.waiting.raise_to(self._delayed, self.waiting.highest_class)
 
     def _fill(
         self,
@@ -306,9 +334,10 @@ class Planner:
             if not self._kv_manager.try_admit(req, match, self._table):
                 refused = self._refused(req, is_within)
                 break
+            if self._drafts is not None:
+                self._drafts.lengths.open(req.row)
             self._shares.record_admitted(req, pages)
-            oldest = self.waiting.oldest
-            self._overtakes += oldest is not None and oldest.priority > level
+            self._overtakes += self._delayed is not None and self._delayed.priority > level
             admitted.append(req)
             if not req.admitted:
                 req.admitted = True
@@ -368,33 +397,3 @@ class Planner:
         if self._config.cache_type == "naive":
             return 0
         return shared_with_older(req, cached, others, self._kv_manager.page_size)
-
-    # --- the batch ------------------------------------------------------------------------------
-
-    def _build(self, step_id: int, decode_rows: Int32Array, chunks: dict[int, int]) -> Batch:
-        """Return the batch of these rows: decode rows with one token each, and the chunks."""
-        table = self._table
-        num_decode = len(decode_rows)
-        rows = np.concatenate([decode_rows, np.array([*chunks], dtype=np.int32)])
-        start = table.computed[rows]
-        lengths = np.ones(len(rows), dtype=np.int32)
-        lengths[num_decode:] = [*chunks.values()]
-        ends = start + lengths
-        chunk_ids = [
-            table.tokens[row, table.computed[row] : table.computed[row] + length]
-            for row, length in chunks.items()
-        ]
-        samples = ends >= table.prefill_end[rows]
-        return Batch(
-            step_id=step_id,
-            num_decode=num_decode,
-            rows=rows,
-            start=start,
-            lengths=lengths,
-            samples=samples,
-            chunk_ids=np.concatenate([rows[:0], *chunk_ids]),
-            page_updates=self._kv_manager.take_updates(rows, table),
-            sampling=table.sampling(rows),
-            logit_edits=table.edited_reqs(rows, ends, samples),
-            logprobs=table.logprobs_request(rows, start, ends, samples),
-        )

@@ -84,7 +84,7 @@ def build_scheduler(
     """Warm up `engine` and return a scheduler for it.
 
     The function also times steps of the engine, so that the scheduler can predict step times. On a
-    CPU, timing takes 2 s. Without a step-time target, a CPU does not time steps.
+    CPU, timing takes 2 s. Without a step-time target and without drafts, a CPU does not time steps.
     """
     facts = engine.facts()
     scheduler = Scheduler(
@@ -97,7 +97,8 @@ def build_scheduler(
         extensions=engine.extensions,
     )
     engine.warm_up()
-    if config.target_step_ms is not None or facts.device != "cpu":
+    drafting = engine.extensions.draft_lengths is not None
+    if config.target_step_ms is not None or facts.device != "cpu" or drafting:
         scheduler.planner.cost = engine.calibrate()
         log_event(logger, logging.INFO, "step cost calibrated", cost=scheduler.planner.cost)
     return scheduler

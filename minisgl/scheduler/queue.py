@@ -1,7 +1,7 @@
 """`WaitingQueue`: the waiting requests of each client, in the order of service."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, zip_longest
 
 from minisgl.scheduler.request import Req
@@ -55,10 +55,13 @@ class WaitingQueue:
         """The clients of the waiting requests, by priority."""
         return {level: set(clients) for level, clients in self._levels.items()}
 
-    @property
-    def oldest(self) -> Req | None:
-        """The request that began to wait first."""
-        return next(iter(self._reqs), None)
+    def longest_delayed(self, prefilling: Iterable[Req]) -> Req | None:
+        """The first admitted prompt of a later priority, or else the oldest waiting request.
+
+        prefilling: the admitted prompts, in order of admission.
+        """
+        later = (req for req in prefilling if req.priority > self.highest_class)
+        return next(later, next(iter(self._reqs), None))
 
     def of(self, client: str, level: int = 0) -> Iterator[Req]:
         """The waiting requests of one client and priority, in order: calls take turns."""
@@ -79,7 +82,10 @@ class WaitingQueue:
         self._take(req)
 
     def raise_to(self, req: Req, level: int) -> None:
-        """Give a waiting request this priority, before all others of its client."""
+        """Give a request this priority. A waiting one comes before all others of its client."""
+        if req not in self._reqs:
+            req.priority = level
+            return
         self._take(req)
         req.priority = level
         self._insert(req, first=True)

@@ -27,7 +27,7 @@ class RequestTable:
     tokens        int32 [R, max_seq_len]; prompt and known output tokens.
     known         int32 [R]; number of tokens whose ids are known to the host.
     computed      int32 [R]; number of tokens whose keys and values are cached, or are written by a
-                  step that has been launched.
+                  step that has been launched. Drafts of the step in flight count as accepted.
     prefill_end   int32 [R]; number of tokens to forward as chunks. Later tokens are decoded. It
                   grows when forced tokens are appended.
     max_total_tokens
@@ -38,17 +38,19 @@ class RequestTable:
     has_stop_ids  bool [R]; the request has stop token ids of its own.
     edits_logits  bool [R]; at least one logits processor has a state for the request.
     has_logprobs  bool [R]; the request asks for log-probabilities.
+    may_draft     bool [R]; a step may forward draft tokens of the request. False for edited logits,
+                  which depend on the tokens before them, and for log-probabilities.
+    step_tokens   int32 [R]; tokens that the row forwards if the next step decodes it: 1 and drafts.
 
     I1  A row is released with its last step as the fence, since that step may still write a token
         to the same row of the token pool.
     """
 
-    def __init__(
-        self, num_rows: int, max_seq_len: int, max_pages: int, columns: Sequence[Column]
-    ) -> None:
+    def __init__(self, pages: PageTable, max_seq_len: int, columns: Sequence[Column]) -> None:
         """columns: the sampling columns of the engine."""
+        num_rows = len(pages.counts)
         self.rows = FencedPool(num_rows)
-        self.pages = PageTable(num_rows, max_pages)
+        self.pages = pages
         self.reqs: list[Req | None] = [None] * num_rows
         self.tokens: Int32Array = np.zeros((num_rows, max_seq_len), dtype=np.int32)
         self.uid = np.zeros(num_rows, dtype=np.int64)
@@ -62,6 +64,8 @@ class RequestTable:
         self.has_stop_ids = np.zeros(num_rows, dtype=np.bool_)
         self.edits_logits = np.zeros(num_rows, dtype=np.bool_)
         self.has_logprobs = np.zeros(num_rows, dtype=np.bool_)
+        self.may_draft = np.zeros(num_rows, dtype=np.bool_)
+        self.step_tokens: Int32Array = np.ones(num_rows, dtype=np.int32)
         self._columns = columns
         self._sampling: dict[str, np.ndarray[Any, Any]] = {
             column.name: np.full(num_rows, column.neutral, dtype=column.dtype) for column in columns
@@ -93,6 +97,8 @@ class RequestTable:
         self.has_stop_ids[row] = bool(sampling.stop_token_ids)
         self.edits_logits[row] = req.logit_states is not None
         self.has_logprobs[row] = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
+        self.may_draft[row] = not (self.edits_logits[row] or self.has_logprobs[row])
+        self.step_tokens[row] = 1
         for column in self._columns:
             self._sampling[column.name][row] = column.read(sampling)
 
@@ -126,6 +132,14 @@ class RequestTable:
             history = self.tokens[row, :position].copy() if first_since_admission else None
             edited.append(EditedReq(index, position, req.prompt_len, history, req.logit_states))
         return tuple(edited) or None
+
+    def histories(
+        self, rows: Int32Array, num_decode: int, samples: NDArray[np.bool_]
+    ) -> tuple[tuple[int, Int32Array], ...]:
+        """Return the tokens of the requests whose last chunk the batch contains, by their rows."""
+        last_chunks = np.flatnonzero(samples[num_decode:] & self.may_draft[rows[num_decode:]])
+        completed = rows[num_decode:][last_chunks].tolist()
+        return tuple((row, self.tokens[row, : self.known[row]].copy()) for row in completed)
 
     def logprobs_request(
         self, rows: Int32Array, start: Int32Array, ends: Int32Array, samples: NDArray[np.bool_]

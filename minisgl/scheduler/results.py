@@ -17,20 +17,18 @@ def read_result(
     A row gets no token if its request ended in the previous step, while this step was in flight. It
     gets no token either if a forced token has taken the position. A row with non-finite logits ends
     with ERROR and gets no token. Draft tokens that the step did not accept are subtracted from
-    table.computed, so that the row forwards these positions again.
+    table.computed. The next step forwards tokens at their positions.
     """
+    if batch.drafting:
+        decoding = slice(batch.num_decode)
+        table.computed[batch.rows[decoding]] -= (batch.lengths - result.counts)[decoding]
     sampled = batch.samples & table.rows.allocated[batch.rows]
     sampled &= batch.start + batch.lengths >= table.known[batch.rows]
     broken = batch.rows[sampled & ~result.finite]
     sampled &= result.finite
     rows: Int32Array = batch.rows[sampled]
     tokens, counts = result.tokens[sampled], result.counts[sampled]
-    first: Int32Array = (batch.start + batch.lengths)[sampled]
-    if tokens.shape[1] > 1:
-        drafts = (batch.lengths - 1)[sampled]
-        drafts[np.flatnonzero(sampled) >= batch.num_decode] = 0
-        first -= drafts
-        table.computed[rows] -= drafts + 1 - counts
+    first = table.known[rows]
     token_rows, tokens, ended = append_tokens(table, rows, first, tokens, counts, eos_token_ids)
     return token_rows, tokens, dict.fromkeys(broken.tolist(), FinishReason.ERROR) | ended
 

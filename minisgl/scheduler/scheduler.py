@@ -20,6 +20,7 @@ from minisgl.core import (
     RequestError,
     SchedulerConfig,
 )
+from minisgl.core.batch import MAX_DRAFTS
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import Constraint
 from minisgl.message.kv_events import KVEventTotals
@@ -27,6 +28,7 @@ from minisgl.message.messages import (
     AbortReq,
     AddReq,
     ConstraintTotals,
+    DraftTotals,
     FlushCache,
     Prepared,
     SchedulerStats,
@@ -34,16 +36,17 @@ from minisgl.message.messages import (
     StepOutput,
     ToScheduler,
 )
+from minisgl.scheduler.drafts import DraftPlanner
 from minisgl.scheduler.forced import append_forced
 from minisgl.scheduler.inbox import Inbox
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.outputs import OutputBuilder
+from minisgl.scheduler.page_table import PageTable
 from minisgl.scheduler.policy import Planner
 from minisgl.scheduler.request import Req, ReqState, accept_request
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.results import read_result
 from minisgl.scheduler.stats import StepMeter
-from minisgl.scheduler.window_manager import WindowManager
 
 MIN_LAUNCH_LEAD_S = 0.002  # plan and launch take 0.3 to 0.8 ms; 5 ms without a CUDA graph
 PREPARING_WAIT_S = 0.001  # one wait for a constraint while no other request is open
@@ -99,21 +102,16 @@ class Scheduler:
         self._inbox = inbox
         self._extensions = extensions
         self._send = send
-        max_pages = -(-engine.max_seq_len // engine.page_size)
-        self.table = RequestTable(
-            engine.max_running_reqs, engine.max_seq_len, max_pages, extensions.sampling_columns
-        )
+        pages = PageTable.of(engine, MAX_DRAFTS if extensions.draft_lengths else 0)
+        self.table = RequestTable(pages, engine.max_seq_len, extensions.sampling_columns)
         use_prefix_cache = config.cache_type != "naive"
         self._reporter = extensions.cache_reporter and extensions.cache_reporter(
             engine.page_size, engine.num_pages
         )
-        windows, rows = None, engine.max_running_reqs
-        if engine.window is not None:
-            windows = WindowManager(engine.window, engine.page_size, rows, max_pages)
-        self.kv_manager = KVManager(
-            engine.page_size, engine.num_pages, use_prefix_cache, self._reporter, windows
-        )
-        self.planner = Planner(config, self.kv_manager, self.table)
+        self.kv_manager = KVManager(engine, use_prefix_cache, self._reporter)
+        lengths = extensions.draft_lengths and extensions.draft_lengths(engine.max_running_reqs)
+        drafts = DraftPlanner(lengths, self.kv_manager, self.table) if lengths else None
+        self.planner = Planner(config, self.kv_manager, self.table, drafts)
         self._capacity_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self._arrivals = 0
         self._outputs = OutputBuilder()
@@ -131,6 +129,7 @@ class Scheduler:
         self.totals = SchedulerStats(
             phases=self._meter.phases,
             total_pages=engine.num_pages,
+            drafts=drafts.totals if drafts else DraftTotals(),
             constraints=extensions.constraint_totals or ConstraintTotals(),
             kv_events=self._reporter.totals if self._reporter else KVEventTotals(),
         )
@@ -304,9 +303,11 @@ class Scheduler:
         table, row = self.table, req.row
         # The prompt is cached only if the first output token is known. Only then is it known that
         # the logits are finite. Tokens that no resolved step has forwarded are not cached either:
-        # the token of a decode step in flight, and forced tokens.
+        # the tokens of a decode step in flight, and forced tokens. A decode step forwards the
+        # newest known token and its drafts, so the keys of this token belong to no resolved step.
         cacheable = error is None and table.known[row] > table.prefill_end[row]
         forwarded = int(table.computed[row]) - int(table.last_step[row] > self._resolved_step)
+        forwarded = min(forwarded, int(table.known[row]) - 1)
         self.kv_manager.release(req, table, forwarded if cacheable else 0)
         if req.end_reason is None:
             self.totals.preemptions_total += 1
@@ -360,6 +361,7 @@ class Scheduler:
                 self._outputs.open(req)
         self._outputs.logprobs(batch, result, self.table, rows)
         self._take_tokens(rows, tokens, ended)
+        self.planner.record_result(batch, result)
         # A prompt with non-finite logits has ended above. The logits of the prompts that are left
         # are finite, so other requests may now use their KV.
         for req in prefilled:

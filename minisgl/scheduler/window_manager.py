@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minisgl.core import Int32Array, PageUpdates, WindowLayers
+from minisgl.core import EngineLike, Int32Array, PageUpdates, WindowLayers
 from minisgl.kvcache import ABSENT, Match, WindowIndex, WindowPages
 from minisgl.scheduler.page_table import PageTable
 from minisgl.scheduler.request import Req
@@ -32,11 +32,11 @@ class WindowManager:
         row can therefore always get the pages of its reserve.
     """
 
-    def __init__(self, window: WindowLayers, page_size: int, num_rows: int, max_pages: int) -> None:
+    def __init__(self, window: WindowLayers, page_size: int, table: PageTable) -> None:
         self.span, self._full_reserve = window.span(page_size), window.reserve(page_size)
         self.pages = WindowPages(window.num_pages)
         self.index = WindowIndex(self.pages, self.span)
-        self.table = PageTable(num_rows, max_pages)
+        self.table, num_rows = table, len(table.counts)
         self.first: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self._page_size = page_size
         self._reserve: Int32Array = np.zeros(num_rows, dtype=np.int32)
@@ -44,6 +44,13 @@ class WindowManager:
         self._kept_first: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self._kept_end: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self._published = np.zeros(num_rows, dtype=np.bool_)
+
+    @classmethod
+    def of(cls, engine: EngineLike) -> "WindowManager | None":
+        """Return the manager of an engine; None if its model has no window layers."""
+        if engine.window is None:
+            return None
+        return cls(engine.window, engine.page_size, PageTable.of(engine))
 
     @property
     def held(self) -> Int32Array:

@@ -5,10 +5,10 @@ web pages. The admin paths always need an admin key.
 
 A line of a key file is a key, `name: key` or `name priority=NUMBER: key`. The name identifies the
 client that sends a request with this key. Clients take turns. NUMBER is the lowest priority that
-these requests may have; without it, 0. Several lines may have the same name, so that a client can
-change its key. A line in which no colon is followed by white space is a key without a name, also if
-it has spaces. All keys without a name, and all requests to a server without keys, belong to the
-client DEFAULT_CLIENT.
+these requests may have; its default is 0. Several lines may have the same name, so that a client
+can change its key. White space must follow the colon. Every other line is a key without a name,
+even if it has spaces. All keys without a name, and all requests to a server without keys, belong
+to the client DEFAULT_CLIENT.
 """
 
 import hashlib
@@ -27,7 +27,6 @@ from minisgl.server.middleware import OPEN_PATHS, error_response
 from minisgl.server.pages import PAGE_PATHS
 
 ADMIN_PATHS = frozenset({"/abort", "/flush_cache", "/server_info"})
-
 
 # A colon with white space after it ends the name of a key.
 _NAMED = re.compile(r"(?P<name>.*?)(?:[ \t]+priority=(?P<lowest>-?[0-9]{1,9}))?:[ \t]+(?P<key>.+)")
@@ -112,13 +111,15 @@ class Auth:
             await error_response(error, scope)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> NotAuthenticated | AdminOnly | None:
-        # The router matches the path of the scope. A client could forge a path from headers.
+        # Check the path that the router matches. A client can forge a path in headers.
         path = scope["path"]
         if path in OPEN_PATHS or path in PAGE_PATHS:
             return None
         if path in ADMIN_PATHS:
             if not self._admin_keys:
-                return AdminOnly("this path needs a server with an --admin-api-key")
+                return AdminOnly(
+                    "this path is closed; start the server with --admin-api-key to open it"
+                )
             allowed = self._admin_keys
         elif self._keys:
             allowed = self._keys

@@ -8,7 +8,7 @@ from minisgl.server.protocol import requests
 
 
 def ending(body: requests.ChatBody) -> dict[str, bool]:
-    """The options of the template for the end of the prompt, where they are not the usual ones."""
+    """Return the template options for the end of the prompt that differ from their defaults."""
     if not body.continue_final_message:
         return {} if body.add_generation_prompt is not False else {"add_generation_prompt": False}
     last = body.messages[-1]

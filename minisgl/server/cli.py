@@ -62,7 +62,7 @@ _PLACES = """places of a setting:
   The variable of a flag is MINISGL_ and its first name: MINISGL_MAX_RUNNING_REQUESTS=64. The
   variable of --port is MINISGL_HTTP_PORT, because Kubernetes sets MINISGL_PORT.
   The file is TOML, and its keys are names of flags: max-running-requests = 64.
-  --no-NAME switches a flag without a value off, for example --no-dummy-weight.
+  --no-NAME switches off a flag that takes no value, for example --no-dummy-weight.
 
 names of other servers:
   Flags of vLLM and SGLang with the same meaning work too, such as --max-model-len.
@@ -99,7 +99,7 @@ class ArgumentParser(argparse.ArgumentParser):
         the arguments replace.
         """
         options, rest = self.parse_known_args(argv, settings)
-        # argparse would take "no model" for an optional argument that follows a flag.
+        # `rest` holds the model too. An optional positional of argparse stays empty after a flag.
         models = [word for word in rest if not word.startswith("-")]
         flags = [word for word in rest if word.startswith("-")]
         if unknown := flags or models[1:]:
@@ -162,7 +162,7 @@ def build_parser() -> ArgumentParser:
 
 
 def _argument(flag: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments of add_argument for one flag. Its `to` is the name of the result."""
+    """Return the keyword arguments of add_argument for one flag. `to` becomes `dest`."""
     argument: dict[str, Any] = {}
     default: Any = None
     if "to" in flag:

@@ -13,8 +13,8 @@ from minisgl.utils import supervise
 # The launcher appends two arguments: the name of the process, and the descriptor of its pipe.
 CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.worker_main")
 
-# The client of requests whose key has no name, and of all requests to a server without keys.
 DEMO_NAME = "minisgl-demo"  # the served name of the embedded model
+# The client of requests whose key has no name, and of all requests to a server without keys.
 DEFAULT_CLIENT = "default"
 
 
@@ -77,7 +77,7 @@ LIMIT_NAMES = (
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The resolved command line. The flag of each field explains it in flags.toml.
+    """The resolved command line. flags.toml explains each field at its flag.
 
     served_names        values of `model` that requests may use; responses contain the first.
     api_key_hashes, admin_key_hashes   map the SHA-256 of each key, in hex, to the client of the
@@ -127,6 +127,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     index       number of the process within its role, from 0.
     listen_fds  the bound TCP sockets of --port and --probe-port (api only).
     reason_fd   a pipe; the child writes a fatal error there as one line.
+    url         URL of the main port, for messages to the user.
     download_s  seconds in which the launcher found or downloaded the model.
     checked_fd  a pipe; the first scheduler and each tokenizer write a byte there when they have
                 found no fault in the configuration. -1: nothing waits for it.

@@ -171,7 +171,7 @@ class RequestConverter:
         """The name and the prompt of a body of /v1/messages/count_tokens."""
         translation = self._translate(requests.COUNT_TOKENS, raw, facts)
         assert isinstance(translation.body, requests.ChatBody), (
-            "only a chat is counted: this is a bug"
+            "the body must become a chat: this is a bug"
         )
         (prompt,) = self._prompts(translation, facts, tools_of(translation.body, facts))
         return prompt
@@ -300,7 +300,7 @@ class RequestConverter:
         if isinstance(prompt, str):
             return self.text_prompt(param, prompt, facts)
         if isinstance(prompt, int):
-            raise reject(param, "must be text or a list of token ids, like the first prompt")
+            raise reject(param, "must be text or a list of token ids")
         return self.ids_prompt(param, prompt, facts)
 
     def _check_sizes(self, given: Mapping[str, Any]) -> None:

@@ -22,6 +22,7 @@ Body = TypeVar("Body", bound=RequestBody)
 _ERROR = re.compile(r"(?P<text>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
 _TEXT_PART = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]")
 _EMPTY_FIELD = re.compile(rf"messages\[\d+\]\.(?:{'|'.join(requests.EMPTY_FIELDS)})\b")
+# The struct of each field that holds an object, for hints about an unknown field in it.
 _OBJECTS: dict[str, type[RequestBody]] = {
     "messages": requests.Message,
     "content": requests.TextPart,
@@ -127,7 +128,7 @@ def _counts_fit(raw: bytes) -> bool:
 
 
 def _without_strings(raw: bytes) -> bytes:
-    """Remove the strings from JSON. Of malformed JSON, the part before its first error is right."""
+    """Remove the strings from JSON. The result is exact up to the first error in the JSON."""
     outside: list[bytes] = []
     in_string = False
     for part in raw.split(b'"'):

@@ -68,9 +68,9 @@ class EngineClient:
 
     I1  `_choices` holds the choices of open calls that the engine has not ended, and no others.
     I2  A submitted choice that is closed before its end is aborted, once.
-    I3  `loads` has the sums over the open calls of each client. Each client has a queue of its own
-        for each class of priorities, which the limits bound: a full queue does not keep the
-        requests of other clients and other classes from being served.
+    I3  `loads` has the sums over the open calls of each client. Each client has one queue for each
+        class of priorities. The limits bound each queue, so a full queue does not affect other
+        clients or other classes.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class EngineClient:
 
     @property
     def open_choices(self) -> dict[str, int]:
-        """The number of open choices of each client."""
+        """The number of open choices of each client, without the queues of single classes."""
         loads = self.loads.items()
         return {client: load.choices for client, load in loads if "\n" not in client}
 
@@ -125,7 +125,7 @@ class EngineClient:
         Raises Overloaded when the queue of the client is full, or the client has too many open
         requests. Raises InvalidRequest when even an empty queue could not hold the call.
         """
-        load, queue = self.loads[client], self.loads[_queue(client, priority)]
+        load, queue = self.loads[client], self.loads[_queue_key(client, priority)]
         for limit, maximum, current in (
             ("max_queued_reqs", self.limits.max_queued_reqs, queue.queued),
             ("max_key_reqs", self.limits.max_key_reqs, load.choices),
@@ -201,7 +201,7 @@ class EngineClient:
 
         prompt_tokens: tokens of the call's prompts. tokens: as counted for max_call_tokens.
         """
-        load, queue = self.loads[call.client], self.loads[_queue(call.client, call.priority)]
+        load, queue = self.loads[call.client], self.loads[_queue_key(call.client, call.priority)]
         if queue.queued_tokens and queue.queued_tokens + prompt_tokens > (
             self.limits.max_queued_tokens
         ):
@@ -231,7 +231,7 @@ class EngineClient:
             return
         first = choices[0]
         first.prompt_share = len(request.token_ids) // 4
-        self.loads[_queue(first.client, first.priority)].queued_tokens += first.prompt_share
+        self.loads[_queue_key(first.client, first.priority)].queued_tokens += first.prompt_share
         for choice, option in zip(choices, options, strict=True):
             choice.submitted = True
             self._to_detokenizer(messages.StartText(uid=choice.uid, options=option))
@@ -319,7 +319,7 @@ class EngineClient:
             generation.changed.set()
 
     def _leave_queue(self, choice: Choice) -> None:
-        load = self.loads[_queue(choice.client, choice.priority)]
+        load = self.loads[_queue_key(choice.client, choice.priority)]
         load.queued -= 1
         load.queued_tokens -= choice.prompt_share
 
@@ -335,10 +335,11 @@ class EngineClient:
                 self._to_scheduler(messages.AbortReq(uid=choice.uid))
 
 
-def _queue(client: str, priority: int) -> str:
-    """The key in `loads` of the queue of this client and class. No name of a client has a newline.
+def _queue_key(client: str, priority: int) -> str:
+    """Return the key in `loads` of the queue for this client and class of priorities.
 
-    The queue of the default class is in the load of the client.
+    A newline separates client and class, because no name of a client has one. The queue of the
+    default class is the load of the client itself.
     """
     name = priority_class(priority)
     return client if name == "default" else f"{client}\n{name}"

@@ -145,7 +145,7 @@ def public_message(error: BaseException) -> str:
 
 
 def messages_status(status: int) -> int:
-    """The status on the paths of Messages: 529 takes the place of 503."""
+    """Return the status on the paths of Messages, where 529 replaces 503."""
     return 529 if status == 503 else status
 
 

@@ -56,10 +56,10 @@ class Choice:
     """One answer of a call, with the output that the response has not taken yet.
 
     uid           id of the request in the engine.
-    index         position of the choice in the call: prompt index * n + sibling.
+    index         position of the choice in the call: prompt index * n + number within its prompt.
     started_s     time of admission, like first_s and last_s in seconds of CLOCK_MONOTONIC.
     client        the name of the key that sent the call.
-    priority      of the call.
+    priority      the priority of the call.
     text, delta   the output that has not been taken.
     latest        the last update, whose token counts are totals.
     finish        finish reason; None while the engine works on the choice.
@@ -163,11 +163,11 @@ class Generation:
         return self.echoes[choice.index * len(self.echoes) // len(self.choices)]
 
     def finished(self) -> bool:
-        """All choices have ended."""
+        """True if all choices have ended."""
         return all(choice.finish is not None for choice in self.choices)
 
     def has_output(self) -> bool:
-        """The engine has sent the first update of some choice."""
+        """True if the engine has sent the first update of at least one choice."""
         return any(choice.prefill_done for choice in self.choices)
 
     @property

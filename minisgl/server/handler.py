@@ -19,18 +19,15 @@ from starlette.requests import ClientDisconnect
 
 from minisgl import core
 from minisgl.core import ModelFacts, PromptTooLong, SamplingParams
-from minisgl.message.messages import AddReq, SchedulerStats, TokenizeText
+from minisgl.message.messages import PROMPT_TAIL_TOKENS, AddReq, SchedulerStats, TokenizeText
 from minisgl.server.config import DEFAULT_CLIENT, ServerConfig
 from minisgl.server.connection import KEPT
+from minisgl.server.constraints import CompiledConstraint
 from minisgl.server.convert import GenerateRequest, RequestConverter, TokenArray
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import NotReady, RendersOnly
 from minisgl.server.generation import Generation
 from minisgl.server.lifecycle import Lifecycle
-
-# Number of last prompt tokens that the detokenizer receives. A character has at most four bytes, so
-# an incomplete character at the end of the prompt has at most three tokens.
-PROMPT_TAIL_TOKENS = 4
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
@@ -150,18 +147,10 @@ async def _submit_all(
     client: EngineClient, generation: Generation, request: GenerateRequest, facts: ModelFacts
 ) -> None:
     """Tokenize every prompt and submit its n choices; then add the echo if requested."""
-    prompts = []
     compiled = None
     if request.grammar is not None:
         compiled = await client.compile(request.grammar, generation)
-    for name, prompt in request.prompts:
-        token_ids, thinks = await client.tokenize(prompt, name, generation)
-        sampling = fit_max_tokens(request, token_ids, facts, name)
-        if compiled is not None:
-            grammar = compiled.grammar(token_ids, thinks)
-            sampling = msgspec.structs.replace(sampling, grammar=grammar)
-        prompts.append((token_ids, sampling))
-    prompts, tokens = fit_call(request, prompts, facts, client.limits.max_call_tokens)
+    prompts, tokens = await tokenized(client, generation, request, facts, compiled)
     client.require_room(generation, sum(len(token_ids) for token_ids, _ in prompts), tokens)
     for index, (token_ids, sampling) in enumerate(prompts):
         tail = token_ids[-PROMPT_TAIL_TOKENS:].tolist()
@@ -194,6 +183,28 @@ async def _submit_all(
         for choice in generation.choices:
             if request.sampling.prompt_logprobs is not None and choice.index % request.n:
                 choice.offset = len(generation.echo(choice))
+
+
+async def tokenized(
+    client: EngineClient,
+    generation: Generation,
+    request: GenerateRequest,
+    facts: ModelFacts,
+    compiled: CompiledConstraint | None = None,
+) -> tuple[list[tuple[TokenArray, SamplingParams]], int]:
+    """Tokenize every prompt. Returns the prompts and the number of tokens as `fit_call` does.
+
+    Raises the errors of `fit_max_tokens` and of `fit_call`.
+    """
+    prompts = []
+    for name, prompt in request.prompts:
+        token_ids, thinks = await client.tokenize(prompt, name, generation)
+        sampling = fit_max_tokens(request, token_ids, facts, name)
+        if compiled is not None:
+            grammar = compiled.grammar(token_ids, thinks)
+            sampling = msgspec.structs.replace(sampling, grammar=grammar)
+        prompts.append((token_ids, sampling))
+    return fit_call(request, prompts, facts, client.limits.max_call_tokens)
 
 
 def fit_max_tokens(

@@ -31,7 +31,7 @@ class Lifecycle:
     """
 
     def __init__(self, roles: frozenset[str], facts: ModelFacts | None = None) -> None:
-        """facts: of a server without a scheduler, which would send them."""
+        """facts: given for a server without a scheduler. Otherwise the scheduler sends them."""
         self.missing = set(roles)
         self.facts = facts
         self.tokenizer: TokenizerInfo | None = None
@@ -65,8 +65,8 @@ class Lifecycle:
         """The facts of the model. Raises NotReady with the reason why no request is accepted.
 
         kept: the request came on a connection that carried an earlier request. During a drain
-        each response tells its client to close the connection. A response before the drain did
-        not. Its client may send one more request on this connection, and the server accepts it.
+        each response tells its client to close the connection. The last response before the drain
+        did not tell this, so the server accepts one more request on such a connection.
         """
         accepting = self.phase in (Phase.READY, Phase.GRACE)
         if (accepting or (kept and self.phase is Phase.DRAINING)) and self.facts is not None:
@@ -126,6 +126,6 @@ class Watchdog:
         return next(hung, None)
 
     def stalled(self, role: str, now_s: float) -> bool:
-        """`role` has work and has been silent for longer than a slow step takes."""
+        """True if `role` has work and has been silent for longer than a slow step takes."""
         slow_s = min(2 * self._longest_s.get(role, 0.0), self._timeout_s / 2 or inf)
         return now_s - self._silent_since_s.get(role, now_s) > max(self.STALL_S, slow_s)

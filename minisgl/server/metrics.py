@@ -283,6 +283,10 @@ class Metrics(Collector):
         self._set("grammar_masks_total", totals.masks)
         self._set("grammar_mask_seconds_total", totals.mask_seconds)
         self._set("forced_tokens_total", totals.forced_tokens)
+        counted = zip(stats.drafts.drafted, stats.drafts.accepted, strict=True)
+        for position, (drafted, accepted) in enumerate(counted, 1):
+            self._set("draft_tokens_total", drafted, str(position))
+            self._set("draft_tokens_accepted_total", accepted, str(position))
         self._set("kv_event_blocks_total", stats.kv_events.stored, "stored")
         self._set("kv_event_blocks_total", stats.kv_events.removed, "removed")
         self._set("kv_event_batches_dropped_total", stats.kv_events.dropped)

@@ -1,4 +1,4 @@
-"""ASGI middleware around the application: request ids and counting, and limits.
+"""ASGI middleware around the application: request ids, request metrics, log lines and limits.
 
 The layers are pure ASGI, since a BaseHTTPMiddleware would hide disconnects from the handlers. All
 scopes are HTTP: uvicorn runs without WebSockets and lifespan.
@@ -76,13 +76,13 @@ class RequestContextMiddleware:
                 message["headers"] = [*message.get("headers", ()), header]
             await send(message)
 
-        change = scope["path"] not in OPEN_PATHS
-        self._metrics.on_http_open(change)
+        is_counted = scope["path"] not in OPEN_PATHS
+        self._metrics.on_http_open(int(is_counted))
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            self._metrics.on_http_open(-change)
-            if change:
+            self._metrics.on_http_open(-int(is_counted))
+            if is_counted:
                 _log_call(scope, status, time.monotonic() - started_s)
 
 
@@ -117,8 +117,8 @@ class LimitMiddleware:
 
     A Content-Length above the limit is refused at once; other bodies are counted as they arrive.
 
-    _partial_bytes: bytes of all incomplete bodies. A body is refused if they exceed
-    max_bodies_bytes, unless it is the only one.
+    _partial_bytes: bytes of all incomplete bodies. If they exceed max_bodies_bytes, the body that
+    receives more bytes is refused, unless it is the only incomplete body.
     """
 
     _app: ASGIApp

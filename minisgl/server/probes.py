@@ -19,7 +19,7 @@ from minisgl.server.lifecycle import Lifecycle, Phase
 from minisgl.server.middleware import error_response, json_response
 from minisgl.server.protocol.responses import StatusResponse
 
-_MAX_SILENCE_S = 10.0  # /livez answers 503 if the event loop of the service stands still for longer
+_MAX_SILENCE_S = 10.0  # each probe answers 503 if the service's event loop is blocked for longer
 _LIMITS = Limits(max_connections=32, max_head_bytes=8 * 2**10, head_timeout_s=5.0)
 
 

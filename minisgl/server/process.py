@@ -57,8 +57,8 @@ _ERROR_EVENTS_S = 2.0  # Time for the error events of open streams to leave afte
 _LATE_CALLS_S = 1.0  # Time for one more call of a client that does not know of the drain.
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn server without its signal handlers, because `ApiServer` handles the signals."""
+class ServerWithoutSignals(uvicorn.Server):
+    """A uvicorn server without its signal handlers. The process of the server handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -104,7 +104,7 @@ class ApiServer:
         self._startup_s = {"download": spec.download_s}
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
-        self._patience = asyncio.Timeout(None)  # the time until CLOSED
+        self._patience = asyncio.Timeout(None)  # a second signal lets it expire
 
     def stalled_worker(self) -> str | None:
         """The name of a hung worker or of a stalled scheduler, or None. See Watchdog."""
@@ -138,7 +138,7 @@ class ApiServer:
         lost_worker = loop.create_future()  # The launcher sends SIGUSR1 when a worker has ended.
         lost = EngineError("another process of the service has ended")
         loop.add_signal_handler(signal.SIGUSR1, lost_worker.set_exception, lost)
-        server = _Server(
+        server = ServerWithoutSignals(
             uvicorn.Config(
                 build_app(self),
                 log_config=None,
@@ -183,7 +183,7 @@ class ApiServer:
     def _tls_context(self, *_: object) -> ssl.SSLContext:
         most = min(self.config.limits.max_connections + SPARE_CONNECTIONS, MAX_TLS_CONNECTIONS)
         context = TlsContext(ssl.PROTOCOL_TLS_SERVER, most, self.client.metrics.on_limit)
-        assert self.config.ssl_certfile is not None, "no certificate for TLS; this is a bug"
+        assert self.config.ssl_certfile is not None, "TLS must have a certificate; this is a bug"
         context.load_cert_chain(self.config.ssl_certfile, self.config.ssl_keyfile)
         return context
 
@@ -309,7 +309,7 @@ class ApiServer:
             self.client.open_generations,
             self.config.drain_timeout_s,
         )
-        with contextlib.suppress(TimeoutError):  # of the second signal
+        with contextlib.suppress(TimeoutError):  # the second signal ends the wait
             async with self._patience:
                 await asyncio.sleep(min(self._drain_grace_s, self.config.drain_timeout_s))
                 self.lifecycle.phase = Phase.DRAINING
@@ -339,7 +339,7 @@ class ApiServer:
 
 def run_api(spec: ChildSpec) -> None:
     """The main of the API server process: serve on the inherited socket until drained."""
-    assert spec.listen_fds, "the API server has no socket; this is a bug"
+    assert spec.listen_fds, "the API server must have a socket; this is a bug"
     # Most systems start processes with a limit of 1,024 open files, which is less than
     # --max-connections.
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)

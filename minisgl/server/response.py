@@ -146,10 +146,9 @@ class ResponseWriter:
         return self._chunk(responses.TextChunkChoice(text="", **values))
 
     def _finish_name(self, choice: Choice) -> responses.FinishName:
-        good = (FinishReason.STOP, FinishReason.LENGTH)
-        assert choice.finish in good, f"an answer ended by {choice.finish}; this is a bug"
         if choice.finish is FinishReason.LENGTH:
             return "length"
+        assert choice.finish is FinishReason.STOP, "a whole answer must have ended; this is a bug"
         return "tool_calls" if choice.has_calls and not self.request.named_tool else "stop"
 
     def end_chunk(self, generation: Generation) -> bytes:
@@ -234,7 +233,7 @@ def _encoded(value: object) -> Any:
 
 
 def _chat_logprob(entry: TokenLogprob) -> responses.ChatTokenLogprob:
-    assert entry.logprob is not None, "a generated token has a log-probability; this is a bug"
+    assert entry.logprob is not None, "a generated token must have a log-probability; this is a bug"
     top = [_chat_token(data, logprob) for data, logprob in entry.top]
     token = _chat_token(entry.token_bytes, entry.logprob)
     return responses.ChatTokenLogprob(token.token, token.logprob, token.bytes, top)
@@ -245,7 +244,7 @@ def _chat_token(data: bytes, logprob: float) -> responses.TopLogprob:
 
 
 def text_of_token(data: bytes) -> str:
-    """As in OpenAI's completions: bytes that are not whole characters are written as numbers."""
+    """Return a token as text, as in OpenAI's completions. Incomplete characters become numbers."""
     try:
         return data.decode()
     except UnicodeDecodeError:

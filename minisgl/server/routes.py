@@ -14,13 +14,13 @@ from starlette.routing import Match
 from starlette.types import Scope
 
 import minisgl
-from minisgl.core import Cancelled
+from minisgl.core import Cancelled, InvalidRequest
 from minisgl.server import probes
 from minisgl.server.apis.messages_answer import MessagesWriter
 from minisgl.server.apis.responses_answer import ResponsesWriter
 from minisgl.server.convert import GenerateRequest
 from minisgl.server.generation import Generation
-from minisgl.server.handler import CallContext, CallDep, start, unless_disconnected
+from minisgl.server.handler import CallContext, CallDep, start, tokenized, unless_disconnected
 from minisgl.server.middleware import json_response
 from minisgl.server.pages import find_page
 from minisgl.server.protocol import responses
@@ -54,6 +54,9 @@ class ExactRoute(APIRoute):
 router = APIRouter(route_class=ExactRoute, redirect_slashes=False)
 
 _STARTED_AT = int(time.time())
+# The texts of 131,072 tokens take 150 ms of the event loop, so other calls run between the parts.
+_MAX_TOKEN_STRS = 2**17
+_TEXTS_AT_ONCE = 2**13
 
 
 @router.post("/v1/chat/completions", tags=["generation"])
@@ -144,23 +147,21 @@ async def render_completion(call: CallDep) -> Response:
 
 
 async def _render(route: str, call: CallContext) -> list[responses.RenderedPrompt]:
-    """Tokenize the prompts of a body that the route `route` accepts."""
+    """Tokenize the prompts of a body that the route `route` accepts, or refuse it as that does."""
     raw, facts = await call.read()
     request = call.converter.read(route, raw, facts)
-
-    async def ask(generation: Generation) -> list[responses.RenderedPrompt]:
-        return [
-            responses.RenderedPrompt(
-                request_id=call.request_id,
-                token_ids=(await call.client.tokenize(prompt, name, generation)).token_ids.tolist(),
-                model=request.model,
-                cache_salt=request.cache_salt or None,
-                priority=request.priority or 0,
-            )
-            for name, prompt in request.prompts
-        ]
-
-    return await _ask_tokenizer(call, ask)
+    client = call.client
+    prompts, _ = await _ask_tokenizer(call, lambda g: tokenized(client, g, request, facts))
+    return [
+        responses.RenderedPrompt(
+            request_id=call.request_id,
+            token_ids=token_ids.tolist(),
+            model=request.model,
+            cache_salt=request.cache_salt or None,
+            priority=request.priority or 0,
+        )
+        for token_ids, _ in prompts
+    ]
 
 
 @router.post("/tokenize", tags=["tokens"])
@@ -169,10 +170,20 @@ async def tokenize(call: CallDep) -> Response:
     raw, facts = await call.read()
     name, prompt, with_texts = call.converter.read_tokenize(raw, facts)
     ids, _ = await _ask_tokenizer(call, lambda g: call.client.tokenize(prompt, name, g))
+    if with_texts and len(ids) > _MAX_TOKEN_STRS:
+        raise InvalidRequest(
+            f"{name} has {len(ids)} tokens; return_token_strs is for at most {_MAX_TOKEN_STRS}: "
+            "send a shorter text, or leave return_token_strs out",
+            param="return_token_strs",
+        )
     answer = responses.TokenizeResponse(len(ids), facts.max_seq_len, ids.tolist())
     if with_texts:
         pieces = await _ask_tokenizer(call, lambda g: call.client.token_bytes(ids, g))
-        answer.token_strs = [text_of_token(piece) for piece in pieces]
+        texts: list[str] = []
+        answer.token_strs = texts
+        for start in range(0, len(pieces), _TEXTS_AT_ONCE):
+            texts += map(text_of_token, pieces[start : start + _TEXTS_AT_ONCE])
+            await asyncio.sleep(0)
     return json_response(answer)
 
 

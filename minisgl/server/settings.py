@@ -26,8 +26,8 @@ _INJECTED_NAME = re.compile(
     r"MINISGL_(PORT|SERVICE_)|MINISGL_\w+_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP))"
 )
 _INJECTED_VALUE = re.compile(r"(tcp|udp|sctp)://")
-# Their variables hold keys, which EnvSettings reads: a key of the environment is valid beside a key
-# of the flag.
+# EnvSettings reads the variables of these flags, because a key of the environment does not replace
+# the key of the flag. Both keys are valid.
 _KEYS = ("--api-key", "--admin-api-key")
 _SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}
 

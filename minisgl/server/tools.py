@@ -87,14 +87,14 @@ class ToolRequest(NamedTuple):
 def tools_of(body: requests.ChatBody, facts: ModelFacts) -> ToolRequest | None:
     """The tools that the answer to this chat may call; None if the answer calls no tool.
 
-    Raises InvalidRequest, or Unsupported if the model's template or call format knows no tools.
+    Raises InvalidRequest, or Unsupported if the template renders no tools or the call format is
+    unknown.
     """
-    choice = body.tool_choice
     names = [tool.function.name for tool in body.tools]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise reject(f"tools[{index}].function.name", "must differ from the other names")
-    named, mode, allowed = _read_choice(choice, names)
+    named, mode, allowed = _read_choice(body.tool_choice, names)
     if not body.tools or mode == "none":
         return None
     if facts.tool_format in (ModelFacts.NO_TOOLS, ModelFacts.UNKNOWN_TOOL_FORMAT):

@@ -82,6 +82,7 @@ def _run(spec: ChildSpec) -> None:
         from minisgl.message.publisher import Publisher
         from minisgl.quantization import with_quantizations
         from minisgl.scheduler import run_scheduler
+        from minisgl.speculative import with_speculation
         from minisgl.structured.processor import with_grammars
 
         extensions = with_grammars(model_path)
@@ -96,7 +97,7 @@ def _run(spec: ChildSpec) -> None:
             config.scheduler,
             tp_rank=spec.index,
             socket_dir=spec.socket_dir,
-            extensions=with_quantizations(extensions),
+            extensions=with_speculation(config.engine.speculative, with_quantizations(extensions)),
             on_checked=spec.report_checked,
         )
 

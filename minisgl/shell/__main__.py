@@ -14,8 +14,9 @@ from minisgl.shell.repl import COMMANDS, Shell
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Wait for the server, then chat. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="minisgl.shell", allow_abbrev=False)
-    parser.add_argument("--url", default="http://127.0.0.1:1919")
+    parser = argparse.ArgumentParser("minisgl.shell", description=__doc__, allow_abbrev=False)
+    url = "http://127.0.0.1:1919"
+    parser.add_argument("--url", default=url, help=f"URL of the server. Default: {url}.")
     parser.add_argument("--model", help="Name of a served model. Default: the first one.")
     parser.add_argument("--key-fd", type=int, help="Pipe with the key. Default: MINISGL_API_KEY.")
     options = parser.parse_args(argv)
@@ -36,8 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import WordCompleter
 
-        known = WordCompleter(list(COMMANDS), sentence=True)
-        session = PromptSession[str](completer=known, complete_while_typing=False)
+        commands = WordCompleter(list(COMMANDS), sentence=True)
+        session = PromptSession[str](completer=commands, complete_while_typing=False)
         Shell(client, session.prompt).run()
     except ServerError as error:
         sys.stderr.write(f"minisgl shell: {error}\n")
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _read_line(prompt: str) -> str:
-    """A line of piped input. It shows neither a prompt nor the line."""
+    """Return a line of piped input. The prompt is not shown."""
     if not (line := sys.stdin.readline()):
         raise EOFError
     return line

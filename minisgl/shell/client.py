@@ -19,8 +19,8 @@ class ChatClient:
     """Talks to one server. To end a request early, close its stream: this closes the connection.
 
     model: the name of a served model; None: the first one that the server lists.
-    key: the API key that is sent with each chat; "" for a server without keys. White space around
-    it is removed.
+    key: the API key, sent with each chat without its outer white space; "" for a server without
+    keys. timeout_s: the longest time between two parts of a response.
     """
 
     def __init__(

@@ -69,7 +69,9 @@ class Shell:
             for command, description in COMMANDS.items():
                 self._say(f"{command:<10}{description}")
         else:
-            self._say(f"unknown command {name}{near_names(name, COMMANDS)} (/help lists them)")
+            self._say(
+                f"unknown command {name}{near_names(name, COMMANDS)} (/help lists the commands)"
+            )
         return True
 
     def _answer(self, line: str) -> None:

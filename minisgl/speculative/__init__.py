@@ -1,8 +1,18 @@
-"""Speculative decoding: drafters, acceptance, and the length of drafts. No code yet.
+"""Speculative decoding: the number of draft tokens of a step, chosen by its price.
 
-The seam is the batch: a decode request may forward several tokens and return several tokens
-(core/batch.py). Entry points (server/worker_main.py, LLM) register this package; the core does not
-import it.
+The engine finds drafts and accepts them on the device (minisgl/engine/drafting.py), and the
+scheduler gives them pages (minisgl/scheduler/drafts.py). Entry points (server/worker_main.py, LLM)
+register this package with `with_speculation`; the core does not import it.
 """
 
-__all__: list[str] = []
+from dataclasses import replace
+
+from minisgl.engine import Extensions
+from minisgl.speculative.lengths import PricedLengths
+
+__all__ = ["PricedLengths", "with_speculation"]
+
+
+def with_speculation(method: str | None, extensions: Extensions) -> Extensions:
+    """Return `extensions` with drafts. method: EngineConfig.speculative; None: no drafts."""
+    return extensions if method is None else replace(extensions, draft_lengths=PricedLengths)

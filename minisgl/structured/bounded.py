@@ -21,11 +21,12 @@ class BoundedProcess:
 
     The constructor forks a parent that waits, and the parent forks the process that works. When the
     kernel ends the working process, the parent replies in its place and forks the next one, which
-    has all data of `handle` already. Both end when the owner of this object ends or closes it.
+    has all data of `handle` already. Both processes end when the owner of this object ends or
+    calls `close`.
     """
 
     def __init__(self, handle: Callable[[bytes], bytes], cpu_s: float) -> None:
-        """Fork. handle: takes and returns up to 4 GiB, and raises for bugs only."""
+        """Fork. handle: takes and returns up to 4 GiB. It must not raise: an exception is a bug."""
         request_fds, reply_fds = os.pipe(), os.pipe()
         if os.fork() == 0:
             # The other descriptors belong to the owner. An open copy would hide the owner's end.

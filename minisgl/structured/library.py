@@ -1,4 +1,4 @@
-"""The use of llguidance: its tokenizer, its limits of work and the compilation of a grammar.
+"""Loads llguidance's tokenizer, sets its work limits and compiles grammars.
 
 Every process that reads grammars uses these functions, so that a grammar that one process accepts
 is within the limits of the others. Nothing here imports torch.
@@ -16,7 +16,7 @@ DEAD_END = "grammar_dead_end"
 def load_tokenizer(folder: str, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
     """Read tokenizer.json of a model folder. Takes about half a second for 150,000 ids.
 
-    eos_token_ids: of the model. Raises ConfigError.
+    eos_token_ids: the EOS ids of the model. Raises ConfigError.
     """
     path = str(tokenizer_folder(folder) / "tokenizer.json")
     try:
@@ -30,7 +30,7 @@ def load_tokenizer(folder: str, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
 
 
 def parser_limits() -> LLParserLimits:
-    """Return the limits of work, which are counts and not times, so that all ranks agree.
+    """Return the work limits. They are counts and not times, so that all ranks agree.
 
     The library does about 50,000 units of initial_lexer_fuel, 14,000 of step_lexer_fuel and 20,000
     of step_max_items in a millisecond. A lexer state takes 1 to 2 KB.
@@ -54,11 +54,17 @@ def compile_grammar(tokenizer: LLTokenizer, source: str) -> LLMatcher:
     Each request gets a matcher of its own. Copies of a matcher share a lexer and its limits, so one
     request that exceeds a limit would end the others, in an order that differs between the ranks.
     """
+    matcher = open_matcher(tokenizer, source)
+    if matcher.is_error():
+        raise failure_of(matcher)
+    return matcher
+
+
+def open_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
+    """Return a matcher that has computed its first mask, or is in its error state."""
     matcher = LLMatcher(tokenizer, source, log_level=0, limits=parser_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
-    if matcher.is_error():
-        raise failure_of(matcher)
     return matcher
 
 

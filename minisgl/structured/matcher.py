@@ -34,8 +34,8 @@ class GrammarState(Constraint):
     allowed only where the text is complete and no other token can follow.
 
     compiled       the matcher, from the thread that compiles the grammar.
-    eos_token_ids  of the model.
-    totals         counts over all requests.
+    eos_token_ids  the EOS ids of the model.
+    totals         the counters of all requests; this state adds to them.
     forces_tokens  False: `forced` returns no token.
     _seen          number of tokens, prompt and output, that the state has followed; -1 before the
                    first step that samples.
@@ -102,7 +102,7 @@ class GrammarState(Constraint):
     @property
     def matcher(self) -> LLMatcher:
         """The matcher of a request that runs."""
-        assert self._matcher is not None, "a running request has a compiled grammar: this is a bug"
+        assert self._matcher is not None, "a running request must have a grammar: this is a bug"
         return self._matcher
 
     @property

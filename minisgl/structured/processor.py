@@ -37,7 +37,7 @@ class GrammarProcessor:
     A thread reads the model's tokenizer at the start, and two threads compile grammars. The masks
     of a step are computed on the host while the device computes the step's forward.
 
-    totals         counts over all requests.
+    totals         the counters of all requests.
     forces_tokens  True: the scheduler appends forced tokens. False: a step samples every token of
                    the requests that are opened from now on. A benchmark compares both values.
     """
@@ -45,7 +45,7 @@ class GrammarProcessor:
     forces_tokens = True
 
     def __init__(self, model_path: str, eos_token_ids: tuple[int, ...]) -> None:
-        """Start to read the tokenizer. eos_token_ids: of the model."""
+        """Start to read the tokenizer. eos_token_ids: the EOS ids of the model."""
         self.totals = ConstraintTotals()
         self._eos_token_ids = eos_token_ids
         self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
@@ -58,7 +58,7 @@ class GrammarProcessor:
         grammar = params.grammar
         if grammar is None:
             return None
-        assert isinstance(grammar, Grammar), "the front end replaces text: this is a bug"
+        assert isinstance(grammar, Grammar), "the front end must compile grammars: this is a bug"
         compiled = self._threads.submit(_compile, self._tokenizer, grammar.source)
         return GrammarState(
             params, grammar, compiled, self._eos_token_ids, self.totals, self.forces_tokens

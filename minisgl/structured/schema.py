@@ -82,9 +82,9 @@ def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def check_regex(pattern: str, pointer: str = "") -> None:
-    """Refuse syntax with another meaning in llguidance than in Python and JavaScript.
+    """Refuse syntax that llguidance reads differently from Python and JavaScript.
 
-    This syntax is classes inside of a class, operators on classes and possessive quantifiers.
+    It refuses classes inside of a class, operators on classes and possessive quantifiers.
     """
     in_class = False
     for found in _REGEX_PART.finditer(pattern):
@@ -156,7 +156,7 @@ class _Checker:
 
 
 def _is_neutral(key: str, value: Any) -> bool:
-    """True for a keyword that llguidance does not know, with a value that has no effect."""
+    """True if this value of a keyword that llguidance does not know has no effect."""
     return key == "uniqueItems" and value is False
 
 

@@ -15,7 +15,7 @@ from minisgl.structured.source import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
-MAX_CPU_S = 0.09  # of checking and compiling one grammar; an ordinary schema takes 0.001 s
+MAX_CPU_S = 0.09  # to check and compile one grammar; an ordinary schema takes 0.001 s
 _CACHED_BYTES = 2**25
 _TOO_MUCH = (
     f"the grammar takes more than {MAX_CPU_S:g} s to compile; use fewer properties, shorter lists "
@@ -26,7 +26,7 @@ _TOO_MUCH = (
 class GrammarService:
     """Checks grammars in a bounded process, and remembers the sources of accepted grammars.
 
-    service = GrammarService.start(model_folder)
+    service = GrammarService.start(model_folder, vocabulary.think_ids)
     service.compile(CompileGrammar(kind="regex", text="[0-9]{4}")).text
     """
 
@@ -44,7 +44,7 @@ class GrammarService:
         think_ids: the ids that open and close thinking; None: the model does not think.
         """
         try:
-            # The EOS ids of the model do not change which grammars compile, so any id will do.
+            # The compilation does not depend on the EOS ids, so this uses one id of no meaning.
             compiler = GrammarCompiler(load_tokenizer(folder, (0,)))
         except ConfigError as error:
             logger.warning("structured output is not available: %s", error)
@@ -56,7 +56,7 @@ class GrammarService:
         return cls(BoundedProcess(handle, MAX_CPU_S), think_ids or (-1, -1))
 
     def compile(self, request: CompileGrammar) -> TokenizeResult:
-        """The source of this grammar, or the error for the client."""
+        """Return the source of this grammar, or the error for the client."""
         if self._process is None:
             error = "the tokenizer of this model does not support structured output"
             return TokenizeResult(uid=request.uid, error=error)

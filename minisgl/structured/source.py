@@ -9,7 +9,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
 from minisgl.core import InvalidRequest
 from minisgl.message.messages import CompileGrammar
-from minisgl.structured.library import parser_limits
+from minisgl.structured.library import open_matcher
 from minisgl.structured.schema import MAX_CHARS, check_regex, check_schema, children, refusal
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
 
     def source(self, request: CompileGrammar) -> str:
-        """Return the grammar as the scheduler compiles it, once it has compiled here.
+        """Return the grammar in the form that the scheduler compiles, after a trial compilation.
 
         Raises InvalidRequest. Its message begins with the JSON pointer of the fault in a schema.
         """
@@ -73,10 +73,8 @@ class GrammarCompiler:
         return source
 
     def _error(self, source: str) -> str:
-        """The reason why this grammar does not compile or has no first token; "" if it does."""
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=parser_limits())
-        if not matcher.is_error():
-            matcher.compute_bitmask()
+        """Return the reason why a grammar does not compile or has no first token, or ""."""
+        matcher = open_matcher(self._tokenizer, source)
         reason = " ".join(matcher.get_error().split())[:_MAX_REASON_CHARS]
         if reason.startswith("NoExtension"):
             return "no text matches this grammar"

@@ -73,7 +73,12 @@ def _convert(folder: Path, target: Path) -> None:
         command = [sys.executable, "-m", "minisgl.tokenizer.convert", str(folder), str(result)]
         try:
             run = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT_S
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_TIMEOUT_S,
             )
         except subprocess.TimeoutExpired:
             raise ConfigError(
@@ -103,7 +108,8 @@ def main(folder: str, result: str) -> None:
     if tekken.is_file() and not (Path(folder) / "tokenizer.model").is_file():
         tokenizer = convert_tekken_tokenizer(str(tekken))
     else:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        # Without the argument, transformers asks standard input whether to run code of the folder.
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise SystemExit(f"transformers has no fast form of {type(tokenizer).__name__}")
     tokenizer.save_pretrained(result)

@@ -17,7 +17,7 @@ from minisgl.tokenizer.vocab import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-TopTokens = list[tuple[int, float]]  # Pairs of id and log-probability, the most likely first.
+TopTokens = list[tuple[int, float]]  # pairs of id and log-probability, the most likely first
 
 
 class CallParser(Protocol):
@@ -92,7 +92,7 @@ class Detokenizer:
         return all(done.uid in self._options for done in output.prefill_done)
 
     def _apply(self, output: messages.StepOutput) -> list[messages.TextUpdate]:
-        """The updates of one step, at most one per request, in the order of the tokens."""
+        """Return the updates of one step, at most one per request, in the order of the tokens."""
         for done in output.prefill_done:
             options = self._options.pop(done.uid)
             parser = None
@@ -130,7 +130,7 @@ class Detokenizer:
         return [update for update in updates if update is not None]
 
     def _fail(self, output: messages.StepOutput) -> list[messages.TextUpdate]:
-        """End with an error all requests of a step that could not be applied, so that I3 holds."""
+        """End all requests of a step that cannot be applied, with an error, so that I3 holds."""
         new = {done.uid for done in output.prefill_done}
         ended = []
         for uid in sorted(new.union(output.uids, (end.uid for end in output.finished))):
@@ -211,7 +211,7 @@ class RequestText:
             self._add_text(stream.push(token_id, is_text))
 
     def _push_marker(self, token_id: int) -> None:
-        """Pass a special token that may begin a call to the parser; the text may omit it."""
+        """Pass a special token that may begin a call to the parser, even if the text omits it."""
         stream = self.stream
         stream.push(token_id, is_text=False)
         self._add_text(stream.flush())

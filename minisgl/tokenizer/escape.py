@@ -38,8 +38,8 @@ _TRIALS = 16
 class SpecialTokenEscaper:
     """Renders and encodes the chats of one model. No text of a chat becomes a special token.
 
-    escaped: the texts of the special tokens. Other added tokens, such as <think>, stay tokens in
-    all texts, because templates look for them in histories.
+    escaped: the special tokens, as text. Other added tokens, such as <think>, stay tokens in all
+    texts, because templates look for them in histories.
     """
 
     def __init__(
@@ -109,9 +109,8 @@ def escaped_tokens(tokenizer: tokenizers.Tokenizer, template: ChatTemplate) -> s
 def _renamed(tokenizer: tokenizers.Tokenizer, names: dict[str, str]) -> tokenizers.Tokenizer:
     """A copy of the tokenizer in which these added tokens have other texts and the same ids.
 
-    The copy cannot produce their ids from plain text either. The vocabulary of a SentencePiece
-    model contains control tokens such as <s>, and a merge could join the characters
-    of such a token.
+    The copy also never produces these ids by merges. The vocabulary of a SentencePiece model
+    contains control tokens such as <s>, and a merge could otherwise join their characters.
     """
     description = json.loads(tokenizer.to_str())
     model = description["model"]
@@ -172,6 +171,7 @@ def _begins_any_of(words: Collection[str]) -> str:
 
 
 def _follows(rests: list[str]) -> str:
+    """A pattern that matches one of `rests`, or the beginning of one at the end of the text."""
     if "" in rests:
         return ""
     branches = [

@@ -35,7 +35,7 @@ class TemplateError(Exception):
 
 
 class _TimeLimitExceeded(BaseException):
-    """The timer raises it. It is a BaseException, so that `except Exception` does not catch it."""
+    """The template ran too long. A BaseException, so that `except Exception` does not catch it."""
 
 
 class _GenerationTag(Extension):
@@ -74,7 +74,7 @@ class ChatTemplate:
     def standalone(self) -> str:
         """The source, after definitions of the variables that `render` provides.
 
-        Another program can then render it with the messages only.
+        Another program can render this text with the messages only.
         """
         given = {"tools": None, "documents": None, **self._special_tokens}
         texts = {n: "none" if v is None else json.dumps(v) for n, v in given.items()}

@@ -19,7 +19,7 @@ from minisgl.tokenizer.escape import SpecialTokenEscaper, escaped_tokens
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 from minisgl.tokenizer.vocab import Vocabulary
 
-# A template with one of these names decides whether the model thinks.
+# A template that contains one of these names can switch thinking on or off.
 _THINKING_NAMES = ("<think>", "thinking")
 
 
@@ -125,8 +125,8 @@ class TextTokenizer:
     def thinks(self, prompt: list[int], template_options: dict[str, Any]) -> bool:
         """True if the model may begin its answer to this rendered chat with thinking.
 
-        False if the template knows no thinking, if an option switches the thinking off, or if the
-        prompt ends with a closed block of thinking.
+        False if the template does not render thinking, if an option switches the thinking off, or
+        if the prompt ends with a closed block of thinking.
         """
         think_ids = self.vocabulary.think_ids
         options = [template_options.get(name) for name in ("enable_thinking", "thinking")]

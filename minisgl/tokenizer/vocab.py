@@ -38,13 +38,13 @@ class Vocabulary:
         return self._table[token_id]
 
     def special_ids(self, texts: Collection[str]) -> dict[int, str]:
-        """The special tokens with one of these texts, by id."""
+        """Map the id of each special token that has one of these texts to its text."""
         names = {text.encode(): text for text in texts}
         found = ((i, names.get(self._table[i])) for i in self._special_ids)
         return {token_id: text for token_id, text in found if text is not None}
 
     def single_tokens(self, texts: Collection[str]) -> dict[str, int]:
-        """Those of these texts that are one token, with the id of the token."""
+        """Map each of these texts that is one token to the id of the token."""
         names = {text.encode(): text for text in texts}
         return {names[data]: i for i, data in enumerate(self._table) if data in names}
 

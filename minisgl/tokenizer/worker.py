@@ -35,7 +35,7 @@ def run_tokenizer(
     detect_tools: Callable[[TextTokenizer], str],
     start_grammars: Callable[[Vocabulary], CheckGrammar],
 ) -> NoReturn:
-    """Serve the queue `name` for ever. Raises ConfigError if the model folder cannot be used.
+    """Serve the queue `name` until the process ends. Raises ConfigError for an unusable folder.
 
     detect_tools: returns the tool_format of ModelFacts.
     start_grammars: returns the function that checks the grammars of requests.
@@ -62,7 +62,7 @@ def run_tokenizer(
 def run_detokenizer(
     model_path: str, socket_dir: str, call_parsers: Callable[[Vocabulary], OpenCallParser]
 ) -> NoReturn:
-    """Serve the queue `detokenizer` for ever. Raises ConfigError as `run_tokenizer` does.
+    """Serve the queue `detokenizer`, as `run_tokenizer` does. Raises ConfigError.
 
     call_parsers: makes the parsers of tool calls for a vocabulary.
     """
@@ -103,8 +103,8 @@ def tokenize(
         return messages.TokenizeResult(uid=message.uid, error=str(error), limit=error.limit)
     except RecursionError:
         return messages.TokenizeResult(uid=message.uid, error="the chat is nested too deeply")
-    # The tokenizers library raises Exception itself. The worker must send a result for this
-    # request, and must stay alive for the next request (W12).
+    # The tokenizers library raises the class Exception. The worker must send a result for this
+    # request, and must stay alive for the next request (bug W12 in docs/bugs.md).
     except Exception:
         logger.exception("tokenizing failed uid=%d", message.uid)
         reason = "the prompt could not be tokenized"

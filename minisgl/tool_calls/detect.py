@@ -44,7 +44,7 @@ _CALL = {
 def detect_format(tokenizer: TextTokenizer, given: str) -> str:
     """Return the tool_format of ModelFacts for a model. given: --tool-format.
 
-    A template that does not render tools has no format, also with --tool-format.
+    --tool-format has no effect on a model whose template does not render tools.
     """
     found = detect(lambda chat, options: tokenizer.render_chat(chat, options, timeout_s=None))
     return found if given == "auto" or found == ModelFacts.NO_TOOLS else given

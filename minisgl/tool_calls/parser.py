@@ -55,10 +55,11 @@ class Calls:
     Each report commits the text that the reader has read.
 
     parameters  the JSON schema of the arguments of each tool, by its name.
-    deltas      reports that have not been taken.
+    deltas      reports that `ToolCallParser.take` has not returned yet.
     count       number of calls that have begun.
     is_open     the last call has not ended.
     is_last     no content has followed the last call.
+    reader      the text of the open call.
     """
 
     def __init__(self, parameters: Mapping[str, Any], id_chars: int) -> None:
@@ -72,8 +73,10 @@ class Calls:
         self._has_arguments = False
 
     def start(self, name: str) -> None:
-        """A call begins. Raises NotACall for an empty name, and for an unknown name of a call
-        without a marker, because such a text may be an ordinary answer.
+        """Begin a call. Raises NotACall for an empty name.
+
+        A call without a marker must name a known tool, because its text may be an ordinary answer.
+        Raises NotACall for another name.
         """
         if not name or (self.reader.is_bare and name not in self.parameters):
             raise NotACall
@@ -90,7 +93,7 @@ class Calls:
         self.reader.commit()
 
     def end(self) -> None:
-        """The call is complete."""
+        """Complete the call. A call without arguments gets {}."""
         if not self._has_arguments:
             self.arguments("{}")
         self.is_open = False
@@ -164,7 +167,7 @@ class ToolCallParser:
                 rest = self._advance(self._steps)
 
     def _end_call(self) -> None:
-        """End the text of a call that is being read."""
+        """End the open call, if there is one, as if the answer ended here."""
         while self._steps is not None:
             self._calls.reader.ended = True
             self._feed(self._advance(self._steps))

@@ -25,6 +25,11 @@ class NotACall(Exception):
     """The text does not continue as the format requires."""
 
 
+def inside_quotes(text: str) -> str:
+    """Return the JSON of a string without its quotation marks."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 class Reader:
     """Text in order of arrival. `held` is the text that was read since the last `commit`.
 
@@ -85,17 +90,17 @@ class Reader:
         self._at += len(part)
         return part
 
-    def run(self, pattern: re.Pattern[str], max_chars: int = MAX_NAME_CHARS) -> Steps[str]:
+    def run(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Read the longest text of characters that each match `pattern`.
 
-        Raises NotACall for more than max_chars.
+        Raises NotACall for more than MAX_NAME_CHARS.
         """
         parts: list[str] = []
         count = 0
         while part := (yield from self.piece(pattern)):
             parts.append(part)
             count += len(part)
-            if count > max_chars:
+            if count > MAX_NAME_CHARS:
                 raise NotACall
         return "".join(parts)
 

@@ -7,9 +7,9 @@ _ANY: frozenset[str] = frozenset()
 
 
 def property_types(schema: Any, key: str) -> frozenset[str]:
-    """Return the types of the parameter `key` of a tool; empty if the schema names none.
+    """Return the types of the parameter `key` of a tool; empty if the schema names no type.
 
-    schema: of all parameters of the tool. A client wrote it, so it may be invalid.
+    schema: the schema of all parameters. A client has sent it, so it may be invalid.
     """
     properties = schema.get("properties") if isinstance(schema, dict) else None
     if not isinstance(properties, dict) or key not in properties:

@@ -119,7 +119,7 @@ class _LineHandler(logging.Handler):
                 line = f"{self.format(logging.makeLogRecord(fields))}\n{line}"
             data = f"{line}\n".encode("utf-8", "backslashreplace")
             try:
-                # Not sys.stderr: the interpreter could not end while this thread writes to it.
+                # This is not sys.stderr.write: its lock would keep the interpreter from ending.
                 while data:
                     data = data[os.write(sys.stderr.fileno(), data) :]
                 reported = lost

@@ -13,7 +13,8 @@ from tqdm import tqdm
 
 logger = logging.getLogger(__name__)
 
-# The phases of a start, in the order of the table. `processes` is the rest of the total.
+# The phases of a start, in the order of the table. `processes` is the part of the total that no
+# other phase counts.
 PHASES = (
     "processes",
     "import",
@@ -51,13 +52,13 @@ class Stopwatch:
 
 
 def whole_start(seconds: Mapping[str, float], total_s: float) -> dict[str, float]:
-    """The seconds of all phases and of the start as a whole, in the order of the table."""
+    """Return the seconds of all phases and of the whole start, in the order of the table."""
     found = {**dict.fromkeys(PHASES, 0.0), **seconds}
     return found | {"processes": max(total_s - sum(found.values()), 0.0), "total": total_s}
 
 
 def startup_table(seconds: Mapping[str, float]) -> str:
-    """Two lines: the names of the phases, and below them their seconds."""
+    """Return two lines: the names of the phases, and below them their seconds."""
     names = "".join(f"{name.replace('_', '-'):>12}" for name in seconds)
     return f"start  {names}\nseconds" + "".join(f"{s:>12.2f}" for s in seconds.values())
 
@@ -73,7 +74,7 @@ class Progress(tqdm):  # type: ignore[misc]  # tqdm has no types
         super().__init__(*arguments, **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
-        """Show the state of the bar. tqdm calls this at the intervals that the options set."""
+        """Show the state of the bar. tqdm calls this method at the intervals of the options."""
         if self._is_terminal:
             return super().display(msg, pos)
         if msg is None:  # tqdm clears a bar by an empty message

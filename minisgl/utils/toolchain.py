@@ -1,4 +1,4 @@
-"""The compilers that Triton and FlashInfer call, and whether this machine has them."""
+"""Finds the compilers that Triton and FlashInfer call."""
 
 import os
 import shutil

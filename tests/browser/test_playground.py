@@ -74,6 +74,19 @@ def test_stop_ends_the_answer_here_and_on_the_server(
     assert page.last_answer() == "42"
 
 
+def test_conversation_deleted_during_an_answer_stays_deleted(page: Playground) -> None:
+    page.click(f"#parameter-{ENDLESS}")
+    page.send("What is 12 + 30?")
+    wait_for(lambda: page.answers() and page.answers()[0], "the first text")
+    page.click("#conversations li > button:last-child")
+    page.driver.switch_to.alert.accept()
+    wait_for(page.is_idle, "the end of the answer")
+    assert page.texts("#conversations li") == []
+    names = "return Object.keys(localStorage).filter((name) => name.includes('conversation'))"
+    assert page.run(names) == []
+    page.click(f"#parameter-{ENDLESS}")
+
+
 def test_escape_stops_the_answer(page: Playground) -> None:
     page.click(f"#parameter-{ENDLESS}")
     page.send("What is 12 + 30?")

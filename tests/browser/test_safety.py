@@ -199,3 +199,26 @@ def test_draining_and_the_end_of_the_server_are_shown(
         page.wait_text("#state", "unknown")
         stream.close()
         page.check_clean()
+
+
+@pytest.mark.parametrize("view", ["", "#tokens"])
+def test_an_answer_whose_connection_is_lost_is_shown_as_an_error(
+    driver: webdriver.Chrome, thinking_model: Path, view: str
+) -> None:
+    with run_server("--model", str(thinking_model), stub="echo") as server:
+        server.wait_ready()
+        page = Playground(driver, server.url)
+        page.open(view)
+        page.expected_error = "ERR_"
+        if view:
+            page.set("#tokens-max", "2000")
+            page.set("#tokens-prompt", "a")
+            page.click("#tokens-run")
+            wait_for(lambda: page.texts("#tokens-result .token"), "the first token")
+        else:
+            page.send("a")
+            wait_for(lambda: page.answers() and page.answers()[0], "the first text")
+        server.process.kill()
+        where = "#notice-text" if view else ".status"
+        page.wait_text(where, "The connection ended before the answer was complete.")
+        page.check_clean()

@@ -356,6 +356,9 @@ def test_notes_contain_the_url_and_not_the_key(notes):
 
 def test_notes_warn_of_an_api_without_a_key(notes):
     assert "requires no key" in notes({"service": {"type": "LoadBalancer"}})
+    text = notes({"service": {"type": "LoadBalancer"}, "auth": {"keysSecret": "team-keys"}})
+    assert "requires no key" not in text
+    assert "from the Secret team-keys." in text
 
 
 def test_notes_warn_against_a_change_of_the_name(notes):
@@ -363,3 +366,29 @@ def test_notes_warn_against_a_change_of_the_name(notes):
     assert "WARNING: nameOverride is part of the selectors" in text
     assert 'Keep "chat" as long as the' in text
     assert "nameOverride" not in notes({})
+
+
+def test_render_pods_have_the_keys_the_policy_and_the_drain_of_the_engine_pods(render):
+    """Without a variable from extraEnvFrom, such as MINISGL_API_KEY, they would need no key."""
+    sources = [{"secretRef": {"name": "keys"}}]
+    peer = {"podSelector": {"matchLabels": {"a": "b"}}}
+    values = {
+        "render": {"enabled": True},
+        "extraEnvFrom": sources,
+        "drain": {"preStopSleepSeconds": 7},
+        "networkPolicy": {"enabled": True, "from": [peer]},
+    }
+    objects = render(values)
+    pods = [
+        pick(objects, "Deployment", name)["spec"]["template"]
+        for name in ("minisgl", "minisgl-render")
+    ]
+    for field in ("env", "envFrom", "lifecycle", "volumeMounts"):
+        engine, renderer = (pod["spec"]["containers"][0][field] for pod in pods)
+        assert engine == renderer, field
+    selector = pick(objects, "NetworkPolicy")["spec"]["podSelector"]
+    (names,) = selector["matchExpressions"]
+    assert (names["key"], names["operator"]) == ("app.kubernetes.io/name", "In")
+    labels = [pod["metadata"]["labels"] for pod in pods]
+    assert [one[names["key"]] for one in labels] == names["values"]
+    assert all(selector["matchLabels"].items() <= one.items() for one in labels)

@@ -92,6 +92,10 @@ CONTRADICTIONS = {
         {"autoscaling": {"hpa": {"enabled": True}}, "cache": ONE_POD_CACHE},
         "Up to 4 pods would share",
     ),
+    "render pods on one disk": (
+        {"render": {"enabled": True}, "cache": ONE_POD_CACHE},
+        "render.enabled adds pods that would share a cache",
+    ),
     "two autoscalers": (BOTH_SCALERS, "both would change the number of replicas"),
     "KEDA without Prometheus": (
         {"autoscaling": {"keda": {"enabled": True}}},

@@ -48,7 +48,7 @@ def test_environment_of_the_chart_is_known_to_the_server():
 
     known = {f"MINISGL_{field.upper()}" for field in EnvSettings.__struct_fields__}
     known |= flag_variables().keys()
-    text = (CHART / "templates" / "_args.tpl").read_text()
+    text = (CHART / "templates" / "_env.tpl").read_text()
     used = set(re.findall(r"\bMINISGL_\w+", text))
     assert len(used) == 2
     assert used <= known

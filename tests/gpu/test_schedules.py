@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from minisgl.core import Batch, EngineConfig, PendingStep, SamplingParams, SchedulerConfig
+from minisgl.core.batch import DraftLengths
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.message.messages import AbortReq, AddReq
 from minisgl.models.decoder import Attended, ForwardContext
 from minisgl.scheduler import LocalInbox, Scheduler
-from tests.parity.driver import Driver, Work
+from tests.parity.driver import Driver, Work, with_drafts
 from tests.unit.scheduler.integrity import check_scheduler
 
 pytestmark = [
@@ -94,15 +95,22 @@ def exact_cpu_engine(folder: str) -> Engine:
     return engine
 
 
-def make_engine(folder: str, **settings: Any) -> Engine:
+def make_engine(folder: str, drafts: DraftLengths | None = None, **settings: Any) -> Engine:
     config = {"model_path": folder, "dummy_weight": True, "max_running_reqs": 6, **settings}
-    return Engine(EngineConfig(**config), SingleCommunicator())
+    return Engine(EngineConfig(**config), SingleCommunicator(), extensions=with_drafts(drafts))
 
 
-def gpu_engine(folder: str, oracle: Engine, case: Case, kind: dict[str, Any]) -> Engine:
+def gpu_engine(
+    folder: str,
+    oracle: Engine,
+    case: Case,
+    kind: dict[str, Any],
+    drafts: DraftLengths | None = None,
+) -> Engine:
     tokens = 160 if case.crowded else 1024
     engine = make_engine(
         folder,
+        drafts,
         device="cuda",
         page_size=case.page_size,
         num_pages=tokens // case.page_size,
@@ -170,6 +178,7 @@ def run(
         eos_token_ids=(2,),
         inbox=inbox,
         send=outbox.append,
+        extensions=engine.extensions,
     )
     chance = random.Random(5)
     count = len(prompts())

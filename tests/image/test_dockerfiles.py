@@ -115,7 +115,7 @@ def test_user_and_entry_point_agree_with_the_chart(name: str) -> None:
 
 @pytest.mark.parametrize("name", DOCKERFILES)
 def test_cache_folders_agree_with_the_chart(name: str) -> None:
-    template = (ROOT / "helm" / "templates" / "_args.tpl").read_text()
+    template = (ROOT / "helm" / "templates" / "_env.tpl").read_text()
     folders = re.search(r"dict ((?:\"\w+\" \"[/\w]*\" ?)+)\}\}", template)
     assert folders
     words = re.findall(r'"([^"]*)"', folders[1])

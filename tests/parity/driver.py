@@ -1,17 +1,17 @@
 """Batches made by hand: drives an Engine without a scheduler, and keeps its page table."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from minisgl.core import Batch, EngineConfig, PageUpdates, SamplingParams, StepResult
-from minisgl.core.batch import LogprobsRequest
+from minisgl.core.batch import DraftLengths, LogprobsRequest
 from minisgl.core.sampling import sampling_arrays
 from minisgl.distributed.comm import Communicator, SingleCommunicator
-from minisgl.engine import Engine
+from minisgl.engine import Engine, Extensions
 from minisgl.quantization import with_quantizations
 
-__all__ = ["GREEDY", "Driver", "Work", "logprobs_of", "make_engine"]
+__all__ = ["GREEDY", "Driver", "Work", "logprobs_of", "make_engine", "with_drafts"]
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 
@@ -32,8 +32,16 @@ class Work:
         return 1 + self.drafts if self.ids is None else len(self.ids)
 
 
-def make_engine(path: str, comm: Communicator | None = None, **overrides: object) -> Engine:
-    """Return a float32 CPU engine with 64 pages of 4 tokens and 6 rows, except for `overrides`."""
+def make_engine(
+    path: str,
+    comm: Communicator | None = None,
+    drafts: DraftLengths | None = None,
+    **overrides: object,
+) -> Engine:
+    """Return a float32 CPU engine with 64 pages of 4 tokens and 6 rows, except for `overrides`.
+
+    drafts: the extension of the engine; None: an engine without drafts.
+    """
     settings: dict[str, object] = {
         "model_path": path,
         "device": "cpu",
@@ -43,7 +51,11 @@ def make_engine(path: str, comm: Communicator | None = None, **overrides: object
     }
     comm = comm or SingleCommunicator()
     config = EngineConfig(**settings | overrides)  # type: ignore[arg-type]
-    return Engine(config, comm, extensions=with_quantizations())
+    return Engine(config, comm, extensions=with_drafts(drafts))
+
+
+def with_drafts(drafts: DraftLengths | None) -> Extensions:
+    return replace(with_quantizations(), draft_lengths=drafts and (lambda rows: drafts))
 
 
 def logprobs_of(*work: Work, prompts: bool) -> LogprobsRequest:

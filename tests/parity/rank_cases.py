@@ -13,12 +13,13 @@ from minisgl.distributed.comm import Communicator
 from minisgl.engine import Engine
 from minisgl.message.messages import AbortReq, AddReq, LeaderStep, Shutdown
 from minisgl.message.queues import Receiver, Sender, endpoint
-from minisgl.quantization import with_quantizations
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox
 from minisgl.utils.process import write_socket_key
+from tests.parity.driver import with_drafts
 from tests.parity.models import VOCAB_SIZE
 from tests.unit.distributed.ranks import run_ranks
+from tests.unit.scheduler.drafts import ChangingDrafts
 from tests.unit.scheduler.integrity import check_scheduler
 
 __all__ = ["OUTPUT_TOKENS", "Outcome", "RankCase", "prompts", "prove", "run_cases", "run_on"]
@@ -33,7 +34,8 @@ class RankCase:
 
     crowded  the KV pool is so small that requests are preempted.
     aborts   requests of the second wave are aborted at random.
-    drawn    tokens are drawn at random instead of greedily.
+    drawn    tokens are drawn at random, with `temperature`, instead of greedily.
+    drafts   steps have n-gram drafts.
     kv       kv_cache_dtype of the engine.
     """
 
@@ -45,12 +47,14 @@ class RankCase:
     aborts: bool
     page_size: int = 4
     drawn: bool = False
+    drafts: bool = False
+    temperature: float = 1.2
     kv: str = "auto"
     engine: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         chosen = [self.cache_type, "overlap" if self.overlap else "plain"]
-        chosen += [name for name in ("crowded", "aborts", "drawn") if getattr(self, name)]
+        chosen += [name for name in ("crowded", "aborts", "drawn", "drafts") if getattr(self, name)]
         chosen += [self.kv] if self.kv == "fp8" else []
         return f"{self.family}-chunk{self.chunk}-{'-'.join(chosen)}"
 
@@ -124,7 +128,8 @@ def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome
         max_running_reqs=4,
         **settings,
     )
-    engine = Engine(config, comm, extensions=with_quantizations())
+    drafts = ChangingDrafts(7) if case.drafts else None
+    engine = Engine(config, comm, extensions=with_drafts(drafts))
     totals = {"partial": 0, "mixed": 0}
     source, outbox = LocalInbox(), deque()
     names = [endpoint(str(folder), f"rank-{rank}") for rank in range(1, comm.tp.size)]
@@ -149,6 +154,7 @@ def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome
         eos_token_ids=(2,),
         inbox=inbox,
         send=outbox.append,
+        extensions=engine.extensions,
     )
     if comm.tp.rank:
         while not scheduler.stopping:
@@ -163,6 +169,8 @@ def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome
         for uid, token in zip(output.uids, output.token_ids, strict=True):
             outputs[uid].append(token)
     engine.close()
+    if drafts is not None:
+        totals |= {"drafted": drafts.drafted, "agreed": drafts.agreed}
     for name in ("cached_tokens_total", "preemptions_total", "overlapped_steps_total"):
         totals[name] = getattr(scheduler.totals, name)
     return Outcome([outputs[uid] for uid in sorted(outputs)], totals)
@@ -196,7 +204,11 @@ def _sampling(case: RankCase, uid: int) -> SamplingParams:
     elif uid >= count and uid % 2:
         asked = {"top_k": 20, "top_p": 0.9}
     return SamplingParams(
-        temperature=1.2, max_tokens=OUTPUT_TOKENS, ignore_eos=True, seed=uid % count, **asked
+        temperature=case.temperature,
+        max_tokens=OUTPUT_TOKENS,
+        ignore_eos=True,
+        seed=uid % count,
+        **asked,
     )
 
 
@@ -208,6 +220,7 @@ def prove(case: RankCase, outcome: Outcome) -> None:
     assert (totals["overlapped_steps_total"] > 0) == case.overlap
     assert (totals["partial"] > 0) == (case.chunk < UNLIMITED)
     assert totals["mixed"] > 0 or case.chunk == UNLIMITED
+    assert not case.drafts or totals["drafted"] > 0
     lengths = [len(tokens) for tokens in outcome.tokens]
     assert lengths[: len(prompts())] == [OUTPUT_TOKENS] * len(prompts())
     assert (min(lengths) < OUTPUT_TOKENS) == case.aborts

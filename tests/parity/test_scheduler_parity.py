@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from minisgl.core import Batch, EngineConfig, SamplingParams, SchedulerConfig, WindowLayers
+from minisgl.core.batch import DraftLengths
 from minisgl.engine import Engine, memory
 from minisgl.message.messages import AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
@@ -133,9 +134,12 @@ def few_window_pages(config: EngineConfig, num_pages: int, window: int, chunk: i
 
 
 def run(
-    path: str, case: Case, sampling: SamplingParams
+    path: str, case: Case, samplings: list[SamplingParams], drafts: DraftLengths | None = None
 ) -> tuple[list[list[int]], Scheduler, Recorder]:
-    """Run two waves of the prompts; the second one finds the prefixes of the first one cached."""
+    """Run two waves of the prompts; the second one finds the prefixes of the first one cached.
+
+    samplings: one for each prompt, or one for all. drafts: None for a run without drafts.
+    """
     # The largest request has 90 + 24 tokens and must fit. 128 tokens leave no room for a second.
     tokens = 128 if case.crowded else 1024
     pages = tokens // case.page_size
@@ -143,7 +147,7 @@ def run(
         if case.crowded:  # the windows of three requests
             stack.enter_context(patch.object(memory, "window_pages_for", few_window_pages))
         engine = make_engine(
-            path, page_size=case.page_size, num_pages=pages, kv_cache_dtype=case.kv
+            path, drafts=drafts, page_size=case.page_size, num_pages=pages, kv_cache_dtype=case.kv
         )
     recorder = Recorder(engine)
     inbox, outbox = LocalInbox(), deque()
@@ -159,6 +163,7 @@ def run(
         eos_token_ids=engine.facts().eos_token_ids,
         inbox=inbox,
         send=outbox.append,
+        extensions=engine.extensions,
     )
     recorder.scheduler = scheduler
     outputs: dict[int, list[int]] = {}
@@ -167,7 +172,8 @@ def run(
             uid = wave * len(prompts()) + index
             outputs[uid] = []
             ids = np.array(prompt, dtype="<i4").tobytes()
-            inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=sampling))
+            asked = samplings[index % len(samplings)]
+            inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=asked))
         while inbox.messages or not scheduler.idle:
             scheduler.iterate()
             check_scheduler(scheduler)
@@ -197,7 +203,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 ) -> None:
     path = model_path(family)
     sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
-    outputs, scheduler, recorder = run(path, case, sampling)
+    outputs, scheduler, recorder = run(path, case, [sampling])
     prove(case, scheduler, recorder)
     expected = [reference(path, tuple(prompt), case.kv) for prompt in prompts()]
     assert outputs == expected * 2
@@ -212,8 +218,8 @@ def test_seeded_tokens_do_not_depend_on_other_requests_in_the_batch(
         temperature=1.3, top_k=40, top_p=0.95, seed=11, max_tokens=OUTPUT_TOKENS, ignore_eos=True
     )
     plain = Case(UNLIMITED, "naive", overlap=False, crowded=False)
-    alone, _, _ = run(path, plain, sampling)
-    outputs, scheduler, recorder = run(path, case, sampling)
+    alone, _, _ = run(path, plain, [sampling])
+    outputs, scheduler, recorder = run(path, case, [sampling])
     prove(case, scheduler, recorder)
     assert outputs == alone
     assert len({tuple(tokens) for tokens in outputs}) > 3, "sampling must not be degenerate"

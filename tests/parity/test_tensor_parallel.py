@@ -5,6 +5,7 @@ cases of one group size run on the same processes, and every run asserts the eve
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,18 @@ CASES = [
     RankCase("gpt-oss-odd", 7, "radix", overlap=True, crowded=True, aborts=True, page_size=1),
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True, kv="fp8"),
     RankCase("qwen3-moe", 64, "naive", overlap=False, crowded=False, aborts=False, kv="fp8"),
+    RankCase("qwen3", 7, "radix", overlap=True, crowded=False, aborts=True, drafts=True),
+    RankCase(
+        "llama-linear-biases",
+        64,
+        "naive",
+        overlap=True,
+        crowded=False,
+        aborts=False,
+        drawn=True,
+        drafts=True,
+        temperature=0.3,
+    ),
 ]
 FOUR = [  # more ranks than KV heads; 151 ids, 97 columns and experts of 39 are padded
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True),
@@ -84,7 +97,8 @@ def check(case: RankCase, runs: Runs, index: int, path: str, folder: Path) -> No
     prove(case, outcomes[0])
     assert all(other == outcomes[0] for other in outcomes[1:]), "the ranks differ"
     if case.drawn:
-        alone = run_cases(SingleCommunicator(), str(folder), [case], {case.family: path})[0].tokens
+        plain = replace(case, drafts=False)
+        alone = run_cases(SingleCommunicator(), str(folder), [plain], {case.family: path})[0].tokens
     else:
         alone = [
             transformers_greedy(path, prompt, OUTPUT_TOKENS, case.kv) for prompt in prompts()

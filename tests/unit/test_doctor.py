@@ -109,3 +109,28 @@ def test_small_limits_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = doctor.shutil.disk_usage("/")._replace(total=64 * 2**20)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
     assert "--shm-size" in doctor._shared_memory().remedy
+
+
+def test_folder_below_a_private_folder_of_another_user_fails_with_a_remedy(tmp_path: Path) -> None:
+    """The container's user has no access to /root, if HOME is still /root."""
+    tmp_path.chmod(0)
+    program = (
+        "import os, pathlib, sys; from minisgl import doctor; os.geteuid() or os.setuid(65534);"
+        "check = doctor._writable('model cache', pathlib.Path(sys.argv[1]), 'HF_HOME');"
+        "print(check.state, check.found, check.remedy)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "hub")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    tmp_path.chmod(0o700)
+    assert done.stdout.startswith("failed "), done.stderr
+    assert "Permission denied set HF_HOME" in done.stdout
+
+
+def test_driver_without_an_answer_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert doctor._driver().state == "failed"

@@ -403,6 +403,31 @@ def _structured() -> list[Panel]:
     ]
 
 
+def _drafts() -> list[Panel]:
+    return [
+        graph(
+            "Draft tokens",
+            {
+                "forwarded": "sum(rate(minisgl_draft_tokens_total{m}[r]))",
+                "accepted": "sum(rate(minisgl_draft_tokens_accepted_total{m}[r]))",
+                "generated": "sum(rate(minisgl_generation_tokens_total{m}[r]))",
+            },
+            "none",
+            "Tokens per second that --speculative forwards and accepts, beside generated tokens.",
+        ),
+        graph(
+            "Accepted drafts by position",
+            {
+                "{{position}}": "sum by (position)"
+                " (rate(minisgl_draft_tokens_accepted_total{m}[r]))"
+                " / clamp_min(sum by (position) (rate(minisgl_draft_tokens_total{m}[r])), 1e-9)"
+            },
+            "percentunit",
+            "Share of the draft tokens at a position that became output tokens.",
+        ),
+    ]
+
+
 def _service_board() -> builders.Dashboard:
     board = _new(
         "minisgl / service",
@@ -418,11 +443,12 @@ def _engine_board() -> builders.Dashboard:
     board = _new(
         "minisgl / engine",
         "minisgl-engine",
-        "Batches, CUDA graphs, KV memory, prefix cache, grammars and start of the engine.",
+        "Batches, CUDA graphs, KV memory, prefix cache, grammars, drafts and start of the engine.",
     )
     _add(board.with_row(builders.Row("Batches")), _batches())
     _add(board.with_row(builders.Row("Memory and prefix cache")), _memory())
     _add(board.with_row(builders.Row("Structured output")), _structured())
+    _add(board.with_row(builders.Row("Drafts")), _drafts())
     return _add(board.with_row(builders.Row("Health and start")), _health())
 
 

@@ -173,6 +173,7 @@ RULES: dict[str, Json] = {
     "server.maxSeqLen": _or_null(_as_flag("--max-seq-len-override")),
     "server.memoryRatio": _FRACTION,
     "server.quantization": {"enum": ["fp8", None]},
+    "server.speculative": {"enum": ["ngram", None]},
     "render.replicas": {"type": "integer", "minimum": 0},
     "server.tokenizers": _as_flag("--num-tokenizer"),
     "service.port": {"type": "integer", "minimum": 1, "maximum": 65535},

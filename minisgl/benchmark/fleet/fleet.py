@@ -32,8 +32,8 @@ class FleetPlan(NamedTuple):
     settle_s     a rollout replaces the next replica this long after a new one is ready.
     failures_s   times at which the ready replica with the lowest number dies; it starts again.
     rollouts_s   times at which a rolling restart begins.
-    retries      how often a client sends a request again that a replica has lost.
-    autoscaler   its rules; None: the number of replicas is fixed.
+    retries      number of times that a client sends a lost request again.
+    autoscaler   the rules of the autoscaler; None: the number of replicas is fixed.
     """
 
     replicas: int
@@ -139,7 +139,7 @@ class Fleet:
         self._schedule(replica)
 
     def _lose(self, uid: int, error: str) -> None:
-        """A request has failed: its client sends it again, or gives up."""
+        """Record a failed request. Its client sends it again, or gives up."""
         answer = self._result.answers[uid]
         answer.outputs_s.clear()
         answer.output_tokens = answer.cached_tokens = 0

@@ -62,9 +62,9 @@ class ReplicaState(StrEnum):
 class Replica:
     """One server: a scheduler, its engine and its inbox. Implements Inbox.
 
-    The owner calls `iterate` at the time `next_s`. An iteration ends in the future, at the end of
-    a step: `next_s` is then that time. The owner calls `finish` there, and not before: until then
-    the outputs and the cache events are not visible, and a replica that dies loses them.
+    The owner calls `iterate` at the time `next_s`. The iteration ends at a later time, the end of a
+    step, and `next_s` returns this time. The owner calls `finish` at this time. The outputs and the
+    cache events are not visible earlier, and a replica that dies before it loses them.
 
     iterating  an iteration has begun and `finish` has not been called since.
     open_reqs  uids of the requests that the router has sent here and that have not ended.
@@ -105,7 +105,7 @@ class Replica:
         self._messages.append((due_s, message))
 
     def next_s(self) -> float:
-        """Return the end of the iteration, or the time of the next one; inf: at a message."""
+        """Return the end of this iteration, or the start of the next; inf: a message starts it."""
         now_s = self.engine.now_s
         if self.iterating:
             return now_s

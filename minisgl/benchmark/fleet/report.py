@@ -69,9 +69,9 @@ def make_run(router: str, replicas: int, result: FleetResult, objective: Objecti
 
 
 def least_replicas(meets: Callable[[int], bool], most: int) -> int | None:
-    """Return the smallest number from 1 to `most` that meets the objective; None: none does.
+    """Return the smallest number from 1 to `most` that meets the objective; None: no number does.
 
-    A number that is larger than one that meets the objective must meet it too. The search doubles
+    If a number meets the objective, every larger number must meet it too. The search doubles
     the number until it meets the objective, and then halves the interval.
     """
     failed, tried = 0, 1
@@ -119,7 +119,7 @@ def replica_lines(run: Run) -> list[str]:
 def plot(runs: Sequence[Run]) -> str:
     """Return an SVG with a row for each run: its latencies, and its replicas over time.
 
-    In the last panel the blue line is the number of ready replicas, the gray one that of all.
+    In the last panel, a blue line shows the ready replicas and a gray line shows all replicas.
     """
     rows = []
     width = (len(Latencies.__struct_fields__) + 1) * _PANEL_WIDTH

@@ -108,7 +108,7 @@ class PrefixIndex:
         self.removed(replica, [*self._blocks.get(replica, ())])
 
     def matches(self, chain: Sequence[int]) -> Counter[int]:
-        """Count the blocks of `chain` that each replica holds, up to the first that none holds."""
+        """Count the blocks that each replica holds, up to the first block without a holder."""
         found: Counter[int] = Counter()
         for block in chain:
             holders = self._holders.get(block)
@@ -121,8 +121,8 @@ class PrefixIndex:
 class EndpointPicker:
     """The endpoint picker with its scorers for queues, KV usage and cached prefixes.
 
-    The base class knows the caches from the events of the replicas (precise). Its metrics are up to
-    SCRAPE_S old.
+    This class is the router `precise`: the cache events of the replicas fill its index. Its metrics
+    are up to SCRAPE_S old.
     """
 
     reads_cache = True
@@ -167,14 +167,19 @@ class EndpointPicker:
 
 
 class ApproximatePicker(EndpointPicker):
-    """The endpoint picker without cache events: it assumes that a replica caches each prompt that
-    the router sends to it."""
+    """The endpoint picker without cache events.
+
+    It assumes that a replica caches each prompt that the router sends to the replica.
+    """
 
     reads_cache = False
 
     def __init__(self, seed: int, num_pages: int) -> None:
-        """num_pages: pages of a replica. The picker takes them as the capacity of its index, even
-        though its blocks are larger than a page."""
+        """num_pages: pages of a replica.
+
+        The picker takes this number as the capacity of its index in blocks, even though a block is
+        larger than a page.
+        """
         super().__init__(seed, APPROXIMATE_BLOCK_TOKENS, num_pages)
 
     def _chain(self, prompt: Int32Array) -> list[int]:

@@ -22,12 +22,16 @@ it reads that block. No other program reads them.
 A program is one warp, and a multiprocessor runs eight programs. No program waits for another: while
 one begins or ends a unit, the other seven read. There are two exceptions to one warp. If large
 heads or groups do not fit into the registers of one warp, a program has two. If there are few units
-(_FEW_UNITS), a program has two or four, so that each unit ends sooner.
+(decode_blocks.py), a program has two or four, so that each unit ends sooner.
 
 The tall operand of the matrix unit has H rows, at least 16. It holds the queries of a KV head, then
 the new key and the new value. Each of them is repeated to fill H rows. The results of the rows of
 the new key and value, and of the repetitions, are dropped. Scores are [H, BLOCK] and the output
 is [H, D]. Bytes read in 16-bit types: 4 D per key, KV head and layer.
+
+A request may have several new tokens: its last token and drafts. The operand then holds the queries
+of up to QUERIES tokens (decode_several.py). Up to 16 / GROUP tokens take no more instructions than
+one token. Each query has its own last visible key. A program stores the new keys of its own blocks.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -38,45 +42,26 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.decode import DecodeScratch
-from minisgl.kernel.triton.decode_tiles import add_fp8_block, merged, queries
+from minisgl.kernel.triton.decode_blocks import (
+    BLOCK,
+    FP8_BLOCK,
+    LEAD,
+    REQ_FIELDS,
+    most_reqs,
+    program_warps,
+)
+from minisgl.kernel.triton.decode_blocks import count_blocks as count_blocks
+from minisgl.kernel.triton.decode_several import several_queries
+from minisgl.kernel.triton.decode_tiles import HIDDEN_SCORE, add_fp8_block, merged, queries
 from minisgl.kernel.triton.launch import Constants, launch
 from minisgl.kernel.triton.overlap import converts_fp8, overlaps
 
-_BLOCK = 16  # keys that one instruction of the matrix unit sums over
-_FP8_BLOCK = 32  # as many bytes as 16 keys of 16-bit elements
 _STAGES = 5  # loads in flight; 16 KB of shared memory at head_dim 128
-_LEAD = 7  # blocks that take as long as a unit's start and end (docs/measurements.md)
 _LEAST = 4  # the fewest blocks of a program
-_FEW_UNITS = 256  # up to this many units, programs have more warps
-_SMALL_GROUP = 4  # query heads per KV head; larger groups make a unit's start and end long
-_MOST_ELEMENTS = 2048  # the largest tile of queries, or of outputs, that fits into one warp
 _LOG2E = 1.4426950408889634
-_REQ_FIELDS = ["rows", "start", "lengths", "first"]  # views into the step, of any alignment
 
 
-@triton.jit(do_not_specialize=["num_reqs", "dummy_row"], do_not_specialize_on_alignment=_REQ_FIELDS)
-def _count_blocks(
-    rows,
-    start,
-    lengths,
-    first,
-    num_reqs,
-    dummy_row,
-    BLOCK: tl.constexpr,
-    LEAD: tl.constexpr,
-    REQS: tl.constexpr,
-):
-    req = tl.arange(0, REQS)
-    exists = req < num_reqs
-    context = tl.load(start + req, mask=exists, other=0)
-    context += tl.load(lengths + req, mask=exists, other=0)
-    real = tl.load(rows + req, mask=exists, other=dummy_row) != dummy_row
-    blocks = tl.where(real, (context + BLOCK - 1) // BLOCK + LEAD, 0)
-    tl.store(first + 1 + req, tl.cumsum(blocks, 0), mask=exists)
-    tl.store(first, 0)
-
-
-@triton.jit(do_not_specialize=["num_reqs"], do_not_specialize_on_alignment=_REQ_FIELDS)
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=REQ_FIELDS)
 def _decode(
     qkv,
     q_weight,
@@ -94,14 +79,17 @@ def _decode(
     parts,
     stats,
     semaphores,
+    tokens,
     eps,
     scale,
     num_reqs,
+    num_tokens,
     qkv_stride,
     table_stride,
     slot_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
     D: tl.constexpr,
     TURN: tl.constexpr,
     NORM: tl.constexpr,
@@ -114,8 +102,9 @@ def _decode(
     OVERLAP: tl.constexpr,
     CONVERT: tl.constexpr,
 ):
-    ROWS: tl.constexpr = triton.next_power_of_2(GROUP)
-    QROWS: tl.constexpr = triton.next_power_of_2(GROUP + 2)
+    RESULTS: tl.constexpr = GROUP * QUERIES
+    ROWS: tl.constexpr = triton.next_power_of_2(RESULTS)
+    QROWS: tl.constexpr = triton.next_power_of_2(GROUP + 2) if QUERIES == 1 else ROWS
     H: tl.constexpr = QROWS if QROWS > 16 else 16  # rows of a tile of the matrix unit
     EACH: tl.constexpr = H // QROWS  # copies of each query
     # Elements of a row of the pool: an FP8 pool is read as pairs of elements.
@@ -131,7 +120,7 @@ def _decode(
     at = begin
     h = tl.arange(0, H)
     d = tl.arange(0, D)
-    in_group = (h < GROUP * EACH) & (h % EACH == 0)
+    in_group = (h < RESULTS * EACH) & (h % EACH == 0)
     if OVERLAP:
         gdc_launch_dependents()
     while at < end:
@@ -147,33 +136,58 @@ def _decode(
         if b0 < b1:
             context = tl.load(start + req) + tl.load(lengths + req)
             source = page_table + tl.load(rows + req).to(tl.int64) * table_stride
-            new = (context - 1).to(tl.int64)
-            row = qkv + req.to(tl.int64) * qkv_stride
-            new_slot = tl.load(source + new // PAGE).to(tl.int64) * PAGE + new % PAGE
-            new_at = new_slot * slot_stride + head * D
-            new_scale = scales
-            if scales is not None:
-                new_scale += ((new_slot // PAGE * KV_HEADS + head) * PAGE + new_slot % PAGE) * 2
-            query, factor = queries(
-                row,
-                head,
-                new,
-                q_weight,
-                k_weight,
-                cos_sin,
-                k_pool + new_at,
-                v_pool + new_at,
-                new_scale,
-                b1 == blocks,
-                eps,
-                KV_HEADS,
-                GROUP,
-                D,
-                TURN,
-                NORM,
-                QROWS,
-                OVERLAP,
-            )
+            if QUERIES == 1:
+                new = (context - 1).to(tl.int64)
+                row = qkv + req.to(tl.int64) * qkv_stride
+                new_slot = tl.load(source + new // PAGE).to(tl.int64) * PAGE + new % PAGE
+                new_at = new_slot * slot_stride + head * D
+                new_scale = scales
+                if scales is not None:
+                    new_scale += ((new_slot // PAGE * KV_HEADS + head) * PAGE + new_slot % PAGE) * 2
+                query, factor = queries(
+                    row,
+                    head,
+                    new,
+                    q_weight,
+                    k_weight,
+                    cos_sin,
+                    k_pool + new_at,
+                    v_pool + new_at,
+                    new_scale,
+                    b1 == blocks,
+                    eps,
+                    KV_HEADS,
+                    GROUP,
+                    D,
+                    TURN,
+                    NORM,
+                    QROWS,
+                    OVERLAP,
+                )
+            else:
+                first_new = tl.load(start + req)
+                first_token = tl.load(tokens + req)
+                last_visible = first_new + h[:, None] // (EACH * GROUP)
+                of_request = (first_new, context - first_new, b0 * BLOCK, b1 * BLOCK, source)
+                tensors = (q_weight, k_weight, cos_sin, k_pool, v_pool, scales)
+                query, factor = several_queries(
+                    qkv + first_token.to(tl.int64) * qkv_stride,
+                    head,
+                    *of_request,
+                    *tensors,
+                    eps,
+                    qkv_stride,
+                    slot_stride,
+                    KV_HEADS,
+                    GROUP,
+                    QUERIES,
+                    D,
+                    TURN,
+                    NORM,
+                    PAGE,
+                    QROWS,
+                    OVERLAP,
+                )
             query = tl.reshape(tl.broadcast_to(query[:, None, :], [QROWS, EACH, D]), [H, D])
             if scales is not None:
                 factor = tl.reshape(tl.broadcast_to(factor[:, None], [QROWS, EACH]), [H]) * scale
@@ -185,6 +199,9 @@ def _decode(
             for b in tl.range(b0, b1, num_stages=STAGES):
                 token = b * BLOCK + tl.arange(0, BLOCK)
                 valid = token < context
+                hidden = None
+                if QUERIES > 1:
+                    hidden = token[None, :] > last_visible
                 if PAGE % BLOCK == 0:
                     page = tl.load(source + (b * BLOCK + tl.arange(0, 1)) // PAGE)
                 else:
@@ -196,6 +213,8 @@ def _decode(
                     k = tl.load(k_pool + key_at, mask=valid[:, None], other=0.0)
                     score = tl.dot(query, tl.trans(k)) * scale
                     score = tl.where(valid[None, :], score, float("-inf"))
+                    if hidden is not None:
+                        score = tl.where(hidden, HIDDEN_SCORE, score)
                     peak = tl.maximum(top, tl.max(score, axis=1))
                     p = tl.exp2(score - peak[:, None])
                     shrink = tl.exp2(top - peak)
@@ -222,22 +241,33 @@ def _decode(
                         v_pool.to(tl.pointer_type(tl.int16)) + pair_at,
                         scales.to(tl.pointer_type(tl.int32)) + scale_at,
                         valid,
+                        hidden,
                         CONVERT,
                     )
             if scales is not None:
                 acc = tl.reshape(tl.join(acc, odd_acc), [H, D])
             weight = tl.sum(norm, axis=1)
-            pair = (req * KV_HEADS + head) * (GROUP * D)
+            results = GROUP
+            if QUERIES == 1:
+                pair = (req * KV_HEADS + head) * (GROUP * D)
+            else:
+                pair = (first_token * KV_HEADS + head) * (GROUP * D)
+                results = (context - first_new) * GROUP
             row_at = h[:, None] // EACH * D + d[None, :]
             if b1 - b0 == blocks:
                 value = (acc / weight[:, None]).to(out.dtype.element_ty)
-                tl.store(out + pair + row_at, value, mask=in_group[:, None])
+                if QUERIES == 1:
+                    tl.store(out + pair + row_at, value, mask=in_group[:, None])
+                else:
+                    spread = h[:, None] // (EACH * GROUP) * ((KV_HEADS - 1) * GROUP * D)
+                    written = in_group & (h // EACH < results)
+                    tl.store(out + pair + row_at + spread, value, mask=written[:, None])
             else:
                 slot = program * 2 + (begin != at).to(tl.int32)
-                tl.store(parts + slot * (GROUP * D) + row_at, acc, mask=in_group[:, None])
-                stat_at = stats + slot * (2 * GROUP) + h // EACH
+                tl.store(parts + slot * (RESULTS * D) + row_at, acc, mask=in_group[:, None])
+                stat_at = stats + slot * (2 * RESULTS) + h // EACH
                 tl.store(stat_at, top, mask=in_group)
-                tl.store(stat_at + GROUP, weight, mask=in_group)
+                tl.store(stat_at + RESULTS, weight, mask=in_group)
                 tl.debug_barrier()
                 counter = semaphores + req * KV_HEADS + head
                 done = tl.atomic_add(counter, b1 - b0, sem="acq_rel", scope="gpu") + b1 - b0
@@ -246,54 +276,27 @@ def _decode(
                     g0 = (((unit + LEAD + 1) * programs - 1) // total).to(tl.int32)
                     g1 = (((unit + span) * programs - 1) // total).to(tl.int32)
                     of_unit = (parts, stats, g0, g1, unit, total, programs)
-                    value = merged(*of_unit, GROUP, D, ROWS, STAGES).to(out.dtype.element_ty)
+                    value = merged(*of_unit, RESULTS, D, ROWS, STAGES).to(out.dtype.element_ty)
                     r = tl.arange(0, ROWS)[:, None]
-                    tl.store(out + pair + r * D + d[None, :], value, mask=r < GROUP)
+                    value_at = out + pair + r * D + d[None, :]
+                    if QUERIES > 1:
+                        value_at += r // GROUP * ((KV_HEADS - 1) * GROUP * D)
+                    tl.store(value_at, value, mask=r < results)
         at = stop
     if OVERLAP:
         gdc_wait()
-    real = tl.sum((ends < last_end).to(tl.int32), axis=0) + (last_end > 0).to(tl.int32)
-    for padded in range(real + tl.program_id(0), num_reqs, tl.num_programs(0)):
+    if QUERIES == 1:
+        real = tl.sum((ends < last_end).to(tl.int32), axis=0) + (last_end > 0).to(tl.int32)
+        rows_out = num_reqs
+    else:
+        real = tl.load(tokens + num_reqs)
+        rows_out = num_tokens
+    for padded in range(real + tl.program_id(0), rows_out, tl.num_programs(0)):
         for head in range(KV_HEADS):
             padded_at = out + (padded * KV_HEADS + head) * (GROUP * D)
             r = tl.arange(0, ROWS)[:, None]
             zeros = tl.zeros([ROWS, D], out.dtype.element_ty)
             tl.store(padded_at + r * D + d[None, :], zeros, mask=r < GROUP)
-
-
-def count_blocks(
-    rows: Tensor,
-    start: Tensor,
-    lengths: Tensor,
-    dummy_row: int,
-    scratch: DecodeScratch,
-    fp8: bool = False,
-) -> None:
-    """Fill scratch.first from the contexts of a step, once for all its layers.
-
-    rows, start, lengths: int32 [N]; contexts are start + lengths. A request in row `dummy_row` is
-    padding and has no blocks. fp8: whether the pool is FP8.
-    """
-    counts = (rows, start, lengths, scratch.first, len(rows), dummy_row)
-    block = _FP8_BLOCK if fp8 else _BLOCK
-    _count_blocks[(1,)](*counts, BLOCK=block, LEAD=_LEAD, REQS=_most_reqs(scratch))
-
-
-def _most_reqs(scratch: DecodeScratch) -> int:
-    """The number of requests for which the kernel is compiled, a power of two.
-
-    The kernel is compiled for as many requests as the scratch allows, so that every step uses the
-    same kernel.
-    """
-    return max(1 << (len(scratch.first) - 2).bit_length(), 256)
-
-
-def _warps(reqs: int, kv_heads: int, group: int, head_dim: int, fused: bool) -> int:
-    """Warps of a program. fused: the kernel normalises and rotates, as in steps without prompts."""
-    if fused and reqs * kv_heads <= _FEW_UNITS:
-        return 4 if reqs == 1 and group > _SMALL_GROUP else 2
-    query_rows = max(1 << (group + 1).bit_length(), 16)  # the queries, the new key, the new value
-    return 1 if query_rows * head_dim <= _MOST_ELEMENTS else 2
 
 
 def decode(
@@ -311,6 +314,7 @@ def decode(
     lengths: Tensor,
     scratch: DecodeScratch,
     scales: Tensor | None = None,
+    queries: int = 1,
 ) -> None:
     """As the reference, in bfloat16 or float16; the rows of qkv may be strided.
 
@@ -319,10 +323,10 @@ def decode(
     needed. Padded requests come after all others. No host sync; graph-capturable; the same result
     in every run.
     """
-    reqs, q_heads, head_dim = out.shape
+    reqs, (_, q_heads, head_dim) = len(rows), out.shape
     _, page_size, kv_heads, _ = k_pool.shape
     turned, normed = cos_sin is not None, q_weight is not None and k_weight is not None
-    warps = _warps(reqs, kv_heads, q_heads // kv_heads, head_dim, fused=turned)
+    warps = program_warps(reqs, kv_heads, q_heads // kv_heads, head_dim, turned, queries)
     tensors = (
         qkv,
         qkv if q_weight is None else q_weight,
@@ -336,7 +340,8 @@ def decode(
     )
     strides = qkv.stride(0), page_table.stride(0), k_pool.stride(1)
     aligned = [tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors]
-    sizes = kv_heads, q_heads, head_dim, page_size, turned, normed, warps, scales is not None
+    several, fp8 = queries > 1, scales is not None
+    sizes = kv_heads, q_heads, queries, head_dim, page_size, turned, normed, warps, fp8
     launch(
         scratch.kernels,
         (qkv.dtype, *aligned, *strides, *sizes),
@@ -348,18 +353,21 @@ def decode(
             start,
             lengths,
             *scratch[:4],
+            scratch.tokens if several else None,
             eps,
             head_dim**-0.5 * _LOG2E,
             reqs,
+            len(out) if several else None,
             *strides,
         ),
-        lambda: _constants(*sizes, _most_reqs(scratch)),
+        lambda: _constants(*sizes, most_reqs(scratch)),
     )
 
 
 def _constants(
     kv_heads: int,
     q_heads: int,
+    queries: int,
     head_dim: int,
     page_size: int,
     turned: bool,
@@ -372,13 +380,14 @@ def _constants(
         {
             "KV_HEADS": kv_heads,
             "GROUP": q_heads // kv_heads,
+            "QUERIES": queries,
             "D": head_dim,
             "TURN": turned,
             "NORM": normed,
             "PAGE": page_size,
-            "BLOCK": _FP8_BLOCK if fp8 else _BLOCK,
+            "BLOCK": FP8_BLOCK if fp8 else BLOCK,
             "REQS": most_reqs,
-            "LEAD": _LEAD,
+            "LEAD": LEAD,
             "LEAST": _LEAST,
             "STAGES": _STAGES,
             "OVERLAP": overlaps(),

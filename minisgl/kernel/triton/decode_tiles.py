@@ -9,6 +9,11 @@ from triton.language.extra.cuda import gdc_wait
 from minisgl.kernel.triton.fp8 import exponents_of, magnitude, power_of_two, to_scale, unpacked
 from minisgl.kernel.triton.rotary import scaled
 
+# The score of a key that comes after the query. It vanishes beside every other score. A part of a
+# context may hold no other keys for a query. Because the score is finite, the sum of such a part is
+# finite too, and its weight in the merge is zero.
+HIDDEN_SCORE = tl.constexpr(-1e30)
+
 
 @triton.jit
 def queries(
@@ -110,6 +115,7 @@ def add_fp8_block(
     values,
     scales,
     valid,
+    hidden,
     CONVERT: tl.constexpr,
 ):
     """Add one block of an FP8 pool to the partial output of a unit.
@@ -123,6 +129,7 @@ def add_fp8_block(
     keys, values      pointers [BLOCK, D / 2] to int16 pairs.
     scales            pointers [BLOCK] to int32: the bfloat16 scales of a key and a value.
     valid             [BLOCK]; whether the key exists.
+    hidden            None or [H, BLOCK]; whether the query may not attend to the key.
     """
     both = tl.load(scales, mask=valid, other=0)
     even, odd = unpacked(tl.trans(tl.load(keys, mask=valid[:, None], other=0)), CONVERT)
@@ -133,6 +140,8 @@ def add_fp8_block(
     exponent = (both >> 23) & 0xFF
     score += (exponent - 127).to(tl.float32)[None, :]
     score = tl.where(valid[None, :], score, float("-inf"))
+    if hidden is not None:
+        score = tl.where(hidden, HIDDEN_SCORE, score)
     peak = tl.maximum(top, tl.max(score, axis=1))
     p = tl.exp2(score - peak[:, None])
     shrink = tl.exp2(top - peak)[:, None]

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor, float8_e4m3fn, float32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.triton.fp8 import magnitude
 from minisgl.kernel.triton.overlap import overlaps
 
 _GROUP = 128
@@ -38,6 +39,7 @@ def _quantise(
 ):
     """One row. GROUPS groups of GROUP columns cover the row; each gets a scale.
 
+    The scale of a group with NaN or infinity is NaN, so that the product is NaN too.
     scale_stride: the distance between the scales of neighbouring groups.
     """
     row = tl.program_id(0).to(tl.int64)
@@ -59,9 +61,12 @@ def _quantise(
         up = tl.load(x + row * x_stride + width + cols, mask=inside, other=0.0).to(tl.float32)
         value = (value / (1.0 + tl.exp(-value))).to(stored.dtype).to(tl.float32)
         value = (value * up).to(stored.dtype).to(tl.float32)
-    largest = tl.max(tl.abs(value), axis=1)
+    # tl.max and the limits of the quotient drop NaN. The bits of the magnitudes keep it.
+    most = tl.max(magnitude(value), axis=1)
+    largest = most.to(tl.float32, bitcast=True)
     # Both divisions round correctly, as the reference does.
     scale = tl.maximum(tl.div_rn(largest, tl.zeros_like(largest) + 448.0), 1e-12)
+    scale = tl.where(most < 0x7F800000, scale, float("nan"))
     quotient = tl.div_rn(value, tl.zeros_like(value) + scale[:, None])
     quotient = tl.minimum(tl.maximum(quotient, -448.0), 448.0)
     tl.store(out + row * width + cols, quotient.to(out.dtype.element_ty), mask=inside)

@@ -23,10 +23,10 @@ Kind = Literal["reasoning", "text", "call"]
 class Block:
     """One block of an answer.
 
-    index        its position in the answer.
+    index        position of the block in the answer.
     call_id, name
-                 of a tool call; otherwise "".
-    pieces       its text, or the JSON text of the arguments of a call.
+                 id and name of a tool call; otherwise "".
+    pieces       the text of the block, or the JSON text of the arguments of a call.
     is_complete  a later block has begun, or the answer has ended by itself.
     """
 
@@ -93,14 +93,16 @@ class BlockWriter(ABC):
         return self._close(choice.finish is FinishReason.STOP) + self.ended(choice)
 
     def end_chunk(self, generation: Generation) -> bytes:
-        """Nothing: the usage is in the last event of the answer, and no [DONE] follows."""
+        """Return no event. The last event of the answer has the usage, and no [DONE] follows."""
         return b""
 
     def _add(self, kind: Kind, text: str) -> bytes:
         """Add text to the last block, or to a new block if the last is of another kind."""
         begun = b""
         if not self.blocks or self.blocks[-1].kind != kind:
-            assert kind != "call", "the name of a call comes before its arguments: this is a bug"
+            assert kind != "call", (
+                "the name of a call must come before its arguments: this is a bug"
+            )
             begun = self._begin(kind)
         block = self.blocks[-1]
         block.pieces.append(text)

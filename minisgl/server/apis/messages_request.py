@@ -12,8 +12,8 @@ from minisgl.server.protocol import requests
 # Claude Code sends its version and a number that changes with each request in a system block of
 # its own. The block would change the beginning of each prompt, so that no prefix could be cached.
 _BILLING = "x-anthropic-billing-header:"
-_THINKING = ("enable_thinking", "thinking")  # its names in templates
-_CUSTOM = (None, "custom")  # the types of tools that the client describes
+_THINKING = ("enable_thinking", "thinking")  # the names of this option in templates
+_CUSTOM = (None, "custom")  # the types of a tool whose schema is in the request
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -140,7 +140,7 @@ def _split(blocks: Sequence[api.MessagesBlock], path: str, kinds: Sequence[str])
 
 
 def _tool_parameters(body: api.CountTokensBody) -> dict[str, Any]:
-    """The parameters of a chat about tools: those of the client, and the choice of them."""
+    """Return the tool parameters of a chat: the tools of the client, and the tool choice."""
     tools = [
         requests.Tool(
             type="function",

@@ -94,8 +94,8 @@ def _add_message(turns: list[_Turn], item: api.ResponsesItem, path: str) -> None
 def _turn(turns: list[_Turn], role: requests.Role) -> _Turn:
     """The turn to which an item of this role belongs.
 
-    Consecutive items of the assistant are one turn. So are those of the system at the beginning,
-    because many chat templates accept one system message only.
+    Consecutive items of the assistant are one turn. Consecutive system items at the beginning are
+    one turn too, because many chat templates accept only one system message.
     """
     joins = role == "assistant" or (role == "system" and len(turns) == 1)
     if not (joins and turns and turns[-1].role == role):
@@ -122,7 +122,7 @@ def _text(content: api.Content, path: str) -> str:
 
 
 def _tool_parameters(body: api.ResponsesBody) -> dict[str, Any]:
-    """The parameters of a chat about tools: those of type function, and the choice of them."""
+    """Return the tool parameters of a chat: the tools of type function, and the tool choice."""
     tools = []
     for index, tool in enumerate(body.tools):
         if tool.type != "function":

@@ -327,7 +327,7 @@ BODIES: dict[str, type[AnyBody]] = {
 
 
 def known_parameters(kind: type[RequestBody]) -> KnownParameters | None:
-    """The parameters beside the fields of this body; None if all others are errors."""
+    """The known parameters besides the fields of this body; None if every other is an error."""
     if issubclass(kind, GenerationBody):
         return PARAMETERS
     apis = PARAMETERS.apis

@@ -3,7 +3,7 @@
 from minisgl.tool_calls.parser import Calls
 from minisgl.tool_calls.reader import NotACall, Reader, Steps
 
-# The key of the arguments: Hermes and Mistral write the first, Llama 3 the second.
+# The key of the arguments. Hermes and Mistral write "arguments", Llama 3 writes "parameters".
 _ARGUMENTS = ("arguments", "parameters")
 
 

@@ -1,6 +1,8 @@
-"""Mistral: [TOOL_CALLS][{"name": "f", "arguments": {...}}], and [TOOL_CALLS]f[ARGS]{...} since v11.
+"""Mistral's calls, by the version of the model's tokenizer:
 
-The models with the tokenizer of version 11 write [TOOL_CALLS]f[CALL_ID]123456789[ARGS]{...}.
+before 11    [TOOL_CALLS][{"name": "f", "arguments": {...}}]
+11           [TOOL_CALLS]f[CALL_ID]123456789[ARGS]{...}
+after 11     [TOOL_CALLS]f[ARGS]{...}
 """
 
 import re

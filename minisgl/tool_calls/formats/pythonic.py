@@ -10,7 +10,7 @@ from typing import Any
 
 from minisgl.tool_calls.grammar import CallGrammar, GrammarWriter, properties_of
 from minisgl.tool_calls.parser import Calls, Format
-from minisgl.tool_calls.reader import NotACall, Reader, Steps
+from minisgl.tool_calls.reader import NotACall, Reader, Steps, inside_quotes
 
 # The list stands between these markers, or is the whole answer. OLMo 3 writes no brackets.
 _ENDS = {
@@ -133,10 +133,10 @@ def _read_string(reader: Reader, take: Callable[[str], None]) -> Steps[None]:
             take((yield from _read_escape(reader)))
         elif char in "'\"":
             reader.skip(1)
-            take(_inside_quotes(char))
+            take(inside_quotes(char))
         else:
             text = yield from reader.piece(_PLAIN)
-            take(_inside_quotes(text))
+            take(inside_quotes(text))
     raise NotACall
 
 
@@ -148,19 +148,15 @@ def _read_escape(reader: Reader) -> Steps[str]:
         return ""
     if char not in _HEX_DIGITS:
         kept = char if char in "'\"\\/" else f"\\{char}"
-        return _inside_quotes(_ESCAPES.get(char, kept))
+        return inside_quotes(_ESCAPES.get(char, kept))
     digits = ""
     while len(digits) < _HEX_DIGITS[char] and _HEX.fullmatch((yield from reader.char()) or "-"):
         digits += yield from reader.char()
         reader.skip(1)
     if len(digits) < _HEX_DIGITS[char] or int(digits, 16) > 0x10FFFF:
-        return _inside_quotes(f"\\{char}{digits}")
+        return inside_quotes(f"\\{char}{digits}")
     # JSON has the escape \u too, which may also stand for half of a character.
     return f"\\u{digits}" if char == "u" else json.dumps(chr(int(digits, 16)))[1:-1]
-
-
-def _inside_quotes(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:

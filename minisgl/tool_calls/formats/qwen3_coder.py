@@ -12,7 +12,7 @@ import msgspec
 
 from minisgl.tool_calls.grammar import CallGrammar, GrammarWriter, properties_of
 from minisgl.tool_calls.parser import Calls, Format
-from minisgl.tool_calls.reader import NotACall, Reader, Steps
+from minisgl.tool_calls.reader import NotACall, Reader, Steps, inside_quotes
 from minisgl.tool_calls.schema import property_types
 
 _START, _END = "<tool_call>", "</tool_call>"
@@ -64,11 +64,11 @@ def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
 
 
 def _read_value(reader: Reader, calls: Calls, types: frozenset[str]) -> Steps[None]:
-    """Read a value up to its end tag. A string is passed on in pieces, other values at once."""
+    """Read a value up to its end tag. Passes on a string in pieces, other values as a whole."""
     yield from reader.literal("\n")
     if types == {"string"}:
         calls.arguments('"')
-        yield from _read_text(reader, lambda text: calls.arguments(_inside_quotes(text)))
+        yield from _read_text(reader, lambda text: calls.arguments(inside_quotes(text)))
         calls.arguments('"')
     else:
         parts: list[str] = []
@@ -120,7 +120,8 @@ def to_json(text: str, types: frozenset[str]) -> str:
     """
     plain = text.strip()
     constant = _CONSTANTS.get(plain.lower(), "")
-    if constant and (not types or {"null": "null"}.get(constant, "boolean") in types):
+    constant_type = "null" if constant == "null" else "boolean"
+    if constant and (not types or constant_type in types):
         return constant
     if "string" not in types:
         try:
@@ -132,12 +133,8 @@ def to_json(text: str, types: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _inside_quotes(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
 def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:
-    """The parameters in the order of the schema. The text of a string is free up to its end tag."""
+    """Write the parameters in schema order. The text of a string is free up to its end tag."""
     parts = [writer.text(f"\n{_FUNCTION}{name}>\n")]
     for key, part, is_required in properties_of(schema):
         head, tail = writer.text(f"{_PARAMETER}{key}>\n"), writer.text(f"\n{_PARAMETER_END}\n")

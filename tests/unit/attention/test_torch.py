@@ -87,8 +87,10 @@ RULES = [
         (0, [0, 0], [17, 1]),
         (0, [5, 32, 16], [3, 1, 20]),
         (2, [31, 4, 0, 13], [1, 1, 9, 6]),
+        (3, [31, 4, 0], [4, 4, 4]),
+        (2, [31, 4, 0, 13], [2, 2, 9, 6]),
     ],
-    ids=["one", "decode", "prefill", "after-prefix", "mixed"],
+    ids=["one", "decode", "prefill", "after-prefix", "mixed", "drafts", "mixed-drafts"],
 )
 def test_backend_equals_plain_attention(
     num_decode: int,

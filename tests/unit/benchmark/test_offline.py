@@ -22,6 +22,15 @@ def test_prompt_ids_are_below_the_models_vocabulary_size(
     assert totals["runs"][0]["tokens_per_s"] > 0
 
 
+def test_the_result_names_the_dtypes_of_weights_and_cache(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
+    assert main([*DEMO, *flags, "--prompt-tokens", "4", "9", "--output-tokens", "2", "4"]) == 0
+    totals = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (totals["quantization"], totals["kv_cache_dtype"]) == ("fp8", "fp8")
+
+
 def test_a_workload_beyond_the_context_gives_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"cannot run the workload: .* exceed the 4096 tokens"):
         main([*DEMO, "--prompt-tokens", "4000", "4000", "--output-tokens", "200", "200"])

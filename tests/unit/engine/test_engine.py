@@ -86,18 +86,6 @@ def test_the_token_pool_holds_the_sampled_tokens_only(path: str) -> None:
     assert result.tokens[1, 0] == 0
 
 
-def test_a_decode_request_forwards_the_draft_tokens_of_its_row(path: str) -> None:
-    prompt = list(range(11))
-    expected = Driver(make_engine(path)).generate(0, prompt, 3)
-    engine = make_engine(path)
-    driver = Driver(engine)
-    driver.step(Work(0, 0, prompt))
-    pool = engine._launcher.runner.token_pool
-    pool[0, 12] = expected[1]
-    driver.step(Work(0, 11, drafts=1), Work(1, 0, [3, 4, 5]))
-    assert pool[0, 11:14].tolist() == expected
-
-
 def test_last_position_of_the_context_can_be_computed(path: str) -> None:
     engine = make_engine(path, max_seq_len=12)
     driver = Driver(engine)

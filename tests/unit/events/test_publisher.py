@@ -2,7 +2,9 @@
 
 import json
 import random
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -190,3 +192,22 @@ def test_a_taken_address_is_an_error_that_names_it(publisher: Publisher) -> None
     address = publisher.addresses[0]
     with pytest.raises(ConfigError, match=r"cannot be published at tcp://127\.0\.0\.1:"):
         Publisher(address, None, "kv@a@b")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_peer_that_sends_a_large_message_is_disconnected(
+    publisher: Publisher, index: int
+) -> None:
+    """zmq would hold the message in the memory of the scheduler."""
+    publisher.start()
+    host, port = publisher.addresses[index].removeprefix("tcp://").split(":")
+    kind = (b"SUB", b"DEALER")[index]
+    ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4) + kind
+    with socket.create_connection((host, int(port)), timeout=DEADLINE_MS / 1000) as peer:
+        peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
+        peer.sendall(bytes([4, len(ready)]) + ready)
+        peer.sendall(b"\x02" + (2**20).to_bytes(8))  # the head of a message of 1 MiB
+        with suppress(ConnectionResetError):
+            while peer.recv(4096):
+                pass
+    assert replay(publisher.addresses[1], 0) == []

@@ -5,8 +5,10 @@ import torch
 from torch.nn.functional import silu
 
 from minisgl.core import ConfigError
+from minisgl.kernel.fp8_weights import FP8, Scales, dequantise
 from minisgl.moe.base import ExpertWeights
 from minisgl.moe.registry import create_moe_backend
+from minisgl.moe.triton_backend import with_kernels
 
 CPU = torch.device("cpu")
 
@@ -41,3 +43,19 @@ def test_experts_equal_their_definition(renormalise: bool) -> None:
 def test_backends_that_cannot_be_used_are_refused(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         create_moe_backend(name, CPU)
+
+
+@pytest.mark.parametrize(("columns", "on_gpu"), [(16, True), (32, False)])
+def test_fp8_experts_without_a_kernel_are_dequantised(columns: int, on_gpu: bool) -> None:
+    """The blocks are too small, or the GPU does not convert FP8 (before Ada)."""
+    gate_up, down = torch.randn(3, 64, 64).to(FP8), torch.randn(3, 64, 32).to(FP8)
+    scales = (
+        Scales(torch.rand(3, 2, 64 // columns), 32, columns),
+        Scales(torch.rand(3, 2, 32 // columns), 32, columns),
+    )
+    weights = ExpertWeights(torch.randn(3, 64), gate_up, down, scales)
+    found = with_kernels(weights, torch.float32, on_gpu)
+    assert found.scales is None
+    torch.testing.assert_close(found.gate_up, dequantise(gate_up, scales[0], torch.float32))
+    torch.testing.assert_close(found.down, dequantise(down, scales[1], torch.float32))
+    assert (with_kernels(weights, torch.float32, True) is weights) == (columns == 32)

@@ -1,6 +1,7 @@
 """A plan against engines, against recorded starts, and as a command."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,8 @@ def test_windows_have_pages_for_as_many_requests_as_full_attention(tmp_path: Pat
     held = 16_000 * 65_536 + 65 * 16 * 327_680
     assert held <= 1.1 * computed
     assert plan(folder, max_seq_len=1024).window is None, "the window holds the whole context"
+    with pytest.raises(ConfigError, match="speculative does not support"):
+        plan(folder, speculative="ngram")
 
 
 def test_pages_of_windows_are_those_of_an_engine_with_the_same_memory(tmp_path: Path) -> None:
@@ -229,5 +232,7 @@ def test_command_says_how_many_gpus_a_model_needs(
     assert main(["plan", folder, "--gpu", "RTX4090"]) == 1
     told = capsys.readouterr().out
     assert "The model does not fit.\nIt fits on 4 such GPUs: --tensor-parallel-size=4\n" in told
+    assert main(["plan", folder]) == 0
+    assert re.search(r"^RTX4090 +none +0 *$", capsys.readouterr().out, re.M), "the table says so"
     assert main(["plan", folder, "--gpu", "H2000"]) == 2
     assert "did you mean 'H200'" in capsys.readouterr().err

@@ -7,14 +7,23 @@ token is written into a reused row.
 Window layers have slots of their own, with the same contents. The engine checks all slots of the
 windows of a step's tokens.
 A step runs as late as possible, when its result is read, as on a slow GPU.
+
+In steps with drafts the engine keeps the length of each row, as a real engine does on the device.
+Its drafts are right, wrong, or right up to some position (Drafter).
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
 from minisgl.core import Batch, Int32Array, StepResult, WindowLayers
+from minisgl.core.batch import MAX_DRAFTS
 
 VOCAB = 64
 EOS = 0
+
+# Returns whether the draft token of a row at a position is right.
+Drafter = Callable[[int, int], bool]
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -65,6 +74,8 @@ class FakeEngine:
     """Implements core.EngineLike.
 
     eager               steps run at launch.
+    drafter             says which drafts are right; None: the engine makes no drafts.
+    lengths             int32 [rows]; tokens of each row with a KV slot, kept in steps with drafts.
     break_prompts_with  logits of steps that forward this token are not finite.
     window              the model has window layers as well.
     """
@@ -76,17 +87,22 @@ class FakeEngine:
         max_running_reqs: int = 8,
         max_seq_len: int = 256,
         eager: bool = False,
+        drafter: Drafter | None = None,
         window: WindowLayers | None = None,
     ) -> None:
+        self.drafter = drafter
+        self.lengths: Int32Array = np.full(max_running_reqs, -1, dtype=np.int32)
         self.num_pages = num_pages
         self.page_size = page_size
         self.max_running_reqs = max_running_reqs
         self.max_seq_len = max_seq_len
         self.eager = eager
-        self.slots = np.zeros(num_pages * page_size, dtype=np.uint64)
+        # The last page is the dummy page.
+        self.slots = np.zeros((num_pages + 1) * page_size, dtype=np.uint64)
         self.window = window
         self.window_slots = np.zeros(window.num_pages * page_size if window else 0, np.uint64)
-        shape = 2, max_running_reqs + 1, -(-max_seq_len // page_size)
+        columns = -(-max_seq_len // page_size) + -(-MAX_DRAFTS // page_size)
+        shape = 2, max_running_reqs + 1, columns
         self.page_tables: Int32Array = np.full(shape, -1, dtype=np.int32)
         self.token_pool: Int32Array = np.full((max_running_reqs, max_seq_len + 1), -1, np.int32)
         self.queue: list[_Pending] = []
@@ -114,10 +130,20 @@ class FakeEngine:
         stacked = self.page_tables.reshape(-1, self.page_tables.shape[2])
         stacked[updates.rows, updates.cols] = updates.ids
         finite = np.ones(batch.num_reqs, dtype=np.bool_)
+        starts = batch.start.copy()
+        if batch.drafting:
+            for row, tokens in batch.histories:
+                self.token_pool[row, : len(tokens)] = tokens
+            decode = slice(batch.num_decode)
+            starts[decode] = self.lengths[batch.rows[decode]]
+            assert (starts[decode] >= 0).all(), "a length was read that no step wrote"
+            assert (starts <= batch.start).all(), "the start of a row is no upper bound"
         inputs, taken = [], 0
         for i in range(batch.num_reqs):  # the gather comes before any write of this step
-            row, start, length = (int(a[i]) for a in (batch.rows, batch.start, batch.lengths))
+            row, start, length = (int(a[i]) for a in (batch.rows, starts, batch.lengths))
             if i < batch.num_decode:
+                if length > 1:
+                    self._write_drafts(row, start, length - 1)
                 inputs.append(self.token_pool[row, start : start + length].copy())
             else:
                 inputs.append(batch.chunk_ids[taken : taken + length])
@@ -126,9 +152,11 @@ class FakeEngine:
         tokens = np.zeros((batch.num_reqs, width), dtype=np.int32)
         counts = np.zeros(batch.num_reqs, dtype=np.int32)
         for i, ids in enumerate(inputs):
-            row, start = int(batch.rows[i]), int(batch.start[i])
+            row, start = int(batch.rows[i]), int(starts[i])
             assert (ids >= 0).all(), "a token was read that no step wrote"
             where = self._slots_of(0, row, 0, start + len(ids))
+            if i < batch.num_decode:
+                self._overshoot(row, start, batch.width)
             self.slots[where[start:]] = slot_values(ids, start)
             if self.window is not None:
                 first = max(start - self.window.tokens + 1, 0)
@@ -145,7 +173,32 @@ class FakeEngine:
                 self.token_pool[row, first : first + len(sampled)] = sampled
                 broken = self.break_prompts_with
                 finite[i] = broken is None or broken not in ids
-        return StepResult(tokens, counts, finite)
+            self.lengths[row] = start + (counts[i] if i < batch.num_decode else len(ids))
+        if not batch.drafting:
+            return StepResult(tokens, counts, finite)
+        drafted = np.maximum(batch.lengths - 1, 0)
+        drafted[batch.num_decode :] = 0
+        agreed = np.minimum(counts - 1, drafted)
+        return StepResult(tokens, counts, finite, drafted=drafted, agreed=np.maximum(agreed, 0))
+
+    def _overshoot(self, row: int, start: int, width: int) -> None:
+        """Write noise to the slots of `width` tokens, as for drafts that a row cannot use."""
+        self.slots[self._slots_of(0, row, start, start + width)] = np.uint64(row + 1)
+
+    def _write_drafts(self, row: int, start: int, count: int) -> None:
+        """Write `count` draft tokens after the last token of a row, which is at position `start`.
+
+        The engine finds drafts in the tokens of the row, so all of them must be in the token pool.
+        """
+        assert self.drafter is not None, "the scheduler asked for drafts of an engine without them"
+        tokens = self.token_pool[row]
+        assert (tokens[: start + 1] >= 0).all(), "a token is missing in the token pool"
+        cached = self.slots[self._slots_of(0, row, 0, start)]
+        assert (cached == slot_values(tokens[:start], 0)).all(), "the token pool has another token"
+        for position in range(start + 1, start + 1 + count):
+            right = next_token(slot_values(tokens[:position], 0))
+            is_right = self.drafter(row, position)
+            tokens[position] = right if is_right else (right + 1) % VOCAB
 
     def _slots_of(self, table: int, row: int, first: int, end: int) -> np.ndarray:
         positions = np.arange(first, end)

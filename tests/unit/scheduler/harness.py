@@ -1,11 +1,12 @@
 """A scheduler with the fake engine, driven message by message."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from minisgl.core import Batch, FinishReason, SchedulerConfig
+from minisgl.core.batch import DraftLengths
 from minisgl.message.messages import AbortReq, AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine
@@ -32,6 +33,7 @@ class Harness:
         engine: FakeEngine,
         config: SchedulerConfig | None = None,
         eos_token_ids: tuple[int, ...] = (EOS,),
+        drafts: DraftLengths | None = None,
     ) -> None:
         self.engine = engine
         self.inbox, self.outbox = LocalInbox(), deque()
@@ -42,7 +44,7 @@ class Harness:
             eos_token_ids=eos_token_ids,
             inbox=self.inbox,
             send=self.outbox.append,
-            extensions=SCRIPTED,
+            extensions=replace(SCRIPTED, draft_lengths=drafts and (lambda rows: drafts)),
         )
         self.answers: dict[int, Answer] = {}
         self.next_uid = 1

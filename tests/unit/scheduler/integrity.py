@@ -11,6 +11,7 @@ from minisgl.kvcache import ABSENT, FencedPool, RadixCache, RadixNode
 from minisgl.scheduler import Scheduler
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.window_manager import WindowManager
+from tests.unit.scheduler.fake_engine import FakeEngine, slot_values
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
@@ -144,3 +145,16 @@ def check_cache(cache: RadixCache) -> int:
         stack.extend(node.children.values())
     assert (evictable, reused) == (cache.evictable_pages, cache._reused_pages)
     return evictable + locked
+
+
+def check_cached_slots(cache: RadixCache, engine: FakeEngine) -> None:
+    """Each cached page holds the slots of the tokens under which it is cached. No step runs."""
+    stack = [(node, 0) for node in cache._root.children.values()]
+    while stack:
+        node, first = stack.pop()
+        pages = node.pages[:, None] * engine.page_size + np.arange(engine.page_size)
+        cached = engine.slots[pages.ravel()]
+        assert (cached == slot_values(node.tokens, first)).all(), (
+            "a page is cached for other tokens"
+        )
+        stack.extend((child, first + len(node.tokens)) for child in node.children.values())

@@ -140,6 +140,24 @@ def test_an_old_request_comes_first_after_many_were_served_before_it(
     harness.run()
 
 
+def test_an_admitted_prompt_is_computed_although_earlier_priorities_use_up_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows and pages suffice, so the request is not preempted and never waits again."""
+    monkeypatch.setattr(policy, "MAX_OVERTAKES", 5)
+    engine = FakeEngine(4096, 4, max_running_reqs=64, max_seq_len=512)
+    harness = Harness(engine, config(prefill_budget_tokens=32))
+    patient = harness.add(prompt_of(200, 0), max_tokens=2, ignore_eos=True, priority=7)
+    harness.step()
+    steps = 0
+    while not harness.answers[patient].tokens and steps < 100:
+        harness.add(prompt_of(40, 10 + steps), max_tokens=2, ignore_eos=True)
+        harness.step()
+        steps += 1
+    assert 5 < steps < 30
+    harness.run()
+
+
 def test_a_long_queue_of_a_later_priority_does_not_lengthen_the_steps() -> None:
     """Without priorities, a long queue raises the limit of the step time up to four times."""
     sizes = {}

@@ -1,4 +1,4 @@
-"""Random arrivals, shared prefixes, forced tokens, aborts and tiny pools.
+"""Random arrivals, shared prefixes, forced tokens, drafts, aborts and tiny pools.
 
 All invariants hold after each step, and every request gets the tokens of the plain computation.
 """
@@ -12,8 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from minisgl.core import FinishReason, SchedulerConfig, StepCost, WindowLayers
 from minisgl.message.messages import FlushCache
 from minisgl.scheduler import budget, policy, prefixes
+from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
+from tests.unit.scheduler.integrity import check_cached_slots
 
 MAX_LEN = 48
 
@@ -34,6 +36,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         | st.just([0.004, 0.004, 0.03]),  # a mixed step costs little more, as on a GPU
         target_step_ms=st.sampled_from([None, 15.0]),
         clients=st.sampled_from([[""], ["a", "b"], ["a", "b", "c"]]),
+        most_drafts=st.none() | st.integers(0, 7),
+        drafter=st.sampled_from(sorted(DRAFTERS)),
         window=st.none() | st.integers(1, 20),
         window_slack=st.integers(0, 12),
     )
@@ -49,25 +53,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         seconds: list[float] | None,
         target_step_ms: float | None,
         clients: list[str],
+        most_drafts: int | None,
+        drafter: str,
         window: int | None,
         window_slack: int,
     ) -> None:
         """seconds: step costs that the planner knows; None: it knows none.
 
-        window: tokens of a window; None: the model has no window layers.
+        most_drafts: steps have up to this many drafts; None: the scheduler makes none.
+        window: tokens of a window, without drafts; None: the model has no window layers.
         """
         num_pages = -(-MAX_LEN // page_size) + slack
         layers = None
-        if window is not None:
+        if window is not None and most_drafts is None:
             layers = WindowLayers(window, 2 - (-(window - 1) // page_size) + window_slack)
-        engine = FakeEngine(num_pages, page_size, rows, MAX_LEN, eager=eager, window=layers)
+        engine = FakeEngine(
+            num_pages, page_size, rows, MAX_LEN, eager, DRAFTERS[drafter], window=layers
+        )
         config = SchedulerConfig(
             prefill_budget_tokens=budget,
             target_step_ms=target_step_ms,
             cache_type=cache_type,
             overlap=overlap,
         )
-        self.harness = Harness(engine, config)
+        drafts = None if most_drafts is None else ChangingDrafts(most_drafts)
+        self.harness = Harness(engine, config, drafts=drafts)
         if seconds is not None:
             attention_s = seconds[0] / 10
             cost = StepCost(
@@ -169,6 +179,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler = self.harness.scheduler
         pool, cache = scheduler.kv_manager.pool, scheduler.kv_manager.cache
         assert pool.num_free + cache.evictable_pages == pool.size
+        check_cached_slots(cache, self.harness.engine)
         for uid, answer in self.harness.answers.items():
             assert len(answer.finishes) == 1, "exactly one Finished message"
             if uid not in self.aborted:

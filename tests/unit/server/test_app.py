@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from minisgl.core import FinishReason
 from minisgl.message.messages import AddReq, Ready
-from minisgl.server import ServerConfig
+from minisgl.server import ServerConfig, routes
 from minisgl.server.app import build_app
 from minisgl.server.auth import key_hashes
 from minisgl.server.convert import RequestConverter
@@ -346,3 +346,33 @@ def test_no_request_gets_a_5xx_and_every_error_is_nested(
     assert answer.status_code < 500
     if answer.status_code >= 400:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_texts_of_tokens_are_refused_for_a_long_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the texts of 8 MiB would hold the event loop for 10 s."""
+    body = {"prompt": "a", "return_token_strs": True}
+    assert call("POST", "/tokenize", json=body).status_code == 200
+    monkeypatch.setattr(routes, "_MAX_TOKEN_STRS", 0)
+    assert call("POST", "/tokenize", json={"prompt": "a"}).status_code == 200
+    answer = call("POST", "/tokenize", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == "return_token_strs"
+    assert error["message"].startswith("prompt has 1 tokens; return_token_strs is for at most 0")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": ["a", [1] * 90]}, "prompt[1]"),
+        ({"prompt": [1] * 40, "max_tokens": 41}, "max_tokens"),
+    ],
+)
+def test_render_refuses_the_calls_that_the_engine_refuses(body: dict[str, Any], param: str) -> None:
+    answers = [
+        call("POST", path, json={"model": "m", **body})
+        for path in ("/v1/completions", "/v1/completions/render")
+    ]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert answers[0].json() == answers[1].json()
+    assert answers[1].json()["error"]["param"] == param

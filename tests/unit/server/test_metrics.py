@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, Metric
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
@@ -15,7 +16,14 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from minisgl.core import Cancelled, FinishReason, InvalidRequest, Overloaded, RequestError
-from minisgl.message.messages import Ready, SchedulerStats, TextUpdate, TokenizeResult, TokenizeText
+from minisgl.message.messages import (
+    DraftTotals,
+    Ready,
+    SchedulerStats,
+    TextUpdate,
+    TokenizeResult,
+    TokenizeText,
+)
 from minisgl.server.errors import EngineFailure, NotReady, RanTooLong
 from minisgl.server.lifecycle import Phase
 from minisgl.server.metrics import CACHED_S, Metrics
@@ -330,7 +338,7 @@ def test_hit_ratio_covers_the_last_thousand_requests() -> None:
 # --- engine and service -------------------------------------------------------------------------
 
 
-_NOT_NUMBERS = ("busy", "phases", "constraints", "kv_events")
+_NOT_NUMBERS = ("busy", "phases", "constraints", "drafts", "kv_events")
 
 
 def stats(**fields: int) -> SchedulerStats:
@@ -353,6 +361,16 @@ def test_request_waits_until_the_stats_of_the_scheduler_count_it_as_running() ->
     assert pair((Phase.READY, False, {"a": 1})) == (1, 0), (
         "the other two have ended since the last stats"
     )
+
+
+def test_drafts_are_counted_by_position() -> None:
+    metrics = Metrics("m", clock=itertools.count().__next__)
+    drafts = DraftTotals(drafted=[9, 7, 5, 0, 0, 0, 0], accepted=[6, 2, 0, 0, 0, 0, 0])
+    metrics.on_stats(msgspec.structs.replace(stats(), drafts=drafts))
+    found = scraped(metrics, (Phase.READY, False, {}))
+    for name, expected in (("draft_tokens", [9, 7, 5]), ("draft_tokens_accepted", [6, 2, 0])):
+        series = [f"minisgl_{name}_total{{model_name=m,position={i}}}" for i in (1, 2, 3)]
+        assert [found[each] for each in series] == expected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Folders without tokenizer.json: the conversion by transformers, its cache and its errors."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -67,6 +68,22 @@ def test_a_vocabulary_that_transformers_cannot_read_is_one_line(hub: Path, folde
     with pytest.raises(ConfigError, match=r"cannot convert .*minisgl\[tokenizers\]") as caught:
         TextTokenizer(folder)
     assert "\n" not in str(caught.value)
+
+
+def test_code_in_the_folder_does_not_run_if_the_user_types_yes(folder: Path, hub: Path) -> None:
+    """transformers would ask standard input, with a question that the user does not see."""
+    settings = {"tokenizer_class": "Odd", "auto_map": {"AutoTokenizer": ["odd.Odd", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps({"model_type": "odd"}))
+    ran = folder / "ran"
+    (folder / "odd.py").write_text(f"open({str(ran)!r}, 'w')\nclass Odd: ...\n")
+    program = f"from minisgl.tokenizer import TextTokenizer; TextTokenizer({str(folder)!r})"
+    environment = {**os.environ, "HF_HOME": str(hub)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, input="y\n" * 9, text=True, capture_output=True, env=environment)
+    assert "ConfigError" in done.stderr
+    assert "trust_remote_code" in done.stderr
+    assert not ran.exists()
 
 
 def test_a_conversion_that_does_not_end_is_one_line(

@@ -1,0 +1,124 @@
+"""Drafts from the tokens of a row (n-grams), and their verification: the torch references.
+
+Neither function waits for the device, so a CUDA graph can capture both.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_MATCH = 4  # a match compares up to this many of a row's last tokens
+MIN_MATCH = 2  # a shorter match gives no draft
+
+
+def find_drafts(
+    token_pool: Tensor, rows: Tensor, cached: Tensor, lengths: Tensor, width: int, found: Tensor
+) -> None:
+    """Continue the last repetition of each row's end, and write it as drafts after the row's end.
+
+    A row has the tokens 0 to cached[row]. The match is the earlier position in the row whose last
+    tokens equal the row's last tokens, for up to MAX_MATCH tokens. The longest match counts, and of
+    equally long ones the last. The drafts are the tokens after the match. A match that ends n
+    tokens before the end of the row has only n of them; then they repeat.
+    Source: prompt lookup decoding (Saxena 2023).
+
+    token_pool: int32 [R, max_seq_len + 1], changed at positions cached[row] + 1 to
+    cached[row] + max(lengths, 2) - 1, as far as they are in the pool.
+    rows: int32 [B]. cached: int32 [R]. lengths: int32 [B], from 1 to width; width is at least 2.
+    found: int32 [B], overwritten with the number of drafts: max(lengths - 1, 1), or 0 without a
+    match. Drafts of a row without a match are its last token.
+    """
+    columns = token_pool.shape[1]
+    row, last = rows.long(), cached[rows.long()].long()
+    tokens = token_pool[row]
+    ends = torch.arange(columns, device=tokens.device)  # a match may end at each of them
+    matched = (ends < last.unsqueeze(1)).long()
+    score = torch.zeros_like(tokens, dtype=torch.long)
+    for back in range(MAX_MATCH):
+        end = tokens.gather(1, (last - back).clamp(min=0).unsqueeze(1))
+        before = torch.roll(tokens, back, dims=1)
+        matched = matched * (before == end) * (ends >= back)
+        score += matched
+    best = (score * columns + ends).argmax(dim=1)
+    has_match = score.gather(1, best.unsqueeze(1)).squeeze(1) >= MIN_MATCH
+    period = torch.where(has_match, last - best, 1)
+    counts = (lengths - 1).clamp(min=1)
+    nth = torch.arange(width - 1, device=tokens.device)
+    source = torch.where(has_match, best + 1, last).unsqueeze(1) + nth % period.unsqueeze(1)
+    target = last.unsqueeze(1) + 1 + nth
+    written = (nth < counts.unsqueeze(1)) & (target < columns)
+    target = torch.where(written, target, last.unsqueeze(1))  # writes the last token again
+    drafts = torch.where(written, tokens.gather(1, source), tokens.gather(1, last.unsqueeze(1)))
+    token_pool[row.unsqueeze(1), target] = drafts
+    found.copy_(torch.where(has_match, counts, 0))
+
+
+class Accepted(NamedTuple):
+    """The tokens that a step adds to its requests.
+
+    tokens   int32 [B, width]; the sampled tokens of each request, the first `counts` valid.
+    counts   int32 [B]; 0 for a request that does not sample.
+    agreed   int32 [B]; drafts, counted from the first, that equal the sampled tokens.
+    finite   bool [B]; whether the logits of the first token are finite.
+    """
+
+    tokens: Tensor
+    counts: Tensor
+    agreed: Tensor
+    finite: Tensor
+
+
+def accept_drafts(
+    token_pool: Tensor,
+    rows: Tensor,
+    cached: Tensor,
+    lengths: Tensor,
+    samples: Tensor,
+    found: Tensor,
+    first: Tensor,
+    drawn: Tensor,
+    finite: Tensor,
+    num_decode: int,
+    width: int,
+) -> Accepted:
+    """Accept drafts while they equal the drawn tokens, and write the accepted tokens to the pool.
+
+    Each position is drawn with its own noise (docs/decisions/04-keyed-draws.md). The draw of a
+    position is that of decoding without drafts if all tokens before the position are. So a request
+    gets the draws up to the first one that differs from its draft, this one included. It gets no
+    draw from logits that are not finite, except as its first token: the caller then fails it.
+
+    token_pool: int32 [R, max_seq_len + 1]; changed at the positions of the new tokens.
+    rows, lengths, samples: int32 [B], as in StepViews; the first num_decode requests decode.
+    cached: int32 [R]; tokens of a row in the KV cache before the step. Overwritten with their
+    number after it: a decode request adds `counts`, a chunk adds its length.
+    found: int32 [num_decode], from find_drafts.
+    first: int32 [B]; the index in `drawn` of each request's first draw. A decode request has
+    `lengths` draws, a chunk has one.
+    drawn: int32 [M]; finite: bool [M].
+    """
+    reqs = len(rows)
+    row, nth = rows.long(), torch.arange(width, device=rows.device)
+    decodes = torch.arange(reqs, device=rows.device) < num_decode
+    draws = torch.where(decodes, lengths, 1)
+    index = (first.unsqueeze(1) + torch.minimum(nth, draws.unsqueeze(1) - 1)).long()
+    tokens, usable = drawn[index], finite[index]
+    start = cached[row]
+    columns = token_pool.shape[1] - 1
+    position = (start + torch.where(decodes, 1, lengths)).unsqueeze(1) + nth
+    drafts = token_pool[row.unsqueeze(1), position.clamp(max=columns).long()]
+    drafted = torch.zeros_like(rows)
+    drafted[:num_decode] = found
+    equal = (tokens == drafts) & (nth < drafted.unsqueeze(1)) & (nth < draws.unsqueeze(1))
+    agreed = equal.long().cumprod(dim=1).sum(dim=1)
+    follows = equal[:, :-1] & usable[:, 1:] & (nth[1:] < draws.unsqueeze(1))
+    counts = 1 + follows.long().cumprod(dim=1).sum(dim=1)
+    counts = torch.where(samples != 0, counts, 0)
+    kept = nth < counts.unsqueeze(1)
+    safe = torch.where(kept, position, position[:, :1]).clamp(max=columns).long()
+    unchanged = token_pool[row.unsqueeze(1), safe]
+    firsts = torch.where(kept[:, :1], tokens[:, :1], unchanged[:, :1])
+    token_pool[row.unsqueeze(1), safe] = torch.where(kept, tokens, firsts)
+    cached[row] = start + torch.where(decodes, counts, lengths).int()
+    return Accepted(tokens, counts.int(), agreed.int(), usable[:, 0])

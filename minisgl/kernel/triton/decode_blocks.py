@@ -1,0 +1,88 @@
+"""Lengths of the units of work of decode attention, and the size of its programs (decode.py)."""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernel.decode import DecodeScratch
+
+BLOCK = 16  # keys that one instruction of the matrix unit sums over
+FP8_BLOCK = 32  # as many bytes as 16 keys of 16-bit elements
+LEAD = 7  # blocks that take as long as a unit's start and end (docs/measurements.md)
+_FEW_UNITS = 256  # up to this many units, programs have more warps
+_SMALL_GROUP = 4  # query heads per KV head; larger groups make a unit's start and end long
+_MOST_ELEMENTS = 2048  # the largest tile of queries, or of outputs, that fits into one warp
+_MOST_SEVERAL = 1024  # as _MOST_ELEMENTS, for programs that also load the angles of each query
+_MOST_WARPS = 8  # of a program
+REQ_FIELDS = ["rows", "start", "lengths", "first", "tokens"]  # of any alignment
+
+
+@triton.jit(do_not_specialize=["num_reqs", "dummy_row"], do_not_specialize_on_alignment=REQ_FIELDS)
+def _count_blocks(
+    rows,
+    start,
+    lengths,
+    first,
+    tokens,
+    num_reqs,
+    dummy_row,
+    BLOCK: tl.constexpr,
+    LEAD: tl.constexpr,
+    REQS: tl.constexpr,
+):
+    req = tl.arange(0, REQS)
+    exists = req < num_reqs
+    context = tl.load(start + req, mask=exists, other=0)
+    context += tl.load(lengths + req, mask=exists, other=0)
+    real = tl.load(rows + req, mask=exists, other=dummy_row) != dummy_row
+    blocks = tl.where(real, (context + BLOCK - 1) // BLOCK + LEAD, 0)
+    tl.store(first + 1 + req, tl.cumsum(blocks, 0), mask=exists)
+    tl.store(first, 0)
+    if tokens is not None:
+        counts = tl.where(real, tl.load(lengths + req, mask=exists, other=0), 0)
+        tl.store(tokens + 1 + req, tl.cumsum(counts, 0), mask=exists)
+        tl.store(tokens, 0)
+
+
+def count_blocks(
+    rows: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    dummy_row: int,
+    scratch: DecodeScratch,
+    fp8: bool = False,
+    queries: int = 1,
+) -> None:
+    """Fill scratch.first and, for several queries, scratch.tokens, once for all layers of a step.
+
+    rows, start, lengths: int32 [N]; contexts are start + lengths. A request in row `dummy_row` is
+    padding and has no blocks. fp8: whether the pool is FP8. queries: as in kernel.decode.decode.
+    """
+    tokens = None if queries == 1 else scratch.tokens
+    counts = (rows, start, lengths, scratch.first, tokens, len(rows), dummy_row)
+    block = FP8_BLOCK if fp8 else BLOCK
+    _count_blocks[(1,)](*counts, BLOCK=block, LEAD=LEAD, REQS=most_reqs(scratch))
+
+
+def most_reqs(scratch: DecodeScratch) -> int:
+    """The number of requests for which the kernels are compiled, a power of two.
+
+    They are compiled for as many requests as the scratch allows, so that every step uses the same
+    kernels.
+    """
+    return max(1 << (len(scratch.first) - 2).bit_length(), 256)
+
+
+def program_warps(
+    reqs: int, kv_heads: int, group: int, head_dim: int, fused: bool, queries: int = 1
+) -> int:
+    """Warps of a program. fused: the kernel normalises and rotates, as in steps without prompts."""
+    if queries > 1:
+        elements = max(1 << (group * queries - 1).bit_length(), 16) * head_dim
+        return min(max(elements // _MOST_SEVERAL, 2), _MOST_WARPS)
+    if fused and reqs * kv_heads <= _FEW_UNITS:
+        return 4 if reqs == 1 and group > _SMALL_GROUP else 2
+    query_rows = max(1 << (group + 1).bit_length(), 16)  # the queries, the new key, the new value
+    return 1 if query_rows * head_dim <= _MOST_ELEMENTS else 2

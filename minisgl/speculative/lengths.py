@@ -1,0 +1,78 @@
+"""`PricedLengths`: the number of draft tokens that gives the most tokens per second."""
+
+import numpy as np
+
+from minisgl.core import Int32Array, StepCost
+from minisgl.core.batch import DRAFT_WIDTHS
+
+# The acceptance of a row is a mean in which a draft counts this much less for each later draft.
+_DECAY = 0.95
+# A row counts as if this many drafts with the mean acceptance of all rows had been compared.
+_PRIOR_DRAFTS = 4.0
+_FIRST_ACCEPTANCE = 0.25  # of the first requests of a server
+_ALL_DECAY = 0.999  # as _DECAY, for the mean acceptance of all rows
+_MARGIN = 1.02  # drafts must be at least this much better than none
+
+
+class PricedLengths:
+    """Implements core.batch.DraftLengths. All ranks measure the same, and so choose alike.
+
+    A row accepts each draft with a probability of its own, p, if it accepts all drafts before it. k
+    drafts then give a row 1 + p + ... + p^k tokens. The step takes the k with the highest sum of
+    tokens over the predicted time of the step. Each step compares at least one draft per row, so p
+    is measured while steps have no drafts too.
+
+    Steps have no drafts while prompts wait or are computed: these steps are limited by the work for
+    each token, not by reading the weights, so a draft costs as much as a token of a prompt.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._accepted = np.zeros(rows)
+        self._compared = np.zeros(rows)
+        self._all_accepted, self._all_compared = _FIRST_ACCEPTANCE * _PRIOR_DRAFTS, _PRIOR_DRAFTS
+
+    def choose(
+        self,
+        rows: Int32Array,
+        num_reqs: int,
+        keys: int,
+        limit: int,
+        has_prompts: bool,
+        cost: StepCost | None,
+    ) -> int:
+        if cost is None or has_prompts:
+            return 0
+        chance = self.acceptance(rows)
+        best, best_rate = 0, num_reqs / cost.predict_s(num_reqs, keys, 0) * _MARGIN
+        for width in DRAFT_WIDTHS[1:]:
+            if width > limit + 1:
+                break
+            drafted = ((1 - chance**width) / (1 - chance)).sum()
+            tokens = float(drafted) + num_reqs - len(rows)
+            rate = tokens / cost.predict_s(num_reqs * width, keys, 0)
+            if rate > best_rate:
+                best, best_rate = width - 1, rate
+        return best
+
+    def acceptance(self, rows: Int32Array) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+        """Return the estimated probability with which each row accepts a draft, below 1."""
+        mean = self._all_accepted / self._all_compared
+        accepted = self._accepted[rows] + mean * _PRIOR_DRAFTS
+        chance: np.ndarray[tuple[int], np.dtype[np.float64]] = np.minimum(
+            accepted / (self._compared[rows] + _PRIOR_DRAFTS), 0.99
+        )
+        return chance
+
+    def open(self, row: int) -> None:
+        self._accepted[row] = self._compared[row] = 0.0
+
+    def record(self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array) -> None:
+        # The first draft that disagrees was compared too. A row without a draft counts as one that
+        # disagrees, because drafts would have given it nothing.
+        compared = np.maximum(np.minimum(agreed + 1, drafted), 1)
+        kept = _DECAY**compared
+        self._accepted[rows] = self._accepted[rows] * kept + agreed
+        self._compared[rows] = self._compared[rows] * kept + compared
+        kept_of_all = _ALL_DECAY ** int(compared.sum())
+        self._all_accepted = self._all_accepted * kept_of_all + int(agreed.sum())
+        self._all_compared = self._all_compared * kept_of_all + int(compared.sum())

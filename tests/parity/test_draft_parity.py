@@ -1,0 +1,105 @@
+"""Drafts change no token: greedy and random draws, with n-gram, right, wrong and half right drafts.
+
+Chunk size, prefix cache, overlap, preemption and page size are varied as in test_scheduler_parity.
+Requests with edited logits or log-probabilities run beside requests with drafts.
+"""
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+
+from minisgl.core import ConfigError, SamplingParams
+from minisgl.engine import drafting
+from tests.parity.driver import make_engine
+from tests.parity.test_scheduler_parity import (
+    CASES,
+    OUTPUT_TOKENS,
+    UNLIMITED,
+    Case,
+    ModelPath,
+    prompts,
+    prove,
+    run,
+)
+from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
+
+PLAIN = Case(UNLIMITED, "naive", overlap=False, crowded=False)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+DRAWN = SamplingParams(
+    temperature=0.9, top_p=0.95, min_p=0.01, seed=3, max_tokens=OUTPUT_TOKENS, ignore_eos=True
+)
+MIXED = [
+    GREEDY,
+    DRAWN,
+    SamplingParams(
+        temperature=0.8, frequency_penalty=0.7, seed=5, max_tokens=OUTPUT_TOKENS, ignore_eos=True
+    ),
+    SamplingParams(temperature=1.1, top_k=30, seed=1, logprobs=2, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.0, max_tokens=7, stop_token_ids=(11,), min_tokens=3),
+    SamplingParams(temperature=1.4, seed=8, max_tokens=OUTPUT_TOKENS, ignore_eos=True),
+]
+KINDS = {"greedy": [GREEDY], "drawn": [DRAWN], "mixed": MIXED}
+Find = Callable[..., None]
+
+
+@cache
+def without_drafts(path: str, kind: str) -> list[list[int]]:
+    return run(path, PLAIN, KINDS[kind])[0]
+
+
+def drafts_of(outputs: list[list[int]], drafter: str) -> Find:
+    """Return a replacement of find_drafts that knows the output of each prompt."""
+    sequences = [p + o for p, o in zip(prompts() * 2, outputs, strict=True)]
+
+    def find(
+        token_pool: torch.Tensor,
+        rows: torch.Tensor,
+        cached: torch.Tensor,
+        lengths: torch.Tensor,
+        width: int,
+        found: torch.Tensor,
+    ) -> None:
+        for index, row in enumerate(rows.tolist()):
+            end, count = int(cached[row]) + 1, max(int(lengths[index]) - 1, 1)
+            tokens = token_pool[row, :end].tolist()
+            follows = next((s[end:] for s in sequences if s[:end] == tokens), [])
+            found[index] = count
+            for nth in range(count):
+                right = follows[nth] if nth < len(follows) else 0
+                agrees = DRAFTERS[drafter](row, end + nth)
+                token_pool[row, end + nth] = right if agrees else (right + 1) % 100
+
+    return find
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drafter", ["n-gram", *DRAFTERS])
+@pytest.mark.parametrize("index", [1, 2, 4, 5, 6])
+def test_drafts_change_no_token(
+    index: int,
+    drafter: str,
+    kind: str,
+    model_path: ModelPath,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, case = model_path("qwen3"), CASES[index]
+    expected = without_drafts(path, kind)
+    if drafter != "n-gram":
+        monkeypatch.setattr(drafting, "find_drafts", drafts_of(expected, drafter))
+    drafts = ChangingDrafts(7)
+    outputs, scheduler, recorder = run(path, case, KINDS[kind], drafts)
+    assert outputs == expected
+    if kind != "mixed":
+        prove(case, scheduler, recorder)
+    widths = {batch.width for batch in recorder.batches}
+    assert widths == {1, 2, 4, 8}
+    if drafter != "n-gram" and kind != "mixed":
+        assert (drafts.agreed > 0) == (drafter != "wrong")
+        assert (drafts.agreed == drafts.drafted) == (drafter == "right")
+
+
+def test_engine_with_sliding_windows_makes_no_drafts(model_path: ModelPath) -> None:
+    with pytest.raises(ConfigError, match="speculative does not support a model with sliding"):
+        make_engine(model_path("gemma2"), drafts=ChangingDrafts(3))

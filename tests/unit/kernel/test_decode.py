@@ -1,0 +1,74 @@
+"""The reference of decode attention, compared with attention over prefill chunks."""
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.attention.base import AttentionStep
+from minisgl.attention.decode import new_tokens
+from minisgl.attention.torch import TorchAttention
+from minisgl.kernel import decode_scratch, qk_norm_rope_store
+from minisgl.kernel.decode import decode
+from minisgl.kvcache.pool import KVPool, KVSpec
+
+CPU = torch.device("cpu")
+Q_HEADS, KV_HEADS, DIM, PAGE = 6, 2, 16, 4
+
+
+def step_of(start: list[int], lengths: list[int], rows: list[int]) -> AttentionStep:
+    """A step of prefill chunks. The page table has 8 rows of 10 pages; the last is for padding."""
+    table = torch.randperm(80, dtype=torch.int32).view(8, 10)
+    arrays = [np.array(values, dtype=np.int32) for values in (start, lengths)]
+    tensors = [torch.tensor(values, dtype=torch.int32) for values in (rows, start, lengths)]
+    return AttentionStep(0, *arrays, *tensors, table)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "queries"])
+@pytest.mark.parametrize("new", [[1, 1, 1], [3, 1, 8]], ids=["one", "several"])
+def test_new_tokens_attend_as_those_of_a_chunk(new: list[int], fused: bool) -> None:
+    start, rows, padding, behind = [17, 0, 30], [4, 0, 6], 2, 3
+    step = step_of(start, new, rows)
+    spec = KVSpec(KV_HEADS, DIM, torch.float32)
+    pool = KVPool(spec, num_layers=1, num_pages=80, page_size=PAGE, device=CPU)
+    pool.fill_noise(80)
+    keys, values = (x.clone() for x in pool.layer(0))
+    qkv = torch.randn(sum(new), (Q_HEADS + 2 * KV_HEADS) * DIM)
+    position = torch.cat([torch.arange(a, a + n) for a, n in zip(start, new, strict=True)])
+    row = torch.tensor(rows).repeat_interleave(torch.tensor(new))
+    slots = step.page_table[row, position // PAGE] * PAGE + position % PAGE
+    norms = torch.randn(DIM), torch.randn(DIM), 1e-6, torch.randn(40, DIM)
+    sizes = Q_HEADS, KV_HEADS, DIM
+    q = qk_norm_rope_store(qkv, *norms, position, slots, *pool.layer(0), *sizes)
+    expected = torch.empty_like(q)
+    TorchAttention(pool, Q_HEADS).prepare(step).forward(0, q, expected)
+
+    out = torch.full((sum(new) + behind, Q_HEADS, DIM), torch.nan)
+    where = [
+        torch.cat((values, torch.full((padding,), fill, dtype=torch.int32)))
+        for values, fill in zip(step[3:6], (7, 0, 1), strict=True)
+    ]
+    scratch = decode_scratch(5, *sizes, CPU, queries=8)
+    used = qkv if fused else q.flatten(1)
+    inputs = torch.cat((used, torch.randn(behind, used.shape[1])))
+    if not fused:
+        keys, values = pool.layer(0)
+        norms = None, None, 0.0, None  # type: ignore[assignment]
+    decode(inputs, *norms, keys, values, out, step.page_table, *where, scratch, queries=8)
+    torch.testing.assert_close(out[: sum(new)], expected)
+    assert not out[sum(new) :].any()
+    torch.testing.assert_close(keys, pool.layer(0)[0])
+    torch.testing.assert_close(values, pool.layer(0)[1])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "count"), [([1], 1), ([1, 2], 2), ([3, 1], 4), ([8, 8], 8), ([5], 8)]
+)
+def test_a_kernel_serves_steps_with_fewer_new_tokens(lengths: list[int], count: int) -> None:
+    assert new_tokens(step_of([0] * len(lengths), lengths, [0] * len(lengths))) == count
+
+
+def test_scratch_has_room_for_all_queries_of_a_kv_head() -> None:
+    one, four = (decode_scratch(5, Q_HEADS, KV_HEADS, DIM, CPU, queries=n) for n in (1, 4))
+    assert one.partial_outputs.shape[1:] == (3, DIM)
+    assert four.partial_outputs.shape[1:] == (12, DIM)
+    assert four.softmax_stats.shape[1:] == (2, 12)

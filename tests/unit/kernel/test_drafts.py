@@ -1,0 +1,120 @@
+"""The references of draft search and verification, compared with plain loops."""
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import given, settings
+
+from minisgl.kernel.drafts import MAX_MATCH, MIN_MATCH, accept_drafts, find_drafts
+
+WIDTH = 5
+COLUMNS = 24
+
+
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def plain_drafts(tokens: list[int], count: int) -> list[int]:
+    """Return the drafts after `tokens`: the continuation of the longest, then last match."""
+    for size in range(MAX_MATCH, MIN_MATCH - 1, -1):
+        for after in range(len(tokens) - 1, size - 1, -1):
+            if tokens[after - size : after] == tokens[-size:]:
+                piece = tokens[after:]
+                return [piece[nth % len(piece)] for nth in range(count)]
+    return []
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    data=st.data(),
+    contents=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=16), min_size=1, max_size=4),
+)
+def test_drafts_continue_the_longest_and_last_match(
+    data: st.DataObject, contents: list[list[int]]
+) -> None:
+    reqs = len(contents)
+    pool = torch.full((reqs + 1, COLUMNS), 7, dtype=torch.int32)
+    rows = data.draw(st.permutations(range(reqs)))
+    lengths = data.draw(st.lists(st.integers(1, WIDTH), min_size=reqs, max_size=reqs))
+    cached = torch.full((reqs + 1,), -1, dtype=torch.int32)
+    for row, tokens in zip(rows, contents, strict=True):
+        pool[row, : len(tokens)] = int32(*tokens)
+        cached[row] = len(tokens) - 1
+    before, found = pool.clone(), torch.full((reqs,), -1, dtype=torch.int32)
+    find_drafts(pool, int32(*rows), cached, int32(*lengths), WIDTH, found)
+    for row, tokens, length, count in zip(rows, contents, lengths, found.tolist(), strict=True):
+        drafts = plain_drafts(tokens, max(length - 1, 1))
+        assert count == len(drafts)
+        end = len(tokens) + max(length - 1, 1)
+        expected = drafts or [tokens[-1]] * max(length - 1, 1)
+        assert pool[row, :end].tolist() == tokens + expected
+        assert torch.equal(pool[row, end:], before[row, end:])
+
+
+def test_drafts_end_with_the_token_pool() -> None:
+    pool = int32(1, 2, 3, 1, 2).unsqueeze(0)
+    found = int32(0)
+    find_drafts(pool, int32(0), int32(4), int32(3), WIDTH, found)
+    assert pool.tolist() == [[1, 2, 3, 1, 2]]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), num_decode=st.integers(0, 3), num_chunks=st.integers(0, 2))
+def test_accepted_tokens_are_those_of_a_plain_loop(
+    data: st.DataObject, num_decode: int, num_chunks: int
+) -> None:
+    reqs = num_decode + num_chunks
+    if not reqs:
+        return
+    rows = data.draw(st.permutations(range(reqs)))
+    cached = data.draw(st.lists(st.integers(0, 12), min_size=reqs, max_size=reqs))
+    lengths = data.draw(st.lists(st.integers(1, WIDTH), min_size=reqs, max_size=reqs))
+    samples = [1] * num_decode + [data.draw(st.integers(0, 1)) for _ in range(num_chunks)]
+    pool = torch.full((reqs, COLUMNS), 9, dtype=torch.int32)
+    first, drawn, finite, found = [], [], [], []
+    for index, row in enumerate(rows):
+        first.append(len(drawn))
+        draws = lengths[index] if index < num_decode else 1
+        drawn += data.draw(st.lists(st.integers(0, 1), min_size=draws, max_size=draws))
+        finite += [data.draw(st.integers(0, 9)) > 0 for _ in range(draws)]
+        if index < num_decode:
+            count = max(lengths[index] - 1, 1)
+            drafts = data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
+            found.append(data.draw(st.sampled_from([0, count])))
+            pool[row, cached[row] + 1 : cached[row] + 1 + count] = int32(*drafts)
+    before, lengths_after = pool.clone(), int32(*cached)
+    result = accept_drafts(
+        pool,
+        int32(*rows),
+        lengths_after,
+        int32(*lengths),
+        int32(*samples),
+        int32(*found),
+        int32(*first),
+        int32(*drawn),
+        torch.tensor(finite),
+        num_decode,
+        WIDTH,
+    )
+    for index, row in enumerate(rows):
+        start, length, at = cached[row], lengths[index], first[index]
+        if index >= num_decode:
+            new = [drawn[at]] if samples[index] else []
+            begin, agreed = start + length, 0
+            assert lengths_after[row] == start + length
+        else:
+            begin, agreed, new = start + 1, 0, [drawn[at]]
+            while agreed < min(found[index], length) and (
+                drawn[at + agreed] == before[row, begin + agreed]
+            ):
+                agreed += 1
+            while len(new) <= min(agreed, length - 1) and finite[at + len(new)]:
+                new.append(drawn[at + len(new)])
+            assert lengths_after[row] == start + len(new)
+        assert result.counts[index] == len(new)
+        assert result.tokens[index, : len(new)].tolist() == new
+        assert result.agreed[index] == agreed
+        assert result.finite[index] == finite[at]
+        expected = before[row].clone()
+        expected[begin : begin + len(new)] = int32(*new)
+        assert torch.equal(pool[row], expected)

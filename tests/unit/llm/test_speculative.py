@@ -1,0 +1,47 @@
+"""The demo model gives the same answers with and without drafts."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from minisgl import LLM, SamplingParams
+from minisgl.speculative import PricedLengths
+
+CODE = "def add(a, b):\n    return a + b\n" * 6
+PROMPTS = [
+    CODE,
+    "one two three one two three one two",
+    "Repeat: a b c d e f. a b c d",
+    CODE + "def",
+    "x = 1\n" * 9,
+]
+ASKED: list[SamplingParams] = [
+    SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=3, max_tokens=33),
+    SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=(101,)),
+    SamplingParams(temperature=0.5, seed=9, max_tokens=12, presence_penalty=0.5, ignore_eos=True),
+    SamplingParams(temperature=0.5, seed=9, max_tokens=12, logprobs=2, ignore_eos=True),
+]
+
+
+def answers(**settings: Any) -> tuple[list[Any], Any]:
+    with LLM(device="cpu", num_pages=128, max_running_reqs=8, max_seq_len=256, **settings) as llm:
+        return llm.generate(PROMPTS, ASKED, stop=("zz", "+ b\n\n")), llm.worker
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_change_no_answer(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step forwards the longest drafts, whatever their price."""
+    monkeypatch.setattr(PricedLengths, "choose", lambda *args, **named: min(7, args[4]))
+    plain, _ = answers(overlap=overlap)
+    drafted, worker = answers(overlap=overlap, speculative="ngram")
+    for one, other in zip(drafted, plain, strict=True):
+        assert replace(one, logprobs=[]) == replace(other, logprobs=[])
+        found = [(each.token_id, [top.token_id for top in each.top]) for each in one.logprobs]
+        expected = [(each.token_id, [top.token_id for top in each.top]) for each in other.logprobs]
+        assert found == expected
+        chances = [each.logprob for each in one.logprobs]
+        assert chances == pytest.approx([each.logprob for each in other.logprobs], abs=1e-4)
+    totals = worker.scheduler.totals.drafts
+    assert 0 < sum(totals.accepted) < sum(totals.drafted)

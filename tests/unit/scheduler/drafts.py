@@ -1,0 +1,42 @@
+"""Draft lengths and drafters for the fake engine."""
+
+from minisgl.core import Int32Array, StepCost
+from tests.unit.scheduler.fake_engine import Drafter
+
+DRAFTERS: dict[str, Drafter] = {
+    "right": lambda row, position: True,
+    "wrong": lambda row, position: False,
+    "half right": lambda row, position: (row + position) % 4 < 2,
+}
+
+
+class ChangingDrafts:
+    """Chooses another number of drafts in each step; implements core.batch.DraftLengths.
+
+    drafted, agreed  totals of all steps.
+    """
+
+    def __init__(self, most: int, changing: bool = True) -> None:
+        self.most = most
+        self.changing = changing
+        self.steps = self.drafted = self.agreed = 0
+
+    def choose(
+        self,
+        rows: Int32Array,
+        num_reqs: int,
+        keys: int,
+        limit: int,
+        has_prompts: bool,
+        cost: StepCost | None,
+    ) -> int:
+        self.steps += 1
+        most = (5 * self.steps) % (self.most + 1) if self.changing else self.most
+        return min(most, limit)
+
+    def open(self, row: int) -> None:
+        pass
+
+    def record(self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array) -> None:
+        self.drafted += int(drafted.sum())
+        self.agreed += int(agreed.sum())

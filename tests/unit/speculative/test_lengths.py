@@ -1,0 +1,103 @@
+"""The number of drafts follows from step times and measured acceptance."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from minisgl.core import Int32Array, StepCost
+from minisgl.core.batch import MAX_DRAFTS
+from minisgl.speculative import PricedLengths
+
+# Milliseconds of an 8B model on an H200, without attention.
+COST = StepCost(
+    tokens=(1, 64, 128, 256, 512),
+    seconds=(3.99e-3, 4.27e-3, 5.80e-3, 7.82e-3, 12.1e-3),
+    per_decode_key_s=1e-9,
+    per_prefill_pair_s=2e-11,
+)
+
+
+def rows_of(count: int) -> Int32Array:
+    return np.arange(count, dtype=np.int32)
+
+
+def measured(rows: int, chance: float, steps: int = 200) -> PricedLengths:
+    """Lengths after steps in which each row accepts a draft with this probability."""
+    lengths, rng = PricedLengths(256), np.random.default_rng(0)
+    for _ in range(steps):
+        fails = rng.random((rows, MAX_DRAFTS)) >= chance
+        agreed = np.where(fails.any(axis=1), fails.argmax(axis=1), MAX_DRAFTS).astype(np.int32)
+        lengths.record(rows_of(rows), np.full(rows, MAX_DRAFTS, dtype=np.int32), agreed)
+    return lengths
+
+
+def choose(lengths: PricedLengths, rows: int, **changes: object) -> int:
+    asked = {"num_reqs": rows, "keys": 500 * rows, "limit": MAX_DRAFTS, "has_prompts": False}
+    return lengths.choose(rows_of(rows), **asked | {"cost": COST} | changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("rows", "chance", "expected"),
+    [
+        (1, 0.9, 7),
+        (1, 0.0, 0),
+        (16, 0.9, 7),
+        (64, 0.9, 3),
+        (64, 0.5, 1),
+        (64, 0.1, 0),
+        (256, 0.3, 0),
+    ],
+)
+def test_more_drafts_are_forwarded_if_they_pay(rows: int, chance: float, expected: int) -> None:
+    limit = max(256 // rows, 1) - 1
+    assert choose(measured(rows, chance), rows, limit=min(limit, MAX_DRAFTS)) == expected
+
+
+def test_no_drafts_are_forwarded_beside_prompts_or_without_step_times() -> None:
+    lengths = measured(1, 1.0)
+    assert choose(lengths, 1) == 7
+    assert choose(lengths, 1, has_prompts=True) == 0
+    assert choose(lengths, 1, cost=None) == 0
+
+
+def test_requests_without_drafts_lower_the_gain() -> None:
+    lengths = measured(4, 0.8)
+    assert choose(lengths, 4) == 7
+    assert choose(lengths, 4, num_reqs=120, limit=1) == 0
+
+
+def test_a_new_request_begins_with_the_mean_acceptance_of_all() -> None:
+    lengths = measured(8, 1.0)
+    lengths.open(3)
+    high = lengths.acceptance(rows_of(8))
+    assert high[3] > 0.9
+    lengths.record(np.array([3], dtype=np.int32), *np.array([[0], [0]], dtype=np.int32))
+    assert lengths.acceptance(rows_of(8))[3] < high[3]
+    assert lengths.acceptance(rows_of(8))[2] > 0.9
+
+
+def test_a_row_without_any_match_counts_as_one_that_rejects() -> None:
+    lengths = PricedLengths(1)
+    nothing = np.zeros(1, dtype=np.int32)
+    for _ in range(30):
+        lengths.record(rows_of(1), nothing, nothing)
+    assert choose(lengths, 1) == 0
+    assert lengths.acceptance(rows_of(1))[0] < 0.1
+
+
+@settings(deadline=None)
+@given(
+    steps=st.lists(
+        st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=1, max_size=4)
+    ),
+    limit=st.sampled_from([0, 1, 3, 7]),
+)
+def test_the_choice_stays_within_the_limit(steps: list[list[tuple[int, int]]], limit: int) -> None:
+    lengths = PricedLengths(4)
+    for step in steps:
+        drafted, agreed = np.array(step, dtype=np.int32).T
+        lengths.record(rows_of(len(step)), drafted, np.minimum(drafted, agreed))
+    assert choose(lengths, 4, limit=limit) in [k for k in (0, 1, 3, 7) if k <= limit]
+    chance = lengths.acceptance(rows_of(4))
+    assert ((chance >= 0) & (chance < 1)).all()
