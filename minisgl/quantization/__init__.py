@@ -1,9 +1,10 @@
-"""Quantised weights: the FP8 formats of published checkpoints, FP8 from unquantised weights, MXFP4.
+"""Quantised weights: FP8 and MXFP4 of published checkpoints, and FP8 from unquantised weights.
 
 Each module that is named after a producer reads its settings from quantization_config. format.py
 describes the storage as data, linear.py and experts.py store the weights in memory, and
-selection.py leaves out the ignored modules. mxfp4.py is complete by itself. Entry points (server/worker_main.py, LLM, the compiler)
-register the formats with `with_quantizations`; the core does not import this package.
+selection.py leaves out the ignored modules. mxfp4.py is complete by itself. Entry points
+(server/worker_main.py, LLM, the compiler) register the formats with `with_quantizations`; the core
+does not import this package.
 
 The products are in minisgl.kernel.fp8_products. The scales of a KV cache belong to
 minisgl.kvcache and not to this package.
