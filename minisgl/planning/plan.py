@@ -12,9 +12,9 @@ from minisgl.benchmark.floor import (
     MEASURED_TP,
     Cost,
     cost_of,
-    has_fp8_weights,
     step_s,
-    with_fp8_weights,
+    weight_format,
+    with_weights,
 )
 from minisgl.core import EngineConfig
 from minisgl.distributed.comm import TPInfo
@@ -79,7 +79,6 @@ def make_plan(
     """Return the plan of an engine. Raises ConfigError, as the engine does."""
     dtype = memory.resolve_dtype(config, model, torch.device("cuda"))
     fp8_kv = memory.resolve_fp8_kv(config, dtype, torch.device("meta"))
-    fp8_weights = has_fp8_weights(model, config.quantization)
     flags = [] if config.quantization is None else [f"--quantization={config.quantization}"]
     flags += ["--kv-cache-dtype=fp8"] if fp8_kv else []
     tp = TPInfo(0, config.tp_size)
@@ -98,9 +97,7 @@ def make_plan(
     pages = max(memory.pages_that_fit(config, available, page_bytes, context), 0)
     pages = min(pages, config.num_pages or pages)
     tokens = pages * config.page_size
-    cost = cost_of(model, tp.size)
-    if fp8_weights:
-        cost = with_fp8_weights(cost, model, tp.size)
+    cost = with_weights(cost_of(model, tp.size), model, config.quantization, tp.size)
     # All-reduces over a number of GPUs that was not measured count as no time.
     reduces = cost.reduces if tp.size in MEASURED_TP else 0
     cost = cost._replace(kv_bytes=token_bytes, reduces=reduces)
@@ -110,7 +107,7 @@ def make_plan(
         gpu_bytes=gpu.memory_bytes,
         tp=config.tp_size,
         dtype=str(dtype).removeprefix("torch."),
-        quantization="fp8" if fp8_weights else "none",
+        quantization=weight_format(model, config.quantization),
         kv_cache_dtype="fp8" if fp8_kv else str(dtype).removeprefix("torch."),
         context=context,
         weight_bytes=weights,
