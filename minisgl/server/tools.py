@@ -46,11 +46,11 @@ class ToolRequest(NamedTuple):
         """The tools as JSON for the chat template, in the form that templates expect."""
         if not self.tools:
             return b"null"
-        tools = [
-            {"type": "function", "function": msgspec.structs.replace(tool, strict=None)}
-            for tool in self.tools
-        ]
-        return msgspec.json.encode(tools)
+        functions = [msgspec.structs.replace(tool, strict=None) for tool in self.tools]
+        if self.has_sections:  # The template of gpt-oss refuses a tool without a description.
+            for function in functions:
+                function.description = function.description or ""
+        return msgspec.json.encode([{"type": "function", "function": f} for f in functions])
 
     @property
     def options(self) -> ToolOptions:

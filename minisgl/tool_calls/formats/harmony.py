@@ -36,8 +36,9 @@ class HarmonyParser:
     """Splits an answer into reasoning, content and tool calls. Implements CallParser.
 
     An answer begins with the rest of a header, behind the role, unless the last tokens of the
-    prompt, which `feed` gets before `begin`, say otherwise. A header that is cut off by the end of the answer is left out. Text that
-    begins an answer and is no header is content; so are messages to functions without tools.
+    prompt, which `feed` gets before `begin`, say otherwise. A header that is cut off by the end of
+    the answer is left out. Text that begins an answer and is no header is content. Without tools,
+    messages to functions are content.
 
     failures  number of calls whose arguments are no complete JSON.
     """
