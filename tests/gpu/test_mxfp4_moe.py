@@ -14,9 +14,9 @@ from minisgl.moe.triton_backend import TritonMoe
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
 
-triton = pytest.importorskip("triton")
-tl = pytest.importorskip("triton.language")
-stacked_moe = pytest.importorskip("minisgl.kernel.triton.stacked_moe")
+triton = pytest.importorskip("triton", reason="needs Triton")
+tl = pytest.importorskip("triton.language", reason="needs Triton")
+stacked_moe = pytest.importorskip("minisgl.kernel.triton.stacked_moe", reason="needs Triton")
 
 # In matrix products, the interpreter takes the bits of bfloat16 for integers.
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
