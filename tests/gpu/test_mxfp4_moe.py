@@ -3,6 +3,8 @@
 With TRITON_INTERPRET=1 the kernels run on CPU in float32, in Triton's interpreter.
 """
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,9 @@ from minisgl.moe.torch_backend import TorchMoe
 from minisgl.moe.triton_backend import TritonMoe
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
+from tests.parity.driver import Driver, make_engine
+from tests.parity.test_engine_parity import prompt_of
+from tests.parity.test_mxfp4_parity import build
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 tl = pytest.importorskip("triton.language", reason="needs Triton")
@@ -129,3 +134,16 @@ def test_the_reference_of_experts_is_the_torch_backend() -> None:
     x = normal(7, 64)
     own = TorchMoe(torch.device(DEVICE)).forward(x, weights, TOP_K, renormalise=True)
     assert error(own, expected(x, weights)) < 1e-5
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_equals_its_dequantised_weights(dtype: str, tmp_path: Path) -> None:
+    """Both dtypes hold the dequantised weights exactly, so that both models compute the same."""
+    tokens = [
+        Driver(make_engine(path, device="cuda", dtype=dtype, page_size=16)).generate(
+            0, prompt_of(200), 16
+        )
+        for path in build(tmp_path, 96)
+    ]
+    assert tokens[0] == tokens[1]
