@@ -150,6 +150,23 @@ def _single_gpu_cost(model: ModelConfig) -> Cost:
     return Cost(2 * parameters, operations, 0, 2 * experts, expert_share)
 
 
+def weight_format(model: ModelConfig, quantization: str | None) -> str:
+    """The format of the quantised weights: fp8, mxfp4 or none. quantization: as in EngineConfig."""
+    if model.quantization is not None and model.quantization.get("quant_method") == "mxfp4":
+        return "mxfp4"
+    return "none" if quantization is None and model.quantization is None else "fp8"
+
+
+def with_weights(cost: Cost, model: ModelConfig, quantization: str | None, tp: int = 1) -> Cost:
+    """Return the cost with the weights in `weight_format`."""
+    match weight_format(model, quantization):
+        case "fp8":
+            return with_fp8_weights(cost, model, tp)
+        case "mxfp4":  # half a byte for each weight, and one for 32 weights
+            return cost._replace(expert_bytes=cost.expert_bytes // 2 * 17 // 32)
+    return cost
+
+
 def with_fp8_weights(cost: Cost, model: ModelConfig, tp: int = 1) -> Cost:
     """Return the cost with FP8 weights in all linears and experts. The scales are not counted.
 
@@ -196,9 +213,7 @@ def floor_of(
 
     quantization: as in EngineConfig. fp8_kv: the KV cache is FP8.
     """
-    cost = cost_of(model, tp, fp8_kv)
-    if has_fp8_weights(model, quantization):
-        cost = with_fp8_weights(cost, model, tp)
+    cost = with_weights(cost_of(model, tp, fp8_kv), model, quantization, tp)
     prompts, outputs = workload.prompt_lengths(), workload.output_lengths()
     prompt_tokens = int(prompts.sum())
     chunks = -(-prompt_tokens // budget_tokens)
@@ -234,11 +249,6 @@ def _pairs(prompts: NDArray[np.int64], window: int | None) -> float:
     rising = prompts if window is None else np.minimum(prompts, window)
     pairs = rising * (rising + 1) / 2 + (prompts - rising) * (window or 0)
     return float(pairs.sum())
-
-
-def has_fp8_weights(model: ModelConfig, quantization: str | None) -> bool:
-    """Whether the weights are FP8, by --quantization or in the checkpoint."""
-    return quantization is not None or model.quantization is not None
 
 
 def load_shape(model: str, folder: Path) -> tuple[str, ModelConfig]:
@@ -280,9 +290,7 @@ def main(argv: Sequence[str]) -> int:
     workload = workload_from(options)
     quantization, fp8_kv = options.quantization, options.kv_cache_dtype == "fp8"
     floor = floor_of(model, workload, ceilings, options.budget, options.tp, quantization, fp8_kv)
-    cost = cost_of(model, options.tp, fp8_kv)
-    if has_fp8_weights(model, quantization):
-        cost = with_fp8_weights(cost, model, options.tp)
+    cost = with_weights(cost_of(model, options.tp, fp8_kv), model, quantization, options.tp)
     outputs = int(np.sum(workload.output_lengths()))
     print(
         f"{options.model}: a step of 1 token reads {cost.read_bytes(1) / 1e9:.2f} GB of weights, "

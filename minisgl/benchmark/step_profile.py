@@ -23,10 +23,9 @@ from minisgl.benchmark.flag_types import (
 from minisgl.benchmark.floor import (
     Ceilings,
     cost_of,
-    has_fp8_weights,
     load_shape,
     reduce_s,
-    with_fp8_weights,
+    with_weights,
 )
 from minisgl.benchmark.models import SHAPES
 from minisgl.core import (
@@ -220,8 +219,7 @@ def report(
     """Print the results."""
     cost = cost_of(model, options.tp, options.kv_cache_dtype == "fp8")
     ceilings = Ceilings()
-    if has_fp8_weights(model, options.quantization):
-        cost = with_fp8_weights(cost, model, options.tp)
+    cost = with_weights(cost, model, options.quantization, options.tp)
     weights_s = cost.read_bytes(options.batch) / ceilings.bytes_per_s
     kv_s = options.batch * options.context * cost.kv_bytes / ceilings.bytes_per_s
     arithmetic_s = options.batch * ceilings.arithmetic_s(cost.operations, cost.fp8_operations)

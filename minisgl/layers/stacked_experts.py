@@ -57,7 +57,7 @@ class StackedExperts(ExpertsMethod):
 
     @abstractmethod
     def matrices(self) -> tuple[Tensor, Tensor]:
-        """Return gate_up [E, 2I, H] and down [E, H, I], in the dtype of the activations."""
+        """Return gate_up and down, as ExpertWeights has them."""
 
 
 class UnquantizedStackedExperts(StackedExperts):
@@ -70,11 +70,7 @@ class UnquantizedStackedExperts(StackedExperts):
         self.down = nn.Parameter(torch.empty(experts, hidden, inner, dtype=dtype))
 
     def placements(self, name: str) -> Iterator[Placement]:
-        experts, hidden, inner = (
-            self.shards.num_experts,
-            self.shards.hidden_size,
-            self.shards.inner,
-        )
+        experts, hidden, inner = self.shards.sizes
         yield Placement(
             f"{self.source}.gate_up_proj",
             (experts, hidden, 2 * inner.full),

@@ -68,11 +68,12 @@ def fill_random(model: nn.Module, seed: int = 0, *, show_progress: bool = False)
         elif not placement.source.endswith(".bias"):
             generator = torch.Generator(target.device)
             generator.manual_seed(seed + zlib.crc32(placement.source.encode()))
-            # torch draws no random numbers in 8-bit types; copy_ converts them.
-            drawn = target.dtype if target.dtype.itemsize > 1 else torch.float32
+            is_packed = target.dtype is torch.uint8
+            # torch draws no normal numbers in 8-bit types; copy_ converts them.
+            drawn = target.dtype if is_packed or target.dtype.itemsize > 1 else torch.float32
             whole = target.new_empty(placement.shape, dtype=drawn)
-            if target.dtype is torch.uint8:
-                whole = whole.to(torch.uint8).random_(0, 256, generator=generator)
+            if is_packed:
+                whole.random_(0, 256, generator=generator)
             else:
                 whole.normal_(0.0, _DUMMY_STD, generator=generator)
             part = _converted(placement, _cut(placement, whole))
@@ -260,7 +261,7 @@ def _cut(placement: Placement, source: Any) -> Tensor:
     if placement.dim is None:
         return source  # type: ignore[no-any-return]
     cut = slice(placement.begin, placement.end)
-    part: Tensor = source[:, cut] if placement.dim == 1 else source[cut]
+    part: Tensor = source[(*[slice(None)] * placement.dim, cut)]
     if placement.order:
         groups = part.view(-1, len(placement.order), *part.shape[1:])
         part = groups[:, list(placement.order)].flatten(0, 1)

@@ -38,12 +38,18 @@ class MoeBlock(nn.Module):
         self.backend = backend
         inner = split_evenly("", moe.moe_intermediate_size, build.tp.rank, build.tp.size)
         self.router = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
-        shards = ExpertShards(build.parent, moe.num_experts, hidden_size, inner)
+        ranks = (build.tp.rank, build.tp.size)
+        shards = ExpertShards(build.parent, moe.num_experts, hidden_size, inner, *ranks)
         self.experts = experts(shards, build.dtype)
         weights = self.experts.weights(self.router)
         if weights.scales is not None and not backend.takes_scales:
             raise ConfigError(
                 f"MoE backend {backend.name!r} does not support quantised experts; "
+                "use another --moe-backend"
+            )
+        if weights.mxfp4_scales is not None and not backend.takes_mxfp4:
+            raise ConfigError(
+                f"MoE backend {backend.name!r} does not support MXFP4 experts; "
                 "use another --moe-backend"
             )
         if weights.biases is not None and not backend.takes_biases:

@@ -152,7 +152,12 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "GptOssForCausalLM": Family(
         reads_attention_bias=True,
-        defaults={"attention_bias": True, "sliding_window": 128, "rope_theta": 150000.0},
+        defaults={
+            "attention_bias": True,
+            "sliding_window": 128,
+            "rope_theta": 150000.0,
+            "torch_dtype": "bfloat16",  # of the published tensors that are not MXFP4
+        },
         full_interval=2,
         sinks=True,
         moe=Experts.GPT_OSS,

@@ -38,7 +38,9 @@ class ExpertWeights(NamedTuple):
     router: [E, H]; gate_up: [E, 2I, H], the rows of the gate first; down: [E, H, I]. I: the inner
     size of an expert. scales: those of gate_up and of down if they are FP8; None: they have the
     router's dtype. biases: those of the experts, or None. router_bias: [E] or None. swiglu: the
-    gate of the experts; None: silu(gate) * up.
+    gate of the experts; None: silu(gate) * up. mxfp4_scales: those of gate_up and of down if they
+    are MXFP4, uint8 [E, 2I, H / 32] and [E, H, I / 32]; the matrices are then codes, uint8
+    [E, 2I, H / 2] and [E, H, I / 2] (kernel.mxfp4_weights).
     """
 
     router: Tensor
@@ -48,6 +50,7 @@ class ExpertWeights(NamedTuple):
     biases: Biases | None = None
     router_bias: Tensor | None = None
     swiglu: ClampedSwiglu | None = None
+    mxfp4_scales: tuple[Tensor, Tensor] | None = None
 
 
 def route(router_logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -67,8 +70,8 @@ class MoeBackend(ABC):
     """One way to route tokens and to compute the gated MLPs of their experts.
 
     A subclass sets `name`, the name that users give to --moe-backend, and implements `forward`.
-    takes_scales: whether the backend computes experts with FP8 weights. takes_biases: whether it
-    computes biases and the gate of ExpertWeights.swiglu.
+    takes_scales, takes_mxfp4: whether the backend computes experts with FP8 or MXFP4 weights.
+    takes_biases: whether it computes biases and the gate of ExpertWeights.swiglu.
     The tuple registry.MOE_BACKENDS lists the backends of minisgl. An entry point passes the
     backends of other packages in engine.Extensions.
 
@@ -77,6 +80,7 @@ class MoeBackend(ABC):
 
     name: ClassVar[str]
     takes_scales: ClassVar[bool] = False
+    takes_mxfp4: ClassVar[bool] = False
     takes_biases: ClassVar[bool] = False
 
     def __init__(self, device: torch.device) -> None:

@@ -14,9 +14,9 @@ from minisgl.benchmark.floor import (
     MEASURED_TP,
     Cost,
     cost_of,
-    has_fp8_weights,
     step_s,
-    with_fp8_weights,
+    weight_format,
+    with_weights,
 )
 from minisgl.core import EngineConfig, WindowLayers
 from minisgl.distributed.comm import TPInfo
@@ -91,7 +91,6 @@ def make_plan(
     """
     dtype = memory.resolve_dtype(config, model, torch.device("cuda"))
     fp8_kv = memory.resolve_fp8_kv(config, dtype, torch.device("meta"))
-    fp8_weights = has_fp8_weights(model, config.quantization)
     flags = [] if config.quantization is None else [f"--quantization={config.quantization}"]
     flags += ["--kv-cache-dtype=fp8"] if fp8_kv else []
     flags += [] if config.speculative is None else [f"--speculative={config.speculative}"]
@@ -122,9 +121,7 @@ def make_plan(
         most = WindowLayers(model.window, 0).reserve(size)
         return min(tokens // length, window_pages // min(most, -(-length // size)))
 
-    cost = cost_of(model, tp.size)
-    if fp8_weights:
-        cost = with_fp8_weights(cost, model, tp.size)
+    cost = with_weights(cost_of(model, tp.size), model, config.quantization, tp.size)
     # All-reduces over a number of GPUs that was not measured count as no time.
     reduces = cost.reduces if tp.size in MEASURED_TP else 0
     typical = min(context, _TYPICAL_TOKENS)
@@ -136,7 +133,7 @@ def make_plan(
         gpu_bytes=gpu.memory_bytes,
         tp=config.tp_size,
         dtype=str(dtype).removeprefix("torch."),
-        quantization="fp8" if fp8_weights else "none",
+        quantization=weight_format(model, config.quantization),
         kv_cache_dtype="fp8" if fp8_kv else str(dtype).removeprefix("torch."),
         context=context,
         weight_bytes=weights,

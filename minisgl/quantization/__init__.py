@@ -1,4 +1,4 @@
-"""Quantised weights: the FP8 formats of published checkpoints, FP8 from unquantised weights, MXFP4.
+"""Quantised weights: FP8 and MXFP4 of published checkpoints, and FP8 from unquantised weights.
 
 Each module that is named after a producer reads its settings from quantization_config. format.py
 describes the storage as data, linear.py and experts.py store the weights in memory, and

@@ -11,6 +11,7 @@ from minisgl.benchmark.floor import (
     load_shape,
     reduce_s,
     with_fp8_weights,
+    with_weights,
 )
 from minisgl.benchmark.workload import Workload
 from minisgl.core import ConfigError
@@ -104,6 +105,19 @@ def test_fp8_weights_halve_the_linears_and_the_experts(tmp_path: Path) -> None:
     assert cost.weight_bytes == kept + (plain.weight_bytes - kept) // 2
     assert cost.expert_bytes == plain.expert_bytes // 2
     assert cost.fp8_operations == plain.operations - kept
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "experts"), [("gpt-oss-20b", 24, 32), ("gpt-oss-120b", 36, 128)]
+)
+def test_mxfp4_experts_have_17_bytes_for_32_weights(
+    shape: str, layers: int, experts: int, tmp_path: Path
+) -> None:
+    _, model = load_shape(shape, tmp_path)
+    cost = with_weights(cost_of(model), model, None)
+    assert cost.expert_bytes == layers * experts * 3 * 2880 * 2880 // 32 * 17
+    assert cost._replace(expert_bytes=0) == cost_of(model)._replace(expert_bytes=0)
+    assert model.max_position == 131072
 
 
 def test_fp8_products_run_at_their_own_rate(tmp_path: Path) -> None:

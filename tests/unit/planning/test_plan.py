@@ -42,6 +42,17 @@ def test_pages_are_within_two_percent_of_a_start_on_an_h200(shape: str, tmp_path
     assert found.tokens == pytest.approx(RECORDED[shape], rel=0.02)
 
 
+@pytest.mark.parametrize(("shape", "gib"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
+def test_mxfp4_weights_have_the_size_of_the_published_files(
+    shape: str, gib: float, tmp_path: Path
+) -> None:
+    """The model card names 12.8 GiB and 60.8 GiB. The sizes hold the biases and scales too."""
+    found = plan(write_model(shape, tmp_path))
+    assert found.quantization == "mxfp4"
+    assert found.weight_bytes / 2**30 == pytest.approx(gib, rel=0.01)
+    assert found.tokens > 131072
+
+
 @pytest.mark.parametrize("kv_mib", [3, 40, 10_000])
 def test_pages_are_those_of_an_engine_with_the_same_memory(
     kv_mib: int, monkeypatch: pytest.MonkeyPatch
