@@ -4,7 +4,6 @@ import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from minisgl.attention.base import (
@@ -73,8 +72,7 @@ def create_attention_backend(
 
 def attention_kernels(
     name: str,
-    dtype: torch.dtype,
-    head_dim: int,
+    needs: AttentionNeeds,
     archs: Sequence[int],
     added: Sequence[type[AttentionBackend]] = (),
 ) -> list[AttentionKernel]:
@@ -82,10 +80,9 @@ def attention_kernels(
 
     archs: 90 means compute capability 9.0. Raises ConfigError as create_attention_backend does.
     """
-    needs = AttentionNeeds(torch.device("cuda"), dtype, head_dim)
     prefill, decode = resolve_phases(name, needs, added)
     variants = prefill.kernel_variants(False, archs) | decode.kernel_variants(True, archs)
-    return [AttentionKernel(variant, dtype, head_dim) for variant in sorted(variants)]
+    return [AttentionKernel(each, needs.dtype, needs.head_dim) for each in sorted(variants)]
 
 
 def resolve_phases(

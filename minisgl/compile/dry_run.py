@@ -56,18 +56,22 @@ def dry_run(
     tp: the rank. extensions: the extensions of the server; its attention backends are ignored.
     Reads the model's config and no weights. Raises ConfigError as Engine does.
     """
-    gpu, model = torch.device("cuda"), load_model_config(config.model_path)
-    model = model.for_context(resolve_max_seq_len(config, model))
-    dtype = resolve_dtype(config, model, gpu)
-    fp8_kv = resolve_fp8_kv(config, dtype, _META)
-    needs = AttentionNeeds(gpu, dtype, model.head_dim, frozenset(model.rules), fp8_kv)
-    attention = without_flashinfer(config.attention_backend, needs)
+    attention = without_flashinfer(config.attention_backend, attention_needs(config))
     config = msgspec.structs.replace(
         config, attention_backend=attention, num_pages=1, dummy_weight=True, kernel_cache=None
     )
     added = dataclasses.replace(extensions, attention_backends=(MetaAttention,))
     with HostCopies():
         DryRunEngine(config, MetaCommunicator(tp), max_chunk_tokens, added).warm_up()
+
+
+def attention_needs(config: EngineConfig) -> AttentionNeeds:
+    """The requirements of a server with `config` on a GPU. Raises ConfigError as Engine does."""
+    gpu, model = torch.device("cuda"), load_model_config(config.model_path)
+    model = model.for_context(resolve_max_seq_len(config, model))
+    dtype = resolve_dtype(config, model, gpu)
+    fp8_kv = resolve_fp8_kv(config, dtype, _META)
+    return AttentionNeeds(gpu, dtype, model.head_dim, frozenset(model.rules), fp8_kv)
 
 
 class HostCopies(TorchFunctionMode):

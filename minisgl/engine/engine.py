@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minisgl.attention.base import AttentionNeeds
 from minisgl.attention.registry import attention_kernels, create_attention_backend
 from minisgl.core import Batch, EngineConfig, ModelFacts, OutOfMemory, StepCost, WindowLayers
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, MAX_DRAFTS
@@ -217,9 +218,10 @@ class Engine:
         config = self._config
         major, minor = torch.cuda.get_device_capability(self._device)
         arch = 10 * major + minor
-        head_dim = self._model_config.head_dim
-        added = self.extensions.attention_backends
-        needed = attention_kernels(config.attention_backend, self._dtype, head_dim, [arch], added)
+        model, spec, added = self._model_config, self._kv_spec, self.extensions.attention_backends
+        rules = frozenset(model.rules)
+        needs = AttentionNeeds(self._device, spec.dtype, model.head_dim, rules, spec.fp8)
+        needed = attention_kernels(config.attention_backend, needs, [arch], added)
         if config.kernel_cache is not None:
             use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
         if self._show_progress:
