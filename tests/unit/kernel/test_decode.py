@@ -29,7 +29,7 @@ def test_new_tokens_attend_as_those_of_a_chunk(new: list[int], fused: bool) -> N
     start, rows, padding, behind = [17, 0, 30], [4, 0, 6], 2, 3
     step = step_of(start, new, rows)
     spec = KVSpec(KV_HEADS, DIM, torch.float32)
-    pool = KVPool(spec, num_layers=1, num_pages=80, page_size=PAGE, device=CPU)
+    pool = KVPool(spec, layers=(0,), num_pages=80, page_size=PAGE, device=CPU)
     pool.fill_noise(80)
     keys, values = (x.clone() for x in pool.layer(0))
     qkv = torch.randn(sum(new), (Q_HEADS + 2 * KV_HEADS) * DIM)
