@@ -150,13 +150,8 @@ class StubScheduler:
         output.finished.append(Finished(uid=uid, reason=reason, error=error))
 
     def _stats(self) -> SchedulerStats:
-        zeros = {
-            name: 0
-            for name in SchedulerStats.__struct_fields__
-            if name not in ("step_id", "busy", "phases", "constraints", "kv_events")
-        }
-        zeros["running_reqs"] = len(self._reqs)
-        return SchedulerStats(step_id=self._step_id, busy=bool(self._reqs), **zeros)
+        busy = bool(self._reqs)
+        return SchedulerStats(step_id=self._step_id, busy=busy, running_reqs=len(self._reqs))
 
 
 def main() -> None:

@@ -338,12 +338,8 @@ def test_hit_ratio_covers_the_last_thousand_requests() -> None:
 # --- engine and service -------------------------------------------------------------------------
 
 
-_NOT_NUMBERS = ("busy", "phases", "constraints", "drafts", "kv_events")
-
-
 def stats(**fields: int) -> SchedulerStats:
-    zeros = {f: 0 for f in SchedulerStats.__struct_fields__ if f not in _NOT_NUMBERS}
-    return SchedulerStats(busy=True, **(zeros | fields))
+    return SchedulerStats(busy=True, **fields)
 
 
 def test_request_waits_until_the_stats_of_the_scheduler_count_it_as_running() -> None:
