@@ -223,7 +223,7 @@ class DraftLengths(Protocol):
         """
 
     def open(self, row: int) -> None:
-        """Forget what was measured for `row`, because it belongs to another request now."""
+        """Forget the measurements of `row`, because it belongs to another request now."""
 
     def record(self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array) -> None:
         """Take the measured acceptance of decode requests, as in StepResult."""

@@ -1,4 +1,4 @@
-"""Steps with drafts: what they add before the forward, before the sampler and after it.
+"""Steps with drafts: their work before the forward, before the sampler and after it.
 
 A decode request of such a step starts where the last one ended. Only the device knows this position
 in time, so it stays there (ModelRunner.cached). The drafts are found in the tokens of the row and
@@ -45,7 +45,7 @@ def result_rows(width: int) -> int:
 
 
 def set_lengths(batch: Batch, views: StepViews[Tensor], runner: ModelRunner) -> None:
-    """Write to the device what the host knows before the step: lengths and tokens of its rows.
+    """Write the lengths and tokens that the host knows before the step to the device.
 
     The host knows the number of cached tokens of a chunk. It also knows the number of a decode
     request if no earlier step had drafts, as in the steps of the warm-up.

@@ -1,9 +1,9 @@
 """Products of activations with FP8 weights, as linear layers call them.
 
-On Hopper, few bfloat16 rows run our kernel, which reads FP8 weights and bfloat16 activations. More
-rows are quantised, with one scale for each token or for each 128 of its columns, as the scales of
-the weights are; torch computes these products. CPU tensors, and all other products, run the
-reference: the weights are dequantised for the call.
+On Hopper, our kernel multiplies up to EXACT_ROWS bfloat16 rows with FP8 weights. More rows are
+quantised, with one scale for each token or for each 128 of its columns, as the scales of the
+weights are; our kernel or torch computes these products (fp8_tilings.py). CPU tensors, and all
+other products, run the reference: the weights are dequantised for the call.
 """
 
 import logging
@@ -16,13 +16,11 @@ from torch.nn import functional
 from minisgl.kernel import fp8_weights
 from minisgl.kernel.dispatch import rms_norm, silu_and_mul
 from minisgl.kernel.elementwise import PendingNorm
-from minisgl.kernel.fp8_tilings import ALIGNED_COLUMNS, fp8_tiling_for
+from minisgl.kernel.fp8_tilings import ALIGNED_COLUMNS, EXACT_ROWS, GROUP, fp8_tiling_for
 from minisgl.kernel.fp8_weights import Scales, dequantise
 from minisgl.kernel.tilings import Tiling
 
 logger = logging.getLogger(__name__)
-
-_GROUP = 128
 
 
 def fp8_linear(
@@ -42,12 +40,8 @@ def fp8_linear(
     """
     tiling = _tiling(x, weight, scales)
     if tiling is not None and semaphores is not None:
-        from minisgl.kernel.triton import fp8_linear as kernels
-
-        x, norm = _prepared(x, norm)
-        rest = (bias, semaphores, tiling, norm, norm_weight)
-        return kernels.linear(x, weight, scales, *rest, gated=False)
-    return _many_rows(x, weight, scales, bias, norm, norm_weight)
+        return _by_kernel(x, weight, scales, bias, semaphores, tiling, norm, norm_weight)
+    return _by_torch(x, weight, scales, bias, norm, norm_weight)
 
 
 def fp8_gated_linear(
@@ -67,12 +61,9 @@ def fp8_gated_linear(
     """
     tiling = _tiling(x, weight, scales)
     if tiling is not None and semaphores is not None:
-        from minisgl.kernel.triton import fp8_linear as kernels
-
-        x, norm = _prepared(x, norm)
-        rest = (bias, semaphores, tiling, norm, norm_weight)
-        return kernels.linear(x, weight, scales, *rest, gated=True)
-    both = _many_rows(x, weight, scales, bias, norm, norm_weight)
+        given = (x, weight, scales, bias, semaphores, tiling, norm, norm_weight)
+        return _by_kernel(*given, gated=True)
+    both = _by_torch(x, weight, scales, bias, norm, norm_weight)
     return both if leave_gate else silu_and_mul(both)
 
 
@@ -89,8 +80,10 @@ def fp8_add_linear(
     if tiling is not None and semaphores is not None:
         from minisgl.kernel.triton import fp8_linear as kernels
 
-        return kernels.add_linear(residual, x, weight, scales, bias, semaphores, tiling)
-    return residual.add_(_many_rows(x, weight, scales, bias, None, None)), None
+        x, x_scales = _operand(x, weight, scales, None, None)
+        given = (x, x_scales, weight, scales, bias, semaphores, tiling)
+        return kernels.add_linear(residual, *given)
+    return residual.add_(_by_torch(x, weight, scales, bias, None, None)), None
 
 
 def quantise_rows(
@@ -116,14 +109,58 @@ def quantise_rows(
         x = x * norm_weight
     if gated:
         x = silu_and_mul(x)
-    size = _GROUP if grouped else x.shape[1]
+    size = GROUP if grouped else x.shape[1]
     groups = functional.pad(x, (0, -x.shape[1] % size)).view(len(x), -1, size)
     scales = fp8_weights.row_scales(groups)
     stored = fp8_weights.quantise(groups, scales).flatten(1)[:, : x.shape[1]].contiguous()
     return stored, scales.squeeze(-1).t().contiguous().t()
 
 
-def _many_rows(
+def _by_kernel(
+    x: Tensor,
+    weight: Tensor,
+    scales: Scales,
+    bias: Tensor | None,
+    semaphores: Tensor,
+    tiling: Tiling,
+    norm: PendingNorm | None,
+    norm_weight: Tensor | None,
+    gated: bool = False,
+) -> Tensor:
+    """`fp8_linear` or `fp8_gated_linear` by our kernel."""
+    from minisgl.kernel.triton import fp8_linear as kernels
+
+    dtype = x.dtype
+    x, x_scales = _operand(x, weight, scales, norm, norm_weight)
+    if x_scales is not None:
+        norm = norm_weight = None
+    elif norm is not None and norm.squares is None:  # no product before this one summed them
+        x, norm = rms_norm(x, None, norm.eps), None
+    given = (x, x_scales, weight, scales, bias, semaphores, tiling, norm, norm_weight)
+    return kernels.linear(*given, gated=gated, dtype=dtype)
+
+
+def _operand(
+    x: Tensor,
+    weight: Tensor,
+    scales: Scales,
+    norm: PendingNorm | None,
+    norm_weight: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """The operand of our kernel, and its scales if it is quantised.
+
+    The quantisation includes the norm or the silu_and_mul before this product.
+    """
+    silu_first = x.shape[1] != weight.shape[1]
+    if len(x) <= EXACT_ROWS:
+        return x, None
+    eps = None if norm is None else norm.eps
+    grouped = scales.columns < weight.shape[1]
+    stored, row_scales = quantise_rows(x, grouped, eps, norm_weight, silu_first)
+    return stored[: len(x)], row_scales
+
+
+def _by_torch(
     x: Tensor,
     weight: Tensor,
     scales: Scales,
@@ -131,18 +168,20 @@ def _many_rows(
     norm: PendingNorm | None,
     norm_weight: Tensor | None,
 ) -> Tensor:
-    """`fp8_linear` without our kernel for few rows."""
-    gated = x.shape[1] != weight.shape[1]
+    """`fp8_linear` by torch, or with the weights dequantised."""
+    silu_first = x.shape[1] != weight.shape[1]
     if not _torch_multiplies(x, weight, scales):
+        if not x.is_cpu:
+            _log_slow(*weight.shape, scales.rows, scales.columns, str(x.dtype))
         if norm is not None:
             x = rms_norm(x, norm_weight, norm.eps)
         elif norm_weight is not None:
             x = x * norm_weight
-        x = silu_and_mul(x) if gated else x
+        x = silu_and_mul(x) if silu_first else x
         return functional.linear(x, dequantise(weight, scales, x.dtype), bias)
     eps = None if norm is None else norm.eps
     grouped = scales.columns < weight.shape[1]
-    stored, row_scales = quantise_rows(x, grouped, eps, norm_weight, gated)
+    stored, row_scales = quantise_rows(x, grouped, eps, norm_weight, silu_first)
     out = torch._scaled_mm(  # noqa: SLF001 (torch's documented FP8 product)
         stored,
         weight.t(),
@@ -156,32 +195,24 @@ def _many_rows(
     return out if bias is None or not grouped else out.add_(bias)
 
 
-def _prepared(x: Tensor, norm: PendingNorm | None) -> tuple[Tensor, PendingNorm | None]:
-    """Normalise x if the kernel cannot, because no product before it summed the squares."""
-    if norm is not None and norm.squares is None:
-        return rms_norm(x, None, norm.eps), None
-    return x, norm
-
-
 def _tiling(x: Tensor, weight: Tensor, scales: Scales) -> Tiling | None:
-    """The tiles of our kernel for few rows; None if it does not compute this product."""
+    """The tiles of our kernel; None if it does not compute this product."""
     height, width = weight.shape
-    if not _is_hopper_bf16(x) or x.shape[1] != width or x.data_ptr() % 16 or x.stride(0) % 8:
+    if not _is_hopper_bf16(x):
         return None
-    return fp8_tiling_for(len(x), height, width, scales.columns)
+    if len(x) <= EXACT_ROWS and (x.shape[1] != width or x.data_ptr() % 16 or x.stride(0) % 8):
+        return None
+    torch_multiplies = _torch_multiplies(x, weight, scales)
+    return fp8_tiling_for(len(x), height, width, scales.columns, torch_multiplies)
 
 
 def _torch_multiplies(x: Tensor, weight: Tensor, scales: Scales) -> bool:
-    """Whether torch._scaled_mm computes this product. If not, the log says so once for a shape."""
-    if x.is_cpu:
-        return False
+    """Whether torch._scaled_mm computes this product."""
     height, width = weight.shape
     in_rows = scales.columns == width and scales.rows == 1
-    in_blocks = scales.columns == scales.rows == _GROUP and width % ALIGNED_COLUMNS == 0
-    if _is_hopper_bf16(x) and (in_rows or in_blocks) and height % 16 == 0 and width % 16 == 0:
-        return True
-    _log_slow(height, width, scales.rows, scales.columns, str(x.dtype))
-    return False
+    in_blocks = scales.columns == scales.rows == GROUP and width % ALIGNED_COLUMNS == 0
+    fits = (in_rows or in_blocks) and height % 16 == 0 and width % 16 == 0
+    return fits and _is_hopper_bf16(x)
 
 
 @lru_cache(maxsize=64)

@@ -60,7 +60,7 @@ def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:
     if not 0 < num_rows <= _MOST_ROWS or height % 64 or width % 128:
         return None
     if num_rows <= FEW_ROWS:
-        return few_rows_tiling(max(1 << (num_rows - 1).bit_length(), 16), height, width)
+        return _few_rows_tiling(max(1 << (num_rows - 1).bit_length(), 16), height, width)
     for tile, most_bytes in _TILES:
         programs = height // tile.height * -(-num_rows // tile.rows)
         if programs <= _MULTIPROCESSORS and height % tile.height == 0:
@@ -78,7 +78,7 @@ def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:
     return None
 
 
-def few_rows_tiling(rows: int, height: int, width: int) -> Tiling:
+def _few_rows_tiling(rows: int, height: int, width: int) -> Tiling:
     """The tiling for up to FEW_ROWS rows.
 
     A program that has a multiprocessor for itself gets many stages. Programs that share one get

@@ -1,4 +1,4 @@
-"""`DraftPlanner`: the draft tokens of a step, and what their results mean for the next one."""
+"""`DraftPlanner`: the draft tokens of a step, and the effect of their results on the next step."""
 
 import numpy as np
 

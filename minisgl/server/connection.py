@@ -1,8 +1,10 @@
 """HTTP connections of the server: uvicorn's protocol with limits for hostile clients.
 
 A connection has one request at a time. The server reads the next request after the response. If
-further bytes arrive before the response is complete, the server drops them and closes the
-connection after the response. Known clients do not send several requests at once (pipelining).
+bytes of another request arrive before the response is complete, the server drops them and closes
+the connection after the response. Known clients do not send several requests at once (pipelining).
+A response may come before the end of the body, such as a 404. The rest of the body and the next
+request may then arrive together.
 
 The protocol overrides methods of `HttpToolsProtocol`, which are not a public API of uvicorn:
 pyproject.toml pins the versions that it was tested with.
@@ -129,9 +131,12 @@ def limited_protocol(
         _surplus      number of bytes since the last part of the body: chunk extensions and
                       trailers, and bytes that arrive before the response is complete
         _small_chunks chunks of the body in excess of one for each 64 bytes
+        _body_left    number of bytes of the body that have not arrived; 0 if it has chunks
+        _tail         the last 3 bytes of the body that have arrived
         """
 
-        _held_size = _searched = _surplus = 0
+        _held_size = _searched = _surplus = _body_left = 0
+        _tail = b""
         _small_chunks = 0.0
         _in_head = _in_request = False
         _timer: asyncio.TimerHandle | None = None
@@ -163,7 +168,7 @@ def limited_protocol(
                 return
             try:
                 if self._in_request:
-                    self._parse(data)
+                    self._read_body(data)
                 elif self._responding:
                     self._drop(len(data))
                 else:
@@ -203,6 +208,28 @@ def limited_protocol(
                 self._parse(_UPGRADE.sub(b"", head))
                 if rest:
                     self.data_received(rest)
+
+        def _read_body(self, data: bytes) -> None:
+            """Parse the body up to its end, and receive the other bytes as the next request.
+
+            The last chunk of a body ends with an empty line. The parser does not report its place,
+            so after the response each part up to an empty line is parsed alone.
+            """
+            begin, known = 0, len(self._tail)
+            text = self._tail + data
+            self._tail = text[-3:]
+            while self._in_request and begin < len(data):
+                end = len(data)
+                if self._body_left:
+                    end = min(end, begin + self._body_left)
+                    self._body_left -= end - begin
+                elif not self._responding:
+                    blank = text.find(b"\r\n\r\n", begin and begin + known)
+                    end = end if blank < 0 else blank + 4 - known
+                self._parse(data[begin:end])
+                begin = end
+            if begin < len(data):
+                self.data_received(data[begin:])
 
         def _count_held(self, size: int) -> None:
             """Refuse to hold a head if all unfinished heads together exceed MAX_HELD_BYTES."""
@@ -251,6 +278,7 @@ def limited_protocol(
 
         def on_headers_complete(self) -> None:
             self._in_head, self._surplus, self._small_chunks = False, 0, 0.0
+            self._body_left, self._tail = int(dict(self.headers).get(b"content-length", 0)), b""
             self._stop_timer()
             self.scope["state"][KEPT] = self.cycle is not None
             super().on_headers_complete()

@@ -46,6 +46,8 @@ class Requests(NamedTuple):
 SEVERAL = Requests([700, 3, 65, 64, 18, 1, 129], [3, 2, 1, 8, 5, 1, 4], padded=3, behind=5)
 EACH_FOUR = Requests([17, 4, 66, 200], [4, 4, 4, 4])
 ONE = Requests([300], [2], padded=140, behind=1)
+# A program begins at keys that the first new token may not attend to.
+LAST_KEYS_ALONE = Requests([66, 34, 177], [4, 4, 4])
 
 
 class Inputs(NamedTuple):
@@ -141,6 +143,8 @@ def poisoned_scratch(scene: Inputs, queries: int) -> DecodeScratch:
         (EACH_FOUR, 8, 16, 64, 16),
         (ONE, 2, 8, 64, 64),
         (ONE, 2, 2, 256, 16),
+        (LAST_KEYS_ALONE, 4, 2, 128, 16),
+        (LAST_KEYS_ALONE, 8, 5, 64, 1),
     ],
     ids=lambda value: f"{len(value.new)}reqs" if isinstance(value, Requests) else str(value),
 )
@@ -149,6 +153,7 @@ def test_several_new_tokens(
 ) -> None:
     """Two calls with one scratch agree with the reference, in outputs and in the pool."""
     from minisgl.kernel.triton import decode as kernels
+    from minisgl.kernel.triton.decode_tiles import HIDDEN_SCORE
 
     scene = make_scene(reqs, group, dim, page_size, kind, fp8)
     shape = (len(scene.qkv), scene.q_heads, dim)
@@ -163,6 +168,10 @@ def test_several_new_tokens(
         kernels.decode(*call)
         exact = INTERPRETED and not fp8
         assert error(out, expected) < (1e-5 if exact else 2e-3 if INTERPRETED else 1.5e-2)
+        largest_scores, weights = scratch.softmax_stats.unbind(1)
+        unseen = largest_scores == HIDDEN_SCORE.value
+        assert weights[unseen].isfinite().all()
+        assert reqs is not LAST_KEYS_ALONE or unseen.any()
         assert not out[sum(reqs.new) :].any()
         for mine, other in zip(ours, theirs, strict=True):
             if mine is not None and other is not None:

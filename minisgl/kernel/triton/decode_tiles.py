@@ -139,9 +139,11 @@ def add_fp8_block(
     # the largest weight is 1, and the others fit into float16.
     exponent = (both >> 23) & 0xFF
     score += (exponent - 127).to(tl.float32)[None, :]
-    score = tl.where(valid[None, :], score, float("-inf"))
     if hidden is not None:
         score = tl.where(hidden, HIDDEN_SCORE, score)
+    # Keys after the end of the context may be hidden too. Their weight must be zero: they have no
+    # scale, so their factor in `norm` below is 2 ** 127, and the sum of two of them is infinite.
+    score = tl.where(valid[None, :], score, float("-inf"))
     peak = tl.maximum(top, tl.max(score, axis=1))
     p = tl.exp2(score - peak[:, None])
     shrink = tl.exp2(top - peak)[:, None]

@@ -1,9 +1,11 @@
 """The experts of a mixture of experts with FP8 weights.
 
 The counterparts of moe_few.py (few tokens, as matrix-vector products) and of moe_grouped.py (blocks
-of tokens that share an expert). The weights are converted in registers, exactly. Few tokens and
-small blocks keep bfloat16 activations. Large blocks, which arithmetic limits, multiply quantised
-activations, with one scale for each token or for each 128 of its columns.
+of tokens that share an expert). Few tokens keep bfloat16 activations, and the weights are converted
+in registers, exactly. Blocks of tokens multiply quantised activations, with one scale for each
+token or for each 128 of its columns: the matrix unit then reads the weights without a conversion.
+Activations that are not bfloat16, or weights with smaller blocks than 128 columns, are converted as
+for few tokens.
 
 The scale of a block of weights multiplies the partial sum of its columns; a scale for a whole row
 multiplies the result.
@@ -13,24 +15,20 @@ Bytes: 3 H I and the scales for each expert that has tokens; the rest as in the 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
-from typing import Final
-
 import triton
 import triton.language as tl
 from torch import Tensor, bfloat16, float32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.fp8_weights import Scales
-from minisgl.kernel.triton.fp8_linear import widen
+from minisgl.kernel.triton.fp8 import widen
 from minisgl.kernel.triton.fp8_quantise import quantise_rows
 from minisgl.kernel.triton.moe_few import route_few
 from minisgl.kernel.triton.moe_grouped import Tile, sum_parts, tiling_for
 from minisgl.kernel.triton.moe_routing import Blocks, align
 from minisgl.kernel.triton.overlap import overlaps
 
-# From this many tokens of a block on, the activations are quantised. Not measured yet.
-QUANTISED_TOKENS: Final = 128
-# The weights of a program, as in moe_few.py. Not measured yet.
+# The weights of a program, as in moe_few.py.
 _ROWS, _COLUMNS = 4, 2048
 _DOWN_ROWS, _DOWN_COLUMNS = 16, 512
 
@@ -314,14 +312,14 @@ def experts_of_many(
 ) -> Tensor:
     """As moe_grouped.experts_of_many, with FP8 weights.
 
-    scales: as in `experts_of_few`, with 32 columns or more. quantised: whether the activations are;
-    None: by the number of tokens of a block.
+    scales: as in `experts_of_few`, with 32 columns or more. quantised: whether to quantise
+    the activations; None: only bfloat16 ones.
     """
     gate_up_scales, down_scales = scales
     num_experts, top_k = len(gate_up), experts.shape[1]
     tiling = tiling_for(experts.numel(), num_experts, x.dtype == float32)
     if quantised is None:
-        quantised = tiling.tokens >= QUANTISED_TOKENS and x.dtype == bfloat16
+        quantised = x.dtype == bfloat16
     blocks = align(experts, num_experts, tiling.tokens)
     hidden = x.new_empty((len(blocks.slots), down.shape[2]))
     parts = x.new_empty((experts.numel(), x.shape[1]))

@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor, float8_e4m3fn, float32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.fp8_tilings import GROUP
 from minisgl.kernel.triton.fp8 import magnitude
 from minisgl.kernel.triton.overlap import overlaps
 
-_GROUP = 128
 _ELEMENTS_PER_THREAD = 16
 
 
@@ -90,7 +90,7 @@ def quantise_rows(
     width = width // 2 if gated else width
     padded = -(-num_rows // 4) * 4
     block = triton.next_power_of_2(width)
-    group = min(_GROUP, block) if grouped else block
+    group = min(GROUP, block) if grouped else block
     groups = -(-width // group)
     out = x.new_empty((padded, width), dtype=float8_e4m3fn)
     scales = x.new_empty((groups, padded), dtype=float32)

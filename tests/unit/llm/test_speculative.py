@@ -32,7 +32,7 @@ def answers(**settings: Any) -> tuple[list[Any], Any]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_drafts_change_no_answer(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step forwards the longest drafts, whatever their price."""
+    """Each step forwards the longest drafts and ignores their price."""
     monkeypatch.setattr(PricedLengths, "choose", lambda *args, **named: min(7, args[4]))
     plain, _ = answers(overlap=overlap)
     drafted, worker = answers(overlap=overlap, speculative="ngram")

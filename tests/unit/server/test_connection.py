@@ -124,6 +124,27 @@ def test_requests_one_after_the_other_keep_the_connection() -> None:
     assert b"connection: close" not in given
 
 
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (b"content-length: 8", b"\r\n\r\nbody"),
+        (b"transfer-encoding: chunked", b"8\r\n\r\n\r\nbody\r\n0\r\n\r\n"),
+        (b"transfer-encoding: chunked", b"4\r\nbody\r\n0\r\na: b\r\n\r\n"),
+    ],
+)
+def test_rest_of_a_body_and_the_next_request_may_arrive_together(kind: bytes, body: bytes) -> None:
+    """Regression: a client whose body arrived after a 404 got a 400 for its next request."""
+    early = b"POST /early HTTP/1.1\r\nhost: x\r\n" + kind + b"\r\n\r\n"
+    following = POST + kind + b"\r\n\r\n" + body
+    for first, last in in_two(body + following):
+        given = answers([early, first, last])
+        assert given.count(b"HTTP/1.1 200") == 2, (first, last)
+        assert given.endswith(b"body")
+    whole = answers([early, body + following, following])
+    assert whole.count(b"HTTP/1.1 200") == 3
+    assert b"connection: close" not in whole
+
+
 @pytest.mark.parametrize("count", [MAX_HEADERS, MAX_HEADERS + 1])
 def test_number_of_headers_is_bounded(count: int) -> None:
     """Regression: 10,800 tiny headers of one head took 20 times their size."""

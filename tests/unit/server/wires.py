@@ -46,8 +46,8 @@ class Wire(asyncio.Transport):
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Responds with the path, the names of other headers, and the body."""
-    body, more = b"", True
+    """Responds with the path, the names of other headers, and the body. /early: reads no body."""
+    body, more = b"", scope["path"] != "/early"
     while more:
         message = await receive()
         body += message.get("body", b"")

@@ -1,0 +1,112 @@
+"""Experts with FP8 weights, against float64 on the dequantised weights. See test_fp8_weights.py."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.kernel import silu_and_mul
+from minisgl.kernel.fp8_weights import FP8, Scales, dequantise
+from minisgl.moe.base import ExpertWeights, route
+from minisgl.moe.torch_backend import TorchMoe
+from tests.gpu.test_fp8_weights import DTYPE, QUANTISED_LIMIT, random_weights
+from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
+from tests.gpu.test_kernels import pytestmark as pytestmark
+
+
+@pytest.mark.parametrize("blocks", [(1, 1024), (128, 128), (32, 32)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "width", "inner"), [(1, 4, 256, 96), (3, 8, 160, 64)]
+)
+@pytest.mark.parametrize("many", [False, True])
+def test_experts(
+    tokens: int, experts: int, width: int, inner: int, blocks: tuple[int, int], many: bool
+) -> None:
+    """Few tokens as matrix-vector products, and blocks of tokens; tiles do not divide the sizes."""
+    from minisgl.kernel.triton import fp8_moe as kernels
+
+    weights = random_experts(experts, width, inner, blocks)
+    assert weights.scales is not None
+    x, top_k = normal(tokens, width, dtype=DTYPE), 2
+    exact = reference(x, weights, top_k)
+    if many:
+        routing = routed(x, weights, top_k)
+        found = kernels.experts_of_many(x, *weights[1:3], weights.scales, *routing, False)
+    else:
+        semaphores = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+        given = (x, *weights[:3], weights.scales, semaphores, top_k, True)
+        found = kernels.experts_of_few(*given)
+        assert not semaphores.any()
+    assert error(found, exact) < (1e-5 if INTERPRETED else 1.5e-2)
+
+
+def test_experts_convert_all_numbers_exactly() -> None:
+    """Token t has up[t] times SiLU(448), which is 448, in its first column."""
+    from minisgl.kernel.triton import fp8_moe as kernels
+
+    codes = torch.arange(256, device=DEVICE).to(torch.uint8).view(FP8)
+    finite = torch.where(codes.float().isnan(), 0.0, codes.float())
+    gate_up, down = (torch.zeros(1, *shape, device=DEVICE) for shape in ((128, 256), (256, 64)))
+    gate_up[0, :64], gate_up[0, 64], down[0, 0, 0] = 448, finite, 1
+    scales = tuple(
+        Scales(torch.ones(1, len(matrix[0]), 1, device=DEVICE), 1, matrix.shape[2])
+        for matrix in (gate_up, down)
+    )
+    x = torch.eye(256, device=DEVICE, dtype=DTYPE)
+    factors = torch.ones(256, 1, device=DEVICE)
+    experts = torch.zeros(256, 1, device=DEVICE, dtype=torch.int32)
+    given = (x, gate_up.to(FP8), down.to(FP8), (scales[0], scales[1]), factors, experts)
+    found = kernels.experts_of_many(*given, quantised=False)
+    assert torch.equal(found[:, 0].float() / 448, finite)
+
+
+@pytest.mark.parametrize("blocks", [(1, 1024), (128, 128)])
+def test_experts_of_many_tokens_with_quantised_activations(blocks: tuple[int, int]) -> None:
+    from minisgl.kernel.triton import fp8_moe as kernels
+
+    tokens, experts, width, inner = (5, 4, 256, 128) if INTERPRETED else (2000, 8, 1024, 384)
+    weights = random_experts(experts, width, inner, blocks)
+    assert weights.scales is not None
+    x = normal(tokens, width, dtype=DTYPE)
+    routing = routed(x, weights, 2)
+    found = kernels.experts_of_many(x, *weights[1:3], weights.scales, *routing, True)
+    assert error(found, reference(x, weights, 2)) < 2 * QUANTISED_LIMIT
+
+
+def random_experts(experts: int, width: int, inner: int, blocks: tuple[int, int]) -> ExpertWeights:
+    gate_up, gate_up_scales = random_weights(experts, 2 * inner, width, blocks=blocks)
+    down, down_scales = random_weights(experts, width, inner, blocks=blocks)
+    router = normal(experts, width, dtype=DTYPE) * width**-0.5
+    return ExpertWeights(router, gate_up, down, (gate_up_scales, down_scales))
+
+
+def routed(x: Tensor, weights: ExpertWeights, top_k: int) -> tuple[Tensor, Tensor]:
+    factors, experts = route(x @ weights.router.T, top_k, True)
+    return factors.contiguous(), experts.int().contiguous()
+
+
+def reference(x: Tensor, weights: ExpertWeights, top_k: int) -> Tensor:
+    """The experts one after the other in float64, on the CPU; the routing is that of x's dtype."""
+    assert weights.scales is not None
+    wide = (
+        dequantise(matrix, scales, torch.float64).cpu()
+        for matrix, scales in zip(weights[1:3], weights.scales, strict=True)
+    )
+    factors, experts = (one.cpu() for one in routed(x, weights, top_k))
+    gate_up, down = wide
+    x = x.cpu().double()
+    out = torch.zeros_like(x)
+    for token in range(len(x)):
+        for factor, expert in zip(factors[token], experts[token], strict=True):
+            hidden = silu_and_mul(x[token] @ gate_up[expert].T)
+            out[token] += factor.double() * (hidden @ down[expert].T)
+    return out.to(DEVICE)
+
+
+def test_the_reference_of_experts_is_the_torch_backend() -> None:
+    weights = random_experts(4, 256, 96, (32, 32))
+    x = normal(7, 256)
+    own = TorchMoe(torch.device(DEVICE)).forward(
+        x, weights._replace(router=weights.router.float()), 2, renormalise=True
+    )
+    wide = weights._replace(router=weights.router.float())
+    assert error(own, reference(x, wide, 2)) < 1e-5
