@@ -17,19 +17,42 @@ class LayerKind(StrEnum):
 
     # Each token attends to all earlier tokens of its request and to itself.
     FULL = "full_attention"
+    # Each token attends to the last tokens of its request, as many as the window has, and these
+    # include the token itself.
+    SLIDING = "sliding_attention"
+
+
+class AttentionRule(NamedTuple):
+    """The attention of some layers. All these layers share the plan of a step.
+
+    window    the number of tokens to which a token attends, with itself. None: all earlier tokens.
+    soft_cap  each score s becomes soft_cap * tanh(s / soft_cap). None: no cap (Gemma 2).
+    sinks     whether each head has a sink: a further logit in the softmax, without a value.
+    """
+
+    window: int | None = None
+    soft_cap: float | None = None
+    sinks: bool = False
+
+    @property
+    def kind(self) -> LayerKind:
+        return LayerKind.FULL if self.window is None else LayerKind.SLIDING
+
+
+PLAIN = AttentionRule()
 
 
 class AttentionNeeds(NamedTuple):
     """The requirements of a model.
 
     dtype: of queries, and of keys and values as attention reads them. fp8_kv: whether the pool
-    stores them as FP8 (KVSpec.fp8).
+    stores them as FP8 (KVSpec.fp8). rules: those of all layers.
     """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
-    kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL})
+    rules: frozenset[AttentionRule] = frozenset({PLAIN})
     fp8_kv: bool = False
 
 
@@ -39,8 +62,10 @@ class Capabilities(NamedTuple):
     devices    torch device types.
     dtypes     of queries, keys and values.
     head_dims  sizes of a head.
-    kinds      kinds of layers. A window or sinks would be a further kind.
+    kinds      kinds of layers.
     fp8_kv     whether the backend reads an FP8 pool with its scales (KVPool.scales).
+    sinks, soft_caps
+               whether the backend computes them (AttentionRule).
     """
 
     devices: tuple[str, ...] = ()
@@ -48,6 +73,8 @@ class Capabilities(NamedTuple):
     head_dims: tuple[int, ...] = ()
     kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL})
     fp8_kv: bool = False
+    sinks: bool = False
+    soft_caps: bool = False
 
 
 class AttentionStep(NamedTuple):
@@ -63,6 +90,8 @@ class AttentionStep(NamedTuple):
                      upper bound of the start of a decode request.
     page_table       int32 [rows, max_pages] on the device, with this step's updates applied.
                      Entries past the last page of a request are undefined.
+    window_table     the same for the pool of window layers, if they have a pool of their own.
+                     Entries of pages behind the window are undefined too.
     """
 
     num_decode: int
@@ -72,6 +101,7 @@ class AttentionStep(NamedTuple):
     device_start: Tensor
     device_lengths: Tensor
     page_table: Tensor
+    window_table: Tensor | None = None
 
     @property
     def num_decode_tokens(self) -> int:
@@ -93,11 +123,12 @@ class AttentionStep(NamedTuple):
 class StepAttention(Protocol):
     """Attention of one prepared step, with its metadata on the device."""
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
-        """Attend causally over the whole context of each request.
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+        """Attend causally over the context of each request, by the layer's AttentionRule.
 
         The keys and values of this step's tokens are in the pool already. q: [T, Hq, D] of
-        KVSpec.dtype; out: [T, Hq, D], overwritten; layer: LayerSpec.kv_layer. No host sync.
+        KVSpec.dtype; out: [T, Hq, D], overwritten; layer: LayerSpec.kv_layer. sinks: [Hq] of the
+        same dtype, the logits of the sinks; None if the layer has none. No host sync.
         """
 
 
@@ -128,10 +159,17 @@ class NormRope(NamedTuple):
 class FusedAttention(Protocol):
     """A StepAttention that takes the output of the qkv projection directly."""
 
-    def attend(self, layer: int, qkv: Tensor, heads: NormRope, out: Tensor) -> None:
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: NormRope,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
         """Normalise and rotate the heads, store keys and values, and attend.
 
-        For shapes and dtypes see kernel.decode.decode.
+        For shapes and dtypes see kernel.decode.decode. layer, sinks: as StepAttention.forward.
         """
 
 
@@ -139,7 +177,8 @@ class AttentionBackend(ABC):
     """One way to compute attention over the KV pool.
 
     A subclass sets `name` and, unless it supports every model, `capabilities`. It implements
-    `prepare`, and a constructor that takes the pool and the number of query heads of this rank. The
+    `prepare`, and a constructor that takes the pool, the number of query heads of this rank and the
+    rule of the layers. A model with layers of different rules gets one instance for each rule. The
     tuple registry.ATTENTION_BACKENDS lists the backends of minisgl. An entry point passes the
     backends of other packages in engine.Extensions.
 
@@ -154,7 +193,7 @@ class AttentionBackend(ABC):
     decode_with: ClassVar[str | None] = None
 
     @abstractmethod
-    def __init__(self, pool: KVPool, q_heads: int) -> None: ...
+    def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None: ...
 
     @classmethod
     def obstacle(cls, needs: AttentionNeeds) -> str | None:
@@ -170,8 +209,12 @@ class AttentionBackend(ABC):
             return f"it supports {supported}, not {_dtype_name(dtype)}"
         if able.head_dims and needs.head_dim not in able.head_dims:
             return f"it supports head_dim {able.head_dims}, not {needs.head_dim}"
-        if unsupported := needs.kinds - able.kinds:
+        if unsupported := {rule.kind for rule in needs.rules} - able.kinds:
             return f"it does not support {min(unsupported)} layers"
+        if not able.sinks and any(rule.sinks for rule in needs.rules):
+            return "it does not support attention sinks"
+        if not able.soft_caps and any(rule.soft_cap is not None for rule in needs.rules):
+            return "it does not support soft caps of attention scores"
         if needs.fp8_kv and not able.fp8_kv:
             return "it does not support an FP8 KV cache"
         return None

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import (
+    PLAIN,
     AttentionBackend,
     AttentionNeeds,
+    AttentionRule,
     AttentionStep,
     Capabilities,
     DecodeGraphAttention,
@@ -91,7 +93,7 @@ class FlashInferAttention(AttentionBackend):
         """The kernels for prefill chunks of few and of many tokens. arch: 90 for Hopper."""
         return cls.variant or "fa2", cls.variant or ("fa3" if arch // 10 == 9 else "fa2")
 
-    def __init__(self, pool: KVPool, q_heads: int) -> None:
+    def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None:
         import flashinfer
 
         self._pool = pool
@@ -212,7 +214,7 @@ class ContiguousAttention:
         where = (step.device_rows, step.device_start, step.device_lengths, step.page_table)
         self._copy = copy.find(*where, pool.page_size, int(self.indptrs[1][-1]))
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         slots, keys, values = self._copy
         gather_kv(*self._pool.layer(layer), slots, keys, values, self._pool.scales(layer))
         self._run(q, keys, values, out=out)
@@ -226,16 +228,16 @@ class InTurn(NamedTuple):
 
     groups: list[ContiguousAttention]
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         sizes = [group.num_tokens for group in self.groups]
         parts = zip(self.groups, torch.split(q, sizes), torch.split(out, sizes), strict=True)
         for group, queries, result in parts:
-            group.forward(layer, queries, result)
+            group.forward(layer, queries, result, sinks)
 
 
 def copy_for(pool: KVPool, step: AttentionStep) -> ContextCopy:
     """Memory for copies of the contexts of steps with the page table of `step`."""
-    return ContextCopy(step.page_table, pool.layer(0)[0], pool.spec.dtype)
+    return ContextCopy(step.page_table, pool.layer(pool.layers[0])[0], pool.spec.dtype)
 
 
 def scratch_for(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) -> DecodeScratch:

@@ -2,17 +2,19 @@
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from minisgl.attention.base import (
+    PLAIN,
     AttentionBackend,
     AttentionNeeds,
+    AttentionRule,
     AttentionStep,
     DecodeGraphAttention,
-    LayerKind,
+    FusedAttention,
+    NormRope,
     StepAttention,
 )
 from minisgl.attention.flashinfer import FlashInferAttention, FlashInferFa2, FlashInferFa3
@@ -36,33 +38,43 @@ def create_attention_backend(
     name: str,
     pool: KVPool,
     q_heads: int,
-    kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL}),
+    rules: Sequence[AttentionRule] = (PLAIN,),
     added: Sequence[type[AttentionBackend]] = (),
+    windows: KVPool | None = None,
 ) -> AttentionBackend:
     """Make the backend called `name`.
 
     name: "auto", the name of one backend for both phases, or two names with a comma between them:
     first the backend for prefill, then the backend for decode.
-    q_heads: query heads of this rank. kinds: the kinds of the model's layers. added: backends of
-    other packages. Raises ConfigError for an unknown name, and for a named backend that cannot run
-    with this pool. If auto selects torch on a GPU, a warning gives the reason.
+    q_heads: query heads of this rank. rules: the rule of each KV layer, or one rule for all
+    layers. added: backends of other packages. windows: the pool of window layers, if it is
+    not `pool`. Raises ConfigError for an unknown name, and for a
+    named backend that cannot run with this pool. If auto selects torch on a GPU, a warning gives
+    the reason.
     """
     spec = pool.spec
-    needs = AttentionNeeds(pool.device, spec.dtype, spec.head_dim, kinds, spec.fp8)
+    needs = AttentionNeeds(pool.device, spec.dtype, spec.head_dim, frozenset(rules), spec.fp8)
     prefill, decode = resolve_phases(name, needs, added)
     preferred = ATTENTION_BACKENDS[0]
     reason = preferred.obstacle(needs)
     if "auto" in name and reason is not None and pool.device.type != "cpu":
         logger.warning("attention runs on torch and is slow; flashinfer cannot run: %s", reason)
-    first = prefill(pool, q_heads)
-    shared = issubclass(prefill, decode)
-    return PhasedAttention(first, first if shared else decode(pool, q_heads))
+
+    def create(rule: AttentionRule) -> AttentionBackend:
+        of_rule = pool if rule.window is None or windows is None else windows
+        first = prefill(of_rule, q_heads, rule)
+        shared = issubclass(prefill, decode)
+        return PhasedAttention(first, first if shared else decode(of_rule, q_heads, rule))
+
+    backends = {rule: create(rule) for rule in dict.fromkeys(rules)}
+    if len(backends) == 1 and windows is None:
+        return backends[rules[0]]
+    return LayeredAttention(backends, rules)
 
 
 def attention_kernels(
     name: str,
-    dtype: torch.dtype,
-    head_dim: int,
+    needs: AttentionNeeds,
     archs: Sequence[int],
     added: Sequence[type[AttentionBackend]] = (),
 ) -> list[AttentionKernel]:
@@ -70,10 +82,9 @@ def attention_kernels(
 
     archs: 90 means compute capability 9.0. Raises ConfigError as create_attention_backend does.
     """
-    needs = AttentionNeeds(torch.device("cuda"), dtype, head_dim)
     prefill, decode = resolve_phases(name, needs, added)
     variants = prefill.kernel_variants(False, archs) | decode.kernel_variants(True, archs)
-    return [AttentionKernel(variant, dtype, head_dim) for variant in sorted(variants)]
+    return [AttentionKernel(each, needs.dtype, needs.head_dim) for each in sorted(variants)]
 
 
 def resolve_phases(
@@ -131,8 +142,72 @@ class _Mixed(NamedTuple):
     decode: StepAttention
     prefill: StepAttention
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         n = self.num_decode_tokens
         # Decode runs second: a step then takes 1.4 % less time than with decode first (8B, H200).
-        self.prefill.forward(layer, q[n:], out[n:])
-        self.decode.forward(layer, q[:n], out[:n])
+        self.prefill.forward(layer, q[n:], out[n:], sinks)
+        self.decode.forward(layer, q[:n], out[:n], sinks)
+
+
+class LayeredAttention(AttentionBackend):
+    """One backend for each rule of a model whose layers have different rules.
+
+    rules: the rule of each KV layer.
+    """
+
+    def __init__(
+        self, backends: dict[AttentionRule, AttentionBackend], rules: Sequence[AttentionRule]
+    ) -> None:
+        self.backends = backends
+        self.of_layer = tuple(list(backends).index(rule) for rule in rules)
+
+    def prepare(self, step: AttentionStep) -> StepAttention:
+        parts = [each.prepare(_step_of(step, rule)) for rule, each in self.backends.items()]
+        return self._layered(parts)
+
+    def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
+        backends = self.backends.items()
+        graphs = [each.decode_graph(size, _step_of(step, rule)) for rule, each in backends]
+        return None if None in graphs else self._layered(graphs)
+
+    def _layered(self, parts: Sequence[object]) -> "_Layered":
+        fused = all(isinstance(part, FusedAttention) for part in parts)
+        return (_FusedLayered if fused else _Layered)(parts, self.of_layer)
+
+
+def _step_of(step: AttentionStep, rule: AttentionRule) -> AttentionStep:
+    """The step with the page table of the layers of `rule`."""
+    if rule.window is None or step.window_table is None:
+        return step
+    return step._replace(page_table=step.window_table)
+
+
+class _Layered(NamedTuple):
+    """Implements StepAttention: passes each layer on to the attention of its rule.
+
+    It implements DecodeGraphAttention if all parts do.
+    """
+
+    parts: Sequence[Any]
+    of_layer: tuple[int, ...]
+
+    def compute_metadata(self) -> None:
+        for part in self.parts:
+            part.compute_metadata()
+
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+        self.parts[self.of_layer[layer]].forward(layer, q, out, sinks)
+
+
+class _FusedLayered(_Layered):
+    """Implements FusedAttention as well. All parts do."""
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: NormRope,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self.parts[self.of_layer[layer]].attend(layer, qkv, heads, out, sinks)

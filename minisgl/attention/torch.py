@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from minisgl.attention.base import AttentionBackend, AttentionStep, Capabilities, StepAttention
+from minisgl.attention.base import (
+    PLAIN,
+    AttentionBackend,
+    AttentionRule,
+    AttentionStep,
+    Capabilities,
+    LayerKind,
+    StepAttention,
+)
 from minisgl.kvcache.pool import KVPool
 
 # The number of queries in one call. It limits the memory of the mask, and of the scores if torch
@@ -21,39 +29,53 @@ _QUERY_BLOCK = 1024
 class TorchAttention(AttentionBackend):
     """Computes softmax(q k / sqrt(D)) v by torch's scaled_dot_product_attention.
 
-    The sizes of its tensors depend on the longest context, so a CUDA graph cannot capture it.
+    Layers with sinks or soft caps run plain matrix products. A layer with a window reads no key
+    before the first window of the step. The sizes of the tensors depend on the longest context, so
+    a CUDA graph cannot capture this backend.
     """
 
     name = "torch"
-    capabilities = Capabilities(fp8_kv=True)
+    capabilities = Capabilities(kinds=frozenset(LayerKind), fp8_kv=True, sinks=True, soft_caps=True)
 
-    def __init__(self, pool: KVPool, q_heads: int) -> None:
+    def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None:
         self._pool = pool
+        self._rule = rule
 
     def prepare(self, step: AttentionStep) -> StepAttention:
-        contexts = step.start + step.lengths
+        contexts, window = step.start + step.lengths, self._rule.window
         if step.num_decode:
             return self._prepare_decode(step, int(contexts.max()))
+        firsts = [0 if window is None else max(0, int(start) - window + 1) for start in step.start]
         pages = step.page_table[step.device_rows]
-        slots = [self._slots(row, int(end)) for row, end in zip(pages, contexts, strict=True)]
-        return _PrefillStep(self._pool, step.lengths.tolist(), slots)
+        slots = [
+            self._slots(row, torch.arange(first, int(end), device=pages.device))
+            for row, first, end in zip(pages, firsts, contexts, strict=True)
+        ]
+        return _PrefillStep(self._pool, self._rule, step.lengths.tolist(), slots)
 
     def _prepare_decode(self, step: AttentionStep, longest: int) -> StepAttention:
-        each = torch.arange(int(step.lengths[0]), device=step.device_start.device)
+        """Plan a step of contexts with at most `longest` tokens."""
+        width, window = int(step.lengths[0]), self._rule.window
+        read = longest if window is None else min(longest, window + width - 1)
+        each = torch.arange(width, device=step.device_start.device)
         ends = (step.device_start.unsqueeze(1) + each + 1).unsqueeze(2)
-        mask = torch.arange(longest, device=ends.device) < ends
-        slots = self._slots(step.page_table[step.device_rows], longest)
+        # No token of a request reads a position before `first`.
+        first = (ends[:, -1] - read).clamp(min=0)
+        positions = first + torch.arange(read, device=ends.device)
+        within = positions < ends[:, -1]
+        mask = positions.unsqueeze(1) < ends
+        if window is not None:
+            mask &= positions.unsqueeze(1) >= ends - window
+        slots = self._slots(step.page_table[step.device_rows], torch.where(within, positions, 0))
         # The mask alone is not enough: a masked key has weight zero, and zero times a NaN that
         # another request left in the page is NaN.
-        slots = torch.where(mask[:, -1], slots, self._pool.dummy_slot)
-        return _DecodeStep(self._pool, slots, mask)
+        slots = torch.where(within, slots, self._pool.dummy_slot)
+        return _DecodeStep(self._pool, self._rule, slots, mask)
 
-    def _slots(self, pages: Tensor, length: int) -> Tensor:
-        """Return the slots [..., length] of positions 0..length-1. pages: [..., max_pages]."""
+    def _slots(self, pages: Tensor, positions: Tensor) -> Tensor:
+        """Return the slots [..., n] of `positions` [..., n]. pages: [..., max_pages]."""
         size = self._pool.page_size
-        used = pages[..., : -(-length // size)].unsqueeze(-1) * size
-        offsets = torch.arange(size, device=pages.device, dtype=pages.dtype)
-        return (used + offsets).flatten(-2)[..., :length]
+        return pages.gather(-1, (positions // size).long()) * size + positions % size
 
 
 class _DecodeStep(NamedTuple):
@@ -64,10 +86,11 @@ class _DecodeStep(NamedTuple):
     """
 
     pool: KVPool
+    rule: AttentionRule
     slots: Tensor
     mask: Tensor
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         keys, values = self.pool.read(layer, self.slots)
         # The query heads that share a KV head are passed as further query rows of that head, and so
         # are the tokens of a request. Keys and values are therefore not repeated.
@@ -75,8 +98,12 @@ class _DecodeStep(NamedTuple):
         grouped = q.view(reqs, width, kv_heads, -1, dim).transpose(1, 2)
         group = grouped.shape[3]
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
-        mask = self.mask.repeat_interleave(group, 1).unsqueeze(1)
-        attended = scaled_dot_product_attention(grouped.flatten(2, 3), k, v, attn_mask=mask)
+        mask, wide = self.mask.repeat_interleave(group, 1).unsqueeze(1), grouped.flatten(2, 3)
+        if sinks is not None or self.rule.soft_cap is not None:
+            logits = None if sinks is None else sinks.view(1, kv_heads, group).repeat(1, 1, width)
+            attended = _attend(wide, k, v, mask, self.rule.soft_cap, logits)
+        else:
+            attended = scaled_dot_product_attention(wide, k, v, attn_mask=mask)
         attended = attended.view(reqs, kv_heads, width, group, dim).transpose(1, 2)
         out[:] = attended.reshape(q.shape)
 
@@ -84,37 +111,67 @@ class _DecodeStep(NamedTuple):
 class _PrefillStep(NamedTuple):
     """Implements StepAttention for prefill chunks.
 
-    lengths: the tokens of each chunk. slots: for each chunk, the slots of its whole context.
+    lengths: the tokens of each chunk. slots: for each chunk, the slots of its context, from the
+    first token that the window of the chunk's first token holds.
     """
 
     pool: KVPool
+    rule: AttentionRule
     lengths: list[int]
     slots: list[Tensor]
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         chunks, results = torch.split(q, self.lengths), torch.split(out, self.lengths)
         for chunk, result, slots in zip(chunks, results, self.slots, strict=True):
-            result[:] = _attend_chunk(chunk, *self.pool.read(layer, slots))
+            result[:] = _attend_chunk(chunk, *self.pool.read(layer, slots), self.rule, sinks)
 
 
-def _attend_chunk(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attend_chunk(
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
+) -> Tensor:
     """Causal attention of one chunk: q [n, Hq, D], the last n tokens of the context k, v.
 
-    k, v: [C, Hkv, D]. Returns [n, Hq, D].
+    k, v: [C, Hkv, D]. sinks: [Hq] or None. Returns [n, Hq, D].
     """
     start = len(k) - len(q)
     queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     blocks = []
     for first in range(0, q.shape[0], _QUERY_BLOCK):
         last = min(first + _QUERY_BLOCK, q.shape[0])
-        end = start + last  # no query of the block attends to a later key
-        causal = torch.ones(last - first, end, dtype=torch.bool, device=q.device)
-        block = scaled_dot_product_attention(
-            queries[:, :, first:last],
-            keys[:, :, :end],
-            values[:, :, :end],
-            attn_mask=causal.tril(start + first),
-            enable_gqa=True,
-        )
+        # No query of the block attends to a key at or past `end`, or before `begin`.
+        end, begin = start + last, 0
+        if rule.window is not None:
+            begin = max(0, start + first - rule.window + 1)
+        ones = torch.ones(last - first, end - begin, dtype=torch.bool, device=q.device)
+        mask = ones.tril(start + first - begin)
+        if rule.window is not None:
+            mask = mask.triu(start + first - begin - rule.window + 1)
+        parts = queries[:, :, first:last], keys[:, :, begin:end], values[:, :, begin:end]
+        if sinks is not None or rule.soft_cap is not None:
+            group = q.shape[1] // k.shape[1]
+            k_wide, v_wide = (part.repeat_interleave(group, 1) for part in parts[1:])
+            logits = None if sinks is None else sinks.view(1, -1, 1)
+            block = _attend(parts[0], k_wide, v_wide, mask, rule.soft_cap, logits)
+        else:
+            block = scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
         blocks.append(block.squeeze(0).transpose(0, 1))
     return torch.cat(blocks)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, soft_cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention with a soft cap and with sinks, in float32.
+
+    q: [B, H, n, D]; k, v: [B, H, C, D]; mask: bool, broadcast to [B, H, n, C]; sinks: broadcast to
+    [B, H, n]. A sink takes a share of the softmax and adds no value. Returns [B, H, n, D].
+    """
+    scores = q.float() @ k.float().transpose(2, 3) / q.shape[-1] ** 0.5
+    if soft_cap is not None:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        last = sinks.float().expand(scores.shape[:3]).unsqueeze(-1)
+        scores = torch.cat((scores, last), dim=-1)
+    attended: Tensor = scores.softmax(-1)[..., : k.shape[2]] @ v.float()
+    return attended.to(q.dtype)

@@ -43,7 +43,7 @@ def attention_cases() -> Iterator[tuple[str, int, Make]]:
 
 def _pool(spec: KVSpec, tokens: int) -> KVPool:
     pages, device = tokens // _PAGE, torch.device("cuda")
-    pool = KVPool(spec, num_layers=1, num_pages=pages, page_size=_PAGE, device=device)
+    pool = KVPool(spec, layers=(0,), num_pages=pages, page_size=_PAGE, device=device)
     pool.fill_noise(pages)
     return pool
 

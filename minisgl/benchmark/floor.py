@@ -10,6 +10,7 @@ number of tokens (the budget). Then all requests decode together; the batch shri
 import argparse
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from minisgl.benchmark.flag_types import (
     add_kv_flag,
@@ -148,6 +150,23 @@ def _single_gpu_cost(model: ModelConfig) -> Cost:
     return Cost(2 * parameters, operations, 0, 2 * experts, expert_share)
 
 
+def weight_format(model: ModelConfig, quantization: str | None) -> str:
+    """The format of the quantised weights: fp8, mxfp4 or none. quantization: as in EngineConfig."""
+    if model.quantization is not None and model.quantization.get("quant_method") == "mxfp4":
+        return "mxfp4"
+    return "none" if quantization is None and model.quantization is None else "fp8"
+
+
+def with_weights(cost: Cost, model: ModelConfig, quantization: str | None, tp: int = 1) -> Cost:
+    """Return the cost with the weights in `weight_format`."""
+    match weight_format(model, quantization):
+        case "fp8":
+            return with_fp8_weights(cost, model, tp)
+        case "mxfp4":  # half a byte for each weight, and one for 32 weights
+            return cost._replace(expert_bytes=cost.expert_bytes // 2 * 17 // 32)
+    return cost
+
+
 def with_fp8_weights(cost: Cost, model: ModelConfig, tp: int = 1) -> Cost:
     """Return the cost with FP8 weights in all linears and experts. The scales are not counted.
 
@@ -165,10 +184,13 @@ def with_fp8_weights(cost: Cost, model: ModelConfig, tp: int = 1) -> Cost:
     )
 
 
-def step_s(cost: Cost, tokens: int, context_tokens: int, ceilings: Ceilings, tp: int = 1) -> float:
+def step_s(
+    cost: Cost, tokens: int, context_tokens: float, ceilings: Ceilings, tp: int = 1
+) -> float:
     """Return the floor of a decode step in seconds.
 
-    tokens: requests of the step, each with one token. context_tokens: tokens of all their contexts.
+    tokens: requests of the step, each with one token. context_tokens: tokens of all their contexts;
+    with window layers, the mean over the layers of the tokens that a layer reads.
     """
     weights = cost.read_bytes(tokens) / ceilings.bytes_per_s
     arithmetic = tokens * ceilings.arithmetic_s(cost.operations, cost.fp8_operations)
@@ -191,16 +213,14 @@ def floor_of(
 
     quantization: as in EngineConfig. fp8_kv: the KV cache is FP8.
     """
-    cost = cost_of(model, tp, fp8_kv)
-    if has_fp8_weights(model, quantization):
-        cost = with_fp8_weights(cost, model, tp)
+    cost = with_weights(cost_of(model, tp, fp8_kv), model, quantization, tp)
     prompts, outputs = workload.prompt_lengths(), workload.output_lengths()
     prompt_tokens = int(prompts.sum())
     chunks = -(-prompt_tokens // budget_tokens)
     # The output head is computed for the last token of a prompt only.
     head = 2 * model.hidden_size * model.vocab_size // tp
     prefill_operations: float = (cost.operations - head) * prompt_tokens + head * len(prompts)
-    pairs = float((prompts * (prompts + 1) / 2).sum())
+    pairs = sum(share * _pairs(prompts, window) for window, share in _windows(model))
     prefill_operations += 4.0 * model.num_layers * model.q_heads * model.head_dim * pairs / tp
     prefill_s = max(
         chunks * cost.read_bytes(budget_tokens) / ceilings.bytes_per_s,
@@ -209,15 +229,26 @@ def floor_of(
     prefill_s += chunks * cost.reduces * reduce_s(tp, prompt_tokens / chunks * cost.reduce_bytes)
     decode_s = 0.0
     for step in range(1, int(outputs.max())):  # prefill samples the first token
-        running = outputs > step
-        context = int((prompts[running] + step).sum())
-        decode_s += step_s(cost, int(running.sum()), context, ceilings, tp)
+        contexts = prompts[outputs > step] + step
+        keys = sum(
+            share * float(np.minimum(contexts, window or contexts).sum())
+            for window, share in _windows(model)
+        )
+        decode_s += step_s(cost, len(contexts), keys, ceilings, tp)
     return Floor(prefill_s, decode_s, int(outputs.sum()) / (prefill_s + decode_s))
 
 
-def has_fp8_weights(model: ModelConfig, quantization: str | None) -> bool:
-    """Whether the weights are FP8, by --quantization or in the checkpoint."""
-    return quantization is not None or model.quantization is not None
+def _windows(model: ModelConfig) -> list[tuple[int | None, float]]:
+    """Each window of the model's layers, and its share of the layers. None: full attention."""
+    counts = Counter(layer.rule.window for layer in model.layers)
+    return [(window, count / model.num_layers) for window, count in counts.items()]
+
+
+def _pairs(prompts: NDArray[np.int64], window: int | None) -> float:
+    """Return the number of pairs of a query and a key in one layer."""
+    rising = prompts if window is None else np.minimum(prompts, window)
+    pairs = rising * (rising + 1) / 2 + (prompts - rising) * (window or 0)
+    return float(pairs.sum())
 
 
 def load_shape(model: str, folder: Path) -> tuple[str, ModelConfig]:
@@ -259,9 +290,7 @@ def main(argv: Sequence[str]) -> int:
     workload = workload_from(options)
     quantization, fp8_kv = options.quantization, options.kv_cache_dtype == "fp8"
     floor = floor_of(model, workload, ceilings, options.budget, options.tp, quantization, fp8_kv)
-    cost = cost_of(model, options.tp, fp8_kv)
-    if has_fp8_weights(model, quantization):
-        cost = with_fp8_weights(cost, model, options.tp)
+    cost = with_weights(cost_of(model, options.tp, fp8_kv), model, quantization, options.tp)
     outputs = int(np.sum(workload.output_lengths()))
     print(
         f"{options.model}: a step of 1 token reads {cost.read_bytes(1) / 1e9:.2f} GB of weights, "

@@ -19,7 +19,7 @@ from minisgl import kernel
 from minisgl.benchmark.decode_attention import attention_cases
 from minisgl.benchmark.drafts import draft_cases
 from minisgl.benchmark.flag_types import positive_int
-from minisgl.benchmark.moe import layer_cases
+from minisgl.benchmark.moe import gpt_oss_cases, layer_cases
 from minisgl.kernel.fp8_weights import FP8, Scales
 
 _CALLS = 32  # captured in one graph
@@ -102,6 +102,7 @@ def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
             yield _silu_and_mul(count, inner)
             yield _qk_norm_rope_store(count, q_heads, kv_heads)
     yield from (Case(*case) for case in layer_cases(sorted({*tokens, 16})))
+    yield from (Case(*case) for case in gpt_oss_cases(sorted({*tokens, 16})))
     yield from (Case(*case) for case in itertools.chain(attention_cases(), draft_cases()))
     for count in rows:
         for dtype in (torch.float32, torch.bfloat16):

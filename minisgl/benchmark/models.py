@@ -39,6 +39,29 @@ def _shape(
     }
 
 
+def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
+    kinds = ["sliding_attention", "full_attention"]
+    yarn = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    return _shape(2880, layers, 64, 2880, tied=False) | {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000,
+        "rope_scaling": yarn | {"original_max_position_embeddings": 4096, "truncate": False},
+        "max_position_embeddings": 131072,
+        "sliding_window": 128,
+        "layer_types": kinds * (layers // 2),
+        "attention_bias": True,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 4,
+        "swiglu_limit": 7.0,
+        "quantization_config": {"quant_method": "mxfp4"},
+        "eos_token_id": 200002,
+    }
+
+
 # Published shapes.
 SHAPES = {
     "qwen3-0.6b": _shape(1024, 28, 16, 3072, tied=True),
@@ -74,10 +97,17 @@ SHAPES = {
     "seed-oss-36b": _shape(5120, 64, 80, 27648, tied=False)
     | {"architectures": ["SeedOssForCausalLM"], "attention_bias": True}
     | {"attention_out_bias": False, "vocab_size": 155136},
+    "gemma-3-12b": _shape(3840, 48, 16, 15360, tied=True)
+    | {"architectures": ["Gemma3ForCausalLM"], "head_dim": 256, "vocab_size": 262208}
+    | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
+    | {"sliding_window": 1024, "sliding_window_pattern": 6, "max_position_embeddings": 131072}
+    | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 10_000},
     "qwen1.5-moe-a2.7b": _shape(2048, 24, 16, 5632, tied=False)
     | {"architectures": ["Qwen2MoeForCausalLM"], "num_key_value_heads": 16, "num_experts": 60}
     | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408}
     | {"shared_expert_intermediate_size": 5632},
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
 }
 
 
@@ -93,9 +123,10 @@ def write_model(name: str, folder: Path, full_vocabulary: bool = False) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_COMMON | SHAPES[name]), encoding="utf-8")
     save_file({}, folder / "model.safetensors")
-    merges = list(itertools.islice(_merges(), _COMMON["vocab_size"] if full_vocabulary else 0))
+    vocab_size = (_COMMON | SHAPES[name])["vocab_size"]
+    merges = list(itertools.islice(_merges(), vocab_size if full_vocabulary else 0))
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    texts = [*alphabet, *(left + right for left, right in merges)][: _COMMON["vocab_size"]]
+    texts = [*alphabet, *(left + right for left, right in merges)][:vocab_size]
     vocab = {text: index for index, text in enumerate(texts)}
     merges = merges[: len(vocab) - len(alphabet)]
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))

@@ -1,4 +1,4 @@
-"""A mixture-of-experts layer with the widths of Qwen3-30B-A3B, from router to weighted sum."""
+"""Mixture-of-experts layers with the widths of Qwen3-30B-A3B and of gpt-oss, from router to sum."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -7,10 +7,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from minisgl.kernel import silu_and_mul
-from minisgl.moe.base import ExpertWeights, MoeBackend, route
+from minisgl.moe.base import Biases, ClampedSwiglu, ExpertWeights, MoeBackend, route
 from minisgl.moe.registry import create_moe_backend
 
 _HIDDEN, _INNER, _EXPERTS, _TOP_K = 2048, 768, 128, 8
+_GPT_OSS_WIDTH, _GPT_OSS_TOP_K = 2880, 4  # hidden and inner size
+_GPT_OSS_EXPERTS = {"20b": 32, "120b": 128}
 
 Make = Callable[[], Callable[[], object]]
 
@@ -44,6 +46,51 @@ def layer_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
         moved = int(6 * _HIDDEN * _INNER * used_experts) + 2 * _HIDDEN * (_EXPERTS + 2 * count)
         for name, backend in backends:
             yield f"experts {count} tokens, {name}", moved, _maker(backend, count, weights)
+
+
+def gpt_oss_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
+    """As layer_cases, for MXFP4 experts."""
+    backend, width = create_moe_backend("triton", torch.device("cuda")), _GPT_OSS_WIDTH
+    for model, experts in _GPT_OSS_EXPERTS.items():
+        weights: list[ExpertWeights] = []
+        for count in tokens:
+            used = experts * (1 - (1 - _GPT_OSS_TOP_K / experts) ** count)
+            # 3 matrices with a byte for 2 weights and one for each scale of 32 weights, and biases
+            expert_bytes = 3 * width * width * 17 // 32 + 6 * width
+            moved = int(used * expert_bytes) + 2 * width * (experts + 2 * count)
+            make = _gpt_oss_maker(backend, count, experts, weights)
+            yield f"mxfp4 experts of gpt-oss-{model} {count} tokens", moved, make
+
+
+def _gpt_oss_maker(
+    backend: MoeBackend, tokens: int, experts: int, weights: list[ExpertWeights]
+) -> Make:
+    width, rows = _GPT_OSS_WIDTH, 2 * _GPT_OSS_WIDTH
+
+    def make() -> Callable[[], object]:
+        if not weights:
+            weights.append(
+                ExpertWeights(
+                    _normal(experts, width) * width**-0.5,
+                    _bytes(0, 256, experts, rows, width // 2),
+                    _bytes(0, 256, experts, width, width // 2),
+                    biases=Biases(_normal(experts, rows), _normal(experts, width)),
+                    router_bias=_normal(experts),
+                    swiglu=ClampedSwiglu(1.702, 7.0),
+                    mxfp4_scales=(
+                        _bytes(118, 122, experts, rows, width // 32),
+                        _bytes(118, 122, experts, width, width // 32),
+                    ),
+                )
+            )
+        x = _normal(tokens, width)
+        return lambda: backend.forward(x, weights[0], _GPT_OSS_TOP_K, True)
+
+    return make
+
+
+def _bytes(low: int, high: int, *shape: int) -> Tensor:
+    return torch.randint(low, high, shape, device="cuda", dtype=torch.uint8)
 
 
 def _maker(backend: MoeBackend, tokens: int, weights: list[ExpertWeights]) -> Make:

@@ -17,7 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from minisgl.benchmark.flag_types import positive_int
-from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult
+from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult, WindowLayers
 from minisgl.kvcache import RadixCache
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
@@ -42,6 +42,7 @@ class _IdleEngine:
     def __init__(self, num_pages: int, max_running_reqs: int, max_seq_len: int) -> None:
         self.num_pages = num_pages
         self.page_size = PAGE_SIZE
+        self.window: WindowLayers | None = None
         self.max_running_reqs = max_running_reqs
         self.max_seq_len = max_seq_len
 

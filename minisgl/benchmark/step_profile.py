@@ -23,10 +23,9 @@ from minisgl.benchmark.flag_types import (
 from minisgl.benchmark.floor import (
     Ceilings,
     cost_of,
-    has_fp8_weights,
     load_shape,
     reduce_s,
-    with_fp8_weights,
+    with_weights,
 )
 from minisgl.benchmark.models import SHAPES
 from minisgl.core import (
@@ -86,6 +85,11 @@ def decode_batch(
     if step == 0:
         cols = np.concatenate([np.arange(count, dtype=np.int32) for count in pages])
         updates = PageUpdates(np.repeat(rows, pages), cols, order.astype(np.int32))
+        if engine.window is not None:  # pages behind the windows are not read
+            below = updates.rows + np.int32(engine.max_running_reqs + 1)
+            again = np.arange(len(cols), dtype=np.int32) % engine.window.num_pages
+            parts = zip(updates, (below, cols, again), strict=True)
+            updates = PageUpdates(*map(np.concatenate, parts))
     params = [SamplingParams(temperature=0.6, seed=seed) for seed in range(num_reqs)]
     return Batch(
         step_id=step,
@@ -215,8 +219,7 @@ def report(
     """Print the results."""
     cost = cost_of(model, options.tp, options.kv_cache_dtype == "fp8")
     ceilings = Ceilings()
-    if has_fp8_weights(model, options.quantization):
-        cost = with_fp8_weights(cost, model, options.tp)
+    cost = with_weights(cost, model, options.quantization, options.tp)
     weights_s = cost.read_bytes(options.batch) / ceilings.bytes_per_s
     kv_s = options.batch * options.context * cost.kv_bytes / ceilings.bytes_per_s
     arithmetic_s = options.batch * ceilings.arithmetic_s(cost.operations, cost.fp8_operations)

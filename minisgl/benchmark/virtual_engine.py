@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.benchmark.flag_types import nonnegative_float, positive_float, positive_int
-from minisgl.core import Batch, ConfigError, SchedulerConfig, StepCost, StepResult
+from minisgl.core import Batch, ConfigError, SchedulerConfig, StepCost, StepResult, WindowLayers
 
 _HOST_S = 0.0003  # host time from the end of step n to the launch of step n + 2
 # Qwen3-8B, bfloat16, on one H200, as a server of bbc8025 logged it (2026-11-22).
@@ -75,6 +75,7 @@ class VirtualEngine:
         self._mixed_factor = mixed_factor
         self.num_pages = num_pages
         self.page_size = 16
+        self.window: WindowLayers | None = None
         self.max_running_reqs = rows
         self.max_seq_len = max_seq_len
         self.now_s = 0.0

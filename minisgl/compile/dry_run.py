@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from minisgl.attention.base import (
+    PLAIN,
     AttentionBackend,
     AttentionNeeds,
+    AttentionRule,
     AttentionStep,
     Capabilities,
     StepAttention,
@@ -35,7 +37,7 @@ from minisgl.core import EngineConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.distributed.peers import PeerMemory
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
-from minisgl.engine.memory import resolve_dtype, resolve_fp8_kv
+from minisgl.engine.memory import resolve_dtype, resolve_fp8_kv, resolve_max_seq_len
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_config
@@ -54,17 +56,22 @@ def dry_run(
     tp: the rank. extensions: the extensions of the server; its attention backends are ignored.
     Reads the model's config and no weights. Raises ConfigError as Engine does.
     """
-    gpu, model = torch.device("cuda"), load_model_config(config.model_path)
-    dtype = resolve_dtype(config, model, gpu)
-    fp8_kv = resolve_fp8_kv(config, dtype, _META)
-    needs = AttentionNeeds(gpu, dtype, model.head_dim, fp8_kv=fp8_kv)
-    attention = without_flashinfer(config.attention_backend, needs)
+    attention = without_flashinfer(config.attention_backend, attention_needs(config))
     config = msgspec.structs.replace(
         config, attention_backend=attention, num_pages=1, dummy_weight=True, kernel_cache=None
     )
     added = dataclasses.replace(extensions, attention_backends=(MetaAttention,))
     with HostCopies():
         DryRunEngine(config, MetaCommunicator(tp), max_chunk_tokens, added).warm_up()
+
+
+def attention_needs(config: EngineConfig) -> AttentionNeeds:
+    """The requirements of a server with `config` on a GPU. Raises ConfigError as Engine does."""
+    gpu, model = torch.device("cuda"), load_model_config(config.model_path)
+    model = model.for_context(resolve_max_seq_len(config, model))
+    dtype = resolve_dtype(config, model, gpu)
+    fp8_kv = resolve_fp8_kv(config, dtype, _META)
+    return AttentionNeeds(gpu, dtype, model.head_dim, frozenset(model.rules), fp8_kv)
 
 
 class HostCopies(TorchFunctionMode):
@@ -115,7 +122,7 @@ class MetaAttention(AttentionBackend):
     name = "meta"
     capabilities = Capabilities(fp8_kv=True)
 
-    def __init__(self, pool: KVPool, q_heads: int) -> None:
+    def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None:
         self._pool = pool
         self._heads = (q_heads, pool.spec.kv_heads, pool.spec.head_dim)
 

@@ -17,17 +17,15 @@ from pathlib import Path
 import torch
 
 from minisgl.attention.registry import attention_kernels
-from minisgl.compile.dry_run import dry_run
+from minisgl.compile.dry_run import attention_needs, dry_run
 from minisgl.compile.flashinfer import compile_attention_kernels
 from minisgl.compile.manifest import filling
 from minisgl.compile.triton_driver import compiling, require_triton
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
-from minisgl.engine.memory import resolve_dtype
 from minisgl.kernel import CompileLog
 from minisgl.kernel.cache import TRITON_FOLDER
-from minisgl.models.config import load_model_config
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
@@ -58,11 +56,10 @@ def compile_kernels(
     if not archs:
         raise ConfigError("this machine has no GPU: name an architecture, such as --arch 9.0")
     began_s = time.monotonic()
-    model = load_model_config(config.model_path)
-    dtype = resolve_dtype(config, model, torch.device("cuda"))
+    needs = attention_needs(config)
     if config.kv_cache_dtype == "fp8" and archs[0] < 89:
         raise ConfigError(f"kv_cache_dtype fp8 needs --arch 8.9 or later, not {archs[0] / 10}")
-    attention = attention_kernels(config.attention_backend, dtype, model.head_dim, archs)
+    attention = attention_kernels(config.attention_backend, needs, archs)
     # This check precedes `filling`, which removes the manifest. If Triton is missing, the folder
     # keeps its manifest.
     require_triton()

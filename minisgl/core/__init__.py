@@ -4,7 +4,15 @@ Modules that need EditedReq, LogprobsRequest or Logprobs import them from core.b
 imports torch.
 """
 
-from minisgl.core.batch import Batch, EngineLike, Int32Array, PageUpdates, PendingStep, StepResult
+from minisgl.core.batch import (
+    Batch,
+    EngineLike,
+    Int32Array,
+    PageUpdates,
+    PendingStep,
+    StepResult,
+    WindowLayers,
+)
 from minisgl.core.config import EngineConfig, ModelFacts, SchedulerConfig, TokenizerInfo
 from minisgl.core.errors import (
     Cancelled,
@@ -63,6 +71,7 @@ __all__ = [
     "StepResult",
     "TokenizerInfo",
     "Unsupported",
+    "WindowLayers",
     "WorkerDied",
     "step_sizes",
 ]

@@ -29,7 +29,11 @@ Array = TypeVar("Array")
 
 
 class PageUpdates(NamedTuple):
-    """Changes of the page table: page_table[rows, cols] = ids. Each array is int32 [U]."""
+    """Changes of the page tables: page_table[rows, cols] = ids. Each array is int32 [U].
+
+    A model with window layers has two page tables of max_running_reqs + 1 rows each, one after the
+    other: the pages of layers with full attention, then those of window layers.
+    """
 
     rows: Int32Array
     cols: Int32Array
@@ -235,13 +239,35 @@ class PendingStep(Protocol):
         """Return True if the step is complete, so that wait returns at once."""
 
 
+class WindowLayers(NamedTuple):
+    """The layers of a model that attend to the last `tokens` tokens only, and their KV pool."""
+
+    tokens: int
+    num_pages: int
+
+    def span(self, page_size: int) -> int:
+        """The pages before the page of a token that its window can reach."""
+        return -(-(self.tokens - 1) // page_size)
+
+    def reserve(self, page_size: int) -> int:
+        """The pages that a request needs to continue: its window, one more, and one in quarantine.
+
+        See scheduler.window_manager.
+        """
+        return self.span(page_size) + 2
+
+
 class EngineLike(Protocol):
-    """The part of an engine that the scheduler uses. Steps run in the order of their launch."""
+    """The part of an engine that the scheduler uses. Steps run in the order of their launch.
+
+    window: None if the model has no window layers.
+    """
 
     num_pages: int
     page_size: int
     max_running_reqs: int
     max_seq_len: int
+    window: WindowLayers | None
 
     def launch(self, batch: Batch) -> PendingStep:
         """Start the step without waiting. The caller must not change the batch's arrays later."""

@@ -26,6 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cpu_kv_bytes: int = 512 * 2**20
     max_running_reqs: int = 256
     max_seq_len: int | None = None
+    kv_request_tokens: int = 4096
     kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
     moe_backend: str = "auto"
@@ -40,7 +41,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
         The engine later checks the values against its model and its machine.
         """
-        for name in ("tp_size", "max_running_reqs", "page_size", "num_pages"):
+        for name in (
+            "tp_size",
+            "max_running_reqs",
+            "page_size",
+            "num_pages",
+            "kv_request_tokens",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")

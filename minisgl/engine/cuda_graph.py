@@ -123,7 +123,8 @@ class DecodeGraphs:
         device = runner.device
         capacity = StepLayout(largest, _MAX_PAGE_UPDATES, 0, runner.columns).size
         self.buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
-        self._tokens = torch.zeros((3, most_tokens), dtype=torch.int32, device=device)
+        token_rows = len(runner.padding)
+        self._tokens = torch.zeros((token_rows, most_tokens), dtype=torch.int32, device=device)
         width, dtype = runner.model.lm_head.shard.local, runner.model.lm_head.weight.dtype
         self._logits = torch.zeros((most_tokens, width), dtype=dtype, device=device)
         rows = max(self._result_rows(shape.width) * shape.reqs for shape in shapes)
@@ -181,7 +182,8 @@ class DecodeGraphs:
         attention = runner.attention.decode_graph(size, step)
         if attention is None:
             return None
-        tokens = torch.as_strided(self._tokens, (3, num_tokens), (num_tokens, 1))
+        token_rows = len(runner.padding)
+        tokens = torch.as_strided(self._tokens, (token_rows, num_tokens), (num_tokens, 1))
         logits = self._logits[:num_tokens]
         rows = self._result_rows(width)
         next_tokens = self._next_tokens[: rows * size].view(rows, size)

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from minisgl.attention.base import AttentionNeeds
 from minisgl.attention.registry import attention_kernels, create_attention_backend
-from minisgl.core import Batch, EngineConfig, ModelFacts, OutOfMemory, StepCost
+from minisgl.core import Batch, EngineConfig, ModelFacts, OutOfMemory, StepCost, WindowLayers
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, MAX_DRAFTS
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import memory, step_timing, warmup
@@ -73,10 +74,13 @@ class Engine:
         self.extensions = extensions
         self._model_config = load_model_config(config.model_path)
         self._device = self._resolve_device(config, comm.tp)
+        self.max_seq_len = memory.resolve_max_seq_len(config, self._model_config)
+        self._model_config = self._model_config.for_context(self.max_seq_len)
+        if self._drafting:
+            memory.check_drafts(self._model_config)
         self._dtype = memory.resolve_dtype(config, self._model_config, self._device)
         fp8_kv = memory.resolve_fp8_kv(config, self._dtype, self._device)
         self._kv_spec = local_kv_spec(self._model_config, comm, self._dtype, fp8_kv)
-        self.max_seq_len = memory.resolve_max_seq_len(config, self._model_config)
         self.page_size, self.max_running_reqs = config.page_size, config.max_running_reqs
         self._max_chunk_tokens = max_chunk_tokens
         self._show_progress = comm.tp.rank == 0
@@ -110,20 +114,21 @@ class Engine:
                 with self.startup.phase("compile"):
                     self._wait_for_kernels()
             with self.startup.phase("kv"):
-                self.num_pages = config.num_pages or self._pages_that_fit(free_before)
+                self.num_pages, self.window = self._sizes_of_pools(free_before)
                 self._launcher = self._assemble()
             assembled_free_bytes = memory.free_bytes(self._device)
             with self.startup.phase("graphs"):
                 self._capture(*self._graph_sizes())
             graph_bytes = assembled_free_bytes - memory.free_bytes(self._device)
         logger.info(
-            "engine loaded device=%s dtype=%s pages=%d page_size=%d kv_bytes=%d max_seq_len=%d "
-            "graphs=%d graph_bytes=%d left_bytes=%d",
+            "engine loaded device=%s dtype=%s pages=%d window_pages=%d page_size=%d kv_bytes=%d "
+            "max_seq_len=%d graphs=%d graph_bytes=%d left_bytes=%d",
             self._device,
             self._dtype,
             self.num_pages,
+            0 if self.window is None else self.window.num_pages,
             config.page_size,
-            self._pool.num_bytes,
+            sum(pool.num_bytes for pool in self._pools),
             self.max_seq_len,
             0 if self._launcher.graphs is None else len(self._launcher.graphs.graphs),
             graph_bytes,
@@ -186,7 +191,8 @@ class Engine:
         # noise. On a CPU there is no stream, and the values do not change the time.
         if self._stream is not None:
             with self._on_stream():
-                self._pool.fill_noise(_TIMED_TOKENS // self.page_size)
+                for pool in self._pools:
+                    pool.fill_noise(_TIMED_TOKENS // self.page_size)
         with self.startup.phase("calibration"):
             cost = step_timing.calibrate(
                 self,
@@ -212,9 +218,10 @@ class Engine:
         config = self._config
         major, minor = torch.cuda.get_device_capability(self._device)
         arch = 10 * major + minor
-        head_dim = self._model_config.head_dim
-        added = self.extensions.attention_backends
-        needed = attention_kernels(config.attention_backend, self._dtype, head_dim, [arch], added)
+        model, spec, added = self._model_config, self._kv_spec, self.extensions.attention_backends
+        rules = frozenset(model.rules)
+        needs = AttentionNeeds(self._device, spec.dtype, model.head_dim, rules, spec.fp8)
+        needed = attention_kernels(config.attention_backend, needs, [arch], added)
         if config.kernel_cache is not None:
             use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
         if self._show_progress:
@@ -222,44 +229,51 @@ class Engine:
             self._wait_for_kernels = compile_missing(needed)
 
     def _assemble(self) -> StepLauncher:
-        """Allocate all device memory except for graphs. The KV pool gets num_pages pages."""
+        """Allocate all device memory except for graphs, with KV pools of the known sizes."""
         config, model = self._config, self._model_config
-        pool = KVPool(
-            self._kv_spec,
-            num_layers=model.num_kv_layers,
-            num_pages=self.num_pages,
-            page_size=config.page_size,
-            device=self._device,
+        counts = [self.num_pages] + ([] if self.window is None else [self.window.num_pages])
+        pools = tuple(
+            KVPool(
+                self._kv_spec,
+                layers=layers,
+                num_pages=count,
+                page_size=config.page_size,
+                device=self._device,
+            )
+            for layers, count in zip(model.pools, counts, strict=True)
         )
         rows = config.max_running_reqs + 1
         # A draft may stand after the last position of a context. Its results are dropped.
         drafts = MAX_DRAFTS if self._drafting else 0
-        positions = self.max_seq_len + drafts
         tables = [
             rope_table(rope, model.head_dim, self.max_seq_len, self._device) for rope in model.ropes
         ]
         scale = query_scale_table(model.query_scale, self.max_seq_len, self._device)
         max_pages = -(-self.max_seq_len // config.page_size) + -(-drafts // config.page_size)
-        page_table = torch.full(
-            (rows, max_pages), pool.dummy_page, dtype=torch.int32, device=self._device
+        page_tables = [
+            torch.full((rows, max_pages), pool.dummy_page, dtype=torch.int32, device=self._device)
+            for pool in pools
+        ]
+        token_pool = torch.zeros(
+            (rows, self.max_seq_len + drafts + 1), dtype=torch.int32, device=self._device
         )
-        token_pool = torch.zeros((rows, positions + 1), dtype=torch.int32, device=self._device)
         runner = ModelRunner(
             model=self._model,
-            pool=pool,
+            pools=pools,
             attention=create_attention_backend(
                 config.attention_backend,
-                pool,
+                pools[0],
                 model.q_heads // self._comm.tp.size,
-                frozenset(layer.kind for layer in model.layers),
+                model.rules,
                 self.extensions.attention_backends,
+                *pools[1:],
             ),
             columns=self.extensions.sampling_columns,
             ropes=tuple(_with_rows(table, drafts) for table in tables),
             query_scale=None if scale is None else _with_rows(scale, drafts),
-            page_table=page_table,
+            page_table=torch.cat(page_tables),
             token_pool=token_pool,
-            cached=torch.zeros_like(page_table[:, 0]) if self._drafting else None,
+            cached=torch.zeros_like(token_pool[:, 0]) if self._drafting else None,
         )
         return StepLauncher(runner, self.extensions.logits_processors, model.eos_token_ids)
 
@@ -281,22 +295,32 @@ class Engine:
             self._launcher.capture(shapes, token_sizes, self._show_progress)
             self._clear_dummy()
 
-    def _pages_that_fit(self, free_before: int) -> int:
-        """Return the number of KV pages to allocate, the same on every rank. Raises OutOfMemory."""
-        config, size = self._config, self._config.page_size
+    def _sizes_of_pools(self, free_before: int) -> tuple[int, WindowLayers | None]:
+        """Return the sizes of the KV pools, the same on every rank. Raises OutOfMemory."""
+        config, size, model = self._config, self._config.page_size, self._model_config
+        given, window, length = config.num_pages, model.window, self.max_seq_len
+        if given is not None:
+            pages = 0
+            if window is not None:
+                pages = memory.window_pages_for(config, given, window, self._max_chunk_tokens)
+            return given, self._window_layers(pages)
         on_cpu = self._device.type == "cpu"
         available = config.cpu_kv_bytes if on_cpu else self._gpu_kv_bytes(free_before)
-        page_bytes = kv_page_bytes(self._kv_spec, self._model_config.num_kv_layers, size)
-        pages = self._comm.agree_min(
-            memory.pages_that_fit(config, available, page_bytes, self.max_seq_len)
-        )
-        if pages < 1:
+        page_bytes = [kv_page_bytes(self._kv_spec, len(layers), size) for layers in model.pools]
+        least = 1
+        if window is None:
+            found = [memory.pages_that_fit(config, available, page_bytes[0], length)]
+        else:
+            found = [*memory.split_pages(config, available, page_bytes, length, window)]
+            least = WindowLayers(window, 0).reserve(size)
+        found = [self._comm.agree_min(count) for count in found]
+        if found[0] < 1 or found[-1] < least:
             raise OutOfMemory(
-                f"one KV page of {size} tokens takes {page_bytes} bytes, but only {available} "
-                "bytes are left; raise memory_ratio (on a CPU, raise cpu_kv_bytes) or lower "
-                "max_running_reqs"
+                f"one KV page of {size} tokens takes {sum(page_bytes)} bytes, and at least "
+                f"{least} pages are needed, but only {available} bytes are left; raise "
+                "memory_ratio (on a CPU, raise cpu_kv_bytes) or lower max_running_reqs"
             )
-        return pages
+        return found[0], self._window_layers(found[-1])
 
     def _gpu_kv_bytes(self, free_before: int) -> int:
         """Return the memory for KV pages on a GPU, in bytes.
@@ -309,7 +333,7 @@ class Engine:
         device = self._device
         torch.cuda.synchronize(device)
         free_loaded = memory.free_bytes(device)
-        self.num_pages = 1
+        self.num_pages, self.window = 1, self._window_layers(1)
         self._launcher = self._assemble()
         warmup.run_largest(self, self._max_chunk_tokens, self._drafting)
         step_bytes = free_loaded - memory.free_bytes(device)
@@ -347,9 +371,13 @@ class Engine:
         each = max(taken[1] - taken[0], 0) + _DRIVER_BLOCK_BYTES if taken[1] else 0
         return taken[1] + each * max(len(sizes) - 2, len(token_sizes) - 2, 0)
 
+    def _window_layers(self, num_pages: int) -> WindowLayers | None:
+        window = self._model_config.window
+        return None if window is None else WindowLayers(window, num_pages)
+
     @property
-    def _pool(self) -> KVPool:
-        return self._launcher.runner.pool
+    def _pools(self) -> tuple[KVPool, ...]:
+        return self._launcher.runner.pools
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
@@ -360,7 +388,8 @@ class Engine:
 
     def _clear_dummy(self) -> None:
         with self._on_stream():
-            self._pool.clear_dummy()
+            for pool in self._pools:
+                pool.clear_dummy()
             self._synchronize()
 
 

@@ -5,12 +5,12 @@ This module resolves these values from the model and the machine, and reads the 
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
-from minisgl.core import ConfigError, EngineConfig, OutOfMemory
+from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers
 from minisgl.distributed.comm import TPInfo
 from minisgl.models.config import ModelConfig
 
@@ -76,8 +76,7 @@ def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
     """Return the context length in tokens; None in the config means the model's context.
 
     Raises ConfigError for a length above the model's context, because later positions have no
-    meaning. Also raises it for a length above the model's sliding window, because attention does
-    not apply windows.
+    meaning.
     """
     context = model.max_position
     length = context if config.max_seq_len is None else config.max_seq_len
@@ -85,13 +84,21 @@ def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
         raise ConfigError(
             f"max_seq_len {length} is outside 2..{context}, the model's context in tokens"
         )
-    window = model.sliding_window
-    if window is not None and length > window:
-        raise ConfigError(
-            f"sliding_window {window} is not supported in a context of {length} tokens: attention "
-            f"reads the whole context; supported: max_seq_len up to {window}"
-        )
     return length
+
+
+def check_drafts(model: ModelConfig) -> None:
+    """Raise ConfigError if the engine cannot run steps with drafts of this model.
+
+    A row drops window pages behind its length. The host has only an upper bound of the length while
+    the result of a step with drafts is open. If the step rejects its drafts, the next step reads
+    pages that the row has dropped.
+    """
+    if model.window is not None:
+        raise ConfigError(
+            f"speculative does not support a model with sliding windows, and this model has a "
+            f"window of {model.window} tokens; start without speculative"
+        )
 
 
 def kv_bytes_left(config: EngineConfig, free_before: int, taken: int) -> int:
@@ -105,8 +112,42 @@ def kv_bytes_left(config: EngineConfig, free_before: int, taken: int) -> int:
 
 def pages_that_fit(config: EngineConfig, available: int, page_bytes: int, max_seq_len: int) -> int:
     """Return the number of KV pages in `available` bytes; no more than all requests can fill."""
-    useful = config.max_running_reqs * -(-max_seq_len // config.page_size)
-    return min(available // page_bytes, useful)
+    return min(available // page_bytes, _useful_pages(config, max_seq_len))
+
+
+def split_pages(
+    config: EngineConfig, available: int, page_bytes: Sequence[int], max_seq_len: int, window: int
+) -> tuple[int, int]:
+    """Divide `available` bytes between layers with full attention and window layers.
+
+    page_bytes: of one page of each of the two pools. window: tokens of a window.
+    Returns the pages of both pools. They hold the same number of requests of kv_request_tokens
+    tokens. With longer requests the first pool is full earlier, with shorter ones the second.
+    """
+    size, useful = config.page_size, _useful_pages(config, max_seq_len)
+    full = -(-min(config.kv_request_tokens, max_seq_len) // size)
+    windows = min(WindowLayers(window, 0).reserve(size), full)
+    request_bytes = full * page_bytes[0] + windows * page_bytes[1]
+    pages = min(available * full // request_bytes, useful) if page_bytes[0] else useful
+    return pages, min((available - pages * page_bytes[0]) // page_bytes[1], pages)
+
+
+def window_pages_for(
+    config: EngineConfig, num_pages: int, window: int, max_chunk_tokens: int
+) -> int:
+    """Return the window pages beside a given number of other pages.
+
+    They suffice for the windows of all running requests, as many cached windows, and the largest
+    chunk, but there are at most num_pages: a page of the window layers belongs to one of these.
+    """
+    size = config.page_size
+    reserve = WindowLayers(window, 0).reserve(size)
+    needed = 2 * config.max_running_reqs * reserve - (-max_chunk_tokens // size)
+    return max(min(needed, num_pages), reserve)
+
+
+def _useful_pages(config: EngineConfig, max_seq_len: int) -> int:
+    return config.max_running_reqs * -(-max_seq_len // config.page_size)
 
 
 def free_bytes(device: torch.device) -> int:

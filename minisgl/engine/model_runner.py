@@ -24,8 +24,9 @@ class ModelRunner:
     the device or reads from it.
 
     columns     sampling columns of the packed buffer.
-    page_table  int32 [max_running_reqs + 1, max_pages]; page ids of each row. The last row is for
-                padding and points to the dummy page.
+    pools       the KV pools of ModelConfig.pools.
+    page_table  int32 [pools * (max_running_reqs + 1), max_pages]; for each pool, the page ids of
+                each row. The last row is for padding and points to the dummy page.
     token_pool  int32 [max_running_reqs + 1, max_seq_len + 1]; the entry at (row, position) is the
                 id of the token at that position, after the sampler has written it. The decode
                 requests of the next step read their ids here, so that the host need not know them.
@@ -39,7 +40,7 @@ class ModelRunner:
     """
 
     model: CausalLM
-    pool: KVPool
+    pools: tuple[KVPool, ...]
     attention: AttentionBackend
     columns: tuple[Column, ...]
     ropes: tuple[Tensor, ...]
@@ -51,11 +52,23 @@ class ModelRunner:
 
     @property
     def device(self) -> torch.device:
-        return self.pool.device
+        return self.pools[0].device
+
+    @property
+    def page_tables(self) -> tuple[Tensor, ...]:
+        """The page table of each pool: views, int32 [max_running_reqs + 1, max_pages]."""
+        if len(self.pools) == 1:
+            return (self.page_table,)
+        return self.page_table.chunk(len(self.pools))
 
     @property
     def dummy_row(self) -> int:
-        return self.page_table.shape[0] - 1
+        return self.page_table.shape[0] // len(self.pools) - 1
+
+    @property
+    def padding(self) -> list[int]:
+        """The id, the position and the slots of a padding token."""
+        return [0, 0, *(pool.dummy_slot for pool in self.pools)]
 
     def attention_step(
         self,
@@ -66,32 +79,38 @@ class ModelRunner:
         device_lengths: Tensor,
     ) -> AttentionStep:
         """lengths, device_lengths: int32 [N], the forwarded tokens, on the host and the device."""
-        return AttentionStep(
-            num_decode, start, lengths, views.rows, views.start, device_lengths, self.page_table
-        )
+        on_device = (views.rows, views.start, device_lengths)
+        return AttentionStep(num_decode, start, lengths, *on_device, *self.page_tables)
 
     def stage(self, views: StepViews[Tensor], num_decode_tokens: int, tokens: Tensor) -> None:
-        """Fill `tokens`, int32 [3, T], with the ids, positions and KV slots of a step's tokens."""
-        stage_tokens(
-            views.rows,
-            views.start,
-            views.first,
-            views.chunk_ids,
-            num_decode_tokens,
-            self.page_table,
-            self.token_pool,
-            self.pool.page_size,
-            *tokens.unbind(0),
-        )
+        """Fill `tokens` with the ids, positions and KV slots of a step's tokens.
+
+        tokens: int32 [2 + pools, T]; the last rows are the slots in each pool.
+        """
+        ids, positions, *slots = tokens.unbind(0)
+        for pool, page_table, places in zip(self.pools, self.page_tables, slots, strict=True):
+            stage_tokens(
+                views.rows,
+                views.start,
+                views.first,
+                views.chunk_ids,
+                num_decode_tokens,
+                page_table,
+                self.token_pool,
+                pool.page_size,
+                ids,
+                positions,
+                places,
+            )
 
     def run(self, tokens: Tensor, attention: StepAttention) -> Attended:
         """Run the model over the tokens that `stage` has written, up to the last attention.
 
         Stores the keys and values of all T tokens. Returns the output of the last attention.
         """
-        ids, positions, slots = tokens.unbind(0)
+        ids, positions, *slots = tokens.unbind(0)
         scale = None if self.query_scale is None else self.query_scale[positions]
-        context = ForwardContext(positions, slots, self.ropes, self.pool, attention, scale)
+        context = ForwardContext(positions, slots, self.ropes, self.pools, attention, scale)
         return self.model.model.forward_to_last_attention(ids, context)
 
 

@@ -33,6 +33,7 @@ class _Piece(NamedTuple):
     layer: int
     q: Tensor
     out: Tensor
+    sinks: Tensor | None
 
 
 class _Cutter:
@@ -47,9 +48,9 @@ class _Cutter:
         self.graph = torch.cuda.CUDAGraph()
         self.graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         self.graph.capture_end()
-        self.pieces.append(_Piece(self.graph, layer, _alias(q), _alias(out)))
+        self.pieces.append(_Piece(self.graph, layer, _alias(q), _alias(out), sinks))
         if len(self.pieces) < self._layers:
             self.begin()
 
@@ -57,12 +58,15 @@ class _Cutter:
 class _NoAttention:
     """Takes the place of attention in the run before a capture."""
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         out.zero_()
 
 
 class PieceForward(NamedTuple):
-    """The graphs of one size. tokens: int32 [3, size], their input; attended: their result."""
+    """The graphs of one size.
+
+    tokens: int32 [2 + pools, size], their input. attended: their result.
+    """
 
     size: int
     tokens: Tensor
@@ -72,9 +76,9 @@ class PieceForward(NamedTuple):
     def run(self, tokens: Tensor, attention: StepAttention) -> Attended:
         """Run the forward like ModelRunner.run, over `tokens` and the padding after them.
 
-        tokens: int32 [3, T], the first T columns of self.tokens, which ModelRunner.stage has
-        filled. The result has `size` rows, since it includes the padding. The next graph that runs
-        overwrites it.
+        tokens: int32 [2 + pools, T], the first T columns of self.tokens, which ModelRunner.stage
+        has filled. The result has `size` rows, since it includes the padding. The next graph that
+        runs overwrites it.
 
         With tensor parallelism, a rank may hold the residual of only some rows (two shots in
         minisgl.kernel.triton.reduce). The number of rows of the sum decides which rows these are.
@@ -84,7 +88,8 @@ class PieceForward(NamedTuple):
         num_tokens = tokens.shape[1]
         for piece in self.pieces:
             piece.graph.replay()
-            attention.forward(piece.layer, piece.q[:num_tokens], piece.out[:num_tokens])
+            q, out = piece.q[:num_tokens], piece.out[:num_tokens]
+            attention.forward(piece.layer, q, out, piece.sinks)
         return self.attended
 
 
@@ -100,10 +105,11 @@ class PieceGraphs:
         self, runner: ModelRunner, sizes: Sequence[int], memory: Any, show_progress: bool
     ) -> None:
         """Capture graphs of these sizes; memory: the pool of the decode graphs. Blocks the host."""
-        pool, largest = runner.pool, max(sizes, default=0)
-        self._tokens = torch.zeros((3, largest), dtype=torch.int32, device=runner.device)
-        padding = [0, 0, pool.dummy_page * pool.page_size]  # id, position, slot
-        self._padding = torch.tensor(padding, dtype=torch.int32, device=runner.device)[:, None]
+        rows, largest = len(runner.padding), max(sizes, default=0)
+        self._tokens = torch.zeros((rows, largest), dtype=torch.int32, device=runner.device)
+        self._padding = torch.tensor(runner.padding, dtype=torch.int32, device=runner.device)[
+            :, None
+        ]
         order = largest_first(sizes, "capturing piecewise graphs", show_progress)
         self._forwards = [self._capture(runner, size, memory) for size in order][::-1]
 
@@ -118,7 +124,7 @@ class PieceGraphs:
         return picked
 
     def _capture(self, runner: ModelRunner, size: int, memory: Any) -> PieceForward:
-        tokens = torch.as_strided(self._tokens, (3, size), (size, 1))
+        tokens = torch.as_strided(self._tokens, (len(runner.padding), size), (size, 1))
         tokens[:] = self._padding
         runner.run(tokens, _NoAttention())  # compiles kernels; libraries choose their algorithms
         torch.cuda.current_stream().synchronize()

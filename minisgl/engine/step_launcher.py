@@ -157,7 +157,8 @@ class StepLauncher:
         attention = runner.attention.prepare(step)
         piece = None if self.pieces is None else self.pieces.pick(num_tokens)
         if piece is None:
-            tokens = torch.empty((3, num_tokens), dtype=torch.int32, device=runner.device)
+            rows = len(runner.padding)
+            tokens = torch.empty((rows, num_tokens), dtype=torch.int32, device=runner.device)
         else:
             tokens = piece.tokens[:, :num_tokens]
         runner.stage(views, num_decode_tokens, tokens)

@@ -1,6 +1,6 @@
 """Steps without requests: they warm the engine up before it serves.
 
-Their tokens go to the dummy page of KVPool, number num_pages. The contexts that they read are
+Their tokens go to the dummy page of each KVPool, the last one. The contexts that they read are
 spread over the whole KV pool, like the contexts of real requests.
 """
 
@@ -109,11 +109,17 @@ def warmup_batch(
         lengths[-1] = shape.chunk - (num_chunks - 1) * longest
     pages = -(-(shape.context + int(lengths.max())) // engine.page_size)
     read_only = shape.context // engine.page_size
-    page_ids = np.full((num_reqs, pages), engine.num_pages, dtype=np.int32)
-    scattered = np.arange(num_reqs * read_only, dtype=np.int32) % engine.num_pages
-    page_ids[:, :read_only] = scattered.reshape(num_reqs, read_only)
     rows = np.arange(num_reqs, dtype=np.int32)
-    cols = np.tile(np.arange(pages, dtype=np.int32), num_reqs)
+    table_rows, page_ids = [], []
+    window = [] if engine.window is None else [engine.window.num_pages]
+    for table, num_pages in enumerate([engine.num_pages, *window]):
+        ids = np.full((num_reqs, pages), num_pages, dtype=np.int32)
+        scattered = np.arange(num_reqs * read_only, dtype=np.int32) % num_pages
+        ids[:, :read_only] = scattered.reshape(num_reqs, read_only)
+        page_ids.append(ids.ravel())
+        table_rows.append(np.repeat(rows, pages) + np.int32(table * (engine.max_running_reqs + 1)))
+    cols = np.tile(np.arange(pages, dtype=np.int32), num_reqs * len(page_ids))
+    updates = PageUpdates(np.concatenate(table_rows), cols, np.concatenate(page_ids))
     nothing = np.full(num_reqs, -1, dtype=np.int32)
     return Batch(
         step_id=0,
@@ -123,7 +129,7 @@ def warmup_batch(
         lengths=lengths,
         samples=np.ones(num_reqs, dtype=np.bool_),
         chunk_ids=np.arange(shape.chunk, dtype=np.int32) % num_ids,
-        page_updates=PageUpdates(np.repeat(rows, pages), cols, page_ids.ravel()),
+        page_updates=updates,
         sampling=sampling_arrays([params] * num_reqs),
         logprobs=LogprobsRequest(nothing, nothing, nothing[:0]) if logprobs else None,
     )

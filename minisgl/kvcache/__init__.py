@@ -2,5 +2,16 @@
 
 from minisgl.kvcache.fenced_pool import FencedPool
 from minisgl.kvcache.radix import CacheListener, Match, RadixCache, RadixNode, common_prefix
+from minisgl.kvcache.windows import ABSENT, WindowIndex, WindowPages
 
-__all__ = ["CacheListener", "FencedPool", "Match", "RadixCache", "RadixNode", "common_prefix"]
+__all__ = [
+    "ABSENT",
+    "CacheListener",
+    "FencedPool",
+    "Match",
+    "RadixCache",
+    "RadixNode",
+    "WindowIndex",
+    "WindowPages",
+    "common_prefix",
+]

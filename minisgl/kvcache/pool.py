@@ -1,5 +1,6 @@
 """The tensors that hold keys and values. The pool does not know which request owns a page."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,7 +42,8 @@ class KVPool:
     """Keys and values of all layers in one allocation, zeroed once.
 
     spec: the state of each layer, with the KV heads of this rank.
-    num_layers: number of layers with keys and values of their own.
+    layers: the layers with keys and values in this pool (LayerSpec.kv_layer). Layers with full
+    attention and window layers have a pool each, because they free pages at different times.
 
     Pages 0..num_pages-1 are for requests. One further page, the dummy page, belongs to no request.
     Padding tokens store their keys and values there. Attention reads that page in place of key
@@ -56,7 +58,7 @@ class KVPool:
         self,
         spec: KVSpec,
         *,
-        num_layers: int,
+        layers: Sequence[int],
         num_pages: int,
         page_size: int,
         device: torch.device,
@@ -67,21 +69,23 @@ class KVPool:
         self.device = device
         self.dummy_page = num_pages
         self.dummy_slot = num_pages * page_size
-        shape = (num_layers, 2, num_pages + 1, page_size, spec.kv_heads, spec.head_dim)
+        self.layers = tuple(layers)
+        shape = (len(layers), 2, num_pages + 1, page_size, spec.kv_heads, spec.head_dim)
         stored = torch.float8_e4m3fn if spec.fp8 else spec.dtype
         self._storage = torch.zeros(shape, dtype=stored, device=device)
         self.num_bytes = self._storage.nbytes
-        self._layers = [(keys, values) for keys, values in self._storage]
+        parts = zip(self.layers, self._storage, strict=True)
+        self._layers = {layer: (keys, values) for layer, (keys, values) in parts}
         self._scales: Tensor | None = None
         if spec.fp8:
-            of_scales = (num_layers, num_pages + 1, spec.kv_heads, page_size, 2)
+            of_scales = (len(layers), num_pages + 1, spec.kv_heads, page_size, 2)
             self._scales = torch.ones(of_scales, dtype=torch.bfloat16, device=device)
             self.num_bytes += self._scales.nbytes
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views of one layer's keys and values, each [P + 1, S, Hkv, D] and contiguous.
 
-        layer: an index below num_layers (LayerSpec.kv_layer). Layers may share an index.
+        layer: one of `layers`. Layers of the model may share an index.
         """
         return self._layers[layer]
 
@@ -90,7 +94,7 @@ class KVPool:
 
         The last dimension is the scale of the key and the scale of the value.
         """
-        return None if self._scales is None else self._scales[layer]
+        return None if self._scales is None else self._scales[self.layers.index(layer)]
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of keys and values, each [..., Hkv, D] of spec.dtype. slots: integers [...]."""

@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
+from minisgl.kvcache.windows import ABSENT, WindowIndex
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -40,6 +41,11 @@ class RadixNode:
                 the pages.
     in_heap     the node has a valid entry in the heap of its class.
     reused      a request has matched the node since its insertion.
+    windows     int32 [n]; the window page of each page, or ABSENT. None: the model has no window
+                layers.
+    window_use  as last_use, but of the last hit whose window the node holds.
+    in_window_heap
+                the node has an entry in the heap of WindowIndex.
     """
 
     tokens: Int32Array
@@ -53,13 +59,23 @@ class RadixNode:
     fence: int = 0
     in_heap: bool = False
     reused: bool = False
+    windows: Int32Array | None = None
+    window_use: int = 0
+    in_window_heap: bool = False
 
 
 class Match(NamedTuple):
-    """A cached prefix: the node at its end, and its pages, int32 [tokens / page_size]."""
+    """A cached prefix: the node at its end, and its pages, int32 [tokens / page_size].
+
+    Of a model with window layers also:
+    windows      int32, as long as `pages`; the window pages. ABSENT where the cache has none.
+    known_pages  pages of the longest cached prefix, even if its window is absent.
+    """
 
     node: RadixNode
     pages: Int32Array
+    windows: Int32Array | None = None
+    known_pages: int = 0
 
 
 class Evicted(NamedTuple):
@@ -112,10 +128,19 @@ class RadixCache:
         also hold void entries, of nodes that have been reused since.
     """
 
-    def __init__(self, page_size: int, listener: CacheListener | None = None) -> None:
-        """listener: learns of each insertion and eviction."""
+    def __init__(
+        self,
+        page_size: int,
+        listener: CacheListener | None = None,
+        windows: WindowIndex | None = None,
+    ) -> None:
+        """listener: learns of each insertion and eviction. windows: of a model with window layers.
+
+        With `windows`, a match ends only where the window of the next token is cached.
+        """
         self._page_size = page_size
         self._listener = listener
+        self._windows = windows
         self._clock = 0
         self._num_nodes = 0
         # Entries are (last_use, node_id, node). Heap 0 has new leaves, heap 1 reused leaves.
@@ -132,16 +157,38 @@ class RadixCache:
         If only the first pages of an edge match, the edge is split after these pages.
         """
         self._clock += 1
-        end, pages, _ = self._walk(tokens, salt)
-        for node in self._path(end):
+        end, parts, _ = self._walk(tokens, salt)
+        match = Match(end, np.concatenate(parts))
+        if self._windows is not None:
+            match = self._usable(match, self._windows, tokens, salt)
+        for node in self._path(match.node):
             if not node.reused:
                 self._mark_reused(node)
-        return Match(end, np.concatenate(pages))
+        return match
 
-    def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Match:
+    def _usable(self, match: Match, index: WindowIndex, tokens: Int32Array, salt: str) -> Match:
+        """Return the part of a match up to the last page at which a window is complete."""
+        node, pages, known = match.node, match.pages, len(match.pages)
+        parts = [part.windows for part in self._path(node) if part.windows is not None]
+        windows = np.concatenate([*parts[::-1], pages[:0]])
+        length = index.usable(windows)
+        if length < known:
+            node, _, _ = self._walk(tokens[: length * self._page_size], salt)
+        index.touch([*self._path(node)], self._clock)
+        return Match(node, pages[:length], windows[:length], known)
+
+    def insert(
+        self,
+        tokens: Int32Array,
+        pages: Int32Array,
+        salt: str = "",
+        windows: Int32Array | None = None,
+    ) -> Match:
         """Add the part of `tokens` that is not cached yet.
 
         tokens: int32 [n * page_size]. pages: int32 [n], the pages with the KV of `tokens`.
+        windows: int32 [n], the window pages, or ABSENT; given if the model has window layers. The
+        cache takes a window page only if it has none for the same tokens.
         Returns the last node and the cache's n pages for `tokens`. The cache owns these pages. If a
         returned page differs from the given page, the cache held the same tokens before. The caller
         then still owns the given page. The caller must put the returned page into its page table
@@ -163,6 +210,8 @@ class RadixCache:
             self._push_if_evictable(leaf)
             node = leaf
             cached_pages.append(leaf.pages)
+        if self._windows is not None and windows is not None:
+            self._windows.fill([*self._path(node)], windows, self._clock)
         match = Match(node, np.concatenate(cached_pages))
         if self._listener is not None:
             self._listener.stored(tokens, match.pages, salt)
@@ -246,6 +295,8 @@ class RadixCache:
         upper.lock_count = node.lock_count
         upper.fence = node.fence
         upper.reused = node.reused
+        if self._windows is not None:
+            self._windows.split(upper, node, num_pages)
         parent.children[upper.key] = upper
         node.tokens = node.tokens[cut:].copy()
         node.pages = node.pages[num_pages:].copy()
@@ -260,6 +311,8 @@ class RadixCache:
         taken = node.pages[kept:]
         self.evictable_pages -= num_pages
         self._reused_pages -= num_pages if node.reused else 0
+        if self._windows is not None:
+            self._windows.cut(node, kept)
         if self._listener is not None:
             self._listener.removed(taken)
         if kept:
@@ -307,7 +360,10 @@ class RadixCache:
         self, tokens: Int32Array, pages: Int32Array, parent: RadixNode, key: bytes
     ) -> RadixNode:
         self._num_nodes += 1
-        return RadixNode(tokens, pages, parent, key, self._clock, self._num_nodes)
+        node = RadixNode(tokens, pages, parent, key, self._clock, self._num_nodes)
+        if self._windows is not None:
+            node.windows = np.full(len(pages), ABSENT, dtype=np.int32)
+        return node
 
     def _key(self, parent: RadixNode, tokens: Int32Array, salt: str) -> bytes:
         page = tokens[: self._page_size].tobytes()

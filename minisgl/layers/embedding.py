@@ -53,14 +53,29 @@ class LMHead(ParallelEmbedding):
     """The language-model head: logits of this rank's token ids, and sampling over all ranks.
 
     Its weight has the shape of the embedding's. With tied embeddings, both share one weight.
+
+    soft_cap: each logit x becomes soft_cap * tanh(x / soft_cap); None: no cap.
     """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        comm: Communicator,
+        soft_cap: float | None = None,
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, comm)
+        self.soft_cap = soft_cap
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the logits [N, n] of this rank's ids and padding. hidden: [N, H].
 
         out: [N, n], overwritten and returned if given.
         """
-        return torch.mm(hidden, self.weight.t(), out=out)
+        logits = torch.mm(hidden, self.weight.t(), out=out)
+        if self.soft_cap is not None:
+            logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
+        return logits
 
     def all_gather_logits(self, logits: Tensor) -> Tensor:
         """Return the logits [N, V] of the whole vocabulary, equal on every rank.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minisgl.layers.shards import Placement, Shard
+from minisgl.layers.shards import Placement, Shard, split_evenly
 from minisgl.moe.base import ExpertWeights
 
 
@@ -18,12 +18,25 @@ class ExpertShards(NamedTuple):
     num_experts  each rank holds a part of every expert.
     hidden_size  the input and output size of an expert.
     inner        this rank's share of an expert's inner dimension.
+    rank, ranks  this tensor-parallel rank, and the number of ranks.
     """
 
     parent: str
     num_experts: int
     hidden_size: int
     inner: Shard
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def sizes(self) -> tuple[int, int, Shard]:
+        """num_experts, hidden_size and inner."""
+        return self.num_experts, self.hidden_size, self.inner
+
+    def in_units(self, unit: int) -> "ExpertShards":
+        """Return the part for a format that cannot divide `unit` neighbouring inner rows."""
+        inner = split_evenly("", self.inner.full, self.rank, self.ranks, unit)
+        return self._replace(inner=inner)
 
     @property
     def names(self) -> list[str]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import TPInfo
@@ -214,6 +215,11 @@ class MergedGateUpLinear(ColumnParallelLinear):
     def forward(self, block_input: BlockInput) -> Tensor:
         """Return silu(gate) * up, [T, rows / 2]."""
         return self.method.gated(*block_input)
+
+    def forward_gelu(self, block_input: BlockInput) -> Tensor:
+        """Return gelu(gate) * up, [T, rows / 2], with the approximation of GELU by tanh."""
+        gate, up = self.method.product(*block_input).chunk(2, dim=-1)
+        return functional.gelu(gate, approximate="tanh") * up
 
 
 class RowParallelLinear(nn.Module):

@@ -39,15 +39,28 @@ class RMSNorm(nn.Module):
     """The parameters of a norm. weight: [size], the same on every rank.
 
     Attention reads the weights of its head norms here and passes them to a fused kernel.
+
+    offset: the checkpoint stores weight - 1 (Gemma). The loader adds the 1.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, offset: bool = False) -> None:
         super().__init__()
         self.eps = eps
+        self.offset = offset
         self.weight = nn.Parameter(torch.empty(size))
 
     def placements(self, name: str) -> Iterator[Placement]:
-        yield Placement(f"{name}.weight", tuple(self.weight.shape), f"{name}.weight")
+        yield self.converted(
+            Placement(f"{name}.weight", tuple(self.weight.shape), f"{name}.weight")
+        )
+
+    def converted(self, placement: Placement) -> Placement:
+        """Return the placement of the weight with the conversion that the checkpoint needs."""
+        return placement._replace(convert=_plus_one) if self.offset else placement
+
+
+def _plus_one(weight: Tensor) -> Tensor:
+    return weight.float() + 1
 
 
 class HeadNorm(RMSNorm):
@@ -57,14 +70,14 @@ class HeadNorm(RMSNorm):
     whole width has those of all heads.
     """
 
-    def __init__(self, shard: Shard, eps: float) -> None:
-        super().__init__(shard.local, eps)
+    def __init__(self, shard: Shard, eps: float, offset: bool = False) -> None:
+        super().__init__(shard.local, eps, offset)
         self.shard = shard
 
     def placements(self, name: str) -> Iterator[Placement]:
         shard, name = self.shard, f"{name}.weight"
         cut = (0, shard.begin, shard.end)
-        yield Placement(name, (shard.full,), name, *cut, order=shard.order)
+        yield self.converted(Placement(name, (shard.full,), name, *cut, order=shard.order))
 
 
 class ResidualNorm(RMSNorm):
@@ -73,8 +86,8 @@ class ResidualNorm(RMSNorm):
     folded: the weight has moved into the next linear (`fold_with`) and is all ones here.
     """
 
-    def __init__(self, size: int, eps: float, comm: Communicator) -> None:
-        super().__init__(size, eps)
+    def __init__(self, size: int, eps: float, comm: Communicator, offset: bool = False) -> None:
+        super().__init__(size, eps, offset)
         self.comm = comm
         self.folded = False
 

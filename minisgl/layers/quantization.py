@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from minisgl.layers.experts import ExpertsFactory, UnquantizedExperts
 from minisgl.layers.linear import LinearMethodFactory, UnquantizedLinear
+from minisgl.layers.stacked_experts import UnquantizedStackedExperts
 
 
 class Quantization(NamedTuple):
@@ -13,6 +14,8 @@ class Quantization(NamedTuple):
     linear   creates the method of each linear layer.
     experts  creates the method of each layer's experts. None: the format has none, and a model
              with experts is refused.
+    stacked_experts
+             as experts, for the stacked experts of gpt-oss.
     unused   endings of the names of tensors that a checkpoint of this format may have and that the
              model does not read, such as scales of activations.
     """
@@ -20,9 +23,12 @@ class Quantization(NamedTuple):
     linear: LinearMethodFactory
     experts: ExpertsFactory | None = None
     unused: tuple[str, ...] = ()
+    stacked_experts: ExpertsFactory | None = None
 
 
-UNQUANTIZED = Quantization(UnquantizedLinear, UnquantizedExperts)
+UNQUANTIZED = Quantization(
+    UnquantizedLinear, UnquantizedExperts, stacked_experts=UnquantizedStackedExperts
+)
 
 # Creates the methods of a format from the object quantization_config in a checkpoint's config.json.
 # Raises ConfigError for settings that the format does not support.

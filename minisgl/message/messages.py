@@ -118,9 +118,11 @@ class TextOptions(Message, frozen=True, kw_only=True):
     min_tokens           ignore stop strings in the first min_tokens output tokens.
     prompt_ids           int32 little-endian; the whole prompt if the client wants its logprobs.
     token_ids            send the output ids in the updates too.
-    reasoning            report text between <think> and </think> separately from the answer.
+    reasoning            report text between <think> and </think>, or the reasoning that the parser
+                         of `tools` finds, separately from the answer.
     silent               drop the output tokens, because the client wants the prompt only.
-    tools                report tool calls apart from the answer; None: they are text.
+    tools                report tool calls apart from the answer; None: they are text. A model whose
+                         answers consist of sections has it in every chat.
     """
 
     prompt_tail: list[int] = []

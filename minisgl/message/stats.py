@@ -76,6 +76,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
                           counted once per request, with its first output token.
     prefill_tokens_total  tokens computed in chunks: prompt tokens and forced tokens. A preempted
                           request computes its tokens again, and they count again.
+    window_pages          pages of window layers: used by running requests, evictable, free. Empty
+                          if the model has no window layers.
     phases                totals of each phase of STEP_PHASES; "mixed" steps prefill and decode.
     constraints           totals of the requests with a grammar.
     drafts                totals of speculative decoding; all 0 without --speculative.
@@ -98,6 +100,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
     overlapped_steps_total: int = 0
     evicted_pages_total: int = 0
     nonfinite_rows_total: int = 0
+    window_pages: tuple[int, ...] = ()
     phases: dict[str, PhaseStats] = {}
     constraints: ConstraintTotals = msgspec.field(default_factory=ConstraintTotals)
     drafts: DraftTotals = msgspec.field(default_factory=DraftTotals)

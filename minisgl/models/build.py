@@ -15,6 +15,7 @@ from minisgl.layers.quantization import UNQUANTIZED, Quantization, QuantizationF
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, ModelParts
 from minisgl.models.loader import fill_random, load_weights, materialise
+from minisgl.models.registry import Experts
 from minisgl.moe.base import MoeBackend
 from minisgl.moe.registry import create_moe_backend
 
@@ -88,12 +89,14 @@ def empty_model(
     ConfigError.
     """
     methods = _quantization(config.quantization, quantization, extensions)
-    if config.moe is not None and methods.experts is None:
+    stacked = config.family.moe is Experts.GPT_OSS
+    experts = methods.stacked_experts if stacked else methods.experts
+    if config.moe is not None and experts is None:
         raise ConfigError("the quantisation of this checkpoint does not support experts")
     linear = LinearBuild(comm.tp, dtype, methods.linear)
     with torch.device("meta"):
-        experts = methods.experts or UnquantizedExperts
-        model = CausalLM(ModelParts(config, comm, linear, experts, moe))
+        parts = ModelParts(config, comm, linear, experts or UnquantizedExperts, moe)
+        model = CausalLM(parts)
     return model, methods.unused
 
 

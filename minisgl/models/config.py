@@ -6,44 +6,46 @@ minisgl does not support and that would change the output. The error names the s
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from minisgl.attention.base import LayerKind
+from minisgl.attention.base import AttentionRule
 from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
 from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.rotary import LongRope, QueryScale, Rope
 from minisgl.models.hf_config import Count, HfConfig, HfGeneration, read_fields
-from minisgl.models.registry import Family, family_of, text_part
-from minisgl.models.rope import RopeSettings, rope_from
+from minisgl.models.registry import Experts, Family, family_of, text_part
+from minisgl.models.rope import RopeSettings, ropes_from
 
 _DTYPES = ("float32", "bfloat16", "float16")
+_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+_SLIDING = "sliding_attention"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class LayerSpec(NamedTuple):
     """The attention of one decoder layer, and the state that it keeps for each token.
 
-    kind      the kind of attention.
+    rule      the kind of attention.
     rope      the index of the layer's rotary embedding in ModelConfig.ropes.
     kv        the state of one token: the KV heads of the whole model, in the checkpoint's dtype.
     kv_layer  the index of the layer's keys and values in the KV pool. Layers with the same index
               share them. Indices run from 0 without gaps.
     """
 
-    kind: LayerKind
+    rule: AttentionRule
     rope: int
     kv: KVSpec
     kv_layer: int
 
 
 class Multipliers(NamedTuple):
-    """Factors of a model (Granite). All are 1 in other models.
+    """Factors of a model (Granite, Gemma). All are 1 in other models.
 
     embedding  on the token embedding.
     query      on the queries, beyond the usual 1 / sqrt(head_dim).
@@ -61,6 +63,7 @@ class MoeConfig(msgspec.Struct, frozen=True):
     """The fields of config.json that describe a mixture of experts.
 
     norm_topk_prob: whether the routing weights of a token sum to 1.
+    swiglu_alpha, swiglu_limit: the constants of the clamped SwiGLU (Experts.GPT_OSS).
     shared_expert_intermediate_size: inner size of the expert of all tokens; 0: there is none.
     """
 
@@ -69,6 +72,8 @@ class MoeConfig(msgspec.Struct, frozen=True):
     moe_intermediate_size: Count = 768
     shared_expert_intermediate_size: int = 0
     norm_topk_prob: bool = False
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
     decoder_sparse_step: Count = 1
     mlp_only_layers: int | list[int] = []
 
@@ -84,9 +89,8 @@ class ModelConfig:
 
     layers          one LayerSpec for each of the num_layers decoder layers.
     max_position    the context length in tokens, after an extension by YaRN.
-    sliding_window  the smallest window of any layer in tokens, or None if no layer has a window
-                    shorter than the context. Windows are not implemented, so the engine serves
-                    contexts up to this length only.
+    activation      of the gate of a dense MLP: silu or gelu_pytorch_tanh.
+    logits_soft_cap each logit x becomes cap * tanh(x / cap). None: no cap.
     ropes           the rotary embeddings of the layers.
     query_scale     the factor on the queries of late positions, or None.
     dtype           the checkpoint's dtype: float32, bfloat16 or float16.
@@ -104,7 +108,8 @@ class ModelConfig:
     layers: tuple[LayerSpec, ...]
     norm_eps: float
     max_position: int
-    sliding_window: int | None
+    activation: str
+    logits_soft_cap: float | None
     ropes: tuple[Rope, ...]
     query_scale: QueryScale | None
     multipliers: Multipliers
@@ -122,6 +127,48 @@ class ModelConfig:
     def num_kv_layers(self) -> int:
         """The number of layers in the KV pool. Layers that share keys and values count once."""
         return 1 + max(layer.kv_layer for layer in self.layers)
+
+    @property
+    def rules(self) -> tuple[AttentionRule, ...]:
+        """The rule of each layer in the KV pool."""
+        by_layer = {layer.kv_layer: layer.rule for layer in self.layers}
+        return tuple(by_layer[layer] for layer in range(self.num_kv_layers))
+
+    @property
+    def window(self) -> int | None:
+        """The largest window of a layer in tokens; None if all layers have full attention."""
+        return max((rule.window for rule in self.rules if rule.window is not None), default=None)
+
+    @property
+    def pools(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each KV pool: those with full attention, and window layers if any."""
+        full = tuple(i for i, rule in enumerate(self.rules) if rule.window is None)
+        if self.window is None:
+            return (full,)
+        return full, tuple(i for i, rule in enumerate(self.rules) if rule.window is not None)
+
+    @property
+    def stream_eps(self) -> float:
+        """The epsilon of the norms of the residual stream.
+
+        The model leaves the embedding as it is and divides all that is added to it
+        (CausalLM.fold_multipliers). A norm of the smaller stream gives the same result with a
+        smaller epsilon.
+        """
+        return self.norm_eps / self.multipliers.embedding**2
+
+    def for_context(self, length: int) -> "ModelConfig":
+        """Return the model for contexts of at most `length` tokens.
+
+        A window that holds every such context has no effect, and its layers have full attention.
+        """
+        layers = []
+        for layer in self.layers:
+            window = layer.rule.window
+            if window is not None and window >= length:
+                layer = layer._replace(rule=layer.rule._replace(window=None))
+            layers.append(layer)
+        return replace(self, layers=tuple(layers))
 
 
 def load_model_config(folder: str) -> ModelConfig:
@@ -147,10 +194,14 @@ def model_config_from(
     """Check and complete the two JSON objects. Raises ConfigError that names the wrong field."""
     config = text_part(config)
     family = family_of(config.get("architectures"))
-    config = {"sliding_window": family.default_window, **config}
+    config = {**family.defaults, **config}
     fields = read_fields(config, HfConfig, "config.json")
-    if fields.hidden_act != "silu":
-        raise ConfigError(f"hidden_act {fields.hidden_act!r} is not supported; supported: silu")
+    activation = fields.hidden_activation or fields.hidden_act
+    if activation not in _ACTIVATIONS:
+        supported = ", ".join(_ACTIVATIONS)
+        raise ConfigError(f"hidden_act {activation!r} is not supported; supported: {supported}")
+    if fields.use_bidirectional_attention:
+        raise ConfigError("use_bidirectional_attention true is not supported: attention is causal")
     q_heads = fields.num_attention_heads
     kv_heads = fields.num_key_value_heads or q_heads
     if q_heads % kv_heads:
@@ -158,7 +209,8 @@ def model_config_from(
     head_dim = fields.head_dim or fields.hidden_size // q_heads
     if head_dim < 2 or head_dim % 2:
         raise ConfigError(f"head_dim {head_dim} is not even; rotary embedding needs pairs")
-    rope = rope_from(fields)
+    ropes_by_kind = ropes_from(fields, family.plain_window_rope)
+    rope = ropes_by_kind[0]
     dtype = fields.dtype or fields.torch_dtype or "float32"
     if dtype not in _DTYPES:
         raise ConfigError(
@@ -168,8 +220,7 @@ def model_config_from(
     recommended = read_fields(generation or {}, HfGeneration, "generation_config.json")
     attention_bias = family.reads_attention_bias and fields.attention_bias
     out_bias = fields.attention_out_bias
-    multipliers = _multipliers(fields, family, head_dim)
-    ropes, layers = _layers(fields, family, rope, kv)
+    ropes, layers = _layers(fields, family, ropes_by_kind, kv)
     return ModelConfig(
         family=family,
         vocab_size=fields.vocab_size,
@@ -180,14 +231,13 @@ def model_config_from(
         kv_heads=kv_heads,
         head_dim=head_dim,
         layers=layers,
-        # Each block divides its output by the factor of the embedding (CausalLM.fold_multipliers).
-        # A norm of this smaller stream gives the same result with a smaller epsilon.
-        norm_eps=fields.rms_norm_eps / multipliers.embedding**2,
+        norm_eps=fields.rms_norm_eps,
         max_position=rope.max_position,
-        sliding_window=_sliding_window(fields, family, rope.max_position),
+        activation=activation,
+        logits_soft_cap=fields.final_logit_softcapping,
         ropes=ropes,
         query_scale=rope.query_scale,
-        multipliers=multipliers,
+        multipliers=_multipliers(fields, family, kv),
         qkv_bias=family.always_qkv_bias or attention_bias,
         output_bias=attention_bias if out_bias is None else out_bias,
         mlp_bias=family.reads_mlp_bias and fields.mlp_bias,
@@ -201,82 +251,117 @@ def model_config_from(
 
 
 def _layers(
-    fields: HfConfig, family: Family, rope: RopeSettings, kv: KVSpec
+    fields: HfConfig, family: Family, ropes: tuple[RopeSettings, RopeSettings], kv: KVSpec
 ) -> tuple[tuple[Rope, ...], tuple[LayerSpec, ...]]:
-    """Return the rotary embeddings of a model, and its layers. Raises ConfigError."""
-    if rope.fraction != 1.0 and not family.partial_rotary:
-        raise ConfigError("partial_rotary_factor other than 1 is not supported for this family")
-    rotary_dim = int(kv.head_dim * rope.fraction)
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise ConfigError(f"{rotary_dim} rotary elements of a head are not pairs")
-    if isinstance(rope.scaling, LongRope):
-        for factors in (rope.scaling.short_factor, rope.scaling.long_factor):
-            if len(factors) != rotary_dim // 2:
-                raise ConfigError(
-                    f"longrope has {len(factors)} factors; expected {rotary_dim // 2}, one for "
-                    "each pair of rotary elements"
-                )
-    count = fields.num_hidden_layers
-    rotates = [True] * count
+    """Return the rotary embeddings of a model, and its layers. Raises ConfigError.
+
+    ropes: the settings of layers with full attention, and of layers with a window.
+    """
+    full, window = (_rope(settings, family, kv.head_dim) for settings in ropes)
+    count, none = fields.num_hidden_layers, Rope(full.theta, None, 0)
+    windows = _windows(fields, family)
+    of_layer = [full if size is None else window for size in windows]
     if family.no_rope_interval:
         interval = fields.no_rope_layer_interval
         rotates = [(layer + 1) % interval != 0 for layer in range(count)]
         if fields.no_rope_layers:
             rotates = [bool(value) for value in fields.no_rope_layers]
+        if len(rotates) != count:
+            raise ConfigError(
+                f"no_rope_layers in config.json has {len(rotates)} entries; expected {count}, one "
+                "for each layer"
+            )
+        of_layer = [rope if rotates[i] else none for i, rope in enumerate(of_layer)]
     if family.rope_in_windows_only and fields.sliding_window is not None:
-        kinds = fields.layer_types if isinstance(fields.layer_types, list) else []
-        rotates = [kind == "sliding_attention" for kind in kinds]
-    if len(rotates) != count:
-        raise ConfigError(
-            f"no_rope_layers or layer_types in config.json has {len(rotates)} entries; expected "
-            f"{count}, one for each layer"
-        )
-    ropes = Rope(rope.theta, rope.scaling, rotary_dim), Rope(rope.theta, None, 0)
-    layers = [LayerSpec(LayerKind.FULL, 1 - int(rotates[i]), kv, i) for i in range(count)]
-    return ropes if not all(rotates) else ropes[:1], tuple(layers)
+        of_layer = [none if size is None else window for size in windows]
+    used = tuple(dict.fromkeys(of_layer))
+    cap = fields.attn_logit_softcapping
+    layers = [
+        LayerSpec(AttentionRule(windows[i], cap, family.sinks), used.index(of_layer[i]), kv, i)
+        for i in range(count)
+    ]
+    return used, tuple(layers)
 
 
-def _multipliers(fields: HfConfig, family: Family, head_dim: int) -> Multipliers:
+def _rope(settings: RopeSettings, family: Family, head_dim: int) -> Rope:
+    if settings.fraction != 1.0 and not family.partial_rotary:
+        raise ConfigError("partial_rotary_factor other than 1 is not supported for this family")
+    rotary_dim = int(head_dim * settings.fraction)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ConfigError(f"{rotary_dim} rotary elements of a head are not pairs")
+    if isinstance(settings.scaling, LongRope):
+        for factors in (settings.scaling.short_factor, settings.scaling.long_factor):
+            if len(factors) != rotary_dim // 2:
+                raise ConfigError(
+                    f"longrope has {len(factors)} factors; expected {rotary_dim // 2}, one for "
+                    "each pair of rotary elements"
+                )
+    return Rope(settings.theta, settings.scaling, rotary_dim)
+
+
+def _multipliers(fields: HfConfig, family: Family, kv: KVSpec) -> Multipliers:
+    query, scalar = 1.0, fields.query_pre_attn_scalar
+    if scalar is not None:
+        query = math.sqrt(kv.head_dim / scalar)
+    if family.scaled_embedding:
+        # The authors' code rounds the factor to the dtype of the embedding.
+        factor = torch.tensor(fields.hidden_size**0.5).to(kv.dtype)
+        return Multipliers(float(factor), query)
     if not family.multipliers:
         return Multipliers()
-    query = 1.0
     if fields.attention_multiplier is not None:
-        query = fields.attention_multiplier * math.sqrt(head_dim)
+        query = fields.attention_multiplier * math.sqrt(kv.head_dim)
     return Multipliers(
         fields.embedding_multiplier, query, fields.residual_multiplier, fields.logits_scaling
     )
 
 
-def _sliding_window(fields: HfConfig, family: Family, max_position: int) -> int | None:
-    """Return the value of ModelConfig.sliding_window.
+def _windows(fields: HfConfig, family: Family) -> list[int | None]:
+    """Return the window of each layer in tokens; None: the layer has full attention.
 
     Raises ConfigError for a layer type that is neither full nor sliding attention.
     """
-    kinds = fields.layer_types if isinstance(fields.layer_types, list) else []
-    if unknown := sorted({str(kind) for kind in kinds} - {"full_attention", "sliding_attention"}):
-        raise ConfigError(
-            f"layer type {unknown[0]!r} is not supported; "
-            "supported: full_attention, sliding_attention"
-        )
-    window = fields.sliding_window
-    if isinstance(fields.layer_types, list):
-        slides = "sliding_attention" in kinds
+    count, window, pattern = (
+        fields.num_hidden_layers,
+        fields.sliding_window,
+        fields.sliding_window_pattern,
+    )
+    interval = pattern if type(pattern) is int else family.full_interval
+    kinds = fields.layer_types
+    if kinds is not None and not isinstance(kinds, list):
+        raise ConfigError(f"config.json: layer_types is {kinds!r}: expected a list or null")
+    if kinds is not None:
+        if unknown := sorted({str(kind) for kind in kinds} - {"full_attention", _SLIDING}):
+            raise ConfigError(
+                f"layer type {unknown[0]!r} is not supported; "
+                "supported: full_attention, sliding_attention"
+            )
+        if len(kinds) != count:
+            raise ConfigError(f"config.json lists {len(kinds)} layers of {count}")
+        slides = [kind == _SLIDING for kind in kinds]
+    elif family.full_interval:
+        slides = [(layer + 1) % interval != 0 for layer in range(count)]
     elif family.has_window:
-        slides = True
+        slides = [True] * count
     else:
         first = fields.max_window_layers if family.window_skips_layers else 0
-        slides = fields.use_sliding_window and first < fields.num_hidden_layers
-    if window is None or not slides:
-        return None
+        slides = [fields.use_sliding_window and layer >= first for layer in range(count)]
+    if window is None or not any(slides):
+        return [None] * count
     if type(window) is not int or window < 1:
         raise ConfigError(f"config.json: sliding_window is {window!r}: expected an integer >= 1")
-    return window if window < max_position else None
+    return [window if sliding else None for sliding in slides]
 
 
 def _moe(config: Mapping[str, Any], family: Family) -> MoeConfig:
     # transformers 5 writes num_local_experts, earlier versions num_experts.
     key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
-    moe = read_fields({**config, "num_experts": config.get(key)}, MoeConfig, "config.json")
+    settings = {**config, "num_experts": config.get(key)}
+    if family.moe is Experts.GPT_OSS:
+        # A softmax over the chosen experts is a softmax over all, divided by the chosen sum.
+        inner = config.get("intermediate_size")
+        settings |= {"moe_intermediate_size": inner, "norm_topk_prob": True}
+    moe = read_fields(settings, MoeConfig, "config.json")
     if moe.num_experts_per_tok > moe.num_experts:
         raise ConfigError(
             f"num_experts_per_tok {moe.num_experts_per_tok} exceeds {moe.num_experts} experts"

@@ -1,5 +1,6 @@
 """The decoder of every supported family. Module names follow the checkpoints' tensor names."""
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -22,11 +23,11 @@ from minisgl.layers.norm import (
     norm_all_heads,
 )
 from minisgl.layers.rotary import rotary_order
-from minisgl.layers.shards import Shard, merge, split_heads
+from minisgl.layers.shards import Placement, Shard, merge, split_heads
 from minisgl.models.config import ModelConfig, Multipliers
 from minisgl.models.mlp import GatedMlp
-from minisgl.models.moe import MoeBlock
-from minisgl.models.registry import QkNorm
+from minisgl.models.moe import MoeBlock, StackedMoeBlock
+from minisgl.models.registry import Experts, Norms, QkNorm
 from minisgl.moe.base import MoeBackend
 
 
@@ -50,16 +51,17 @@ class ForwardContext(NamedTuple):
     """The inputs that all layers of one forward share.
 
     positions    int32 [T], the position of each token in its request.
-    slots        int32 [T], the pool slot of each token's keys and values.
+    slots        int32 [T] for each pool: the slot of each token's keys and values.
     ropes        float32 [max_seq_len, D], the rotary tables of ModelConfig.ropes.
-    attention    the attention of this step over the pool.
+    pools        the KV pools of ModelConfig.pools.
+    attention    the attention of this step over the pools.
     query_scale  float32 [T, 1], the factor on the queries of each token; None: no factor.
     """
 
     positions: Tensor
-    slots: Tensor
+    slots: Sequence[Tensor]
     ropes: tuple[Tensor, ...]
-    pool: KVPool
+    pools: tuple[KVPool, ...]
     attention: StepAttention
     query_scale: Tensor | None = None
 
@@ -83,7 +85,10 @@ class Attended(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Self-attention over this rank's heads. The decoder layer applies o_proj."""
+    """Self-attention over this rank's heads. The decoder layer applies o_proj.
+
+    sinks: [Hq], the logits of the sinks of this rank's heads; None if the family has none.
+    """
 
     def __init__(self, parts: ModelParts, layer: int) -> None:
         super().__init__()
@@ -101,6 +106,7 @@ class Attention(nn.Module):
         qkv = merge("qkv_proj", (q, k, v)) if config.family.merged_linears else (q, k, v)
         linear = parts.linear.within(f"model.layers.{layer}.self_attn")
         self.comm, self.kv_layer, self.rope = parts.comm, spec.kv_layer, spec.rope
+        self.pool = int(spec.rule.window is not None)
         self.head_dim = dim
         self.q_heads, self.kv_heads = q.local // dim, k.local // dim
         self.qkv_proj = ColumnParallelLinear(size, qkv, config.qkv_bias, linear)
@@ -109,8 +115,11 @@ class Attention(nn.Module):
         self.qk_norm = config.family.qk_norm
         if self.qk_norm is QkNorm.PER_HEAD:
             q = k = Shard("", dim, 0, dim, order)
-        self.q_norm = HeadNorm(q, eps) if self.qk_norm else None
-        self.k_norm = HeadNorm(k, eps) if self.qk_norm else None
+        offset = config.family.offset_norms
+        self.q_norm = HeadNorm(q, eps, offset) if self.qk_norm else None
+        self.k_norm = HeadNorm(k, eps, offset) if self.qk_norm else None
+        self.sink_heads = split_heads("sinks", config.q_heads, 1, tp.rank, tp.size)
+        self.sinks = nn.Parameter(torch.empty(self.q_heads)) if config.family.sinks else None
 
     def forward(self, block_input: BlockInput, context: ForwardContext) -> Tensor:
         """Store keys and values of the T tokens, and attend. Returns [T, Hq * D]."""
@@ -128,14 +137,26 @@ class Attention(nn.Module):
         heads = NormRope(q_weight, k_weight, self.eps, context.ropes[self.rope])
         attended = qkv.new_empty((len(qkv), self.q_heads, self.head_dim))
         if isinstance(attention, FusedAttention):
-            attention.attend(self.kv_layer, qkv, heads, attended)
+            attention.attend(self.kv_layer, qkv, heads, attended, self.sinks)
         else:
-            pool, layer = context.pool, self.kv_layer
-            places = (context.positions, context.slots, *pool.layer(layer))
+            pool, layer = context.pools[self.pool], self.kv_layer
+            places = (context.positions, context.slots[self.pool], *pool.layer(layer))
             sizes = (self.q_heads, self.kv_heads, self.head_dim)
             q = qk_norm_rope_store(qkv, *heads, *places, *sizes, pool.scales(layer))
-            attention.forward(self.kv_layer, q, attended)
+            attention.forward(self.kv_layer, q, attended, self.sinks)
         return attended.flatten(1)
+
+    def scale_queries(self, factor: float) -> None:
+        """Multiply the queries by `factor`, in the loaded weights. Raises ConfigError."""
+        if self.q_norm is not None:
+            self.q_norm.weight.mul_(factor)
+        else:
+            self.qkv_proj.method.scale_rows(0, self.q_heads * self.head_dim, factor)
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        if self.sinks is not None:
+            name, shard = f"{name}.sinks", self.sink_heads
+            yield Placement(name, (shard.full,), name, 0, shard.begin, shard.end)
 
 
 def dense_mlp(parts: ModelParts, layer: int) -> GatedMlp:
@@ -147,6 +168,7 @@ def dense_mlp(parts: ModelParts, layer: int) -> GatedMlp:
         parts.linear.within(f"model.layers.{layer}.mlp"),
         bias=config.mlp_bias,
         merged=config.family.merged_linears,
+        gelu=config.activation != "silu",
     )
 
 
@@ -156,15 +178,16 @@ class DecoderLayer(nn.Module):
     def __init__(self, parts: ModelParts, layer: int) -> None:
         super().__init__()
         config, comm = parts.config, parts.comm
-        self.input_layernorm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
+        self.input_layernorm = ResidualNorm(config.hidden_size, config.stream_eps, comm)
         self.self_attn = Attention(parts, layer)
-        self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
+        self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.stream_eps, comm)
         self.mlp: nn.Module
         if config.moe is not None and config.moe.has_experts(layer):
             linear = parts.linear.within(f"model.layers.{layer}.mlp")
-            self.mlp = MoeBlock(
-                config.hidden_size, config.moe, linear, parts.experts, parts.moe_backend
-            )
+            stacked = config.family.moe is Experts.GPT_OSS
+            block = StackedMoeBlock if stacked else MoeBlock
+            size, backend = config.hidden_size, parts.moe_backend
+            self.mlp = block(size, config.moe, linear, parts.experts, backend)
         else:
             self.mlp = dense_mlp(parts, layer)
 
@@ -195,11 +218,20 @@ class DecoderLayer(nn.Module):
         if isinstance(self.mlp, GatedMlp):
             self.post_attention_layernorm.fold_with(self.mlp.gate_up_proj.method.fold)
 
+    def scale_outputs(self, factor: float) -> None:
+        """Multiply by `factor` what the blocks add to the stream, in the loaded weights.
+
+        Raises ConfigError if a linear method cannot scale its weights.
+        """
+        for linear in (self.self_attn.o_proj, cast("GatedMlp", self.mlp).down_proj):
+            linear.method.scale_rows(0, linear.method.shards.rows, factor)
+
 
 class NormAfterLayer(DecoderLayer):
     """Attention and MLP on the residual stream, each before a norm of its own (OLMo 2, EXAONE 4).
 
-    Every rank holds the complete stream.
+    With Norms.BOTH, a further norm precedes each of the two (Gemma). Every rank holds the complete
+    stream.
     """
 
     def __init__(self, parts: ModelParts, layer: int) -> None:
@@ -207,20 +239,38 @@ class NormAfterLayer(DecoderLayer):
         config, comm = parts.config, parts.comm
         self.self_attn = Attention(parts, layer)
         self.mlp = dense_mlp(parts, layer)
-        self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
-        self.post_feedforward_layernorm = ResidualNorm(config.hidden_size, config.norm_eps, comm)
+        size, offset = config.hidden_size, config.family.offset_norms
+        self.post_attention_layernorm = ResidualNorm(size, config.norm_eps, comm, offset)
+        self.post_feedforward_layernorm = ResidualNorm(size, config.norm_eps, comm, offset)
+        if config.family.norms is Norms.BOTH:
+            eps = config.stream_eps
+            self.input_layernorm = CompleteNorm(size, eps, comm, offset)
+            self.pre_feedforward_layernorm = CompleteNorm(size, eps, comm, offset)
+        else:
+            self.register_module("input_layernorm", None)
+            self.register_module("pre_feedforward_layernorm", None)
 
     def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
-        return Attended(self.self_attn(BlockInput(stream.x), context), stream.x)
+        return Attended(self.self_attn(_before(self.input_layernorm, stream.x), context), stream.x)
 
     def project(self, attended: Attended) -> ResidualStream:
         product = self.self_attn.o_proj.method.product(attended.heads)
         x = attended.residual + self.post_attention_layernorm.of_sum(product)
-        product = cast("GatedMlp", self.mlp).product(BlockInput(x))
+        block_input = _before(self.pre_feedforward_layernorm, x)
+        product = cast("GatedMlp", self.mlp).product(block_input)
         return ResidualStream(x + self.post_feedforward_layernorm.of_sum(product))
 
     def fold_norms(self) -> None:
-        """No linear reads the output of a norm, so there is nothing to fold."""
+        """Nothing is folded: each linear gets the complete and normalised stream."""
+
+    def scale_outputs(self, factor: float) -> None:
+        self.post_attention_layernorm.weight.mul_(factor)
+        self.post_feedforward_layernorm.weight.mul_(factor)
+
+
+def _before(norm: ResidualNorm | None, x: Tensor) -> BlockInput:
+    """Return the input of a block: the stream x [T, H], after the norm if there is one."""
+    return BlockInput(x) if norm is None else norm.forward(ResidualStream(x))[0]
 
 
 class Decoder(nn.Module):
@@ -235,12 +285,13 @@ class Decoder(nn.Module):
         super().__init__()
         config, comm = parts.config, parts.comm
         self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, comm)
-        norms_after = config.family.norms_after
+        norms_after = config.family.norms is not Norms.BEFORE
         kind = NormAfterLayer if norms_after else DecoderLayer
         layers = nn.ModuleList(kind(parts, i) for i in range(config.num_layers))
         self.layers = cast("list[DecoderLayer]", layers)
         final_norm = CompleteNorm if norms_after else ResidualNorm
-        self.norm = final_norm(config.hidden_size, config.norm_eps, comm)
+        size, offset = config.hidden_size, config.family.offset_norms
+        self.norm = final_norm(size, config.stream_eps, comm, offset)
         self.sums_embedding = norms_after and comm.tp.size > 1
 
     def forward(self, ids: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
@@ -289,7 +340,8 @@ class CausalLM(nn.Module):
         config = parts.config
         self.config = config
         self.model = Decoder(parts)
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, parts.comm)
+        cap = config.logits_soft_cap
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, parts.comm, cap)
         if config.tied_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -313,18 +365,15 @@ class CausalLM(nn.Module):
 
         The embedding stays as it is, because the head may share it. Instead, each block divides its
         output by the factor of the embedding. The norms undo this division, with the epsilon of
-        ModelConfig.norm_eps. Raises ConfigError if a linear method cannot scale its weights.
+        ModelConfig.stream_eps. Raises ConfigError if a linear method cannot scale its weights.
         """
         factors = self.config.multipliers
         if factors == Multipliers():
             return
         for layer in self.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            queries = attention.q_heads * attention.head_dim
-            attention.qkv_proj.method.scale_rows(0, queries, factors.query)
-            for linear in (attention.o_proj, cast("GatedMlp", mlp).down_proj):
-                rows = linear.method.shards.rows
-                linear.method.scale_rows(0, rows, factors.residual / factors.embedding)
+            if factors.query != 1.0:
+                layer.self_attn.scale_queries(factors.query)
+            layer.scale_outputs(factors.residual / factors.embedding)
         self.model.norm.weight.div_(factors.logits)
 
 
@@ -333,7 +382,7 @@ def local_kv_spec(
 ) -> KVSpec:
     """The state that each layer keeps for a token on this rank, in `dtype` or in FP8.
 
-    All layers have the same spec, because all share one page table.
+    All layers have the same spec.
     """
     (spec,) = {layer.kv for layer in config.layers}
     return spec._replace(kv_heads=max(spec.kv_heads // comm.tp.size, 1), dtype=dtype, fp8=fp8)

@@ -50,6 +50,7 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: Count | None = None
     rms_norm_eps: Number = 1e-6
     hidden_act: str = "silu"
+    hidden_activation: str | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
@@ -61,6 +62,12 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     sliding_window: Any = None
     use_sliding_window: bool = False
     max_window_layers: Number = 28
+    sliding_window_pattern: Any = None
+    use_bidirectional_attention: bool = False
+    query_pre_attn_scalar: Positive | None = None
+    attn_logit_softcapping: Positive | None = None
+    final_logit_softcapping: Positive | None = None
+    rope_local_base_freq: Number | None = None
     rope_theta: Number = 10000.0
     rope_scaling: dict[str, Any] = {}
     rope_parameters: dict[str, Any] = {}

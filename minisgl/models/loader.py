@@ -25,6 +25,7 @@ from minisgl.utils.startup import Progress
 logger = logging.getLogger(__name__)
 
 _DUMMY_STD = 0.02  # the initialisation range of most checkpoints; keeps activations finite
+_DUMMY_SCALE = 120  # 2^-7 as an e8m0 byte: random 4-bit weights then have a similar deviation
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Prefixes of the language model beside a vision encoder, in the old and the new spelling of
 # transformers, with the prefix of the same tensors in a checkpoint without an encoder.
@@ -51,7 +52,7 @@ def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
 
 def fill_random(model: nn.Module, seed: int = 0, *, show_progress: bool = False) -> None:
     """Fill with seeded values: norms and scales with 1, biases with 0, all else from a normal
-    distribution.
+    distribution. Packed weights (uint8) get random bytes, and their scales one power of two.
 
     Each tensor of the checkpoint is drawn whole and then cut, so that the model does not depend on
     the number of ranks.
@@ -62,13 +63,19 @@ def fill_random(model: nn.Module, seed: int = 0, *, show_progress: bool = False)
         target = parameters[placement.target].data
         if placement.source.endswith(("norm.weight", "_scale", "_scale_inv")):
             target.fill_(1.0)
+        elif target.dtype is torch.uint8 and placement.source.endswith("_scales"):
+            target.fill_(_DUMMY_SCALE)
         elif not placement.source.endswith(".bias"):
             generator = torch.Generator(target.device)
             generator.manual_seed(seed + zlib.crc32(placement.source.encode()))
-            # torch draws no random numbers in 8-bit types; copy_ converts them.
-            drawn = target.dtype if target.dtype.itemsize > 1 else torch.float32
+            is_packed = target.dtype is torch.uint8
+            # torch draws no normal numbers in 8-bit types; copy_ converts them.
+            drawn = target.dtype if is_packed or target.dtype.itemsize > 1 else torch.float32
             whole = target.new_empty(placement.shape, dtype=drawn)
-            whole.normal_(0.0, _DUMMY_STD, generator=generator)
+            if is_packed:
+                whole.random_(0, 256, generator=generator)
+            else:
+                whole.normal_(0.0, _DUMMY_STD, generator=generator)
             part = _converted(placement, _cut(placement, whole))
             _part(target, placement, part).copy_(part)
     _free_temporaries()
@@ -254,7 +261,7 @@ def _cut(placement: Placement, source: Any) -> Tensor:
     if placement.dim is None:
         return source  # type: ignore[no-any-return]
     cut = slice(placement.begin, placement.end)
-    part: Tensor = source[:, cut] if placement.dim == 1 else source[cut]
+    part: Tensor = source[(*[slice(None)] * placement.dim, cut)]
     if placement.order:
         groups = part.view(-1, len(placement.order), *part.shape[1:])
         part = groups[:, list(placement.order)].flatten(0, 1)

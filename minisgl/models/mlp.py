@@ -10,11 +10,18 @@ from minisgl.layers.shards import merge, split_evenly
 class GatedMlp(nn.Module):
     """down(silu(gate) * up). The inner size is padded to a multiple of the number of ranks.
 
-    merged: the checkpoint stores gate and up as one tensor.
+    merged: the checkpoint stores gate and up as one tensor. gelu: GELU takes the place of SiLU.
     """
 
     def __init__(
-        self, size: int, inner: int, build: LinearBuild, *, bias: bool = False, merged: bool = False
+        self,
+        size: int,
+        inner: int,
+        build: LinearBuild,
+        *,
+        bias: bool = False,
+        merged: bool = False,
+        gelu: bool = False,
     ) -> None:
         super().__init__()
         gate = split_evenly("gate_proj", inner, build.tp.rank, build.tp.size)
@@ -22,12 +29,13 @@ class GatedMlp(nn.Module):
         outputs = merge("gate_up_proj", (gate, up)) if merged else (gate, up)
         self.gate_up_proj = MergedGateUpLinear(size, outputs, bias, build)
         self.down_proj = RowParallelLinear(down, size, bias, build)
-        self.gate_up_proj.method.leave_gate_to(self.down_proj.method)
+        self.gate = self.gate_up_proj.forward_gelu if gelu else self.gate_up_proj.forward
+        if not gelu:
+            self.gate_up_proj.method.leave_gate_to(self.down_proj.method)
 
     def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
-        return self.down_proj.forward(self.gate_up_proj.forward(block_input), residual)
+        return self.down_proj.forward(self.gate(block_input), residual)
 
     def product(self, block_input: BlockInput) -> Tensor:
         """Return this rank's part of the output [T, H], which is not added to a residual stream."""
-        inner = self.gate_up_proj.forward(block_input)
-        return self.down_proj.method.product(inner)
+        return self.down_proj.method.product(self.gate(block_input))

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import msgspec
+
 from minisgl.core import ConfigError
 from minisgl.layers.rotary import (
     LinearRope,
@@ -41,6 +43,28 @@ class RopeSettings(NamedTuple):
     max_position: int
 
 
+def ropes_from(config: HfConfig, plain_in_windows: bool) -> tuple[RopeSettings, RopeSettings]:
+    """Read the rotary settings of the layers with full attention, and of those with a window.
+
+    plain_in_windows: as Family.plain_window_rope. transformers 5 writes the settings of both kinds
+    of layers into rope_parameters, by their names in layer_types. Raises ConfigError.
+    """
+    new = config.rope_parameters
+    kinds = [new.get(kind) for kind in ("full_attention", "sliding_attention")]
+    if any(isinstance(kind, Mapping) for kind in kinds):
+        full, window = (
+            rope_from(msgspec.structs.replace(config, rope_parameters=kind or {}, rope_scaling={}))
+            for kind in kinds
+        )
+        return full, window
+    full = rope_from(config)
+    if not plain_in_windows:
+        return full, full
+    theta = config.rope_local_base_freq or full.theta
+    plain = msgspec.structs.replace(config, rope_parameters={}, rope_scaling={}, rope_theta=theta)
+    return full, rope_from(plain)
+
+
 def rope_from(config: HfConfig) -> RopeSettings:
     """Read the rotary settings. Raises ConfigError.
 
@@ -55,7 +79,9 @@ def rope_from(config: HfConfig) -> RopeSettings:
             "rope_scaling and rope_parameters in config.json disagree; remove one of them"
         )
     if any(isinstance(value, Mapping) for value in values.values()):
-        raise ConfigError("rope settings per layer type are not supported")
+        raise ConfigError(
+            "rope settings by layer type are supported for full_attention and sliding_attention"
+        )
     rope = read_fields(values, HfRope, _WHERE)
     fraction = rope.partial_rotary_factor
     if fraction == 1.0:

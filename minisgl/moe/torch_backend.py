@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from minisgl.kernel import silu_and_mul
-from minisgl.kernel.fp8_weights import Scales, dequantise
+from minisgl.kernel import fp8_weights, mxfp4_weights, silu_and_mul
 from minisgl.moe.base import ExpertWeights, MoeBackend, route
 
 
@@ -16,16 +15,17 @@ class TorchMoe(MoeBackend):
     """
 
     name = "torch"
-    takes_scales = True
+    takes_scales = takes_mxfp4 = takes_biases = True
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
-        scales, experts = route(linear(x, weights.router), top_k, renormalise)
+        scales, experts = route(linear(x, weights.router, weights.router_bias), top_k, renormalise)
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         counts = torch.bincount(flat, minlength=len(weights.router)).tolist()
         tokens = order // top_k
         scales = scales.to(x.dtype).flatten()[order].unsqueeze(-1)
-        gate_up_scales, down_scales = weights.scales or (None, None)
+        gate_up_biases, down_biases = weights.biases or (None, None)
+        activate = weights.swiglu or silu_and_mul
         out = torch.zeros_like(x)
         end = 0
         for expert, count in enumerate(counts):
@@ -33,15 +33,21 @@ class TorchMoe(MoeBackend):
                 continue
             begin, end = end, end + count
             mine = tokens[begin:end]
-            gate_up = _of(expert, weights.gate_up, gate_up_scales, x.dtype)
-            down = _of(expert, weights.down, down_scales, x.dtype)
-            hidden = silu_and_mul(linear(x[mine], gate_up))
-            out.index_add_(0, mine, linear(hidden, down) * scales[begin:end])
+            gate_up, down = (_matrix(weights, part, expert, x.dtype) for part in range(2))
+            gate_up_bias = None if gate_up_biases is None else gate_up_biases[expert]
+            down_bias = None if down_biases is None else down_biases[expert]
+            hidden = activate(linear(x[mine], gate_up, gate_up_bias))
+            out.index_add_(0, mine, linear(hidden, down, down_bias) * scales[begin:end])
         return out
 
 
-def _of(expert: int, matrices: Tensor, scales: Scales | None, dtype: torch.dtype) -> Tensor:
-    """The matrix of one expert, in `dtype`."""
-    if scales is None:
-        return matrices[expert]
-    return dequantise(matrices[expert], scales._replace(values=scales.values[expert]), dtype)
+def _matrix(weights: ExpertWeights, part: int, expert: int, dtype: torch.dtype) -> Tensor:
+    """One expert's gate_up (part 0) or down (part 1), in `dtype`."""
+    matrix = (weights.gate_up, weights.down)[part][expert]
+    if weights.mxfp4_scales is not None:
+        return mxfp4_weights.dequantise(matrix, weights.mxfp4_scales[part][expert], dtype)
+    if weights.scales is not None:
+        scales = weights.scales[part]
+        scales = scales._replace(values=scales.values[expert])
+        return fp8_weights.dequantise(matrix, scales, dtype)
+    return matrix

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from minisgl.kernel import linear
 from minisgl.kernel.fp8_weights import dequantise
-from minisgl.moe.base import ExpertWeights, MoeBackend
+from minisgl.moe.base import Biases, ExpertWeights, MoeBackend
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +29,18 @@ class TritonMoe(MoeBackend):
     """
 
     name = "triton"
-    takes_scales = True
+    takes_scales = takes_mxfp4 = takes_biases = True
 
     def __init__(self, device: torch.device) -> None:
         # Triton is imported here, because machines without a GPU may not have it.
-        from minisgl.kernel.triton import fp8_moe, moe_few, moe_grouped, moe_routing, overlap
+        from minisgl.kernel.triton import (
+            fp8_moe,
+            moe_few,
+            moe_grouped,
+            moe_routing,
+            overlap,
+            stacked_moe,
+        )
 
         super().__init__(device)
         self._experts_of_few = moe_few.experts_of_few
@@ -41,6 +48,7 @@ class TritonMoe(MoeBackend):
         self._fp8_experts_of_few = fp8_moe.experts_of_few
         self._fp8_experts_of_many = fp8_moe.experts_of_many
         self._reads_fp8 = overlap.converts_fp8
+        self._stacked_experts = stacked_moe.experts_of_any
         self._route = moe_routing.route
         self._semaphores = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)
 
@@ -49,8 +57,10 @@ class TritonMoe(MoeBackend):
         return "it needs a GPU" if device.type == "cpu" else None
 
     def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
+        if weights.biases is not None:
+            return self._stacked(x, weights, weights.biases, top_k, renormalise)
         weights = with_kernels(weights, x.dtype, self._reads_fp8())
-        router, gate_up, down, fp8 = weights
+        router, gate_up, down, fp8 = weights[:4]
         if len(x) <= _FEW_TOKENS:
             few = (self._semaphores, top_k, renormalise)
             if fp8 is None:
@@ -60,6 +70,15 @@ class TritonMoe(MoeBackend):
         if fp8 is None:
             return self._experts_of_many(x, gate_up, down, factors, experts)
         return self._fp8_experts_of_many(x, gate_up, down, fp8, factors, experts)
+
+    def _stacked(
+        self, x: Tensor, weights: ExpertWeights, biases: Biases, top_k: int, renormalise: bool
+    ) -> Tensor:
+        assert weights.swiglu is not None, "biased experts need a clamped SwiGLU: this is a bug"
+        logits = linear(x, weights.router, weights.router_bias)
+        routing = self._route(logits, top_k, renormalise)
+        matrices = (weights.gate_up, weights.down, weights.mxfp4_scales)
+        return self._stacked_experts(x, *matrices, biases, *routing, *weights.swiglu)
 
 
 def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) -> ExpertWeights:
@@ -75,7 +94,8 @@ def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) 
         return weights
     _log_slow(columns)
     gate_up = dequantise(weights.gate_up, gate_up_scales, dtype)
-    return ExpertWeights(weights.router, gate_up, dequantise(weights.down, down_scales, dtype))
+    down = dequantise(weights.down, down_scales, dtype)
+    return weights._replace(gate_up=gate_up, down=down, scales=None)
 
 
 @lru_cache(maxsize=8)

@@ -76,10 +76,16 @@ def _as_text(name: str, plan: Plan, gpu: Gpu) -> list[str]:
         f"  KV cache                {plan.kv_bytes / _GIB:8.2f} GiB, "
         f"{plan.kv_token_bytes / 1024:g} KiB for each token",
     ]
+    if plan.window is not None:
+        each = f"{plan.window_token_bytes / 1024:g} KiB for each token of a window"
+        lines[-1] += f" and {each} ({plan.window:,} tokens)"
     if not plan.tokens:
         return [*lines, "", "The model does not fit."]
     fitting = ", ".join(f"{count} of {size:,} tokens" for size, count in plan.requests.items())
-    lines += ["", f"tokens that fit: {plan.tokens:,} ({plan.pages:,} pages)"]
+    pages = f"{plan.pages:,} pages"
+    if plan.window is not None:
+        pages += f", and {plan.window_pages:,} pages of layers with a window"
+    lines += ["", f"tokens that fit: {plan.tokens:,} ({pages})"]
     lines += [f"requests that fit: {fitting}"]
     if plan.floor_ms:
         lines += ["", "requests  shortest time of a token   tokens/s   (no engine is faster)"]

@@ -5,6 +5,8 @@ steps and CUDA graphs, which a starting engine measures, is predicted from sizes
 three starts on one H200. The pages follow from both by the engine's own rule (engine/memory.py).
 """
 
+from collections.abc import Callable
+
 import msgspec
 import torch
 
@@ -12,11 +14,11 @@ from minisgl.benchmark.floor import (
     MEASURED_TP,
     Cost,
     cost_of,
-    has_fp8_weights,
     step_s,
-    with_fp8_weights,
+    weight_format,
+    with_weights,
 )
-from minisgl.core import EngineConfig
+from minisgl.core import EngineConfig, WindowLayers
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory
 from minisgl.engine.check import LoneRank, share_of
@@ -43,7 +45,11 @@ _GRAPH_REQS = 256  # requests of the largest decode graph
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Capacity and speed of a model on `tp` GPUs. Sizes are in bytes, for each GPU.
 
-    kv_token_bytes     keys and values of one token.
+    kv_token_bytes     keys and values of one token, in layers with full attention.
+    window             tokens of the largest window; None: the model has no window layers.
+    window_token_bytes
+                       keys and values of one token of a window, in window layers.
+    window_pages       pages of window layers.
     remainder_bytes    CUDA context, workspaces, the largest step and the CUDA graphs, as predicted.
     requests           number of requests that fit, by the tokens of one request.
     floor_ms           shortest time of a token, by the number of requests that decode together.
@@ -63,6 +69,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     remainder_bytes: int
     kv_bytes: int
     kv_token_bytes: int
+    window: int | None
+    window_token_bytes: int
+    window_pages: int
     pages: int
     tokens: int
     requests: dict[int, int]
@@ -82,51 +91,87 @@ def make_plan(
     """
     dtype = memory.resolve_dtype(config, model, torch.device("cuda"))
     fp8_kv = memory.resolve_fp8_kv(config, dtype, torch.device("meta"))
-    fp8_weights = has_fp8_weights(model, config.quantization)
     flags = [] if config.quantization is None else [f"--quantization={config.quantization}"]
     flags += ["--kv-cache-dtype=fp8"] if fp8_kv else []
     flags += [] if config.speculative is None else [f"--speculative={config.speculative}"]
     tp = TPInfo(0, config.tp_size)
     context = memory.resolve_max_seq_len(config, model)
+    model = model.for_context(context)
+    if config.speculative is not None:
+        memory.check_drafts(model)
     share, _ = share_of(model, tp, dtype, with_quantizations(), config.quantization)
     materialise(share, torch.device("meta"), dtype)
     # parameters() yields the embedding and the head once if they share one tensor.
     weights = sum(parameter.numel() * parameter.itemsize for parameter in share.parameters())
     spec = local_kv_spec(model, LoneRank(tp), dtype, fp8_kv)
-    token_bytes = kv_page_bytes(spec, model.num_kv_layers, 1)
+    of_pools = [kv_page_bytes(spec, len(layers), 1) for layers in model.pools]
+    token_bytes, window_bytes = of_pools[0], sum(of_pools[1:])
     copies = gpu.copies or fp8_kv  # attention of prompts reads an FP8 pool by copies only
     remainder = _remainder_bytes(config, model, copies, context, dtype, max_chunk_tokens)
     # The remainder includes the memory that is not free when the engine starts.
     available = memory.kv_bytes_left(config, gpu.memory_bytes, weights + remainder)
-    page_bytes = token_bytes * config.page_size
-    pages = max(memory.pages_that_fit(config, available, page_bytes, context), 0)
-    pages = min(pages, config.num_pages or pages)
-    tokens = pages * config.page_size
-    cost = cost_of(model, tp.size)
-    if fp8_weights:
-        cost = with_fp8_weights(cost, model, tp.size)
+    pages, window_pages = _pages(config, model, available, (token_bytes, window_bytes), context)
+    size = config.page_size
+    tokens = pages * size
+
+    def requests_of(length: int) -> int:
+        """The number of requests of `length` tokens that fit."""
+        if model.window is None:
+            return tokens // length
+        most = WindowLayers(model.window, 0).reserve(size)
+        return min(tokens // length, window_pages // min(most, -(-length // size)))
+
+    cost = with_weights(cost_of(model, tp.size), model, config.quantization, tp.size)
     # All-reduces over a number of GPUs that was not measured count as no time.
     reduces = cost.reduces if tp.size in MEASURED_TP else 0
-    cost = cost._replace(kv_bytes=token_bytes, reduces=reduces)
+    typical = min(context, _TYPICAL_TOKENS)
+    read = window_bytes * min(model.window or 0, typical) // typical  # by each key of a context
+    cost = cost._replace(kv_bytes=token_bytes + read, reduces=reduces)
     sizes = sorted({size for size in (_TYPICAL_TOKENS, 4096, 16_384) if size < context} | {context})
     return Plan(
         gpu=gpu.name,
         gpu_bytes=gpu.memory_bytes,
         tp=config.tp_size,
         dtype=str(dtype).removeprefix("torch."),
-        quantization="fp8" if fp8_weights else "none",
+        quantization=weight_format(model, config.quantization),
         kv_cache_dtype="fp8" if fp8_kv else str(dtype).removeprefix("torch."),
         context=context,
         weight_bytes=weights,
         remainder_bytes=remainder,
-        kv_bytes=tokens * token_bytes,
+        kv_bytes=tokens * token_bytes + window_pages * size * window_bytes,
         kv_token_bytes=token_bytes,
+        window=model.window,
+        window_token_bytes=window_bytes,
+        window_pages=window_pages,
         pages=pages,
         tokens=tokens,
-        requests={size: min(tokens // size, config.max_running_reqs) for size in sizes},
-        floor_ms=_floor_ms(cost, gpu, tp.size, tokens, min(context, _TYPICAL_TOKENS)),
-        settings=flags + _settings(config, context, tokens),
+        requests={each: min(requests_of(each), config.max_running_reqs) for each in sizes},
+        floor_ms=_floor_ms(cost, gpu, tp.size, requests_of(typical), typical),
+        settings=flags + _settings(config, context, tokens, requests_of),
     )
+
+
+def _pages(
+    config: EngineConfig,
+    model: ModelConfig,
+    available: int,
+    token_bytes: tuple[int, int],
+    context: int,
+) -> tuple[int, int]:
+    """Return the pages of both KV pools; 0 and 0 if one request does not fit.
+
+    token_bytes: of one token in the layers of each pool.
+    """
+    size, given, window = config.page_size, config.num_pages, model.window
+    page_bytes = [size * each for each in token_bytes]
+    available = max(available, 0)
+    if window is None:
+        pages = memory.pages_that_fit(config, available, page_bytes[0], context)
+        return min(pages, given or pages), 0
+    pages, windows = memory.split_pages(config, available, page_bytes, context, window)
+    if windows < WindowLayers(window, 0).reserve(size):
+        return 0, 0
+    return min(pages, given or pages), min(windows, given or windows)
 
 
 def _remainder_bytes(
@@ -142,7 +187,8 @@ def _remainder_bytes(
     copies: attention of long prompts copies contexts (kernel/contexts.py).
     """
     tp, rows, item = config.tp_size, config.max_running_reqs + 1, dtype.itemsize
-    page_table, token_pool = rows * -(-context // config.page_size), rows * (context + 1)
+    page_table = len(model.pools) * rows * -(-context // config.page_size)
+    token_pool = rows * (context + 1)
     rotary = len(model.ropes) * context * model.head_dim
     tables = 4 * (page_table + token_pool + rotary)
     logits = min(config.max_running_reqs, _GRAPH_REQS) * (model.vocab_size // tp) * item
@@ -168,19 +214,22 @@ def _widest(model: ModelConfig, tp: int) -> int:
     return max(3 * inner // tp, experts) + 2 * model.hidden_size
 
 
-def _floor_ms(cost: Cost, gpu: Gpu, tp: int, tokens: int, context: int) -> dict[int, float | None]:
-    """The floor of a token by the number of requests; empty if the rates of the GPU are unknown."""
+def _floor_ms(cost: Cost, gpu: Gpu, tp: int, most: int, context: int) -> dict[int, float | None]:
+    """The floor of a token by the number of requests; empty if the rates of the GPU are unknown.
+
+    most: number of requests of `context` tokens that fit.
+    """
     if gpu.ceilings is None:
         return {}
     return {
-        size: 1e3 * step_s(cost, size, size * context, gpu.ceilings, tp)
-        if size * context <= tokens
-        else None
+        size: 1e3 * step_s(cost, size, size * context, gpu.ceilings, tp) if size <= most else None
         for size in _BATCHES
     }
 
 
-def _settings(config: EngineConfig, context: int, tokens: int) -> list[str]:
+def _settings(
+    config: EngineConfig, context: int, tokens: int, requests_of: Callable[[int], int]
+) -> list[str]:
     """The flags to set so that the requests fit. Empty: the defaults fit, or nothing fits."""
     flags = [f"--tensor-parallel-size={config.tp_size}"] if config.tp_size > 1 else []
     if not tokens:
@@ -188,6 +237,6 @@ def _settings(config: EngineConfig, context: int, tokens: int) -> list[str]:
     longest = min(context, tokens)
     if tokens < context or config.max_seq_len is not None:
         flags.append(f"--max-seq-len-override={longest}")
-    if (together := tokens // min(longest, _TYPICAL_TOKENS)) < config.max_running_reqs:
+    if (together := requests_of(min(longest, _TYPICAL_TOKENS))) < config.max_running_reqs:
         flags.append(f"--max-running-requests={together}")
     return flags

@@ -5,11 +5,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from minisgl.core import Batch, Int32Array
+from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.request_table import RequestTable
 
 
 def build_batch(
     table: RequestTable,
+    kv_manager: KVManager,
     step_id: int,
     decode_rows: Int32Array,
     chunks: Mapping[int, int],
@@ -38,7 +40,7 @@ def build_batch(
         lengths=lengths,
         samples=samples,
         chunk_ids=np.concatenate([rows[:0], *chunk_ids]),
-        page_updates=table.pages.take_updates(rows),
+        page_updates=kv_manager.take_updates(rows, table),
         sampling=table.sampling(rows),
         logit_edits=table.edited_reqs(rows, ends, samples),
         logprobs=table.logprobs_request(rows, start, ends, samples),

@@ -23,6 +23,7 @@ class DraftPlanner:
     """
 
     def __init__(self, lengths: DraftLengths, kv_manager: KVManager, table: RequestTable) -> None:
+        assert kv_manager.windows is None, "rows with windows must have no drafts; this is a bug"
         self.lengths = lengths
         self.totals = DraftTotals()
         self._kv_manager = kv_manager

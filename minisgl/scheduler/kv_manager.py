@@ -2,10 +2,11 @@
 
 import numpy as np
 
-from minisgl.core import Int32Array
+from minisgl.core import EngineLike, Int32Array, PageUpdates
 from minisgl.kvcache import CacheListener, FencedPool, Match, RadixCache
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
+from minisgl.scheduler.window_manager import WindowManager
 
 
 class KVManager:
@@ -22,6 +23,8 @@ class KVManager:
     prefix cache while the request continues to use them. `release` takes the row and the pages
     back.
 
+    In a model with window layers, `windows` does the same with the pages of these layers.
+
     I1  free + quarantined + cached + owned by rows == all pages, at every moment between steps.
     I2  The first `shared_pages` pages of a row belong to the prefix cache and are locked. The other
         pages of the row belong to its request alone.
@@ -31,15 +34,19 @@ class KVManager:
 
     def __init__(
         self,
-        page_size: int,
-        num_pages: int,
+        engine: EngineLike,
         use_prefix_cache: bool,
         listener: CacheListener | None = None,
     ) -> None:
-        """use_prefix_cache: False keeps the prefix cache empty. listener: of the prefix cache."""
-        self.page_size = page_size
-        self.pool = FencedPool(num_pages)
-        self.cache = RadixCache(page_size, listener)
+        """use_prefix_cache: False keeps the prefix cache empty. listener: of the prefix cache.
+
+        `windows` is None if the model has no window layers.
+        """
+        self.page_size = engine.page_size
+        self.pool = FencedPool(engine.num_pages)
+        self.windows = WindowManager.of(engine)
+        index = None if self.windows is None else self.windows.index
+        self.cache = RadixCache(self.page_size, listener, index)
         self._use_prefix_cache = use_prefix_cache
         self.evicted_pages_total = 0
 
@@ -75,6 +82,8 @@ class KVManager:
         may_grow = table.rows.allocated & (capacities < table.max_total_tokens)
         needed = own_pages + spare + int(may_grow.sum())
         fits = needed <= self.pool.num_free + self.cache.evictable_pages
+        if self.windows is not None:
+            fits = fits and self.windows.fits(req)
         pages = self.try_allocate(own_pages) if fits else None
         if pages is None:
             self.cache.unlock(match.node, 0)
@@ -83,6 +92,8 @@ class KVManager:
         req.shared_pages = len(match.pages)
         cached_tokens = req.shared_pages * self.page_size
         table.open_row(req, np.concatenate([match.pages, pages]), cached_tokens)
+        if self.windows is not None:
+            self.windows.open_row(req, match)
         return True
 
     def try_allocate(self, count: int) -> Int32Array | None:
@@ -104,20 +115,41 @@ class KVManager:
             table.pages.extend(req.row, pages)
         return pages is not None
 
+    def grow_windows(self, rows: Int32Array, table: RequestTable) -> Int32Array:
+        """Return the decoding rows that have a window page for their next token: usually all."""
+        return rows if self.windows is None else self.windows.grow(rows, table)
+
+    def extend_window(self, req: Req, tokens: int, table: RequestTable) -> int:
+        """Return how many of the next `tokens` tokens of a running request have window pages."""
+        return tokens if self.windows is None else self.windows.extend(req.row, tokens, table)
+
+    def take_updates(self, rows: Int32Array, table: RequestTable) -> PageUpdates:
+        """As PageTable.take_updates, for the page tables of all layers."""
+        updates = table.pages.take_updates(rows)
+        if self.windows is None:
+            return updates
+        parts = zip(updates, self.windows.take_updates(rows), strict=True)
+        return PageUpdates(*map(np.concatenate, parts))
+
     def publish(self, req: Req, table: RequestTable, tokens: int) -> None:
         """Give the whole pages of the row's first `tokens` tokens to the prefix cache.
 
         The request continues to use them. If the cache already has a page with the same tokens, the
         row then points to the cache's page and the request's own copy is freed (I3).
         """
-        row = req.row
         num_pages = tokens // self.page_size
-        if num_pages <= req.shared_pages or not self._use_prefix_cache:
-            return
+        if num_pages > req.shared_pages and self._use_prefix_cache:
+            self._insert(req, table, num_pages)
+        if self.windows is not None:
+            self.windows.settle(req.row, table)
+
+    def _insert(self, req: Req, table: RequestTable, num_pages: int) -> None:
+        row = req.row
+        windows = None if self.windows is None else self.windows.windows_of(row, num_pages)
         key = table.tokens[row, : num_pages * self.page_size]
         row_pages = table.pages.entries[row, :num_pages]
         fence = int(table.last_step[row])
-        node, pages = self.cache.insert(key, row_pages, req.cache_salt)
+        node, pages, *_ = self.cache.insert(key, row_pages, req.cache_salt, windows)
         self.cache.lock(node)
         assert req.cache_node is not None, "a cache node must be set; this is a bug"
         self.cache.unlock(req.cache_node, fence)
@@ -141,11 +173,19 @@ class KVManager:
         fence = int(table.last_step[row])
         own = table.pages.of_row(row)[req.shared_pages :].copy()
         self.pool.release(own, fence)
+        if self.windows is not None:
+            self.windows.close_row(row, fence)
         assert req.cache_node is not None, "a cache node must be set; this is a bug"
         self.cache.unlock(req.cache_node, fence)
         req.cache_node = None
         req.shared_pages = 0
         table.close_row(req)
+
+    def resolve(self, step: int) -> None:
+        """Free the pages whose fence is at most `step`. All steps up to `step` have completed."""
+        self.pool.resolve(step)
+        if self.windows is not None:
+            self.windows.pages.pool.resolve(step)
 
     def flush(self) -> None:
         """Evict every cached prefix that no running request uses."""

@@ -23,7 +23,7 @@ class PageTable:
         self.sent: Int32Array = np.zeros(num_rows, dtype=np.int32)
 
     @classmethod
-    def of(cls, engine: EngineLike, spare_tokens: int) -> "PageTable":
+    def of(cls, engine: EngineLike, spare_tokens: int = 0) -> "PageTable":
         """Return the table of an engine. spare_tokens: tokens that must fit after the last page."""
         size = engine.page_size
         pages, spare = -(-engine.max_seq_len // size), -(-spare_tokens // size)

@@ -128,8 +128,8 @@ class Planner:
                 rows = rows[rows != victim.row]
                 chunks.pop(victim.row, None)
         if len(rows) or chunks:
-            drafting = self._drafts is not None
-            return build_batch(self._table, step_id, rows, chunks, drafting), victim
+            drafting, table = self._drafts is not None, self._table
+            return build_batch(table, self._kv_manager, step_id, rows, chunks, drafting), victim
         if self.waiting and not in_flight and victim is None:
             raise InvariantBroken(
                 "no request runs, but no waiting request can be admitted; this is a bug"
@@ -210,6 +210,7 @@ class Planner:
         has_prompts = bool(self.prefilling or self.waiting)
         if self._drafts is not None and self._drafts.add(rows, has_prompts, self.cost):
             return rows, None
+        rows = kv_manager.grow_windows(rows, table)
         growing = rows[table.computed[rows] // kv_manager.page_size >= table.pages.counts[rows]]
         if not len(growing):
             return rows, None
@@ -355,7 +356,8 @@ class Planner:
         """Add up to `budget` tokens to the chunk of a running request. Returns their number."""
         chosen = chunks.get(req.row, 0)
         rest = int(self._table.prefill_end[req.row] - self._table.computed[req.row]) - chosen
-        tokens = min(budget, rest)
+        most = chosen + min(budget, rest)
+        tokens = self._kv_manager.extend_window(req, most, self._table) - chosen
         if tokens:
             chunks[req.row] = chosen + tokens
         return tokens

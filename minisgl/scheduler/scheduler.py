@@ -108,9 +108,7 @@ class Scheduler:
         self._reporter = extensions.cache_reporter and extensions.cache_reporter(
             engine.page_size, engine.num_pages
         )
-        self.kv_manager = KVManager(
-            engine.page_size, engine.num_pages, use_prefix_cache, self._reporter
-        )
+        self.kv_manager = KVManager(engine, use_prefix_cache, self._reporter)
         lengths = extensions.draft_lengths and extensions.draft_lengths(engine.max_running_reqs)
         drafts = DraftPlanner(lengths, self.kv_manager, self.table) if lengths else None
         self.planner = Planner(config, self.kv_manager, self.table, drafts)
@@ -166,7 +164,8 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Gauges and totals as of now."""
-        pool, cache = self.kv_manager.pool, self.kv_manager.cache
+        manager = self.kv_manager
+        pool, cache, windows = manager.pool, manager.cache, manager.windows
         free_pages = pool.num_free + pool.num_quarantined
         waiting = len(self.planner.waiting) + len(self._preparing)
         return msgspec.structs.replace(
@@ -178,7 +177,8 @@ class Scheduler:
             free_pages=free_pages,
             evictable_pages=cache.evictable_pages,
             locked_pages=pool.size - free_pages - cache.evictable_pages,
-            evicted_pages_total=self.kv_manager.evicted_pages_total,
+            evicted_pages_total=manager.evicted_pages_total,
+            window_pages=() if windows is None else windows.usage(),
         )
 
     # --- messages -------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ class Scheduler:
         result = pending.wait()
         self._meter.record_result(batch, result.by_graph)
         self._resolved_step = batch.step_id
-        self.kv_manager.pool.resolve(batch.step_id)
+        self.kv_manager.resolve(batch.step_id)
         self.table.rows.resolve(batch.step_id)
         chunks = slice(batch.num_decode, None)
         completed_rows = batch.rows[chunks][batch.samples[chunks]].tolist()

@@ -1,10 +1,14 @@
 """Brings the messages of a chat to the form that chat templates expect."""
 
+from typing import Any
+
 import msgspec
 from msgspec import UNSET
 
 from minisgl.server.decode import reject
 from minisgl.server.protocol import requests
+
+_EFFORTS = ("low", "medium", "high")
 
 
 def ending(body: requests.ChatBody) -> dict[str, bool]:
@@ -66,3 +70,41 @@ def _parse_arguments(message: requests.Message, index: int) -> int:
         call.function = requests.ParsedFunctionCall(name=name, arguments=parsed)
         chars += len(call.id) + len(name) + len(arguments)
     return chars
+
+
+def check_effort(effort: str | None) -> None:
+    """Raise InvalidRequest for an effort that gpt-oss does not know."""
+    if effort not in (None, *_EFFORTS):
+        raise reject("reasoning_effort", f"must be one of {', '.join(_EFFORTS)} for this model")
+
+
+def harmony_chat(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages as the template of gpt-oss renders them.
+
+    The template renders one call for each message of the assistant, and names the results that
+    follow after this call. It reads reasoning from `thinking`, and renders it, or content beside a
+    call, as reasoning.
+    """
+    chat: list[dict[str, Any]] = []
+    at = 0
+    while at < len(messages):
+        message, at = messages[at], at + 1
+        calls = message.pop("tool_calls", None)
+        reasoning = message.pop("reasoning_content", None)
+        if not calls:
+            chat.append(message)
+            continue
+        results: list[dict[str, Any]] = []
+        while at < len(messages) and messages[at]["role"] == "tool":
+            results.append(messages[at])
+            at += 1
+        thoughts = [text for text in (reasoning, message.pop("content", None)) if text]
+        if thoughts:
+            message["thinking"] = "\n\n".join(thoughts)
+        for index, call in enumerate(calls):
+            chat.append({**(message if not index else {"role": "assistant"}), "tool_calls": [call]})
+            own = [result for result in results if result.get("tool_call_id") == call["id"]]
+            results = [result for result in results if result not in own]
+            chat += own
+        chat += results
+    return chat

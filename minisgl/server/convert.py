@@ -14,7 +14,7 @@ from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingPara
 from minisgl.core.sampling import CONSTRAINTS
 from minisgl.message.messages import TextOptions, TokenizeChat, TokenizeText
 from minisgl.server.apis import Translation, messages_request, responses_request
-from minisgl.server.chat import ending, prepare_message
+from minisgl.server.chat import check_effort, ending, harmony_chat, prepare_message
 from minisgl.server.config import ServerConfig
 from minisgl.server.constraints import ConstraintRequest, constraint_of
 from minisgl.server.decode import Body, decode, reject
@@ -137,6 +137,9 @@ class RequestConverter:
         grammar = constraint_of(body, self._max_json_whitespace)
         if tools is not None:
             grammar = tools.constraint(grammar, self._max_json_whitespace)
+            continues = isinstance(body, requests.ChatBody) and body.continue_final_message
+            if grammar is not None and tools.has_sections and continues:
+                raise reject("continue_final_message", f"cannot be combined with {grammar.param}")
         return GenerateRequest(
             route=route,
             model=body.model,
@@ -244,8 +247,12 @@ class RequestConverter:
         self._check_chars("tools", len(rendered), facts)
         if facts.tool_format.startswith("mistral"):
             shorten_ids(messages)
+        written = msgspec.json.encode(messages)
+        if facts.tool_format == "harmony":
+            check_effort(options.reasoning_effort)
+            written = msgspec.json.encode(harmony_chat(msgspec.json.decode(written)))
         return TokenizeChat(
-            messages_json=msgspec.json.encode(messages),
+            messages_json=written,
             template_kwargs_json=msgspec.json.encode(
                 {**msgspec.to_builtins(options), **more_options}
             ),

@@ -269,6 +269,9 @@ class Metrics(Collector):
         self._set("kv_cache_tokens", used * size, "used")
         self._set("kv_cache_tokens", stats.evictable_pages * size, "evictable")
         self._set("kv_cache_tokens", stats.free_pages * size, "free")
+        of_windows = stats.window_pages or (0, 0, 0)
+        for state, count in zip(("used", "evictable", "free"), of_windows, strict=True):
+            self._set("kv_window_tokens", count * size, state)
         self._set("prefix_cache_query_tokens_total", stats.prompt_tokens_total)
         self._set("prefix_cache_hit_tokens_total", stats.cached_tokens_total)
         self._set("prefix_cache_evicted_tokens_total", stats.evicted_pages_total * size)

@@ -14,14 +14,17 @@ from minisgl.server.protocol import requests
 from minisgl.structured.whitespace import whitespace_pattern
 from minisgl.tool_calls.grammar import ToolGrammar
 
+# The formats of calls that all answers of a model have, also those to chats without tools.
+ANSWER_FORMATS = ("harmony",)
 _ID_CHARS = 9
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class ToolRequest(NamedTuple):
-    """The tools of one request.
+    """The tools of one request, and the format of its answer.
 
-    tools     the tools that the model may call.
+    tools     the tools that the model may call. Without tools, the request is of a model whose
+              answers always have a format (ANSWER_FORMATS).
     must_call the answer has at least one call and no other text.
     is_named  the request names one tool, and the answer is exactly one call of this tool.
     parallel  the answer may have more than one call.
@@ -34,13 +37,20 @@ class ToolRequest(NamedTuple):
     format: str
 
     @property
+    def has_sections(self) -> bool:
+        """The answer consists of sections, such as reasoning and a final message."""
+        return self.format in ANSWER_FORMATS
+
+    @property
     def rendered(self) -> bytes:
         """The tools as JSON for the chat template, in the form that templates expect."""
-        tools = [
-            {"type": "function", "function": msgspec.structs.replace(tool, strict=None)}
-            for tool in self.tools
-        ]
-        return msgspec.json.encode(tools)
+        if not self.tools:
+            return b"null"
+        functions = [msgspec.structs.replace(tool, strict=None) for tool in self.tools]
+        if self.has_sections:  # The template of gpt-oss refuses a tool without a description.
+            for function in functions:
+                function.description = function.description or ""
+        return msgspec.json.encode([{"type": "function", "function": f} for f in functions])
 
     @property
     def options(self) -> ToolOptions:
@@ -64,6 +74,12 @@ class ToolRequest(NamedTuple):
             "json_schema",
             "json_object",
         ):
+            if not self.tools:
+                raise Unsupported(
+                    f"{text_constraint.param}: an answer of this model has several parts "
+                    f"({self.format}), and only a JSON schema can constrain the final one",
+                    param=text_constraint.param,
+                )
             raise reject(text_constraint.param, "cannot be combined with tools; use a JSON schema")
         grammar = ToolGrammar(
             format=self.format,
@@ -85,7 +101,7 @@ class ToolRequest(NamedTuple):
 
 
 def tools_of(body: requests.ChatBody, facts: ModelFacts) -> ToolRequest | None:
-    """The tools that the answer to this chat may call; None if the answer calls no tool.
+    """The tools that the answer to this chat may call; None if the answer is plain text.
 
     Raises InvalidRequest, or Unsupported if the template renders no tools or the call format is
     unknown.
@@ -96,7 +112,8 @@ def tools_of(body: requests.ChatBody, facts: ModelFacts) -> ToolRequest | None:
             raise reject(f"tools[{index}].function.name", "must differ from the other names")
     named, mode, allowed = _read_choice(body.tool_choice, names)
     if not body.tools or mode == "none":
-        return None
+        has_format = facts.tool_format in ANSWER_FORMATS
+        return ToolRequest([], False, False, True, facts.tool_format) if has_format else None
     if facts.tool_format in (ModelFacts.NO_TOOLS, ModelFacts.UNKNOWN_TOOL_FORMAT):
         raise Unsupported(_UNSUPPORTED[facts.tool_format], param="tools")
     tools = [tool.function for tool in body.tools if tool.function.name in allowed]

@@ -23,14 +23,28 @@ TopTokens = list[tuple[int, float]]  # pairs of id and log-probability, the most
 class CallParser(Protocol):
     """Splits the text of one answer into content and tool calls.
 
-    marker_ids  the special tokens that are markers of calls, with their texts.
-    failures    number of texts that began as a call and were not a complete call.
+    marker_ids    the special tokens that are markers of calls, with their texts.
+    failures      number of texts that began as a call and were not a complete call.
+    has_sections  the markers divide the answer into sections with headers. The parser then gets the
+                  last tokens of the prompt first, gets headers apart from the text, and names the
+                  sections that are reasoning.
+    in_header     the text that comes next belongs to a header.
+    in_reasoning  the text that comes next is reasoning.
     """
 
     @property
     def marker_ids(self) -> Mapping[int, str]: ...
     @property
     def failures(self) -> int: ...
+    @property
+    def has_sections(self) -> bool: ...
+    @property
+    def in_header(self) -> bool: ...
+    @property
+    def in_reasoning(self) -> bool: ...
+
+    def begin(self) -> None:
+        """Begin the answer, after the text of the prompt."""
 
     def feed(self, text: str, is_marker: bool = False) -> None:
         """Add text. is_marker: it is the text of a token of marker_ids."""
@@ -185,6 +199,16 @@ class RequestText:
         marks = [token_id for token_id in options.prompt_tail if token_id in self._think_ids]
         self._is_reasoning = bool(marks) and marks[-1] == self._think_ids[0]
         self._strip_newlines = self._is_reasoning
+        self._sections = parser if parser is not None and parser.has_sections else None
+        self._header = TextStream(vocabulary, messages.TextOptions())
+        if self._sections is not None:
+            for token_id in options.prompt_tail:
+                is_marker = token_id in self._marker_ids
+                self._sections.feed(
+                    self._marker_ids.get(token_id) or self._header.push(token_id), is_marker
+                )
+            self._sections.begin()
+            self._is_reasoning = options.reasoning and self._sections.in_reasoning
 
     def push(self, token_id: int, is_text: bool, logprob: messages.TokenLogprobs | None) -> None:
         """Add one output token. is_text: False for a token that only ends the text."""
@@ -198,6 +222,8 @@ class RequestText:
             self._add_text(stream.flush())
             self._is_reasoning = token_id == self._think_ids[0]
             self._strip_newlines = True
+            return
+        if self._sections is not None and self._push_section(self._sections, token_id, is_text):
             return
         self._reasoning_tokens += self._is_reasoning
         if logprob is not None:
@@ -217,6 +243,26 @@ class RequestText:
         self._add_text(stream.flush())
         if self._parser is not None and not stream.stopped:
             self._parser.feed(self._marker_ids[token_id], is_marker=True)
+
+    def _push_section(self, parser: CallParser, token_id: int, is_text: bool) -> bool:
+        """Pass a marker or a token of a header to the parser. False for all other tokens.
+
+        Stop strings and log-probabilities belong to the text of sections only.
+        """
+        is_marker = token_id in self._marker_ids and is_text
+        if not (is_marker or parser.in_header):
+            return False
+        self.stream.push(token_id, is_text=False)
+        if is_marker:
+            self._add_text(self.stream.finish())  # An incomplete character ends with its section.
+            if self.stream.stopped:
+                return True
+            text = self._marker_ids[token_id]
+        else:
+            text = self._header.push(token_id, is_text)
+        parser.feed(text, is_marker)
+        self._is_reasoning = self._options.reasoning and parser.in_reasoning
+        return True
 
     def push_prompt(self, found: messages.TokenLogprobs) -> None:
         """Add the log-probabilities of the next prompt tokens."""

@@ -12,7 +12,7 @@ from minisgl.message.messages import ToolCallDelta
 from minisgl.tokenizer import TextTokenizer
 from minisgl.tokenizer.template import TemplateError
 from minisgl.tool_calls.formats import FORMATS
-from minisgl.tool_calls.parser import ToolCallParser
+from minisgl.tool_calls.formats.harmony import HARMONY
 
 # Renders messages with template options, as TextTokenizer.render_chat.
 Render = Callable[[list[dict[str, Any]], dict[str, Any]], str]
@@ -47,6 +47,10 @@ def detect_format(tokenizer: TextTokenizer, given: str) -> str:
     --tool-format has no effect on a model whose template does not render tools.
     """
     found = detect(lambda chat, options: tokenizer.render_chat(chat, options, timeout_s=None))
+    if found == HARMONY.name:
+        ids = tokenizer.vocabulary.special_ids(HARMONY.markers)
+        if set(ids.values()) != set(HARMONY.markers):  # the parser finds messages by these tokens
+            found = ModelFacts.UNKNOWN_TOOL_FORMAT
     return found if given == "auto" or found == ModelFacts.NO_TOOLS else given
 
 
@@ -83,12 +87,16 @@ def answer_in(chat: str, prompt: str) -> str:
 
 
 def _reads(name: str, answer: str) -> bool:
-    """True if the parser of this format reads the call of the probe, and no text before it."""
-    parser = ToolCallParser(FORMATS[name], {_NAME: _PARAMETERS})
+    """True if the parser of this format reads the call of the probe to its end, and no text before it."""
+    format = FORMATS[name]
+    parser = format.open({_NAME: _PARAMETERS})
     content = ""
     deltas: list[ToolCallDelta] = []
-    for char in answer:
-        parser.feed(char)
+    # The messages of a format with sections are found by their markers, which are special tokens.
+    markers = "|".join(map(re.escape, format.markers)) if parser.has_sections else ""
+    pieces = re.split(f"({markers})", answer) if markers else answer
+    for piece in pieces:
+        parser.feed(piece, bool(markers) and piece in format.markers)
         text, new = parser.take()
         deltas += new
         content += "" if deltas else text

@@ -6,7 +6,7 @@ from minisgl.message.messages import CompileGrammar, TokenizeResult
 from minisgl.tokenizer import Vocabulary
 from minisgl.tokenizer.worker import CheckGrammar
 from minisgl.tool_calls.formats import FORMATS
-from minisgl.tool_calls.grammar import ToolGrammar, write_grammar
+from minisgl.tool_calls.grammar import ToolGrammar
 
 
 def with_tool_grammars(vocabulary: Vocabulary, check: CheckGrammar) -> CheckGrammar:
@@ -18,8 +18,7 @@ def with_tool_grammars(vocabulary: Vocabulary, check: CheckGrammar) -> CheckGram
         if request.kind != "tool_calls":
             return check(request)
         wanted = msgspec.json.decode(request.text, type=ToolGrammar)
-        format = FORMATS[wanted.format]
-        written = write_grammar(format.grammar, format.bare, wanted, token_ids)
+        written = FORMATS[wanted.format].written(wanted, token_ids)
         parts = {"lark": written.lark, "schemas": written.schemas}
         text = msgspec.json.encode(parts).decode()
         result = check(msgspec.structs.replace(request, text=text))

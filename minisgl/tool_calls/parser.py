@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from minisgl.message.messages import ToolCallDelta
+from minisgl.tokenizer.detokenizer import CallParser
 from minisgl.tokenizer.text_stream import partial_match
-from minisgl.tool_calls.grammar import CallGrammar
+from minisgl.tool_calls.grammar import CallGrammar, ToolGrammar, WrittenGrammar, write_grammar
 from minisgl.tool_calls.reader import NotACall, Reader, Steps
 
 # The parser searches only _SEARCHED_CHARS of a failed call for further calls, and reads text in
@@ -27,6 +28,8 @@ _ID_CHARS = string.ascii_letters + string.digits
 class Format(NamedTuple):
     """The form in which the models of a family write tool calls.
 
+    A format has either `read` and `grammar`, or a parser and a writer of its own.
+
     starts   markers that begin a call or a list of calls, at any place of the answer.
     markers  all markers that may be special tokens, the starts included. The parser
              receives the text of these tokens also with skip_special_tokens.
@@ -37,16 +40,35 @@ class Format(NamedTuple):
     probe    text that the template of such a model writes for a call.
     grammar  describes constrained calls to llguidance.
     id_chars length of the ids of calls without the prefix "call_"; 0: the ids have the prefix.
+    parser   makes the parser of an answer, as `open`.
+    write    writes the grammar of an answer, as `written`.
     """
 
     name: str
     starts: tuple[str, ...]
-    read: Callable[[Reader, "Calls", str], Steps[None]]
     probe: str
-    grammar: CallGrammar
+    read: Callable[[Reader, "Calls", str], Steps[None]] | None = None
+    grammar: CallGrammar | None = None
     markers: tuple[str, ...] = ()
     bare: str = ""
     id_chars: int = 0
+    parser: Callable[[Mapping[str, Any], Mapping[int, str] | None], CallParser] | None = None
+    write: Callable[[ToolGrammar, Mapping[str, int]], WrittenGrammar] | None = None
+
+    def open(
+        self, parameters: Mapping[str, Any], marker_ids: Mapping[int, str] | None = None
+    ) -> CallParser:
+        """Return the parser of one answer. The parameters are as in ToolCallParser."""
+        if self.parser is not None:
+            return self.parser(parameters, marker_ids)
+        return ToolCallParser(self, parameters, marker_ids)
+
+    def written(self, request: ToolGrammar, token_ids: Mapping[str, int]) -> WrittenGrammar:
+        """Return the grammar of an answer. token_ids: as in GrammarWriter."""
+        if self.write is not None:
+            return self.write(request, token_ids)
+        assert self.grammar is not None, f"the format {self.name} has no grammar: this is a bug"
+        return write_grammar(self.grammar, self.bare, request, token_ids)
 
 
 class Calls:
@@ -112,14 +134,18 @@ class ToolCallParser:
     failures    number of markers without a call, and of calls that began and were not completed.
     """
 
+    has_sections = in_header = in_reasoning = False
+
     def __init__(
         self,
         format: Format,
         parameters: Mapping[str, Any],
         marker_ids: Mapping[int, str] | None = None,
     ) -> None:
+        assert format.read is not None, f"{format.name} has a parser of its own: this is a bug"
         self.marker_ids = marker_ids or {}
         self.failures = 0
+        self._read = format.read
         self._format = format
         special = self.marker_ids.values()
         # A start that is a special token counts only as this token, and not as text.
@@ -142,6 +168,9 @@ class ToolCallParser:
         for begin in range(0, len(text), _PIECE_CHARS):
             self._feed(text[begin : begin + _PIECE_CHARS])
 
+    def begin(self) -> None:
+        """Begin the answer. The format does not depend on the end of the prompt."""
+
     def finish(self) -> None:
         """End the answer: withheld text becomes content."""
         self._end_call()
@@ -155,7 +184,7 @@ class ToolCallParser:
             return "", []
         content, deltas = "".join(self._content), self._calls.deltas
         self._content, self._calls.deltas = [], []
-        return content, _joined(deltas) if len(deltas) > 1 else deltas
+        return content, joined(deltas) if len(deltas) > 1 else deltas
 
     def _feed(self, text: str) -> None:
         rest = text
@@ -205,7 +234,7 @@ class ToolCallParser:
         """Begin to read calls. Returns the part of `rest` that follows them."""
         self._may_be_bare = False
         self._calls.reader = reader
-        self._steps = self._format.read(reader, self._calls, start)
+        self._steps = self._read(reader, self._calls, start)
         reader.feed(rest)
         return self._advance(self._steps)
 
@@ -237,7 +266,7 @@ class ToolCallParser:
             self._calls.is_last = False
 
 
-def _joined(deltas: list[ToolCallDelta]) -> list[ToolCallDelta]:
+def joined(deltas: list[ToolCallDelta]) -> list[ToolCallDelta]:
     """Join the pieces of arguments that follow each other. The beginnings of calls stay apart."""
     joined: list[ToolCallDelta] = []
     for is_start, group in itertools.groupby(deltas, lambda delta: bool(delta.id)):

@@ -35,7 +35,7 @@ class Scene:
         need = [-(-c // page_size) for c in contexts]
         self.pool = KVPool(
             KVSpec(self.kv_heads, DIM, torch.bfloat16, fp8),
-            num_layers=2,
+            layers=(0, 1),
             num_pages=sum(need) + 7,
             page_size=page_size,
             device=device,

@@ -78,7 +78,7 @@ def make_scene(
     count, device = len(reqs.contexts), torch.device(DEVICE)
     pages = [-(-context // page_size) for context in reqs.contexts]
     spec = KVSpec(KV_HEADS, dim, DTYPE, fp8)
-    pool = KVPool(spec, num_layers=1, num_pages=sum(pages), page_size=page_size, device=device)
+    pool = KVPool(spec, layers=(0,), num_pages=sum(pages), page_size=page_size, device=device)
     keys, values = pool.layer(0)
     scales = pool.scales(0)
     for part in (keys, values):

@@ -1,9 +1,11 @@
 """Batches made by hand: drives an Engine without a scheduler, and keeps its page table."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from minisgl.attention.base import AttentionBackend
 from minisgl.core import Batch, EngineConfig, PageUpdates, SamplingParams, StepResult
 from minisgl.core.batch import DraftLengths, LogprobsRequest
 from minisgl.core.sampling import sampling_arrays
@@ -36,11 +38,13 @@ def make_engine(
     path: str,
     comm: Communicator | None = None,
     drafts: DraftLengths | None = None,
+    attention_backends: Sequence[type[AttentionBackend]] = (),
     **overrides: object,
 ) -> Engine:
     """Return a float32 CPU engine with 64 pages of 4 tokens and 6 rows, except for `overrides`.
 
-    drafts: the extension of the engine; None: an engine without drafts.
+    drafts: the extension of the engine; None: an engine without drafts. attention_backends: further
+    ones (Extensions).
     """
     settings: dict[str, object] = {
         "model_path": path,
@@ -51,7 +55,8 @@ def make_engine(
     }
     comm = comm or SingleCommunicator()
     config = EngineConfig(**settings | overrides)  # type: ignore[arg-type]
-    return Engine(config, comm, extensions=with_drafts(drafts))
+    extensions = replace(with_drafts(drafts), attention_backends=attention_backends)
+    return Engine(config, comm, extensions=extensions)
 
 
 def with_drafts(drafts: DraftLengths | None) -> Extensions:
@@ -93,6 +98,9 @@ class Driver:
             fresh = -(-(item.start + item.length) // self.engine.page_size) - len(pages)
             pages.extend(self.free.pop() for _ in range(fresh))
             updates += [(item.row, col, page) for col, page in enumerate(pages)]
+            if self.engine.window is not None:
+                row = item.row + self.engine.max_running_reqs + 1
+                updates += [(row, col, page) for col, page in enumerate(pages)]
         table = np.array(updates, dtype=np.int32)
         batch = Batch(
             step_id=self.step_id,

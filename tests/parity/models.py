@@ -3,6 +3,7 @@
 With kv="fp8" the attention of transformers rounds every key and value to FP8 and back.
 """
 
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,7 +14,6 @@ import transformers
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
 __all__ = ["FAMILIES", "VOCAB_SIZE", "build_model", "transformers_greedy", "transformers_logits"]
 
@@ -119,6 +119,32 @@ def _seed_oss(**kwargs: Any) -> Any:
     return transformers.SeedOssConfig(**_BASE | {"head_dim": 32} | kwargs)
 
 
+_TWO_KINDS = ["sliding_attention", "full_attention"]
+_LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+
+
+def _gemma3(**kwargs: Any) -> Any:
+    sizes = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 9, "pad_token_id": 0}
+    layers = {"layer_types": _TWO_KINDS}
+    return transformers.Gemma3TextConfig(**_BASE | sizes | layers | kwargs)
+
+
+def _gemma2(**kwargs: Any) -> Any:
+    sizes = {"head_dim": 32, "query_pre_attn_scalar": 24, "sliding_window": 9, "pad_token_id": 0}
+    return transformers.Gemma2Config(**_BASE | sizes | {"layer_types": _TWO_KINDS} | kwargs)
+
+
+def _olmo3(**kwargs: Any) -> Any:
+    layers = {"sliding_window": 9, "layer_types": _TWO_KINDS}
+    return transformers.Olmo3Config(**_BASE | layers | kwargs)
+
+
+def _gpt_oss(**kwargs: Any) -> Any:
+    sizes = {"head_dim": 32, "sliding_window": 9, "layer_types": _TWO_KINDS}
+    experts = {"num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 40}
+    return transformers.GptOssConfig(**_BASE | sizes | experts | kwargs)
+
+
 def _with_encoder(text: Any) -> Any:
     """A checkpoint with a vision encoder, whose tensors the engine leaves out."""
     vision = transformers.PixtralVisionConfig(
@@ -197,6 +223,74 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "exaone4-windows": lambda: _exaone4(  # the window is as long as the context
         sliding_window=512, layer_types=["sliding_attention", "full_attention"]
     ),
+    "exaone4-short-windows": lambda: _exaone4(
+        sliding_window=9,
+        num_hidden_layers=4,
+        layer_types=["sliding_attention"] * 3 + ["full_attention"],
+        rope_parameters=_LLAMA3,
+    ),
+    "exaone4-window-of-one": lambda: _exaone4(
+        sliding_window=1, layer_types=_TWO_KINDS, num_key_value_heads=4
+    ),
+    "exaone4-two-windows-tied": lambda: _exaone4(
+        sliding_window=40, layer_types=["sliding_attention"] * 2, tie_word_embeddings=True
+    ),
+    "mistral-window": lambda: _mistral(sliding_window=17, head_dim=32),
+    "mistral-short-window": lambda: _mistral(sliding_window=3, num_key_value_heads=1),
+    "mistral-window-yarn-tied": lambda: _mistral(
+        sliding_window=64, rope_parameters=_YARN, tie_word_embeddings=True
+    ),
+    "qwen2-window": lambda: _qwen2(
+        sliding_window=9, use_sliding_window=True, max_window_layers=1, num_hidden_layers=3
+    ),
+    "gemma3": lambda: _gemma3(tie_word_embeddings=True),
+    "gemma3-linear": lambda: _gemma3(
+        rope_parameters={
+            "full_attention": _LINEAR,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        num_key_value_heads=1,
+        sliding_window=30,
+    ),
+    "gemma3-capped": lambda: _gemma3(
+        final_logit_softcapping=3.0,
+        num_hidden_layers=7,
+        layer_types=None,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    ),
+    "gemma2": lambda: _gemma2(tie_word_embeddings=True),
+    "gemma2-tight-caps": lambda: _gemma2(
+        attn_logit_softcapping=2.0, final_logit_softcapping=1.5, num_key_value_heads=4
+    ),
+    "gemma2-plain": lambda: _gemma2(
+        attn_logit_softcapping=None, final_logit_softcapping=None, query_pre_attn_scalar=32
+    ),
+    "olmo3": lambda: _olmo3(),
+    "olmo3-yarn-tied": lambda: _olmo3(
+        rope_parameters={
+            "full_attention": _YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    ),
+    "olmo3-biases": lambda: _olmo3(
+        attention_bias=True, sliding_window=30, num_hidden_layers=5, layer_types=None
+    ),
+    "gpt-oss": _gpt_oss,
+    "gpt-oss-clamped": lambda: _gpt_oss(
+        swiglu_limit=0.5,
+        num_hidden_layers=3,
+        layer_types=None,
+        rope_parameters=_YARN | {"truncate": False, "beta_fast": 16},
+    ),
+    "gpt-oss-odd": lambda: _gpt_oss(  # sizes that 2 and 4 ranks do not divide
+        intermediate_size=39, num_key_value_heads=1, num_experts_per_tok=4, sliding_window=30
+    ),
+    # Experts of whole blocks of 32 weights, for MXFP4.
+    "gpt-oss-32": lambda: _gpt_oss(intermediate_size=32),
+    "gpt-oss-96": lambda: _gpt_oss(intermediate_size=96),
     "exaone4-wide": lambda: _exaone4(head_dim=32, num_key_value_heads=1),
 }
 
@@ -222,8 +316,9 @@ def build_model(family: str, folder: Path, seed: int = 0) -> str:
         )
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name.endswith(("norm.weight", ".bias")):
-                    parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+                if name.endswith(("norm.weight", "bias", ".sinks")):
+                    around_one = "norm" in name and not family.startswith("gemma")
+                    parameter.normal_(1.0 if around_one else 0.0, 0.2)
         model.save_pretrained(path)
     return str(path)
 
@@ -239,7 +334,9 @@ def _fp8_attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     rounded = rounded_to_fp8(key), rounded_to_fp8(value)
-    return eager_attention_forward(module, query, *rounded, *args, **kwargs)
+    # The family's own function, which knows its sinks and soft caps.
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, query, *rounded, *args, **kwargs)
 
 
 @cache

@@ -10,8 +10,9 @@ from functools import cache
 import pytest
 import torch
 
-from minisgl.core import SamplingParams
+from minisgl.core import ConfigError, SamplingParams
 from minisgl.engine import drafting
+from tests.parity.driver import make_engine
 from tests.parity.test_scheduler_parity import (
     CASES,
     OUTPUT_TOKENS,
@@ -97,3 +98,8 @@ def test_drafts_change_no_token(
     if drafter != "n-gram" and kind != "mixed":
         assert (drafts.agreed > 0) == (drafter != "wrong")
         assert (drafts.agreed == drafts.drafted) == (drafter == "right")
+
+
+def test_engine_with_sliding_windows_makes_no_drafts(model_path: ModelPath) -> None:
+    with pytest.raises(ConfigError, match="speculative does not support a model with sliding"):
+        make_engine(model_path("gemma2"), drafts=ChangingDrafts(3))

@@ -1,25 +1,29 @@
 """Scheduler and engine together give the tokens of transformers, for any split into steps.
 
 Prefix cache, chunk size, overlap and preemption are varied pairwise, for each family. Every run
-asserts that its cache hits, chunks, overlapped steps and preemptions took place.
+asserts that its cache hits, chunks, overlapped steps and preemptions took place. Free pages hold
+NaN.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
 
-from minisgl.core import Batch, SamplingParams, SchedulerConfig
+from minisgl.core import Batch, EngineConfig, SamplingParams, SchedulerConfig, WindowLayers
 from minisgl.core.batch import DraftLengths
-from minisgl.engine import Engine
+from minisgl.engine import Engine, memory
 from minisgl.message.messages import AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, transformers_greedy
-from tests.unit.scheduler.integrity import check_scheduler
+from tests.unit.scheduler.integrity import check_held, check_scheduler
 
 ModelPath = Callable[[str], str]
 OUTPUT_TOKENS = 24
@@ -72,6 +76,13 @@ OTHER_FAMILIES = [
     "seed-oss",
     "olmo2",
     "exaone4-windows",
+    "exaone4-short-windows",
+    "mistral-window",
+    "qwen2-window",
+    "gemma2",
+    "gemma3-linear",
+    "olmo3-yarn-tied",
+    "gpt-oss",
 ]
 PAIRS = [
     *((family, case) for family in FAMILIES for case in CASES),
@@ -88,22 +99,40 @@ def prompts() -> list[list[int]]:
 
 
 class Recorder:
-    """Passes steps on to the engine and records them."""
+    """Passes steps on to the engine and records them.
+
+    Before each step it fills the pages that no request and no cached prefix has with NaN. The
+    engine runs a step at its launch, so no step in flight reads them.
+    """
+
+    scheduler: Scheduler
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.num_pages, self.page_size = engine.num_pages, engine.page_size
         self.max_running_reqs, self.max_seq_len = engine.max_running_reqs, engine.max_seq_len
+        self.window = engine.window
         self.batches: list[Batch] = []
 
     def launch(self, batch: Batch) -> object:
         self.batches.append(batch)
+        manager, pools = self.scheduler.kv_manager, self._engine._launcher.runner.pools
+        fenced = [manager.pool] + ([] if manager.windows is None else [manager.windows.pages.pool])
+        for ids, pool in zip(fenced, pools, strict=True):
+            if pool.spec.fp8:
+                continue
+            with torch.inference_mode():  # some tests allocate the pools in this mode
+                pool._storage[:, :, np.flatnonzero(~ids.allocated)] = torch.nan
         return self._engine.launch(batch)
 
 
 @cache
 def reference(path: str, prompt: tuple[int, ...], kv: str) -> list[int]:
     return transformers_greedy(path, list(prompt), OUTPUT_TOKENS, kv)
+
+
+def few_window_pages(config: EngineConfig, num_pages: int, window: int, chunk: int) -> int:
+    return 3 * WindowLayers(window, 0).reserve(config.page_size)
 
 
 def run(
@@ -116,9 +145,12 @@ def run(
     # The largest request has 90 + 24 tokens and must fit. 128 tokens leave no room for a second.
     tokens = 128 if case.crowded else 1024
     pages = tokens // case.page_size
-    engine = make_engine(
-        path, drafts=drafts, page_size=case.page_size, num_pages=pages, kv_cache_dtype=case.kv
-    )
+    with contextlib.ExitStack() as stack:
+        if case.crowded:  # the windows of three requests
+            stack.enter_context(patch.object(memory, "window_pages_for", few_window_pages))
+        engine = make_engine(
+            path, drafts=drafts, page_size=case.page_size, num_pages=pages, kv_cache_dtype=case.kv
+        )
     recorder = Recorder(engine)
     inbox, outbox = LocalInbox(), deque()
     scheduler = Scheduler(
@@ -135,6 +167,7 @@ def run(
         send=outbox.append,
         extensions=engine.extensions,
     )
+    recorder.scheduler = scheduler
     outputs: dict[int, list[int]] = {}
     for wave in range(2):
         for index, prompt in enumerate(prompts()):
@@ -146,6 +179,7 @@ def run(
         while inbox.messages or not scheduler.idle:
             scheduler.iterate()
             check_scheduler(scheduler)
+            check_held(scheduler, recorder.batches[-1])
     for output in outbox:
         for uid, token in zip(output.uids, output.token_ids, strict=True):
             outputs[uid].append(token)

@@ -7,7 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, AttentionStep, Capabilities, StepAttention
+from minisgl.attention.base import (
+    PLAIN,
+    AttentionBackend,
+    AttentionRule,
+    AttentionStep,
+    Capabilities,
+    StepAttention,
+)
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine, Extensions
@@ -27,7 +34,7 @@ class PlainAttention(AttentionBackend):
     capabilities = Capabilities(dtypes=(torch.float32,), head_dims=(16, 32))
     prepared = 0
 
-    def __init__(self, pool: KVPool, q_heads: int) -> None:
+    def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None:
         self.pool = pool
 
     def prepare(self, step: AttentionStep) -> StepAttention:
@@ -39,7 +46,7 @@ class WrittenOutStep:
     def __init__(self, pool: KVPool, step: AttentionStep) -> None:
         self.pool, self.step = pool, step
 
-    def forward(self, layer: int, q: Tensor, out: Tensor) -> None:
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         step, size, token = self.step, self.pool.page_size, 0
         for row, start, length in zip(step.device_rows, step.start, step.lengths, strict=True):
             for position in range(int(start), int(start + length)):

@@ -21,6 +21,7 @@ _MOST_WARPS = 8  # of a program
 _FEW_ELEMENTS = 16  # of a thread, in a tile of queries that leaves registers for their angles
 _STAGES = 5  # loads in flight; 16 KB of shared memory at head_dim 128
 _LEAST = 64  # keys in the fewest blocks of a program
+LOG2E = 1.4426950408889634  # scores are powers of two in the kernel
 REQ_FIELDS = ["rows", "start", "lengths", "first", "tokens"]  # of any alignment
 
 
@@ -35,6 +36,7 @@ def _count_blocks(
     dummy_row,
     BLOCK: tl.constexpr,
     LEAD: tl.constexpr,
+    WINDOW: tl.constexpr,
     REQS: tl.constexpr,
 ):
     req = tl.arange(0, REQS)
@@ -42,7 +44,11 @@ def _count_blocks(
     context = tl.load(start + req, mask=exists, other=0)
     context += tl.load(lengths + req, mask=exists, other=0)
     real = tl.load(rows + req, mask=exists, other=dummy_row) != dummy_row
-    blocks = tl.where(real, (context + BLOCK - 1) // BLOCK + LEAD, 0)
+    blocks = (context + BLOCK - 1) // BLOCK
+    if WINDOW is not None:
+        first_key = tl.load(start + req, mask=exists, other=0) + 1 - WINDOW
+        blocks -= tl.maximum(first_key, 0) // BLOCK
+    blocks = tl.where(real, blocks + LEAD, 0)
     tl.store(first + 1 + req, tl.cumsum(blocks, 0), mask=exists)
     tl.store(first, 0)
     if tokens is not None:
@@ -59,16 +65,19 @@ def count_blocks(
     scratch: DecodeScratch,
     fp8: bool = False,
     queries: int = 1,
+    window: int | None = None,
 ) -> None:
     """Fill scratch.first and, for several queries, scratch.tokens, once for all layers of a step.
 
     rows, start, lengths: int32 [N]; contexts are start + lengths. A request in row `dummy_row` is
-    padding and has no blocks. fp8: whether the pool is FP8. queries: as in kernel.decode.decode.
+    padding and has no blocks. fp8: whether the pool is FP8. queries, window: as in
+    kernel.decode.decode. Layers with another window need another scratch.
     """
     tokens = None if queries == 1 else scratch.tokens
     counts = (rows, start, lengths, scratch.first, tokens, len(rows), dummy_row)
     block = FP8_BLOCK if fp8 else BLOCK
-    _count_blocks[(1,)](*counts, BLOCK=block, LEAD=LEAD, REQS=most_reqs(scratch))
+    constants = {"BLOCK": block, "LEAD": LEAD, "WINDOW": window, "REQS": most_reqs(scratch)}
+    _count_blocks[(1,)](*counts, **constants)
 
 
 def most_reqs(scratch: DecodeScratch) -> int:
@@ -109,6 +118,8 @@ def constants(
     page_size: int,
     turned: bool,
     normed: bool,
+    window: int | None,
+    soft_cap: float | None,
     warps: int,
     fp8: bool,
     most_reqs: int,
@@ -124,6 +135,8 @@ def constants(
             "D": head_dim,
             "TURN": turned,
             "NORM": normed,
+            "WINDOW": window,
+            "CAP": None if soft_cap is None else soft_cap * LOG2E,
             "PAGE": page_size,
             "BLOCK": block,
             "REQS": most_reqs,

@@ -7,18 +7,20 @@ import msgspec
 
 from minisgl.message.messages import ToolOptions
 from minisgl.tokenizer import Vocabulary
+from minisgl.tokenizer.detokenizer import CallParser
+from minisgl.tool_calls.formats.harmony import HARMONY
 from minisgl.tool_calls.formats.hermes import HERMES
 from minisgl.tool_calls.formats.llama3 import LLAMA3
 from minisgl.tool_calls.formats.mistral import MISTRAL, MISTRAL_V11
 from minisgl.tool_calls.formats.pythonic import PYTHONIC
 from minisgl.tool_calls.formats.qwen3_coder import QWEN3_CODER
-from minisgl.tool_calls.parser import Format, ToolCallParser
+from minisgl.tool_calls.parser import Format
 
 # In the order in which `detect` tries them.
 FORMATS: Mapping[str, Format] = MappingProxyType(
     {
         format.name: format
-        for format in (HERMES, QWEN3_CODER, MISTRAL_V11, MISTRAL, LLAMA3, PYTHONIC)
+        for format in (HARMONY, HERMES, QWEN3_CODER, MISTRAL_V11, MISTRAL, LLAMA3, PYTHONIC)
     }
 )
 
@@ -33,7 +35,7 @@ class ToolCallParsers:
             format.name: vocabulary.special_ids(format.markers) for format in FORMATS.values()
         }
 
-    def __call__(self, options: ToolOptions) -> ToolCallParser:
+    def __call__(self, options: ToolOptions) -> CallParser:
         """Return the parser of one answer."""
         parameters = msgspec.json.decode(options.parameters_json, type=dict)
-        return ToolCallParser(FORMATS[options.format], parameters, self._marker_ids[options.format])
+        return FORMATS[options.format].open(parameters, self._marker_ids[options.format])

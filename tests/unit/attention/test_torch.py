@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention.base import AttentionStep
+from minisgl.attention.base import PLAIN, AttentionRule, AttentionStep
 from minisgl.attention.registry import create_attention_backend
 from minisgl.core import ConfigError
 from minisgl.kernel import store_kv
@@ -20,7 +20,7 @@ FP8 = pytest.mark.parametrize("fp8", [False, True], ids=["float32", "fp8"])
 def make_pool(page_size: int, num_pages: int = 600, fp8: bool = False) -> KVPool:
     spec = SPEC._replace(fp8=fp8)
     return KVPool(
-        spec, num_layers=2, num_pages=num_pages // page_size, page_size=page_size, device=CPU
+        spec, layers=(0, 1), num_pages=num_pages // page_size, page_size=page_size, device=CPU
     )
 
 
@@ -43,17 +43,40 @@ def make_step(
     )
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int) -> torch.Tensor:
+def plain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    position: int,
+    rule: AttentionRule = PLAIN,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """One query [Hq, D] over keys and values [C, Hkv, D] up to its position, in float64."""
     group = Q_HEADS // KV_HEADS
+    first = 0 if rule.window is None else max(0, position + 1 - rule.window)
     out = []
     for head in range(Q_HEADS):
-        keys, values = k[: position + 1, head // group], v[: position + 1, head // group]
-        weights = (keys.double() @ q[head].double() / HEAD_DIM**0.5).softmax(0)
-        out.append(weights @ values.double())
+        keys, values = (x[first : position + 1, head // group].double() for x in (k, v))
+        scores = keys @ q[head].double() / HEAD_DIM**0.5
+        if rule.soft_cap is not None:
+            scores = rule.soft_cap * (scores / rule.soft_cap).tanh()
+        weights = scores.exp()
+        total = weights.sum() + (0.0 if sinks is None else sinks[head].double().exp())
+        out.append(weights / total @ values)
     return torch.stack(out).float()
 
 
+RULES = [
+    PLAIN,
+    AttentionRule(window=1),
+    AttentionRule(window=7),
+    AttentionRule(soft_cap=0.7),
+    AttentionRule(sinks=True),
+    AttentionRule(window=16, soft_cap=2.0, sinks=True),
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @FP8
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize(
@@ -64,16 +87,25 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, position: int) -> t
         (0, [0, 0], [17, 1]),
         (0, [5, 32, 16], [3, 1, 20]),
         (2, [31, 4, 0, 13], [1, 1, 9, 6]),
+        (3, [31, 4, 0], [4, 4, 4]),
+        (2, [31, 4, 0, 13], [2, 2, 9, 6]),
     ],
-    ids=["one", "decode", "prefill", "after-prefix", "mixed"],
+    ids=["one", "decode", "prefill", "after-prefix", "mixed", "drafts", "mixed-drafts"],
 )
 def test_backend_equals_plain_attention(
-    num_decode: int, start: list[int], lengths: list[int], page_size: int, fp8: bool
+    num_decode: int,
+    start: list[int],
+    lengths: list[int],
+    page_size: int,
+    fp8: bool,
+    rule: AttentionRule,
 ) -> None:
+    """Pages behind the window hold NaN, since another request may own them."""
     generator = torch.Generator().manual_seed(1)
     rng = np.random.default_rng(1)
     pool = make_pool(page_size, fp8=fp8)
-    backend = create_attention_backend("torch", pool, Q_HEADS)
+    backend = create_attention_backend("torch", pool, Q_HEADS, [rule])
+    sinks = torch.randn(Q_HEADS, generator=generator) if rule.sinks else None
     rows = rng.permutation(8)[: len(start)].astype(np.int32)
     table = np.full((8, 128 // page_size), pool.dummy_page, dtype=np.int32)
     order = rng.permutation(pool.num_pages).astype(np.int32)
@@ -87,20 +119,24 @@ def test_backend_equals_plain_attention(
         store_kv(*pool.layer(1), k, v, own, pool.scales(1))
         if fp8:
             k, v = (dequantize(*quantize(part), torch.float32) for part in (k, v))
+        behind = 0 if rule.window is None else max(0, first - rule.window + 1) // page_size
+        for part in pool.layer(1):
+            part.view(torch.uint8)[pages[:behind].tolist()] = 0xFF
         queries.append(torch.randn(length, Q_HEADS, HEAD_DIM, generator=generator))
         contexts.append((k, v, first))
     q = torch.cat(queries)
     out = torch.full_like(q, torch.nan)
-    backend.prepare(make_step(num_decode, rows, start, lengths, table)).forward(1, q, out)
+    backend.prepare(make_step(num_decode, rows, start, lengths, table)).forward(1, q, out, sinks)
     expected = [
-        plain(q, k, v, first + i)
+        plain(q, k, v, first + i, rule, sinks)
         for query, (k, v, first) in zip(queries, contexts, strict=True)
         for i, q in enumerate(query)
     ]
     torch.testing.assert_close(out, torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
-def test_long_chunk_is_cut_into_blocks() -> None:
+@pytest.mark.parametrize("rule", [PLAIN, AttentionRule(window=300, sinks=True)], ids=str)
+def test_long_chunk_is_cut_into_blocks(rule: AttentionRule) -> None:
     """A chunk with more queries than one block, after a prefix. Each block has its own mask."""
     generator = torch.Generator().manual_seed(2)
     pool = make_pool(16, num_pages=1600)
@@ -112,9 +148,32 @@ def test_long_chunk_is_cut_into_blocks() -> None:
     step = make_step(0, np.zeros(1, dtype=np.int32), [first], [length], table)
     q = torch.randn(length, Q_HEADS, HEAD_DIM, generator=generator)
     out = torch.full_like(q, torch.nan)
-    create_attention_backend("auto", pool, Q_HEADS).prepare(step).forward(0, q, out)
+    sinks = torch.randn(Q_HEADS, generator=generator) if rule.sinks else None
+    create_attention_backend("auto", pool, Q_HEADS, [rule]).prepare(step).forward(0, q, out, sinks)
     for i in (0, 1, 1023, 1024, 1099):
-        torch.testing.assert_close(out[i], plain(q[i], k, v, first + i), atol=1e-5, rtol=1e-5)
+        expected = plain(q[i], k, v, first + i, rule, sinks)
+        torch.testing.assert_close(out[i], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_each_layer_follows_its_rule() -> None:
+    """A model with layers of two rules, in a step with decode requests and a chunk."""
+    generator = torch.Generator().manual_seed(3)
+    pool = make_pool(4)
+    start, lengths, rules = [9, 11], [1, 6], [AttentionRule(window=3), PLAIN]
+    table = np.arange(10, dtype=np.int32).reshape(2, 5)
+    k, v = torch.randn(2, 40, KV_HEADS, HEAD_DIM, generator=generator)
+    for layer in range(2):
+        for stored, part in zip(pool.layer(layer), (k, v), strict=True):
+            stored.flatten(0, 1)[:40] = part
+    step = make_step(1, np.arange(2, dtype=np.int32), start, lengths, table)
+    attention = create_attention_backend("torch", pool, Q_HEADS, rules).prepare(step)
+    q = torch.randn(7, Q_HEADS, HEAD_DIM, generator=generator)
+    for layer, rule in enumerate(rules):
+        out = torch.full_like(q, torch.nan)
+        attention.forward(layer, q, out)
+        expected = [plain(q[0], k, v, 9, rule)]
+        expected += [plain(q[1 + i], k[20:], v[20:], 11 + i, rule) for i in range(6)]
+        torch.testing.assert_close(out, torch.stack(expected), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

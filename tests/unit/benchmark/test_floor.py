@@ -11,6 +11,7 @@ from minisgl.benchmark.floor import (
     load_shape,
     reduce_s,
     with_fp8_weights,
+    with_weights,
 )
 from minisgl.benchmark.workload import Workload
 from minisgl.core import ConfigError
@@ -53,6 +54,21 @@ def test_the_decode_floor_is_the_bytes_of_its_steps(tmp_path: Path) -> None:
     assert floor.prefill_s == pytest.approx(cost.read_bytes(8192))
 
 
+def test_a_window_layer_reads_its_window(tmp_path: Path) -> None:
+    """Gemma 3 12B: 40 of 48 layers have a window of 1,024 tokens. One step with 3,002 keys."""
+    _, model = load_shape("gemma-3-12b", tmp_path)
+    cost, ceilings = cost_of(model), Ceilings(bytes_per_s=1.0, operations_per_s=1.0)
+    floor = floor_of(model, Workload([[1] * 3000], [2]), ceilings)
+    layer = 2 * 2 * 8 * 256
+    assert cost.kv_bytes == 48 * layer
+    keys = 8 * 3001 + 40 * 1024
+    assert floor.decode_s == pytest.approx(cost.operations + keys * layer)
+    pairs = 8 * 3000 * 3001 / 2 + 40 * (1024 * 1025 / 2 + 1976 * 1024)
+    head = 2 * 3840 * 262208
+    products = (cost.operations - head) * 3000 + head
+    assert floor.prefill_s == pytest.approx(products + 4 * 16 * 256 * pairs)
+
+
 def test_an_all_reduce_takes_its_measured_time_or_an_interpolated_one() -> None:
     row = 2 * 5120
     assert reduce_s(1, row) == 0
@@ -89,6 +105,19 @@ def test_fp8_weights_halve_the_linears_and_the_experts(tmp_path: Path) -> None:
     assert cost.weight_bytes == kept + (plain.weight_bytes - kept) // 2
     assert cost.expert_bytes == plain.expert_bytes // 2
     assert cost.fp8_operations == plain.operations - kept
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "experts"), [("gpt-oss-20b", 24, 32), ("gpt-oss-120b", 36, 128)]
+)
+def test_mxfp4_experts_have_17_bytes_for_32_weights(
+    shape: str, layers: int, experts: int, tmp_path: Path
+) -> None:
+    _, model = load_shape(shape, tmp_path)
+    cost = with_weights(cost_of(model), model, None)
+    assert cost.expert_bytes == layers * experts * 3 * 2880 * 2880 // 32 * 17
+    assert cost._replace(expert_bytes=0) == cost_of(model)._replace(expert_bytes=0)
+    assert model.max_position == 131072
 
 
 def test_fp8_products_run_at_their_own_rate(tmp_path: Path) -> None:

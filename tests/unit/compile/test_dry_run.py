@@ -1,18 +1,27 @@
 """The parts of a dry run that need no Triton. tests/gpu and the image run complete dry runs."""
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
-from minisgl.attention.base import AttentionNeeds
-from minisgl.attention.registry import PhasedAttention, create_attention_backend
+from minisgl.attention.base import AttentionNeeds, AttentionRule, AttentionStep
+from minisgl.attention.registry import (
+    PhasedAttention,
+    attention_kernels,
+    create_attention_backend,
+)
+from minisgl.benchmark.models import write_model
 from minisgl.compile.dry_run import (
     DryRunEngine,
     HostCopies,
     MetaAttention,
     MetaCommunicator,
+    attention_needs,
     without_flashinfer,
 )
-from minisgl.core import EngineConfig
+from minisgl.core import ConfigError, EngineConfig
 from minisgl.demo import model_path
 from minisgl.distributed.comm import TPInfo
 from minisgl.kvcache.pool import KVPool, KVSpec
@@ -55,7 +64,7 @@ def test_a_dry_run_replaces_flashinfer_alone(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module: module)
     spec = KVSpec(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
-    pool = KVPool(spec, num_layers=1, num_pages=1, page_size=16, device=META)
+    pool = KVPool(spec, layers=(0,), num_pages=1, page_size=16, device=META)
     needs = AttentionNeeds(torch.device("cuda"), spec.dtype, spec.head_dim)
     resolved = without_flashinfer(name, needs)
     backend = create_attention_backend(resolved, pool, 4, added=(MetaAttention,))
@@ -77,3 +86,35 @@ def test_the_engine_of_a_dry_run_holds_no_data() -> None:
     parameters = list(engine._model.parameters())
     assert parameters
     assert all(parameter.is_meta for parameter in parameters)
+
+
+def test_flashinfer_kernels_are_compiled_only_for_models_that_run_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda module: module)
+    full, windows = (
+        attention_needs(EngineConfig(model_path=write_model(name, tmp_path / name)))
+        for name in ("qwen3-8b", "gpt-oss-20b")
+    )
+    assert attention_kernels("auto", full, [90])
+    assert attention_kernels("auto", windows, [90]) == []
+    with pytest.raises(ConfigError, match="does not support sliding_attention layers"):
+        attention_kernels("flashinfer", windows, [90])
+
+
+def test_the_torch_backend_runs_windows_on_meta_tensors() -> None:
+    spec = KVSpec(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    full, windows = (
+        KVPool(spec, layers=(layer,), num_pages=1, page_size=16, device=META) for layer in (0, 1)
+    )
+    rules = [AttentionRule(sinks=True), AttentionRule(window=4, sinks=True)]
+    backend = create_attention_backend("torch", full, 4, rules, windows=windows)
+    start, lengths = np.array([[9, 3], [1, 5]], dtype=np.int32)
+    column = torch.empty(2, dtype=torch.int32, device=META)
+    table = torch.empty((2, 4), dtype=torch.int32, device=META)
+    attention = backend.prepare(
+        AttentionStep(1, start, lengths, column, column, column, table, table)
+    )
+    q = torch.empty((6, 4, 64), dtype=torch.bfloat16, device=META)
+    for layer in range(2):
+        attention.forward(layer, q, torch.empty_like(q), q[0, :, 0])

@@ -45,6 +45,15 @@ def test_folder_without_weights_is_a_fault_unless_the_weights_are_random(tmp_pat
         check(folder)
 
 
+def test_drafts_with_sliding_windows_are_a_fault(tmp_path: Path) -> None:
+    settings = {"dummy_weight": True, "speculative": "ngram"}
+    folder = write_model("gemma-3-12b", tmp_path)
+    with pytest.raises(ConfigError, match="window of 1024 tokens; start without speculative"):
+        check(folder, **settings)
+    check(folder, **settings, max_seq_len=1024)
+    check(write_model("qwen3-8b", tmp_path), **settings)
+
+
 def test_check_for_a_gpu_touches_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An allocation would reduce the memory that the engine finds. torch has no CUDA here."""
     monkeypatch.setattr(memory, "resolve_device", lambda config, tp: torch.device("cuda", 0))

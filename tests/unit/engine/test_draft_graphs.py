@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minisgl.attention.base import AttentionStep, DecodeGraphAttention
-from minisgl.attention.torch import TorchAttention, _DecodeStep
+from minisgl.attention.torch import TorchAttention
 from minisgl.core import Batch, SamplingParams
 from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs, DecodeShape, graph_shapes
 from minisgl.engine.engine import Engine
@@ -33,17 +33,13 @@ class FixedAttention:
 
     def compute_metadata(self) -> None:
         pool, step = self._backend._pool, self._step
-        width = int(step.lengths[0])
-        ends = step.device_start.unsqueeze(1) + torch.arange(width) + 1
-        slots = self._backend._slots(
-            step.page_table[step.device_rows], step.page_table.shape[1] * pool.page_size
-        )
-        mask = torch.arange(slots.shape[1]) < ends.unsqueeze(2)
-        slots = torch.where(mask[:, -1], slots, pool.dummy_slot)
-        self._attention = _DecodeStep(pool, slots, mask)
+        longest = step.page_table.shape[1] * pool.page_size
+        self._attention = self._backend._prepare_decode(step, longest)
 
-    def forward(self, layer: int, q: torch.Tensor, out: torch.Tensor) -> None:
-        self._attention.forward(layer, q, out)
+    def forward(
+        self, layer: int, q: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None = None
+    ) -> None:
+        self._attention.forward(layer, q, out, sinks)
 
 
 class Rerun:

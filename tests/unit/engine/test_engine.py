@@ -164,7 +164,7 @@ def test_warm_up_and_calibration_leave_no_trace(kv: str, path: str) -> None:
     engine = make_engine(path, kv_cache_dtype=kv)
     engine.warm_up()
     cost = engine.calibrate()
-    assert not engine._launcher.runner.pool.layer(0)[0].float().any()
+    assert not engine._launcher.runner.pools[0].layer(0)[0].float().any()
     assert Driver(engine).generate(0, prompt, 5) == untouched
     assert cost.predict_s(1, 100, 0) > 0
     assert cost.predict_s(512, 0, 512 * 256) >= cost.predict_s(16, 0, 16 * 8)

@@ -34,7 +34,7 @@ class Replica:
             return
         self.evict(count - self.pool.num_free)
         pages = self.pool.allocate(count)
-        _, kept = self.cache.insert(key, pages, salt)
+        kept = self.cache.insert(key, pages, salt).pages
         self.pool.release(pages[pages != kept], 0)
 
     def evict(self, count: int) -> None:

@@ -14,7 +14,7 @@ def test_noise_fills_the_first_pages_and_never_the_dummy_page(
 ) -> None:
     spec = KVSpec(kv_heads=1, head_dim=16, dtype=torch.bfloat16, fp8=fp8)
     device = torch.device("cpu")
-    pool = KVPool(spec, num_layers=2, num_pages=8, page_size=4, device=device)
+    pool = KVPool(spec, layers=(0, 1), num_pages=8, page_size=4, device=device)
     pool.fill_noise(asked)
     for layer in range(2):
         for part in (stored.float() for stored in pool.layer(layer)):
@@ -28,7 +28,7 @@ def test_noise_fills_the_first_pages_and_never_the_dummy_page(
 
 def test_an_fp8_pool_reads_what_was_stored_until_the_dummy_page_is_cleared() -> None:
     spec = KVSpec(kv_heads=2, head_dim=16, dtype=torch.bfloat16, fp8=True)
-    pool = KVPool(spec, num_layers=3, num_pages=2, page_size=4, device=torch.device("cpu"))
+    pool = KVPool(spec, layers=(0, 1, 2), num_pages=2, page_size=4, device=torch.device("cpu"))
     scales = pool.scales(1)
     assert scales is not None
     slots = torch.tensor([pool.dummy_slot, 5])

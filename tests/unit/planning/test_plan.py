@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from minisgl.__main__ import main
 from minisgl.benchmark.floor import cost_of
 from minisgl.benchmark.models import write_model
-from minisgl.core import ConfigError, EngineConfig
+from minisgl.core import ConfigError, EngineConfig, OutOfMemory
 from minisgl.demo import model_path
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine, memory
@@ -41,6 +42,17 @@ def test_pages_are_within_two_percent_of_a_start_on_an_h200(shape: str, tmp_path
     assert found.tokens == pytest.approx(RECORDED[shape], rel=0.02)
 
 
+@pytest.mark.parametrize(("shape", "gib"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
+def test_mxfp4_weights_have_the_size_of_the_published_files(
+    shape: str, gib: float, tmp_path: Path
+) -> None:
+    """The model card names 12.8 GiB and 60.8 GiB. The sizes hold the biases and scales too."""
+    found = plan(write_model(shape, tmp_path))
+    assert found.quantization == "mxfp4"
+    assert found.weight_bytes / 2**30 == pytest.approx(gib, rel=0.01)
+    assert found.tokens > 131072
+
+
 @pytest.mark.parametrize("kv_mib", [3, 40, 10_000])
 def test_pages_are_those_of_an_engine_with_the_same_memory(
     kv_mib: int, monkeypatch: pytest.MonkeyPatch
@@ -58,9 +70,56 @@ def test_pages_are_those_of_an_engine_with_the_same_memory(
     assert engine.num_pages == found.pages
     if kv_mib == 10_000:
         assert found.pages == 8 * 64, "no more than all requests can fill"
-    assert engine._pool.num_bytes == found.kv_bytes + found.kv_token_bytes * 8, "and a dummy page"
+    (pool,) = engine._pools
+    assert pool.num_bytes == found.kv_bytes + found.kv_token_bytes * 8, "and a dummy page"
     loaded = {id(p): p.nbytes for p in engine._model.parameters()}
     assert found.weight_bytes == sum(loaded.values())
+    engine.close()
+
+
+def test_windows_have_pages_for_as_many_requests_as_full_attention(tmp_path: Path) -> None:
+    folder = write_model("gemma-3-12b", tmp_path)
+    found = plan(folder)
+    assert (found.window, found.kv_token_bytes, found.window_token_bytes) == (1024, 65_536, 327_680)
+    needed = 4096 * 65_536 + 66 * 16 * 327_680  # window + one page + one page in quarantine
+    assert found.requests[4096] == pytest.approx(found.kv_bytes / needed, rel=0.01)
+    assert found.window_pages / found.pages == pytest.approx(66 / 256, rel=0.001)
+    long = plan(folder, kv_request_tokens=16_384)
+    assert found.requests[16_384] < 64 < long.requests[16_384]
+    # The windows of 64 requests of 16,000 tokens, against the pages that the engine holds for them.
+    computed = 16_000 * 65_536 + 1024 * 327_680
+    held = 16_000 * 65_536 + 65 * 16 * 327_680
+    assert held <= 1.1 * computed
+    assert plan(folder, max_seq_len=1024).window is None, "the window holds the whole context"
+    with pytest.raises(ConfigError, match="speculative does not support"):
+        plan(folder, speculative="ngram")
+
+
+def test_pages_of_windows_are_those_of_an_engine_with_the_same_memory(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(model_path(), folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    layers = config["num_hidden_layers"]
+    config |= {"architectures": ["MistralForCausalLM"], "sliding_window": 32, "dtype": "bfloat16"}
+    config["layer_types"] = ["full_attention"] + ["sliding_attention"] * (layers - 1)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    settings = {"max_running_reqs": 8, "max_seq_len": 512, "page_size": 8}
+    whole = plan(str(folder), **settings)
+    memory_bytes = int((whole.weight_bytes + whole.remainder_bytes + 2**20) / 0.9) + 1
+    found = plan(str(folder), H200._replace(memory_bytes=memory_bytes), **settings)
+    own = EngineConfig(model_path=str(folder), device="cpu", dummy_weight=True, **settings)
+    left = memory.kv_bytes_left(own, memory_bytes, found.weight_bytes + found.remainder_bytes)
+    own = msgspec.structs.replace(own, dtype="bfloat16", cpu_kv_bytes=left)
+    engine = Engine(own, SingleCommunicator(), 64)
+    assert engine.window is not None
+    assert (engine.num_pages, engine.window.num_pages) == (found.pages, found.window_pages)
+    assert found.window_pages < found.pages
+    assert sum(pool.num_bytes for pool in engine._pools) == found.kv_bytes + 8 * (
+        found.kv_token_bytes + found.window_token_bytes
+    ), "and a dummy page of each pool"
+    few = msgspec.structs.replace(own, cpu_kv_bytes=4 * found.window_token_bytes * 8)
+    with pytest.raises(OutOfMemory, match="at least 6 pages are needed"):
+        Engine(few, SingleCommunicator(), 64)
     engine.close()
 
 

@@ -4,6 +4,8 @@ Each KV slot holds the hash of the token written there and its position. The nex
 over all slots from 0 to the last position, read through the engine's own page table. So the token
 changes if a page is freed too early, if a page-table entry is stale, if a chunk is lost, or if a
 token is written into a reused row.
+Window layers have slots of their own, with the same contents. The engine checks all slots of the
+windows of a step's tokens.
 A step runs as late as possible, when its result is read, as on a slow GPU.
 
 In steps with drafts the engine keeps the length of each row, as a real engine does on the device.
@@ -14,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from minisgl.core import Batch, Int32Array, StepResult
+from minisgl.core import Batch, Int32Array, StepResult, WindowLayers
 from minisgl.core.batch import MAX_DRAFTS
 
 VOCAB = 64
@@ -75,6 +77,7 @@ class FakeEngine:
     drafter             says which drafts are right; None: the engine makes no drafts.
     lengths             int32 [rows]; tokens of each row with a KV slot, kept in steps with drafts.
     break_prompts_with  logits of steps that forward this token are not finite.
+    window              the model has window layers as well.
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class FakeEngine:
         max_seq_len: int = 256,
         eager: bool = False,
         drafter: Drafter | None = None,
+        window: WindowLayers | None = None,
     ) -> None:
         self.drafter = drafter
         self.lengths: Int32Array = np.full(max_running_reqs, -1, dtype=np.int32)
@@ -95,8 +99,11 @@ class FakeEngine:
         self.eager = eager
         # The last page is the dummy page.
         self.slots = np.zeros((num_pages + 1) * page_size, dtype=np.uint64)
+        self.window = window
+        self.window_slots = np.zeros(window.num_pages * page_size if window else 0, np.uint64)
         columns = -(-max_seq_len // page_size) + -(-MAX_DRAFTS // page_size)
-        self.page_table: Int32Array = np.full((max_running_reqs, columns), -1, dtype=np.int32)
+        shape = 2, max_running_reqs + 1, columns
+        self.page_tables: Int32Array = np.full(shape, -1, dtype=np.int32)
         self.token_pool: Int32Array = np.full((max_running_reqs, max_seq_len + 1), -1, np.int32)
         self.queue: list[_Pending] = []
         self.batches: list[Batch] = []
@@ -120,7 +127,8 @@ class FakeEngine:
         updates = batch.page_updates
         pairs = list(zip(updates.rows.tolist(), updates.cols.tolist(), strict=True))
         assert len(set(pairs)) == len(pairs), "the batch updates a page-table entry twice"
-        self.page_table[updates.rows, updates.cols] = updates.ids
+        stacked = self.page_tables.reshape(-1, self.page_tables.shape[2])
+        stacked[updates.rows, updates.cols] = updates.ids
         finite = np.ones(batch.num_reqs, dtype=np.bool_)
         starts = batch.start.copy()
         if batch.drafting:
@@ -146,15 +154,16 @@ class FakeEngine:
         for i, ids in enumerate(inputs):
             row, start = int(batch.rows[i]), int(starts[i])
             assert (ids >= 0).all(), "a token was read that no step wrote"
-            positions = np.arange(start + len(ids))
-            where = (
-                self.page_table[row, positions // self.page_size] * self.page_size
-                + positions % self.page_size
-            )
-            assert (where >= 0).all(), "a page-table entry was read that no step wrote"
+            where = self._slots_of(0, row, 0, start + len(ids))
             if i < batch.num_decode:
                 self._overshoot(row, start, batch.width)
             self.slots[where[start:]] = slot_values(ids, start)
+            if self.window is not None:
+                first = max(start - self.window.tokens + 1, 0)
+                within = self._slots_of(1, row, first, start + len(ids))
+                self.window_slots[within[start - first :]] = slot_values(ids, start)
+                written = self.window_slots[within] == self.slots[where[first:]]
+                assert written.all(), "a window was read that does not hold its tokens"
             if batch.samples[i]:
                 drafts = ids[1:].tolist() if i < batch.num_decode else []
                 sampled = self._accept(where, drafts)
@@ -174,10 +183,7 @@ class FakeEngine:
 
     def _overshoot(self, row: int, start: int, width: int) -> None:
         """Write noise to the slots of `width` tokens, as for drafts that a row cannot use."""
-        positions = np.arange(start, start + width)
-        pages = self.page_table[row, positions // self.page_size]
-        assert (pages >= 0).all(), "a page-table entry was read that no step wrote"
-        self.slots[pages * self.page_size + positions % self.page_size] = np.uint64(row + 1)
+        self.slots[self._slots_of(0, row, start, start + width)] = np.uint64(row + 1)
 
     def _write_drafts(self, row: int, start: int, count: int) -> None:
         """Write `count` draft tokens after the last token of a row, which is at position `start`.
@@ -187,14 +193,18 @@ class FakeEngine:
         assert self.drafter is not None, "the scheduler asked for drafts of an engine without them"
         tokens = self.token_pool[row]
         assert (tokens[: start + 1] >= 0).all(), "a token is missing in the token pool"
-        positions = np.arange(start)
-        pages = self.page_table[row, positions // self.page_size]
-        cached = self.slots[pages * self.page_size + positions % self.page_size]
+        cached = self.slots[self._slots_of(0, row, 0, start)]
         assert (cached == slot_values(tokens[:start], 0)).all(), "the token pool has another token"
         for position in range(start + 1, start + 1 + count):
             right = next_token(slot_values(tokens[:position], 0))
             is_right = self.drafter(row, position)
             tokens[position] = right if is_right else (right + 1) % VOCAB
+
+    def _slots_of(self, table: int, row: int, first: int, end: int) -> np.ndarray:
+        positions = np.arange(first, end)
+        pages = self.page_tables[table, row, positions // self.page_size]
+        assert (pages >= 0).all(), "a page-table entry was read that no step wrote"
+        return pages * self.page_size + positions % self.page_size
 
     def _accept(self, where: np.ndarray, drafts: list[int]) -> list[int]:
         """Return the sampled tokens: the tokens that agree with the drafts, and one more token.

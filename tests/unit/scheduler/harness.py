@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from minisgl.core import FinishReason, SchedulerConfig
+from minisgl.core import Batch, FinishReason, SchedulerConfig
 from minisgl.core.batch import DraftLengths
 from minisgl.message.messages import AbortReq, AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine
-from tests.unit.scheduler.integrity import check_scheduler
+from tests.unit.scheduler.integrity import check_held, check_scheduler
 from tests.unit.scheduler.scripted import SCRIPTED, ScriptedParams
 
 
@@ -85,9 +85,30 @@ class Harness:
 
     def step(self) -> None:
         """Run one iteration and check every invariant after it."""
+        in_flight = [batch for batch, _ in self.scheduler._in_flight]
+        read = {place: page for batch in in_flight for place, page in self._pages(batch, False)}
+        launched = len(self.engine.batches)
         self.scheduler.iterate()
+        for batch in self.engine.batches[launched:]:
+            for place, page in self._pages(batch, written_only=True):
+                others = {where for where, other in read.items() if other == page} - {place}
+                assert not others, f"page {page} is written while a step in flight has it"
         check_scheduler(self.scheduler)
+        if self.engine.batches:
+            check_held(self.scheduler, self.engine.batches[-1])
         self.collect()
+
+    def _pages(self, batch: Batch, written_only: bool) -> list[tuple[tuple[int, int], int]]:
+        """The window pages of a batch by row and column, or those that it writes."""
+        windows, size = self.scheduler.kv_manager.windows, self.engine.page_size
+        if windows is None:
+            return []
+        found = []
+        for row, start, length in zip(batch.rows, batch.start, batch.lengths, strict=True):
+            first = start // size - (0 if written_only else windows.span)
+            for column in range(max(int(first), 0), -(-int(start + length) // size)):
+                found.append(((int(row), column), int(windows.table.entries[row, column])))
+        return found
 
     def collect(self) -> None:
         """Take the outputs in the order in which a detokenizer reads them."""

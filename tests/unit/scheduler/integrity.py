@@ -6,9 +6,11 @@ whole data structures, so only tests call them.
 
 import numpy as np
 
-from minisgl.kvcache import FencedPool, RadixCache
+from minisgl.core import Batch
+from minisgl.kvcache import ABSENT, FencedPool, RadixCache, RadixNode
 from minisgl.scheduler import Scheduler
 from minisgl.scheduler.request_table import RequestTable
+from minisgl.scheduler.window_manager import WindowManager
 from tests.unit.scheduler.fake_engine import FakeEngine, slot_values
 
 
@@ -28,8 +30,79 @@ def check_scheduler(scheduler: Scheduler) -> None:
         f"free {pool.num_free} + quarantined {pool.num_quarantined} + cached {cached} + running "
         f"{len(owned)} != {pool.size} pages"
     )
+    if manager.windows is not None:
+        check_windows(manager.windows, cache, table)
     if scheduler.idle:
         assert cached == cache.evictable_pages, "idle, but pages are locked"
+
+
+def check_windows(windows: WindowManager, cache: RadixCache, table: RequestTable) -> None:
+    """Each window page is free, fenced, or has the users and the place in the cache that count."""
+    pages = windows.pages
+    check_pool(pages.pool)
+    users = np.zeros(pages.pool.size, dtype=np.int32)
+    held = np.zeros(len(windows.first), dtype=np.int32)
+    for req in table.reqs:
+        if req is None:
+            continue
+        row, first = req.row, windows.first[req.row]
+        kept = slice(windows._kept_first[row], min(windows._kept_end[row], first))
+        for part in (slice(first, windows.table.counts[row]), kept):
+            mine = windows.table.entries[row, part]
+            assert len(np.unique(mine)) == len(mine), "a row holds a window page twice"
+            users[mine] += 1
+            held[row] += len(mine)
+        next_page = int(table.computed[row]) // cache._page_size
+        assert first <= max(next_page - windows.span, 0), "a window page was dropped too early"
+    assert (held == windows.held).all()
+    assert np.maximum(held, windows._reserve).sum() <= pages.pool.size, "a reserve is not covered"
+    assert (users == pages.users).all(), "the users of a window page are miscounted"
+    cached = [node.windows[node.windows != ABSENT] for node in nodes_of(cache)]
+    stored = np.concatenate([np.empty(0, dtype=np.int32), *cached])
+    assert len(np.unique(stored)) == len(stored), "a window page is cached twice"
+    assert sorted(stored) == np.flatnonzero(pages.cached).tolist()
+    assert (pages.pool.allocated == (pages.cached | (users > 0))).all(), "a window page is lost"
+    entries = [node for _, _, node in windows.index._heap]
+    live = [node for node in nodes_of(cache) if (node.windows != ABSENT).any()]
+    assert len(entries) == len(set(map(id, entries))), "a node is in the heap of windows twice"
+    assert set(map(id, live)) <= set(map(id, entries)), "a window page cannot be evicted"
+    assert sum(node.in_window_heap for node in entries) == len(entries)
+    assert sum(not len(node.windows) for node in entries) == windows.index._void_entries
+
+
+def check_held(scheduler: Scheduler, batch: Batch) -> None:
+    """Each row of the last step holds a window, one page and the pages of the step's tokens.
+
+    A row whose prompt is not published may hold the window of another prefix as well. While the
+    step is in flight, no page that it reads is free.
+    """
+    windows, page_size = scheduler.kv_manager.windows, scheduler.kv_manager.page_size
+    if windows is None:
+        return
+    in_flight = any(each is batch for each, _ in scheduler._in_flight)
+    free = windows.pages.pool._stack[: windows.pages.pool.num_free]
+    for row, start, length in zip(batch.rows, batch.start, batch.lengths, strict=True):
+        pages = slice(max(start // page_size - windows.span, 0), -(-(start + length) // page_size))
+        if in_flight:
+            read = windows.table.entries[row, pages]
+            assert not np.isin(read, free).any(), "a page that the step in flight reads is free"
+        if scheduler.table.reqs[row] is None:
+            continue
+        step_pages = (start + length - 1) // page_size - start // page_size
+        held = windows.held[row] - step_pages
+        if windows._published[row]:
+            assert held <= windows.span + 1, "pages behind a window are held"
+        elif start < scheduler.table.prefill_end[row]:
+            assert held <= 2 * windows.span + 1, "pages behind a window are held"
+
+
+def nodes_of(cache: RadixCache) -> list[RadixNode]:
+    """All nodes of the tree except for its root."""
+    nodes, stack = [], list(cache._root.children.values())
+    while stack:
+        nodes.append(stack.pop())
+        stack.extend(nodes[-1].children.values())
+    return nodes
 
 
 def check_table(table: RequestTable) -> None:

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from minisgl.core import FinishReason, SchedulerConfig, StepCost
+from minisgl.core import FinishReason, SchedulerConfig, StepCost, WindowLayers
 from minisgl.message.messages import FlushCache
 from minisgl.scheduler import budget, policy, prefixes
 from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
@@ -38,6 +38,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         clients=st.sampled_from([[""], ["a", "b"], ["a", "b", "c"]]),
         most_drafts=st.none() | st.integers(0, 7),
         drafter=st.sampled_from(sorted(DRAFTERS)),
+        window=st.none() | st.integers(1, 20),
+        window_slack=st.integers(0, 12),
     )
     def start(
         self,
@@ -53,14 +55,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         clients: list[str],
         most_drafts: int | None,
         drafter: str,
+        window: int | None,
+        window_slack: int,
     ) -> None:
         """seconds: step costs that the planner knows; None: it knows none.
 
         most_drafts: steps have up to this many drafts; None: the scheduler makes none.
+        window: tokens of a window, without drafts; None: the model has no window layers.
         """
         num_pages = -(-MAX_LEN // page_size) + slack
+        layers = None
+        if window is not None and most_drafts is None:
+            layers = WindowLayers(window, 2 - (-(window - 1) // page_size) + window_slack)
         engine = FakeEngine(
-            num_pages, page_size, rows, MAX_LEN, eager=eager, drafter=DRAFTERS[drafter]
+            num_pages, page_size, rows, MAX_LEN, eager, DRAFTERS[drafter], window=layers
         )
         config = SchedulerConfig(
             prefill_budget_tokens=budget,

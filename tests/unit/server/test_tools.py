@@ -19,6 +19,9 @@ from tests.unit.server.fakes import CONFIG, FACTS, World
 
 KNOWS = msgspec.structs.replace(FACTS, tool_format="hermes")
 MISTRAL = msgspec.structs.replace(FACTS, tool_format="mistral")
+HARMONY = msgspec.structs.replace(
+    FACTS, tool_format="harmony", template_variables=("reasoning_effort",)
+)
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 
 
@@ -141,6 +144,76 @@ def test_ids_of_a_history_get_the_form_that_mistral_needs() -> None:
     assert first.isalnum()
     unchanged = json.loads(prompt_of(read(KNOWS, messages=history)).messages_json)
     assert unchanged[1]["tool_calls"][0]["id"] == "call_1"
+
+
+HISTORY: list[dict[str, Any]] = [
+    {"role": "user", "content": "hi"},
+    {
+        "role": "assistant",
+        "content": "I look.",
+        "reasoning_content": "Hm.",
+        "tool_calls": [
+            {"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}}
+            for name in ("f", "g")
+        ],
+    },
+    {"role": "tool", "tool_call_id": "g", "content": "2"},
+    {"role": "tool", "tool_call_id": "f", "content": "1"},
+    {"role": "assistant", "content": "Done.", "reasoning_content": "So."},
+]
+
+
+def test_calls_of_a_history_get_the_order_that_harmony_needs() -> None:
+    """Each message has one call, and its results follow it."""
+    _, *found, last = json.loads(prompt_of(read(HARMONY, messages=HISTORY)).messages_json)
+    first, _, second, _ = found
+    assert [message.get("tool_call_id") for message in found] == [None, "f", None, "g"]
+    assert [call["id"] for m in (first, second) for call in m["tool_calls"]] == ["f", "g"]
+    assert first["thinking"] == "Hm.\n\nI look."
+    assert not {"content", "reasoning_content"} & {*first, *second}
+    assert "thinking" not in second
+    assert (last["content"], "reasoning_content" in last) == ("Done.", False)
+
+
+def test_all_answers_of_harmony_have_its_format() -> None:
+    plain = read(HARMONY)
+    assert plain.text.tools is not None
+    assert (plain.text.tools.format, plain.text.tools.parameters_json) == ("harmony", b"{}")
+    assert (prompt_of(plain).tools_json, plain.grammar) == (b"null", None)
+    assert read(HARMONY, tools=TOOLS, tool_choice="none") == plain
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    grammar = read(HARMONY, response_format=schema).grammar
+    wanted = msgspec.json.decode(grammar.message.text, type=ToolGrammar)
+    assert (wanted.tools, wanted.must_call, wanted.answer) == ([], False, SCHEMA)
+    named = {"type": "function", "function": {"name": "now"}}
+    wanted = msgspec.json.decode(
+        read(HARMONY, tools=TOOLS, tool_choice=named).grammar.message.text, type=ToolGrammar
+    )
+    assert ([name for name, _ in wanted.tools], wanted.must_call) == (["now"], True)
+    (_, tool) = json.loads(prompt_of(read(HARMONY, tools=TOOLS)).tools_json)
+    assert tool["function"]["description"] == "", "the template needs one"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"regex": "a"}, "regex"),
+        ({"reasoning_effort": "minimal"}, "reasoning_effort"),
+        (
+            {
+                "messages": [{"role": "assistant", "content": "a"}],
+                "continue_final_message": True,
+                "add_generation_prompt": False,
+                "response_format": {"type": "json_object"},
+            },
+            "continue_final_message",
+        ),
+    ],
+)
+def test_parameters_without_a_form_in_harmony_are_refused(body: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(HARMONY, **body)
+    assert caught.value.param == param
 
 
 def test_the_facts_get_the_format_that_a_tokenizer_found() -> None:

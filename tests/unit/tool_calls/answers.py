@@ -1,16 +1,21 @@
 """Helpers: the result of a parser for an answer, and the chat templates of the formats."""
 
+import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from minisgl.tokenizer.detokenizer import CallParser
 from minisgl.tokenizer.template import ChatTemplate
 from minisgl.tool_calls.formats import FORMATS
-from minisgl.tool_calls.parser import ToolCallParser
+from minisgl.tool_calls.parser import Format
 
 TEMPLATES = Path(__file__).with_name("templates")
+# The formats whose answers are text with calls in it. The others consist of sections.
+TEXT_FORMATS = tuple(name for name, format in FORMATS.items() if format.read is not None)
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -39,10 +44,16 @@ def parse(
     parameters: dict[str, Any] | None = None,
     special: Iterable[str] = (),
 ) -> Answer:
-    """Feed the pieces to a parser. special: markers that arrive as special tokens."""
+    """Feed the pieces to a parser. special: markers that arrive as special tokens.
+
+    All markers of a format with sections are special tokens. Its pieces are cut at them, too.
+    """
+    format = FORMATS[format_name]
     marker_ids = dict(enumerate(special))
-    parser = ToolCallParser(FORMATS[format_name], parameters or {}, marker_ids)
+    parser = format.open(parameters or {}, marker_ids)
     answer = Answer()
+    if parser.has_sections:
+        marker_ids, pieces = dict(enumerate(format.markers)), _at_markers(format, list(pieces))
     for piece in pieces:
         parser.feed(piece, piece in marker_ids.values())
         _take(parser, answer)
@@ -52,7 +63,18 @@ def parse(
     return answer
 
 
-def _take(parser: ToolCallParser, answer: Answer) -> None:
+def _at_markers(format: Format, pieces: list[str]) -> Iterator[str]:
+    """The pieces, cut before and after each marker. A marker that was cut is whole again."""
+    markers = "|".join(map(re.escape, format.markers))
+    text = "".join(pieces)
+    borders = set(itertools.accumulate(map(len, pieces)))
+    for found in re.finditer(markers, text):
+        borders -= set(range(found.start(), found.end()))
+        borders |= {found.start(), found.end()}
+    return cut(text, borders)
+
+
+def _take(parser: CallParser, answer: Answer) -> None:
     content, deltas = parser.take()
     answer.content += content
     for delta in deltas:

@@ -14,8 +14,8 @@ from llguidance import LLMatcher, LLTokenizer
 from minisgl.demo import model_path
 from minisgl.structured.library import load_tokenizer
 from minisgl.tool_calls.formats import FORMATS
-from minisgl.tool_calls.grammar import ToolGrammar, WrittenGrammar, write_grammar
-from tests.unit.tool_calls.answers import parse
+from minisgl.tool_calls.grammar import ToolGrammar, WrittenGrammar
+from tests.unit.tool_calls.answers import TEXT_FORMATS, parse
 
 TEXT = {"type": "string", "maxLength": 4}
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -67,8 +67,7 @@ def vocabulary(folder: Path) -> tokenizers.Tokenizer:
 def write(name: str, token_ids: dict[str, int] | None = None, **request: Any) -> WrittenGrammar:
     values = {"must_call": True, "parallel": True, "tools": list(SCHEMAS.items()), **request}
     tool_grammar = ToolGrammar(format=name, **values)
-    format = FORMATS[name]
-    return write_grammar(format.grammar, format.bare, tool_grammar, token_ids or {})
+    return FORMATS[name].written(tool_grammar, token_ids or {})
 
 
 def matcher_of(tokenizer: LLTokenizer, written: WrittenGrammar) -> LLMatcher:
@@ -116,7 +115,7 @@ def is_plain(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TEXT_FORMATS)
 def test_random_answers_under_required_are_calls_that_validate(
     name: str, parallel: bool, tokenizer: LLTokenizer, vocabulary: tokenizers.Tokenizer
 ) -> None:
@@ -148,7 +147,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", TEXT_FORMATS)
 def test_a_free_answer_may_be_text_or_a_valid_call(
     name: str, tokenizer: LLTokenizer, vocabulary: tokenizers.Tokenizer
 ) -> None:

@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minisgl.tool_calls.formats import FORMATS
-from tests.unit.tool_calls.answers import cut, parse
+from tests.unit.tool_calls.answers import TEXT_FORMATS, cut, parse
 
 CITY: dict[str, Any] = {
     "type": "object",
@@ -44,13 +44,13 @@ TWO_CALLS = {
     "pythonic": "[weather(city='Rom'), now()]",
 }
 CALL = ("weather", {"city": "Rom"})
-MARKED = [name for name in FORMATS if name not in ("llama3", "pythonic")]
-every_format = pytest.mark.parametrize("name", FORMATS)
+MARKED = [name for name in TEXT_FORMATS if name not in ("llama3", "pythonic")]
+every_format = pytest.mark.parametrize("name", TEXT_FORMATS)
 every_marked_format = pytest.mark.parametrize("name", MARKED)
 
 
 def test_every_format_has_an_example() -> None:
-    assert set(FORMATS) == set(ONE_CALL) == set(TWO_CALLS)
+    assert set(TEXT_FORMATS) == set(ONE_CALL) == set(TWO_CALLS)
 
 
 @every_format

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from minisgl.server.chat import harmony_chat
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 from minisgl.tool_calls.detect import answer_in, detect
 from minisgl.tool_calls.formats import FORMATS
@@ -28,6 +29,7 @@ PUBLISHED = {
     "Qwen3.5-4B": "qwen3-coder",
     "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
     "mistralai-Ministral-3-14B-Reasoning-2512": "mistral-v11",
+    "openai-gpt-oss-20b": "harmony",
 }
 DATA = Path(__file__).parents[2] / "data" / "templates"
 GIVEN = {path.stem: path for path in sorted(Path(os.environ.get("TOOL_TEMPLATES", "-")).glob("*"))}
@@ -61,22 +63,30 @@ def tool(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def answer_of(template: ChatTemplate, calls: list[tuple[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """The text with which the model would make these calls, and the schemas of the tools."""
+def answer_of(
+    template: ChatTemplate, calls: list[tuple[str, Any]], format_name: str
+) -> tuple[str, dict[str, Any]]:
+    """The text with which the model would make these calls, and the schemas of the tools.
+
+    The template of gpt-oss renders one call of a message, so the server divides the message.
+    """
     tools = [tool(name, arguments) for name, arguments in calls]
     tool_calls = [
         {"id": f"abcdefg{i:02}", "type": "function", "function": {"name": n, "arguments": a}}
         for i, (n, a) in enumerate(calls)
     ]
     call = {"role": "assistant", "content": "", "tool_calls": tool_calls}
+    chat = [QUESTION, call]
+    if format_name == "harmony":
+        chat = harmony_chat(chat)
     options = {"tools": tools, "enable_thinking": False}
     prompt = template.render([QUESTION], options, None)
     try:
-        chat = template.render([QUESTION, call], {**options, "add_generation_prompt": False}, None)
+        text = template.render(chat, {**options, "add_generation_prompt": False}, None)
     except TemplateError as error:
         assume("single tool-calls" not in str(error))  # Llama 3 renders one call only.
         raise
-    answer = answer_in(chat, prompt)
+    answer = answer_in(text, prompt)
     schemas = {t["function"]["name"]: t["function"]["parameters"] for t in tools}
     return answer, schemas
 
@@ -114,7 +124,7 @@ def test_a_rendered_call_is_read_back(name: str, data: st.DataObject) -> None:
     calls = data.draw(st.lists(st.tuples(names, arguments), min_size=1, max_size=3))
     calls = list(dict(calls).items())  # One schema for each name.
     assume(all(is_exact(format_name, name, arguments) for _, arguments in calls))
-    answer, schemas = answer_of(template, calls)
+    answer, schemas = answer_of(template, calls, format_name)
     whole = parse(format_name, [answer], schemas)
     assert whole.calls == calls
     assert whole.failures == 0

@@ -1,0 +1,178 @@
+"""Harmony, the format of gpt-oss: an answer is a sequence of messages, each with a header.
+
+    <|channel|>analysis<|message|>Let me look.<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
+
+The channel analysis is reasoning, and a recipient functions.f makes a message a call. The channels
+final and commentary are content. The markers are special tokens; text that spells one is text. The
+model ends its turn with <|return|> or <|call|>, which are end tokens of the model.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from minisgl.message.messages import ToolCallDelta
+from minisgl.tool_calls.grammar import GrammarWriter, ToolGrammar, WrittenGrammar
+from minisgl.tool_calls.parser import Calls, Format, joined
+
+_START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+_END, _RETURN, _CALL = "<|end|>", "<|return|>", "<|call|>"
+MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _RETURN, _CALL)
+_MARKER = re.compile("|".join(map(re.escape, MARKERS)))
+_NAMESPACE = "functions."
+_RECIPIENT = re.compile(r"(?:\A|\s)to=(\S+)")
+_FIRST_WORD = re.compile(r"\s*(\w*)")
+# The header of the first message begins in the prompt, behind the role. A recipient may follow it.
+_MAY_BE_FIRST = re.compile(r"\s*(?:t|to|to=\S*\s*)?")
+_MAX_HEADER_CHARS = 1024
+
+Section = Literal["header", "reasoning", "content", "call"]
+
+
+class HarmonyParser:
+    """Splits an answer into reasoning, content and tool calls. Implements CallParser.
+
+    An answer begins with the rest of a header, behind the role, unless the last tokens of the
+    prompt, which `feed` gets before `begin`, say otherwise. A header that is cut off by the end of
+    the answer is left out. Text that begins an answer and is no header is content. Without tools,
+    messages to functions are content.
+
+    failures  number of calls whose arguments are no complete JSON.
+    """
+
+    has_sections = True
+
+    def __init__(
+        self, parameters: Mapping[str, Any], marker_ids: Mapping[int, str] | None = None
+    ) -> None:
+        self.marker_ids = marker_ids or {}
+        self.failures = 0
+        self._calls = Calls(parameters, 0)
+        self._content: list[str] = []
+        self._section: Section = "header"
+        self._header = ""
+        self._arguments: list[str] = []
+
+    @property
+    def in_header(self) -> bool:
+        """The text that comes next belongs to a header."""
+        return self._section == "header"
+
+    @property
+    def in_reasoning(self) -> bool:
+        """The text that comes next is reasoning."""
+        return self._section == "reasoning"
+
+    def feed(self, text: str, is_marker: bool = False) -> None:
+        """Add text. is_marker: it is the text of a special token of `marker_ids`."""
+        if not is_marker:
+            self._add(text)
+        elif text == _MESSAGE and self.in_header:
+            self._open_message()
+        elif self.in_header and text in (_CHANNEL, _CONSTRAIN):
+            self._header += text
+        else:
+            self._end_call()
+            self._section = "header" if text in (_START, _CHANNEL) else "content"
+            self._header = text
+
+    def begin(self) -> None:
+        """Begin the answer, after the text of the prompt."""
+        self.take()
+        if not self.in_header:
+            return
+        markers = _MARKER.findall(self._header)
+        if markers[-1:] == [_START]:
+            self._header = ""  # behind the role, so that an answer without a header is content
+        elif self._header and not markers:
+            self._section = "content"  # the prompt ends in a message that began long before
+
+    def finish(self) -> None:
+        """End the answer."""
+        self._end_call()
+        if self.in_header and not _MARKER.search(self._header) and "to=" not in self._header:
+            self._content.append(self._header)
+        self._section = "content"
+
+    def take(self) -> tuple[str, list[ToolCallDelta]]:
+        """Return the content and the deltas of calls since the last call of this method."""
+        content, deltas = "".join(self._content), self._calls.deltas
+        self._content, self._calls.deltas = [], []
+        return content, joined(deltas)
+
+    def _add(self, text: str) -> None:
+        if self.in_header:
+            self._header += text
+            is_plain = not _MARKER.search(self._header)
+            if (is_plain and not _MAY_BE_FIRST.fullmatch(self._header)) or (
+                len(self._header) > _MAX_HEADER_CHARS
+            ):
+                self._section = "content"
+                self._content.append(self._header)
+        elif self._section == "call":
+            self._arguments.append(text)
+            self._calls.arguments(text)
+        else:
+            self._content.append(text)
+
+    def _open_message(self) -> None:
+        """Find the kind of a message from its header."""
+        channel = self._header.rpartition(_CHANNEL)[2] if _CHANNEL in self._header else ""
+        found = _RECIPIENT.search(_MARKER.sub(" ", self._header))
+        recipient, tools = found[1] if found else "", self._calls.parameters
+        if recipient.startswith(_NAMESPACE) or recipient in tools:
+            self._section = "content"
+            if tools:
+                self._section, self._arguments = "call", []
+                self._calls.start(recipient.removeprefix(_NAMESPACE) or recipient)
+        else:
+            word = _FIRST_WORD.match(channel)
+            name = word[1] if word is not None else ""
+            # A message to a tool of the model's own, such as python, is a part of its reasoning.
+            is_thought = name == "analysis" or (recipient and name != "final")
+            self._section = "reasoning" if is_thought else "content"
+
+    def _end_call(self) -> None:
+        if self._section != "call":
+            return
+        try:
+            msgspec.json.decode("".join(self._arguments))
+        except msgspec.DecodeError:
+            self.failures += 1
+        self._section = "content"
+
+
+def _write(request: ToolGrammar, token_ids: Mapping[str, int]) -> WrittenGrammar:
+    """The grammar of an answer: reasoning and comments, then one call or the final message.
+
+    The model ends its turn after a call, so that there is never a second one. Reasoning and
+    comments are free.
+    """
+    writer = GrammarWriter(token_ids)
+    channel, message = writer.text(_CHANNEL), writer.text(_MESSAGE)
+    next_message = f'{writer.text(_END)} {writer.text(_START)} "assistant"'
+    free = writer.rule(f'{channel} ( "analysis" | "commentary" ) {message} TEXT? {next_message}')
+    last = [
+        f"{channel} {writer.text(f'commentary to={_NAMESPACE}{name} ')} "
+        f'{writer.text(_CONSTRAIN)} "json" {message} {writer.schema(schema)}'
+        for name, schema in request.tools
+    ]
+    if not request.must_call:
+        answer = "TEXT?" if request.answer is None else writer.schema(request.answer)
+        last.append(f'{channel} "final" {message} {answer}')
+    body = f"{free}* ( {' | '.join(f'( {one} )' for one in last)} )"
+    lark = "\n".join([f"start: {body}", *writer.rules, "TEXT: /(?s:.+)/"])
+    return WrittenGrammar(lark, writer.schemas, -1)
+
+
+HARMONY = Format(
+    name="harmony",
+    starts=(),
+    markers=MARKERS,
+    probe=f"{_CHANNEL}commentary",
+    parser=HarmonyParser,
+    write=_write,
+)

@@ -1,0 +1,116 @@
+"""Window pages: their users, their place in the prefix cache, and the hits that they allow."""
+
+import numpy as np
+import pytest
+
+from minisgl.core import Int32Array
+from minisgl.kvcache import ABSENT, RadixCache, WindowIndex, WindowPages
+
+SPAN = 2
+
+
+def ids(*values: int) -> Int32Array:
+    return np.array(values, dtype=np.int32)
+
+
+def new_cache(num_pages: int = 32) -> tuple[RadixCache, WindowIndex]:
+    """A cache with pages of one token, in which a hit needs the last two window pages."""
+    index = WindowIndex(WindowPages(num_pages), SPAN)
+    return RadixCache(1, windows=index), index
+
+
+def insert(cache: RadixCache, index: WindowIndex, tokens: Int32Array, first: int) -> Int32Array:
+    """Insert `tokens` with window pages from page `first` on, as a request that has ended."""
+    windows = np.full(len(tokens), ABSENT, dtype=np.int32)
+    windows[first:] = index.pages.allocate(len(tokens) - first)
+    cache.insert(tokens, tokens, windows=windows)
+    index.pages.drop(windows[first:], 0)
+    return windows
+
+
+@pytest.mark.parametrize(
+    ("present", "usable"),
+    [
+        ([], 0),
+        ([1], 1),
+        ([1, 1, 1], 3),
+        ([0, 1, 1], 3),
+        ([1, 0, 1], 1),
+        ([0, 0, 1], 0),
+        ([0, 1, 1, 0, 1], 3),
+        ([1, 1, 0, 1, 1], 5),
+    ],
+)
+def test_a_hit_ends_after_a_complete_window(present: list[int], usable: int) -> None:
+    _, index = new_cache()
+    windows = np.where(np.array(present, dtype=bool), 7, ABSENT).astype(np.int32)
+    assert index.usable(windows) == usable
+
+
+def test_a_window_of_one_token_needs_no_earlier_page() -> None:
+    assert WindowIndex(WindowPages(1), 0).usable(ids(ABSENT, ABSENT)) == 2
+
+
+def test_a_match_tells_the_usable_and_the_known_pages() -> None:
+    cache, index = new_cache()
+    windows = insert(cache, index, ids(1, 2, 3, 4, 5, 6), first=4)
+    whole = cache.match(ids(1, 2, 3, 4, 5, 6, 7))
+    assert whole.pages.tolist() == [1, 2, 3, 4, 5, 6]
+    assert whole.windows is not None
+    assert whole.windows.tolist() == windows.tolist()
+    branch = cache.match(ids(1, 2, 3, 4, 9))
+    assert (len(branch.pages), branch.known_pages) == (0, 4)
+
+
+def test_an_insertion_adds_windows_that_were_absent_and_keeps_the_others() -> None:
+    cache, index = new_cache()
+    first = insert(cache, index, ids(1, 2, 3, 4), first=2)
+    second = insert(cache, index, ids(1, 2, 3, 4), first=0)
+    found = cache.match(ids(1, 2, 3, 4)).windows
+    assert found is not None
+    assert found.tolist() == [*second[:2], *first[2:]]
+    free = index.pages.pool.size - index.pages.pool.num_free
+    assert free == 4, "the two window pages that the cache had already are free again"
+
+
+def test_eviction_takes_the_least_recently_used_window_that_no_request_uses() -> None:
+    cache, index = new_cache(num_pages=6)
+    old, used, recent = (insert(cache, index, ids(key, key + 1), 0) for key in (10, 20, 30))
+    index.pages.use(used)
+    cache.match(ids(10, 11))
+    index.evict(2)
+    assert not index.pages.cached[recent].any(), "the first window was matched, the second is used"
+    index.evict(3)
+    assert index.pages.cached.nonzero()[0].tolist() == sorted(used)
+    assert index.pages.pool.num_free == 4
+    assert len(cache.match(ids(10, 11)).pages) == 0
+    assert cache.evictable_pages == 6, "the prefixes stay cached"
+    index.pages.drop(used, fence=0)
+    index.evict(9)
+    assert index.pages.pool.num_free == 6
+    assert old is not None
+
+
+def test_a_released_page_waits_for_the_last_step_of_all_its_users() -> None:
+    pages = WindowPages(1)
+    page = pages.allocate(1)
+    pages.use(page)
+    pages.store(page)
+    pages.drop(page, fence=5)
+    pages.drop(page, fence=3)
+    pages.remove(page)
+    assert (pages.pool.num_free, pages.pool.num_quarantined) == (0, 1)
+    pages.pool.resolve(4)
+    assert pages.pool.num_free == 0
+    pages.pool.resolve(5)
+    assert pages.pool.num_free == 1
+
+
+def test_evicted_prefixes_leave_no_entries_behind() -> None:
+    """Evicted nodes stayed in the heap of windows until a window was evicted."""
+    cache, index = new_cache(num_pages=2)
+    for key in range(100):
+        insert(cache, index, ids(key), 0)
+        cache.evict(1)
+    assert len(index._heap) <= 2
+    assert index.pages.pool.num_free == 2
