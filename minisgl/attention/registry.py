@@ -81,8 +81,14 @@ def attention_kernels(
     archs: 90 means compute capability 9.0. Raises ConfigError as create_attention_backend does.
     """
     prefill, decode = resolve_phases(name, needs, added)
-    variants = prefill.kernel_variants(False, archs) | decode.kernel_variants(True, archs)
-    return [AttentionKernel(each, needs.dtype, needs.head_dim) for each in sorted(variants)]
+    kernels = set()
+    for rule in needs.rules:
+        variants = prefill.kernel_variants(False, archs)
+        if rule == PLAIN:  # decode under any other rule runs minisgl's kernel
+            variants |= decode.kernel_variants(True, archs)
+        sizes, masks = (needs.dtype, needs.head_dim), (rule.window is not None, bool(rule.soft_cap))
+        kernels |= {AttentionKernel(each, *sizes, *masks) for each in variants}
+    return sorted(kernels, key=str)
 
 
 def resolve_phases(

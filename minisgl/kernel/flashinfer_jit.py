@@ -23,26 +23,32 @@ class AttentionKernel(NamedTuple):
     """One FlashInfer module: all batch prefill kernels of one variant, dtype and head size.
 
     Decode on tensor cores runs the same kernels. str() gives the name that the manifest of a kernel
-    cache uses, such as "fa3 bfloat16 128".
+    cache uses, such as "fa3 bfloat16 128" or "fa2 bfloat16 256 window soft_cap".
 
     variant   fa2, for every GPU, or fa3, for Hopper.
     dtype     of queries, keys, values and outputs.
     head_dim  elements of one head.
+    window    whether the kernels mask the keys before a window.
+    soft_cap  whether the kernels cap the scores.
     """
 
     variant: str
     dtype: torch.dtype
     head_dim: int
+    window: bool = False
+    soft_cap: bool = False
 
     def __str__(self) -> str:
-        return f"{self.variant} {str(self.dtype).removeprefix('torch.')} {self.head_dim}"
+        words = [self.variant, str(self.dtype).removeprefix("torch."), str(self.head_dim)]
+        words += [name for name in ("window", "soft_cap") if getattr(self, name)]
+        return " ".join(words)
 
 
 def jit_spec(kernel: AttentionKernel) -> Any:
     """FlashInfer's JitSpec of the module: its sources, its compiler flags and its cache folder.
 
-    The arguments are those that FlashInfer's wrappers use for causal attention without soft cap,
-    sliding window and positional encoding. The wrappers therefore find this module.
+    The arguments are those that FlashInfer's wrappers use for causal attention without positional
+    encoding. The wrappers therefore find this module.
     """
     from flashinfer.jit import gen_batch_prefill_module
 
@@ -55,8 +61,8 @@ def jit_spec(kernel: AttentionKernel) -> Any:
         kernel.head_dim,
         kernel.head_dim,
         0,  # no positional encoding
-        False,  # no sliding window
-        False,  # no soft cap
+        kernel.window,
+        kernel.soft_cap,
         False,  # scores are not reduced in float16
     )
 

@@ -12,7 +12,7 @@ import torch
 from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing
 
 FA2 = AttentionKernel("fa2", torch.bfloat16, 128)
-FA3 = AttentionKernel("fa3", torch.bfloat16, 128)
+FA3 = AttentionKernel("fa3", torch.bfloat16, 128, window=True)
 
 
 @dataclass
@@ -38,7 +38,7 @@ def specs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Spec]:
 
     def gen_batch_prefill_module(variant: str, *arguments: object) -> Spec:
         dtypes = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
-        assert arguments == (*dtypes, 128, 128, 0, False, False, False)
+        assert arguments == (*dtypes, 128, 128, 0, variant == "fa3", False, False)
         return specs[variant]
 
     env = SimpleNamespace(FLASHINFER_JIT_DIR="/cache/flashinfer/90a/cached_ops")
@@ -48,8 +48,11 @@ def specs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Spec]:
     return specs
 
 
-def test_a_name_says_variant_dtype_and_head_size() -> None:
-    assert str(FA3) == "fa3 bfloat16 128"
+def test_a_name_says_variant_dtype_head_size_and_masks() -> None:
+    assert str(FA2) == "fa2 bfloat16 128"
+    assert str(FA3) == "fa3 bfloat16 128 window"
+    both = AttentionKernel("fa2", torch.float16, 256, window=True, soft_cap=True)
+    assert str(both) == "fa2 float16 256 window soft_cap"
 
 
 def test_each_missing_module_is_announced_with_its_number_and_the_cache(
@@ -60,7 +63,7 @@ def test_each_missing_module_is_announced_with_its_number_and_the_cache(
     folder = "/cache/flashinfer/90a/cached_ops"
     assert caplog.messages[:2] == [
         f"compiling attention kernel 1 of 2: FlashInfer fa2 bfloat16 128 cache={folder}",
-        f"compiling attention kernel 2 of 2: FlashInfer fa3 bfloat16 128 cache={folder}",
+        f"compiling attention kernel 2 of 2: FlashInfer fa3 bfloat16 128 window cache={folder}",
     ]
     done = [f"compiled attention kernel {number} of 2 s=0" for number in (1, 2)]
     assert sorted(caplog.messages[2:]) == done
@@ -73,7 +76,7 @@ def test_a_module_that_a_cache_holds_is_not_compiled(
     caplog.set_level(logging.INFO)
     specs["fa2"] = Spec(is_compiled=True, fails=True)
     compile_missing([FA2, FA3])()
-    assert "attention kernel 1 of 1: FlashInfer fa3 bfloat16 128" in caplog.messages[0]
+    assert "attention kernel 1 of 1: FlashInfer fa3 bfloat16 128 window" in caplog.messages[0]
     caplog.clear()
     compile_missing([FA2, FA3])()
     assert caplog.messages == []
