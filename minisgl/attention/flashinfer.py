@@ -1,9 +1,10 @@
 """Attention on CUDA by FlashInfer's wrappers, over the KV pool in its layout (NHD).
 
 Prefill runs FlashInfer's fa3 kernels on Hopper, over a contiguous copy of contexts that many
-queries read. It runs the fa2 kernels on other GPUs and for few tokens. Decode runs minisgl's own
-kernel or fa2. With an FP8 pool, prefill always runs over dequantised copies of the contexts, and
-decode always runs minisgl's kernel. flashinfer is imported when a backend is created.
+queries read. It runs the fa2 kernels on other GPUs, for few tokens, and until the fa3 kernels are
+compiled. Decode runs minisgl's own kernel or fa2. With an FP8 pool, prefill always runs over
+dequantised copies of the contexts, and decode always runs minisgl's kernel. flashinfer is imported
+when a backend is created.
 
 Windows, soft caps and sinks: FlashInfer masks the keys before a window and caps the scores, and
 minisgl's kernel then applies the sinks (kernel.add_sinks). FlashInfer gets no page behind the
@@ -34,9 +35,11 @@ from minisgl.attention.base import (
 from minisgl.attention.decode import BalancedDecode, UnsplitDecode, new_tokens
 from minisgl.core import Int32Array
 from minisgl.kernel import (
+    AttentionKernel,
     ContextCopy,
     DecodeScratch,
     add_sinks,
+    compiled,
     decode_scratch,
     first_pages,
     gather_kv,
@@ -131,6 +134,8 @@ class FlashInferAttention(AttentionBackend):
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
         major, minor = torch.cuda.get_device_capability(pool.device)
         self._variants = variants = self._prefill_variants(10 * major + minor)
+        few, many = (module_of(variant, spec.dtype, spec.head_dim, rule) for variant in variants)
+        self._many_ready = compiled(many) if many != few else lambda: True
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         self._few, self._many = (
             _Planner(wrapper(self._workspace, "NHD", backend=variant)) for variant in variants
@@ -148,7 +153,8 @@ class FlashInferAttention(AttentionBackend):
             decode = BalancedDecode(self._pool, step, self._scratch_of(step))
             decode.compute_metadata()
             return decode
-        few, prompts = int(step.lengths.sum()) <= _FEW_TOKENS, (step.start, step.lengths)
+        few = int(step.lengths.sum()) <= _FEW_TOKENS or not self._many_ready()
+        prompts = (step.start, step.lengths)
         if self._copies:
             # The first step is part of the warm-up. It copies even if the copy saves no time,
             # because this loads the kernels.
@@ -160,7 +166,8 @@ class FlashInferAttention(AttentionBackend):
                 variant, groups = self._variants[not few], copy.groups(*prompts)
                 steps = [step.part(*group) for group in groups]
                 return InTurn([self._over(copy, s, variant, i) for i, s in enumerate(steps)])
-            wanted = first or (not few and copy.pays(*prompts, self._shape[0] // self._shape[1]))
+            wanted = not few and copy.pays(*prompts, self._shape[0] // self._shape[1])
+            wanted |= first and self._many_ready()
             if wanted and copy.fits(*prompts):
                 return self._over(copy, step, "fa3", 0)
         planner = self._few if few else self._many
@@ -287,6 +294,14 @@ def _attend(
     else:
         _, lse = run(*tensors, out=out, return_lse=True)
         add_sinks(out, lse, sinks)
+
+
+def module_of(
+    variant: str, dtype: torch.dtype, head_dim: int, rule: AttentionRule
+) -> AttentionKernel:
+    """The FlashInfer module that runs prefill under `rule`. variant: fa2 or fa3."""
+    masks = (rule.window is not None, bool(rule.soft_cap))
+    return AttentionKernel(variant, dtype, head_dim, *masks)
 
 
 def copy_for(pool: KVPool, step: AttentionStep, window: int | None = None) -> ContextCopy:

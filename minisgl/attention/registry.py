@@ -15,7 +15,12 @@ from minisgl.attention.base import (
     DecodeGraphAttention,
     StepAttention,
 )
-from minisgl.attention.flashinfer import FlashInferAttention, FlashInferFa2, FlashInferFa3
+from minisgl.attention.flashinfer import (
+    FlashInferAttention,
+    FlashInferFa2,
+    FlashInferFa3,
+    module_of,
+)
 from minisgl.attention.torch import TorchAttention
 from minisgl.core import ConfigError
 from minisgl.kernel import AttentionKernel
@@ -86,8 +91,7 @@ def attention_kernels(
         variants = prefill.kernel_variants(False, archs)
         if rule == PLAIN:  # decode under any other rule runs minisgl's kernel
             variants |= decode.kernel_variants(True, archs)
-        sizes, masks = (needs.dtype, needs.head_dim), (rule.window is not None, bool(rule.soft_cap))
-        kernels |= {AttentionKernel(each, *sizes, *masks) for each in variants}
+        kernels |= {module_of(each, needs.dtype, needs.head_dim, rule) for each in variants}
     return sorted(kernels, key=str)
 
 

@@ -37,7 +37,7 @@ from minisgl.kernel.dispatch import (
 )
 from minisgl.kernel.drafts import Accepted
 from minisgl.kernel.elementwise import PendingNorm, rope
-from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing
+from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing, compiled
 from minisgl.kernel.fp8 import read_kv, store_kv
 from minisgl.kernel.fp8_products import fp8_add_linear, fp8_gated_linear, fp8_linear
 from minisgl.kernel.gather import first_pages
@@ -68,6 +68,7 @@ __all__ = [
     "balanced_decode",
     "best_candidate",
     "compile_missing",
+    "compiled",
     "context_slots",
     "count_blocks",
     "decode_scratch",
