@@ -1,9 +1,16 @@
 """Attention on CUDA by FlashInfer's wrappers, over the KV pool in its layout (NHD).
 
 Prefill runs FlashInfer's fa3 kernels on Hopper, over a contiguous copy of contexts that many
-queries read. It runs the fa2 kernels on other GPUs and for few tokens. Decode runs minisgl's own
-kernel or fa2. With an FP8 pool, prefill always runs over dequantised copies of the contexts, and
-decode always runs minisgl's kernel. flashinfer is imported when a backend is created.
+queries read. It runs the fa2 kernels on other GPUs, for few tokens, and until the fa3 kernels are
+compiled. Decode runs minisgl's own kernel or fa2. With an FP8 pool, prefill always runs over
+dequantised copies of the contexts, and decode always runs minisgl's kernel. flashinfer is imported
+when a backend is created.
+
+Windows, soft caps and sinks: FlashInfer masks the keys before a window and caps the scores, and
+minisgl's kernel then applies the sinks (kernel.add_sinks). FlashInfer gets no page behind the
+window, because such a page may belong to another request. It counts positions from the end of the
+keys, so the pages that are left out change no result. Decode under these rules always runs
+minisgl's kernel.
 """
 
 import importlib.util
@@ -22,11 +29,22 @@ from minisgl.attention.base import (
     AttentionStep,
     Capabilities,
     DecodeGraphAttention,
+    LayerKind,
     StepAttention,
 )
-from minisgl.attention.decode import BalancedDecode, PlannedAttention, UnsplitDecode, new_tokens
+from minisgl.attention.decode import BalancedDecode, UnsplitDecode, new_tokens
 from minisgl.core import Int32Array
-from minisgl.kernel import ContextCopy, DecodeScratch, decode_scratch, gather_kv, kv_metadata
+from minisgl.kernel import (
+    AttentionKernel,
+    ContextCopy,
+    DecodeScratch,
+    add_sinks,
+    compiled,
+    decode_scratch,
+    first_pages,
+    gather_kv,
+    kv_metadata,
+)
 from minisgl.kvcache.pool import KVPool
 
 _MIN_WORKSPACE_BYTES = 128 * 2**20  # the size that FlashInfer's documentation recommends
@@ -71,7 +89,10 @@ class FlashInferAttention(AttentionBackend):
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
         head_dims=(64, 128, 256),
+        kinds=frozenset(LayerKind),
         fp8_kv=True,
+        sinks=True,
+        soft_caps=True,
     )
     variant: ClassVar[str | None] = None
 
@@ -96,10 +117,14 @@ class FlashInferAttention(AttentionBackend):
     def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None:
         import flashinfer
 
-        self._pool = pool
+        self._pool, self._rule = pool, rule
         spec = pool.spec
         self._shape = (q_heads, spec.kv_heads, spec.head_dim, pool.page_size)
         self._types = {"q_data_type": spec.dtype, "kv_data_type": spec.dtype}
+        # FlashInfer counts the tokens before the token itself.
+        window_left = -1 if rule.window is None else rule.window - 1
+        mask = {"causal": True, "window_left": window_left, "logits_soft_cap": rule.soft_cap}
+        self._prefill_options = {**self._types, **mask}
         properties = torch.cuda.get_device_properties(pool.device)
         self._blocks = _BLOCKS_PER_MULTIPROCESSOR * properties.multi_processor_count
         # The workspace holds the float32 results of split contexts: over all KV heads, at most
@@ -109,12 +134,16 @@ class FlashInferAttention(AttentionBackend):
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
         major, minor = torch.cuda.get_device_capability(pool.device)
         self._variants = variants = self._prefill_variants(10 * major + minor)
+        few, many = (module_of(variant, spec.dtype, spec.head_dim, rule) for variant in variants)
+        self._many_ready = compiled(many) if many != few else lambda: True
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         self._few, self._many = (
             _Planner(wrapper(self._workspace, "NHD", backend=variant)) for variant in variants
         )
         # Wrappers for contiguous keys, by variant and by group of prompts.
         self._contiguous: dict[tuple[str, int], _Planner] = {}
+        pays = ContextCopy.may_pay(rule.window, q_heads // spec.kv_heads)
+        self._copies = spec.fp8 or (variants[1] == "fa3" and pays)
         self._copy: ContextCopy | None = None
         self._scratch: DecodeScratch | None = None
         self._graph_indices: Tensor | None = None
@@ -124,24 +153,27 @@ class FlashInferAttention(AttentionBackend):
             decode = BalancedDecode(self._pool, step, self._scratch_of(step))
             decode.compute_metadata()
             return decode
-        few, prompts = int(step.lengths.sum()) <= _FEW_TOKENS, (step.start, step.lengths)
-        fp8 = self._pool.spec.fp8
-        if fp8 or self._variants[1] == "fa3":
+        few = int(step.lengths.sum()) <= _FEW_TOKENS or not self._many_ready()
+        prompts = (step.start, step.lengths)
+        if self._copies:
             # The first step is part of the warm-up. It copies even if the copy saves no time,
             # because this loads the kernels.
             first = self._copy is None
-            copy = self._copy = self._copy or copy_for(self._pool, step)
-            if fp8:
+            if self._copy is None or not self._copy.holds(*prompts):
+                self._copy = copy_for(self._pool, step, self._rule.window)
+            copy = self._copy
+            if self._pool.spec.fp8:
                 variant, groups = self._variants[not few], copy.groups(*prompts)
                 steps = [step.part(*group) for group in groups]
                 return InTurn([self._over(copy, s, variant, i) for i, s in enumerate(steps)])
-            wanted = first or (not few and copy.pays(*prompts, self._shape[0] // self._shape[1]))
+            wanted = not few and copy.pays(*prompts, self._shape[0] // self._shape[1])
+            wanted |= first and self._many_ready()
             if wanted and copy.fits(*prompts):
                 return self._over(copy, step, "fa3", 0)
         planner = self._few if few else self._many
-        pages = (_prefix_sums(step.lengths), *pages_of(self._pool, step))
-        planner.plan(*pages, *self._shape, causal=True, **self._types)
-        return PlannedAttention(self._pool, planner.wrapper)
+        pages = pages_of(self._pool, step, self._rule.window)
+        planner.plan(_prefix_sums(step.lengths), *pages, *self._shape, **self._prefill_options)
+        return PagedAttention(self._pool, planner.wrapper.run)
 
     def _over(
         self, copy: ContextCopy, step: AttentionStep, variant: str, group: int
@@ -154,13 +186,15 @@ class FlashInferAttention(AttentionBackend):
             self._contiguous[variant, group] = _Planner(wrapper)
         planner = self._contiguous[variant, group]
         attention = ContiguousAttention(self._pool, step, copy, planner.wrapper.run)
-        planner.plan(*attention.indptrs, *self._shape[:3], causal=True, **self._types)
+        planner.plan(*attention.indptrs, *self._shape[:3], **self._prefill_options)
         return attention
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         pool, (q_heads, kv_heads) = self._pool, self._shape[:2]
         few = size <= _MAX_REQS and size * kv_heads <= _MAX_WAVES * self._blocks
-        few |= new_tokens(step) > 1  # FlashInfer's decode kernel takes one token of each request
+        # FlashInfer's decode kernel takes one token of each request. UnsplitDecode has no window,
+        # no soft cap and no sinks.
+        few |= new_tokens(step) > 1 or self._rule != PLAIN
         if few or q_heads <= _SMALL_GROUP * kv_heads or pool.spec.fp8:
             return BalancedDecode(pool, step, self._scratch_of(step))
         if self._graph_indices is None:
@@ -194,6 +228,19 @@ class FlashInferFa3(FlashInferAttention):
     variant = "fa3"
 
 
+class PagedAttention(NamedTuple):
+    """Implements StepAttention of a prefill step over the pages of the pool.
+
+    run: the method `run` of a paged wrapper, which is planned for the step.
+    """
+
+    pool: KVPool
+    run: Callable[..., Any]
+
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+        _attend(self.run, (q, self.pool.layer(layer)), out, sinks)
+
+
 class ContiguousAttention:
     """Implements StepAttention of a prefill step over a contiguous copy of its contexts.
 
@@ -205,19 +252,19 @@ class ContiguousAttention:
     """
 
     def __init__(
-        self, pool: KVPool, step: AttentionStep, copy: ContextCopy, run: Callable[..., object]
+        self, pool: KVPool, step: AttentionStep, copy: ContextCopy, run: Callable[..., Any]
     ) -> None:
         self._pool = pool
         self._run = run
         self.indptrs = copy.layout(step.start, step.lengths)
         self.num_tokens = int(step.lengths.sum())
         where = (step.device_rows, step.device_start, step.device_lengths, step.page_table)
-        self._copy = copy.find(*where, pool.page_size, int(self.indptrs[1][-1]))
+        self._copy = copy.find(*where, int(self.indptrs[1][-1]))
 
     def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         slots, keys, values = self._copy
         gather_kv(*self._pool.layer(layer), slots, keys, values, self._pool.scales(layer))
-        self._run(q, keys, values, out=out)
+        _attend(self._run, (q, keys, values), out, sinks)
 
 
 class InTurn(NamedTuple):
@@ -235,9 +282,37 @@ class InTurn(NamedTuple):
             group.forward(layer, queries, result, sinks)
 
 
-def copy_for(pool: KVPool, step: AttentionStep) -> ContextCopy:
-    """Memory for copies of the contexts of steps with the page table of `step`."""
-    return ContextCopy(step.page_table, pool.layer(pool.layers[0])[0], pool.spec.dtype)
+def _attend(
+    run: Callable[..., Any], tensors: tuple[object, ...], out: Tensor, sinks: Tensor | None
+) -> None:
+    """Call the method `run` of a wrapper. FlashInfer merges the parts of a split context itself.
+
+    Each query token is in one call only, so each sink is added once.
+    """
+    if sinks is None:
+        run(*tensors, out=out)
+    else:
+        _, lse = run(*tensors, out=out, return_lse=True)
+        add_sinks(out, lse, sinks)
+
+
+def module_of(
+    variant: str, dtype: torch.dtype, head_dim: int, rule: AttentionRule
+) -> AttentionKernel:
+    """The FlashInfer module that runs prefill under `rule`. variant: fa2 or fa3."""
+    masks = (rule.window is not None, bool(rule.soft_cap))
+    return AttentionKernel(variant, dtype, head_dim, *masks)
+
+
+def copy_for(pool: KVPool, step: AttentionStep, window: int | None = None) -> ContextCopy:
+    """Memory for copies of each context of steps with the page table of `step`.
+
+    With a window, there is room for the contexts of steps with at most as many tokens as `step`.
+    """
+    longest = step.page_table.shape[1] * pool.page_size
+    if window is not None:
+        longest = min(longest, int(step.lengths.sum()) + window + pool.page_size)
+    return ContextCopy(longest, pool.layer(pool.layers[0])[0], pool.spec.dtype, window)
 
 
 def scratch_for(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) -> DecodeScratch:
@@ -249,8 +324,12 @@ def scratch_for(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int)
     return decode_scratch(*sizes, step.page_table.device, new_tokens(step))
 
 
-def pages_of(pool: KVPool, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor]:
+def pages_of(
+    pool: KVPool, step: AttentionStep, window: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return FlashInfer's description of the contexts of n requests.
+
+    window: that of the layers. The contexts then begin with the first page that a window touches.
 
     kv_indptr int32 [n + 1] on the host: where each request's page ids begin.
     kv_indices int32 on the device: the page ids of all requests.
@@ -258,12 +337,12 @@ def pages_of(pool: KVPool, step: AttentionStep) -> tuple[Tensor, Tensor, Tensor]
     """
     contexts, size = step.start + step.lengths, pool.page_size
     pages = (contexts + (size - 1)) // size
-    indptr = _prefix_sums(pages)
+    indptr = _prefix_sums(pages - first_pages(step.start, window, size))
     n, total = len(contexts), int(indptr[-1])
     scratch = torch.empty(2 * n + 1 + total, dtype=torch.int32, device=pool.device)
     on_device, last, indices = scratch[: n + 1], scratch[n + 1 : 2 * n + 1], scratch[-total:]
     rows, start, lengths = step.device_rows, step.device_start, step.device_lengths
-    kv_metadata(rows, start, lengths, step.page_table, size, on_device, indices, last)
+    kv_metadata(rows, start, lengths, step.page_table, size, on_device, indices, last, window)
     return indptr, indices, torch.from_numpy(contexts - (pages - 1) * size)
 
 

@@ -17,7 +17,12 @@ from minisgl.attention.base import (
     NormRope,
     StepAttention,
 )
-from minisgl.attention.flashinfer import FlashInferAttention, FlashInferFa2, FlashInferFa3
+from minisgl.attention.flashinfer import (
+    FlashInferAttention,
+    FlashInferFa2,
+    FlashInferFa3,
+    module_of,
+)
 from minisgl.attention.torch import TorchAttention
 from minisgl.core import ConfigError
 from minisgl.kernel import AttentionKernel
@@ -83,8 +88,13 @@ def attention_kernels(
     archs: 90 means compute capability 9.0. Raises ConfigError as create_attention_backend does.
     """
     prefill, decode = resolve_phases(name, needs, added)
-    variants = prefill.kernel_variants(False, archs) | decode.kernel_variants(True, archs)
-    return [AttentionKernel(each, needs.dtype, needs.head_dim) for each in sorted(variants)]
+    kernels = set()
+    for rule in needs.rules:
+        variants = prefill.kernel_variants(False, archs)
+        if rule == PLAIN:  # decode under any other rule runs minisgl's kernel
+            variants |= decode.kernel_variants(True, archs)
+        kernels |= {module_of(each, needs.dtype, needs.head_dim, rule) for each in variants}
+    return sorted(kernels, key=str)
 
 
 def resolve_phases(

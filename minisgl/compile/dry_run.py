@@ -22,12 +22,14 @@ from minisgl.attention.base import (
     AttentionRule,
     AttentionStep,
     Capabilities,
+    LayerKind,
     StepAttention,
 )
 from minisgl.attention.decode import BalancedDecode
 from minisgl.attention.flashinfer import (
     ContiguousAttention,
     FlashInferAttention,
+    PagedAttention,
     copy_for,
     pages_of,
     scratch_for,
@@ -38,6 +40,7 @@ from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.distributed.peers import PeerMemory
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.engine.memory import resolve_dtype, resolve_fp8_kv, resolve_max_seq_len
+from minisgl.kernel import ContextCopy
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_config
@@ -120,22 +123,29 @@ class MetaAttention(AttentionBackend):
     """
 
     name = "meta"
-    capabilities = Capabilities(fp8_kv=True)
+    capabilities = Capabilities(kinds=frozenset(LayerKind), fp8_kv=True, sinks=True, soft_caps=True)
 
     def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None:
-        self._pool = pool
+        self._pool, self._window = pool, rule.window
         self._heads = (q_heads, pool.spec.kv_heads, pool.spec.head_dim)
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         """Prepare a step of one phase. PhasedAttention has split a mixed step before."""
-        pages_of(self._pool, step)
+        pages_of(self._pool, step, self._window)
         if not step.num_decode:
-            copy = copy_for(self._pool, step)
-            # Launch the copy of the contexts, but no attention kernel.
-            return ContiguousAttention(self._pool, step, copy, lambda *args, **kwargs: None)
+            group = self._heads[0] // self._heads[1]
+            if not (self._pool.spec.fp8 or ContextCopy.may_pay(self._window, group)):
+                return PagedAttention(self._pool, _run_nothing)
+            copy = copy_for(self._pool, step, self._window)
+            return ContiguousAttention(self._pool, step, copy, _run_nothing)
         decode = BalancedDecode(self._pool, step, scratch_for(step, *self._heads))
         decode.compute_metadata()
         return decode
+
+
+def _run_nothing(q: Tensor, *keys_and_values: object, out: Tensor, return_lse: bool = False) -> Any:
+    """Take the place of the method `run` of a wrapper. Launches no kernel."""
+    return (out, q.new_empty(q.shape[:2], dtype=torch.float32)) if return_lse else out
 
 
 def without_flashinfer(name: str, needs: AttentionNeeds) -> str:

@@ -14,6 +14,7 @@ from minisgl.kernel.dispatch import (
     accept_drafts,
     add_linear,
     add_rms_norm,
+    add_sinks,
     apply_token_mask,
     balanced_decode,
     best_candidate,
@@ -36,9 +37,10 @@ from minisgl.kernel.dispatch import (
 )
 from minisgl.kernel.drafts import Accepted
 from minisgl.kernel.elementwise import PendingNorm, rope
-from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing
+from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing, compiled
 from minisgl.kernel.fp8 import read_kv, store_kv
 from minisgl.kernel.fp8_products import fp8_add_linear, fp8_gated_linear, fp8_linear
+from minisgl.kernel.gather import first_pages
 from minisgl.kernel.logits import PenaltyTensors, add_bias, apply_penalties, top_logprobs
 from minisgl.kernel.random import gumbel_noise, philox4x32
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
@@ -60,15 +62,18 @@ __all__ = [
     "add_bias",
     "add_linear",
     "add_rms_norm",
+    "add_sinks",
     "apply_penalties",
     "apply_token_mask",
     "balanced_decode",
     "best_candidate",
     "compile_missing",
+    "compiled",
     "context_slots",
     "count_blocks",
     "decode_scratch",
     "find_drafts",
+    "first_pages",
     "fp8_add_linear",
     "fp8_gated_linear",
     "fp8_linear",

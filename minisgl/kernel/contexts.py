@@ -13,7 +13,7 @@ from torch import Tensor
 
 from minisgl.core import Int32Array
 from minisgl.kernel.dispatch import context_slots
-from minisgl.kernel.gather import TILE
+from minisgl.kernel.gather import TILE, first_pages
 
 # The smallest room of a copy, in keys. It is enough for many prompts with short contexts.
 _FEWEST_KEYS: Final = 16_384
@@ -28,31 +28,45 @@ _LEAST_READS: Final = 50_000_000
 class ContextCopy:
     """Contiguous keys and values of one layer at a time.
 
+    A layer with a window needs only the end of a context. The copy then begins with the first page
+    that the window of the prompt's first new token touches.
+
     Two steps that may run at the same time need two different ContextCopy objects.
 
     I1  The kernel reads up to TILE - 1 keys past a context's end and multiplies them by 0. The copy
         holds zeros there. Values of another request could be infinite, and 0 times infinity is NaN.
     """
 
-    def __init__(self, page_table: Tensor, pool: Tensor, dtype: torch.dtype) -> None:
-        """Allocate room for at least the longest context that a row of page_table can hold.
+    def __init__(
+        self, longest: int, pool: Tensor, dtype: torch.dtype, window: int | None = None
+    ) -> None:
+        """Allocate room for at least `longest` keys of one context.
 
-        page_table: int32 [rows, max_pages]. pool: the keys of one layer, [P, S, Hkv, D]; the copy
-        has the same device. dtype: of the copy.
+        pool: the keys of one layer, [P, S, Hkv, D]; the copy has the same device. dtype: of the
+        copy. window: that of the layers (AttentionRule.window).
         """
-        longest = max(page_table.shape[1] * pool.shape[1], _FEWEST_KEYS)
-        keys = -(-longest // TILE) * TILE
+        keys = -(-max(longest, _FEWEST_KEYS) // TILE) * TILE
         shape = (keys, *pool.shape[2:])
         self._keys, self._values = (pool.new_empty(shape, dtype=dtype) for _ in range(2))
+        self._page_size, self._window = pool.shape[1], window
+
+    @staticmethod
+    def may_pay(window: int | None, group: int) -> bool:
+        """Whether there are prompts for which `pays` is true. group: query heads per KV head."""
+        return window is None or window * group >= _LEAST_READS_PER_KEY
+
+    def holds(self, start: Int32Array, lengths: Int32Array) -> bool:
+        """Whether each of n contexts fits alone. start, lengths: int32 [n], as in core.Batch."""
+        return int(_filled(self._contexts(start, lengths)).max()) <= len(self._keys)
 
     def fits(self, start: Int32Array, lengths: Int32Array) -> bool:
         """Whether the contexts of n prompts fit. start, lengths: int32 [n], as in core.Batch."""
-        return int(_filled(start + lengths).sum()) <= len(self._keys)
+        return int(_filled(self._contexts(start, lengths)).sum()) <= len(self._keys)
 
     def groups(self, start: Int32Array, lengths: Int32Array) -> list[tuple[int, int]]:
         """Cut n prompts into consecutive groups that each fit: pairs of first and end."""
         cuts, keys = [0], 0
-        for prompt, more in enumerate(_filled(start + lengths).tolist()):
+        for prompt, more in enumerate(_filled(self._contexts(start, lengths)).tolist()):
             if keys + more > len(self._keys):
                 cuts.append(prompt)
                 keys = 0
@@ -69,9 +83,13 @@ class ContextCopy:
         a short attention kernel does not hide.
         Source: docs/measurements.md, "Prompts: over a copy of their contexts".
         """
-        reads = int((lengths.astype(np.int64) * (start + lengths // 2)).sum()) * group
+        keys = self._contexts(start, lengths)
+        of_token = keys - lengths + lengths // 2
+        if self._window is not None:
+            of_token = np.minimum(of_token, self._window)
+        reads = int((lengths.astype(np.int64) * of_token).sum()) * group
         enough = reads * self._keys.shape[1] >= _LEAST_READS
-        return enough and reads >= _LEAST_READS_PER_KEY * int((start + lengths).sum())
+        return enough and reads >= _LEAST_READS_PER_KEY * int(keys.sum())
 
     def layout(self, start: Int32Array, lengths: Int32Array) -> tuple[Tensor, Tensor]:
         """The indptrs of queries and of keys for the ragged kernel: int32 [2 n + 1] on the host.
@@ -80,7 +98,7 @@ class ContextCopy:
         The second has no queries; its keys are the zeros that fill the context up to a multiple of
         TILE (I1).
         """
-        contexts = start + lengths
+        contexts = self._contexts(start, lengths)
         room = _filled(contexts) - contexts
         pairs = (lengths, np.zeros_like(room)), (contexts, room)
         counts = (np.concatenate(([0], np.stack(pair, axis=1).ravel())) for pair in pairs)
@@ -93,7 +111,6 @@ class ContextCopy:
         start: Tensor,
         lengths: Tensor,
         page_table: Tensor,
-        page_size: int,
         keys: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute on the device the pool slots of n contexts; once per step.
@@ -104,8 +121,14 @@ class ContextCopy:
         order, to gather.gather_kv.
         """
         slots = torch.empty(keys, dtype=torch.int32, device=self._keys.device)
-        context_slots(rows, start, lengths, page_table, page_size, slots)
+        context_slots(rows, start, lengths, page_table, self._page_size, slots, self._window)
         return slots, self._keys[:keys], self._values[:keys]
+
+    def _contexts(self, start: Int32Array, lengths: Int32Array) -> Int32Array:
+        """Return the number of keys that the copy holds of each of n contexts."""
+        first = first_pages(start, self._window, self._page_size)
+        contexts: Int32Array = start + lengths - first * self._page_size
+        return contexts
 
 
 def _filled(contexts: Int32Array) -> Int32Array:

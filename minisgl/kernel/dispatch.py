@@ -46,6 +46,7 @@ def _by_device(
 rms_norm = _by_device(elementwise.rms_norm, "norm")
 add_rms_norm = _by_device(elementwise.add_rms_norm, "norm")
 silu_and_mul = _by_device(elementwise.silu_and_mul, "elementwise")
+add_sinks = _by_device(elementwise.add_sinks, "elementwise")
 gather_embedding = _by_device(elementwise.gather_embedding, "elementwise")
 qk_norm_rope_store = _by_device(rotary.qk_norm_rope_store, "rotary")
 sample = _by_device(sampling.sample, "sampling")

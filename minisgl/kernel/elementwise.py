@@ -4,6 +4,7 @@ Each function defines the signature and the result of its Triton kernel. The ref
 device and in any float dtype, and reduce in float32. None of them synchronises with the host.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -64,6 +65,19 @@ def silu_and_mul(x: Tensor) -> Tensor:
     """
     gate, up = x.chunk(2, dim=-1)
     return functional.silu(gate) * up
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Give the sink of each head its share of the softmax of attention, in place.
+
+    A sink is one more logit without a value. It therefore divides the output of attention by
+    1 + exp(sink) / (sum of the exponentials of all scores).
+
+    out: [T, H, D], the output of attention without sinks. lse: float32 [T, H], the logarithms to
+    base 2 of the sums. sinks: [H], natural logarithms.
+    """
+    share = 1 / (1 + torch.exp2(sinks.float() * math.log2(math.e) - lse))
+    out.copy_(out.float() * share.unsqueeze(2))
 
 
 def rope(q: Tensor, k: Tensor, positions: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from minisgl.core import SAMPLING_COLUMNS, Column
 from minisgl.core.batch import Array
+from minisgl.kernel.gather import first_pages
 
 _WORDS = {np.int32: 1, np.float32: 1, np.int64: 2}  # int32 elements of one value
 _TORCH_DTYPES = {np.int32: torch.int32, np.float32: torch.float32, np.int64: torch.int64}
@@ -149,23 +150,26 @@ def kv_metadata(
     kv_indptr: Tensor,
     kv_indices: Tensor,
     last_page_len: Tensor,
+    window: int | None = None,
 ) -> None:
     """Fill the paged-KV description of n requests, whose contexts are start + lengths tokens.
 
     rows, start, lengths: int32 [n], n at most 8192. page_table: int32 [rows, max_pages].
     kv_indptr: int32 [n + 1], cumulative numbers of pages. kv_indices: int32, the pages of the
     requests, concatenated; elements after them keep their values. last_page_len: int32 [n], from
-    1 to page_size. No host sync on a GPU; graph-capturable.
+    1 to page_size. window: as in gather.first_pages; earlier pages are left out, and their entries
+    in the page table are not used. No host sync on a GPU; graph-capturable.
     Source: the layout of FlashInfer's paged wrappers.
     """
     context = start + lengths
-    pages = (context + page_size - 1) // page_size
+    first = first_pages(start, window, page_size)
+    end = (context + page_size - 1) // page_size
     kv_indptr[0] = 0
-    kv_indptr[1:] = pages.cumsum(0)
-    last_page_len.copy_(context - (pages - 1) * page_size)
+    kv_indptr[1:] = (end - first).cumsum(0)
+    last_page_len.copy_(context - (end - 1) * page_size)
     column = torch.arange(page_table.shape[1], device=rows.device)
-    used = column < pages.unsqueeze(1)
-    to = kv_indptr[:-1].unsqueeze(1) + column
+    used = (column >= first.unsqueeze(1)) & (column < end.unsqueeze(1))
+    to = (kv_indptr[:-1] - first).unsqueeze(1) + column
     kv_indices[to[used]] = page_table[rows.long()][used]
 
 

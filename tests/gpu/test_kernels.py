@@ -239,8 +239,9 @@ def test_step_metadata() -> None:
     assert slots[2] == 6000 * 16 + 15
 
 
+@pytest.mark.parametrize("window", [None, 1, 100])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_kv_metadata(page_size: int) -> None:
+def test_kv_metadata(page_size: int, window: int | None) -> None:
     from minisgl.kernel.triton import step as kernels
 
     reqs, columns = 37, 600
@@ -254,7 +255,7 @@ def test_kv_metadata(page_size: int) -> None:
             torch.full((n,), -1, dtype=torch.int32, device=DEVICE)
             for n in (reqs + 1, reqs * columns, reqs)
         ]
-        module.kv_metadata(rows, start, lengths, page_table, page_size, *out)
+        module.kv_metadata(rows, start, lengths, page_table, page_size, *out, window)
         outputs.append(out)
     for ours, theirs in zip(*outputs, strict=True):
         assert torch.equal(ours, theirs)
@@ -263,9 +264,13 @@ def test_kv_metadata(page_size: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(8, 128), (2, 64), (5, 96)], ids=["8x128", "2x64", "5x96"])
+@pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_contexts_are_gathered(page_size: int, shape: tuple[int, int]) -> None:
-    """The pool is NaN outside of the contexts. The kernels write nothing after the copied keys."""
+def test_contexts_are_gathered(page_size: int, window: int | None, shape: tuple[int, int]) -> None:
+    """The pool is NaN outside of the contexts. The kernels write nothing after the copied keys.
+
+    Entries of the page table that precede the window are out of range.
+    """
     from minisgl.kernel.triton import gather as kernels
 
     contexts = torch.tensor([1, 700, 128, 129, 2000, 255], dtype=torch.int32)
@@ -280,16 +285,21 @@ def test_contexts_are_gathered(page_size: int, shape: tuple[int, int]) -> None:
         pools[:, table[row, each // page_size].long(), each % page_size] = normal(
             2, int(context), *shape
         ).cpu()
-    keys = int((-(-contexts // gather.TILE) * gather.TILE).sum())
     start = contexts - torch.tensor([1, 300, 128, 1, 7, 200], dtype=torch.int32)
-    where = [tensor.to(DEVICE) for tensor in (rows, start, contexts - start, table)]
+    firsts = gather.first_pages(start, window, page_size)
+    for row, first in zip(rows, firsts, strict=True):
+        table[row, :first] = 10**6
+    contexts -= firsts * page_size
+    keys = int((-(-contexts // gather.TILE) * gather.TILE).sum())
+    ends = contexts + firsts * page_size
+    where = [tensor.to(DEVICE) for tensor in (rows, start, ends - start, table)]
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     pools = pools.to(DEVICE, dtype)
     outputs = []
     for module in (gather, kernels):
         slots = torch.full((keys + 256,), -7, dtype=torch.int32, device=DEVICE)
         copies = torch.full((2, keys + 256, *shape), torch.nan, dtype=dtype, device=DEVICE)
-        module.context_slots(*where, page_size, slots)
+        module.context_slots(*where, page_size, slots, window)
         module.gather_kv(*pools, slots[:keys], *copies[:, :keys])
         outputs.append((slots, copies))
     (expected_slots, expected), (slots, copies) = outputs
@@ -297,6 +307,21 @@ def test_contexts_are_gathered(page_size: int, shape: tuple[int, int]) -> None:
     assert torch.equal(copies[:, :keys], expected[:, :keys])
     assert not copies[:, :keys].isnan().any()
     assert copies[:, keys:].isnan().all()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("shape", [(1, 1), (37, 6), (300, 8)], ids=str)
+def test_sinks(shape: tuple[int, int], dim: int) -> None:
+    from minisgl.kernel.triton import elementwise as kernels
+
+    tokens, heads = shape
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    out, sinks = normal(tokens, heads, dim, dtype=dtype), normal(heads, dtype=dtype)
+    lse = normal(tokens, heads) * 30  # some sinks take nearly the whole softmax
+    expected, scaled = out.clone(), out.clone()
+    elementwise.add_sinks(expected, lse, sinks)
+    kernels.add_sinks(scaled, lse, sinks)
+    torch.testing.assert_close(scaled, expected)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs 4 GB")

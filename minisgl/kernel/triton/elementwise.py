@@ -1,6 +1,8 @@
-"""Activation and embedding look-up. Each reads and writes an element once."""
+"""Activation, embedding look-up, and sinks. Each reads and writes an element once."""
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
+
+import math
 
 import triton
 import triton.language as tl
@@ -10,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minisgl.kernel.triton.overlap import overlaps
 
 _BLOCK = 1024
+_ELEMENTS = 2048  # elements of an attention output that a program scales
 
 
 @triton.jit
@@ -39,6 +42,26 @@ def _gather(ids, weight, out, first_id, num_ids, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + cols, value, mask=inside)
 
 
+@triton.jit(do_not_specialize=["rows"])
+def _add_sinks(
+    out,
+    lse,
+    sinks,
+    rows,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOG2_E: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    sink = tl.load(sinks + row % HEADS).to(tl.float32)
+    share = 1.0 / (1.0 + tl.exp2(sink * LOG2_E - tl.load(lse + row, mask=inside, other=0.0)))
+    at = out + row[:, None].to(tl.int64) * D + tl.arange(0, D)[None, :]
+    value = tl.load(at, mask=inside[:, None]).to(tl.float32) * share[:, None]
+    tl.store(at, value.to(out.dtype.element_ty), mask=inside[:, None])
+
+
 def silu_and_mul(x: Tensor) -> Tensor:
     """As the reference, but rounded only at the end. x: [..., 2I]. Returns a new [..., I]."""
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
@@ -60,3 +83,13 @@ def gather_embedding(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
         grid = (triton.cdiv(width, _BLOCK) * len(ids),)
         _gather[grid](ids, weight, out, first_id, num_ids, width, BLOCK=_BLOCK, num_warps=4)
     return out
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """As the reference. All tensors are contiguous; D is a power of two."""
+    tokens, heads, dim = out.shape
+    if tokens:
+        rows = max(_ELEMENTS // dim, 1)
+        grid = (triton.cdiv(tokens * heads, rows),)
+        constants = {"HEADS": heads, "D": dim, "ROWS": rows, "LOG2_E": math.log2(math.e)}
+        _add_sinks[grid](out, lse, sinks, tokens * heads, **constants)

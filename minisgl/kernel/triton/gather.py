@@ -27,21 +27,29 @@ def _context_slots(
     table_stride,
     PAGE_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
     REQS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program adds up the contexts of all requests, so that one launch is enough."""
+    """Each program adds up the contexts of all requests, so that one launch is enough.
+
+    WINDOW: the window of the layers; 0: none.
+    """
     req = tl.program_id(0)
     each = tl.arange(0, REQS)
     exists = each < num_reqs
-    context = tl.load(start + each, mask=exists, other=0) + tl.load(
-        lengths + each, mask=exists, other=0
-    )
+    begins = tl.load(start + each, mask=exists, other=0)
+    context = begins + tl.load(lengths + each, mask=exists, other=0)
+    if WINDOW:
+        first_page = tl.maximum(begins - (WINDOW - 1), 0) // PAGE_SIZE
+        context -= first_page * PAGE_SIZE
     filled = (context + TILE - 1) // TILE * TILE
     begin = tl.sum(tl.where(each < req, filled, 0), axis=0)
     end = tl.sum(tl.where(each == req, filled, 0), axis=0)
     mine = tl.sum(tl.where(each == req, context, 0), axis=0)
     source = page_table + tl.load(rows + req).to(tl.int64) * table_stride
+    if WINDOW:
+        source += tl.sum(tl.where(each == req, first_page, 0), axis=0)
     for base in range(tl.program_id(1) * BLOCK, end, tl.num_programs(1) * BLOCK):
         token = base + tl.arange(0, BLOCK)
         inside = token < mine
@@ -85,7 +93,13 @@ def _gather_kv(
 
 
 def context_slots(
-    rows: Tensor, start: Tensor, lengths: Tensor, page_table: Tensor, page_size: int, slots: Tensor
+    rows: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    page_table: Tensor,
+    page_size: int,
+    slots: Tensor,
+    window: int | None = None,
 ) -> None:
     """As the reference; page_table has more rows than there are requests."""
     reqs = len(rows)
@@ -100,6 +114,7 @@ def context_slots(
         page_table.stride(0),
         PAGE_SIZE=page_size,
         TILE=TILE,
+        WINDOW=window or 0,
         REQS=max(triton.next_power_of_2(len(page_table) - 1), 256),  # as many as a step may have
         BLOCK=_BLOCK,
     )

@@ -103,16 +103,22 @@ def _kv_metadata(
     num_reqs,
     table_stride,
     PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
     REQS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program adds up the pages of all requests, so that one launch is enough."""
+    """Each program adds up the pages of all requests, so that one launch is enough.
+
+    WINDOW: the window of the layers; 0: none.
+    """
     req = tl.program_id(0)
     reqs = tl.arange(0, REQS)
     exists = reqs < num_reqs
-    context = tl.load(start + reqs, mask=exists, other=0) + tl.load(
-        lengths + reqs, mask=exists, other=0
-    )
+    begins = tl.load(start + reqs, mask=exists, other=0)
+    context = begins + tl.load(lengths + reqs, mask=exists, other=0)
+    if WINDOW:
+        first_page = tl.maximum(begins - (WINDOW - 1), 0) // PAGE_SIZE
+        context -= first_page * PAGE_SIZE
     pages = (context + PAGE_SIZE - 1) // PAGE_SIZE
     begin = tl.sum(tl.where(reqs < req, pages, 0), axis=0)
     num_pages = tl.sum(tl.where(reqs == req, pages, 0), axis=0)
@@ -123,6 +129,8 @@ def _kv_metadata(
         tokens = tl.sum(tl.where(reqs == req, context, 0), axis=0)
         tl.store(last_page_len + req, tokens - (num_pages - 1) * PAGE_SIZE)
     source = page_table + tl.load(rows + req).to(tl.int64) * table_stride
+    if WINDOW:
+        source += tl.sum(tl.where(reqs == req, first_page, 0), axis=0)
     for base in range(tl.program_id(1) * BLOCK, num_pages, tl.num_programs(1) * BLOCK):
         col = base + tl.arange(0, BLOCK)
         mask = col < num_pages
@@ -208,6 +216,7 @@ def kv_metadata(
     kv_indptr: Tensor,
     kv_indices: Tensor,
     last_page_len: Tensor,
+    window: int | None = None,
 ) -> None:
     """See the reference. page_table must have more rows than there are requests."""
     reqs = len(rows)
@@ -226,6 +235,7 @@ def kv_metadata(
         reqs,
         page_table.stride(0),
         PAGE_SIZE=page_size,
+        WINDOW=window or 0,
         REQS=max(
             triton.next_power_of_2(len(page_table) - 1), 256
         ),  # the same value for every step, so that Triton compiles one variant

@@ -88,7 +88,7 @@ def test_the_engine_of_a_dry_run_holds_no_data() -> None:
     assert all(parameter.is_meta for parameter in parameters)
 
 
-def test_flashinfer_kernels_are_compiled_only_for_models_that_run_them(
+def test_flashinfer_kernels_with_windows_are_compiled_only_for_models_that_run_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module: module)
@@ -96,10 +96,16 @@ def test_flashinfer_kernels_are_compiled_only_for_models_that_run_them(
         attention_needs(EngineConfig(model_path=write_model(name, tmp_path / name)))
         for name in ("qwen3-8b", "gpt-oss-20b")
     )
-    assert attention_kernels("auto", full, [90])
-    assert attention_kernels("auto", windows, [90]) == []
-    with pytest.raises(ConfigError, match="does not support sliding_attention layers"):
-        attention_kernels("flashinfer", windows, [90])
+    names = [f"{variant} bfloat16" for variant in ("fa2", "fa3")]
+    assert [str(each) for each in attention_kernels("auto", full, [90])] == [
+        f"{name} 128" for name in names
+    ]
+    assert [str(each) for each in attention_kernels("auto", windows, [90])] == [
+        f"{name} 64{mask}" for name in names for mask in ("", " window")
+    ]
+    assert attention_kernels("torch", windows, [90]) == []
+    with pytest.raises(ConfigError, match="supports head_dim"):
+        attention_kernels("flashinfer", windows._replace(head_dim=80), [90])
 
 
 def test_the_torch_backend_runs_windows_on_meta_tensors() -> None:

@@ -8,6 +8,7 @@ import torch
 from minisgl.kernel import (
     add_linear,
     add_rms_norm,
+    add_sinks,
     gather_embedding,
     rms_norm,
     rope,
@@ -82,3 +83,14 @@ def test_gather_embedding_parts_sum_to_the_whole(generator: torch.Generator) -> 
     parts = [gather_embedding(ids, weight[first : first + 5], first) for first in (0, 5)]
     assert torch.equal(parts[0] + parts[1], weight[ids.long()])
     assert not parts[0][1].any()
+
+
+def test_sinks_take_a_share_of_the_softmax(generator: torch.Generator) -> None:
+    scores = torch.randn(7, 3, 5, generator=generator) * 4
+    values = torch.randn(5, 2, generator=generator)
+    sinks = torch.tensor([-100.0, 0.5, 100.0])
+    out = scores.softmax(-1) @ values
+    add_sinks(out, scores.logsumexp(-1) / math.log(2), sinks)
+    with_sinks = torch.cat((scores, sinks.expand(7, 3).unsqueeze(2)), dim=-1)
+    torch.testing.assert_close(out, with_sinks.softmax(-1)[..., :5] @ values)
+    assert out[:, 2].abs().max() < 1e-30

@@ -1,18 +1,22 @@
 """The FlashInfer modules that a start compiles, and the lines it logs; FlashInfer is a stand-in."""
 
 import logging
+import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from filelock import FileLock
 
-from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing
+from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing, compiled
 
 FA2 = AttentionKernel("fa2", torch.bfloat16, 128)
-FA3 = AttentionKernel("fa3", torch.bfloat16, 128)
+FA3 = AttentionKernel("fa3", torch.bfloat16, 128, window=True)
 
 
 @dataclass
@@ -22,8 +26,11 @@ class Spec:
     is_compiled: bool
     fails: bool = False
     may_build: threading.Barrier | None = None
+    began: Callable[[], object] = lambda: None
+    lock_path: Path = Path()
 
     def build(self, verbose: bool) -> None:
+        self.began()
         if self.may_build is not None:
             self.may_build.wait(timeout=60)
         if self.fails:
@@ -38,7 +45,7 @@ def specs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Spec]:
 
     def gen_batch_prefill_module(variant: str, *arguments: object) -> Spec:
         dtypes = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
-        assert arguments == (*dtypes, 128, 128, 0, False, False, False)
+        assert arguments == (*dtypes, 128, 128, 0, arguments[7], False, False)
         return specs[variant]
 
     env = SimpleNamespace(FLASHINFER_JIT_DIR="/cache/flashinfer/90a/cached_ops")
@@ -48,8 +55,11 @@ def specs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Spec]:
     return specs
 
 
-def test_a_name_says_variant_dtype_and_head_size() -> None:
-    assert str(FA3) == "fa3 bfloat16 128"
+def test_a_name_says_variant_dtype_head_size_and_masks() -> None:
+    assert str(FA2) == "fa2 bfloat16 128"
+    assert str(FA3) == "fa3 bfloat16 128 window"
+    both = AttentionKernel("fa2", torch.float16, 256, window=True, soft_cap=True)
+    assert str(both) == "fa2 float16 256 window soft_cap"
 
 
 def test_each_missing_module_is_announced_with_its_number_and_the_cache(
@@ -60,7 +70,7 @@ def test_each_missing_module_is_announced_with_its_number_and_the_cache(
     folder = "/cache/flashinfer/90a/cached_ops"
     assert caplog.messages[:2] == [
         f"compiling attention kernel 1 of 2: FlashInfer fa2 bfloat16 128 cache={folder}",
-        f"compiling attention kernel 2 of 2: FlashInfer fa3 bfloat16 128 cache={folder}",
+        f"compiling attention kernel 2 of 2: FlashInfer fa3 bfloat16 128 window cache={folder}",
     ]
     done = [f"compiled attention kernel {number} of 2 s=0" for number in (1, 2)]
     assert sorted(caplog.messages[2:]) == done
@@ -73,7 +83,7 @@ def test_a_module_that_a_cache_holds_is_not_compiled(
     caplog.set_level(logging.INFO)
     specs["fa2"] = Spec(is_compiled=True, fails=True)
     compile_missing([FA2, FA3])()
-    assert "attention kernel 1 of 1: FlashInfer fa3 bfloat16 128" in caplog.messages[0]
+    assert "attention kernel 1 of 1: FlashInfer fa3 bfloat16 128 window" in caplog.messages[0]
     caplog.clear()
     compile_missing([FA2, FA3])()
     assert caplog.messages == []
@@ -97,6 +107,58 @@ def test_modules_compile_at_the_same_time_as_each_other_and_the_caller(
     specs["fa2"].may_build.wait(timeout=60)
     wait()
     assert all(spec.is_compiled for spec in specs.values())
+
+
+def test_a_start_does_not_wait_for_an_fa3_module_whose_fa2_module_it_has(
+    specs: dict[str, Spec], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fa3 module compiles after the fa2 module, with the lowest priority."""
+    caplog.set_level(logging.INFO)
+    late = FA3._replace(window=False)
+    specs["fa2"].may_build = threading.Barrier(2)
+    specs["fa3"].may_build = threading.Barrier(2)
+    priorities: list[int] = []
+    specs["fa3"].began = lambda: priorities.append(os.getpriority(os.PRIO_PROCESS, 0))
+    wait = compile_missing([FA2, late])
+    specs["fa2"].may_build.wait(timeout=60)
+    wait()
+    assert specs["fa2"].is_compiled
+    found = specs["fa3"].is_compiled
+    assert not found
+    (thread,) = (each for each in threading.enumerate() if each.name == "compile")
+    specs["fa3"].may_build.wait(timeout=60)
+    thread.join(timeout=60)
+    assert specs["fa3"].is_compiled
+    assert priorities == [19]
+    assert [message[:40] for message in caplog.messages[2:]] == [
+        f"compiled attention kernel {number} of 2 s=0" for number in (1, 2)
+    ]
+
+
+def test_an_fa3_module_that_fails_in_the_background_is_logged(
+    specs: dict[str, Spec], caplog: pytest.LogCaptureFixture
+) -> None:
+    specs["fa2"].is_compiled, specs["fa3"].fails = True, True
+    compile_missing([FA2, FA3._replace(window=False)])()
+    for thread in threading.enumerate():
+        if thread.name == "compile":
+            thread.join(timeout=60)
+    assert caplog.messages == [
+        "prompts stay on the fa2 kernels: fa3 bfloat16 128 did not compile: Ninja build failed."
+    ]
+
+
+def test_a_module_is_compiled_once_no_process_builds_it(
+    specs: dict[str, Spec], tmp_path: Path
+) -> None:
+    specs["fa2"].lock_path = tmp_path / "lock"
+    is_there = compiled(FA2)
+    found = [is_there()]
+    with FileLock(specs["fa2"].lock_path):
+        specs["fa2"].is_compiled = True
+        found.append(is_there())
+    found.append(is_there())
+    assert found == [False, False, True]
 
 
 def test_without_attention_kernels_flashinfer_is_not_imported(

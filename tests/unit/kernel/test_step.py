@@ -79,6 +79,18 @@ def test_kv_metadata_counts_the_last_page() -> None:
     assert last.tolist() == [4, 1, 1]
 
 
+def test_kv_metadata_leaves_out_the_pages_behind_a_window() -> None:
+    """The windows of the new tokens begin at positions 0, 7 and 8."""
+    page_table = torch.arange(12, dtype=torch.int32).view(3, 4)
+    indptr, last = torch.full((4,), -1, dtype=torch.int32), torch.full((3,), -1, dtype=torch.int32)
+    indices = torch.full((9,), -1, dtype=torch.int32)
+    where = int32(2, 0, 1), int32(3, 11, 12), int32(6, 1, 3), page_table
+    kv_metadata(*where, 4, indptr, indices, last, 5)
+    assert indptr.tolist() == [0, 3, 5, 7]
+    assert indices.tolist() == [8, 9, 10, 1, 2, 6, 7, -1, -1]
+    assert last.tolist() == [1, 4, 3]
+
+
 def test_put_tokens_skips_reqs_that_do_not_sample() -> None:
     pool = torch.zeros(2, 4, dtype=torch.int32)
     put_tokens(pool, int32(1, 0), int32(2, 0), int32(1, 2), int32(1, 0), int32(9, 9))
