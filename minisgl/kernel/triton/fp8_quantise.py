@@ -1,10 +1,11 @@
 """Quantisation of activations to FP8, alone or fused with the operations before it.
 
-A program computes one row: an RMSNorm or SiLU-and-mul if asked, then the largest number of the row
-or of each group of 128, and the quotients. The rows are read once. A row consists of equal chunks,
-so that a width which is not a power of two wastes few threads.
+A program computes one row: a residual addition, an RMSNorm or SiLU-and-mul if asked, then the
+largest number of the row or of each group of 128, and the quotients. The rows are read once. A row
+consists of equal chunks, so that a width which is not a power of two wastes few threads.
 
-Bytes: 2 K for each row (4 K with SiLU-and-mul), and K plus the scales written.
+Bytes: 2 K for each row (4 K with SiLU-and-mul, 6 K with a residual addition), and K plus the scales
+written.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor, float8_e4m3fn, float32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.fp8_tilings import GROUP
 from minisgl.kernel.triton.fp8 import magnitude
 from minisgl.kernel.triton.overlap import overlaps
@@ -38,13 +40,16 @@ def _scale_and_inverse(most):
 @triton.jit(do_not_specialize=["scale_stride", "eps"])
 def _quantise(
     x,
+    addend,
     norm_weight,
     out,
     scales,
     x_stride,
+    addend_stride,
     scale_stride,
     width,
     eps,
+    ADDED: tl.constexpr,
     NORM: tl.constexpr,
     WEIGHTED: tl.constexpr,
     GATED: tl.constexpr,
@@ -76,6 +81,10 @@ def _quantise(
     for i in tl.static_range(CHUNKS):
         at = columns + i * (GROUPS * GROUP)
         value = tl.load(x_row + at, mask=at < width, other=0.0)
+        if ADDED:
+            more = tl.load(addend + row * addend_stride + at, mask=at < width, other=0.0)
+            value = (value.to(tl.float32) + more.to(tl.float32)).to(value.dtype)
+            tl.store(x_row + at, value, mask=at < width)
         if GATED:
             gate = value.to(tl.float32)
             up = tl.load(x_row + width + at, mask=at < width, other=0.0).to(tl.float32)
@@ -122,14 +131,14 @@ def _quantise(
 def quantise_rows(
     x: Tensor,
     grouped: bool,
-    eps: float | None = None,
+    norm: PendingNorm | None = None,
     norm_weight: Tensor | None = None,
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As fp8_products.quantise_rows.
 
-    x: unit stride in the last dimension. The rows of the results are padded to a multiple of 4,
-    which torch's products need; padded rows are undefined.
+    x: unit stride in the last dimension, as that of an addend. The rows of the results are padded
+    to a multiple of 4, which torch's products need; padded rows are undefined.
     """
     num_rows, width = x.shape
     width = width // 2 if gated else width
@@ -141,17 +150,20 @@ def quantise_rows(
     scales = x.new_empty((triton.cdiv(width, group) if grouped else 1, padded), dtype=float32)
     if num_rows == 0:
         return out, scales.t()
-    overlap = overlaps()
+    overlap, addend = overlaps(), None if norm is None else norm.addend
     _quantise[(num_rows,)](
         x,
+        addend,
         x if norm_weight is None else norm_weight,
         out,
         scales,
         x.stride(0),
+        0 if addend is None else addend.stride(0),
         padded,
         width,
-        0.0 if eps is None else eps,
-        NORM=eps is not None,
+        0.0 if norm is None else norm.eps,
+        ADDED=addend is not None,
+        NORM=norm is not None,
         WEIGHTED=norm_weight is not None,
         GATED=gated,
         GROUPED=grouped,
