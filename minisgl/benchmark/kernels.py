@@ -156,16 +156,18 @@ def _fp8_layer(model: str, rows: int, blocks: bool) -> Case:
     def make() -> Callable[[], object]:
         qkv, o, gate_up, down = (_fp8_weights(*shape, blocks) for shape in shapes)
         semaphores, norm_weight = _integers(1, inner), _normal(hidden)
-        stream, squares = _normal(rows, hidden), None
+        stream, norm = _normal(rows, hidden), kernel.PendingNorm(1e-6)
+
+        def norm_of_sum(x: Tensor, linear: tuple[Tensor, Scales]) -> kernel.PendingNorm:
+            out, residual, squares = kernel.fp8_add_linear(stream, x, *linear, None, semaphores)
+            return kernel.PendingNorm(1e-6, squares, None if residual is None else out)
 
         def call() -> None:
-            nonlocal squares
-            norm = kernel.PendingNorm(1e-6, squares)
+            nonlocal norm
             x = kernel.fp8_linear(stream, *qkv, None, semaphores, norm, norm_weight)[:, :queries]
-            squares = kernel.fp8_add_linear(stream, x, *o, None, semaphores)[1]
-            norm = kernel.PendingNorm(1e-6, squares)
-            x = kernel.fp8_gated_linear(stream, *gate_up, None, semaphores, norm, norm_weight)
-            squares = kernel.fp8_add_linear(stream, x, *down, None, semaphores)[1]
+            norm = norm_of_sum(x, o)
+            given = (*gate_up, None, semaphores, norm, norm_weight)
+            norm = norm_of_sum(kernel.fp8_gated_linear(stream, *given, leave_gate=True), down)
 
         return call
 

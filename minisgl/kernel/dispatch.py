@@ -80,6 +80,13 @@ def count_blocks(
     kernels.count_blocks(rows, start, lengths, dummy_row, scratch, fp8, queries, window)
 
 
+def apply_norm(x: Tensor, norm: PendingNorm, weight: Tensor | None = None) -> Tensor:
+    """Return x normalised, then multiplied by `weight`. Adds the addend to x before, in place."""
+    if norm.addend is None:
+        return rms_norm(x, weight, norm.eps)
+    return add_rms_norm(norm.addend, x, weight, norm.eps)[0]
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -122,7 +129,7 @@ def _linear(
 ) -> Tensor:
     tiling = _tiling(x, weight)
     if norm is not None and (tiling is None or semaphores is None or norm.squares is None):
-        x, norm = rms_norm(x, None, norm.eps), None
+        x, norm = apply_norm(x, norm), None
     if tiling is not None and semaphores is not None:
         from minisgl.kernel.triton import linear as kernels
 

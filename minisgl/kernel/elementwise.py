@@ -17,10 +17,13 @@ class PendingNorm(NamedTuple):
 
     squares: float32 [parts, T]. The parts of a row add up to the sum of the row's squares. None if
     no earlier product computed them.
+    addend: [T, H], which the following product first adds to x, in place. It may overwrite the
+    addend. None if there is nothing to add; always None if there are squares.
     """
 
     eps: float
     squares: Tensor | None = None
+    addend: Tensor | None = None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -35,14 +38,16 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     return wide.to(x.dtype) if weight is None else wide.to(x.dtype) * weight
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return (rms_norm(x + residual), x + residual).
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add x to residual, in place, and return (rms_norm(residual), residual).
 
-    x, residual: [T, H] of one dtype. The caller must not use them afterwards, since a kernel may
-    write into both.
+    x, residual: [T, H] of one dtype. The caller must not use x afterwards, since a kernel may write
+    into it.
     """
-    total = x + residual
-    return rms_norm(total, weight, eps), total
+    residual.add_(x)
+    return rms_norm(residual, weight, eps), residual
 
 
 def add_linear(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from minisgl.kernel import fp8_weights
-from minisgl.kernel.dispatch import rms_norm, silu_and_mul
+from minisgl.kernel.dispatch import apply_norm, silu_and_mul
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.fp8_tilings import ALIGNED_COLUMNS, EXACT_ROWS, GROUP, fp8_tiling_for
 from minisgl.kernel.fp8_weights import Scales, dequantise
@@ -74,37 +74,42 @@ def fp8_add_linear(
     scales: Scales,
     bias: Tensor | None = None,
     semaphores: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Add `fp8_linear` to residual [T, N], in place. The result is as that of add_linear."""
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Add `fp8_linear` to residual [T, N].
+
+    Returns (the sum, None, its squares as in PendingNorm) if our kernel adds in place, and else
+    (the product, residual, None). The norm that follows then adds them: see PendingNorm.addend.
+    """
     tiling = _tiling(x, weight, scales)
     if tiling is not None and semaphores is not None:
         from minisgl.kernel.triton import fp8_linear as kernels
 
         x, x_scales = _operand(x, weight, scales, None, None)
         given = (x, x_scales, weight, scales, bias, semaphores, tiling)
-        return kernels.add_linear(residual, *given)
-    return residual.add_(_by_torch(x, weight, scales, bias, None, None)), None
+        total, squares = kernels.add_linear(residual, *given)
+        return total, None, squares
+    return _by_torch(x, weight, scales, bias, None, None), residual, None
 
 
 def quantise_rows(
     x: Tensor,
     grouped: bool,
-    eps: float | None = None,
+    norm: PendingNorm | None = None,
     norm_weight: Tensor | None = None,
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Quantise each row of x [T, K], or each group of 128 columns of a row if `grouped`.
 
-    eps: if given, an RMSNorm with it comes first. norm_weight: [K], which multiplies x then.
-    gated: silu_and_mul of x [T, 2K] comes first. Returns FP8 [T, K] and float32 scales [T, groups]
-    with unit stride in T.
+    norm: if given, it comes first; its squares are not used. norm_weight: [K], which multiplies x
+    then. gated: silu_and_mul of x [T, 2K] comes first. Returns FP8 [T, K] and float32 scales
+    [T, groups] with unit stride in T.
     """
     if not x.is_cpu:
         from minisgl.kernel.triton import fp8_quantise as kernels
 
-        return kernels.quantise_rows(x, grouped, eps, norm_weight, gated)
-    if eps is not None:
-        x = rms_norm(x, None, eps)
+        return kernels.quantise_rows(x, grouped, norm, norm_weight, gated)
+    if norm is not None:
+        x = apply_norm(x, norm)
     if norm_weight is not None:
         x = x * norm_weight
     if gated:
@@ -135,7 +140,7 @@ def _by_kernel(
     if x_scales is not None:
         norm = norm_weight = None
     elif norm is not None and norm.squares is None:  # no product before this one summed them
-        x, norm = rms_norm(x, None, norm.eps), None
+        x, norm = apply_norm(x, norm), None
     given = (x, x_scales, weight, scales, bias, semaphores, tiling, norm, norm_weight)
     return kernels.linear(*given, gated=gated, dtype=dtype)
 
@@ -154,9 +159,8 @@ def _operand(
     silu_first = x.shape[1] != weight.shape[1]
     if len(x) <= EXACT_ROWS:
         return x, None
-    eps = None if norm is None else norm.eps
     grouped = scales.columns < weight.shape[1]
-    stored, row_scales = quantise_rows(x, grouped, eps, norm_weight, silu_first)
+    stored, row_scales = quantise_rows(x, grouped, norm, norm_weight, silu_first)
     return stored[: len(x)], row_scales
 
 
@@ -174,14 +178,13 @@ def _by_torch(
         if not x.is_cpu:
             _log_slow(*weight.shape, scales.rows, scales.columns, str(x.dtype))
         if norm is not None:
-            x = rms_norm(x, norm_weight, norm.eps)
+            x = apply_norm(x, norm, norm_weight)
         elif norm_weight is not None:
             x = x * norm_weight
         x = silu_and_mul(x) if silu_first else x
         return functional.linear(x, dequantise(weight, scales, x.dtype), bias)
-    eps = None if norm is None else norm.eps
     grouped = scales.columns < weight.shape[1]
-    stored, row_scales = quantise_rows(x, grouped, eps, norm_weight, silu_first)
+    stored, row_scales = quantise_rows(x, grouped, norm, norm_weight, silu_first)
     out = torch._scaled_mm(  # noqa: SLF001 (torch's documented FP8 product)
         stored,
         weight.t(),

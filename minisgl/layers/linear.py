@@ -77,9 +77,9 @@ class LinearMethod(nn.Module, ABC):
     def product(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
         """Return x @ matrix.T + bias, a new [T, rows] of x's dtype. x: [T, inputs.local].
 
-        norm: an RMSNorm that this method applies to x first. The norm has no weight of its own,
-        because `fold` has taken the weight. Callers pass a norm only to a method whose `fold`
-        returned True.
+        norm: an RMSNorm that this method applies to x first, with the addition before it: see
+        kernel.apply_norm. The norm has no weight of its own, because `fold` has taken the weight.
+        Callers pass a norm only to a method whose `fold` returned True.
         """
 
     def fold(self, norm_weight: Tensor) -> bool:
@@ -111,12 +111,13 @@ class LinearMethod(nn.Module, ABC):
         `following` applies SiLU-and-mul. It can do so faster if it quantises its input anyway.
         """
 
-    def add(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Add the product to `residual` [T, rows], in place.
+    def add(self, residual: Tensor, x: Tensor) -> ResidualStream:
+        """Return the stream of `residual` [T, rows] with the product added. For one rank only.
 
-        Returns residual, and the squares of its rows as in PendingNorm if the kernel computed them.
+        A method whose kernel adds in place returns the sum, and the squares of its rows if the
+        kernel computed them. This default leaves the addition to the next norm.
         """
-        return residual.add_(self.product(x)), None
+        return ResidualStream(self.product(x), residual)
 
 
 # Creates the method of one linear layer for activations of the given dtype.
@@ -153,8 +154,10 @@ class UnquantizedLinear(LinearMethod):
     def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
         return gated_linear(x, self.weight, self.bias, self.split_k_semaphores, norm)
 
-    def add(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return add_linear(residual, x, self.weight, self.bias, self.split_k_semaphores)
+    def add(self, residual: Tensor, x: Tensor) -> ResidualStream:
+        operands = (self.weight, self.bias, self.split_k_semaphores)
+        total, squares = add_linear(residual, x, *operands)
+        return ResidualStream(total, squares=squares)
 
 
 class LinearBuild(NamedTuple):
@@ -240,9 +243,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor, residual: Tensor) -> ResidualStream:
         """Return the stream with the product added. residual: [T, out_features], overwritten.
 
-        With several ranks, the next ResidualNorm computes the sum over the ranks.
+        With several ranks, or if the method does not add, the next ResidualNorm computes the sum.
         """
         if self.tp.size == 1:
-            total, squares = self.method.add(residual, x)
-            return ResidualStream(total, squares=squares)
+            return self.method.add(residual, x)
         return ResidualStream(self.method.product(x), residual)

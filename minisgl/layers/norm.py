@@ -14,8 +14,8 @@ from minisgl.layers.shards import Placement, Shard
 class ResidualStream(NamedTuple):
     """The hidden states [T, H] between two blocks, as parts that are not added up yet.
 
-    The hidden states are the sum of x over all ranks, plus residual. On one rank, each block adds
-    its output to the stream itself, so that residual is None.
+    The hidden states are the sum of x over all ranks, plus residual. On one rank residual is None
+    if the block has added its output to the stream itself.
 
     squares: sums of squares of x's rows as in PendingNorm, if the last block computed them.
     """
@@ -94,12 +94,14 @@ class ResidualNorm(RMSNorm):
     def forward(self, stream: ResidualStream) -> tuple[BlockInput, Tensor]:
         """Return the input of the next block, and the residual to which that block adds its output.
 
-        If the norm is folded and the stream needs no sum, this launches no kernel: the first linear
-        of the block applies the norm. For the residual see Communicator.reduce_norm.
+        If the norm is folded, this launches no kernel: the first linear of the block computes the
+        sum in `residual` and applies the norm. For the residual see Communicator.reduce_norm.
         """
         x, residual, squares = stream
         if self.folded and residual is None:
             return BlockInput(x, PendingNorm(self.eps, squares)), x
+        if self.folded and residual is not None:
+            return BlockInput(residual, PendingNorm(self.eps, addend=x)), residual
         normed, total = self.comm.reduce_norm(x, residual, self.weight, self.eps)
         return BlockInput(normed), total
 

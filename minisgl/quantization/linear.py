@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from minisgl.kernel import PendingNorm, fp8_add_linear, fp8_gated_linear, fp8_linear
 from minisgl.kernel.fp8_weights import Scales
 from minisgl.layers.linear import LinearMethod
+from minisgl.layers.norm import ResidualStream
 from minisgl.layers.shards import LinearShards, Placement
 from minisgl.quantization.format import Fp8Format, Matrix
 
@@ -59,8 +60,8 @@ class Fp8Linear(LinearMethod):
         """FP8 linears accept gate and up side by side: see fp8_linear."""
         self._leaves_gate = isinstance(following, Fp8Linear)
 
-    def add(self, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return fp8_add_linear(residual, x, *self._operands())
+    def add(self, residual: Tensor, x: Tensor) -> ResidualStream:
+        return ResidualStream(*fp8_add_linear(residual, x, *self._operands()))
 
     def _operands(self) -> tuple[Tensor, Scales, Tensor | None, Tensor | None]:
         scales = self._blocks._replace(values=self.scales)

@@ -87,7 +87,7 @@ def answer_in(chat: str, prompt: str) -> str:
 
 
 def _reads(name: str, answer: str) -> bool:
-    """True if the parser of this format reads the call of the probe to its end, and no text before it."""
+    """True if the parser of this format reads the probe's call to its end, and no text before."""
     format = FORMATS[name]
     parser = format.open({_NAME: _PARAMETERS})
     content = ""

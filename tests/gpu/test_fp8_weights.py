@@ -191,27 +191,47 @@ def test_quantised_rows_are_added_and_their_squares_summed(rows: int) -> None:
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize(("rows", "width"), [(1, 256), (5, 384), (7, 1000), (66, 128)])
-@pytest.mark.parametrize("before", ["nothing", "norm", "weight", "both", "silu"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 256), (5, 384), (7, 1000), (66, 128), (2, 17408)])
+@pytest.mark.parametrize("before", ["nothing", "norm", "weight", "both", "sum", "silu"])
 def test_quantised_rows(rows: int, width: int, grouped: bool, before: str) -> None:
     """The kernel and the reference agree, up to one step of e4m3 where rounding differs."""
     from minisgl.kernel.triton import fp8_quantise as kernels
 
     x = normal(rows, 2 * width if before == "silu" else width, dtype=DTYPE) * 3
-    eps = 1e-6 if before in ("norm", "both") else None
+    norm = on_cpu = PendingNorm(1e-6) if before in ("norm", "both", "sum") else None
+    if before == "sum":
+        addend = normal(rows, width, dtype=DTYPE) * 3
+        norm, on_cpu = (PendingNorm(1e-6, addend=one) for one in (addend, addend.cpu().clone()))
     norm_weight = 0.5 + torch.rand(width, device=DEVICE).to(DTYPE)
-    given = (grouped, eps, norm_weight if before in ("weight", "both") else None, before == "silu")
-    stored, scales = kernels.quantise_rows(x, *given)
+    weight = norm_weight if before in ("weight", "both", "sum") else None
+    x_on_cpu = x.cpu().clone()
+    poison(-(-rows // 4) * 2, width)
+    stored, scales = kernels.quantise_rows(x, grouped, norm, weight, before == "silu")
     assert stored.shape == (-(-rows // 4) * 4, width)
     assert scales.stride(0) == 1
-    on_cpu = (one.cpu() if isinstance(one, Tensor) else one for one in given)
-    exact, exact_scales = fp8_products.quantise_rows(x.cpu(), *on_cpu)
+    given = (None if weight is None else weight.cpu(), before == "silu")
+    exact, exact_scales = fp8_products.quantise_rows(x_on_cpu, grouped, on_cpu, *given)
+    assert torch.equal(x.cpu(), x_on_cpu), "the residual gets the addend, and else stays"
     torch.testing.assert_close(scales[:rows].cpu(), exact_scales, rtol=1e-2, atol=0)
     found, wanted = stored[:rows].cpu().float(), exact.float()
     carried = wanted.abs().log2().frac() == 0 if INTERPRETED else torch.zeros_like(wanted).bool()
     step = wanted.abs().clamp_min(2**-6) / 8
     assert ((found - wanted).abs() <= step)[~carried].all()
     assert (found == wanted)[~carried].float().mean() > 0.9
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has no fused multiply-add")
+def test_quotients_are_rounded_as_those_of_a_division() -> None:
+    """All pairs of a row's largest number and a smaller one, up to powers of two."""
+    from minisgl.kernel.triton import fp8_quantise as kernels
+
+    mantissas = torch.arange(128, 256) / 128
+    smaller = (mantissas * 2.0 ** -torch.arange(1, 17)[:, None]).flatten()
+    x = torch.cat((mantissas[:, None], smaller.expand(128, -1)), 1).bfloat16()
+    stored, scales = kernels.quantise_rows(x.to(DEVICE), False)
+    exact, exact_scales = fp8_products.quantise_rows(x, False)
+    assert torch.equal(scales.cpu(), exact_scales)
+    assert torch.equal(stored.cpu().view(torch.uint8), exact.view(torch.uint8))
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -225,7 +245,7 @@ def test_a_number_that_is_not_finite_stays_so_when_it_is_quantised(
 
     x = normal(3, 512 if before == "silu" else 256, dtype=DTYPE)
     x[1, 130] = bad
-    given = (grouped, 1e-6 if before == "norm" else None, None, before == "silu")
+    given = (grouped, PendingNorm(1e-6) if before == "norm" else None, None, before == "silu")
     whole = not grouped or (before == "norm" and math.isnan(bad))  # a norm of NaN makes its row NaN
     hit = torch.zeros(3, 256, dtype=torch.bool)
     hit[1, 0 if whole else 128 :] = True
@@ -254,8 +274,8 @@ def test_linears_of_any_number_of_rows(rows: int, blocks: tuple[int, int]) -> No
     assert error(fp8_gated_linear(*given), silu_and_mul(exact)) < limit
     residual = normal(rows, HEIGHT, dtype=DTYPE)
     total = residual.double() + x.double() @ dense.T
-    out, _ = fp8_add_linear(residual, x, weight, scales, None, semaphores)
-    assert error(out, total) < limit
+    out, rest, _ = fp8_add_linear(residual, x, weight, scales, None, semaphores)
+    assert error(out if rest is None else rest + out, total) < limit
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")

@@ -33,9 +33,11 @@ def test_rms_norm_equals_its_definition(generator: torch.Generator) -> None:
 def test_add_rms_norm_returns_norm_and_sum(generator: torch.Generator) -> None:
     x, residual = torch.randn(2, 4, 8, generator=generator)
     weight = torch.rand(8, generator=generator)
+    expected = x + residual
     normed, total = add_rms_norm(x, residual, weight, 1e-6)
-    assert torch.equal(total, x + residual)
-    assert torch.equal(normed, rms_norm(x + residual, weight, 1e-6))
+    assert total is residual
+    assert torch.equal(total, expected)
+    assert torch.equal(normed, rms_norm(expected, weight, 1e-6))
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -39,12 +39,25 @@ def test_the_products_are_those_of_the_dequantised_weights() -> None:
     both = fp8_gated_linear(x, weight, scales, bias, leave_gate=True)
     torch.testing.assert_close(both, x @ wide.T + bias)
     torch.testing.assert_close(fp8_linear(torch.cat((x, x), 1), weight, scales), silu_x(x) @ wide.T)
-    residual = torch.randn(3, 8)
-    expected = residual + x @ wide.T
-    out, squares = fp8_add_linear(residual, x, weight, scales)
-    assert out is residual
+
+
+def test_the_next_product_adds_a_product_to_the_residual() -> None:
+    weight, values = torch.randn(8, 8).to(FP8), torch.rand(8, 1)
+    scales, x, residual = Scales(values, 1, 8), torch.randn(3, 8), torch.randn(3, 8)
+    dense, before = weight.float() * values, residual.clone()
+    product, rest, squares = fp8_add_linear(residual, x, weight, scales)
+    assert rest is residual
     assert squares is None
-    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(product, x @ dense.T)
+    norm_weight, total = torch.rand(8), before + product
+    normed = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6)
+    norm = PendingNorm(1e-6, addend=product)
+    found = fp8_linear(residual, weight, scales, None, None, norm, norm_weight)
+    torch.testing.assert_close(found, (normed * norm_weight) @ dense.T)
+    assert torch.equal(residual, total), "later layers read the sum"
+    stored, found_scales = quantise_rows(before, False, PendingNorm(1e-6, addend=product.clone()))
+    torch.testing.assert_close(stored.float() * found_scales, normed, atol=0.1, rtol=0.07)
+    assert torch.equal(before, total)
 
 
 @given(st.integers(1, 5), st.integers(1, 300), st.booleans(), st.integers(0, 2**31))

@@ -48,15 +48,15 @@ def test_a_folded_norm_gives_the_same_product(generator: torch.Generator) -> Non
 
 
 def test_a_folded_norm_adds_up_a_stream_in_two_parts(generator: torch.Generator) -> None:
-    """A MoE block leaves its output and the residual as two parts of the stream."""
+    """A MoE block, or a linear that leaves the sum to the norm, returns two parts."""
     norm, linear = norm_and_linear(generator)
     x, residual = torch.randn(2, 3, 16, generator=generator)
     expected = linear(norm(ResidualStream(x.clone(), residual.clone()))[0])
     norm.fold_with(linear.method.fold)
     block_input, total = norm(ResidualStream(x.clone(), residual.clone()))
-    assert block_input.norm is None
-    assert torch.equal(total, x + residual)
+    assert block_input.norm is not None
     torch.testing.assert_close(linear(block_input), expected)
+    assert torch.equal(total, x + residual), "the linear adds in place"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
