@@ -38,6 +38,7 @@ class Wrapper:
     """What both wrappers share. kernels: the modules that plans have loaded."""
 
     kernels: set[AttentionKernel]
+    queries: Tensor
 
     def __init__(self, workspace: Tensor, layout: str, backend: str) -> None:
         assert layout == "NHD"
@@ -73,7 +74,7 @@ class Wrapper:
         sizes = self.queries.diff().tolist()
         parts = [
             self.attend(part, *context)
-            for part, context in zip(q.split(sizes), contexts, strict=True)
+            for part, context in zip(torch.split(q, sizes), contexts, strict=True)
         ]
         results, logarithms = (torch.cat(each) for each in zip(*parts, strict=True))
         out.copy_(results)
@@ -96,7 +97,7 @@ class Paged(Wrapper):
         assert (q_heads, kv_heads, dim) == (Q_HEADS, KV_HEADS, DIM)
         assert len(indices) == indptr[-1]
         self.queries, self.last = queries, last
-        self.pages = indices.long().split(indptr.diff().tolist())
+        self.pages = torch.split(indices.long(), indptr.diff().tolist())
         self.page_size = page_size
         self.masked(**masks)
 
@@ -129,7 +130,7 @@ class Ragged(Wrapper):
         self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, return_lse: bool = False
     ) -> object:
         sizes = self.keys.diff().tolist()
-        contexts = list(zip(keys.split(sizes), values.split(sizes), strict=True))
+        contexts = list(zip(torch.split(keys, sizes), torch.split(values, sizes), strict=True))
         return self.run_over(q, contexts, out, return_lse)
 
 
@@ -214,8 +215,8 @@ def test_prefill_equals_the_torch_backend(
         own = table[int(row), positions // page_size] * page_size + positions % page_size
         k, v = torch.randn(2, len(positions), KV_HEADS, DIM, generator=generator)
         store_kv(*pool.layer(3), k, v, own, scales)
-    on_device = rows, torch.from_numpy(start), torch.from_numpy(lengths)
-    step = AttentionStep(0, start, lengths, *on_device, table)
+    counts = torch.from_numpy(start), torch.from_numpy(lengths)
+    step = AttentionStep(0, start, lengths, rows, counts[0], counts[1], table)
     q = torch.randn(int(lengths.sum()), Q_HEADS, DIM, generator=generator)
     sinks = torch.randn(Q_HEADS, generator=generator) * 3 if rule.sinks else None
     outputs = []
@@ -248,8 +249,9 @@ def test_a_copy_for_a_window_grows_with_the_step(
     groups = []
     for chunk in (50, 500, 1, 900):
         start, lengths = np.array([[200], [chunk]], dtype=np.int32)
-        row, *counts = (torch.tensor([n], dtype=torch.int32) for n in (0, 200, chunk))
-        attention = backend.prepare(AttentionStep(0, start, lengths, row, *counts, table))
+        row, first, count = (torch.tensor([n], dtype=torch.int32) for n in (0, 200, chunk))
+        step = AttentionStep(0, start, lengths, row, first, count, table)
+        attention = backend.prepare(step)
         assert isinstance(attention, InTurn)
         groups.append(attention.groups)
         q = torch.zeros(chunk, Q_HEADS, DIM)
