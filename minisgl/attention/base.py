@@ -158,10 +158,17 @@ class NormRope(NamedTuple):
 class FusedAttention(Protocol):
     """A StepAttention that takes the output of the qkv projection directly."""
 
-    def attend(self, layer: int, qkv: Tensor, heads: NormRope, out: Tensor) -> None:
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: NormRope,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
         """Normalise and rotate the heads, store keys and values, and attend.
 
-        For shapes and dtypes see kernel.decode.decode.
+        For shapes and dtypes see kernel.decode.decode. layer, sinks: as StepAttention.forward.
         """
 
 

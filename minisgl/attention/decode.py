@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import AttentionStep, NormRope
+from minisgl.attention.base import PLAIN, AttentionRule, AttentionStep, NormRope
 from minisgl.kernel import DecodeScratch, balanced_decode, count_blocks, kv_metadata
 from minisgl.kvcache.pool import KVPool
 
@@ -25,29 +25,45 @@ class BalancedDecode:
 
     Requests may have several new tokens (core.Batch.lengths).
     scratch: temporary device memory, large enough for all requests. Steps run one after the other,
-    so that all instances may share one scratch.
+    so that all instances for layers of one rule may share one scratch.
     """
 
-    def __init__(self, pool: KVPool, step: AttentionStep, scratch: DecodeScratch) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        step: AttentionStep,
+        scratch: DecodeScratch,
+        rule: AttentionRule = PLAIN,
+    ) -> None:
         self._pool = pool
+        self._rule = rule
         self._table = step.page_table
         self._reqs = (step.device_rows, step.device_start, step.device_lengths)
         self._scratch = scratch
         self._queries = new_tokens(step)
 
     def compute_metadata(self) -> None:
-        step = (*self._reqs, len(self._table) - 1)
-        count_blocks(*step, self._scratch, self._pool.spec.fp8, self._queries)
+        step, fp8 = (*self._reqs, len(self._table) - 1), self._pool.spec.fp8
+        count_blocks(*step, self._scratch, fp8, self._queries, self._rule.window)
 
     def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
-        self.attend(layer, q.flatten(1), None, out)
+        self.attend(layer, q.flatten(1), None, out, sinks)
 
-    def attend(self, layer: int, qkv: Tensor, heads: NormRope | None, out: Tensor) -> None:
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: NormRope | None,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
         """As FusedAttention.attend. heads: None if `qkv` holds only queries, already rotated."""
         q_weight, k_weight, eps, cos_sin = heads or (None, None, 0.0, None)
         norms, pools = (q_weight, k_weight, eps, cos_sin), self._pool.layer(layer)
         step, scales = (self._table, *self._reqs), self._pool.scales(layer)
-        balanced_decode(qkv, *norms, *pools, out, *step, self._scratch, scales, self._queries)
+        window, soft_cap = self._rule.window, self._rule.soft_cap
+        inputs = (qkv, *norms, *pools, out, *step, self._scratch, scales, self._queries)
+        balanced_decode(*inputs, sinks, window, soft_cap)
 
 
 def new_tokens(step: AttentionStep) -> int:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -13,6 +13,8 @@ from minisgl.attention.base import (
     AttentionRule,
     AttentionStep,
     DecodeGraphAttention,
+    FusedAttention,
+    NormRope,
     StepAttention,
 )
 from minisgl.attention.flashinfer import FlashInferAttention, FlashInferFa2, FlashInferFa3
@@ -167,13 +169,16 @@ class LayeredAttention(AttentionBackend):
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         parts = [each.prepare(_step_of(step, rule)) for rule, each in self.backends.items()]
-        return _Layered(parts, self.of_layer)
+        return self._layered(parts)
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         backends = self.backends.items()
         graphs = [each.decode_graph(size, _step_of(step, rule)) for rule, each in backends]
-        known = [graph for graph in graphs if graph is not None]
-        return _LayeredGraph(known, self.of_layer) if len(known) == len(graphs) else None
+        return None if None in graphs else self._layered(graphs)
+
+    def _layered(self, parts: Sequence[object]) -> "_Layered":
+        fused = all(isinstance(part, FusedAttention) for part in parts)
+        return (_FusedLayered if fused else _Layered)(parts, self.of_layer)
 
 
 def _step_of(step: AttentionStep, rule: AttentionRule) -> AttentionStep:
@@ -184,19 +189,12 @@ def _step_of(step: AttentionStep, rule: AttentionRule) -> AttentionStep:
 
 
 class _Layered(NamedTuple):
-    """Implements StepAttention: passes each layer on to the attention of its rule."""
+    """Implements StepAttention: passes each layer on to the attention of its rule.
 
-    parts: Sequence[StepAttention]
-    of_layer: tuple[int, ...]
+    It implements DecodeGraphAttention if all parts do.
+    """
 
-    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
-        self.parts[self.of_layer[layer]].forward(layer, q, out, sinks)
-
-
-class _LayeredGraph(NamedTuple):
-    """Implements DecodeGraphAttention as _Layered implements StepAttention."""
-
-    parts: Sequence[DecodeGraphAttention]
+    parts: Sequence[Any]
     of_layer: tuple[int, ...]
 
     def compute_metadata(self) -> None:
@@ -205,3 +203,17 @@ class _LayeredGraph(NamedTuple):
 
     def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         self.parts[self.of_layer[layer]].forward(layer, q, out, sinks)
+
+
+class _FusedLayered(_Layered):
+    """Implements FusedAttention as well. All parts do."""
+
+    def attend(
+        self,
+        layer: int,
+        qkv: Tensor,
+        heads: NormRope,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
+        self.parts[self.of_layer[layer]].attend(layer, qkv, heads, out, sinks)

@@ -81,6 +81,9 @@ def decode(
     scratch: DecodeScratch,
     scales: Tensor | None = None,
     queries: int = 1,
+    sinks: Tensor | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """Store the new keys and values in the pool, and attend over the whole contexts.
 
@@ -97,6 +100,10 @@ def decode(
     rows, start, lengths: int32 [N].
     scratch: used by the Triton kernel alone; see count_blocks.
     queries: the largest possible number of new tokens of a request. T is N if it is 1.
+    sinks: [Hq] of qkv's dtype; each head's logit without a value, or None. window: the number of
+    tokens to which a token attends, with itself; None: all up to itself. No key before the window
+    of a request's first new token is read. soft_cap: each score s becomes
+    soft_cap * tanh(s / soft_cap); None: no cap.
 
     With cos_sin=None the pool holds the new keys and values already, and qkv is the normalised and
     rotated queries, [N, Hq D].
@@ -117,11 +124,17 @@ def decode(
         norms = q_weight, k_weight, eps
         q = qk_norm_rope_store(qkv[: len(rows)], *norms, *places, *pools, *sizes, scales)
     for index, row, last, query in zip(each, rows, position, q, strict=True):
-        keys_at = torch.arange(int(last) + 1, device=q.device)
+        first = 0 if window is None else max(0, int(last) + 1 - window)
+        keys_at = torch.arange(first, int(last) + 1, device=q.device)
         pages = page_table[row, keys_at // page_size]
         at = (pages * page_size + keys_at % page_size).long()
         keys, values = read_kv(*pools, at, scales, torch.float32)
         group = out.shape[1] // kv_heads
         keys, values = (heads.repeat_interleave(group, 1) for heads in (keys, values))
         scores = torch.einsum("hd,thd->ht", query.float(), keys) * head_dim**-0.5
-        out[index] = torch.einsum("ht,thd->hd", scores.softmax(-1), values).to(out.dtype)
+        if soft_cap is not None:
+            scores = soft_cap * (scores / soft_cap).tanh()
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.float().unsqueeze(1)), 1)
+        weights = scores.softmax(-1)[:, : len(keys)]
+        out[index] = torch.einsum("ht,thd->hd", weights, values).to(out.dtype)

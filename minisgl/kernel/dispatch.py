@@ -72,11 +72,12 @@ def count_blocks(
     scratch: DecodeScratch,
     fp8: bool = False,
     queries: int = 1,
+    window: int | None = None,
 ) -> None:
     """See minisgl.kernel.triton.decode_blocks. There is no version for CPU tensors."""
     from minisgl.kernel.triton import decode_blocks as kernels
 
-    kernels.count_blocks(rows, start, lengths, dummy_row, scratch, fp8, queries)
+    kernels.count_blocks(rows, start, lengths, dummy_row, scratch, fp8, queries, window)
 
 
 def linear(

@@ -137,7 +137,7 @@ class Attention(nn.Module):
         heads = NormRope(q_weight, k_weight, self.eps, context.ropes[self.rope])
         attended = qkv.new_empty((len(qkv), self.q_heads, self.head_dim))
         if isinstance(attention, FusedAttention):
-            attention.attend(self.kv_layer, qkv, heads, attended)
+            attention.attend(self.kv_layer, qkv, heads, attended, self.sinks)
         else:
             pool, layer = context.pools[self.pool], self.kv_layer
             places = (context.positions, context.slots[self.pool], *pool.layer(layer))

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from minisgl.attention.base import AttentionBackend
 from minisgl.core import Batch, EngineConfig, PageUpdates, SamplingParams, StepResult
 from minisgl.core.batch import DraftLengths, LogprobsRequest
 from minisgl.core.sampling import sampling_arrays
@@ -36,11 +37,13 @@ def make_engine(
     path: str,
     comm: Communicator | None = None,
     drafts: DraftLengths | None = None,
+    attention_backends: tuple[type[AttentionBackend], ...] = (),
     **overrides: object,
 ) -> Engine:
     """Return a float32 CPU engine with 64 pages of 4 tokens and 6 rows, except for `overrides`.
 
-    drafts: the extension of the engine; None: an engine without drafts.
+    drafts: the extension of the engine; None: an engine without drafts. attention_backends: further
+    ones (Extensions).
     """
     settings: dict[str, object] = {
         "model_path": path,
@@ -51,7 +54,8 @@ def make_engine(
     }
     comm = comm or SingleCommunicator()
     config = EngineConfig(**settings | overrides)  # type: ignore[arg-type]
-    return Engine(config, comm, extensions=with_drafts(drafts))
+    extensions = replace(with_drafts(drafts), attention_backends=attention_backends)
+    return Engine(config, comm, extensions=extensions)
 
 
 def with_drafts(drafts: DraftLengths | None) -> Extensions:

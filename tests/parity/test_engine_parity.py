@@ -5,8 +5,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from minisgl.attention.base import PLAIN, AttentionRule, AttentionStep, StepAttention
+from minisgl.attention.decode import BalancedDecode
+from minisgl.attention.torch import TorchAttention
 from minisgl.core import SamplingParams
+from minisgl.kernel import decode_scratch
+from minisgl.kvcache.pool import KVPool
 from tests.parity.driver import GREEDY, Driver, Work, make_engine
 from tests.parity.models import FAMILIES, VOCAB_SIZE, transformers_greedy, transformers_logits
 
@@ -25,6 +31,55 @@ def test_whole_prompt_gives_the_same_tokens(family: str, kv: str, model_path: Mo
     path = model_path(family)
     prompt = prompt_of(41)
     driver = Driver(make_engine(path, kv_cache_dtype=kv))
+    expected = transformers_greedy(path, prompt, NUM_TOKENS, kv)
+    assert driver.generate(0, prompt, NUM_TOKENS) == expected
+
+
+class FusedAlone(BalancedDecode):
+    """Decode that the model may call only with the output of the qkv projection."""
+
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+        raise AssertionError("the model norms and rotates by itself")
+
+
+class FusedDecode(TorchAttention):
+    """Runs decode as FlashInferAttention does, with the reference of the decode kernel."""
+
+    name = "fused"
+
+    def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None:
+        super().__init__(pool, q_heads, rule)
+        self._q_heads = q_heads
+
+    def prepare(self, step: AttentionStep) -> StepAttention:
+        if not step.num_decode:
+            return super().prepare(step)
+        spec, reqs = self._pool.spec, len(step.start)
+        sizes = reqs, self._q_heads, spec.kv_heads, spec.head_dim
+        scratch = decode_scratch(*sizes, self._pool.device)
+        return FusedAlone(self._pool, step, scratch, self._rule)
+
+
+@KV
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3",
+        "mistral-window",
+        "gemma2-tight-caps",
+        "gemma3-linear",
+        "gemma3-capped",
+        "olmo3-yarn-tied",
+        "gpt-oss",
+        "gpt-oss-clamped",
+    ],
+)
+def test_fused_decode_gives_the_same_tokens(family: str, kv: str, model_path: ModelPath) -> None:
+    """The norms, the rotary tables and the rules of all layers reach the decode kernel."""
+    path = model_path(family)
+    prompt = prompt_of(41)
+    settings = {"attention_backend": "fused", "kv_cache_dtype": kv}
+    driver = Driver(make_engine(path, attention_backends=(FusedDecode,), **settings))
     expected = transformers_greedy(path, prompt, NUM_TOKENS, kv)
     assert driver.generate(0, prompt, NUM_TOKENS) == expected
 

@@ -30,6 +30,7 @@ def _count_blocks(
     dummy_row,
     BLOCK: tl.constexpr,
     LEAD: tl.constexpr,
+    WINDOW: tl.constexpr,
     REQS: tl.constexpr,
 ):
     req = tl.arange(0, REQS)
@@ -37,7 +38,11 @@ def _count_blocks(
     context = tl.load(start + req, mask=exists, other=0)
     context += tl.load(lengths + req, mask=exists, other=0)
     real = tl.load(rows + req, mask=exists, other=dummy_row) != dummy_row
-    blocks = tl.where(real, (context + BLOCK - 1) // BLOCK + LEAD, 0)
+    blocks = (context + BLOCK - 1) // BLOCK
+    if WINDOW is not None:
+        first_key = tl.load(start + req, mask=exists, other=0) + 1 - WINDOW
+        blocks -= tl.maximum(first_key, 0) // BLOCK
+    blocks = tl.where(real, blocks + LEAD, 0)
     tl.store(first + 1 + req, tl.cumsum(blocks, 0), mask=exists)
     tl.store(first, 0)
     if tokens is not None:
@@ -54,16 +59,19 @@ def count_blocks(
     scratch: DecodeScratch,
     fp8: bool = False,
     queries: int = 1,
+    window: int | None = None,
 ) -> None:
     """Fill scratch.first and, for several queries, scratch.tokens, once for all layers of a step.
 
     rows, start, lengths: int32 [N]; contexts are start + lengths. A request in row `dummy_row` is
-    padding and has no blocks. fp8: whether the pool is FP8. queries: as in kernel.decode.decode.
+    padding and has no blocks. fp8: whether the pool is FP8. queries, window: as in
+    kernel.decode.decode. Layers with another window need another scratch.
     """
     tokens = None if queries == 1 else scratch.tokens
     counts = (rows, start, lengths, scratch.first, tokens, len(rows), dummy_row)
     block = FP8_BLOCK if fp8 else BLOCK
-    _count_blocks[(1,)](*counts, BLOCK=block, LEAD=LEAD, REQS=most_reqs(scratch))
+    constants = {"BLOCK": block, "LEAD": LEAD, "WINDOW": window, "REQS": most_reqs(scratch)}
+    _count_blocks[(1,)](*counts, **constants)
 
 
 def most_reqs(scratch: DecodeScratch) -> int:

@@ -9,10 +9,11 @@ from triton.language.extra.cuda import gdc_wait
 from minisgl.kernel.triton.fp8 import exponents_of, magnitude, power_of_two, to_scale, unpacked
 from minisgl.kernel.triton.rotary import scaled
 
-# The score of a key that comes after the query. It vanishes beside every other score. A part of a
-# context may hold no other keys for a query. Because the score is finite, the sum of such a part is
-# finite too, and its weight in the merge is zero.
+# The score of a key that comes after the query or before its window. It vanishes beside every other
+# score. A part of a context may hold no other keys for a query. Because the score is finite, the
+# sum of such a part is finite too, and its weight in the merge is zero.
 HIDDEN_SCORE = tl.constexpr(-1e30)
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -103,6 +104,22 @@ def queries(
 
 
 @triton.jit
+def capped(score, CAP: tl.constexpr):
+    """CAP * tanh(score / CAP). Scores and CAP are in units of log2, as the argument of exp2."""
+    power = tl.exp2(score * (2 * _LOG2E / CAP))
+    return CAP - 2 * CAP / (power + 1)
+
+
+@triton.jit
+def sink_scores(sinks, row, GROUP: tl.constexpr):
+    """Scores of the sinks for rows of query heads, in units of log2. sinks: those of GROUP heads.
+
+    Row i * GROUP + g belongs to head g.
+    """
+    return tl.load(sinks + row % GROUP).to(tl.float32) * _LOG2E
+
+
+@triton.jit
 def add_fp8_block(
     acc,
     odd_acc,
@@ -116,6 +133,7 @@ def add_fp8_block(
     scales,
     valid,
     hidden,
+    CAP: tl.constexpr,
     CONVERT: tl.constexpr,
 ):
     """Add one block of an FP8 pool to the partial output of a unit.
@@ -130,11 +148,14 @@ def add_fp8_block(
     scales            pointers [BLOCK] to int32: the bfloat16 scales of a key and a value.
     valid             [BLOCK]; whether the key exists.
     hidden            None or [H, BLOCK]; whether the query may not attend to the key.
+    CAP               as in `capped`; None: no cap.
     """
     both = tl.load(scales, mask=valid, other=0)
     even, odd = unpacked(tl.trans(tl.load(keys, mask=valid[:, None], other=0)), CONVERT)
     score = tl.dot(odd_query, odd, tl.dot(query, even))
     score = score * factor[:, None] * (both << 16).to(tl.float32, bitcast=True)[None, :]
+    if CAP is not None:
+        score = capped(score, CAP)
     # A value's scale is part of its weight. With the scale in the score before the peak is taken,
     # the largest weight is 1, and the others fit into float16.
     exponent = (both >> 23) & 0xFF
@@ -162,32 +183,39 @@ def merged(
     unit,
     total,
     programs,
+    sinks,
+    RESULTS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """The output [ROWS, D] of a unit whose partial outputs the programs g0 to g1 have stored."""
+    """The output [ROWS, D] of a unit whose partial outputs the programs g0 to g1 have stored.
+
+    sinks: address of the sinks of the unit's GROUP heads, or None.
+    """
     h = tl.arange(0, ROWS)
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
     for some in range(g0, g1 + 1, 32):
         g = some + tl.arange(0, 32)
         slots = g * 2 + (g * total // programs < unit).to(tl.int32)
-        stat_at = stats + slots[:, None] * (2 * GROUP) + h[None, :]
-        there = (g <= g1)[:, None] & (h < GROUP)[None, :]
+        stat_at = stats + slots[:, None] * (2 * RESULTS) + h[None, :]
+        there = (g <= g1)[:, None] & (h < RESULTS)[None, :]
         tops = tl.load(stat_at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        weights = tl.load(stat_at + GROUP, mask=there, other=0.0, cache_modifier=".cg")
+        weights = tl.load(stat_at + RESULTS, mask=there, other=0.0, cache_modifier=".cg")
         peak = tl.maximum(top, tl.max(tops, axis=0))
         weights = weights * tl.exp2(tops - peak[None, :])
         weight = weight * tl.exp2(top - peak) + tl.sum(weights, axis=0)
         top = peak
+    if sinks is not None:
+        weight += tl.exp2(sink_scores(sinks, h, GROUP) - top)
     value = tl.zeros([ROWS, D], tl.float32)
-    inside = (h < GROUP)[:, None]
+    inside = (h < RESULTS)[:, None]
     for g in tl.range(g0, g1 + 1, num_stages=STAGES):
         slot = g * 2 + (g * total // programs < unit).to(tl.int32)
-        seen = tl.load(stats + slot * (2 * GROUP) + h, mask=h < GROUP, cache_modifier=".cg")
-        part_at = parts + slot * (GROUP * D) + h[:, None] * D + tl.arange(0, D)[None, :]
+        seen = tl.load(stats + slot * (2 * RESULTS) + h, mask=h < RESULTS, cache_modifier=".cg")
+        part_at = parts + slot * (RESULTS * D) + h[:, None] * D + tl.arange(0, D)[None, :]
         part = tl.load(part_at, mask=inside, other=0.0, cache_modifier=".cg")
         value += part * tl.exp2(seen - top)[:, None]
     return value / weight[:, None]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention.base import AttentionStep
+from minisgl.attention.base import PLAIN, AttentionRule, AttentionStep
 from minisgl.attention.decode import new_tokens
 from minisgl.attention.torch import TorchAttention
 from minisgl.kernel import decode_scratch, qk_norm_rope_store
@@ -23,14 +23,34 @@ def step_of(start: list[int], lengths: list[int], rows: list[int]) -> AttentionS
     return AttentionStep(0, *arrays, *tensors, table)
 
 
+@pytest.mark.parametrize(
+    "rule",
+    [
+        PLAIN,
+        AttentionRule(window=1),
+        AttentionRule(window=7),
+        AttentionRule(sinks=True),
+        AttentionRule(soft_cap=0.7),
+        AttentionRule(window=4, soft_cap=2.0, sinks=True),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "queries"])
 @pytest.mark.parametrize("new", [[1, 1, 1], [3, 1, 8]], ids=["one", "several"])
-def test_new_tokens_attend_as_those_of_a_chunk(new: list[int], fused: bool) -> None:
+def test_new_tokens_attend_as_those_of_a_chunk(
+    new: list[int], fused: bool, rule: AttentionRule
+) -> None:
+    """Pages behind the windows hold NaN, since another request may own them."""
     start, rows, padding, behind = [17, 0, 30], [4, 0, 6], 2, 3
     step = step_of(start, new, rows)
     spec = KVSpec(KV_HEADS, DIM, torch.float32)
     pool = KVPool(spec, layers=(0,), num_pages=80, page_size=PAGE, device=CPU)
     pool.fill_noise(80)
+    for row, first in zip(rows, start, strict=True):
+        unused = 0 if rule.window is None else max(0, first + 1 - rule.window) // PAGE
+        for part in pool.layer(0):
+            part[step.page_table[row, :unused].long()] = torch.nan
+    sinks = torch.randn(Q_HEADS) if rule.sinks else None
     keys, values = (x.clone() for x in pool.layer(0))
     qkv = torch.randn(sum(new), (Q_HEADS + 2 * KV_HEADS) * DIM)
     position = torch.cat([torch.arange(a, a + n) for a, n in zip(start, new, strict=True)])
@@ -40,7 +60,7 @@ def test_new_tokens_attend_as_those_of_a_chunk(new: list[int], fused: bool) -> N
     sizes = Q_HEADS, KV_HEADS, DIM
     q = qk_norm_rope_store(qkv, *norms, position, slots, *pool.layer(0), *sizes)
     expected = torch.empty_like(q)
-    TorchAttention(pool, Q_HEADS).prepare(step).forward(0, q, expected)
+    TorchAttention(pool, Q_HEADS, rule).prepare(step).forward(0, q, expected, sinks)
 
     out = torch.full((sum(new) + behind, Q_HEADS, DIM), torch.nan)
     where = [
@@ -53,11 +73,12 @@ def test_new_tokens_attend_as_those_of_a_chunk(new: list[int], fused: bool) -> N
     if not fused:
         keys, values = pool.layer(0)
         norms = None, None, 0.0, None  # type: ignore[assignment]
-    decode(inputs, *norms, keys, values, out, step.page_table, *where, scratch, queries=8)
+    tensors = (inputs, *norms, keys, values, out, step.page_table, *where, scratch, None)
+    decode(*tensors, 8, sinks, rule.window, rule.soft_cap)
     torch.testing.assert_close(out[: sum(new)], expected)
     assert not out[sum(new) :].any()
-    torch.testing.assert_close(keys, pool.layer(0)[0])
-    torch.testing.assert_close(values, pool.layer(0)[1])
+    for ours, theirs in zip((keys, values), pool.layer(0), strict=True):
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
 
 
 @pytest.mark.parametrize(
