@@ -45,6 +45,7 @@ CASES = {
 }
 NAMES = list(CASES)
 CASE = pytest.mark.parametrize("case", CASES)
+DECODE = pytest.mark.parametrize("name", ["flashinfer", "flashinfer,torch"])
 
 
 def int32(values: list[int]) -> Tensor:
@@ -217,21 +218,22 @@ def test_chunks_of_one_prompt(case: str, fp8: bool, page_size: int) -> None:
 
 @CASE
 @FP8
-@pytest.mark.parametrize("page_size", [16])
-def test_mixed_steps(case: str, fp8: bool, page_size: int) -> None:
+@DECODE
+def test_mixed_steps(case: str, fp8: bool, name: str) -> None:
     reqs = [(0, 1), (700, 1), (4500, 1), (0, 300), (2000, 70), (17, 1)]
-    scene = Scene(case, page_size, reqs, fp8)
+    scene = Scene(case, 16, reqs, fp8)
     scene.store_all(reqs)
-    backends, step = scene.backends("flashinfer,torch"), scene.step(3, reqs)
+    backends, step = scene.backends(name), scene.step(3, reqs)
     for _ in range(2):
         scene.check([backend.prepare(step) for backend in backends], 374)
 
 
 @FP8
+@DECODE
 @pytest.mark.parametrize(
     ("case", "full"), [("d64-window-sinks", "d64-sinks"), ("d256-window-cap", "d256-cap")]
 )
-def test_layers_of_two_kinds(case: str, full: str, fp8: bool) -> None:
+def test_layers_of_two_kinds(case: str, full: str, fp8: bool, name: str) -> None:
     """Window layers have a pool and a page table of their own, as in a model."""
     reqs = [(300, 1), (0, 400), (1500, 700)]
     wide, narrow = Scene(full, 16, reqs, fp8), Scene(case, 16, reqs, fp8, layer=1)
@@ -241,11 +243,9 @@ def test_layers_of_two_kinds(case: str, full: str, fp8: bool) -> None:
     step = wide.step(1, reqs)._replace(window_table=narrow.table)
     attentions = [
         create_attention_backend(
-            name, pool, wide.q_heads, [wide.rule, narrow.rule], windows=windows
+            each, pool, wide.q_heads, [wide.rule, narrow.rule], windows=windows
         ).prepare(step)
-        for name, pool, windows in zip(
-            ("flashinfer,torch", "torch"), wide.pools, narrow.pools, strict=True
-        )
+        for each, pool, windows in zip((name, "torch"), wide.pools, narrow.pools, strict=True)
     ]
     for scene in (narrow, wide, narrow):
         scene.check(attentions, 1101)

@@ -17,7 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minisgl.attention.base import PLAIN, AttentionNeeds, AttentionRule, AttentionStep
+from minisgl.attention.base import (
+    PLAIN,
+    AttentionNeeds,
+    AttentionRule,
+    AttentionStep,
+    FusedAttention,
+)
 from minisgl.attention.flashinfer import (
     ContiguousAttention,
     FlashInferAttention,
@@ -257,6 +263,18 @@ def test_a_copy_for_a_window_grows_with_the_step(
         q = torch.zeros(chunk, Q_HEADS, DIM)
         attention.forward(0, q, torch.full_like(q, torch.nan))
     assert [len(group) for group in groups] == [1, 1, 1, 1]
+
+
+def test_decode_under_rules_always_runs_the_fused_kernel(arch: int) -> None:
+    """FlashInfer's decode kernel, which runs for many requests, has no windows and no sinks."""
+    spec = KVSpec(KV_HEADS, DIM, torch.float32)
+    pool = KVPool(spec, layers=(0,), num_pages=1, page_size=4, device=CPU)
+    ones, table = torch.ones(300, dtype=torch.int32), torch.zeros((301, 1), dtype=torch.int32)
+    counts = np.ones(300, dtype=np.int32)
+    step = AttentionStep(300, counts, counts, ones, ones, ones, table)
+    for rule in (AttentionRule(window=2), AttentionRule(sinks=True), AttentionRule(soft_cap=1.0)):
+        captured = FlashInferAttention(pool, 8 * KV_HEADS, rule).decode_graph(300, step)
+        assert isinstance(captured, FusedAttention)
 
 
 @pytest.mark.parametrize(
