@@ -150,7 +150,7 @@ class FlashInferAttention(AttentionBackend):
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         if step.num_decode:
-            decode = BalancedDecode(self._pool, step, self._scratch_of(step))
+            decode = BalancedDecode(self._pool, step, self._scratch_of(step), self._rule)
             decode.compute_metadata()
             return decode
         few = int(step.lengths.sum()) <= _FEW_TOKENS or not self._many_ready()
@@ -196,7 +196,7 @@ class FlashInferAttention(AttentionBackend):
         # no soft cap and no sinks.
         few |= new_tokens(step) > 1 or self._rule != PLAIN
         if few or q_heads <= _SMALL_GROUP * kv_heads or pool.spec.fp8:
-            return BalancedDecode(pool, step, self._scratch_of(step))
+            return BalancedDecode(pool, step, self._scratch_of(step), self._rule)
         if self._graph_indices is None:
             entries = size * step.page_table.shape[1]
             self._graph_indices = torch.zeros(entries, dtype=torch.int32, device=pool.device)

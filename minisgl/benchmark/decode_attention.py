@@ -1,7 +1,8 @@
 """Cases of `minisgl bench kernels`: decode attention, and the copy of contexts for prefill.
 
 Each case runs one layer over a bf16 or an FP8 pool with scattered pages of 16 tokens and 8 KV heads
-of 128 elements. A KV head has 2 query heads (Qwen3-0.6B), 4 (Qwen3-8B) or 5 (Qwen3-14B).
+of 128 elements. A KV head has 2 query heads (Qwen3-0.6B), 4 (Qwen3-8B) or 5 (Qwen3-14B). The cases
+of gpt-oss-20b and Gemma 3 12B have the sizes of these models, one with a window and one without.
 
 The cases with several new tokens of a request read the same keys and values as those with one. Up
 to 16 / group tokens, the kernel runs as many instructions of the matrix unit as for one token, so
@@ -15,9 +16,15 @@ import torch
 from torch import Tensor
 
 from minisgl import kernel
+from minisgl.attention.base import PLAIN, AttentionRule
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 _KV_HEADS, _DIM, _PAGE = 8, 128, 16
+# Query heads of a KV head, elements of a head, and the rules of the layers. Both have 8 KV heads.
+_WINDOW_MODELS = {
+    "gpt-oss-20b": (8, 64, (AttentionRule(128, sinks=True), AttentionRule(sinks=True))),
+    "Gemma 3 12B": (2, 256, (AttentionRule(1024), PLAIN)),
+}
 
 Make = Callable[[], Callable[[], object]]
 
@@ -36,9 +43,21 @@ def attention_cases() -> Iterator[tuple[str, int, Make]]:
             for width in (2, 4, 8):
                 name = f"decode attention {kind} {reqs} x {context}, group 4, {width} tokens"
                 moved = reqs * context * spec.token_bytes
-                yield name, moved, _decode(spec, reqs, context, 4, width)
+                yield name, moved, _decode(spec, reqs, context, 4, width=width)
+        yield from _window_cases(spec, kind)
         copied = 8192 * (spec.token_bytes + spec._replace(fp8=False).token_bytes)
         yield f"context copy {kind} 8192", copied, _copy(spec, 8192)
+
+
+def _window_cases(spec: KVSpec, kind: str) -> Iterator[tuple[str, int, Make]]:
+    for model, (group, dim, rules) in _WINDOW_MODELS.items():
+        wide = spec._replace(head_dim=dim)
+        for rule in rules:
+            read = "full" if rule.window is None else f"window {rule.window}"
+            for reqs, context in ((1, 1024), (1, 8192), (16, 8192), (64, 8192)):
+                name = f"{model} decode attention {kind} {reqs} x {context}, {read}"
+                moved = reqs * min(context, rule.window or context) * wide.token_bytes
+                yield name, moved, _decode(wide, reqs, context, group, rule)
 
 
 def _pool(spec: KVSpec, tokens: int) -> KVPool:
@@ -52,25 +71,31 @@ def _int32(values: Tensor) -> Tensor:
     return values.to("cuda", torch.int32)
 
 
-def _decode(spec: KVSpec, reqs: int, context: int, group: int, width: int = 1) -> Make:
+def _decode(
+    spec: KVSpec, reqs: int, context: int, group: int, rule: AttentionRule = PLAIN, width: int = 1
+) -> Make:
     def make() -> Callable[[], object]:
-        pool, q_heads = _pool(spec, reqs * context), _KV_HEADS * group
+        kv_heads, dim = spec.kv_heads, spec.head_dim
+        pool, q_heads = _pool(spec, reqs * context), kv_heads * group
         pages = torch.randperm(pool.num_pages).view(reqs, -1)
         table = _int32(torch.cat((pages, torch.full_like(pages[:1], pool.dummy_page))))
         rows, start = _int32(torch.arange(reqs)), _int32(torch.full((reqs,), context - width))
         where, lengths = (table, rows, start), torch.full_like(start, width)
-        scratch = kernel.decode_scratch(256, q_heads, _KV_HEADS, _DIM, pool.device, width)
-        kernel.count_blocks(rows, start, lengths, reqs, scratch, spec.fp8, width)
-        tokens, columns = reqs * width, (q_heads + 2 * _KV_HEADS) * _DIM
+        scratch = kernel.decode_scratch(256, q_heads, kv_heads, dim, pool.device, width)
+        step = (rows, start, lengths, reqs)
+        kernel.count_blocks(*step, scratch, spec.fp8, width, rule.window)
+        tokens, columns = reqs * width, (q_heads + 2 * kv_heads) * dim
         qkv = torch.randn(tokens, columns, device="cuda", dtype=spec.dtype)
-        weight = torch.randn(_DIM, device="cuda", dtype=spec.dtype)
-        norms = weight, weight, 1e-6, torch.randn(context, _DIM, device="cuda")
-        out = torch.empty(tokens, q_heads, _DIM, device="cuda", dtype=spec.dtype)
+        # gpt-oss, the model with sinks, does not norm its heads.
+        weight = None if rule.sinks else torch.randn(dim, device="cuda", dtype=spec.dtype)
+        norms = weight, weight, 1e-6, torch.randn(context, dim, device="cuda")
+        out = torch.empty(tokens, q_heads, dim, device="cuda", dtype=spec.dtype)
+        sinks = torch.randn(q_heads, device="cuda", dtype=spec.dtype) if rule.sinks else None
         keys_values, scales = pool.layer(0), pool.scales(0)
 
         def call() -> None:
-            inputs = (qkv, *norms, *keys_values, out, *where, lengths)
-            kernel.balanced_decode(*inputs, scratch, scales, width)
+            inputs = (qkv, *norms, *keys_values, out, *where, lengths, scratch, scales, width)
+            kernel.balanced_decode(*inputs, sinks, rule.window, rule.soft_cap)
 
         return call
 

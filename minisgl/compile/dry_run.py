@@ -126,19 +126,19 @@ class MetaAttention(AttentionBackend):
     capabilities = Capabilities(kinds=frozenset(LayerKind), fp8_kv=True, sinks=True, soft_caps=True)
 
     def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None:
-        self._pool, self._window = pool, rule.window
+        self._pool, self._rule = pool, rule
         self._heads = (q_heads, pool.spec.kv_heads, pool.spec.head_dim)
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         """Prepare a step of one phase. PhasedAttention has split a mixed step before."""
-        pages_of(self._pool, step, self._window)
+        pages_of(self._pool, step, self._rule.window)
         if not step.num_decode:
             group = self._heads[0] // self._heads[1]
-            if not (self._pool.spec.fp8 or ContextCopy.may_pay(self._window, group)):
+            if not (self._pool.spec.fp8 or ContextCopy.may_pay(self._rule.window, group)):
                 return PagedAttention(self._pool, _run_nothing)
-            copy = copy_for(self._pool, step, self._window)
+            copy = copy_for(self._pool, step, self._rule.window)
             return ContiguousAttention(self._pool, step, copy, _run_nothing)
-        decode = BalancedDecode(self._pool, step, scratch_for(step, *self._heads))
+        decode = BalancedDecode(self._pool, step, scratch_for(step, *self._heads), self._rule)
         decode.compute_metadata()
         return decode
 

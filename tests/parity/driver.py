@@ -1,6 +1,5 @@
 """Batches made by hand: drives an Engine without a scheduler, and keeps its page table."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,7 +37,7 @@ def make_engine(
     path: str,
     comm: Communicator | None = None,
     drafts: DraftLengths | None = None,
-    attention_backends: Sequence[type[AttentionBackend]] = (),
+    attention_backends: tuple[type[AttentionBackend], ...] = (),
     **overrides: object,
 ) -> Engine:
     """Return a float32 CPU engine with 64 pages of 4 tokens and 6 rows, except for `overrides`.

@@ -17,7 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minisgl.attention.base import PLAIN, AttentionNeeds, AttentionRule, AttentionStep
+from minisgl.attention.base import (
+    PLAIN,
+    AttentionNeeds,
+    AttentionRule,
+    AttentionStep,
+    FusedAttention,
+)
 from minisgl.attention.flashinfer import (
     ContiguousAttention,
     FlashInferAttention,
@@ -41,6 +47,7 @@ class Wrapper:
     """
 
     kernels: set[AttentionKernel]
+    queries: Tensor
     fa3_compiled = True
 
     def __init__(self, workspace: Tensor, layout: str, backend: str) -> None:
@@ -77,7 +84,7 @@ class Wrapper:
         sizes = self.queries.diff().tolist()
         parts = [
             self.attend(part, *context)
-            for part, context in zip(q.split(sizes), contexts, strict=True)
+            for part, context in zip(torch.split(q, sizes), contexts, strict=True)
         ]
         results, logarithms = (torch.cat(each) for each in zip(*parts, strict=True))
         out.copy_(results)
@@ -100,7 +107,7 @@ class Paged(Wrapper):
         assert (q_heads, kv_heads, dim) == (Q_HEADS, KV_HEADS, DIM)
         assert len(indices) == indptr[-1]
         self.queries, self.last = queries, last
-        self.pages = indices.long().split(indptr.diff().tolist())
+        self.pages = torch.split(indices.long(), indptr.diff().tolist())
         self.page_size = page_size
         self.masked(**masks)
 
@@ -133,7 +140,7 @@ class Ragged(Wrapper):
         self, q: Tensor, keys: Tensor, values: Tensor, out: Tensor, return_lse: bool = False
     ) -> object:
         sizes = self.keys.diff().tolist()
-        contexts = list(zip(keys.split(sizes), values.split(sizes), strict=True))
+        contexts = list(zip(torch.split(keys, sizes), torch.split(values, sizes), strict=True))
         return self.run_over(q, contexts, out, return_lse)
 
 
@@ -226,8 +233,8 @@ def test_prefill_equals_the_torch_backend(
         own = table[int(row), positions // page_size] * page_size + positions % page_size
         k, v = torch.randn(2, len(positions), KV_HEADS, DIM, generator=generator)
         store_kv(*pool.layer(3), k, v, own, scales)
-    on_device = rows, torch.from_numpy(start), torch.from_numpy(lengths)
-    step = AttentionStep(0, start, lengths, *on_device, table)
+    counts = torch.from_numpy(start), torch.from_numpy(lengths)
+    step = AttentionStep(0, start, lengths, rows, counts[0], counts[1], table)
     q = torch.randn(int(lengths.sum()), Q_HEADS, DIM, generator=generator)
     sinks = torch.randn(Q_HEADS, generator=generator) * 3 if rule.sinks else None
     outputs = []
@@ -262,13 +269,26 @@ def test_a_copy_for_a_window_grows_with_the_step(
     groups = []
     for chunk in (50, 500, 1, 900):
         start, lengths = np.array([[200], [chunk]], dtype=np.int32)
-        row, *counts = (torch.tensor([n], dtype=torch.int32) for n in (0, 200, chunk))
-        attention = backend.prepare(AttentionStep(0, start, lengths, row, *counts, table))
+        row, first, count = (torch.tensor([n], dtype=torch.int32) for n in (0, 200, chunk))
+        step = AttentionStep(0, start, lengths, row, first, count, table)
+        attention = backend.prepare(step)
         assert isinstance(attention, InTurn)
         groups.append(attention.groups)
         q = torch.zeros(chunk, Q_HEADS, DIM)
         attention.forward(0, q, torch.full_like(q, torch.nan))
     assert [len(group) for group in groups] == [1, 1, 1, 1]
+
+
+def test_decode_under_rules_always_runs_the_fused_kernel(arch: int) -> None:
+    """FlashInfer's decode kernel, which runs for many requests, has no windows and no sinks."""
+    spec = KVSpec(KV_HEADS, DIM, torch.float32)
+    pool = KVPool(spec, layers=(0,), num_pages=1, page_size=4, device=CPU)
+    ones, table = torch.ones(300, dtype=torch.int32), torch.zeros((301, 1), dtype=torch.int32)
+    counts = np.ones(300, dtype=np.int32)
+    step = AttentionStep(300, counts, counts, ones, ones, ones, table)
+    for rule in (AttentionRule(window=2), AttentionRule(sinks=True), AttentionRule(soft_cap=1.0)):
+        captured = FlashInferAttention(pool, 8 * KV_HEADS, rule).decode_graph(300, step)
+        assert isinstance(captured, FusedAttention)
 
 
 @pytest.mark.parametrize(
