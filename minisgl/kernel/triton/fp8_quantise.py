@@ -98,7 +98,7 @@ def _quantise(
             squares += wide * wide
         root = tl.rsqrt(tl.sum(tl.sum(squares, axis=1), axis=0) / width + eps)
     values = tl.tuple(())
-    # tl.max and the limits of a quotient drop NaN. The bits of the magnitudes keep it.
+    # tl.max drops NaN. The bits of the magnitudes keep it.
     peaks = tl.zeros([GROUPS, GROUP], tl.int32)
     for i in tl.static_range(CHUNKS):
         value = stored[i]
@@ -120,11 +120,11 @@ def _quantise(
             group = first + i * GROUPS
             scale_at = scales + row + group * scale_stride
             tl.store(scale_at, scale, mask=group < tl.cdiv(width, GROUP))
-        # A quotient, rounded correctly (Markstein 1990): the remainder corrects the product.
+        # A quotient, rounded correctly (Markstein 1990): the remainder corrects the product. Those
+        # above 448 are so by a rounding only, and e4m3 rounds them to 448.
         quotient = value * inverse[:, None]
         rest = tl.fma(-quotient, tl.broadcast_to(scale[:, None], [GROUPS, GROUP]), value)
         quotient = tl.fma(rest, tl.broadcast_to(inverse[:, None], [GROUPS, GROUP]), quotient)
-        quotient = tl.minimum(tl.maximum(quotient, -448.0), 448.0)
         tl.store(out + row * width + at, quotient.to(out.dtype.element_ty), mask=at < width)
 
 
