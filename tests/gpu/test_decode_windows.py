@@ -17,6 +17,7 @@ from minisgl.attention.decode import BalancedDecode
 from minisgl.attention.torch import TorchAttention
 from minisgl.kernel import decode_scratch
 from minisgl.kernel.rotary import qk_norm_rope_store
+from minisgl.kvcache.pool import KVPool
 from tests.gpu.test_attention import FP8
 from tests.gpu.test_drafts_attention import (
     KV_HEADS,
@@ -103,7 +104,10 @@ def poison_behind(scene: Inputs, window: int | None) -> None:
 
 
 def oracle(scene: Inputs, rule: AttentionRule, sinks: Tensor | None) -> Tensor:
-    """The torch backend's result for the new tokens. Stores their keys and values in the pool."""
+    """The torch backend's result for the new tokens, in float32.
+
+    Stores their keys and values in the pool.
+    """
     pool, real = scene.pool, scene.rows != len(scene.table) - 1
     rows, first, new = (x[real] for x in scene.where[1:])
     start, counts = first.cpu().numpy(), new.cpu().numpy()
@@ -121,8 +125,16 @@ def oracle(scene: Inputs, rule: AttentionRule, sinks: Tensor | None) -> Tensor:
     else:
         places = (cos_sin, position, slots, *pool.layer(0))
         q = qk_norm_rope_store(qkv, q_weight, k_weight, eps, *places, *sizes, pool.scales(0))
+    spec, pages = pool.spec._replace(dtype=torch.float32), pool.num_pages
+    wide = KVPool(spec, layers=(0,), num_pages=pages, page_size=size, device=pool.device)
+    parts = zip((*wide.layer(0), wide.scales(0)), (*pool.layer(0), pool.scales(0)), strict=True)
+    for target, source in parts:
+        if target is not None and source is not None:
+            target.copy_(source)
+    q = q.float().contiguous()
     out = torch.full_like(q, torch.nan)
-    TorchAttention(pool, scene.q_heads, rule).prepare(step).forward(0, q.contiguous(), out, sinks)
+    wide_sinks = None if sinks is None else sinks.float()
+    TorchAttention(wide, scene.q_heads, rule).prepare(step).forward(0, q, out, wide_sinks)
     return out
 
 
