@@ -74,20 +74,10 @@ def new_tokens(step: AttentionStep) -> int:
     return 1 << (int(step.lengths.max()) - 1).bit_length()
 
 
-class PlannedAttention:
-    """Implements StepAttention by a FlashInfer wrapper that is planned for the step."""
-
-    def __init__(self, pool: KVPool, wrapper: Any) -> None:
-        self._pool = pool
-        self._wrapper = wrapper
-
-    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
-        self._wrapper.run(q, self._pool.layer(layer), out=out)
-
-
-class UnsplitDecode(PlannedAttention):
+class UnsplitDecode:
     """Implements DecodeGraphAttention for many requests, by FlashInfer without split contexts.
 
+    Its layers have no window, no soft cap and no sinks.
     indices: int32, room for the page ids of all requests. Graphs of all sizes share it.
     shape: query heads, KV heads, head size and page size.
     """
@@ -105,8 +95,7 @@ class UnsplitDecode(PlannedAttention):
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper as Wrapper
 
         wrapper: Any = Wrapper(workspace, "NHD", use_tensor_cores=True)
-        super().__init__(pool, wrapper)
-        self._step = step
+        self._pool, self._wrapper, self._step = pool, wrapper, step
         size = len(step.device_rows)
         self._indptr = torch.arange(size + 1, dtype=torch.int32, device=pool.device)
         self._last = torch.ones(size, dtype=torch.int32, device=pool.device)
@@ -121,3 +110,6 @@ class UnsplitDecode(PlannedAttention):
         reqs = (step.device_rows, step.device_start, step.device_lengths)
         outputs = (self._indptr, self._indices, self._last)
         kv_metadata(*reqs, step.page_table, self._pool.page_size, *outputs)
+
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+        self._wrapper.run(q, self._pool.layer(layer), out=out)

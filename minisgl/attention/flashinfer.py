@@ -192,8 +192,7 @@ class FlashInferAttention(AttentionBackend):
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         pool, (q_heads, kv_heads) = self._pool, self._shape[:2]
         few = size <= _MAX_REQS and size * kv_heads <= _MAX_WAVES * self._blocks
-        # FlashInfer's decode kernel takes one token of each request. UnsplitDecode has no window,
-        # no soft cap and no sinks.
+        # UnsplitDecode takes one token of each request, and has no window, soft cap or sinks.
         few |= new_tokens(step) > 1 or self._rule != PLAIN
         if few or q_heads <= _SMALL_GROUP * kv_heads or pool.spec.fp8:
             return BalancedDecode(pool, step, self._scratch_of(step), self._rule)

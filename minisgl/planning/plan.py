@@ -22,6 +22,7 @@ from minisgl.core import EngineConfig, WindowLayers
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory
 from minisgl.engine.check import LoneRank, share_of
+from minisgl.kernel import ContextCopy
 from minisgl.kvcache.pool import kv_page_bytes
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import local_kv_spec
@@ -37,7 +38,7 @@ _MIB = 2**20
 # activations of a step. The three starts deviate by at most 4 MiB.
 _FIXED_BYTES = 883 * _MIB
 _ACTIVATION_SHARE = 1.444
-_WORKSPACE_BYTES = 128 * _MIB  # FlashInfer's float workspace
+_WORKSPACE_BYTES = 128 * _MIB  # FlashInfer's float workspace for the layers of one rule
 _PEER_BYTES = 240 * _MIB  # buffers that tensor-parallel ranks share
 _GRAPH_REQS = 256  # requests of the largest decode graph
 
@@ -106,8 +107,8 @@ def make_plan(
     spec = local_kv_spec(model, LoneRank(tp), dtype, fp8_kv)
     of_pools = [kv_page_bytes(spec, len(layers), 1) for layers in model.pools]
     token_bytes, window_bytes = of_pools[0], sum(of_pools[1:])
-    copies = gpu.copies or fp8_kv  # attention of prompts reads an FP8 pool by copies only
-    remainder = _remainder_bytes(config, model, copies, context, dtype, max_chunk_tokens)
+    keys = _copied_keys(model, gpu.copies, fp8_kv, context, max_chunk_tokens)
+    remainder = _remainder_bytes(config, model, keys, context, dtype, max_chunk_tokens)
     # The remainder includes the memory that is not free when the engine starts.
     available = memory.kv_bytes_left(config, gpu.memory_bytes, weights + remainder)
     pages, window_pages = _pages(config, model, available, (token_bytes, window_bytes), context)
@@ -174,18 +175,31 @@ def _pages(
     return min(pages, given or pages), min(windows, given or windows)
 
 
+def _copied_keys(
+    model: ModelConfig, copies: bool, fp8_kv: bool, context: int, max_chunk_tokens: int
+) -> int:
+    """Predict the keys for which a rank has room in copies of contexts (kernel/contexts.py).
+
+    Layers of one rule share a copy. copies: attention of long prompts copies contexts. Attention of
+    prompts reads an FP8 pool by copies only.
+    """
+    group = model.q_heads // model.kv_heads
+    return sum(
+        context if rule.window is None else min(context, max_chunk_tokens + rule.window)
+        for rule in set(model.rules)
+        if fp8_kv or (copies and ContextCopy.may_pay(rule.window, group))
+    )
+
+
 def _remainder_bytes(
     config: EngineConfig,
     model: ModelConfig,
-    copies: bool,
+    copied_keys: int,
     context: int,
     dtype: torch.dtype,
     max_chunk_tokens: int,
 ) -> int:
-    """Predict the memory of a rank besides weights and KV pages.
-
-    copies: attention of long prompts copies contexts (kernel/contexts.py).
-    """
+    """Predict the memory of a rank besides weights and KV pages. copied_keys: _copied_keys."""
     tp, rows, item = config.tp_size, config.max_running_reqs + 1, dtype.itemsize
     page_table = len(model.pools) * rows * -(-context // config.page_size)
     token_pool = rows * (context + 1)
@@ -193,10 +207,11 @@ def _remainder_bytes(
     tables = 4 * (page_table + token_pool + rotary)
     logits = min(config.max_running_reqs, _GRAPH_REQS) * (model.vocab_size // tp) * item
     kv_heads = max(model.kv_heads // tp, 1)
-    copied = 2 * context * kv_heads * model.head_dim * item if copies else 0
+    copied = 2 * copied_keys * kv_heads * model.head_dim * item
     shared = _PEER_BYTES if tp > 1 else 0
     activations = int(_ACTIVATION_SHARE * max_chunk_tokens * _widest(model, tp) * item)
-    return _FIXED_BYTES + _WORKSPACE_BYTES + tables + logits + copied + shared + activations
+    workspaces = len(set(model.rules)) * _WORKSPACE_BYTES
+    return _FIXED_BYTES + workspaces + tables + logits + copied + shared + activations
 
 
 def _widest(model: ModelConfig, tp: int) -> int:

@@ -95,6 +95,21 @@ def test_windows_have_pages_for_as_many_requests_as_full_attention(tmp_path: Pat
         plan(folder, speculative="ngram")
 
 
+@pytest.mark.parametrize(
+    ("shape", "key_bytes", "keys"),
+    [
+        ("gemma-3-12b", 2 * 8 * 256 * 2, 131_072 + 8192 + 1024),
+        ("gpt-oss-20b", 2 * 8 * 64 * 2, 131_072),  # a copy for windows of 128 tokens never pays
+    ],
+)
+def test_layers_that_copy_contexts_have_memory_for_the_copy(
+    shape: str, key_bytes: int, keys: int, tmp_path: Path
+) -> None:
+    folder = write_model(shape, tmp_path)
+    copying, not_copying = (plan(folder, H200._replace(copies=each)) for each in (True, False))
+    assert copying.remainder_bytes - not_copying.remainder_bytes == key_bytes * keys
+
+
 def test_pages_of_windows_are_those_of_an_engine_with_the_same_memory(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model_path(), folder)
