@@ -24,7 +24,7 @@ _MOST_ROWS = 128
 
 
 @triton.jit
-def _number(code, TYPE: tl.constexpr):
+def number(code, TYPE: tl.constexpr):
     """The numbers of e2m1 codes, int32, in TYPE."""
     exponent, mantissa = (code >> 1) & 3, code & 1
     doubled = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
@@ -81,7 +81,7 @@ def decode(codes, scales, TYPE: tl.constexpr, FAST: tl.constexpr):
             pack=4,
         )
     else:
-        even, odd = _number(codes.to(tl.int32) & 15, TYPE), _number(codes.to(tl.int32) >> 4, TYPE)
+        even, odd = number(codes.to(tl.int32) & 15, TYPE), number(codes.to(tl.int32) >> 4, TYPE)
     numbers = tl.reshape(tl.interleave(even, odd), [ROWS, BLOCKS, 32])
     exponents = scales.to(tl.int32)
     # The exponent 0 is 2^-127, which is subnormal in float32.
