@@ -260,6 +260,7 @@ class Engine:
             page_table=page_table,
             token_pool=token_pool,
             cached=torch.zeros_like(page_table[:, 0]) if self._drafting else None,
+            tails=torch.full_like(page_table[:, 0], positions + 1) if self._drafting else None,
         )
         return StepLauncher(runner, self.extensions.logits_processors, model.eos_token_ids)
 

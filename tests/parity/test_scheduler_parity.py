@@ -88,13 +88,17 @@ def prompts() -> list[list[int]]:
 
 
 class Recorder:
-    """Passes steps on to the engine and records them."""
+    """Passes steps on to the engine and records them.
+
+    predicted: number of tokens that equal a draft from a prediction.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.num_pages, self.page_size = engine.num_pages, engine.page_size
         self.max_running_reqs, self.max_seq_len = engine.max_running_reqs, engine.max_seq_len
         self.batches: list[Batch] = []
+        self.predicted = 0
 
     def launch(self, batch: Batch) -> object:
         self.batches.append(batch)
@@ -107,11 +111,16 @@ def reference(path: str, prompt: tuple[int, ...], kv: str) -> list[int]:
 
 
 def run(
-    path: str, case: Case, samplings: list[SamplingParams], drafts: DraftLengths | None = None
+    path: str,
+    case: Case,
+    samplings: list[SamplingParams],
+    drafts: DraftLengths | None = None,
+    predictions: list[list[int]] | None = None,
 ) -> tuple[list[list[int]], Scheduler, Recorder]:
     """Run two waves of the prompts; the second one finds the prefixes of the first one cached.
 
     samplings: one for each prompt, or one for all. drafts: None for a run without drafts.
+    predictions: one for each request of both waves.
     """
     # The largest request has 90 + 24 tokens and must fit. 128 tokens leave no room for a second.
     tokens = 128 if case.crowded else 1024
@@ -142,13 +151,16 @@ def run(
             outputs[uid] = []
             ids = np.array(prompt, dtype="<i4").tobytes()
             asked = samplings[index % len(samplings)]
-            inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=asked))
+            predicted = np.array(predictions[uid] if predictions else [], dtype="<i4").tobytes()
+            message = AddReq(uid=uid, token_ids=ids, sampling=asked, prediction=predicted)
+            inbox.messages.append(message)
         while inbox.messages or not scheduler.idle:
             scheduler.iterate()
             check_scheduler(scheduler)
     for output in outbox:
         for uid, token in zip(output.uids, output.token_ids, strict=True):
             outputs[uid].append(token)
+    recorder.predicted = sum(count for output in outbox for _, count in output.predicted)
     engine.close()
     return [outputs[uid] for uid in sorted(outputs)], scheduler, recorder
 
