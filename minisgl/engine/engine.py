@@ -160,6 +160,7 @@ class Engine:
             dtype=str(self._dtype).removeprefix("torch."),
             kv_dtype="fp8" if self._kv_spec.fp8 else str(self._dtype).removeprefix("torch."),
             sampling_defaults=model.sampling_defaults,
+            drafts=self._drafting,
         )
 
     def warm_up(self) -> None:
