@@ -97,7 +97,7 @@ class ReplayEngine(Engine):
         return launcher
 
     def launch(self, batch: Batch) -> LaunchedStep:
-        for row, tokens in batch.histories:
+        for row, tokens, _ in batch.histories:
             edit = next(edit for edit in self.edits if np.array_equal(edit.old, tokens))
             replay = self._launcher.runner.replay
             assert replay is not None, "the runner must have a replay; this is a bug"

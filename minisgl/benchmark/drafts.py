@@ -39,8 +39,10 @@ def _find(reqs: int, length: int) -> Make:
         pool, rows = _tokens(reqs, length + _WIDTH), _int32(torch.randperm(reqs))
         pool[:, length - 2 : length] = pool[:, 2:4].clone()  # a match at the start of each row
         cached, lengths = torch.full_like(rows, length - 1), torch.full_like(rows, _WIDTH)
-        found = torch.zeros_like(rows)
-        return lambda: kernel.find_drafts(pool, rows, cached, lengths, _WIDTH, found)
+        tails = torch.full_like(rows, length + _WIDTH)
+        inputs = pool, rows, cached, tails, lengths, _WIDTH
+        found, predicted = torch.zeros_like(rows), torch.zeros_like(rows)
+        return lambda: kernel.find_drafts(*inputs, found, predicted)
 
     return make
 

@@ -62,6 +62,19 @@ class EditedReq:
     states: tuple[Any, ...]
 
 
+class History(NamedTuple):
+    """The tokens in which the drafts of a request are found, int32.
+
+    tokens      prompt and output, from position 0 on.
+    prediction  the tokens that the client expects as output, if the request has some. Tokens for
+                which the row has no room after `tokens` have no effect.
+    """
+
+    row: int
+    tokens: Int32Array
+    prediction: Int32Array
+
+
 class LogprobsRequest(NamedTuple):
     """The log-probabilities that a step reports together with its tokens.
 
@@ -122,9 +135,8 @@ class Batch:
                   missing has its neutral value for all requests.
     logit_edits   the requests with samples True and edited logits; None when there are none.
     logprobs      None when no request asks for log-probabilities.
-    histories     pairs of a row and the tokens of its request from position 0 on, int32. The engine
-                  writes them to its token pool before the step, because drafts are found there.
-                  Empty without `drafting`.
+    histories     the engine writes them to its token pool before the step, because drafts are found
+                  there. Empty without `drafting`.
     """
 
     step_id: int
@@ -139,7 +151,7 @@ class Batch:
     logit_edits: tuple[EditedReq, ...] | None = None
     logprobs: LogprobsRequest | None = None
     drafting: bool = False
-    histories: tuple[tuple[int, Int32Array], ...] = ()
+    histories: tuple[History, ...] = ()
 
     @property
     def num_reqs(self) -> int:
@@ -185,7 +197,9 @@ class StepResult(NamedTuple):
     by_graph         whether a CUDA graph ran the step.
     drafted, agreed  int32 [B]; for each decode request the number of draft tokens that the engine
                      found, and how many of them, counted from the first, equal the sampled tokens.
-                     One draft token is compared even if the request forwarded none. None without
+                     One draft token more is compared than the request forwarded. None without
+                     batch.drafting.
+    predicted        bool [B]; the draft tokens come from the client's prediction. None without
                      batch.drafting.
     """
 
@@ -197,6 +211,7 @@ class StepResult(NamedTuple):
     by_graph: bool = False
     drafted: Int32Array | None = None
     agreed: Int32Array | None = None
+    predicted: NDArray[np.bool_] | None = None
 
 
 class DraftLengths(Protocol):

@@ -89,6 +89,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
                         template does not render tools, or UNKNOWN_TOOL_FORMAT. A tokenizer process
                         finds it.
     template_variables  the variables that the chat template reads.
+    drafts              the engine makes drafts, so a prediction of the client has an effect.
     """
 
     NO_TOOLS: ClassVar[str] = "none"
@@ -105,6 +106,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: dict[str, int | float] = {}
     tool_format: str = NO_TOOLS
     template_variables: tuple[str, ...] = ()
+    drafts: bool = False
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,11 +7,12 @@ compared with the sampled tokens on the device too. The host reads the results o
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from minisgl.core import Batch
-from minisgl.engine.logits_processing import put_histories
+from minisgl.engine.logits_processing import put_texts, upload
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.kernel import Accepted, StepViews, accept_drafts, find_drafts
 
@@ -22,26 +23,28 @@ class DraftStep(NamedTuple):
     num_decode  decode requests, including padding.
     width       tokens that each of them forwards.
     found       int32 [N] on the device; the number of drafts of each request, 0 for a chunk.
+    predicted   int32 [N] on the device; 1 for drafts from the client's prediction, otherwise 0.
     first_rows  int32 [N] on the device; the row of the first logits of each request.
     """
 
     num_decode: int
     width: int
     found: Tensor
+    predicted: Tensor
     first_rows: Tensor
 
 
 def draft_step(runner: ModelRunner, reqs: int, num_decode: int, width: int) -> DraftStep:
-    """Return the parts of a step of `reqs` requests with padding. Allocates `found`."""
-    found = torch.zeros(reqs, dtype=torch.int32, device=runner.device)
+    """Return the parts of a step of `reqs` requests with padding. Allocates the tensors."""
+    found, predicted = torch.zeros((2, reqs), dtype=torch.int32, device=runner.device)
     places = torch.arange(reqs, device=runner.device, dtype=torch.int32)
     first_rows = places if width == 1 else places + places.clamp(max=num_decode) * (width - 1)
-    return DraftStep(num_decode, width, found, first_rows)
+    return DraftStep(num_decode, width, found, predicted, first_rows)
 
 
 def result_rows(width: int) -> int:
     """Return the number of rows of the tensor that `accept` returns."""
-    return 5 + width
+    return 6 + width
 
 
 def set_lengths(batch: Batch, views: StepViews[Tensor], runner: ModelRunner) -> None:
@@ -51,15 +54,30 @@ def set_lengths(batch: Batch, views: StepViews[Tensor], runner: ModelRunner) -> 
     request if no earlier step had drafts, as in the steps of the warm-up.
     """
     assert runner.cached is not None, "the runner must have lengths of rows; this is a bug"
+    assert runner.tails is not None, "the runner must have places of predictions; this is a bug"
     known = slice(batch.num_decode if batch.drafting else 0, batch.num_reqs)
     if known.start < known.stop:
         runner.cached[views.rows[known].long()] = views.start[known]
-    put_histories(batch.histories, runner.token_pool)
+    if not batch.histories:
+        return
+    columns = runner.token_pool.shape[1]
+    # A prediction stands at the end of its row. The request may already have more output than the
+    # row has room for beside the prediction: it then keeps the last part.
+    texts, tails = [], []
+    for row, tokens, prediction in batch.histories:
+        left = prediction[max(len(tokens) + len(prediction) - columns, 0) :]
+        tails.append(columns - len(left))
+        texts += [(row, 0, tokens), (row, tails[-1], left)]
+    put_texts(texts, runner.token_pool)
+    rows = np.array([history.row for history in batch.histories])
+    sent = upload({"rows": rows, "tails": np.array(tails, np.int32)}, runner.device)
+    runner.tails[sent["rows"]] = sent["tails"]
 
 
 def find(runner: ModelRunner, views: StepViews[Tensor], step: DraftStep) -> None:
     """Set views.start to the rows' numbers of cached tokens, and write drafts to the token pool."""
     assert runner.cached is not None, "the runner must have lengths of rows; this is a bug"
+    assert runner.tails is not None, "the runner must have places of predictions; this is a bug"
     torch.index_select(runner.cached, 0, views.rows, out=views.start)
     decoding = slice(step.num_decode)
     if step.num_decode:
@@ -67,9 +85,11 @@ def find(runner: ModelRunner, views: StepViews[Tensor], step: DraftStep) -> None
             runner.token_pool,
             views.rows[decoding],
             runner.cached,
+            runner.tails,
             views.lengths[decoding],
-            max(step.width, 2),
+            step.width,
             step.found[decoding],
+            step.predicted[decoding],
         )
 
 
@@ -117,9 +137,9 @@ def accept(
 ) -> Tensor:
     """Compare drafts and drawn tokens, and write the new tokens and lengths of the rows.
 
-    drawn: int32 [M], in the order of token_views; finite: bool [M]. Returns int32 [5 + W, N]: the
+    drawn: int32 [M], in the order of token_views; finite: bool [M]. Returns int32 [6 + W, N]: the
     first token, whether its logits are finite, the number of tokens, the number of drafts that
-    agree, the number of drafts, and all W tokens.
+    agree, the number of drafts, whether they are predicted, and all W tokens.
     """
     assert runner.cached is not None, "the runner must have lengths of rows; this is a bug"
     accepted: Accepted = accept_drafts(
@@ -136,5 +156,6 @@ def accept(
         step.width,
     )
     tokens = accepted.tokens.t()
-    counted = (accepted.finite.int(), accepted.counts, accepted.agreed, step.found)
+    drafts = accepted.agreed, step.found, step.predicted
+    counted = (accepted.finite.int(), accepted.counts, *drafts)
     return torch.cat((tokens[:1], *(column.unsqueeze(0) for column in counted), tokens))

@@ -165,6 +165,7 @@ class Engine:
             dtype=str(self._dtype).removeprefix("torch."),
             kv_dtype="fp8" if self._kv_spec.fp8 else str(self._dtype).removeprefix("torch."),
             sampling_defaults=model.sampling_defaults,
+            drafts=self._drafting,
         )
 
     def warm_up(self) -> None:
@@ -257,6 +258,7 @@ class Engine:
         token_pool = torch.zeros(
             (rows, self.max_seq_len + drafts + 1), dtype=torch.int32, device=self._device
         )
+        cached = torch.zeros_like(token_pool[:, 0]) if self._drafting else None
         runner = ModelRunner(
             model=self._model,
             pools=pools,
@@ -273,7 +275,8 @@ class Engine:
             query_scale=None if scale is None else _with_rows(scale, drafts),
             page_table=torch.cat(page_tables),
             token_pool=token_pool,
-            cached=torch.zeros_like(token_pool[:, 0]) if self._drafting else None,
+            cached=cached,
+            tails=torch.full_like(cached, token_pool.shape[1]) if cached is not None else None,
         )
         return StepLauncher(runner, self.extensions.logits_processors, model.eos_token_ids)
 

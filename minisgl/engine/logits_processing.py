@@ -184,8 +184,8 @@ class Penalties:
         self, reqs: Sequence[tuple[EditedReq, tuple[float, float, float]]], step: ProcessingStep
     ) -> Edit | None:
         rows = step.batch.rows
-        histories = [(rows[req.index], req.history) for req, _ in reqs if req.history is not None]
-        put_histories(histories, step.token_pool)
+        texts = [(rows[req.index], 0, req.history) for req, _ in reqs if req.history is not None]
+        put_texts(texts, step.token_pool)
         index = np.array([req.index for req, _ in reqs])
         position = np.array([req.position for req, _ in reqs], dtype=np.int32)
         values = np.array([penalties for _, penalties in reqs], dtype=np.float32)
@@ -232,15 +232,16 @@ def upload(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, T
     }
 
 
-def put_histories(histories: Sequence[tuple[int, Int32Array]], token_pool: Tensor) -> None:
-    """Write tokens to the token pool, from position 0 on. histories: pairs of a row and its ids."""
-    if not histories:
+def put_texts(texts: Sequence[tuple[int, int, Int32Array]], token_pool: Tensor) -> None:
+    """Write tokens to the token pool. texts: row, first position and ids of each of them."""
+    if not texts:
         return
-    rows, ids = zip(*histories, strict=True)
+    rows, firsts, ids = zip(*texts, strict=True)
     lengths = [len(tokens) for tokens in ids]
+    spans = zip(firsts, lengths, strict=True)
     arrays = {
         "rows": np.repeat(rows, lengths),
-        "cols": np.concatenate([np.arange(length) for length in lengths]),
+        "cols": np.concatenate([np.arange(first, first + length) for first, length in spans]),
         "ids": np.concatenate(ids),
     }
     sent = upload(arrays, token_pool.device)

@@ -33,6 +33,8 @@ class ModelRunner:
     cached      int32 [max_running_reqs + 1]; the tokens of each row in the KV cache. None for an
                 engine without drafts, because the host knows them. With drafts, rows of page_table
                 and token_pool have room for MAX_DRAFTS positions after max_seq_len.
+    tails       int32 [max_running_reqs + 1]; the first position of the prediction at the end of
+                each row of token_pool, or the length of the row. None for an engine without drafts.
     replay      None, except in benchmarks and tests: int32, in the shape of token_pool. A number
                 that is not negative takes the place of the token that the sampler draws for this
                 row and position. A benchmark with random weights sets the acceptance of drafts by
@@ -48,6 +50,7 @@ class ModelRunner:
     page_table: Tensor
     token_pool: Tensor
     cached: Tensor | None = None
+    tails: Tensor | None = None
     replay: Tensor | None = None
 
     @property
@@ -214,7 +217,7 @@ class LaunchedStep:
     ) -> None:
         """Queue the copy of the result to the host on the current stream.
 
-        next_tokens: int32 [2, N] as sampler.sample_tokens returns it, or [5 + W, N] as
+        next_tokens: int32 [2, N] as sampler.sample_tokens returns it, or [6 + W, N] as
         drafting.accept returns it for a step with drafts. None when no request samples.
         """
         self._batch = batch
@@ -239,22 +242,22 @@ class LaunchedStep:
         tokens = np.zeros((len(samples), width), dtype=np.int32)
         finite: NDArray[np.bool_] = np.ones(len(samples), dtype=np.bool_)
         counts = samples.astype(np.int32)
-        drafted = agreed = None
+        drafted = agreed = predicted = None
         if self._batch.drafting:
             drafted, agreed = np.zeros((2, len(samples)), dtype=np.int32)
+            predicted = np.zeros(len(samples), dtype=np.bool_)
         if self._host is not None:
             host = self._host.numpy()[:, : len(samples)]
             finite[order] = host[1] != 0
-            if drafted is None or agreed is None:
+            if drafted is None or agreed is None or predicted is None:
                 tokens[order, 0] = host[0]
             else:
-                counts[order], agreed[order], drafted[order] = host[2:5]
-                tokens[order] = host[5:].T
+                counts[order], agreed[order], drafted[order], predicted[order] = host[2:6]
+                tokens[order] = host[6:].T
             tokens[~samples] = 0
             finite |= ~samples
         logprobs = prompts = None
         if self._logprobs is not None:
             logprobs, prompts = self._logprobs.read(self._inputs.places)
-        return StepResult(
-            tokens, counts, finite, logprobs, prompts, self._by_graph, drafted, agreed
-        )
+        drafts = drafted, agreed, predicted
+        return StepResult(tokens, counts, finite, logprobs, prompts, self._by_graph, *drafts)

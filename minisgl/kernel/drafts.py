@@ -8,50 +8,64 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MAX_MATCH = 4  # a match compares up to this many of a row's last tokens
+MAX_MATCH = 32  # a match compares up to this many of a row's last tokens
 MIN_MATCH = 2  # a shorter match gives no draft
 
 
 def find_drafts(
-    token_pool: Tensor, rows: Tensor, cached: Tensor, lengths: Tensor, width: int, found: Tensor
+    token_pool: Tensor,
+    rows: Tensor,
+    cached: Tensor,
+    tails: Tensor,
+    lengths: Tensor,
+    width: int,
+    found: Tensor,
+    predicted: Tensor,
 ) -> None:
-    """Continue the last repetition of each row's end, and write it as drafts after the row's end.
+    """Continue the best match of each row's end, and write it as drafts after the row's end.
 
-    A row has the tokens 0 to cached[row]. The match is the earlier position in the row whose last
-    tokens equal the row's last tokens, for up to MAX_MATCH tokens. The longest match counts, and of
-    equally long ones the last. The drafts are the tokens after the match. A match that ends n
-    tokens before the end of the row has only n of them; then they repeat.
+    A row has the tokens 0 to cached[row]. From column tails[row] on it has the prediction of the
+    client, which later tokens may overwrite. A match is a position before the row's end, or in what
+    is left of the prediction, whose last tokens equal the row's last tokens, for up to MAX_MATCH
+    tokens. The longest match counts, and of equally long ones the last. A match in the prediction
+    therefore comes before one in the row. The drafts are the tokens after the match. If fewer than
+    needed stand between the match and the end of the row or of the prediction, they repeat.
     Source: prompt lookup decoding (Saxena 2023).
 
     token_pool: int32 [R, max_seq_len + 1], changed at positions cached[row] + 1 to
-    cached[row] + max(lengths, 2) - 1, as far as they are in the pool.
-    rows: int32 [B]. cached: int32 [R]. lengths: int32 [B], from 1 to width; width is at least 2.
-    found: int32 [B], overwritten with the number of drafts: max(lengths - 1, 1), or 0 without a
-    match. Drafts of a row without a match are its last token.
+    cached[row] + lengths, as far as they are in the pool.
+    rows: int32 [B]. cached: int32 [R]. lengths: int32 [B], from 1 to width.
+    tails: int32 [R]; max_seq_len + 1 for a row without a prediction.
+    found: int32 [B], overwritten with the number of drafts: lengths, or 0 without a match. Drafts
+    of a row without a match are its last token.
+    predicted: int32 [B], overwritten with 1 if the drafts come from the prediction, or 0.
     """
     columns = token_pool.shape[1]
     row, last = rows.long(), cached[rows.long()].long()
     tokens = token_pool[row]
     ends = torch.arange(columns, device=tokens.device)  # a match may end at each of them
-    matched = (ends < last.unsqueeze(1)).long()
+    tail = torch.maximum(tails[row].long(), last + 1).unsqueeze(1)
+    first = torch.where(ends < tail, 0, tail)
+    matched = ((ends < last.unsqueeze(1)) | (ends >= tail)) & (ends < columns - 1)
     score = torch.zeros_like(tokens, dtype=torch.long)
     for back in range(MAX_MATCH):
         end = tokens.gather(1, (last - back).clamp(min=0).unsqueeze(1))
         before = torch.roll(tokens, back, dims=1)
-        matched = matched * (before == end) * (ends >= back)
+        matched &= (before == end) & (ends - first >= back) & (last.unsqueeze(1) >= back)
         score += matched
     best = (score * columns + ends).argmax(dim=1)
     has_match = score.gather(1, best.unsqueeze(1)).squeeze(1) >= MIN_MATCH
-    period = torch.where(has_match, last - best, 1)
-    counts = (lengths - 1).clamp(min=1)
-    nth = torch.arange(width - 1, device=tokens.device)
+    in_tail = has_match & (best > last)
+    period = torch.where(has_match, torch.where(in_tail, columns - 1, last) - best, 1)
+    nth = torch.arange(width, device=tokens.device)
     source = torch.where(has_match, best + 1, last).unsqueeze(1) + nth % period.unsqueeze(1)
     target = last.unsqueeze(1) + 1 + nth
-    written = (nth < counts.unsqueeze(1)) & (target < columns)
+    written = (nth < lengths.unsqueeze(1)) & (target < columns)
     target = torch.where(written, target, last.unsqueeze(1))  # writes the last token again
     drafts = torch.where(written, tokens.gather(1, source), tokens.gather(1, last.unsqueeze(1)))
     token_pool[row.unsqueeze(1), target] = drafts
-    found.copy_(torch.where(has_match, counts, 0))
+    found.copy_(torch.where(has_match, lengths, 0))
+    predicted.copy_(in_tail)
 
 
 class Accepted(NamedTuple):

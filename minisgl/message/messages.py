@@ -157,6 +157,7 @@ class AddReq(Message, frozen=True, kw_only=True):
     log-probabilities of the prompt.
 
     token_ids   int32 little-endian, each below the width of the logits.
+    prediction  the output that the client expects, in the same form. Drafts come from it.
     cache_salt  only requests with the same salt share cached prefixes.
     client      the client that the API key names; clients take turns. "" in an offline run.
     call        number of the call; the calls of a client take turns. 0 in an offline run.
@@ -166,6 +167,7 @@ class AddReq(Message, frozen=True, kw_only=True):
     uid: int
     token_ids: bytes
     sampling: SamplingParams
+    prediction: bytes = b""
     cache_salt: str = ""
     count: int = 1
     client: str = ""
@@ -217,12 +219,15 @@ class PrefillDone(Message, frozen=True, kw_only=True):
 
     admitted_s  time of the first admission, CLOCK_MONOTONIC in seconds, a clock that all processes
                 of a host share. 0: the request never ran.
+    prediction_tokens
+                tokens of the prediction; 0 if the request may not draft.
     """
 
     uid: int
     prompt_tokens: int
     cached_tokens: int
     admitted_s: float = 0.0
+    prediction_tokens: int = 0
 
 
 class Finished(Message, frozen=True, kw_only=True):
@@ -257,6 +262,8 @@ class TokenLogprobs(Message, frozen=True, kw_only=True):
 class StepOutput(Message, frozen=True, kw_only=True):
     """All outputs of one step; token_ids[i] is the next token of request uids[i].
 
+    predicted: uid, and number of its tokens that the request's prediction had at their place.
+
     The detokenizer applies the lists in this order: prefill_done, prompt_logprobs, the tokens with
     their logprobs, finished.
     """
@@ -268,6 +275,7 @@ class StepOutput(Message, frozen=True, kw_only=True):
     finished: list[Finished] = []
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
+    predicted: list[tuple[int, int]] = []
 
 
 ToDetokenizer = StartText | StepOutput | Ping
@@ -340,7 +348,10 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     stopped            True if a stop string or a failure of the detokenizer ended the request. The
                        scheduler does not know yet that the request has ended.
     stop_string        the stop string that ended the text.
-    admitted_s         as in PrefillDone.
+    admitted_s, prediction_tokens
+                       as in PrefillDone.
+    accepted_prediction_tokens
+                       number of output tokens so far that equal a draft from the prediction.
     """
 
     uid: int
@@ -361,6 +372,8 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     stopped: bool = False
     stop_string: str = ""
     admitted_s: float = 0.0
+    prediction_tokens: int = 0
+    accepted_prediction_tokens: int = 0
 
 
 class StepText(Message, frozen=True, kw_only=True):

@@ -33,6 +33,7 @@ class OutputBuilder:
                 prompt_tokens=req.prompt_len,
                 cached_tokens=req.cached_tokens,
                 admitted_s=req.admitted_s,
+                prediction_tokens=len(req.prediction),
             )
         )
         self._next.prompt_logprobs.extend(req.held_logprobs)
@@ -42,13 +43,30 @@ class OutputBuilder:
         self._next.uids.extend(uids.tolist())
         self._next.token_ids.extend(token_ids.tolist())
 
-    def logprobs(
+    def details(
         self, batch: Batch, result: StepResult, table: RequestTable, token_rows: Int32Array
     ) -> None:
-        """Add the log-probabilities that requests of this step ask for.
+        """Add the log-probabilities of a step, and its tokens that predictions had.
 
-        token_rows: rows that got a token in this step.
+        token_rows: the row of each token that a request got in this step.
         """
+        self._add_predicted(batch, result, table, token_rows)
+        self._add_logprobs(batch, result, table, token_rows)
+
+    def _add_predicted(
+        self, batch: Batch, result: StepResult, table: RequestTable, token_rows: Int32Array
+    ) -> None:
+        if result.predicted is None or result.agreed is None:
+            return
+        for index in np.flatnonzero(result.predicted & (result.agreed > 0)).tolist():
+            row = batch.rows[index]
+            count = min(int(result.agreed[index]), int((token_rows == row).sum()))
+            if count and len(table.req_at(row).prediction):
+                self._next.predicted.append((int(table.uid[row]), count))
+
+    def _add_logprobs(
+        self, batch: Batch, result: StepResult, table: RequestTable, token_rows: Int32Array
+    ) -> None:
         wanted, sampled = batch.logprobs, result.logprobs
         if wanted is None:
             return

@@ -64,6 +64,8 @@ class Req:
     prefill_done      True once its PrefillDone message has been built.
     prompt_reported   number of prompt tokens whose log-probabilities have been reported.
     held_logprobs     log-probabilities of the prompt that wait for the PrefillDone message.
+    prediction        int32; the output that the client expects, the source of drafts. Empty if
+                      there is none, or after the admission of a request that may not draft.
     """
 
     uid: int
@@ -90,6 +92,7 @@ class Req:
     end_reason: FinishReason | None = None
     prompt_reported: int = 0
     held_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prediction: Int32Array = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
 
 def accept_request(
@@ -111,8 +114,10 @@ def accept_request(
     sampling.validate(vocab_size)
     if not len(tokens):
         raise InvalidRequest("the prompt is empty", param="prompt")
-    if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise InvalidRequest(f"a token id is outside 0..{vocab_size - 1}", param="prompt")
+    prediction = np.frombuffer(message.prediction, dtype="<i4").astype(np.int32, copy=False)
+    for param, ids in (("prompt", tokens), ("prediction", prediction)):
+        if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
+            raise InvalidRequest(f"a token id is outside 0..{vocab_size - 1}", param=param)
     max_tokens = sampling.max_tokens
     needed = len(tokens) + (1 if max_tokens is None else max_tokens)
     if needed > capacity_tokens:
@@ -138,4 +143,5 @@ def accept_request(
         client=message.client,
         call=message.call,
         priority=message.priority,
+        prediction=prediction,
     )

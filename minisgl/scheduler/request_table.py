@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import Column, Int32Array, InvariantBroken
-from minisgl.core.batch import EditedReq, LogprobsRequest
+from minisgl.core.batch import EditedReq, History, LogprobsRequest
 from minisgl.core.sampling import SamplingArrays
 from minisgl.kvcache import FencedPool
 from minisgl.scheduler.page_table import PageTable
@@ -98,6 +98,8 @@ class RequestTable:
         self.edits_logits[row] = req.logit_states is not None
         self.has_logprobs[row] = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
         self.may_draft[row] = not (self.edits_logits[row] or self.has_logprobs[row])
+        if not self.may_draft[row]:
+            req.prediction = req.prediction[:0]
         self.step_tokens[row] = 1
         for column in self._columns:
             self._sampling[column.name][row] = column.read(sampling)
@@ -135,11 +137,16 @@ class RequestTable:
 
     def histories(
         self, rows: Int32Array, num_decode: int, samples: NDArray[np.bool_]
-    ) -> tuple[tuple[int, Int32Array], ...]:
-        """Return the tokens of the requests whose last chunk the batch contains, by their rows."""
+    ) -> tuple[History, ...]:
+        """Return the tokens of the requests whose last chunk the batch contains."""
         last_chunks = np.flatnonzero(samples[num_decode:] & self.may_draft[rows[num_decode:]])
         completed = rows[num_decode:][last_chunks].tolist()
-        return tuple((row, self.tokens[row, : self.known[row]].copy()) for row in completed)
+        found = []
+        for row in completed:
+            req, tokens = self.req_at(row), self.tokens[row, : self.known[row]].copy()
+            most = req.max_total_tokens - req.prompt_len
+            found.append(History(row, tokens, req.prediction[:most]))
+        return tuple(found)
 
     def logprobs_request(
         self, rows: Int32Array, start: Int32Array, ends: Int32Array, samples: NDArray[np.bool_]

@@ -359,7 +359,7 @@ class Scheduler:
                 self.totals.prompt_tokens_total += req.prompt_len
                 self.totals.cached_tokens_total += req.cached_tokens
                 self._outputs.open(req)
-        self._outputs.logprobs(batch, result, self.table, rows)
+        self._outputs.details(batch, result, self.table, rows)
         self._take_tokens(rows, tokens, ended)
         self.planner.record_result(batch, result)
         # A prompt with non-finite logits has ended above. The logits of the prompts that are left

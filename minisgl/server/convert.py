@@ -61,6 +61,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: each with its path in the body, for error messages.
     priority: requests with a lower number are served first. None: the client set none.
     grammar: the constraint on the output, for a tokenizer worker; None: the output is free.
+    prediction: the expected output, for a tokenizer worker; None without one, or without drafts.
     text: the detokenizer's options, without the prompt. text.silent: the client wants no output
     (max_tokens 0), only the echo with its log-probabilities.
     max_tokens_param: the parameter by which the client set sampling.max_tokens. A prompt that
@@ -75,6 +76,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     n: int
     sampling: SamplingParams
     grammar: ConstraintRequest | None
+    prediction: TokenizeText | None
     text: TextOptions
     max_tokens_param: str | None
     stream: bool = False
@@ -113,8 +115,10 @@ class RequestConverter:
             raise reject("stream_options", "is allowed only with stream set to true")
         max_tokens, max_tokens_param = body.max_tokens, "max_tokens"
         tools: ToolRequest | None = None
+        prediction: TokenizeText | None = None
         if isinstance(body, requests.ChatBody):
             tools = tools_of(body, facts)
+            prediction = self._prediction(body, facts)
             if body.top_logprobs and not body.logprobs:
                 raise reject("top_logprobs", "is allowed only with logprobs set to true")
             logprobs = body.top_logprobs if body.logprobs else None
@@ -147,6 +151,7 @@ class RequestConverter:
             n=body.n,
             sampling=sampling,
             grammar=grammar,
+            prediction=prediction,
             text=TextOptions(
                 stop=[body.stop] if isinstance(body.stop, str) else body.stop,
                 skip_special_tokens=body.skip_special_tokens,
@@ -309,6 +314,14 @@ class RequestConverter:
         if isinstance(prompt, int):
             raise reject(param, "must be text or a list of token ids")
         return self.ids_prompt(param, prompt, facts)
+
+    def _prediction(self, body: requests.ChatBody, facts: ModelFacts) -> TokenizeText | None:
+        if body.prediction is None:
+            return None
+        content = body.prediction.content
+        text = content if isinstance(content, str) else "".join([part.text for part in content])
+        self._check_chars("prediction", len(text), facts)
+        return TokenizeText(text=text, add_special=False) if facts.drafts and text else None
 
     def _check_sizes(self, given: Mapping[str, Any]) -> None:
         """Refuse lists that are longer than this server allows."""

@@ -25,6 +25,7 @@ _EMPTY_FIELD = re.compile(rf"messages\[\d+\]\.(?:{'|'.join(requests.EMPTY_FIELDS
 # The struct of each field that holds an object, for hints about an unknown field in it.
 _OBJECTS: dict[str, type[RequestBody]] = {
     "messages": requests.Message,
+    "prediction": requests.Prediction,
     "content": requests.TextPart,
     "json_schema": requests.NamedSchema,
     "response_format": requests.ResponseFormat,

@@ -51,8 +51,8 @@ class ClientLoad:
     """The open calls of one client, or the queue of one client and one class of priorities.
 
     queued         choices without output.
-    queued_tokens  prompt tokens of the queued choices that have been submitted. A prompt that
-                   several choices share counts once.
+    queued_tokens  tokens of the prompts and predictions of the queued choices that have been
+                   submitted. If several choices share a prompt, it counts once.
     choices        choices that the engine has not ended.
     tokens         tokens of the open calls, as counted for max_call_tokens.
     """
@@ -199,7 +199,8 @@ class EngineClient:
         A limit never refuses a call if the client has no other open tokens that count for this
         limit. One large call on an idle server is therefore admitted.
 
-        prompt_tokens: tokens of the call's prompts. tokens: as counted for max_call_tokens.
+        prompt_tokens: tokens of the call's prompts and of its prediction. tokens: as counted for
+        max_call_tokens, and those of the prediction.
         """
         load, queue = self.loads[call.client], self.loads[_queue_key(call.client, call.priority)]
         if queue.queued_tokens and queue.queued_tokens + prompt_tokens > (
@@ -231,7 +232,8 @@ class EngineClient:
             return
         first = choices[0]
         first.prompt_share = len(request.token_ids) // 4
-        self.loads[_queue_key(first.client, first.priority)].queued_tokens += first.prompt_share
+        first.queued_share = first.prompt_share + len(request.prediction) // 4
+        self.loads[_queue_key(first.client, first.priority)].queued_tokens += first.queued_share
         for choice, option in zip(choices, options, strict=True):
             choice.submitted = True
             self._to_detokenizer(messages.StartText(uid=choice.uid, options=option))
@@ -321,7 +323,7 @@ class EngineClient:
     def _leave_queue(self, choice: Choice) -> None:
         load = self.loads[_queue_key(choice.client, choice.priority)]
         load.queued -= 1
-        load.queued_tokens -= choice.prompt_share
+        load.queued_tokens -= choice.queued_share
 
     def _abort(self, generation: Generation) -> None:
         for choice in generation.choices:

@@ -71,6 +71,7 @@ class Choice:
     submitted     the choice has been sent to the scheduler.
     prompt_share  prompt tokens that count for this choice: all for the first choice of a prompt, 0
                   for the others.
+    queued_share  as prompt_share, with the tokens of the prediction.
     first_s, last_s
                   arrival of its first and its latest token; 0 before the first token.
     """
@@ -91,6 +92,7 @@ class Choice:
     offset: int = 0
     submitted: bool = False
     prompt_share: int = 0
+    queued_share: int = 0
     first_s: float = 0.0
     last_s: float = 0.0
 

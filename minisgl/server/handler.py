@@ -151,7 +151,14 @@ async def _submit_all(
     if request.grammar is not None:
         compiled = await client.compile(request.grammar, generation)
     prompts, tokens = await tokenized(client, generation, request, facts, compiled)
-    client.require_room(generation, sum(len(token_ids) for token_ids, _ in prompts), tokens)
+    prompt_tokens = sum(len(token_ids) for token_ids, _ in prompts)
+    prediction = b""
+    if request.prediction is not None:
+        expected, _ = await client.tokenize(request.prediction, "prediction", generation)
+        # An answer has room for so many tokens after the prompt.
+        prediction = expected[: max(facts.max_seq_len - prompt_tokens, 0)].tobytes()
+    predicted = len(prediction) // 4
+    client.require_room(generation, prompt_tokens + predicted, tokens + predicted)
     for index, (token_ids, sampling) in enumerate(prompts):
         tail = token_ids[-PROMPT_TAIL_TOKENS:].tolist()
         others = msgspec.structs.replace(request.text, prompt_tail=tail)
@@ -163,6 +170,7 @@ async def _submit_all(
             uid=choices[0].uid,
             token_ids=token_ids.tobytes(),
             sampling=sampling.seeded(),
+            prediction=prediction,
             cache_salt=request.cache_salt,
             count=request.n,
             client=generation.client,

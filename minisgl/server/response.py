@@ -196,12 +196,16 @@ class ResponseWriter:
         completion_tokens = sum(update.completion_tokens for update in latest)
         cached = sum(update.cached_tokens for update in firsts)
         reasoning = sum(update.reasoning_tokens for update in latest)
+        accepted = sum(update.accepted_prediction_tokens for update in latest)
+        predicted = sum(update.prediction_tokens for update in latest)
         return responses.Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=responses.PromptTokensDetails(cached),
-            completion_tokens_details=responses.CompletionTokensDetails(reasoning),
+            completion_tokens_details=responses.CompletionTokensDetails(
+                reasoning, accepted, predicted - accepted
+            ),
         )
 
 

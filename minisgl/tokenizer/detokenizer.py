@@ -135,6 +135,9 @@ class Detokenizer:
             touched[uid] = text
             end = ended.get(uid) if last[uid] == index else None
             text.push(token_id, end is None or end.reason is not FinishReason.STOP, logprob)
+        for uid, count in output.predicted:
+            if uid in self._open:
+                self._open[uid].predicted += count
         updates = [text.take(ended.get(uid)) for uid, text in touched.items()]
         for uid, finished in ended.items():
             text = self._open.pop(uid, None)
@@ -165,6 +168,8 @@ class RequestText:
     `push` adds a token. `take` returns an update with all new output. The log-probability of a
     token is reported with the first character of its text. If a stop string cuts the token off, its
     log-probability is therefore never reported.
+
+    predicted: number of tokens that equal a draft from the prediction.
     """
 
     def __init__(
@@ -175,6 +180,7 @@ class RequestText:
         parser: CallParser | None = None,
     ) -> None:
         self.stream = TextStream(vocabulary, options)
+        self.predicted = 0
         self._vocabulary = vocabulary
         self._done = done
         self._options = options
@@ -312,6 +318,11 @@ class RequestText:
             stopped=stopped and finished is None,
             stop_string=stream.stop_string,
             admitted_s=self._done.admitted_s,
+            prediction_tokens=self._done.prediction_tokens,
+            # The step with a stop string may have tokens after it, which the text does not have.
+            accepted_prediction_tokens=min(
+                self.predicted, self._done.prediction_tokens, stream.tokens
+            ),
         )
         self._text = self._reasoning = ""
         self._token_ids, self._prompt_logprobs = [], []

@@ -31,70 +31,100 @@ def token_pool(rows: int, columns: int, vocab: int) -> Tensor:
 
 
 def check_search(
-    pool: Tensor, rows: Tensor, cached: Tensor, lengths: Tensor, width: int
-) -> list[int]:
-    """Compare with the reference, and return the numbers of drafts."""
+    pool: Tensor,
+    rows: Tensor,
+    cached: Tensor,
+    lengths: Tensor,
+    width: int,
+    tails: Tensor | None = None,
+) -> tuple[list[int], list[int]]:
+    """Compare with the reference. Returns the numbers of drafts, and which are predicted."""
     from minisgl.kernel.triton import drafts as kernels
 
-    expected, theirs = pool.clone(), torch.full_like(rows, -7)
-    drafts.find_drafts(expected, rows, cached, lengths, width, theirs)
-    before, found = cached.clone(), torch.full_like(rows, -9)
-    kernels.find_drafts(pool, rows, cached, lengths, width, found)
-    assert torch.equal(found, theirs)
+    tails = torch.full_like(cached, pool.shape[1]) if tails is None else tails
+    expected, found_expected = pool.clone(), torch.full((2, len(rows)), -7, device=DEVICE).int()
+    drafts.find_drafts(expected, rows, cached, tails, lengths, width, *found_expected)
+    before, found = cached.clone(), torch.full_like(found_expected, -9)
+    kernels.find_drafts(pool, rows, cached, tails, lengths, width, *found)
+    assert torch.equal(found, found_expected)
     assert torch.equal(pool, expected)
     assert torch.equal(cached, before)
-    return found.tolist()
+    counts, predicted = found.tolist()
+    return counts, predicted
 
 
-@pytest.mark.parametrize("width", [2, 3, 5, 8])
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("vocab", [1, 2, 3, 30, 3000])
 def test_drafts_of_short_rows(vocab: int, width: int) -> None:
     """Matches of all sizes, also at the start of a row, and rows that end with the pool."""
-    rows, columns = 29, 33
+    rows, columns = 29, 73
     pool = token_pool(rows + 1, columns, vocab)
-    cached = int32(torch.arange(rows + 1) % columns)
+    cached = int32(torch.arange(rows + 1) * 2 % columns)
     cached[26:29] = int32([columns - 1, columns - 2, columns - width])
     lengths = int32(torch.randint(1, width + 1, (rows,)))
-    counts = check_search(pool, int32(torch.randperm(rows)), cached, lengths, width)
+    counts, _ = check_search(pool, int32(torch.randperm(rows)), cached, lengths, width)
     assert any(counts) or vocab >= 30
     assert not all(counts)
 
 
+@pytest.mark.parametrize("width", [1, 8])
+@pytest.mark.parametrize("vocab", [1, 2, 3, 9])
+def test_drafts_of_short_rows_with_predictions(vocab: int, width: int) -> None:
+    """Predictions of all lengths. Some begin before the end of the row."""
+    rows, columns = 60, 73
+    pool = token_pool(rows, columns, vocab)
+    cached = int32(torch.randint(0, columns, (rows,)))
+    tails = int32(torch.randint(0, columns + 1, (rows,)))
+    lengths = int32(torch.randint(1, width + 1, (rows,)))
+    order = int32(torch.randperm(rows))
+    counts, predicted = check_search(pool, order, cached, lengths, width, tails)
+    assert any(predicted)
+    assert sum(predicted) < sum(count > 0 for count in counts), "no match is in a row"
+
+
 @pytest.mark.parametrize("reqs", [1, 3, 70])
 def test_drafts_of_rows_of_different_lengths(reqs: int) -> None:
-    """The match is in any part of a long row. Short rows stand beside it."""
+    """The match is in any part of a long row or of its prediction. Short rows stand beside it."""
     pool = token_pool(80, LONGEST + 1, 50_000)
-    cached = int32(torch.randint(0, LONGEST - 8, (80,)))
+    cached = int32(torch.randint(0, LONGEST // 2, (80,)))
+    tails = int32(torch.randint(LONGEST // 2 + 8, LONGEST - 50, (80,)))
     rows = torch.randperm(80)[:reqs]
+    in_tail = []
     for index, row in enumerate(rows.tolist()):
         if index % 4 == 3:
             cached[row] = index % 7
             continue
-        last = int(cached[row]) if index else LONGEST - 9
-        cached[row] = last
-        size, end = 2 + index % 3, int(torch.randint(4, last - 4, (1,)))
+        last = int(cached[row]) if index else LONGEST // 2
+        cached[row] = max(last, 60)
+        last, size = int(cached[row]), (2, 3, 4, 5, 17, 40)[index % 6]
+        first, end = (int(tails[row]), LONGEST - 1) if index % 2 else (0, last - size)
+        end = int(torch.randint(first + size - 1, max(end, first + size), (1,)))
         pool[row, end + 1 - size : end + 1] = pool[row, last + 1 - size : last + 1].clone()
+        in_tail.append(index % 2)
     lengths = int32(torch.randint(1, 9, (reqs,)))
-    assert any(check_search(pool, int32(rows), cached, lengths, 8))
+    counts, predicted = check_search(pool, int32(rows), cached, lengths, 8, tails)
+    expected = [index for index in range(reqs) if index % 4 != 3]
+    assert all(counts[index] for index in expected)
+    assert [predicted[index] for index in expected] == in_tail
 
 
-@pytest.mark.parametrize("end", [1, 2, 1023, 1024, 1025, LONGEST - 12])
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("end", [1, 2, 1023, 1024, 1025, LONGEST - 72])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 32, 40])
 def test_a_match_at_the_border_of_a_tile(size: int, end: int) -> None:
     pool = int32(torch.arange(LONGEST + 1)).unsqueeze(0)
     last = LONGEST - 8
     size = min(size, end + 1)
     pool[0, end + 1 - size : end + 1] = pool[0, last + 1 - size : last + 1].clone()
-    following = pool[0, end + 1 : end + 5].tolist()
-    counts = check_search(pool, int32([0]), int32([last]), int32([5]), 5)
-    assert counts == [4 if size > 1 else 0]
+    following = pool[0, end + 1 : end + 6].tolist()
+    counts, _ = check_search(pool, int32([0]), int32([last]), int32([5]), 5)
+    assert counts == [5 if size > 1 else 0]
     if size > 1:
-        assert pool[0, last + 1 : last + 5].tolist() == following
+        assert pool[0, last + 1 : last + 6].tolist() == following
 
 
 def test_a_step_without_requests_has_no_drafts() -> None:
     pool = token_pool(1, 8, 2)
-    assert check_search(pool, int32([]), int32([3]), int32([]), 4) == []
+    assert check_search(pool, int32([]), int32([3]), int32([]), 4) == ([], [])
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 5, 8])
@@ -120,7 +150,7 @@ def test_accepted_tokens(num_decode: int, chunks: int, width: int, broken: float
     drawn = torch.randint(0, 2, (int(draws.sum()),))
     drawn[torch.rand(len(drawn)) < 0.05] = 7
     finite = (torch.rand(len(drawn)) >= broken).to(DEVICE)
-    found = (lengths[:num_decode] - 1).clamp(min=1) * torch.randint(0, 2, (num_decode,))
+    found = lengths[:num_decode] * torch.randint(0, 2, (num_decode,))
     rows = torch.randperm(reqs + 2)[:reqs]
     cached = torch.randint(0, columns - width, (reqs + 2,))
     cached[rows[-3:]] = columns - 1 - lengths[-3:]
@@ -143,13 +173,15 @@ def test_captured_kernels_follow_their_inputs() -> None:
     reqs, width, columns = 20, 4, 5000
     pool = token_pool(reqs + 1, columns, 3)
     rows, cached = int32(torch.randperm(reqs)), int32([0] * (reqs + 1))
-    lengths, samples, found = int32([1] * reqs), int32([1] * reqs), int32([0] * reqs)
+    lengths, samples, tails = int32([1] * reqs), int32([1] * reqs), cached.clone()
+    found = int32([[0] * reqs] * 2)
     first, drawn = int32([0] * reqs), int32([0] * (reqs * width))
     finite = torch.ones(reqs * width, dtype=torch.bool, device=DEVICE)
 
     def run(module: object, pool: Tensor, cached: Tensor, found: Tensor) -> drafts.Accepted:
-        module.find_drafts(pool, rows, cached, lengths, width, found)  # type: ignore[attr-defined]
-        step = lengths, samples, found, first, drawn, finite, reqs, width
+        inputs = rows, cached, tails, lengths, width
+        module.find_drafts(pool, *inputs, *found)  # type: ignore[attr-defined]
+        step = lengths, samples, found[0], first, drawn, finite, reqs, width
         accepted: drafts.Accepted = module.accept_drafts(  # type: ignore[attr-defined]
             pool, rows, cached, *step
         )
@@ -167,6 +199,7 @@ def test_captured_kernels_follow_their_inputs() -> None:
         for longest in (10, 1000, columns - width):
             pool.copy_(token_pool(*pool.shape, 3))
             cached.copy_(torch.randint(0, longest, (reqs + 1,)))
+            tails.copy_(torch.randint(columns // 2, columns + 1, (reqs + 1,)))
             lengths.copy_(torch.randint(1, width + 1, (reqs,)))
             first.copy_(lengths.cumsum(0) - lengths)
             drawn.copy_(torch.randint(0, 3, (reqs * width,)))

@@ -23,7 +23,7 @@ from tests.parity.test_scheduler_parity import (
     prove,
     run,
 )
-from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
+from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
 
 PLAIN = Case(UNLIMITED, "naive", overlap=False, crowded=False)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
@@ -57,12 +57,14 @@ def drafts_of(outputs: list[list[int]], drafter: str) -> Find:
         token_pool: torch.Tensor,
         rows: torch.Tensor,
         cached: torch.Tensor,
+        tails: torch.Tensor,
         lengths: torch.Tensor,
         width: int,
         found: torch.Tensor,
+        predicted: torch.Tensor,
     ) -> None:
         for index, row in enumerate(rows.tolist()):
-            end, count = int(cached[row]) + 1, max(int(lengths[index]) - 1, 1)
+            end, count = int(cached[row]) + 1, int(lengths[index])
             tokens = token_pool[row, :end].tolist()
             follows = next((s[end:] for s in sequences if s[:end] == tokens), [])
             found[index] = count
@@ -103,3 +105,25 @@ def test_drafts_change_no_token(
 def test_engine_with_sliding_windows_makes_no_drafts(model_path: ModelPath) -> None:
     with pytest.raises(ConfigError, match="speculative does not support a model with sliding"):
         make_engine(model_path("gemma2"), drafts=ChangingDrafts(3))
+
+
+@pytest.mark.parametrize("kind", ["drawn", "mixed"])
+@pytest.mark.parametrize("prediction", PREDICTIONS)
+@pytest.mark.parametrize("index", [2, 5])
+def test_predictions_change_no_token(
+    index: int, prediction: str, kind: str, model_path: ModelPath
+) -> None:
+    """Predictions fill the room for the output, or more; preempted requests keep theirs."""
+    path, case = model_path("qwen3"), CASES[index]
+    expected = without_drafts(path, kind)
+    predictions = [PREDICTIONS[prediction](output) for output in expected]
+    outputs, scheduler, recorder = run(path, case, KINDS[kind], ChangingDrafts(7), predictions)
+    assert outputs == expected
+    if kind != "mixed":
+        prove(case, scheduler, recorder)
+    # The first two tokens of an output find the prediction, and four requests of six draft.
+    drafted = sum(len(output) - 3 for output in expected) * (0.5 if kind == "mixed" else 1)
+    if prediction in ("none", "wrong"):
+        assert recorder.predicted < 0.1 * drafted
+    elif prediction in ("right", "too long"):
+        assert recorder.predicted > 0.9 * drafted

@@ -103,6 +103,8 @@ class Recorder:
 
     Before each step it fills the pages that no request and no cached prefix has with NaN. The
     engine runs a step at its launch, so no step in flight reads them.
+
+    predicted: number of tokens that equal a draft from a prediction.
     """
 
     scheduler: Scheduler
@@ -113,6 +115,7 @@ class Recorder:
         self.max_running_reqs, self.max_seq_len = engine.max_running_reqs, engine.max_seq_len
         self.window = engine.window
         self.batches: list[Batch] = []
+        self.predicted = 0
 
     def launch(self, batch: Batch) -> object:
         self.batches.append(batch)
@@ -136,11 +139,16 @@ def few_window_pages(config: EngineConfig, num_pages: int, window: int, chunk: i
 
 
 def run(
-    path: str, case: Case, samplings: list[SamplingParams], drafts: DraftLengths | None = None
+    path: str,
+    case: Case,
+    samplings: list[SamplingParams],
+    drafts: DraftLengths | None = None,
+    predictions: list[list[int]] | None = None,
 ) -> tuple[list[list[int]], Scheduler, Recorder]:
     """Run two waves of the prompts; the second one finds the prefixes of the first one cached.
 
     samplings: one for each prompt, or one for all. drafts: None for a run without drafts.
+    predictions: one for each request of both waves.
     """
     # The largest request has 90 + 24 tokens and must fit. 128 tokens leave no room for a second.
     tokens = 128 if case.crowded else 1024
@@ -175,7 +183,9 @@ def run(
             outputs[uid] = []
             ids = np.array(prompt, dtype="<i4").tobytes()
             asked = samplings[index % len(samplings)]
-            inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=asked))
+            predicted = np.array(predictions[uid] if predictions else [], dtype="<i4").tobytes()
+            message = AddReq(uid=uid, token_ids=ids, sampling=asked, prediction=predicted)
+            inbox.messages.append(message)
         while inbox.messages or not scheduler.idle:
             scheduler.iterate()
             check_scheduler(scheduler)
@@ -183,6 +193,7 @@ def run(
     for output in outbox:
         for uid, token in zip(output.uids, output.token_ids, strict=True):
             outputs[uid].append(token)
+    recorder.predicted = sum(count for output in outbox for _, count in output.predicted)
     engine.close()
     return [outputs[uid] for uid in sorted(outputs)], scheduler, recorder
 

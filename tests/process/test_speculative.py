@@ -1,5 +1,6 @@
 """A server with --speculative gives the choices, stops and usage of a server without it."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,89 @@ def test_answers_are_equal(body: dict[str, Any], servers: list[ServerProcess]) -
         usage = answer["usage"]
         answers.append((choices, usage["prompt_tokens"], usage["completion_tokens"]))
     assert answers[0] == answers[1]
+
+
+def chat(server: ServerProcess, prediction: Any, **changed: Any) -> dict[str, Any]:
+    url = server.url + "/v1/chat/completions"
+    messages = [{"role": "user", "content": "Tell me about the sea."}]
+    asked = {
+        "model": "minisgl-demo",
+        "messages": messages,
+        "temperature": 0,
+        "max_tokens": 40,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+    }
+    if prediction is not None:
+        asked["prediction"] = {"type": "content", "content": prediction}
+    answer = httpx.post(url, json={**asked, **changed}, timeout=DEADLINE_S).raise_for_status()
+    if not changed.get("stream"):
+        return answer.json()
+    lines = answer.text.splitlines()
+    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    return chunks[-1]
+
+
+def counts_of(usage: dict[str, Any]) -> tuple[int, int]:
+    details = usage["completion_tokens_details"]
+    return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+
+
+def tokens_of(server: ServerProcess, text: str) -> int:
+    body = {"prompt": text, "add_special_tokens": False}
+    answer = httpx.post(server.url + "/tokenize", json=body, timeout=DEADLINE_S)
+    count: int = answer.raise_for_status().json()["count"]
+    return count
+
+
+def test_predictions_change_no_answer_and_are_counted(servers: list[ServerProcess]) -> None:
+    """The tokens of a prediction are accepted or rejected. Without drafts none is counted."""
+    plain, drafting = servers
+    expected = chat(plain, None)
+    text = expected["choices"][0]["message"]["content"]
+    half, other = text[: len(text) // 2], "0123456789 " * 20
+    parts = [{"type": "text", "text": part} for part in (half, text[len(half) :])]
+    cases = [
+        (None, "", "none"),
+        ("", "", "none"),
+        (text, text, "right"),
+        (parts, text, "right"),
+        (half, half, "half right"),
+        ("x" + text + other, "x" + text + other, "right"),
+        (other, other, "wrong"),
+    ]
+    for prediction, whole, kind in cases:
+        assert counts_of(chat(plain, prediction)["usage"]) == (0, 0)
+        size = tokens_of(drafting, whole) if whole else 0
+        for n in (1, 2):
+            answer = chat(drafting, prediction, n=n)
+            texts = [choice["message"]["content"] for choice in answer["choices"]]
+            assert texts == [text] * n
+            accepted, rejected = counts_of(answer["usage"])
+            assert accepted + rejected == n * size
+            if kind == "right":
+                assert accepted > 30 * n
+            elif kind == "half right":
+                assert 10 * n < accepted <= 30 * n
+            else:
+                assert accepted < 5 * n
+
+
+def test_stream_with_a_prediction_has_the_usage_of_a_whole_answer(
+    servers: list[ServerProcess],
+) -> None:
+    drafting = servers[1]
+    text = chat(drafting, None)["choices"][0]["message"]["content"]
+    middle = len(text) // 2
+    for stop in ([], [text[middle : middle + 6]]):
+        whole = chat(drafting, text, stop=stop)
+        options = {"include_usage": True}
+        last = chat(drafting, text, stop=stop, stream=True, stream_options=options)
+        assert last["usage"] | {"prompt_tokens_details": 0} == (
+            whole["usage"] | {"prompt_tokens_details": 0}
+        )
+        assert (whole["usage"]["completion_tokens"] < 40) == bool(stop)
+        assert counts_of(whole["usage"])[0] > (10 if stop else 30)
 
 
 def test_drafts_are_counted_only_with_the_flag(servers: list[ServerProcess]) -> None:

@@ -1,9 +1,9 @@
 """The kernels of minisgl.kernel.drafts: n-gram drafts from the token pool, and their verification.
 
-find_drafts reads each token of a row once from memory. Its first kernel searches pieces of rows in
-parallel, and its second kernel writes the drafts. Neither knows on the host how long a row is: the
-programs of a short row end at once. Bytes read: 4 for each token of each row. Both kernels and
-accept_drafts move little data, so their time is mostly the latency of a launch.
+find_drafts reads each token of a row and of its prediction once from memory. Its first kernel
+searches pieces of rows in parallel, and its second kernel writes the drafts. Neither knows on the
+host how long a row is: the programs of a short row end at once. Bytes read: 4 for each token. Both
+kernels and accept_drafts move little data, so their time is mostly the latency of a launch.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -18,8 +18,46 @@ from minisgl.kernel.drafts import MAX_MATCH, MIN_MATCH, Accepted
 _TILE = 1024  # tokens that a program compares at once
 _PROGRAMS = 1024  # the most programs that search, over all rows
 _MOST_PARTS = 64  # the most programs that search one row
+_NEAR = 4  # tokens that are compared in all places; few places match more
 _ELEMENTS = 256  # requests times tokens of one program of accept_drafts
-_REQ_FIELDS = ["rows", "lengths", "found"]  # views into the step, of any alignment
+_REQ_FIELDS = ["rows", "lengths", "found", "predicted"]  # views into the step, of any alignment
+
+
+@triton.jit
+def _best_match(
+    source,
+    last,
+    first,
+    end,
+    columns,
+    best,
+    MAX: tl.constexpr,
+    MIN: tl.constexpr,
+    NEAR: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Return the larger of `best` and the matches that end in this program's part of [first, end).
+
+    A match does not begin before `first`. It is its size * columns + its end.
+    """
+    for base in range(first + tl.program_id(1) * TILE, end, tl.num_programs(1) * TILE):
+        place = base + tl.arange(0, TILE)
+        matched = place < end
+        size = tl.zeros([TILE], tl.int32)
+        for back in tl.static_range(NEAR):
+            matched = matched & (place - first >= back) & (last >= back)
+            wanted = tl.load(source + tl.maximum(last - back, 0))
+            matched = matched & (tl.load(source + place - back, mask=matched, other=-1) == wanted)
+            size += matched.to(tl.int32)
+        if tl.max(size, axis=0) == NEAR:
+            for far in range(NEAR, MAX):
+                matched = matched & (place - first >= far) & (last >= far)
+                wanted = tl.load(source + tl.maximum(last - far, 0))
+                token = tl.load(source + place - far, mask=matched, other=-1)
+                matched = matched & (token == wanted)
+                size += matched.to(tl.int32)
+        best = tl.maximum(best, tl.where(size >= MIN, size * columns + place, -1))
+    return best
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows"])
@@ -27,29 +65,24 @@ def _find_matches(
     token_pool,
     rows,
     cached,
+    tails,
     matches,
     pool_stride,
     columns,
     MAX: tl.constexpr,
     MIN: tl.constexpr,
+    NEAR: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Store the best match of each piece of a row: its size * columns + its end, or -1."""
     req = tl.program_id(0)
     row = tl.load(rows + req).to(tl.int64)
     last = tl.load(cached + row)
+    tail = tl.maximum(tl.load(tails + row), last + 1)
     source = token_pool + row * pool_stride
     best = tl.full([TILE], -1, tl.int32)
-    for base in range(tl.program_id(1) * TILE, last, tl.num_programs(1) * TILE):
-        end = base + tl.arange(0, TILE)
-        matched = end < last
-        size = tl.zeros([TILE], tl.int32)
-        for back in tl.static_range(MAX):
-            matched = matched & (end >= back)
-            wanted = tl.load(source + tl.maximum(last - back, 0))
-            matched = matched & (tl.load(source + end - back, mask=matched, other=-1) == wanted)
-            size += matched.to(tl.int32)
-        best = tl.maximum(best, tl.where(size >= MIN, size * columns + end, -1))
+    best = _best_match(source, last, 0, last, columns, best, MAX, MIN, NEAR, TILE)
+    best = _best_match(source, last, tail, columns - 1, columns, best, MAX, MIN, NEAR, TILE)
     at = req * tl.num_programs(1) + tl.program_id(1)
     tl.store(matches + at, tl.max(best, axis=0))
 
@@ -61,6 +94,7 @@ def _write_drafts(
     cached,
     lengths,
     found,
+    predicted,
     matches,
     parts,
     pool_stride,
@@ -76,13 +110,16 @@ def _write_drafts(
     part = tl.arange(0, PARTS)
     best = tl.max(tl.load(matches + req * parts + part, mask=part < parts, other=-1), axis=0)
     end = tl.where(best >= 0, best % columns, last - 1)  # without a match the last token repeats
-    count = tl.maximum(tl.load(lengths + req) - 1, 1)
+    period = tl.where(end > last, columns - 1, last) - end
+    count = tl.load(lengths + req)
     nth = tl.arange(0, WIDTH)
     target = last + 1 + nth
-    written = (nth < count) & (nth < width - 1) & (target < columns)
-    draft = tl.load(source + end + 1 + nth % (last - end), mask=written)
+    written = (nth < count) & (nth < width) & (target < columns)
+    draft = tl.load(source + end + 1 + nth % period, mask=written)
+    tl.debug_barrier()  # drafts may overwrite the beginning of the prediction
     tl.store(source + target, draft, mask=written)
     tl.store(found + req, tl.where(best >= 0, count, 0))
+    tl.store(predicted + req, (end > last).to(tl.int32))
 
 
 @triton.jit(
@@ -144,7 +181,14 @@ def _accept_drafts(
 
 
 def find_drafts(
-    token_pool: Tensor, rows: Tensor, cached: Tensor, lengths: Tensor, width: int, found: Tensor
+    token_pool: Tensor,
+    rows: Tensor,
+    cached: Tensor,
+    tails: Tensor,
+    lengths: Tensor,
+    width: int,
+    found: Tensor,
+    predicted: Tensor,
 ) -> None:
     """As the reference. Two launches; no host sync; graph-capturable.
 
@@ -160,11 +204,13 @@ def find_drafts(
         token_pool,
         rows,
         cached,
+        tails,
         matches,
         token_pool.stride(0),
         columns,
         MAX=MAX_MATCH,
         MIN=MIN_MATCH,
+        NEAR=_NEAR,
         TILE=_TILE,
     )
     _write_drafts[(reqs,)](
@@ -173,6 +219,7 @@ def find_drafts(
         cached,
         lengths,
         found,
+        predicted,
         matches,
         parts,
         token_pool.stride(0),

@@ -254,6 +254,13 @@ class GenerationBody(RequestBody, kw_only=True):
     ebnf: str | None = None
 
 
+class Prediction(RequestBody, kw_only=True):
+    """The output that the client expects. Text parts are joined."""
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Meta(max_length=1024)]
+
+
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -271,6 +278,7 @@ class ChatBody(GenerationBody, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=128)] = []
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool = True
+    prediction: Prediction | None = None
 
 
 class TextBody(GenerationBody, kw_only=True):

@@ -13,9 +13,16 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """reasoning_tokens: tokens of the reasoning, which completion_tokens includes."""
+    """Parts of completion_tokens, and the tokens of the prediction that are not in it.
+
+    reasoning_tokens: tokens of the reasoning.
+    accepted_prediction_tokens: tokens that the client's prediction had at their place.
+    rejected_prediction_tokens: the other tokens of the prediction.
+    """
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class Usage(msgspec.Struct, kw_only=True):

@@ -14,47 +14,76 @@ def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def plain_drafts(tokens: list[int], count: int) -> list[int]:
-    """Return the drafts after `tokens`: the continuation of the longest, then last match."""
-    for size in range(MAX_MATCH, MIN_MATCH - 1, -1):
-        for after in range(len(tokens) - 1, size - 1, -1):
-            if tokens[after - size : after] == tokens[-size:]:
-                piece = tokens[after:]
-                return [piece[nth % len(piece)] for nth in range(count)]
-    return []
+def plain_drafts(tokens: list[int], prediction: list[int], count: int) -> tuple[list[int], bool]:
+    """Return the drafts after `tokens`: the continuation of the longest, then last match.
+
+    Also returns whether the match is in the prediction.
+    """
+    for size in range(min(MAX_MATCH, len(tokens)), MIN_MATCH - 1, -1):
+        for text in (prediction, tokens):
+            for after in range(len(text) - 1, size - 1, -1):
+                if text[after - size : after] == tokens[-size:]:
+                    piece = text[after:]
+                    drafts = [piece[nth % len(piece)] for nth in range(count)]
+                    return drafts, text is prediction
+    return [], False
 
 
-@settings(max_examples=300, deadline=None)
+TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=16)
+
+
+@settings(max_examples=500, deadline=None)
 @given(
     data=st.data(),
-    contents=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=16), min_size=1, max_size=4),
+    contents=st.lists(st.tuples(TEXT, st.just([]) | TEXT), min_size=1, max_size=4),
 )
 def test_drafts_continue_the_longest_and_last_match(
-    data: st.DataObject, contents: list[list[int]]
+    data: st.DataObject, contents: list[tuple[list[int], list[int]]]
 ) -> None:
+    """A prediction may begin before the end of the row, which then has overwritten a part of it."""
     reqs = len(contents)
     pool = torch.full((reqs + 1, COLUMNS), 7, dtype=torch.int32)
     rows = data.draw(st.permutations(range(reqs)))
     lengths = data.draw(st.lists(st.integers(1, WIDTH), min_size=reqs, max_size=reqs))
     cached = torch.full((reqs + 1,), -1, dtype=torch.int32)
-    for row, tokens in zip(rows, contents, strict=True):
+    tails = torch.full_like(cached, COLUMNS)
+    for row, (tokens, prediction) in zip(rows, contents, strict=True):
+        tails[row] = COLUMNS - len(prediction)
+        pool[row, tails[row] :] = int32(*prediction)
         pool[row, : len(tokens)] = int32(*tokens)
         cached[row] = len(tokens) - 1
     before, found = pool.clone(), torch.full((reqs,), -1, dtype=torch.int32)
-    find_drafts(pool, int32(*rows), cached, int32(*lengths), WIDTH, found)
-    for row, tokens, length, count in zip(rows, contents, lengths, found.tolist(), strict=True):
-        drafts = plain_drafts(tokens, max(length - 1, 1))
-        assert count == len(drafts)
-        end = len(tokens) + max(length - 1, 1)
-        expected = drafts or [tokens[-1]] * max(length - 1, 1)
-        assert pool[row, :end].tolist() == tokens + expected
+    predicted = found.clone()
+    find_drafts(pool, int32(*rows), cached, tails, int32(*lengths), WIDTH, found, predicted)
+    sources = zip(found.tolist(), predicted.tolist(), strict=True)
+    for row, (tokens, prediction), length, source in zip(
+        rows, contents, lengths, sources, strict=True
+    ):
+        left = prediction[max(len(tokens) - (COLUMNS - len(prediction)), 0) :]
+        drafts, is_predicted = plain_drafts(tokens, left, length)
+        assert source == (len(drafts), is_predicted)
+        end = min(len(tokens) + length, COLUMNS)
+        expected = tokens + (drafts or [tokens[-1]] * length)
+        assert pool[row, :end].tolist() == expected[:end]
         assert torch.equal(pool[row, end:], before[row, end:])
+
+
+def test_long_matches_come_before_later_ones() -> None:
+    """The row's end stands twice before it. The earlier place also has the 29 tokens before it."""
+    text = list(range(10, 40))
+    tokens = [*text, 1, 2, 38, 39, 3, 4, *text]
+    pool = int32(*tokens, 0, 0, 0).unsqueeze(0)
+    found, predicted = int32(0), int32(0)
+    last, columns = int32(len(tokens) - 1), int32(pool.shape[1])
+    find_drafts(pool, int32(0), last, columns, int32(2), 2, found, predicted)
+    assert pool[0, len(tokens) :].tolist() == [1, 2, 0]
+    assert (found.item(), predicted.item()) == (2, 0)
 
 
 def test_drafts_end_with_the_token_pool() -> None:
     pool = int32(1, 2, 3, 1, 2).unsqueeze(0)
-    found = int32(0)
-    find_drafts(pool, int32(0), int32(4), int32(3), WIDTH, found)
+    found, predicted = int32(0), int32(0)
+    find_drafts(pool, int32(0), int32(4), int32(5), int32(3), WIDTH, found, predicted)
     assert pool.tolist() == [[1, 2, 3, 1, 2]]
 
 
@@ -78,7 +107,7 @@ def test_accepted_tokens_are_those_of_a_plain_loop(
         drawn += data.draw(st.lists(st.integers(0, 1), min_size=draws, max_size=draws))
         finite += [data.draw(st.integers(0, 9)) > 0 for _ in range(draws)]
         if index < num_decode:
-            count = max(lengths[index] - 1, 1)
+            count = lengths[index]
             drafts = data.draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))
             found.append(data.draw(st.sampled_from([0, count])))
             pool[row, cached[row] + 1 : cached[row] + 1 + count] = int32(*drafts)

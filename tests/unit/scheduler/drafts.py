@@ -1,12 +1,27 @@
-"""Draft lengths and drafters for the fake engine."""
+"""Draft lengths, drafters and predictions for the fake engine."""
+
+from collections.abc import Callable
 
 from minisgl.core import Int32Array, StepCost
-from tests.unit.scheduler.fake_engine import Drafter
+from tests.unit.scheduler.fake_engine import VOCAB, Drafter
 
 DRAFTERS: dict[str, Drafter] = {
     "right": lambda row, position: True,
     "wrong": lambda row, position: False,
     "half right": lambda row, position: (row + position) % 4 < 2,
+}
+
+
+# Predictions of an output.
+PREDICTIONS: dict[str, Callable[[list[int]], list[int]]] = {
+    "none": lambda output: [],
+    "right": lambda output: output,
+    "wrong": lambda output: [(token + 1) % VOCAB for token in output],
+    "half right": lambda output: [
+        (token + (place % 6 > 3)) % VOCAB for place, token in enumerate(output)
+    ],
+    "too short": lambda output: output[:4],
+    "too long": lambda output: output * 5,
 }
 
 

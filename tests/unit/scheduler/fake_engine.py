@@ -9,7 +9,8 @@ windows of a step's tokens.
 A step runs as late as possible, when its result is read, as on a slow GPU.
 
 In steps with drafts the engine keeps the length of each row, as a real engine does on the device.
-Its drafts are right, wrong, or right up to some position (Drafter).
+Its drafts are right, wrong, or right up to some position (Drafter). If the last two tokens of a
+request stand in its prediction, its drafts are the tokens after them instead.
 """
 
 from collections.abc import Callable
@@ -104,6 +105,7 @@ class FakeEngine:
         columns = -(-max_seq_len // page_size) + -(-MAX_DRAFTS // page_size)
         shape = 2, max_running_reqs + 1, columns
         self.page_tables: Int32Array = np.full(shape, -1, dtype=np.int32)
+        self.predictions: dict[int, list[int]] = {}
         self.token_pool: Int32Array = np.full((max_running_reqs, max_seq_len + 1), -1, np.int32)
         self.queue: list[_Pending] = []
         self.batches: list[Batch] = []
@@ -132,18 +134,20 @@ class FakeEngine:
         finite = np.ones(batch.num_reqs, dtype=np.bool_)
         starts = batch.start.copy()
         if batch.drafting:
-            for row, tokens in batch.histories:
+            for row, tokens, prediction in batch.histories:
                 self.token_pool[row, : len(tokens)] = tokens
+                self.predictions[row] = prediction.tolist()
             decode = slice(batch.num_decode)
             starts[decode] = self.lengths[batch.rows[decode]]
             assert (starts[decode] >= 0).all(), "a length was read that no step wrote"
             assert (starts <= batch.start).all(), "the start of a row is no upper bound"
         inputs, taken = [], 0
+        predicted = np.zeros(batch.num_reqs, dtype=np.bool_)
         for i in range(batch.num_reqs):  # the gather comes before any write of this step
             row, start, length = (int(a[i]) for a in (batch.rows, starts, batch.lengths))
             if i < batch.num_decode:
                 if length > 1:
-                    self._write_drafts(row, start, length - 1)
+                    predicted[i] = self._write_drafts(row, start, length - 1)
                 inputs.append(self.token_pool[row, start : start + length].copy())
             else:
                 inputs.append(batch.chunk_ids[taken : taken + length])
@@ -179,26 +183,35 @@ class FakeEngine:
         drafted = np.maximum(batch.lengths - 1, 0)
         drafted[batch.num_decode :] = 0
         agreed = np.minimum(counts - 1, drafted)
-        return StepResult(tokens, counts, finite, drafted=drafted, agreed=np.maximum(agreed, 0))
+        drafts = {"drafted": drafted, "agreed": np.maximum(agreed, 0), "predicted": predicted}
+        return StepResult(tokens, counts, finite, **drafts)
 
     def _overshoot(self, row: int, start: int, width: int) -> None:
         """Write noise to the slots of `width` tokens, as for drafts that a row cannot use."""
         self.slots[self._slots_of(0, row, start, start + width)] = np.uint64(row + 1)
 
-    def _write_drafts(self, row: int, start: int, count: int) -> None:
+    def _write_drafts(self, row: int, start: int, count: int) -> bool:
         """Write `count` draft tokens after the last token of a row, which is at position `start`.
 
         The engine finds drafts in the tokens of the row, so all of them must be in the token pool.
+        Returns whether the drafts come from the prediction.
         """
         assert self.drafter is not None, "the scheduler asked for drafts of an engine without them"
         tokens = self.token_pool[row]
         assert (tokens[: start + 1] >= 0).all(), "a token is missing in the token pool"
         cached = self.slots[self._slots_of(0, row, 0, start)]
         assert (cached == slot_values(tokens[:start], 0)).all(), "the token pool has another token"
+        prediction, end = self.predictions[row], tokens[start - 1 : start + 1].tolist()
+        for place in range(len(prediction) - 2):
+            if prediction[place : place + 2] == end:
+                found = (prediction[place + 2 :] * count)[:count]
+                tokens[start + 1 : start + 1 + count] = found
+                return True
         for position in range(start + 1, start + 1 + count):
             right = next_token(slot_values(tokens[:position], 0))
             is_right = self.drafter(row, position)
             tokens[position] = right if is_right else (right + 1) % VOCAB
+        return False
 
     def _slots_of(self, table: int, row: int, first: int, end: int) -> np.ndarray:
         positions = np.arange(first, end)

@@ -16,9 +16,14 @@ from tests.unit.scheduler.scripted import SCRIPTED, ScriptedParams
 
 @dataclass
 class Answer:
-    """The outputs of one request, as a client would see them."""
+    """The outputs of one request, as a client would see them.
+
+    predicted, accepted  tokens of its prediction, and those that drafts from it gave to the output.
+    """
 
     tokens: list[int] = field(default_factory=list)
+    predicted: int = 0
+    accepted: int = 0
     opened: int = 0
     cached_tokens: int = 0
     finishes: list[FinishReason] = field(default_factory=list)
@@ -57,6 +62,7 @@ class Harness:
         call: int = 0,
         count: int = 1,
         priority: int = 0,
+        prediction: list[int] | None = None,
         **sampling: object,
     ) -> int:
         """Queue `count` requests with consecutive uids and return the first uid."""
@@ -74,6 +80,7 @@ class Harness:
                 client=client,
                 call=call,
                 priority=priority,
+                prediction=np.array(prediction or [], dtype="<i4").tobytes(),
             )
         )
         self.answers |= {each: Answer() for each in range(uid, uid + count)}
@@ -117,11 +124,16 @@ class Harness:
             for done in output.prefill_done:
                 self.answers[done.uid].opened += 1
                 self.answers[done.uid].cached_tokens = done.cached_tokens
+                self.answers[done.uid].predicted = done.prediction_tokens
             for uid, token in zip(output.uids, output.token_ids, strict=True):
                 answer = self.answers[uid]
                 assert answer.opened == 1, "a token before the PrefillDone message"
                 assert not answer.finishes, "a token after the Finished message"
                 answer.tokens.append(token)
+            for uid, count in output.predicted:
+                assert not self.answers[uid].finishes, "a count after the Finished message"
+                self.answers[uid].accepted += count
+                assert self.answers[uid].accepted <= len(self.answers[uid].tokens)
             for finished in output.finished:
                 self.answers[finished.uid].finishes.append(finished.reason)
                 self.answers[finished.uid].error = finished.error

@@ -3,7 +3,7 @@
 import pytest
 
 from minisgl.core import FinishReason, SchedulerConfig
-from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
+from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import (
     VOCAB,
     FakeEngine,
@@ -40,6 +40,55 @@ def test_tokens_with_drafts_are_those_of_the_plain_computation(drafter: str, ove
     assert drafts.drafted > 60
     assert (drafts.agreed > 0) == (drafter != "wrong")
     assert (drafts.agreed == drafts.drafted) == (drafter == "right")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", PREDICTIONS)
+def test_predictions_change_no_token(kind: str, overlap: bool) -> None:
+    """A step of four tokens takes up to three from the prediction. No other draft is right.
+
+    The first decode step finds nothing in the prediction, because it knows one token of the output.
+    """
+    harness = drafting_harness(overlap, 3, "wrong")
+    uids = {}
+    for prompt in prompts():
+        output = expected_output(prompt, 21, ignore_eos=True)
+        prediction = PREDICTIONS[kind](output)
+        uid = harness.add(prompt, prediction=prediction, count=2, max_tokens=21, ignore_eos=True)
+        uids |= {uid: (output, prediction), uid + 1: (output, prediction)}
+    harness.run()
+    for uid, (output, prediction) in uids.items():
+        answer = harness.answers[uid]
+        assert answer.tokens == output
+        assert answer.predicted == len(prediction)
+        if kind in ("none", "wrong"):
+            assert answer.accepted == 0
+        elif kind in ("right", "too long"):
+            assert answer.accepted == 14, "19 tokens in five steps"
+        else:
+            assert 0 < answer.accepted < 14
+
+
+def test_a_request_that_may_not_draft_has_no_prediction() -> None:
+    harness = drafting_harness(drafter="wrong")
+    prompt = prompts()[0]
+    output = expected_output(prompt, 21, ignore_eos=True)
+    asked = {"max_tokens": 21, "ignore_eos": True, "prediction": output}
+    uids = [harness.add(prompt, **asked), harness.add(prompt, **asked, logprobs=0)]
+    harness.run()
+    answers = [harness.answers[uid] for uid in uids]
+    assert [answer.tokens for answer in answers] == [output, output]
+    assert [answer.predicted for answer in answers] == [21, 0]
+    assert [answer.accepted for answer in answers] == [14, 0]
+
+
+def test_a_prediction_with_an_unknown_id_is_refused() -> None:
+    harness = drafting_harness()
+    for prediction in ([1, VOCAB], [-1]):
+        uid = harness.add(prompts()[0], prediction=prediction)
+        harness.run()
+        assert harness.answers[uid].finishes == [FinishReason.ERROR]
+        assert "outside" in (harness.answers[uid].error or "")
 
 
 def test_right_drafts_divide_the_number_of_steps() -> None:

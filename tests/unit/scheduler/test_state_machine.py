@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from minisgl.core import FinishReason, SchedulerConfig, StepCost, WindowLayers
 from minisgl.message.messages import FlushCache
 from minisgl.scheduler import budget, policy, prefixes
-from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
+from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.integrity import check_cached_slots
@@ -92,6 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.prompts: list[list[int]] = []
         self.sequences: dict[int, tuple[str, list[int]]] = {}
         self.aborted: set[int] = set()
+        self.predicting: set[int] = set()
 
     @rule(
         data=st.data(),
@@ -103,6 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         call=st.integers(0, 2),
         count=st.sampled_from([1, 1, 1, 3]),
         priority=st.sampled_from([0, 0, -1, 2]),
+        predicts=st.sampled_from(sorted(PREDICTIONS)),
     )
     def arrive(
         self,
@@ -115,6 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         call: int,
         count: int,
         priority: int,
+        predicts: str,
     ) -> None:
         """stretch, polls: as in ScriptedParams; None: the request has no constraint."""
         prefix: list[int] = []
@@ -131,9 +134,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             sampling |= {"prompt_len": len(prompt), "script": tuple(output)}
             sampling |= {"stretch": stretch, "polls": polls}
         client = data.draw(st.sampled_from(self.clients), label="client")
-        first = self.harness.add(prompt, salt, client, call, count, priority, **sampling)
+        prediction = PREDICTIONS[predicts](output)
+        queue = client, call, count, priority
+        first = self.harness.add(prompt, salt, *queue, prediction, **sampling)
         for uid in range(first, first + count):
             self.wanted[uid] = output
+            if prediction:
+                self.predicting.add(uid)
             self.prompts.append(prompt + output)
             self.sequences[uid] = salt, self.prompts[-1]
 
@@ -182,6 +189,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         check_cached_slots(cache, self.harness.engine)
         for uid, answer in self.harness.answers.items():
             assert len(answer.finishes) == 1, "exactly one Finished message"
+            if uid not in self.predicting:
+                assert answer.predicted == answer.accepted == 0
             if uid not in self.aborted:
                 assert answer.tokens == self.wanted[uid]
                 assert answer.finishes[0] in (FinishReason.STOP, FinishReason.LENGTH)

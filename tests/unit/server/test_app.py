@@ -155,7 +155,11 @@ def test_chat_answer_has_exactly_the_documented_fields() -> None:
             "completion_tokens": 2,
             "total_tokens": 3,
             "prompt_tokens_details": {"cached_tokens": 0},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
         },
     }
 

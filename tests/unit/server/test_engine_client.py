@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable, Coroutine
 
+import msgspec
 import pytest
 
 from minisgl.core import (
@@ -17,7 +18,7 @@ from minisgl.core import (
     Overloaded,
     RequestError,
 )
-from minisgl.message.messages import AbortReq, AddReq, StartText
+from minisgl.message.messages import AbortReq, AddReq, StartText, TokenizeChat, TokenizeText
 from minisgl.server.convert import GenerateRequest, RequestConverter
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.generation import Generation
@@ -110,7 +111,7 @@ def test_every_token_of_cut_off_reasoning_counts() -> None:
         generation = await task
         usage = json.loads(await ResponseWriter(request()).whole(generation))["usage"]
         assert usage["completion_tokens"] == 3
-        assert usage["completion_tokens_details"] == {"reasoning_tokens": 3}
+        assert usage["completion_tokens_details"]["reasoning_tokens"] == 3
         world.client.close(generation)
 
     assert run(main).is_empty
@@ -268,6 +269,49 @@ def test_queued_prompt_tokens_are_bounded_but_a_single_prompt_is_not() -> None:
         world.client.close(await first)
 
     assert run(main, max_queued_tokens=4).is_empty
+
+
+def test_prediction_is_tokenized_cut_and_counted() -> None:
+    """A prompt of 90 tokens leaves room for ten of the 30 tokens of the prediction."""
+    facts = msgspec.structs.replace(FACTS, drafts=True, kv_capacity_tokens=100)
+    body = b"""{"model": "m", "messages": [{"role": "user", "content": "hi"}], "n": 2,
+        "prediction": {"type": "content", "content": "expected"}}"""
+    call = RequestConverter(CONFIG).read(CHAT, body, facts)
+
+    async def main(world: World) -> None:
+        task = asyncio.create_task(start(world.client, call, facts))
+        await settle()
+        assert isinstance(world.tokenizers[0].sent[0], TokenizeChat)
+        world.answer(b"\1\0\0\0" * 90)
+        await settle()
+        text = world.tokenizers[0].sent[0]
+        assert isinstance(text, TokenizeText)
+        assert (text.text, text.add_special) == ("expected", False)
+        world.answer(b"\2\0\0\0" * 30)
+        await settle()
+        (add,) = world.scheduler.sent
+        assert add.prediction == b"\2\0\0\0" * 10
+        load = world.client.loads["default"]
+        assert load.queued_tokens == 100
+        assert load.tokens == 90 + 2 * 10 + 10
+        for uid, accepted in ((add.uid, 6), (add.uid + 1, 4)):
+            world.update(
+                uid,
+                completion_tokens=8,
+                prediction_tokens=10,
+                accepted_prediction_tokens=accepted,
+                finish=FinishReason.LENGTH,
+            )
+        generation = await task
+        usage = json.loads(await ResponseWriter(call).whole(generation))["usage"]
+        assert usage["completion_tokens_details"] == {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 10,
+            "rejected_prediction_tokens": 10,
+        }
+        world.client.close(generation)
+
+    assert run(main).is_empty
 
 
 @pytest.mark.parametrize("prompt", [b'[1,2,3,4,5],"n":2', b"[[1,2],[3,4],[5,6]]"])

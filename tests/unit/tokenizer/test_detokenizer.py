@@ -119,6 +119,23 @@ def test_stop_string_ends_once_and_asks_for_the_abort() -> None:
     assert is_empty(detokenizer)
 
 
+def test_accepted_tokens_of_a_prediction_are_summed_up_to_the_stop_string() -> None:
+    detokenizer = Detokenizer(VOCABULARY)
+    start(detokenizer, 7, stop=["bc"])
+    opened = PrefillDone(uid=7, prompt_tokens=5, cached_tokens=3, prediction_tokens=9)
+    first = StepOutput(
+        step_id=1, prefill_done=[opened], uids=[7, 7], token_ids=[A, A], predicted=[(7, 1)]
+    )
+    second = StepOutput(step_id=2, uids=[7] * 5, token_ids=[A, B, C, A, A], predicted=[(7, 5)])
+    counted = []
+    for output in (first, second):
+        (update,) = updates_of(detokenizer, output)
+        counted.append((update.prediction_tokens, update.accepted_prediction_tokens))
+    assert update.finish is FinishReason.STOP
+    assert update.completion_tokens == 5
+    assert counted == [(9, 1), (9, 5)]
+
+
 def test_stop_string_in_the_last_step_needs_no_abort() -> None:
     detokenizer = Detokenizer(VOCABULARY)
     start(detokenizer, 1, stop=["b"])
