@@ -1,9 +1,9 @@
 """The choice between our kernel and torch's for products with FP8 weights, as data.
 
 Up to EXACT_ROWS rows our kernel multiplies bfloat16 activations. With more rows the activations are
-quantised. Our kernel computes their products up to MOST_ROWS rows, unless torch's is faster. The
-rules were measured with whole chains of layers on one H200 (docs/measurements.md, "Products with
-FP8 weights").
+quantised. Our kernel computes their products up to MOST_ROWS rows, unless torch's is faster: above
+64 rows it is, if the tiles of our kernel need a second wave of programs. The rules were measured
+with whole chains of layers on one H200 (docs/measurements.md, "Products with FP8 weights").
 """
 
 from typing import Final
@@ -11,7 +11,7 @@ from typing import Final
 from minisgl.kernel.tilings import LOWEST_TILE, Tiling
 
 EXACT_ROWS: Final = 8
-MOST_ROWS: Final = 128
+MOST_ROWS: Final = 256
 GROUP: Final = 128  # columns of x with the same scale, if the weight has scales of blocks
 # Torch's product of blocks needs scales whose rows are multiples of 16 bytes.
 ALIGNED_COLUMNS: Final = 512
@@ -19,6 +19,7 @@ _MULTIPROCESSORS: Final = 132
 _SHARED_BYTES: Final = 222 * 1024  # of one multiprocessor, for the stages of all its programs
 _MOST_RESIDENT: Final = 3  # programs that run on one multiprocessor at the same time
 _COLUMNS: Final = 256  # of a step, where smaller blocks do not forbid it
+_WIDE: Final = 128  # rows of the tallest tile
 _LONG: Final = 8192  # from this many columns on, or with 64 rows, splitting a tile saves time
 
 
@@ -40,6 +41,8 @@ def fp8_tiling_for(
         return _exact(tiles, width, most_columns)
     if num_rows > 64 and tiles > _MULTIPROCESSORS and torch_multiplies:
         return None
+    if num_rows > _WIDE:
+        return _two_blocks(height, width, most_columns)
     return _quantised(num_rows, tiles, width, most_columns)
 
 
@@ -58,6 +61,16 @@ def _exact(tiles: int, width: int, columns: int) -> Tiling:
     stages = (4 if few else 3) if columns == _COLUMNS else 6
     stages = max(min(stages, width // (splits * columns)), 2)
     return Tiling(EXACT_ROWS, LOWEST_TILE, columns, splits, stages, 4, 256 if few else 0)
+
+
+def _two_blocks(height: int, width: int, columns: int) -> Tiling | None:
+    """The tiling for two blocks of quantised rows; None if the tiles need a second wave."""
+    for tile, step, warps in ((LOWEST_TILE, columns, 4), (2 * LOWEST_TILE, min(columns, 128), 8)):
+        step = step if width % step == 0 else 128
+        if height % tile == 0 and 2 * height // tile <= _MULTIPROCESSORS:
+            stages = min(_SHARED_BYTES // ((_WIDE + tile) * step), 8, width // step)
+            return Tiling(_WIDE, tile, step, 1, max(stages, 2), warps, 0)
+    return None
 
 
 def _quantised(num_rows: int, tiles: int, width: int, columns: int) -> Tiling:

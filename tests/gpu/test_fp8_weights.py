@@ -122,7 +122,7 @@ def test_a_row_that_is_not_finite_gives_nan(bad: float) -> None:
 
 
 @pytest.mark.parametrize("blocks", [(1, WIDTH), (128, WIDTH), (128, 128)])
-@pytest.mark.parametrize("rows", [9, 31, 64, 128])
+@pytest.mark.parametrize("rows", [9, 31, 64, 128, 200])
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
@@ -258,7 +258,7 @@ def test_a_number_that_is_not_finite_stays_so_when_it_is_quantised(
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 @pytest.mark.parametrize("blocks", [(1, WIDTH), (128, 128), (64, 64)])
 @pytest.mark.parametrize(
-    "rows", [1, EXACT_ROWS, EXACT_ROWS + 1, 64, MOST_ROWS, MOST_ROWS + 1, 256, 1000]
+    "rows", [1, EXACT_ROWS, EXACT_ROWS + 1, 64, 128, 129, MOST_ROWS, MOST_ROWS + 1, 1000]
 )
 def test_linears_of_any_number_of_rows(rows: int, blocks: tuple[int, int]) -> None:
     """The functions that layers call: our kernel, torch's product or dequantised weights."""

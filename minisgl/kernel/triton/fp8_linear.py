@@ -1,4 +1,4 @@
-"""x @ weight.T with FP8 weights for up to 128 rows, fused with the operations around it.
+"""x @ weight.T with FP8 weights for up to 256 rows, fused with the operations around it.
 
 The matrix unit multiplies e4m3 with e4m3. The weights go from shared memory to the matrix unit,
 without registers. A kernel that converted them to bfloat16 in registers took 43.5 us for gate and

@@ -81,7 +81,7 @@ def test_a_row_of_zeros_stays_zero() -> None:
 
 
 @pytest.mark.parametrize("columns", [4096, 128, 64, 32])
-@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128])
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256])
 def test_tiles_divide_the_weight_and_its_blocks(rows: int, columns: int) -> None:
     shapes = ((6144, 4096), (24576, 4096), (4096, 12288), (5120, 17408), (1536, 1024), (1024, 384))
     for height, width in shapes:
@@ -92,9 +92,12 @@ def test_tiles_divide_the_weight_and_its_blocks(rows: int, columns: int) -> None
         if tiling is None:
             assert rows > 64
             assert height == 24576, "torch is faster for more than 132 tiles"
-            assert fp8_tiling_for(rows, height, width, GROUP, torch_multiplies=False) is not None
+            forced = fp8_tiling_for(rows, height, width, GROUP, torch_multiplies=False)
+            assert (forced is None) == (rows > 128)
             continue
         assert tiling.rows >= min(rows, 64)
+        if rows > 128:
+            assert height // tiling.height * 2 <= 132
         assert height % tiling.height == width % (tiling.columns * tiling.splits) == 0
         assert 2 <= tiling.stages <= max(2, width // (tiling.columns * tiling.splits))
         assert columns % tiling.columns == 0
