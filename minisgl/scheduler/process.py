@@ -62,6 +62,7 @@ def run_scheduler(
     scheduler = build_scheduler(engine, scheduler_config, inbox, send)
     gc.collect()
     gc.freeze()  # later collections skip all objects that exist now
+    gc.enable()
     name = "scheduler" if tp.rank == 0 else f"scheduler-{tp.rank}"
     startup_s = engine.startup.seconds | {"import": import_s}
     facts = engine.facts() if tp.rank == 0 else None

@@ -4,6 +4,7 @@ FD is a pipe. It holds a ChildSpec as JSON and stays open: its end of file means
 has ended. Only the scheduler loads torch; the other roles import only their own modules.
 """
 
+import gc
 import logging
 import os
 import signal
@@ -76,6 +77,9 @@ def _run(spec: ChildSpec) -> None:
 
         run_detokenizer(model_path, spec.socket_dir, ToolCallParsers)
     else:
+        # Imports and the capture of graphs make objects that live on. run_scheduler enables the
+        # collector again.
+        gc.disable()
         from dataclasses import replace
 
         from minisgl.events import publish_events
