@@ -67,9 +67,9 @@ class BalancedDecode:
 
 
 def new_tokens(step: AttentionStep) -> int:
-    """Return the new tokens of a request for which the kernel is compiled: a power of two.
+    """Return the number of new tokens per request for which the kernel is compiled.
 
-    It is at least the largest number of new tokens of a request of the step.
+    It is a power of two, and at least the largest number of new tokens of a request of the step.
     """
     return 1 << (int(step.lengths.max()) - 1).bit_length()
 

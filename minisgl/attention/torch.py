@@ -30,8 +30,8 @@ class TorchAttention(AttentionBackend):
     """Computes softmax(q k / sqrt(D)) v by torch's scaled_dot_product_attention.
 
     Layers with sinks or soft caps run plain matrix products. A layer with a window reads no key
-    before the first window of the step. The sizes of the tensors depend on the longest context, so
-    a CUDA graph cannot capture this backend.
+    before the window of a request's first new token. The sizes of the tensors depend on the longest
+    context, so a CUDA graph cannot capture this backend.
     """
 
     name = "torch"

@@ -138,7 +138,8 @@ def window_pages_for(
     """Return the window pages beside a given number of other pages.
 
     They suffice for the windows of all running requests, as many cached windows, and the largest
-    chunk, but there are at most num_pages: a page of the window layers belongs to one of these.
+    chunk. More than num_pages would stay unused: each window page holds the tokens of one of the
+    other pages.
     """
     size = config.page_size
     reserve = WindowLayers(window, 0).reserve(size)

@@ -1,9 +1,9 @@
 """Kernels, each beside a plain torch reference with the same signature.
 
 The exported functions run the reference on CPU tensors and a Triton kernel on all others
-(dispatch.py). The references are in decode.py, drafts.py, elementwise.py, fp8.py, gather.py,
-logits.py, random.py, rotary.py, sampling.py and step.py; the Triton kernels are in the package
-triton.
+(dispatch.py). The references are in decode.py, drafts.py, elementwise.py, fp8.py, fp8_weights.py,
+gather.py, logits.py, mxfp4_weights.py, random.py, rotary.py, sampling.py and step.py; the Triton
+kernels are in the package triton.
 """
 
 from minisgl.kernel.cache import use_kernel_cache

@@ -20,7 +20,8 @@ class DecodeScratch(NamedTuple):
     """Device memory of the decode attention kernel, for up to N requests and G programs.
 
     Q is the largest number of new tokens of a request.
-    All layers of a step share one scratch. Two calls that may run at the same time need two.
+    All layers of a step with the same window share one scratch. Two calls that may run at the same
+    time need two.
 
     first            int32 [N + 1]: the exclusive sum of the requests' blocks, from count_blocks.
     partial_outputs  float32 [2 G, Q Hq / Hkv, D]: outputs over parts of contexts, before they are

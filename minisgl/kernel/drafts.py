@@ -98,10 +98,11 @@ def accept_drafts(
 ) -> Accepted:
     """Accept drafts while they equal the drawn tokens, and write the accepted tokens to the pool.
 
-    Each position is drawn with its own noise (docs/decisions/04-keyed-draws.md). The draw of a
-    position is that of decoding without drafts if all tokens before the position are. So a request
-    gets the draws up to the first one that differs from its draft, this one included. It gets no
-    draw from logits that are not finite, except as its first token: the caller then fails it.
+    Each position is drawn with its own noise (docs/decisions/04-keyed-draws.md). If the tokens
+    before a position are those of decoding without drafts, so is the draw of the position. So a
+    request gets the draws up to the first one that differs from its draft, this one included. It
+    gets no draw from logits that are not finite, except as its first token: the caller then fails
+    it.
 
     token_pool: int32 [R, max_seq_len + 1]; changed at the positions of the new tokens.
     rows, lengths, samples: int32 [B], as in StepViews; the first num_decode requests decode.

@@ -80,12 +80,13 @@ def compile_missing(kernels: Iterable[AttentionKernel]) -> Callable[[], None]:
     FlashInfer looks in a package of compiled modules (flashinfer_jit_cache) and in its own cache
     folder. The compilers run in processes of their own, so the caller can load weights meanwhile.
     An fa3 module is late if `kernels` has the fa2 module for the same attention too: late modules
-    compile in the background, after the others and with the lowest priority. The others compile at
-    the same time.
+    compile in the background, after the others and with the lowest priority. The others compile in
+    parallel.
 
     Returns a function that waits for all modules but the late ones. Call it before FlashInfer plans
-    with one of them. It raises RuntimeError, as FlashInfer does, when nvcc, the C++ compiler or
-    ninja is missing or fails. It also waits while another process compiles the same module.
+    with a module that is not late. It raises RuntimeError, as FlashInfer does, when nvcc, the C++
+    compiler or ninja is missing or fails. It also waits while another process compiles the same
+    module.
     """
     wanted = list(kernels)
     missing = [kernel for kernel in wanted if not jit_spec(kernel).is_compiled]
@@ -146,7 +147,7 @@ def compile_modules(kernels: Sequence[AttentionKernel]) -> list[Any]:
 
     Raises RuntimeError when a compiler fails.
     """
-    specs = []  # FlashInfer need not be installed for no kernels
+    specs = []  # without kernels, FlashInfer need not be installed
     for number, kernel in enumerate(kernels, 1):
         _announce(number, len(kernels), kernel)
         specs.append(_build(number, len(kernels), kernel))

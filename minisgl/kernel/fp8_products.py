@@ -102,7 +102,8 @@ def quantise_rows(
 
     norm: if given, it comes first; its squares are not used. norm_weight: [K], which multiplies x
     then. gated: silu_and_mul of x [T, 2K] comes first. Returns FP8 [T, K] and float32 scales
-    [T, groups] with unit stride in T.
+    [T, groups] with unit stride in T. On a GPU both have undefined further rows, up to a multiple
+    of 4.
     """
     if not x.is_cpu:
         from minisgl.kernel.triton import fp8_quantise as kernels

@@ -2,9 +2,9 @@
 
 The rules were measured with whole chains of layers on one H200 (docs/measurements.md, "Products of
 a layer"). Up to 32 rows, a product is fast if the GPU reads the weights without a pause. With more
-rows, a program reads about as many bytes of x as of the weight. One program on each of half of the
-multiprocessors is then as fast as one on each of all, and faster than split-K on all of them. This
-holds up to a limit on the bytes that a program reads.
+rows, a program reads about as many bytes of x as of the weight. Half of the multiprocessors with
+one program each are then as fast as all of them with one program each, and faster than all of them
+with split-K. This holds up to a limit on the bytes that a program reads.
 """
 
 from typing import Final, NamedTuple
@@ -81,8 +81,9 @@ def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:
 def _few_rows_tiling(rows: int, height: int, width: int) -> Tiling:
     """The tiling for up to FEW_ROWS rows.
 
-    A program that has a multiprocessor for itself gets many stages. Programs that share one get
-    fewer.
+    A program that has a multiprocessor for itself gets 8 stages, or 5 if half of the
+    multiprocessors are enough. If two programs share a multiprocessor, each gets 5. If nearly all
+    multiprocessors have three programs, each gets 3. In all other cases a program gets 8.
     """
     programs = height // 64
     splits, short = 1, False

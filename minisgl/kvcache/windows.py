@@ -25,7 +25,8 @@ class WindowPages:
     users  int32 [P]; number of running requests that use the page.
 
     I1  A page is allocated in the pool while it has a user or is cached.
-    I2  A page is released with the last step of all requests that have used it as its fence.
+    I2  The fence of a released page is no earlier than the last step of each request that has used
+        the page.
     """
 
     def __init__(self, num_pages: int) -> None:

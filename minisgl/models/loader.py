@@ -52,7 +52,8 @@ def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
 
 def fill_random(model: nn.Module, seed: int = 0, *, show_progress: bool = False) -> None:
     """Fill with seeded values: norms and scales with 1, biases with 0, all else from a normal
-    distribution. Packed weights (uint8) get random bytes, and their scales one power of two.
+    distribution. The biases of gpt-oss's experts are drawn too. Packed weights (uint8) get random
+    bytes, and their scales one power of two.
 
     Each tensor of the checkpoint is drawn whole and then cut, so that the model does not depend on
     the number of ranks.

@@ -16,7 +16,8 @@ from minisgl.moe.base import Biases, ExpertWeights, MoeBackend
 
 logger = logging.getLogger(__name__)
 
-# The matrix unit multiplies this many columns of FP8 weights at once. A block needs a multiple.
+# The matrix unit multiplies this many columns of FP8 weights at once. The columns of a block must
+# be a multiple of it.
 _LEAST_COLUMNS = 32
 # Up to this many tokens rarely share an expert, so sorting them by expert would gain nothing.
 _FEW_TOKENS = 4

@@ -126,7 +126,8 @@ def make_plan(
     # All-reduces over a number of GPUs that was not measured count as no time.
     reduces = cost.reduces if tp.size in MEASURED_TP else 0
     typical = min(context, _TYPICAL_TOKENS)
-    read = window_bytes * min(model.window or 0, typical) // typical  # by each key of a context
+    # The bytes of a window, spread over all keys of a context.
+    read = window_bytes * min(model.window or 0, typical) // typical
     cost = cost._replace(kv_bytes=token_bytes + read, reduces=reduces)
     sizes = sorted({size for size in (_TYPICAL_TOKENS, 4096, 16_384) if size < context} | {context})
     return Plan(
@@ -215,7 +216,7 @@ def _remainder_bytes(
 
 
 def _widest(model: ModelConfig, tp: int) -> int:
-    """Return the numbers that the widest MLP of a rank holds for one token.
+    """Return how many numbers the widest MLP of a rank holds for one token.
 
     These are gate and up, their product, and the residual stream before and after the MLP.
     """

@@ -14,7 +14,7 @@ from minisgl.server.protocol import requests
 from minisgl.structured.whitespace import whitespace_pattern
 from minisgl.tool_calls.grammar import ToolGrammar
 
-# The formats of calls that all answers of a model have, also those to chats without tools.
+# A model with one of these formats uses it in all answers, also in chats without tools.
 ANSWER_FORMATS = ("harmony",)
 _ID_CHARS = 9
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
@@ -23,8 +23,7 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 class ToolRequest(NamedTuple):
     """The tools of one request, and the format of its answer.
 
-    tools     the tools that the model may call. Without tools, the request is of a model whose
-              answers always have a format (ANSWER_FORMATS).
+    tools     the tools that the model may call. Empty only for a model of ANSWER_FORMATS.
     must_call the answer has at least one call and no other text.
     is_named  the request names one tool, and the answer is exactly one call of this tool.
     parallel  the answer may have more than one call.

@@ -16,8 +16,8 @@ from tests.process.tiny_model import build_reciting_model
 pytestmark = pytest.mark.process
 
 TEMPLATE = Path(__file__).parents[1] / "data" / "templates" / "openai-gpt-oss-20b.jinja"
-# The model's output after the last token of the prompt, token by token. A prompt that continues the
-# text " word" gets the whole of it.
+# The model's output, token by token. It begins after the token with which the prompt ends: that is
+# "assistant", or " word" if a chat continues a final message.
 CALL = ['{"city"', ': "Rom"}']
 HEADER = ["<|channel|>", "commentary to=functions.weather ", "<|constrain|>", "json", "<|message|>"]
 RECITAL = ["Ġword", "Ġcode", "<|end|>", "<|start|>", "assistant", *HEADER, *CALL, "<|call|>"]

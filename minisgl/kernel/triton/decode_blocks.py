@@ -20,7 +20,7 @@ _MOST_SEVERAL = 1024  # as _MOST_ELEMENTS, for programs that also load the angle
 _MOST_WARPS = 8  # of a program
 _FEW_ELEMENTS = 16  # of a thread, in a tile of queries that leaves registers for their angles
 _STAGES = 5  # loads in flight; 16 KB of shared memory at head_dim 128
-_LEAST = 64  # keys in the fewest blocks of a program
+_LEAST = 64  # keys; short contexts use fewer programs, so that each gets about this many or more
 LOG2E = 1.4426950408889634  # scores are powers of two in the kernel
 REQ_FIELDS = ["rows", "start", "lengths", "first", "tokens"]  # of any alignment
 

@@ -4,8 +4,8 @@ The counterparts of moe_few.py (few tokens, as matrix-vector products) and of mo
 of tokens that share an expert). Few tokens keep bfloat16 activations, and the weights are converted
 in registers, exactly. Blocks of tokens multiply quantised activations, with one scale for each
 token or for each 128 of its columns: the matrix unit then reads the weights without a conversion.
-Activations that are not bfloat16, or weights with smaller blocks than 128 columns, are converted as
-for few tokens.
+If the activations are not bfloat16, or a block of weights has neither 128 columns nor all of them,
+the weights are converted as for few tokens.
 
 The scale of a block of weights multiplies the partial sum of its columns; a scale for a whole row
 multiplies the result.
@@ -37,7 +37,7 @@ _DOWN_ROWS, _DOWN_COLUMNS = 16, 512
 def _scaled_sum(products, row_scale, start, width, SCALE_COLUMNS: tl.constexpr):
     """Sum products [ROWS, BLOCK] of the columns from `start` on, times the scales of their blocks.
 
-    row_scale: int pointers [ROWS] to the scales of the first block. SCALE_COLUMNS 0: no scale.
+    row_scale: pointers [ROWS] to the scales of the first block. SCALE_COLUMNS 0: no scale.
     """
     ROWS: tl.constexpr = products.shape[0]
     BLOCK: tl.constexpr = products.shape[1]
@@ -343,7 +343,8 @@ def _launch(
 ) -> None:
     height, width = out.shape[1], weight.shape[2]
     in_loop = _in_loop(scales, width)
-    # Activations have scales for 128 columns. Smaller blocks of weights keep them as they are.
+    # A scale of activations is for 128 columns. With weights in blocks of another width, the
+    # activations are therefore not quantised.
     quantised = quantised and in_loop in (0, 128)
     x_scales, stride, columns = scales.values, 0, tile.columns
     if quantised:
@@ -375,7 +376,7 @@ def _launch(
         BN=tall,
         BK=min(columns, in_loop or columns),
         STAGES=tile.stages,
-        FAST=out.dtype == bfloat16 and overlaps(),  # its instructions are those of Hopper, too
+        FAST=out.dtype == bfloat16 and overlaps(),  # `widen` needs Hopper or later, as PDL does
         num_warps=tile.warps,
     )
 

@@ -43,8 +43,9 @@ def _narrow(s1, s2, s3, target, low, high):
 
 @triton.jit
 def search_list(bits, amount, target, high):
-    """Return the least limit in bits for which the amounts of all gaps up to it reach `target`.
+    """Return the least limit such that the amounts of all gaps up to it add up to `target` or more.
 
+    The limit is an int32: the bits of a gap.
     bits, amount: one entry for each gap. The amounts of all gaps up to `high` reach the target.
     """
     low = high * 0 - 1

@@ -39,8 +39,8 @@ def decode(codes, scales, TYPE: tl.constexpr, FAST: tl.constexpr):
     [ROWS, 2 * BYTES].
 
     FAST, for bfloat16 only: integer instructions convert two numbers at once. The 3 low bits of a
-    code move to the lowest bit of bfloat16's exponent, the next one and the first of the mantissa.
-    A product with 2^126 corrects the bias, also of the subnormal number 0.5.
+    code become the two lowest bits of bfloat16's exponent and the highest bit of its mantissa. A
+    product with 2^126 corrects the bias, also of the subnormal number 0.5.
     """
     ROWS: tl.constexpr = codes.shape[0]
     BLOCKS: tl.constexpr = scales.shape[1]

@@ -25,7 +25,7 @@ _MARKER = re.compile("|".join(map(re.escape, MARKERS)))
 _NAMESPACE = "functions."
 _RECIPIENT = re.compile(r"(?:\A|\s)to=(\S+)")
 _FIRST_WORD = re.compile(r"\s*(\w*)")
-# The header of the first message begins in the prompt, behind the role. A recipient may follow it.
+# The prompt ends with the role of the first message. The answer may go on with a recipient.
 _MAY_BE_FIRST = re.compile(r"\s*(?:t|to|to=\S*\s*)?")
 _MAX_HEADER_CHARS = 1024
 
@@ -35,10 +35,10 @@ Section = Literal["header", "reasoning", "content", "call"]
 class HarmonyParser:
     """Splits an answer into reasoning, content and tool calls. Implements CallParser.
 
-    An answer begins with the rest of a header, behind the role, unless the last tokens of the
-    prompt, which `feed` gets before `begin`, say otherwise. A header that is cut off by the end of
-    the answer is left out. Text that begins an answer and is no header is content. Without tools,
-    messages to functions are content.
+    The caller passes the last tokens of the prompt to `feed` and then calls `begin`. These tokens
+    tell in which section the answer begins. Usually it begins in a header, after the role. A header
+    that is cut off by the end of the answer is left out. Text that begins an answer and is no
+    header is content. Without tools, messages to functions are content.
 
     failures  number of calls whose arguments are no complete JSON.
     """

@@ -37,7 +37,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 
 def check_windows(windows: WindowManager, cache: RadixCache, table: RequestTable) -> None:
-    """Each window page is free, fenced, or has the users and the place in the cache that count."""
+    """Each window page is free or fenced, or its recorded users and cache entry are right."""
     pages = windows.pages
     check_pool(pages.pool)
     users = np.zeros(pages.pool.size, dtype=np.int32)
