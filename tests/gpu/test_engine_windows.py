@@ -93,6 +93,8 @@ def results_of(engine: Engine) -> list[StepResult]:
 def test_flashinfer_and_torch_give_the_same_log_probabilities(
     model: str, kv: str, tmp_path: Path
 ) -> None:
+    # The engines round keys differently before they store them, and FP8 enlarges the difference.
+    difference, common = (0.1, 13) if kv == "auto" else (0.25, 11)
     found = []
     for attention in ("flashinfer", "torch"):
         engine = engine_of(model, tmp_path, attention, kv)
@@ -106,7 +108,7 @@ def test_flashinfer_and_torch_give_the_same_log_probabilities(
         assert ours.logprobs is not None
         assert theirs.logprobs is not None
         rows = len(ours.tokens)
-        assert abs(ours.logprobs.top[:rows] - theirs.logprobs.top[:rows]).max() < 0.1
+        assert abs(ours.logprobs.top[:rows] - theirs.logprobs.top[:rows]).max() < difference
         tops = (result.logprobs.top_ids[:rows].tolist() for result in (ours, theirs))
         for mine, other in zip(*tops, strict=True):
-            assert len(set(mine) & set(other)) > 12
+            assert len(set(mine) & set(other)) >= common
