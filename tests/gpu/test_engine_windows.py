@@ -100,7 +100,7 @@ def test_flashinfer_and_torch_give_the_same_log_probabilities(
         engine = engine_of(model, tmp_path, attention, kv)
         assert engine.window is not None
         engine.warm_up()
-        assert (engine._launcher.graphs is not None) == (attention == "flashinfer")
+        assert (engine._launcher.pieces is not None) == (attention == "flashinfer")
         found.append(results_of(engine))
         engine.close()
     for ours, theirs in zip(*found, strict=True):
