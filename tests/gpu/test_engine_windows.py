@@ -1,0 +1,114 @@
+"""Engines of models with windows, sinks and soft caps: FlashInfer against the torch backend."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.benchmark.models import SHAPES, write_model
+from minisgl.core import StepResult
+from minisgl.engine import Engine
+from tests.parity.driver import Driver, Work, logprobs_of, make_engine
+
+DEVICE = "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+_SMALL: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window_pattern": None,
+    "vocab_size": 1511,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt-oss": SHAPES["gpt-oss-20b"]
+    | _SMALL
+    | {"num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 16}
+    | {"quantization_config": None},
+    "gemma-3": SHAPES["gemma-3-12b"] | _SMALL | {"sliding_window": 300},
+    "gemma-2": _SMALL
+    | {"architectures": ["Gemma2ForCausalLM"], "head_dim": 256, "sliding_window": 50}
+    | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}
+    | {"query_pre_attn_scalar": 200, "hidden_activation": "gelu_pytorch_tanh"},
+    "olmo-3": _SMALL
+    | {"architectures": ["Olmo3ForCausalLM"], "head_dim": 128, "sliding_window": 40},
+}
+KV = pytest.mark.parametrize("kv", ["auto", "fp8"])
+
+
+def engine_of(model: str, folder: Path, attention: str, kv: str) -> Engine:
+    """An engine with random weights, the same for each attention backend."""
+    write_model("qwen3-0.6b", folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | MODELS[model]
+    text = json.dumps({key: value for key, value in config.items() if value is not None})
+    (folder / "config.json").write_text(text, encoding="utf-8")
+    engine = make_engine(
+        str(folder),
+        dummy_weight=True,
+        device=DEVICE,
+        dtype="bfloat16",
+        page_size=16,
+        num_pages=512,
+        attention_backend=attention,
+        kv_cache_dtype=kv,
+    )
+    for parameter in engine._model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(4.0)
+    return engine
+
+
+def results_of(engine: Engine) -> list[StepResult]:
+    """The results of a decode step and of a mixed step.
+
+    The earlier steps sample no token, so the input of each decode is id 0 in every engine.
+    """
+    rng, driver = np.random.default_rng(3), Driver(engine)
+    ids = {row: rng.integers(3, 1511, 1300).tolist() for row in range(6)}
+    lengths = {0: 1200, 1: 20, 3: 129, 4: 700, 5: 3}
+    for row, length in lengths.items():
+        driver.step(Work(row, 0, ids[row][: length // 2], samples=False))
+    driver.step(
+        *(Work(row, n // 2, ids[row][n // 2 : n], samples=False) for row, n in lengths.items())
+    )
+    decode = [Work(row, lengths[row]) for row in (0, 1, 3)]
+    mixed = [*(Work(row, lengths[row]) for row in (4, 5)), Work(2, 0, ids[2][:500])]
+    return [
+        driver.step(*work, logprobs=logprobs_of(*work, prompts=False)) for work in (decode, mixed)
+    ]
+
+
+@KV
+@pytest.mark.parametrize("model", MODELS)
+def test_flashinfer_and_torch_give_the_same_log_probabilities(
+    model: str, kv: str, tmp_path: Path
+) -> None:
+    # The engines round keys differently before they store them, and FP8 enlarges the difference.
+    difference, common = (0.1, 13) if kv == "auto" else (0.25, 11)
+    found = []
+    for attention in ("flashinfer", "torch"):
+        engine = engine_of(model, tmp_path, attention, kv)
+        assert engine.window is not None
+        engine.warm_up()
+        assert (engine._launcher.pieces is not None) == (attention == "flashinfer")
+        found.append(results_of(engine))
+        engine.close()
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.finite.all()
+        assert ours.logprobs is not None
+        assert theirs.logprobs is not None
+        rows = len(ours.tokens)
+        assert abs(ours.logprobs.top[:rows] - theirs.logprobs.top[:rows]).max() < difference
+        tops = (result.logprobs.top_ids[:rows].tolist() for result in (ours, theirs))
+        for mine, other in zip(*tops, strict=True):
+            assert len(set(mine) & set(other)) >= common
