@@ -35,10 +35,11 @@ A request may have several new tokens: its last token and drafts. The operand th
 of up to QUERIES tokens (decode_several.py). Up to 16 / GROUP tokens take no more instructions than
 one token. Each query has its own last visible key. A program stores the new keys of its own blocks.
 
-In a layer with a window of W tokens, the first key of a request is the first one that its first new
-token attends to, so key max(0, start + 1 - W). The unit begins at the block of this key. No program
-reads a page before the key: the page may belong to another request. A sink of a head is one more
-score without a value. The program that completes a unit adds it to the sum of the weights.
+In a layer with a window of W tokens, the first key of a request is the first one to which its
+first new token attends: key max(0, start + 1 - W). A unit begins at the block of this key. No
+program reads a page before the page of this key, because such a page may belong to another request.
+The sink of a head is one more score, without a value. The program that completes a unit adds its
+weight to the sum.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
