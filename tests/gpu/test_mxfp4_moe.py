@@ -137,7 +137,7 @@ if not INTERPRETED:
 def test_experts_of_blocks(number: int) -> None:
     """Some experts have several blocks, and some have none."""
     tiling = mxfp4_blocks.TILINGS[number % len(mxfp4_blocks.TILINGS)]
-    tokens, experts, width, inner = BLOCKS[(number + number // 6) % len(BLOCKS)]
+    tokens, experts, width, inner = BLOCKS[(number + number // 8) % len(BLOCKS)]
     weights = layer(experts, width, inner)
     x = normal(tokens, width + 64, dtype=DTYPE)[:, :width]
     assert weights.router_bias is not None

@@ -1,4 +1,4 @@
-"""The products of MXFP4 experts with blocks of up to 16 tokens that share an expert.
+"""The products of MXFP4 experts with blocks of few tokens that share an expert.
 
 The counterpart of stacked_moe._product for blocks in which the loads of the weights, and not the
 matrix unit, limit the speed. A warp multiplies 16 rows of the weight with the tokens of a block.
@@ -20,7 +20,7 @@ from minisgl.kernel.triton.mxfp4 import is_fast, operand, reduction
 class BlockTiling(NamedTuple):
     """Tokens of a block, and the part of the weight that a program multiplies with them.
 
-    tokens  of a block, 8 or 16.
+    tokens  of a block, a power of two, 8 or more.
     warps   of a program, each with 16 rows of the weight.
     chunks  loads of a lane for a row, of 32 weights each.
     stages  loads in flight.
@@ -41,6 +41,8 @@ TILINGS: Final = (
     BlockTiling(16, 8, 2, 3),
     BlockTiling(8, 8, 2, 3),
     BlockTiling(8, 4, 1, 4),
+    BlockTiling(32, 4, 2, 3),
+    BlockTiling(64, 4, 2, 2),
 )
 # The most assignments per expert for which a tiling is used.
 _MOST: Final = ((4.0, TILINGS[0]), (12.0, TILINGS[1]))
