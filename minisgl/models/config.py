@@ -18,7 +18,7 @@ from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
 from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.rotary import LongRope, QueryScale, Rope
-from minisgl.models.hf_config import Count, HfConfig, HfGeneration, read_fields
+from minisgl.models.hf_config import Count, HfConfig, HfGeneration, HfTokenizer, read_fields
 from minisgl.models.registry import Experts, Family, family_of, text_part
 from minisgl.models.rope import RopeSettings, ropes_from
 
@@ -174,7 +174,8 @@ class ModelConfig:
 def load_model_config(folder: str) -> ModelConfig:
     """Read config.json and, if the folder has them, two other files. Raises ConfigError.
 
-    generation_config.json: sampling defaults. hf_quant_config.json: quantisation by ModelOpt.
+    generation_config.json: sampling defaults and end tokens; without it, tokenizer.json has the ids
+    of the family's end tokens. hf_quant_config.json: quantisation by ModelOpt.
     """
     path = Path(folder)
     config = read_json(path / "config.json")
@@ -184,8 +185,14 @@ def load_model_config(folder: str) -> ModelConfig:
         settings = settings if isinstance(settings, dict) else {}
         config = {**config, "quantization_config": {"quant_method": "modelopt", **settings}}
     generation_path = path / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.exists() else {}
-    return model_config_from(config, generation)
+    if generation_path.exists():
+        return model_config_from(config, read_json(generation_path))
+    end_tokens = family_of(text_part(config).get("architectures")).end_tokens
+    tokenizer = path / "tokenizer.json"
+    if not end_tokens or not tokenizer.exists():
+        return model_config_from(config)
+    added = read_fields(read_json(tokenizer), HfTokenizer, tokenizer.name)
+    return model_config_from(config, {"eos_token_id": added.ids_of(end_tokens)})
 
 
 def model_config_from(

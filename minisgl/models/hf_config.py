@@ -6,7 +6,7 @@ given here. Fields that are not listed are ignored.
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -35,6 +35,22 @@ def read_fields(values: Mapping[str, Any], fields: type[_Fields], where: str) ->
         name = re.split(r"\W", path)[0]
         found = f"{name} is {reprlib.repr(given[name])}: " if name else ""
         raise ConfigError(f"{where}: {found}{problem}") from None
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    """An entry of added_tokens in tokenizer.json."""
+
+    id: int
+    content: str
+
+
+class HfTokenizer(msgspec.Struct, frozen=True):
+    """The tokens of tokenizer.json that are not in the vocabulary of its model."""
+
+    added_tokens: list[AddedToken] = []
+
+    def ids_of(self, texts: Collection[str]) -> list[int]:
+        return [token.id for token in self.added_tokens if token.content in texts]
 
 
 class HfConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -58,6 +58,8 @@ class Family:
                           rope_local_base_freq if config.json has that field.
     multipliers           The config has factors of embedding, attention, residual and logits.
     scaled_embedding      The embedding is multiplied by the square root of the hidden size.
+    end_tokens            Special tokens that end an answer, also of a model folder without
+                          generation_config.json.
     """
 
     qk_norm: QkNorm | None = None
@@ -80,6 +82,7 @@ class Family:
     plain_window_rope: bool = False
     multipliers: bool = False
     scaled_embedding: bool = False
+    end_tokens: tuple[str, ...] = ()
 
 
 _GEMMA = {
@@ -161,6 +164,7 @@ FAMILIES: Mapping[str, Family] = {
         full_interval=2,
         sinks=True,
         moe=Experts.GPT_OSS,
+        end_tokens=("<|return|>", "<|call|>"),
     ),
 }
 

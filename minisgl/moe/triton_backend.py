@@ -39,6 +39,7 @@ class TritonMoe(MoeBackend):
             moe_few,
             moe_grouped,
             moe_routing,
+            mxfp4,
             mxfp4_few,
             overlap,
             stacked_moe,
@@ -51,7 +52,7 @@ class TritonMoe(MoeBackend):
         self._fp8_experts_of_many = fp8_moe.experts_of_many
         self._reads_fp8 = overlap.converts_fp8
         self._mxfp4_experts_of_few = mxfp4_few.experts_of_few
-        self._takes_few_mxfp4 = mxfp4_few.takes
+        self._takes_few_mxfp4 = mxfp4.takes
         self._stacked_experts = stacked_moe.experts_of_any
         self._route = moe_routing.route
         self._semaphores = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)

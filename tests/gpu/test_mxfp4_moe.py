@@ -22,6 +22,8 @@ from tests.parity.test_mxfp4_parity import build
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 tl = pytest.importorskip("triton.language", reason="needs Triton")
+mxfp4 = pytest.importorskip("minisgl.kernel.triton.mxfp4", reason="needs Triton")
+mxfp4_blocks = pytest.importorskip("minisgl.kernel.triton.mxfp4_blocks", reason="needs Triton")
 mxfp4_few = pytest.importorskip("minisgl.kernel.triton.mxfp4_few", reason="needs Triton")
 stacked_moe = pytest.importorskip("minisgl.kernel.triton.stacked_moe", reason="needs Triton")
 
@@ -47,7 +49,7 @@ def _decode_words(words, scales, out, FAST: tl.constexpr):  # type: ignore[no-un
     row = tl.arange(0, 16)[:, None]
     word = tl.load(words + row * 4 + tl.arange(0, 4)[None, :])
     power = tl.load(scales + tl.program_id(0) * 16 + row)
-    numbers = mxfp4_few.decode_words(word, power, out.dtype.element_ty, FAST)
+    numbers = mxfp4.decode_words(word, power, out.dtype.element_ty, FAST)
     at = (tl.program_id(0) * 16 + row) * 32 + tl.arange(0, 32)[None, :]
     tl.store(out + at, tl.reshape(numbers, [16, 32]))
 
@@ -124,6 +126,34 @@ def test_experts(tokens: int, experts: int, width: int, inner: int, packed: bool
     first = backend.forward(x, given, TOP_K, True)
     assert error(first, exact) < LIMIT
     assert torch.equal(first, backend.forward(x, given, TOP_K, True))
+
+
+BLOCKS = [(12, 4, 96, 160), (20, 3, 160, 64)]
+if not INTERPRETED:
+    BLOCKS += [(64, 128, 2880, 2880), (64, 32, 2880, 1440)]
+
+
+@pytest.mark.parametrize("number", range(len(mxfp4_blocks.TILINGS) * len(BLOCKS) // 2))
+def test_experts_of_blocks(number: int) -> None:
+    """Some experts have several blocks, and some have none."""
+    tiling = mxfp4_blocks.TILINGS[number % len(mxfp4_blocks.TILINGS)]
+    tokens, experts, width, inner = BLOCKS[(number + number // 8) % len(BLOCKS)]
+    weights = layer(experts, width, inner)
+    x = normal(tokens, width + 64, dtype=DTYPE)[:, :width]
+    assert weights.router_bias is not None
+    weights.router_bias[0] -= 50
+    logits = torch.nn.functional.linear(x, weights.router, weights.router_bias)
+    factors, chosen = route(logits, TOP_K, True)
+    given = (x, weights.gate_up, weights.down, weights.mxfp4_scales, weights.biases, factors)
+
+    def forward() -> Tensor:
+        with poisoned():
+            out: Tensor = stacked_moe.experts_of_any(*given, chosen.int(), *SWIGLU, tiling=tiling)
+        return out
+
+    first = forward()
+    assert error(first, expected(x, weights)) < LIMIT
+    assert torch.equal(first, forward())
 
 
 FEW = [(1, 4, 96, 32, 2), (8, 4, 160, 64, 1), (2, 5, 64, 288, 3), (3, 4, 128, 96, 4)]

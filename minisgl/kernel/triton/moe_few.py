@@ -168,6 +168,7 @@ def route_few(
     num_tokens, width = x.shape
     num_experts = len(router)
     early = overlaps()
+    warps = 1 if width <= _COLUMNS else 2
     logits = x.new_empty((num_tokens, num_experts), dtype=float32)
     weights = x.new_empty((num_tokens, top_k), dtype=float32)
     experts = x.new_empty((num_tokens, top_k), dtype=int32)
@@ -186,10 +187,10 @@ def route_few(
         RENORMALISE=renormalise,
         WIDTH=triton.next_power_of_2(num_experts),
         PLACES=triton.next_power_of_2(top_k),
-        BLOCK=min(triton.next_power_of_2(width), _COLUMNS),
+        BLOCK=min(triton.next_power_of_2(width), _COLUMNS * warps),
         BIASED=bias is not None,
         EARLY=early,
-        num_warps=1,
+        num_warps=warps,
         launch_pdl=early,
     )
     return weights, experts

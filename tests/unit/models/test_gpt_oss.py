@@ -1,10 +1,12 @@
 """The config of gpt-oss as it is published, without a dtype."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minisgl.models.config import model_config_from
+from minisgl.models.config import load_model_config, model_config_from
 
 CONFIG: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -60,3 +62,15 @@ def test_the_published_config_is_bfloat16_and_ends_with_a_call() -> None:
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
 def test_a_dtype_in_the_config_counts(field: str) -> None:
     assert model_config_from({**CONFIG, field: "float16"}).dtype == "float16"
+
+
+def test_a_folder_without_generation_config_ends_with_a_call(tmp_path: Path) -> None:
+    """The tokenizer has the ids of the end tokens. A generation_config.json counts before it."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert load_model_config(str(tmp_path)).eos_token_ids == (200002,)
+    texts = {199999: "<|endoftext|>", 200002: "<|return|>", 200005: "<|channel|>"}
+    added = [{"id": i, "content": text} for i, text in (texts | {200012: "<|call|>"}).items()]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {}, "added_tokens": added}))
+    assert load_model_config(str(tmp_path)).eos_token_ids == (200002, 200012)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    assert load_model_config(str(tmp_path)).eos_token_ids == (7, 200002)
