@@ -1,88 +1,86 @@
-"""Code edits with and without drafts: real edits of a git repository, random weights.
+"""Code edits with and without drafts: real edits of this repository's files, random weights.
 
-The prompt of a request is a file before an edit, its output the file after it. The weights are
-random, so the engine takes the tokens of the new file in place of its draws (ModelRunner.replay).
-A text is cut into pieces of at most six letters, and each piece is a token.
+A request asks for a file after an edit. The file before the edit is in the prompt, and it is the
+request's prediction. The weights are random, so the engine takes the tokens of the new file in
+place of its draws (ModelRunner.replay).
+
+code_edits.jsonl has 20 edits, each of another file and another commit: the newest ones of 10 to 60
+changed lines in files of 150 to 230 lines. A line of it has the commit, the path, the old file, and
+the changes: first line, end line and new text. A text is cut into tokens like those of a tokenizer
+with a large vocabulary: up to seven letters with the space before them, up to three digits, up to
+two other signs, or white space. A token has 3.2 characters on average.
 """
 
 import argparse
 import json
 import re
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
-from minisgl.core import (
-    Batch,
-    ConfigError,
-    EngineConfig,
-    Int32Array,
-    SamplingParams,
-    SchedulerConfig,
-)
+from minisgl.core import Batch, EngineConfig, Int32Array, SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine
 from minisgl.engine.model_runner import LaunchedStep
 from minisgl.engine.step_launcher import StepLauncher
-from minisgl.message.messages import AddReq, DraftTotals
+from minisgl.message.messages import AddReq, DraftTotals, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.process import build_scheduler
 from minisgl.speculative import with_speculation
 
-_PIECE = re.compile(r"[A-Za-z]{1,6}|[0-9]{1,3}|\s+|.", re.DOTALL)
-_FEWEST, _MOST = 200, 2000  # tokens of a file
+EDITS = Path(__file__).with_name("code_edits.jsonl")
+_PIECE = re.compile(r" ?[A-Za-z]{1,7}|[0-9]{1,3}|[^\sA-Za-z0-9]{1,2}|\s+(?= )|\s+")
+_FIRST_TOKENS = 32  # of the file in a prompt without the whole file
 
 
 class Edit(NamedTuple):
-    """A file before and after one commit, int32 ids."""
+    """A request, int32 ids. prediction: the output that its client expects, or nothing."""
 
-    old: Int32Array
-    new: Int32Array
+    prompt: Int32Array
+    output: Int32Array
+    prediction: Int32Array
 
 
-def edits_of(repository: Path, count: int, vocab_size: int) -> list[Edit]:
-    """Return the newest `count` edits of Python files. Raises ConfigError if there are fewer."""
+class _Line(msgspec.Struct, forbid_unknown_fields=True):
+    """A line of code_edits.jsonl. changes: (first line, end line, new text), in rising order."""
+
+    commit: str
+    path: str
+    old: str
+    changes: list[tuple[int, int, str]]
+
+
+def edits_of(source: Path, count: int, vocab_size: int, whole_prompts: bool = True) -> list[Edit]:
+    """Return the first `count` edits of a file like code_edits.jsonl.
+
+    whole_prompts: the prompt is the whole old file, and not only its first tokens.
+    """
     ids: dict[str, int] = {}
 
     def tokens(text: str) -> Int32Array:
         pieces = _PIECE.findall(text)
-        return np.array(
-            [ids.setdefault(piece, len(ids)) % vocab_size for piece in pieces], np.int32
-        )
+        numbers = [ids.setdefault(piece, len(ids)) % vocab_size for piece in pieces]
+        return np.array(numbers, dtype=np.int32)
 
     edits = []
-    for old, new in _texts(repository):
-        edit = Edit(tokens(old), tokens(new))
-        if all(_FEWEST <= len(side) <= _MOST for side in edit):
-            edits.append(edit)
-        if len(edits) == count:
-            return edits
-    raise ConfigError(f"{repository} has {len(edits)} edits of Python files; {count} are needed")
-
-
-def _texts(repository: Path) -> Iterator[tuple[str, str]]:
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(repository), *arguments]
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-    try:
-        commits = git("log", "--no-merges", "--format=%H", "--diff-filter=M", "--", "*.py").split()
-        for commit in commits:
-            shown = ("--name-only", "--no-renames", "--diff-filter=M", "--format=", commit)
-            for name in git("show", *shown, "--", "*.py").splitlines():
-                yield git("show", f"{commit}~:{name}"), git("show", f"{commit}:{name}")
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise ConfigError(f"git cannot read the edits of {repository}: {error}") from None
+    for raw in source.read_bytes().splitlines()[:count]:
+        line = msgspec.json.decode(raw, type=_Line)
+        lines = line.old.splitlines(keepends=True)
+        for first, end, text in reversed(line.changes):
+            lines[first:end] = [text]
+        old, new = tokens(line.old), tokens("".join(lines))
+        edits.append(Edit(old if whole_prompts else old[:_FIRST_TOKENS], new, old))
+    return edits
 
 
 class ReplayEngine(Engine):
@@ -98,11 +96,11 @@ class ReplayEngine(Engine):
 
     def launch(self, batch: Batch) -> LaunchedStep:
         for row, tokens, _ in batch.histories:
-            edit = next(edit for edit in self.edits if np.array_equal(edit.old, tokens))
+            edit = next(edit for edit in self.edits if np.array_equal(edit.prompt, tokens))
             replay = self._launcher.runner.replay
             assert replay is not None, "the runner must have a replay; this is a bug"
             with self._on_stream():
-                output = torch.from_numpy(edit.new).to(replay.device)
+                output = torch.from_numpy(edit.output).to(replay.device)
                 replay[row, len(tokens) : len(tokens) + len(output)] = output
         return super().launch(batch)
 
@@ -112,12 +110,13 @@ def run(scheduler: Scheduler, inbox: LocalInbox, edits: Sequence[Edit], concurre
     waiting = [
         AddReq(
             uid=uid,
-            token_ids=edit.old.astype("<i4").tobytes(),
-            sampling=SamplingParams(max_tokens=len(edit.new), ignore_eos=True, seed=uid),
+            token_ids=edit.prompt.astype("<i4").tobytes(),
+            sampling=SamplingParams(max_tokens=len(edit.output), ignore_eos=True, seed=uid),
+            prediction=edit.prediction.astype("<i4").tobytes(),
         )
         for uid, edit in enumerate(edits)
     ]
-    outputs = sum(len(edit.new) for edit in edits)
+    outputs = sum(len(edit.output) for edit in edits)
     begin_s = time.perf_counter()
     while waiting or not scheduler.idle:
         stats = scheduler.stats()
@@ -132,10 +131,12 @@ def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench drafts", description=__doc__)
     parser.add_argument("--model", default="qwen3-8b", help=f"{', '.join(SHAPES)} (qwen3-8b)")
-    parser.add_argument(
-        "--repository", type=Path, default=Path(), help="git repository with the edits (.)"
-    )
     parser.add_argument("--edits", type=positive_int, default=20, help="number of edits (20)")
+    parser.add_argument(
+        "--short-prompts",
+        action="store_true",
+        help=f"prompts with the first {_FIRST_TOKENS} tokens of a file; predictions have all of it",
+    )
     parser.add_argument(
         "--concurrency", type=positive_int, nargs="+", default=[1, 16], help="requests at once"
     )
@@ -143,16 +144,16 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         path, model = load_shape(options.model, Path(folder))
-        edits = edits_of(options.repository, options.edits, model.vocab_size)
+        edits = edits_of(EDITS, options.edits, model.vocab_size, not options.short_prompts)
         rates: dict[str, list[float]] = {}
-        totals = DraftTotals()
+        totals, outbox = DraftTotals(), list[StepOutput]()
         for method in (None, "ngram"):
             config = EngineConfig(
                 model_path=path,
                 device=options.device,
                 dummy_weight=options.model in SHAPES,
                 max_running_reqs=max(options.concurrency),
-                max_seq_len=2 * _MOST,
+                max_seq_len=max(len(edit.prompt) + len(edit.output) for edit in edits),
                 speculative=method,
             )
             extensions = with_speculation(method, DEFAULT_EXTENSIONS)
@@ -160,17 +161,21 @@ def main(argv: Sequence[str]) -> int:
             engine.edits, inbox = edits, LocalInbox()
             # Without a prefix cache, every run computes all prompts.
             policy = SchedulerConfig(cache_type="naive")
-            scheduler = build_scheduler(engine, policy, inbox, lambda output: None)
+            scheduler = build_scheduler(engine, policy, inbox, outbox.append)
             rates[method or "none"] = [
                 run(scheduler, inbox, edits, reqs) for reqs in options.concurrency
             ]
             totals = scheduler.totals.drafts
             engine.close()
+    tokens = sum(len(edit.output) for edit in edits) * len(options.concurrency)
     drafted, accepted = sum(totals.drafted), sum(totals.accepted)
+    predicted = sum(count for output in outbox for _, count in output.predicted)
     print(f"{options.model}, {len(edits)} edits, {accepted} of {drafted} draft tokens accepted")
+    print(f"{predicted} of {tokens} output tokens equal a draft from the prediction")
     print(f"{'requests':<10} {'tokens/s':>10} {'with drafts':>12} {'ratio':>7}")
     for reqs, plain, faster in zip(options.concurrency, *rates.values(), strict=True):
         print(f"{reqs:<10} {plain:>10,.0f} {faster:>12,.0f} {faster / plain:>7.2f}")
+    counts = {"tokens": tokens, "drafted": drafted, "accepted": accepted, "predicted": predicted}
     summary = {"model": options.model, "edits": len(edits), "requests": options.concurrency}
-    print(json.dumps({**summary, "rates": rates, "drafted": drafted, "accepted": accepted}))
+    print(json.dumps({**summary, "rates": rates, **counts}))
     return 0

@@ -18,7 +18,7 @@ ALIGNED_COLUMNS: Final = 512
 _MULTIPROCESSORS: Final = 132
 _SHARED_BYTES: Final = 222 * 1024  # of one multiprocessor, for the stages of all its programs
 _MOST_RESIDENT: Final = 3  # programs that run on one multiprocessor at the same time
-_COLUMNS: Final = 256  # of a step, where smaller blocks do not forbid it
+_COLUMNS: Final = 256  # of one step over K, unless the blocks of the weight are smaller
 _WIDE: Final = 128  # rows of the tallest tile
 _LONG: Final = 8192  # from this many columns on, or with 64 rows, splitting a tile saves time
 

@@ -14,6 +14,7 @@ Conversation = Sequence[dict[str, Any]]
 Sampling = SamplingParams | Sequence[SamplingParams] | None
 Stop = str | Sequence[str]
 Priority = int | Sequence[int]
+Prediction = Prompt | Sequence[Prompt] | None
 
 NOT_A_PROMPT = "a prompt must be text or a sequence of token ids"
 NOT_A_CONVERSATION = (
@@ -67,6 +68,20 @@ def priority_list(priority: Any, count: int) -> list[int]:
         message = f"priority must be an integer, or a list of {count} integers"
         raise InvalidRequest(message, param="priority")
     return each
+
+
+def prediction_list(prediction: Any, count: int) -> list[Prompt]:
+    """Return the prediction of each of `count` prompts, "" for none. Raises InvalidRequest."""
+    expected = f"prediction must be text or token ids for one prompt, or a list of {count} of them"
+    if prediction is None:
+        return [""] * count
+    try:
+        _, listed = as_list(prediction, (int, np.integer), expected)
+    except InvalidRequest as error:
+        raise InvalidRequest(str(error), param="prediction") from None
+    if len(listed) != count:
+        raise InvalidRequest(expected, param="prediction")
+    return listed
 
 
 def stop_list(stop: Any) -> list[str]:

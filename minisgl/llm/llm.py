@@ -25,6 +25,7 @@ from minisgl.llm.inputs import (
     NOT_A_CONVERSATION,
     NOT_A_PROMPT,
     Conversation,
+    Prediction,
     Priority,
     Prompt,
     Sampling,
@@ -33,6 +34,7 @@ from minisgl.llm.inputs import (
     as_list,
     check_conversation,
     checked,
+    prediction_list,
     priority_list,
     stop_list,
 )
@@ -118,6 +120,7 @@ class LLM:
         stop: Stop = (),
         progress: bool = True,
         priority: Priority = 0,
+        prediction: Prediction = None,
         **parameters: Any,
     ) -> Completion | list[Completion]:
         """Complete one prompt, or a list of prompts. A prompt is text, or a sequence of token ids.
@@ -128,6 +131,8 @@ class LLM:
         stop: strings that end a text. progress: show a progress bar on stderr.
         priority: prompts with a lower number are computed first; one number, or one for each
         prompt.
+        prediction: the expected text or token ids of one prompt, or of each prompt, "" for none.
+        With speculative="ngram" a source of drafts. The completions do not depend on it.
         parameters: fields of SamplingParams that replace those of `sampling`, for all prompts.
 
         Raises InvalidRequest for parameters and prompts of a wrong type or out of range. If the
@@ -136,7 +141,9 @@ class LLM:
         """
         single, listed = as_list(prompts, (int, np.integer), NOT_A_PROMPT)
         params = self._params(sampling, len(listed), parameters)
-        completions = self._run(listed, params, stop, progress, priority=priority)
+        completions = self._run(
+            listed, params, stop, progress, priority=priority, prediction=prediction
+        )
         return completions[0] if single else completions
 
     def chat(
@@ -147,6 +154,7 @@ class LLM:
         stop: Stop = (),
         progress: bool = True,
         template_options: dict[str, Any] | None = None,
+        prediction: Prediction = None,
         **parameters: Any,
     ) -> Completion | list[Completion]:
         """Answer one conversation, or a list of conversations, with the model's chat template.
@@ -157,7 +165,9 @@ class LLM:
         single, listed = as_list(conversations, dict, NOT_A_CONVERSATION)
         prompts = [self._encode_chat(each, template_options) for each in listed]
         params = self._params(sampling, len(prompts), parameters)
-        completions = self._run(prompts, params, stop, progress, template_options or {})
+        completions = self._run(
+            prompts, params, stop, progress, template_options or {}, prediction=prediction
+        )
         return completions[0] if single else completions
 
     def stream(
@@ -204,10 +214,13 @@ class LLM:
         progress: bool,
         chat_options: dict[str, Any] | None = None,
         priority: Priority = 0,
+        prediction: Prediction = None,
     ) -> list[Completion]:
         done: dict[int, Completion] = {}
         with tqdm(total=len(prompts), unit="req", disable=not progress) as bar:
-            for piece in self._stream(prompts, params, stop, not stop, chat_options, priority):
+            for piece in self._stream(
+                prompts, params, stop, not stop, chat_options, priority, prediction
+            ):
                 if piece.completion is not None:
                     done[piece.index] = piece.completion
                     bar.update()
@@ -222,6 +235,7 @@ class LLM:
         text_at_end: bool = False,
         chat_options: dict[str, Any] | None = None,
         priority: Priority = 0,
+        prediction: Prediction = None,
     ) -> Iterator[Piece]:
         """text_at_end: detokenise each generation once, when it ends.
 
@@ -232,6 +246,10 @@ class LLM:
             raise InvalidRequest("one call at a time: read the open stream to its end or close it")
         stop_strings = stop_list(stop)
         priorities = priority_list(priority, len(prompts))
+        predictions = [
+            as_ids(self.tokenizer.encode_text(each, False) if isinstance(each, str) else each)
+            for each in prediction_list(prediction, len(prompts))
+        ]
         # A second Ctrl-C may have left requests of the last call running.
         self.worker.abort_and_wait(())
         running = self._running
@@ -241,7 +259,9 @@ class LLM:
                 each = prompts[index]
                 ids = as_ids(self.tokenizer.encode_text(each) if isinstance(each, str) else each)
                 final = self._constraints.for_prompt(params[index], ids, chat_options)
-                self._submit(index, ids, final, stop_strings, text_at_end, priorities[index])
+                expected = predictions[index].tobytes() if self.facts.drafts else b""
+                more = {"priority": priorities[index], "prediction": expected}
+                self._submit(index, ids, final, stop_strings, text_at_end, **more)
             while running:
                 for output in self.worker.step():
                     yield from self._read(output)
@@ -258,15 +278,16 @@ class LLM:
         sampling: SamplingParams,
         stop_strings: list[str],
         text_at_end: bool,
-        priority: int,
+        **more: Any,
     ) -> None:
+        """more: further fields of AddReq."""
         tail = ids[-PROMPT_TAIL_TOKENS:].tolist()
         options = TextOptions(prompt_tail=tail, stop=stop_strings, min_tokens=sampling.min_tokens)
         stream = TextStream(self.tokenizer.vocabulary, options)
         uid = self._next_uid
         self._next_uid += 1
         self._running[uid] = Generation(index, stream, text_at_end, self.tokenizer.vocabulary, ids)
-        message = AddReq(uid=uid, token_ids=ids.tobytes(), sampling=sampling, priority=priority)
+        message = AddReq(uid=uid, token_ids=ids.tobytes(), sampling=sampling, **more)
         self.worker.send(message)
 
     def _check_open(self) -> None:

@@ -62,15 +62,19 @@ def test_float32_equals_the_cpu_without_drafts(
     assert found.outputs == expected.outputs
 
 
+@pytest.mark.parametrize("source", ["prompt", "prediction"])
 @pytest.mark.parametrize("reqs", [1, 5])
-def test_graphs_accept_all_right_drafts(reqs: int, folder: str) -> None:
-    """The replayed output repeats the prompt, so eight tokens come from one step."""
+def test_graphs_accept_all_right_drafts(reqs: int, source: str, folder: str) -> None:
+    """The replayed output repeats the prompt, or is the prediction: a step gives eight tokens."""
     config = EngineConfig(model_path=folder, dummy_weight=True, max_running_reqs=6, **BF16)
     drafts = ChangingDrafts(7, changing=False)
     engine = ReplayEngine(config, SingleCommunicator(), extensions=with_drafts(drafts))
     rng = np.random.default_rng(0)
-    texts = [np.tile(rng.permutation(1000)[:40].astype(np.int32) + 3, 4) for _ in range(reqs)]
-    engine.edits = [Edit(text[:80], text[80:160]) for text in texts]
+    texts = [rng.permutation(1000)[:160].astype(np.int32) + 3 for _ in range(reqs)]
+    if source == "prompt":
+        texts = [np.tile(text[:40], 4) for text in texts]
+    cut = 80 if source == "prediction" else 160
+    engine.edits = [Edit(text[:80], text[80:], text[cut:]) for text in texts]
     inbox, outbox = LocalInbox(), deque()
     scheduler = Scheduler(
         engine,
@@ -83,11 +87,16 @@ def test_graphs_accept_all_right_drafts(reqs: int, folder: str) -> None:
     )
     for uid, edit in enumerate(engine.edits):
         sampling = SamplingParams(max_tokens=80, ignore_eos=True)
-        inbox.messages.append(AddReq(uid=uid, token_ids=edit.old.tobytes(), sampling=sampling))
+        ids, prediction = edit.prompt.tobytes(), edit.prediction.tobytes()
+        message = AddReq(uid=uid, token_ids=ids, sampling=sampling, prediction=prediction)
+        inbox.messages.append(message)
     while inbox.messages or not scheduler.idle:
         scheduler.iterate()
     for uid, edit in enumerate(engine.edits):
         pairs = [pair for out in outbox for pair in zip(out.uids, out.token_ids, strict=True)]
-        assert [token for owner, token in pairs if owner == uid] == edit.new.tolist()
+        assert [token for owner, token in pairs if owner == uid] == edit.output.tolist()
     assert drafts.agreed == drafts.drafted
-    assert scheduler.totals.phases["decode"].graph_steps <= 12
+    assert scheduler.totals.phases["decode"].graph_steps <= 13
+    # The prefill gives the first token. The next step finds nothing, because it knows this one.
+    predicted = sum(count for out in outbox for _, count in out.predicted)
+    assert predicted == (78 * reqs if source == "prediction" else 0)

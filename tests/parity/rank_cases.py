@@ -181,9 +181,12 @@ def _lead(scheduler: Scheduler, source: LocalInbox, case: RankCase) -> None:
     count = len(prompts())
     for wave in range(2):
         uids = range(wave * count, (wave + 1) * count)
-        for uid, prompt in zip(uids, prompts(), strict=True):
-            ids = np.array(prompt, dtype="<i4").tobytes()
-            source.messages.append(AddReq(uid=uid, token_ids=ids, sampling=_sampling(case, uid)))
+        texts = [np.array(prompt, dtype="<i4").tobytes() for prompt in prompts()]
+        for uid, ids, other in zip(uids, texts, reversed(texts), strict=True):
+            message = AddReq(
+                uid=uid, token_ids=ids, sampling=_sampling(case, uid), prediction=other
+            )
+            source.messages.append(message)
         while source.messages or not scheduler.idle:
             if case.aborts and wave and chance.random() < 0.15:
                 source.messages.append(AbortReq(uid=chance.choice(uids)))

@@ -18,7 +18,7 @@ from minisgl.kernel.drafts import MAX_MATCH, MIN_MATCH, Accepted
 _TILE = 1024  # tokens that a program compares at once
 _PROGRAMS = 1024  # the most programs that search, over all rows
 _MOST_PARTS = 64  # the most programs that search one row
-_NEAR = 4  # tokens that are compared in all places; few places match more
+_NEAR = 4  # tokens that are compared in all places, and in each further group; divides MAX_MATCH
 _ELEMENTS = 256  # requests times tokens of one program of accept_drafts
 _REQ_FIELDS = ["rows", "lengths", "found", "predicted"]  # views into the step, of any alignment
 
@@ -50,12 +50,15 @@ def _best_match(
             matched = matched & (tl.load(source + place - back, mask=matched, other=-1) == wanted)
             size += matched.to(tl.int32)
         if tl.max(size, axis=0) == NEAR:
-            for far in range(NEAR, MAX):
-                matched = matched & (place - first >= far) & (last >= far)
-                wanted = tl.load(source + tl.maximum(last - far, 0))
-                token = tl.load(source + place - far, mask=matched, other=-1)
-                matched = matched & (token == wanted)
-                size += matched.to(tl.int32)
+            for group in range(NEAR, MAX, NEAR):
+                # No load of a group waits for a comparison, so all are in flight together.
+                for nth in tl.static_range(NEAR):
+                    far = group + nth
+                    inside = (place < end) & (place - first >= far) & (last >= far)
+                    wanted = tl.load(source + tl.maximum(last - far, 0))
+                    token = tl.load(source + place - far, mask=inside, other=-1)
+                    matched = matched & (token == wanted)
+                    size += matched.to(tl.int32)
         best = tl.maximum(best, tl.where(size >= MIN, size * columns + place, -1))
     return best
 
@@ -212,6 +215,7 @@ def find_drafts(
         MIN=MIN_MATCH,
         NEAR=_NEAR,
         TILE=_TILE,
+        num_warps=8,
     )
     _write_drafts[(reqs,)](
         token_pool,

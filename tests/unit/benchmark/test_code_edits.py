@@ -1,56 +1,65 @@
-"""Code edits: real edits are read, and drafts find the unchanged parts of the files."""
+"""Code edits: the recorded edits are read, and drafts find the unchanged parts of the files."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from minisgl.benchmark import code_edits
-from minisgl.core import ConfigError
 from tests.parity.models import build_model
 
 OLD = [f"def function_{i}(a, b):\n    return a + b + {i}\n" for i in range(6)]
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two edits of one file, and a commit of another kind of file."""
-
-    def git(*arguments: str) -> None:
-        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
-        subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True)
-
-    folder = tmp_path / "repository"
-    folder.mkdir()
-    git("init", "-q")
-    for text in ("".join(OLD), "".join(OLD).replace("+ 3", "- 3"), "".join(OLD[:5])):
-        (folder / "code.py").write_text(text)
-        (folder / "notes.txt").write_text(text)
-        git("add", ".")
-        git("commit", "-qm", "an edit")
-    monkeypatch.setattr(code_edits, "_FEWEST", 50)
-    monkeypatch.setattr(code_edits, "_MOST", 240)
-    return folder
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two edits of short files: one changes a line, one removes the last function."""
+    path = tmp_path / "edits.jsonl"
+    other = [text.replace("function", "method") for text in OLD]
+    edits = [
+        {"old": "".join(OLD), "changes": [[0, 0, "# c\n"], [7, 8, "    return a + b - 3\n"]]},
+        {"old": "".join(other), "changes": [[10, 12, ""]]},
+    ]
+    lines = [json.dumps({"commit": "c", "path": "p", **edit}) for edit in edits]
+    path.write_text("\n".join(lines) + "\n")
+    monkeypatch.setattr(code_edits, "EDITS", path)
+    monkeypatch.setattr(code_edits, "_FIRST_TOKENS", 8)
+    return path
 
 
-def test_edits_are_the_newest_modifications_of_python_files(repository: Path) -> None:
-    newest, older = code_edits.edits_of(repository, 2, vocab_size=1000)
-    assert older.new.tolist() == newest.old.tolist()
-    assert len(newest.new) < len(newest.old)
-    assert (older.new != older.old).sum() == 1
-    with pytest.raises(ConfigError, match="has 2 edits of Python files; 3 are needed"):
-        code_edits.edits_of(repository, 3, vocab_size=1000)
-    with pytest.raises(ConfigError, match="git cannot read"):
-        code_edits.edits_of(repository.parent, 1, vocab_size=1000)
+def test_edits_are_changes_of_the_old_file(source: Path) -> None:
+    changed, cut = code_edits.edits_of(source, 2, vocab_size=1000)
+    assert changed.prediction.tolist() == changed.prompt.tolist()
+    assert len(changed.output) == len(changed.prompt) + 3  # the comment
+    assert (changed.output[3:] != changed.prompt).sum() == 1
+    assert cut.output.tolist() == cut.prompt[: len(cut.output)].tolist()
+    assert len(cut.output) < len(cut.prompt)
+    (short,) = code_edits.edits_of(source, 1, vocab_size=1000, whole_prompts=False)
+    assert short.prompt.tolist() == changed.prompt[:8].tolist()
+    assert short.prediction.tolist() == changed.prediction.tolist()
 
 
+def test_recorded_edits_are_of_many_files() -> None:
+    edits = code_edits.edits_of(code_edits.EDITS, 100, vocab_size=150_000)
+    assert len(edits) == 20
+    assert len({edit.prompt.tobytes() for edit in edits}) == 20
+    for edit in edits:
+        assert 1000 < len(edit.prompt) < 4000
+        assert 1000 < len(edit.output) < 4000
+        assert edit.prompt.tolist() != edit.output.tolist()
+    raw = [json.loads(line) for line in code_edits.EDITS.read_text().splitlines()]
+    assert all(150 <= len(edit["old"].splitlines()) <= 400 for edit in raw)
+    assert code_edits.EDITS.stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("flags", [[], ["--short-prompts"]], ids=["whole", "short"])
 def test_most_tokens_of_an_edit_are_accepted_drafts(
-    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: list[str], source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = build_model("qwen3", tmp_path)
-    flags = ["--model", model, "--repository", str(repository), "--edits", "2", "--device", "cpu"]
+    flags = ["--model", model, "--edits", "2", "--device", "cpu", *flags]
     assert code_edits.main([*flags, "--concurrency", "1", "2"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["accepted"] > 0.5 * found["drafted"] > 0
+    assert found["predicted"] > 0.4 * found["tokens"]
     assert {name: len(rates) for name, rates in found["rates"].items()} == {"none": 2, "ngram": 2}

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from minisgl import LLM, SamplingParams
+from minisgl.core import InvalidRequest
 from minisgl.speculative import PricedLengths
 
 CODE = "def add(a, b):\n    return a + b\n" * 6
@@ -45,3 +46,25 @@ def test_drafts_change_no_answer(overlap: bool, monkeypatch: pytest.MonkeyPatch)
         assert chances == pytest.approx([each.logprob for each in other.logprobs], abs=1e-4)
     totals = worker.scheduler.totals.drafts
     assert 0 < sum(totals.accepted) < sum(totals.drafted)
+
+
+def test_predictions_change_no_answer_and_save_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PricedLengths, "choose", lambda *args, **named: min(7, args[4]))
+    asked = SamplingParams(temperature=0.7, seed=3, max_tokens=40, ignore_eos=True)
+    prompts = ["The sea", [40, 41, 42]]
+    steps = []
+    with LLM(device="cpu", num_pages=128, max_seq_len=256, speculative="ngram") as llm:
+        expected = llm.generate(prompts, asked)
+        ids = [each.token_ids for each in expected]
+        for prediction in (["", []], ids, [ids[1], "other"], [ids[0] * 9, ids[1][:20]]):
+            before = llm.worker.scheduler.totals.phases["decode"].eager_steps
+            assert llm.generate(prompts, asked, prediction=prediction) == expected
+            steps.append(llm.worker.scheduler.totals.phases["decode"].eager_steps - before)
+        chat = [{"role": "user", "content": "Hello"}]
+        text = llm.chat(chat, asked).text
+        assert llm.chat(chat, asked, prediction=text).text == text
+        for wrong in (3, ["a"], ["a", "b", "c"], [3, 4], [3, None]):
+            with pytest.raises(InvalidRequest, match="prediction must be") as error:
+                llm.generate(prompts, asked, prediction=wrong)
+            assert error.value.param == "prediction"
+    assert steps[1] <= 8 < 20 < steps[0]
