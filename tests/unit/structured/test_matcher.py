@@ -47,7 +47,7 @@ class Output:
         self.state = GrammarState(sampling, grammar, compiled, (EOS,), self.totals)
         assert self.state.prepared()
         assert self.state.unseen(PROMPT, PROMPT) == 0
-        self.position = PROMPT
+        self.tokens = [0] * PROMPT
         self.words = -(-library.vocab_size // 32)
 
     def allowed(self) -> set[int]:
@@ -63,8 +63,16 @@ class Output:
         for token in tokens:
             assert token in self.allowed()
             self.state.follow([token])
-            self.position += 1
+            self.tokens.append(token)
         return self
+
+    @property
+    def position(self) -> int:
+        return len(self.tokens)
+
+    def forced(self, *tokens: int) -> list[int]:
+        """Return the ids that must follow `tokens`, which the state has not seen."""
+        return list(self.state.forced(np.array([*self.tokens, *tokens], dtype=np.int32)))
 
 
 def regex(pattern: str) -> str:
@@ -77,23 +85,23 @@ def test_an_eos_id_is_allowed_only_where_the_text_is_complete(library: LLTokeniz
     output.add(*ids("a"))
     assert EOS in output.allowed()
     assert len(output.allowed()) > 1
-    assert output.add(*ids("b")).state.forced(output.position, ids("b")[0]) == []
+    assert output.add(*ids("b")).forced() == []
 
 
 def test_a_text_that_cannot_go_on_forces_an_eos_id(library: LLTokenizer) -> None:
     output = Output(library, regex("[ab]"))
     output.add(*ids("a"))
     assert output.allowed() == {EOS}
-    assert list(output.state.forced(output.position, ids("a")[0])) == [EOS]
+    assert output.forced() == [EOS]
 
 
 def test_forced_tokens_follow_a_token_that_the_state_has_not_seen(library: LLTokenizer) -> None:
     output = Output(library, regex("[ab]ccc and more of the same (x|y)"))
     first = ids("a")[0]
-    forced = list(output.state.forced(PROMPT + 1, first))
+    forced = output.forced(first)
     assert TOKENIZER.decode(forced).startswith("ccc and more of the same")
     assert output.state.unseen(PROMPT + 1, PROMPT) == 0
-    assert list(output.state.forced(PROMPT + 1, first)) == forced, "asking changes nothing"
+    assert output.forced(first) == forced, "asking changes nothing"
     output.state.follow(forced)
     assert output.state.unseen(PROMPT + 1 + len(forced), PROMPT) == 0
 
@@ -104,7 +112,7 @@ def test_open_thinking_is_free_until_its_end(library: LLTokenizer) -> None:
     assert EOS not in everything, "an output that ends inside its thinking has no answer"
     assert {*ids("any text"), THINK} <= everything
     output.add(*ids("any text"))
-    assert list(output.state.forced(output.position, ids("any text")[-1])) == []
+    assert output.forced() == []
     output.add(THOUGHT)
     assert THOUGHT not in output.allowed()
     assert set(ids("7")) <= output.allowed()
@@ -144,7 +152,7 @@ def test_a_trigger_begins_the_grammar_after_free_text(library: LLTokenizer, thin
 def test_a_stop_token_id_ends_only_a_complete_text(library: LLTokenizer) -> None:
     output = Output(library, regex("ab"), stop_token_ids=(STOP, *ids("b")))
     assert STOP not in output.allowed()
-    assert ids("b")[0] not in output.state.forced(PROMPT + 1, ids("a")[0])
+    assert ids("b")[0] not in output.forced(ids("a")[0])
     complete = Output(library, regex("a"), stop_token_ids=(STOP,)).add(*ids("a"))
     assert complete.allowed() == {EOS, STOP}
 
@@ -165,7 +173,7 @@ def test_min_tokens_forbids_the_end_and_may_leave_no_token(library: LLTokenizer)
     output = Output(library, regex("[ab]"), min_tokens=3).add(*ids("a"))
     assert output.state.failure(output.position) is None
     assert output.allowed() == set()
-    assert list(output.state.forced(output.position, ids("a")[0])) == []
+    assert output.forced() == []
     failure = output.state.failure(output.position)
     assert failure is not None
     assert "min_tokens=3" in failure.message
