@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from minisgl.core import Grammar, GrammarFailed, InvalidRequest, SamplingParams
 from minisgl.demo import model_path
 from minisgl.message.messages import ConstraintTotals
 from minisgl.structured.library import compile_grammar, load_tokenizer
-from minisgl.structured.matcher import Compiled, GrammarState
+from minisgl.structured.matcher import Compiled, GrammarState, allows
 
 EOS, THINK, THOUGHT, STOP, TRIGGER = 0, 1, 2, 3, 4
 PROMPT = 10  # tokens of the prompt
@@ -234,3 +234,77 @@ def test_a_failed_compilation_is_the_failure_of_every_position() -> None:
     compiled.set_exception(InvalidRequest("broken"))
     assert state.prepared()
     assert state.failure(5) is state.failure(6) is not None
+
+
+def mask_of(output: Output) -> np.ndarray:
+    mask = np.zeros(output.words, dtype=np.int32)
+    output.state.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    output.state.complete(mask)
+    return mask
+
+
+def test_a_copy_follows_drafts_and_leaves_the_state_alone(library: LLTokenizer) -> None:
+    output = Output(library, regex("[ab]{2}c?"))
+    first = ids("a")[0]
+    before = output.allowed()
+    assert allows(mask_of(output), first)
+    assert not allows(mask_of(output), ids("c")[0])
+    assert not allows(mask_of(output), 10**6), "an id outside of the vocabulary"
+    copy = output.state.before(first)
+    assert copy is not None
+    copy.follow([first])
+    assert copy.before(ids("b")[0]) is copy
+    copy.follow(ids("b"))
+    assert copy.matcher.is_accepting()
+    assert output.allowed() == before
+    assert copy.before(EOS) is None, "the output ends, so no token follows"
+
+
+def test_forced_tokens_that_the_drafts_in_flight_give_are_not_repeated(
+    library: LLTokenizer,
+) -> None:
+    output = Output(library, regex("[ab]ccc and more of the same (x|y)"))
+    output.add(ids("a")[0])
+    forced = output.forced()
+    assert len(forced) > 2
+    for drafts, expected in (
+        ([*forced, *ids("x")], []),
+        (forced, []),
+        (forced[:-1], forced),
+    ):
+        copy: GrammarState | None = output.state
+        for draft in drafts:
+            assert copy is not None
+            copy = copy.before(draft)
+            assert copy is not None
+            copy.follow([draft])
+        assert output.forced() == expected
+    output.add(*forced[:2])
+    assert output.forced() == forced[2:], "those drafts were found two tokens earlier"
+
+
+def test_a_matcher_that_fails_because_of_wrong_drafts_is_replaced(
+    library: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer needs fewer lexer states than the limit allows, but answer and drafts need more."""
+    few = LLParserLimits(max_lexer_states=80, verbose_errors=False)
+    monkeypatch.setattr("minisgl.structured.library.parser_limits", lambda: few)
+    source = regex("([a-z]{3}|[0-9]{5}x|[A-Z]+q){10,80}")
+    plain, output = Output(library, source), Output(library, source)
+    renewed = 0
+    for token in ids("abc" * 10):
+        for draft in ids("0Zx7Qm"):
+            copy = output.state.before(draft) if draft in plain.allowed() else None
+            if copy is not None:
+                copy.follow([draft])
+                copy.matcher.compute_bitmask()
+        output.state.matcher.compute_bitmask()
+        failed = output.state.matcher.is_error()
+        assert output.state.renew(library) == failed
+        renewed += failed
+        assert output.allowed() == plain.allowed()
+        plain.add(token)
+        output.add(token)
+    assert renewed == 1
+    assert output.state.before(ids("a")[0]) is None, "no drafts follow a failure"
+    assert output.state.matcher.is_accepting()
