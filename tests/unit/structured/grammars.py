@@ -113,6 +113,7 @@ class Run:
     forced   forced tokens are appended; otherwise every token is sampled.
     drafts   steps have up to seven drafts: n-grams, or those of `drafter` in run_tasks.
     params   sampling parameters of all requests.
+    engine   further settings of the engine.
     """
 
     chunk: int = 8192
@@ -126,6 +127,7 @@ class Run:
     forced: bool = True
     drafts: bool = False
     params: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,7 @@ def run_tasks(
         num_pages=130 if run.crowded else 4000,
         max_running_reqs=16,
         max_seq_len=512,
+        **run.engine,
     )
     drafts = ChangingDrafts(7)
     extensions = replace(

@@ -286,7 +286,7 @@ def test_forced_tokens_that_the_drafts_in_flight_give_are_not_repeated(
 def test_a_matcher_that_fails_because_of_wrong_drafts_is_replaced(
     library: LLTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer needs fewer lexer states than the limit allows, but answer and drafts need more."""
+    """The answer needs fewer lexer states than the limit; answer and drafts need more."""
     few = LLParserLimits(max_lexer_states=80, verbose_errors=False)
     monkeypatch.setattr("minisgl.structured.library.parser_limits", lambda: few)
     source = regex("([a-z]{3}|[0-9]{5}x|[A-Z]+q){10,80}")
