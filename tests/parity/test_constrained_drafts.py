@@ -22,6 +22,7 @@ from tests.unit.structured.grammars import (
     check_answers,
     prompt_of,
     random_tasks,
+    repeated_tasks,
     run_tasks,
 )
 
@@ -38,18 +39,6 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(build_tiny_model(tmp_path_factory.mktemp("tiny")))
-
-
-def repeated_tasks() -> list[Task]:
-    """Answers that repeat themselves, so that n-grams find drafts."""
-    entry = {"name": {"enum": ["one", "another"]}, "value": {"type": "integer", "maximum": 99}}
-    closed = {"additionalProperties": False, "required": list(entry)}
-    rows = {"type": "object", "properties": entry} | closed
-    return [
-        Task({"type": "array", "items": rows, "minItems": 3, "maxItems": 6}),
-        Task("(ab|ba)( (ab|ba)){5,20}"),
-        Task("([a-z]{2}[0-9]-){12}"),
-    ]
 
 
 def tasks_of(seed: int) -> list[Task]:

@@ -102,6 +102,18 @@ def random_tasks(count: int, seed: int) -> list[Task]:
     return tasks
 
 
+def repeated_tasks() -> list[Task]:
+    """Answers that repeat themselves, so that n-grams find drafts."""
+    entry = {"name": {"enum": ["one", "another"]}, "value": {"type": "integer", "maximum": 99}}
+    closed = {"additionalProperties": False, "required": list(entry)}
+    rows = {"type": "object", "properties": entry} | closed
+    return [
+        Task({"type": "array", "items": rows, "minItems": 3, "maxItems": 6}),
+        Task("(ab|ba)( (ab|ba)){5,20}"),
+        Task("([a-z]{2}[0-9]-){12}"),
+    ]
+
+
 @dataclass(frozen=True)
 class Run:
     """Settings of one run.
