@@ -45,7 +45,8 @@ class EditedReq:
     """A request whose next token a step samples from edited logits.
 
     index       index of the request in the batch.
-    position    position of the token that this step samples.
+    position    position of the token that this step samples. For a decode request that may have
+                drafts it is an upper bound, as Batch.start.
     prompt_len  position of the request's first output token.
     history     int32 [position]; the tokens of the request so far. Set only in the first step that
                 samples for the request after the request got its row, or after the scheduler
@@ -125,8 +126,9 @@ class Batch:
                   flight accepts all its drafts. The engine reads the exact number on the device.
     lengths       int32 [B]; tokens forwarded, at least 1. T = lengths.sum(). A decode request with
                   a length above 1 forwards draft tokens after its last token. Such a request has
-                  neither edited logits nor log-probabilities. The engine forwards `width` tokens
-                  of every decode request, and drops the results of those past its length.
+                  no log-probabilities, and its logits are edited by masks of its Constraint at
+                  most. The engine forwards `width` tokens of every decode request, and drops the
+                  results of those past its length.
     samples       bool [B]; the request gets tokens from this step. False for a chunk that does not
                   reach the end of its prompt.
     chunk_ids     int32 [T - num_decode_tokens]; token ids of the prefill chunks, concatenated.

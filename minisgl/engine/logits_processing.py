@@ -44,6 +44,11 @@ class ProcessingStep:
     token_pool     int32 [rows, max_seq_len + 1] on the device; (batch.rows[i], position) is the id
                    of a token that this engine sampled.
     eos_token_ids  of the model.
+    cached         int32 [rows] on the device; the position of the newest token of each row that
+                   decodes. None without drafts: batch.start has it.
+    found          int32 [N] on the device; the number of drafts of the request whose logits begin
+                   at row i * batch.width. The drafts are in the token pool after the newest token.
+                   None if the step forwards no drafts.
     """
 
     batch: Batch
@@ -51,6 +56,8 @@ class ProcessingStep:
     views: StepViews[Tensor]
     token_pool: Tensor
     eos_token_ids: tuple[int, ...]
+    cached: Tensor | None = None
+    found: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,7 +83,12 @@ class Constraint(ABC):
 
     At most one state of a request is a Constraint. The scheduler calls its methods. Results must
     depend only on the request and its tokens, so that all ranks get the same results.
+
+    masks_drafts  True if the edit also masks the logits after each draft, so that the request may
+                  have drafts. The logits after draft i are i rows after the first ones.
     """
+
+    masks_drafts = False
 
     @abstractmethod
     def prepared(self, wait_s: float | None = 0.0) -> bool:
@@ -91,11 +103,12 @@ class Constraint(ABC):
         """Return the error if no token is allowed at `position`; None if a token is allowed."""
 
     @abstractmethod
-    def forced(self, position: int, last: int) -> Sequence[int]:
-        """Return the ids that must follow. last: the newest token, which is at position - 1.
+    def forced(self, tokens: Int32Array) -> Sequence[int]:
+        """Return the ids that must follow. tokens: all known tokens of the request.
 
         The scheduler may append these ids to the output. A processor finds the appended tokens in
-        EditedReq.history.
+        EditedReq.history. The scheduler then drops the result of the step in flight, so a state
+        returns no ids that the drafts of that step begin with.
         """
 
 
@@ -113,14 +126,15 @@ class LogitsProcessor(Protocol[State]):
     A processor may fill a mask on the host, as a grammar does. It must then advance its matcher by
     each token before the next token is sampled. In the first step that edits a request after its
     admission, EditedReq.history is set. The history holds all tokens of the request, including
-    tokens that the matcher has not seen. In every later step exactly one token is new, and the
-    device may not have sampled it yet when the step is launched. The processor then works in two
-    parts:
+    tokens that the matcher has not seen. In every later step the tokens of the previous step are
+    new: one, or up to MAX_DRAFTS + 1 with drafts. The device may not have sampled them yet when the
+    step is launched. The processor then works in two parts:
 
     1. `prepare` queues a copy of token_pool[batch.rows[index], position - 1] to the host and
-       records an event after the copy. On the stream the copy stands after the previous step and
-       before the forward of this step. The event therefore completes as soon as the previous step
-       and the copy are done, and does not wait for this forward.
+       records an event after the copy. With drafts it copies the position, the newest tokens and
+       the drafts, because the host does not know the position. On the stream the copy stands after
+       the previous step and before the forward of this step. The event therefore completes as soon
+       as the previous step and the copy are done, and does not wait for this forward.
     2. The edit runs on the host while the device computes the forward. It waits for the event,
        advances the matcher, fills the mask, uploads it and queues the operation that applies it.
 

@@ -82,8 +82,10 @@ class StepLauncher:
         drafts = None if graph is None else graph.drafts
         if runner.cached is not None:
             set_lengths(batch, views, runner)
-            if graph is None:
+            if drafts is None:
                 drafts = draft_step(runner, size, inputs.num_decode, inputs.width)
+            # A graph finds the drafts too. The masks need them before the graph ends.
+            if graph is None or (batch.logit_edits is not None and inputs.width > 1):
                 find(runner, views, drafts)
         edits: list[Edit] = []
         if batch.logit_edits is not None:
@@ -93,6 +95,8 @@ class StepLauncher:
                 views if drafts is None else token_views(views, drafts),
                 runner.token_pool,
                 self.eos_token_ids,
+                runner.cached,
+                drafts.found if drafts is not None and inputs.width > 1 else None,
             )
             edits = prepare_edits(self.processors, batch.logit_edits, step)
         if graph is None:

@@ -68,7 +68,9 @@ class DraftPlanner:
         assert result.agreed is not None, "a drafting engine must count drafts; this is a bug"
         decoding = slice(batch.num_decode)
         rows, lengths = batch.rows[decoding], batch.lengths[decoding]
-        measured = self._table.rows.allocated[rows] & self._table.may_draft[rows]
+        table = self._table
+        measured = table.rows.allocated[rows] & table.may_draft[rows]
+        measured &= batch.step_id > table.dropped_until[rows]
         if not measured.any():
             return
         drafted, agreed = result.drafted[decoding][measured], result.agreed[decoding][measured]

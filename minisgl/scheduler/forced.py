@@ -23,8 +23,8 @@ def append_forced(
     """Append the tokens that must follow the sampled tokens. Returns the values of read_result.
 
     The next step forwards the appended tokens of a request as one chunk. A step that is
-    already in flight also samples a token for the first of these positions; `read_result` drops
-    that token.
+    already in flight also samples tokens for the first of these positions; `read_result` drops
+    them. That step forwards the newest token, so the chunk begins after it.
 
     A chunk of k tokens saves k - 1 decode steps of one request. If the next step has no other
     chunk, this chunk also delays every decoding request. Tokens are appended if the saved steps
@@ -42,7 +42,7 @@ def append_forced(
         if table.has_logprobs[row]:  # each token needs the logits of a step
             continue
         known, limit = int(table.known[row]), int(table.max_total_tokens[row])
-        ids = list(req.constraint.forced(known, int(table.tokens[row, known - 1])))[: limit - known]
+        ids = list(req.constraint.forced(table.tokens[row, :known]))[: limit - known]
         obeys_eos = table.obeys_eos[row] and known + len(ids) > table.stop_from[row]
         if ids and (known + len(ids) == limit or (obeys_eos and ids[-1] in eos_token_ids)):
             ending.add(row)
@@ -63,7 +63,10 @@ def append_forced(
     padded = np.zeros((len(rows), counts.max(initial=1)), dtype=np.int32)
     for index, ids in enumerate(forced.values()):
         padded[index, : len(ids)] = ids
-    appended = append_tokens(table, rows, table.known[rows], padded, counts, eos_token_ids)
+    known_before = table.known[rows]
+    table.computed[rows] = np.minimum(table.computed[rows], known_before)
+    table.dropped_until[rows] = table.last_step[rows]
+    appended = append_tokens(table, rows, known_before, padded, counts, eos_token_ids)
     for row in forced:
         if row not in appended[2]:
             table.prefill_end[row] = table.known[row]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from minisgl.core import Column, Int32Array, InvariantBroken
 from minisgl.core.batch import EditedReq, History, LogprobsRequest
 from minisgl.core.sampling import SamplingArrays
+from minisgl.engine.logits_processing import Constraint
 from minisgl.kvcache import FencedPool
 from minisgl.scheduler.page_table import PageTable
 from minisgl.scheduler.request import Req
@@ -34,12 +35,14 @@ class RequestTable:
                   int32 [R]; limit of prompt and output tokens together.
     stop_from     int32 [R]; tokens from this position on may stop the request.
     last_step     int64 [R]; the last launched step that contains the row.
+    dropped_until int64 [R]; steps up to this one give the row no tokens, because forced tokens have
+                  taken the positions.
     obeys_eos     bool [R]; the model's EOS ids end the request.
     has_stop_ids  bool [R]; the request has stop token ids of its own.
     edits_logits  bool [R]; at least one logits processor has a state for the request.
     has_logprobs  bool [R]; the request asks for log-probabilities.
-    may_draft     bool [R]; a step may forward draft tokens of the request. False for edited logits,
-                  which depend on the tokens before them, and for log-probabilities.
+    may_draft     bool [R]; a step may forward draft tokens of the request. False for
+                  log-probabilities, and for logits that a state edits which cannot mask drafts.
     step_tokens   int32 [R]; tokens that the row forwards if the next step decodes it: 1 and drafts.
 
     I1  A row is released with its last step as the fence, since that step may still write a token
@@ -60,6 +63,7 @@ class RequestTable:
         self.max_total_tokens: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.stop_from: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.last_step = np.zeros(num_rows, dtype=np.int64)
+        self.dropped_until = np.zeros(num_rows, dtype=np.int64)
         self.obeys_eos = np.zeros(num_rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(num_rows, dtype=np.bool_)
         self.edits_logits = np.zeros(num_rows, dtype=np.bool_)
@@ -83,7 +87,7 @@ class RequestTable:
         length, sampling = len(req.tokens), req.sampling
         req.row = row
         self.reqs[row] = req
-        self.last_step[row] = 0
+        self.last_step[row] = self.dropped_until[row] = 0
         self.uid[row] = req.uid
         self.tokens[row, :length] = req.tokens
         self.pages.open_row(row, pages)
@@ -97,8 +101,14 @@ class RequestTable:
         self.has_stop_ids[row] = bool(sampling.stop_token_ids)
         self.edits_logits[row] = req.logit_states is not None
         self.has_logprobs[row] = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
-        self.may_draft[row] = not (self.edits_logits[row] or self.has_logprobs[row])
-        if not self.may_draft[row]:
+        self.may_draft[row] = not self.has_logprobs[row] and all(
+            isinstance(state, Constraint) and state.masks_drafts
+            for state in req.logit_states or ()
+            if state is not None
+        )
+        # A step finds the drafts of a constrained row twice (StepLauncher), and both must be equal.
+        # Drafts may overwrite the beginning of a prediction, so such a row has none.
+        if not self.may_draft[row] or self.edits_logits[row]:
             req.prediction = req.prediction[:0]
         self.step_tokens[row] = 1
         for column in self._columns:

@@ -15,15 +15,15 @@ def read_result(
     same order; and the reason of each row that ends, errors first.
 
     A row gets no token if its request ended in the previous step, while this step was in flight. It
-    gets no token either if a forced token has taken the position. A row with non-finite logits ends
-    with ERROR and gets no token. Draft tokens that the step did not accept are subtracted from
-    table.computed. The next step forwards tokens at their positions.
+    gets no token either if forced tokens have taken the positions (table.dropped_until). A row with
+    non-finite logits ends with ERROR and gets no token. Draft tokens that the step did not accept
+    are subtracted from table.computed. The next step forwards tokens at their positions.
     """
+    taken = batch.step_id > table.dropped_until[batch.rows]
     if batch.drafting:
-        decoding = slice(batch.num_decode)
+        decoding = np.flatnonzero(taken[: batch.num_decode])
         table.computed[batch.rows[decoding]] -= (batch.lengths - result.counts)[decoding]
-    sampled = batch.samples & table.rows.allocated[batch.rows]
-    sampled &= batch.start + batch.lengths >= table.known[batch.rows]
+    sampled = batch.samples & table.rows.allocated[batch.rows] & taken
     broken = batch.rows[sampled & ~result.finite]
     sampled &= result.finite
     rows: Int32Array = batch.rows[sampled]

@@ -2,17 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
-from llguidance import LLMatcher
+from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from minisgl.core import Grammar, RequestError, SamplingParams
+from minisgl.core import Grammar, Int32Array, RequestError, SamplingParams
 from minisgl.engine.logits_processing import Constraint
 from minisgl.message.messages import ConstraintTotals
-from minisgl.structured.library import dead_end, failure_of
+from minisgl.structured.library import dead_end, failure_of, open_matcher
 
 Mask = NDArray[np.int32]  # [W]; id i is allowed if bit i % 32 of word i // 32 is set
 
@@ -34,15 +34,26 @@ class GrammarState(Constraint):
     where it accepts the text as complete. With ignore_eos, an EOS id is
     allowed only where the text is complete and no other token can follow.
 
+    A copy of the state follows the drafts of a step. The matcher of a copy shares the lexer of the
+    original, and the limit of lexer states counts the states of both. So wrong drafts could make
+    the original fail. A matcher that fails after it was copied is therefore replaced by a new one
+    with a lexer of its own, and the request gets no further drafts.
+
     compiled       the matcher, from the thread that compiles the grammar.
     eos_token_ids  the EOS ids of the model.
     totals         the counters of all requests; this state adds to them.
     forces_tokens  False: `forced` returns no token.
+    _drafts        the drafts of the last step up to the first one that the grammar forbids or that
+                   ends the output, and the number of tokens before them. Copies add to it.
     _seen          number of tokens, prompt and output, that the state has followed; -1 before the
                    first step that samples.
     _first         position of the first output token; valid from the first step that samples.
     _free_until    while the output is free text: the token that ends the free text; None: the
                    grammar applies.
+    _followed      the tokens that the matcher has consumed.
+    _is_copy       the state follows drafts.
+    _copied, _renewed
+                   the matcher has been copied; it has been replaced by a new one.
     _failed        the first error, and the position at which no token was allowed; position None:
                    the grammar could not be compiled.
     """
@@ -57,11 +68,19 @@ class GrammarState(Constraint):
     _matcher: LLMatcher | None = None
     _seen: int = -1
     _first: int = 0
+    _followed: list[int] = field(default_factory=list)
+    _drafts: tuple[list[int], int] = field(default_factory=lambda: ([], -1))
+    _is_copy: bool = False
+    _copied: bool = False
+    _renewed: bool = False
     _failed: tuple[int | None, RequestError] | None = None
 
+    masks_drafts = True
+
     def __post_init__(self) -> None:
-        thinks = self.grammar.thinking == "open"
-        self._free_until = self.grammar.think_end if thinks else self._trigger
+        if not self._is_copy:
+            thinks = self.grammar.thinking == "open"
+            self._free_until = self.grammar.think_end if thinks else self._trigger
         self._ends = {*self.eos_token_ids, *self.params.stop_token_ids}
 
     # --- called by the scheduler ----------------------------------------------------------------
@@ -85,10 +104,9 @@ class GrammarState(Constraint):
             return None
         return self._failed[1]
 
-    def forced(self, position: int, last: int) -> Sequence[int]:
+    def forced(self, tokens: Int32Array) -> Sequence[int]:
         """As Constraint.forced. An EOS id follows a text that is complete and cannot go on."""
-        if self._seen == position - 1:
-            self.follow([last])
+        self.follow(tokens[self._seen :].tolist())
         free = self._free_until is not None or not self.forces_tokens
         if free or self._failed is not None or self.matcher.is_error():
             return []
@@ -96,7 +114,9 @@ class GrammarState(Constraint):
             return self.eos_token_ids[:1] if self._may_end else []
         ids = self.matcher.compute_ff_tokens()
         stops = [at for at, token in enumerate(ids) if token in self._ends]
-        return ids[: stops[0]] if stops else ids
+        ids = ids[: stops[0]] if stops else ids
+        drafts, at = self._drafts
+        return [] if at == self._seen and drafts[: len(ids)] == ids else ids
 
     # --- called by the processor ----------------------------------------------------------------
 
@@ -133,7 +153,36 @@ class GrammarState(Constraint):
         elif token == self._free_until:
             self._free_until = self._trigger if token == self.grammar.think_end else None
         self._seen += 1
+        if not is_free:
+            self._followed.append(token)
         return not is_free
+
+    def before(self, draft: int) -> "GrammarState | None":
+        """Return a copy of the state that shall follow a draft which the mask allows.
+
+        A copy returns itself. Returns None if no token may be sampled after the draft: it ends the
+        output, or the state makes no copies.
+        """
+        if self._renewed or draft in self._ends:
+            return None
+        if not self._is_copy:
+            self._copied = True
+            self._drafts = [], self._seen
+        self._drafts[0].append(draft)
+        if self._is_copy:
+            return self
+        matcher = self.matcher.deep_copy()
+        return replace(self, _matcher=matcher, _followed=[], _is_copy=True, _copied=False)
+
+    def renew(self, tokenizer: LLTokenizer) -> bool:
+        """Replace the matcher if it failed after it was copied. Returns True if it did so."""
+        ended = bool(self._followed) and self._followed[-1] in self._ends
+        if not self._copied or self._renewed or ended or not self.matcher.is_error():
+            return False
+        self._matcher = open_matcher(tokenizer, self.grammar.source)
+        self._matcher.consume_tokens(self._followed)
+        self._renewed = True
+        return True
 
     def complete(self, mask: Mask) -> None:
         """Complete the mask of the next token in place. After a failure, the mask forbids all ids.
@@ -180,6 +229,11 @@ class GrammarState(Constraint):
     def _fail(self, mask: Mask, error: RequestError) -> None:
         mask[:] = 0
         self._failed = self._failed or (self._seen, error)
+
+
+def allows(mask: Mask, token: int) -> bool:
+    """True if the mask allows the id."""
+    return token < 32 * len(mask) and bool(mask.view(np.uint32)[token // 32] >> token % 32 & 1)
 
 
 def _set(mask: Mask, ids: Iterable[int], allowed: bool) -> None:

@@ -5,20 +5,22 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from llguidance import LLExecutor, LLTokenizer
+from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.core import ConfigError, Grammar, SamplingParams, Unsupported
-from minisgl.core.batch import EditedReq
+from minisgl.core.batch import MAX_DRAFTS, EditedReq
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import ProcessingStep, TokenMask, upload
 from minisgl.message.messages import ConstraintTotals
 from minisgl.models.config import load_model_config
 from minisgl.structured.library import compile_grammar, load_tokenizer
-from minisgl.structured.matcher import Compiled, GrammarState
+from minisgl.structured.matcher import Compiled, GrammarState, allows
 
 COMPILE_THREADS = 2
 MAX_MASK_THREADS = 8
@@ -67,79 +69,163 @@ class GrammarProcessor:
     def prepare(
         self, reqs: Sequence[tuple[EditedReq, GrammarState]], step: ProcessingStep
     ) -> TokenMask:
-        """As LogitsProcessor.prepare. Queues the copy of the newest tokens to the host."""
-        unseen = [state.unseen(req.position, req.prompt_len) for req, state in reqs]
-        sampled = [
-            req
-            for (req, _), count in zip(reqs, unseen, strict=True)
-            if count and req.history is None
-        ]
-        newest = _NewestTokens(sampled, step) if sampled else None
+        """As LogitsProcessor.prepare. Queues the copy of new tokens and drafts to the host."""
+        sampled = [req for req, _ in reqs if req.history is None]
+        newest = _NewTokens(sampled, step) if sampled else None
 
         def compute() -> tuple[Tensor, Tensor]:
-            tokens = {} if newest is None else newest.wait()
+            found = {} if newest is None else newest.wait()
             began_s = time.perf_counter()
-            consumed = []
-            for (req, state), count in zip(reqs, unseen, strict=True):
-                if count and req.history is not None:
-                    state.follow(req.history[-count:].tolist())
-                elif count and state.count(tokens[req.index]):
-                    consumed.append((state.matcher, tokens[req.index]))
-            if consumed:
-                self._library.consume_token_par(consumed)
-            sent = self._compute_masks(reqs, step)
-            self.totals.masks += len(reqs)
+            followed = []
+            positions = []
+            for req, state in reqs:
+                drafts: list[int] = []
+                if req.history is not None:
+                    count = state.unseen(req.position, req.prompt_len)
+                    state.follow(req.history[req.position - count :].tolist())
+                else:
+                    position, tokens, drafts = found[req.index]
+                    count = state.unseen(position, req.prompt_len)
+                    followed.append((state, tokens[len(tokens) - count :]))
+                positions.append(_Position(state, int(step.places[req.index]), drafts))
+            self._follow(followed)
+            sent = self._compute_masks(positions, step.token_pool.device)
+            self.totals.masks += len(sent[0])
             self.totals.mask_seconds += time.perf_counter() - began_s
             return sent
 
         return TokenMask(compute)
 
+    def _follow(self, followed: Sequence[tuple[GrammarState, Sequence[int]]]) -> None:
+        """Let each state follow its tokens."""
+        for nth in range(max((len(tokens) for _, tokens in followed), default=0)):
+            consumed = [
+                (state.matcher, tokens[nth])
+                for state, tokens in followed
+                if nth < len(tokens) and state.count(tokens[nth])
+            ]
+            if consumed:
+                self._library.consume_token_par(consumed)
+
     def _compute_masks(
-        self, reqs: Sequence[tuple[EditedReq, GrammarState]], step: ProcessingStep
+        self, positions: Sequence["_Position"], device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return the result of TokenMask.compute for states that have followed every token."""
-        device = step.token_pool.device
-        count, words = len(reqs), -(-self._tokenizer.result().vocab_size // 32)
+        """Return the result of TokenMask.compute for states that have followed every token.
+
+        A draft that the mask of its position forbids is never accepted, so the positions after it
+        get no mask.
+        """
+        words = -(-self._tokenizer.result().vocab_size // 32)
+        most = sum(1 + len(position.drafts) for position in positions)
         # One transfer sends all masks, and after them all rows.
-        buffer = torch.empty(
-            count * (words + 1), dtype=torch.int32, pin_memory=device.type == "cuda"
-        )
-        masks = buffer[: count * words].view(count, words)
-        buffer[count * words :] = torch.from_numpy(step.places[[req.index for req, _ in reqs]])
-        targets = [
-            (state.matcher, i) for i, (_, state) in enumerate(reqs) if state.masked_by_grammar
-        ]
-        if targets:
-            self._library.unsafe_compute_mask_ptr(targets, masks.data_ptr(), words * 4, count)
-        for (_, state), mask in zip(reqs, masks.numpy(), strict=True):
-            state.complete(mask)
-        sent = buffer.to(device, non_blocking=True)
+        size, pinned = most * (words + 1), device.type == "cuda"
+        buffer = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
+        rows: list[int] = []
+        while positions:
+            masks = buffer[len(rows) * words :][: len(positions) * words].view(-1, words)
+            self._fill([position.state for position in positions], masks)
+            rows += [position.row for position in positions]
+            positions = self._after_drafts(positions, masks.numpy())
+        count = len(rows)
+        buffer[count * words : count * (words + 1)] = torch.tensor(rows, dtype=torch.int32)
+        sent = buffer[: count * (words + 1)].to(device, non_blocking=True)
         return sent[count * words :], sent[: count * words].view(count, words)
 
+    def _fill(self, states: Sequence[GrammarState | None], masks: Tensor) -> None:
+        """Write the mask of each state. A mask without a state forbids all ids."""
+        pending = [(state, i) for i, state in enumerate(states) if state is not None]
+        while pending:
+            targets = [(state.matcher, i) for state, i in pending if state.masked_by_grammar]
+            if targets:
+                words_bytes = masks.shape[1] * 4
+                self._library.unsafe_compute_mask_ptr(
+                    targets, masks.data_ptr(), words_bytes, len(masks)
+                )
+            tokenizer = self._tokenizer.result()
+            pending = [(state, i) for state, i in pending if state.renew(tokenizer)]
+        for state, mask in zip(states, masks.numpy(), strict=True):
+            if state is None:
+                mask[:] = 0
+            else:
+                state.complete(mask)
 
-class _NewestTokens:
-    """The newest token of some requests, on its way from the token pool to the host."""
+    def _after_drafts(
+        self, positions: Sequence["_Position"], masks: NDArray[np.int32]
+    ) -> list["_Position"]:
+        """Return the positions that follow an allowed draft, with states that have followed it."""
+        after = []
+        followed = []
+        for (state, row, drafts), mask in zip(positions, masks, strict=True):
+            if state is not None and drafts and allows(mask, drafts[0]):
+                follower = state.before(drafts[0])
+                after.append(_Position(follower, row + 1, drafts[1:]))
+                if follower is not None:
+                    followed.append((follower, drafts[:1]))
+        self._follow(followed)
+        return after
+
+
+class _Position(NamedTuple):
+    """A position of an output that a step samples.
+
+    state   has followed all tokens before the position; None: the output ends before it.
+    row     the row of its logits.
+    drafts  the draft of this position and those after it.
+    """
+
+    state: GrammarState | None
+    row: int
+    drafts: list[int]
+
+
+class _NewTokens:
+    """The newest tokens and the drafts of some requests, on their way to the host."""
 
     def __init__(self, reqs: Sequence[EditedReq], step: ProcessingStep) -> None:
         """Queue the copy on the current stream, before the forward of `step`."""
-        self._indices = [req.index for req in reqs]
-        device = step.token_pool.device
+        self._reqs = reqs
+        indices = [req.index for req in reqs]
+        self._most_drafts = (step.batch.lengths[indices] - 1).tolist()
         arrays = {
-            "rows": step.batch.rows[self._indices].astype(np.int64),
-            "positions": np.array([req.position - 1 for req in reqs]),
+            "rows": step.batch.rows[indices].astype(np.int64),
+            "newest": np.array([req.position - 1 for req in reqs]),
+            "requests": step.places[indices] // step.batch.width,
         }
-        at = upload(arrays, device)
-        self._ids = step.token_pool[at["rows"], at["positions"]].to("cpu", non_blocking=True)
+        pool, width = step.token_pool, step.batch.width
+        at = upload(arrays, pool.device)
+        rows = at["rows"]
+        if step.cached is None:
+            copied = pool[rows, at["newest"]]
+        else:
+            newest = step.cached[rows]
+            window = torch.arange(-MAX_DRAFTS, width, device=pool.device) + newest.unsqueeze(1)
+            ids = pool[rows.unsqueeze(1), window.clamp(0, pool.shape[1] - 1)]
+            found = torch.zeros_like(newest) if step.found is None else step.found[at["requests"]]
+            copied = torch.cat((newest.unsqueeze(1), found.unsqueeze(1), ids), dim=1)
+        self._ids = copied.to("cpu", non_blocking=True)
+        self._drafting = step.cached is not None
         self._copied: torch.cuda.Event | None = None
-        if device.type == "cuda":
+        if pool.device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
-    def wait(self) -> dict[int, int]:
-        """Return the tokens by the index of their request in the batch."""
+    def wait(self) -> dict[int, tuple[int, list[int], list[int]]]:
+        """Return position, newest tokens and drafts by the index of the request in the batch.
+
+        The position is that of the next token. The newest tokens come before it and are at least
+        those of the previous step.
+        """
         if self._copied is not None:
             self._copied.synchronize()
-        return dict(zip(self._indices, self._ids.tolist(), strict=True))
+        if not self._drafting:
+            pairs = zip(self._reqs, self._ids.tolist(), strict=True)
+            return {req.index: (req.position, [token], []) for req, token in pairs}
+        copied = {}
+        for req, most, row in zip(self._reqs, self._most_drafts, self._ids.tolist(), strict=True):
+            newest, found, *ids = row
+            tokens, drafts = ids[: MAX_DRAFTS + 1], ids[MAX_DRAFTS + 1 :]
+            copied[req.index] = newest + 1, tokens, drafts[: min(found, most)]
+        return copied
 
 
 def _compile(tokenizer: Future[LLTokenizer], source: str) -> Compiled:

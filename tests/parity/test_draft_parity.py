@@ -4,14 +4,13 @@ Chunk size, prefix cache, overlap, preemption and page size are varied as in tes
 Requests with edited logits or log-probabilities run beside requests with drafts.
 """
 
-from collections.abc import Callable
 from functools import cache
 
 import pytest
-import torch
 
 from minisgl.core import ConfigError, SamplingParams
 from minisgl.engine import drafting
+from tests.parity.drafter import drafts_of
 from tests.parity.driver import make_engine
 from tests.parity.test_scheduler_parity import (
     CASES,
@@ -41,39 +40,11 @@ MIXED = [
     SamplingParams(temperature=1.4, seed=8, max_tokens=OUTPUT_TOKENS, ignore_eos=True),
 ]
 KINDS = {"greedy": [GREEDY], "drawn": [DRAWN], "mixed": MIXED}
-Find = Callable[..., None]
 
 
 @cache
 def without_drafts(path: str, kind: str) -> list[list[int]]:
     return run(path, PLAIN, KINDS[kind])[0]
-
-
-def drafts_of(outputs: list[list[int]], drafter: str) -> Find:
-    """Return a replacement of find_drafts that knows the output of each prompt."""
-    sequences = [p + o for p, o in zip(prompts() * 2, outputs, strict=True)]
-
-    def find(
-        token_pool: torch.Tensor,
-        rows: torch.Tensor,
-        cached: torch.Tensor,
-        tails: torch.Tensor,
-        lengths: torch.Tensor,
-        width: int,
-        found: torch.Tensor,
-        predicted: torch.Tensor,
-    ) -> None:
-        for index, row in enumerate(rows.tolist()):
-            end, count = int(cached[row]) + 1, int(lengths[index])
-            tokens = token_pool[row, :end].tolist()
-            follows = next((s[end:] for s in sequences if s[:end] == tokens), [])
-            found[index] = count
-            for nth in range(count):
-                right = follows[nth] if nth < len(follows) else 0
-                agrees = DRAFTERS[drafter](row, end + nth)
-                token_pool[row, end + nth] = right if agrees else (right + 1) % 100
-
-    return find
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -89,7 +60,8 @@ def test_drafts_change_no_token(
     path, case = model_path("qwen3"), CASES[index]
     expected = without_drafts(path, kind)
     if drafter != "n-gram":
-        monkeypatch.setattr(drafting, "find_drafts", drafts_of(expected, drafter))
+        sequences = [p + o for p, o in zip(prompts() * 2, expected, strict=True)]
+        monkeypatch.setattr(drafting, "find_drafts", drafts_of(sequences, drafter))
     drafts = ChangingDrafts(7)
     outputs, scheduler, recorder = run(path, case, KINDS[kind], drafts)
     assert outputs == expected

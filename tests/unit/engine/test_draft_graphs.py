@@ -5,6 +5,7 @@ Attention with fixed tensors takes the place of the GPU's. Streams and capture r
 """
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +13,16 @@ import torch
 from minisgl.attention.base import AttentionStep, DecodeGraphAttention
 from minisgl.attention.torch import TorchAttention
 from minisgl.core import Batch, SamplingParams
+from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs, DecodeShape, graph_shapes
 from minisgl.engine.engine import Engine
 from tests.parity import test_scheduler_parity as parity
+from tests.parity.drafter import drafts_of
 from tests.parity.models import build_model
 from tests.parity.test_draft_parity import MIXED, PLAIN
+from tests.process.tiny_model import build_tiny_model
 from tests.unit.scheduler.drafts import ChangingDrafts
+from tests.unit.structured.grammars import Run, prompt_of, random_tasks, run_tasks
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +88,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Batch, object]]:
     monkeypatch.setattr(DecodeGraph, "sample", copied)
     monkeypatch.setattr(Engine, "_assemble", with_graphs)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    # The graphs are built in inference mode, so the warm-up must end in it.
+    monkeypatch.setattr(Engine, "_clear_dummy", torch.inference_mode()(Engine._clear_dummy))
     return picked
 
 
@@ -108,6 +115,22 @@ def test_graphs_with_drafts_change_no_token(
     assert any(graph is None for _, graph in graphs), "some steps have prompts"
     reqs = {batch.num_reqs for batch, graph in graphs if graph is not None}
     assert 3 in reqs, "some graphs have padding"
+
+
+def test_graphs_with_drafts_change_no_constrained_answer(
+    graphs: list[tuple[Batch, object]], tmp_path: Path
+) -> None:
+    """The masks need the drafts before the graph runs, which finds them too."""
+    arguments = SingleCommunicator(), str(tmp_path), str(build_tiny_model(tmp_path / "tiny"))
+    tasks = random_tasks(30, seed=1)
+    expected = run_tasks(*arguments, Run(), tasks)
+    graphs.clear()
+    sequences = [prompt_of(uid) + tokens for uid, tokens in enumerate(expected.tokens)]
+    half_right = drafts_of(sequences, "half right")
+    found = run_tasks(*arguments, Run(drafts=True), tasks, half_right)
+    assert found.tokens == expected.tokens
+    assert {batch.width for batch, graph in graphs if graph is not None} == {1, 2, 4, 8}
+    assert sum(found.totals.drafts.accepted) > 0
 
 
 def test_graphs_without_drafts_change_no_token(

@@ -1,8 +1,10 @@
 """The demo model gives the same answers with and without drafts."""
 
+import json
 from dataclasses import replace
 from typing import Any
 
+import jsonschema
 import pytest
 
 from minisgl import LLM, SamplingParams
@@ -26,9 +28,54 @@ ASKED: list[SamplingParams] = [
 ]
 
 
-def answers(**settings: Any) -> tuple[list[Any], Any]:
-    with LLM(device="cpu", num_pages=128, max_running_reqs=8, max_seq_len=256, **settings) as llm:
-        return llm.generate(PROMPTS, ASKED, stop=("zz", "+ b\n\n")), llm.worker
+ROWS = '[{"name": "one", "n": 1}, {"name": "two", "n": 2}, {"name": "three", "n": 3}, '
+SCHEMA = {
+    "type": "array",
+    "minItems": 3,
+    "maxItems": 4,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 6},
+            "n": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
+        "required": ["name", "n"],
+        "additionalProperties": False,
+    },
+}
+WORDS = "((one|two|three) )+"
+CONSTRAINED: list[SamplingParams] = [
+    *(
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=350, json_schema=SCHEMA)
+        for temperature, seed in ((0.0, 1), (0.5, 2), (0.8, 3), (1.0, 4), (1.5, 5))
+    ),
+    SamplingParams(temperature=0.7, seed=6, max_tokens=31, regex=WORDS),
+    SamplingParams(temperature=0.7, seed=7, max_tokens=31, regex=WORDS, logprobs=2),
+    SamplingParams(temperature=0.7, seed=8, max_tokens=31, regex=WORDS, presence_penalty=0.5),
+    SamplingParams(temperature=0.7, seed=9, max_tokens=31, regex=WORDS, min_tokens=20),
+]
+
+
+def answers(
+    prompts: list[str] = PROMPTS, asked: list[SamplingParams] = ASKED, **settings: Any
+) -> tuple[list[Any], Any]:
+    with LLM(device="cpu", num_pages=256, max_running_reqs=10, max_seq_len=512, **settings) as llm:
+        return llm.generate(prompts, asked, stop=("zz", "+ b\n\n", "two two")), llm.worker
+
+
+def check(drafted: list[Any], plain: list[Any]) -> None:
+    """The answers are equal, except for the last bits of log-probabilities.
+
+    The cached tokens of equal prompts depend on the time that their grammars take to compile.
+    """
+    for one, other in zip(drafted, plain, strict=True):
+        same = {"logprobs": [], "cached_tokens": 0}
+        assert replace(one, **same) == replace(other, **same)
+        found = [(each.token_id, [top.token_id for top in each.top]) for each in one.logprobs]
+        expected = [(each.token_id, [top.token_id for top in each.top]) for each in other.logprobs]
+        assert found == expected
+        chances = [each.logprob for each in one.logprobs]
+        assert chances == pytest.approx([each.logprob for each in other.logprobs], abs=1e-4)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -37,13 +84,7 @@ def test_drafts_change_no_answer(overlap: bool, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(PricedLengths, "choose", lambda *args, **named: min(7, args[4]))
     plain, _ = answers(overlap=overlap)
     drafted, worker = answers(overlap=overlap, speculative="ngram")
-    for one, other in zip(drafted, plain, strict=True):
-        assert replace(one, logprobs=[]) == replace(other, logprobs=[])
-        found = [(each.token_id, [top.token_id for top in each.top]) for each in one.logprobs]
-        expected = [(each.token_id, [top.token_id for top in each.top]) for each in other.logprobs]
-        assert found == expected
-        chances = [each.logprob for each in one.logprobs]
-        assert chances == pytest.approx([each.logprob for each in other.logprobs], abs=1e-4)
+    check(drafted, plain)
     totals = worker.scheduler.totals.drafts
     assert 0 < sum(totals.accepted) < sum(totals.drafted)
 
@@ -68,3 +109,21 @@ def test_predictions_change_no_answer_and_save_steps(monkeypatch: pytest.MonkeyP
                 llm.generate(prompts, asked, prediction=wrong)
             assert error.value.param == "prediction"
     assert steps[1] <= 8 < 20 < steps[0]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_drafts_change_no_constrained_answer(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every document is complete and valid."""
+    monkeypatch.setattr(PricedLengths, "choose", lambda *args, **named: min(7, args[4]))
+    prompts = [ROWS] * 5 + ["one two three one two three one two "] * 4
+    plain, _ = answers(prompts, CONSTRAINED, overlap=overlap)
+    drafted, worker = answers(prompts, CONSTRAINED, overlap=overlap, speculative="ngram")
+    check(drafted, plain)
+    for answer in drafted[:5]:
+        jsonschema.Draft202012Validator(SCHEMA).validate(json.loads(answer.text))
+    totals = worker.scheduler.totals
+    assert 0 < sum(totals.drafts.accepted) < sum(totals.drafts.drafted)
+    assert totals.constraints.forced_tokens > 0
+    assert totals.constraints.masks > 0

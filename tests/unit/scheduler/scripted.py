@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from minisgl.core import GrammarFailed, RequestError, SamplingParams
+from minisgl.core import GrammarFailed, Int32Array, RequestError, SamplingParams
 from minisgl.core.batch import EditedReq
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import Constraint, Edit, ProcessingStep
@@ -31,6 +31,8 @@ class ScriptedParams(SamplingParams, frozen=True, kw_only=True):
 class Scripted(Constraint):
     """The state of one request."""
 
+    masks_drafts = True
+
     def __init__(self, params: ScriptedParams) -> None:
         self.params = params
         self.polls = params.polls
@@ -42,10 +44,11 @@ class Scripted(Constraint):
     def failure(self, position: int) -> RequestError | None:
         return GrammarFailed("the script is broken", code="broken") if self.params.broken else None
 
-    def forced(self, position: int, last: int) -> Sequence[int]:
-        done = position - self.params.prompt_len
-        assert self.params.script[done - 1] == last, "the last token is not the one before position"
-        length = (7 * position + len(self.params.script)) % (self.params.stretch + 1)
+    def forced(self, tokens: Int32Array) -> Sequence[int]:
+        output = tokens[self.params.prompt_len :].tolist()
+        done = len(output)
+        assert self.params.script[:done] == tuple(output), "the tokens are not those of the script"
+        length = (7 * len(tokens) + len(self.params.script)) % (self.params.stretch + 1)
         return self.params.script[done : done + length]
 
 

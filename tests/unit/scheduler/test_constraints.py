@@ -11,8 +11,10 @@ from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler.inbox import FollowerInbox, LeaderInbox, LocalInbox
 from minisgl.scheduler.request import ReqState
 from minisgl.utils.process import write_socket_key
+from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
+from tests.unit.scheduler.integrity import check_cached_slots
 
 PROMPT = [5, 6, 7]
 
@@ -133,3 +135,20 @@ def test_every_rank_gets_the_uids_that_are_prepared_on_rank_0(tmp_path: Path) ->
     assert list(leader.receive(0.0, None, [4, 7])) == expected
     assert list(follower.receive(0.0, None, [9])) == expected
     assert list(leader.receive(0.0, None, [])) == []
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_forced_tokens_follow_the_last_accepted_token(drafter: str, overlap: bool) -> None:
+    """Drafts of the step in flight may reach beyond the forced tokens; its result is dropped."""
+    engine = FakeEngine(128, 4, drafter=DRAFTERS[drafter])
+    config = SchedulerConfig(target_step_ms=None, overlap=overlap)
+    drafts = ChangingDrafts(7, changing=False)
+    h = Harness(engine, config, drafts=drafts)
+    added = [scripted(h, max_tokens=30 + stretch, stretch=stretch) for stretch in range(8)]
+    h.run()
+    for uid, output in added:
+        assert h.answers[uid].tokens == output
+    assert h.scheduler.totals.constraints.forced_tokens > 20
+    assert drafts.drafted > 20
+    check_cached_slots(h.scheduler.kv_manager.cache, engine)

@@ -4,9 +4,11 @@ import json
 import random
 import re
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import jsonschema
 import numpy as np
@@ -15,12 +17,13 @@ from llguidance import LLMatcher
 
 from minisgl.core import EngineConfig, FinishReason, Grammar, SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import Communicator
-from minisgl.engine import Engine
+from minisgl.engine import Engine, drafting
 from minisgl.message.messages import AbortReq, AddReq, LeaderStep, SchedulerStats, Shutdown
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox
 from minisgl.structured.processor import GrammarProcessor, with_grammars
+from tests.unit.scheduler.drafts import ChangingDrafts
 from tests.unit.scheduler.integrity import check_scheduler
 
 _PATTERNS = ["^[a-f]{1,6}$", "^[A-Z][a-z]{0,5}$", "^[0-9]{3}-[0-9]{2}$", "^(no|yes)[.!]?$"]
@@ -99,6 +102,18 @@ def random_tasks(count: int, seed: int) -> list[Task]:
     return tasks
 
 
+def repeated_tasks() -> list[Task]:
+    """Answers that repeat themselves, so that n-grams find drafts."""
+    entry = {"name": {"enum": ["one", "another"]}, "value": {"type": "integer", "maximum": 99}}
+    closed = {"additionalProperties": False, "required": list(entry)}
+    rows = {"type": "object", "properties": entry} | closed
+    return [
+        Task({"type": "array", "items": rows, "minItems": 3, "maxItems": 6}),
+        Task("(ab|ba)( (ab|ba)){5,20}"),
+        Task("([a-z]{2}[0-9]-){12}"),
+    ]
+
+
 @dataclass(frozen=True)
 class Run:
     """Settings of one run.
@@ -108,7 +123,9 @@ class Run:
     free     every third request has no grammar.
     random   the checkpoint has no weights; the engine draws them.
     forced   forced tokens are appended; otherwise every token is sampled.
+    drafts   steps have up to seven drafts: n-grams, or those of `drafter` in run_tasks.
     params   sampling parameters of all requests.
+    engine   further settings of the engine.
     """
 
     chunk: int = 8192
@@ -120,7 +137,9 @@ class Run:
     device: str = "cpu"
     random: bool = False
     forced: bool = True
+    drafts: bool = False
     params: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -133,8 +152,24 @@ class Outcome:
     totals: SchedulerStats
 
 
-def run_tasks(comm: Communicator, folder: str, path: str, run: Run, tasks: list[Task]) -> Outcome:
-    """Run one request for each task at temperature 1, on this rank."""
+def prompt_of(uid: int) -> list[int]:
+    """Return the prompt of a task; many prompts share a beginning."""
+    length = random.Random(uid).choice([3, 20, 40])
+    return [*range(5, 5 + length), 5 + uid % 90]
+
+
+def run_tasks(
+    comm: Communicator,
+    folder: str,
+    path: str,
+    run: Run,
+    tasks: list[Task],
+    drafter: Callable[..., None] | None = None,
+) -> Outcome:
+    """Run one request for each task at temperature 1, on this rank.
+
+    drafter: takes the place of kernel.find_drafts.
+    """
     config = EngineConfig(
         model_path=path,
         device=run.device,
@@ -144,8 +179,12 @@ def run_tasks(comm: Communicator, folder: str, path: str, run: Run, tasks: list[
         num_pages=130 if run.crowded else 4000,
         max_running_reqs=16,
         max_seq_len=512,
+        **run.engine,
     )
-    extensions = with_grammars(path)
+    drafts = ChangingDrafts(7)
+    extensions = replace(
+        with_grammars(path), draft_lengths=(lambda rows: drafts) if run.drafts else None
+    )
     processor = extensions.logits_processors[-1]
     assert isinstance(processor, GrammarProcessor)
     processor.forces_tokens = run.forced
@@ -175,13 +214,13 @@ def run_tasks(comm: Communicator, folder: str, path: str, run: Run, tasks: list[
         send=outbox.append,
         extensions=extensions,
     )
-    if comm.tp.rank:
-        while not scheduler.stopping:
+    with patch.object(drafting, "find_drafts", drafter or drafting.find_drafts):
+        while comm.tp.rank and not scheduler.stopping:
             scheduler.iterate()
-    else:
-        _lead(scheduler, source, run, tasks)
-        for sender in senders:
-            sender.close(linger_ms=60_000)
+        if not comm.tp.rank:
+            _lead(scheduler, source, run, tasks)
+    for sender in senders:
+        sender.close(linger_ms=60_000)
     engine.close()
     tokens: list[list[int]] = [[] for _ in tasks]
     ends, errors = [FinishReason.ERROR] * len(tasks), [""] * len(tasks)
@@ -196,17 +235,15 @@ def run_tasks(comm: Communicator, folder: str, path: str, run: Run, tasks: list[
 
 def _lead(scheduler: Scheduler, source: LocalInbox, run: Run, tasks: list[Task]) -> None:
     chance = random.Random(5)
-    stem = list(range(5, 45))
     pending = deque(enumerate(tasks))
     while pending or source.messages or not scheduler.idle:
         for uid, task in [
             pending.popleft() for _ in range(min(len(pending), chance.randint(0, 4)))
         ]:
-            prompt = [*stem[: chance.choice([3, 20, 40])], 5 + uid % 90]
             params = {"temperature": 1.0, "max_tokens": 120, "seed": uid} | run.params
             free = run.free and uid % 3 == 0
             sampling = SamplingParams(**params, grammar=None if free else task.grammar())
-            ids = np.array(prompt, dtype="<i4").tobytes()
+            ids = np.array(prompt_of(uid), dtype="<i4").tobytes()
             source.messages.append(AddReq(uid=uid, token_ids=ids, sampling=sampling))
         if run.aborts and chance.random() < 0.1:
             source.messages.append(AbortReq(uid=chance.randrange(len(tasks))))

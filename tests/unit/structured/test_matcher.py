@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from minisgl.core import Grammar, GrammarFailed, InvalidRequest, SamplingParams
 from minisgl.demo import model_path
 from minisgl.message.messages import ConstraintTotals
 from minisgl.structured.library import compile_grammar, load_tokenizer
-from minisgl.structured.matcher import Compiled, GrammarState
+from minisgl.structured.matcher import Compiled, GrammarState, allows
 
 EOS, THINK, THOUGHT, STOP, TRIGGER = 0, 1, 2, 3, 4
 PROMPT = 10  # tokens of the prompt
@@ -47,7 +47,7 @@ class Output:
         self.state = GrammarState(sampling, grammar, compiled, (EOS,), self.totals)
         assert self.state.prepared()
         assert self.state.unseen(PROMPT, PROMPT) == 0
-        self.position = PROMPT
+        self.tokens = [0] * PROMPT
         self.words = -(-library.vocab_size // 32)
 
     def allowed(self) -> set[int]:
@@ -63,8 +63,16 @@ class Output:
         for token in tokens:
             assert token in self.allowed()
             self.state.follow([token])
-            self.position += 1
+            self.tokens.append(token)
         return self
+
+    @property
+    def position(self) -> int:
+        return len(self.tokens)
+
+    def forced(self, *tokens: int) -> list[int]:
+        """Return the ids that must follow `tokens`, which the state has not seen."""
+        return list(self.state.forced(np.array([*self.tokens, *tokens], dtype=np.int32)))
 
 
 def regex(pattern: str) -> str:
@@ -77,23 +85,23 @@ def test_an_eos_id_is_allowed_only_where_the_text_is_complete(library: LLTokeniz
     output.add(*ids("a"))
     assert EOS in output.allowed()
     assert len(output.allowed()) > 1
-    assert output.add(*ids("b")).state.forced(output.position, ids("b")[0]) == []
+    assert output.add(*ids("b")).forced() == []
 
 
 def test_a_text_that_cannot_go_on_forces_an_eos_id(library: LLTokenizer) -> None:
     output = Output(library, regex("[ab]"))
     output.add(*ids("a"))
     assert output.allowed() == {EOS}
-    assert list(output.state.forced(output.position, ids("a")[0])) == [EOS]
+    assert output.forced() == [EOS]
 
 
 def test_forced_tokens_follow_a_token_that_the_state_has_not_seen(library: LLTokenizer) -> None:
     output = Output(library, regex("[ab]ccc and more of the same (x|y)"))
     first = ids("a")[0]
-    forced = list(output.state.forced(PROMPT + 1, first))
+    forced = output.forced(first)
     assert TOKENIZER.decode(forced).startswith("ccc and more of the same")
     assert output.state.unseen(PROMPT + 1, PROMPT) == 0
-    assert list(output.state.forced(PROMPT + 1, first)) == forced, "asking changes nothing"
+    assert output.forced(first) == forced, "asking changes nothing"
     output.state.follow(forced)
     assert output.state.unseen(PROMPT + 1 + len(forced), PROMPT) == 0
 
@@ -104,7 +112,7 @@ def test_open_thinking_is_free_until_its_end(library: LLTokenizer) -> None:
     assert EOS not in everything, "an output that ends inside its thinking has no answer"
     assert {*ids("any text"), THINK} <= everything
     output.add(*ids("any text"))
-    assert list(output.state.forced(output.position, ids("any text")[-1])) == []
+    assert output.forced() == []
     output.add(THOUGHT)
     assert THOUGHT not in output.allowed()
     assert set(ids("7")) <= output.allowed()
@@ -144,7 +152,7 @@ def test_a_trigger_begins_the_grammar_after_free_text(library: LLTokenizer, thin
 def test_a_stop_token_id_ends_only_a_complete_text(library: LLTokenizer) -> None:
     output = Output(library, regex("ab"), stop_token_ids=(STOP, *ids("b")))
     assert STOP not in output.allowed()
-    assert ids("b")[0] not in output.state.forced(PROMPT + 1, ids("a")[0])
+    assert ids("b")[0] not in output.forced(ids("a")[0])
     complete = Output(library, regex("a"), stop_token_ids=(STOP,)).add(*ids("a"))
     assert complete.allowed() == {EOS, STOP}
 
@@ -165,7 +173,7 @@ def test_min_tokens_forbids_the_end_and_may_leave_no_token(library: LLTokenizer)
     output = Output(library, regex("[ab]"), min_tokens=3).add(*ids("a"))
     assert output.state.failure(output.position) is None
     assert output.allowed() == set()
-    assert list(output.state.forced(output.position, ids("a")[0])) == []
+    assert output.forced() == []
     failure = output.state.failure(output.position)
     assert failure is not None
     assert "min_tokens=3" in failure.message
@@ -226,3 +234,77 @@ def test_a_failed_compilation_is_the_failure_of_every_position() -> None:
     compiled.set_exception(InvalidRequest("broken"))
     assert state.prepared()
     assert state.failure(5) is state.failure(6) is not None
+
+
+def mask_of(output: Output) -> np.ndarray:
+    mask = np.zeros(output.words, dtype=np.int32)
+    output.state.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    output.state.complete(mask)
+    return mask
+
+
+def test_a_copy_follows_drafts_and_leaves_the_state_alone(library: LLTokenizer) -> None:
+    output = Output(library, regex("[ab]{2}c?"))
+    first = ids("a")[0]
+    before = output.allowed()
+    assert allows(mask_of(output), first)
+    assert not allows(mask_of(output), ids("c")[0])
+    assert not allows(mask_of(output), 10**6), "an id outside of the vocabulary"
+    copy = output.state.before(first)
+    assert copy is not None
+    copy.follow([first])
+    assert copy.before(ids("b")[0]) is copy
+    copy.follow(ids("b"))
+    assert copy.matcher.is_accepting()
+    assert output.allowed() == before
+    assert copy.before(EOS) is None, "the output ends, so no token follows"
+
+
+def test_forced_tokens_that_the_drafts_in_flight_give_are_not_repeated(
+    library: LLTokenizer,
+) -> None:
+    output = Output(library, regex("[ab]ccc and more of the same (x|y)"))
+    output.add(ids("a")[0])
+    forced = output.forced()
+    assert len(forced) > 2
+    for drafts, expected in (
+        ([*forced, *ids("x")], []),
+        (forced, []),
+        (forced[:-1], forced),
+    ):
+        copy: GrammarState | None = output.state
+        for draft in drafts:
+            assert copy is not None
+            copy = copy.before(draft)
+            assert copy is not None
+            copy.follow([draft])
+        assert output.forced() == expected
+    output.add(*forced[:2])
+    assert output.forced() == forced[2:], "those drafts were found two tokens earlier"
+
+
+def test_a_matcher_that_fails_because_of_wrong_drafts_is_replaced(
+    library: LLTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer needs fewer lexer states than the limit; answer and drafts need more."""
+    few = LLParserLimits(max_lexer_states=80, verbose_errors=False)
+    monkeypatch.setattr("minisgl.structured.library.parser_limits", lambda: few)
+    source = regex("([a-z]{3}|[0-9]{5}x|[A-Z]+q){10,80}")
+    plain, output = Output(library, source), Output(library, source)
+    renewed = 0
+    for token in ids("abc" * 10):
+        for draft in ids("0Zx7Qm"):
+            copy = output.state.before(draft) if draft in plain.allowed() else None
+            if copy is not None:
+                copy.follow([draft])
+                copy.matcher.compute_bitmask()
+        output.state.matcher.compute_bitmask()
+        failed = output.state.matcher.is_error()
+        assert output.state.renew(library) == failed
+        renewed += failed
+        assert output.allowed() == plain.allowed()
+        plain.add(token)
+        output.add(token)
+    assert renewed == 1
+    assert output.state.before(ids("a")[0]) is None, "no drafts follow a failure"
+    assert output.state.matcher.is_accepting()

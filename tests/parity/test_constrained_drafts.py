@@ -1,0 +1,86 @@
+"""Drafts change no constrained answer, with n-gram, right, wrong and half right drafts.
+
+A model with random weights answers random grammars, so the masks get no help from the model.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl.core import FinishReason
+from minisgl.distributed.comm import SingleCommunicator
+from tests.parity.drafter import drafts_of
+from tests.process.tiny_model import build_tiny_model
+from tests.unit.distributed.ranks import run_ranks
+from tests.unit.scheduler.drafts import DRAFTERS
+from tests.unit.structured.grammars import (
+    Outcome,
+    Run,
+    Task,
+    check_answers,
+    prompt_of,
+    random_tasks,
+    repeated_tasks,
+    run_tasks,
+)
+
+RUNS: dict[str, dict[str, Any]] = {
+    "overlap": {"chunk": 16},
+    "plain": {"overlap": False},
+    "crowded": {"crowded": True, "cache_type": "naive", "free": True},
+    "sampled": {"forced": False, "params": {"top_k": 30, "top_p": 0.9}},
+    "cold": {"params": {"temperature": 0.3, "ignore_eos": True}},
+    "greedy": {"params": {"temperature": 0.0, "max_tokens": 57}},
+}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(build_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+def tasks_of(seed: int) -> list[Task]:
+    return [*random_tasks(15, seed), *repeated_tasks() * 3]
+
+
+@cache
+def without_drafts(path: str, name: str) -> Outcome:
+    run = Run(**RUNS[name])
+    return run_tasks(SingleCommunicator(), "", path, run, tasks_of(len(name)))
+
+
+@pytest.mark.parametrize("drafter", ["n-gram", *DRAFTERS])
+@pytest.mark.parametrize("name", RUNS)
+def test_drafts_change_no_constrained_answer(
+    name: str, drafter: str, path: str, tmp_path: Path
+) -> None:
+    tasks, run = tasks_of(len(name)), Run(**RUNS[name], drafts=True)
+    plain = without_drafts(path, name)
+    sequences = [prompt_of(uid) + tokens for uid, tokens in enumerate(plain.tokens)]
+    find = None if drafter == "n-gram" else drafts_of(sequences, drafter)
+    drafted = run_tasks(SingleCommunicator(), str(tmp_path), path, run, tasks, find)
+    assert drafted.tokens == plain.tokens
+    assert drafted.ends == plain.ends
+    assert check_answers(path, run, tasks, drafted) >= 10
+    assert FinishReason.ERROR not in drafted.ends
+    totals, counted = drafted.totals, drafted.totals.drafts
+    assert (totals.preemptions_total > 0) == run.crowded
+    assert (totals.overlapped_steps_total > 0) == run.overlap
+    assert (totals.constraints.forced_tokens > 0) == run.forced
+    assert sum(counted.drafted) > 0
+    assert (sum(counted.accepted) > 0) == (drafter != "wrong")
+    assert (counted.accepted == counted.drafted) == (drafter == "right")
+
+
+def test_two_ranks_with_drafts_give_the_answers_of_one_without(path: str, tmp_path: Path) -> None:
+    tasks, drafting = tasks_of(3), Run(drafts=True, free=True, chunk=16)
+    outcomes: list[Outcome] = run_ranks(
+        2, tmp_path, run_tasks, str(tmp_path), path, drafting, tasks
+    )
+    plain = run_tasks(SingleCommunicator(), str(tmp_path), path, Run(free=True), tasks)
+    for outcome in outcomes:
+        assert outcome.tokens == plain.tokens
+        assert outcome.ends == plain.ends
+        assert sum(outcome.totals.drafts.accepted) > 0
