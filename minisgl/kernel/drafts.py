@@ -25,11 +25,11 @@ def find_drafts(
     """Continue the best match of each row's end, and write it as drafts after the row's end.
 
     A row has the tokens 0 to cached[row]. From column tails[row] on it has the prediction of the
-    client, which later tokens may overwrite. A match is a position before the row's end, or in what
-    is left of the prediction, whose last tokens equal the row's last tokens, for up to MAX_MATCH
-    tokens. The longest match counts, and of equally long ones the last. A match in the prediction
-    therefore comes before one in the row. The drafts are the tokens after the match. If fewer than
-    needed stand between the match and the end of the row or of the prediction, they repeat.
+    client, which later tokens may overwrite. A match is an earlier place in the row, or a place in
+    the rest of the prediction, with the same tokens as the end of the row: MIN_MATCH to MAX_MATCH
+    of them. The longest match counts, and of equally long ones the last. Of two equally long ones,
+    the match in the prediction therefore counts. The drafts are the tokens after the match. If too
+    few tokens follow it, up to the end of the row or of the prediction, they repeat.
     Source: prompt lookup decoding (Saxena 2023).
 
     token_pool: int32 [R, max_seq_len + 1], changed at positions cached[row] + 1 to

@@ -334,6 +334,8 @@ def _windows(fields: HfConfig, family: Family) -> list[int | None]:
         fields.sliding_window_pattern,
     )
     interval = pattern if type(pattern) is int else family.full_interval
+    if type(pattern) is int and pattern < 1:
+        raise ConfigError(f"config.json: sliding_window_pattern is {pattern}: expected 1 or more")
     kinds = fields.layer_types
     if kinds is not None and not isinstance(kinds, list):
         raise ConfigError(f"config.json: layer_types is {kinds!r}: expected a list or null")

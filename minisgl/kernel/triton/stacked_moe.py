@@ -14,12 +14,12 @@ in moe_grouped.py.
 import triton
 import triton.language as tl
 from torch import Tensor, bfloat16, float32
-from triton import knobs
 
 from minisgl.kernel.triton import mxfp4_blocks
 from minisgl.kernel.triton.moe_grouped import Tile, sum_parts, tiling_for
 from minisgl.kernel.triton.moe_routing import Blocks, align
 from minisgl.kernel.triton.mxfp4 import number, takes
+from minisgl.kernel.triton.overlap import overlaps
 
 # The most rows of a tile. A program holds the decoded weights beside the sums. Not measured yet.
 _MOST_ROWS = 128
@@ -247,6 +247,6 @@ def _launch(
         BN=tall,
         BK=tile.columns,
         STAGES=tile.stages,
-        FAST=x.dtype == bfloat16 and not knobs.runtime.interpret,
+        FAST=x.dtype == bfloat16 and overlaps(),  # as in mxfp4.is_fast
         num_warps=tile.warps,
     )

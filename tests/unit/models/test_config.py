@@ -205,6 +205,11 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
             {"sliding_window": 16, "layer_types": 5},
             "layer_types is 5: expected a list or null",
         ),
+        (
+            "Gemma3ForCausalLM",
+            {"sliding_window": 16, "sliding_window_pattern": 0},
+            "sliding_window_pattern is 0: expected 1 or more",
+        ),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "has 1 entries; expected 2"),
         ("GraniteForCausalLM", {"residual_multiplier": 0}, "residual_multiplier is 0: Expected"),
         (
