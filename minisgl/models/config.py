@@ -328,11 +328,8 @@ def _windows(fields: HfConfig, family: Family) -> list[int | None]:
 
     Raises ConfigError for a layer type that is neither full nor sliding attention.
     """
-    count, window, pattern = (
-        fields.num_hidden_layers,
-        fields.sliding_window,
-        fields.sliding_window_pattern,
-    )
+    count, window = fields.num_hidden_layers, fields.sliding_window
+    pattern = fields.sliding_window_pattern
     interval = pattern if type(pattern) is int else family.full_interval
     if type(pattern) is int and pattern < 1:
         raise ConfigError(f"config.json: sliding_window_pattern is {pattern}: expected 1 or more")
@@ -341,10 +338,8 @@ def _windows(fields: HfConfig, family: Family) -> list[int | None]:
         raise ConfigError(f"config.json: layer_types is {kinds!r}: expected a list or null")
     if kinds is not None:
         if unknown := sorted({str(kind) for kind in kinds} - {"full_attention", _SLIDING}):
-            raise ConfigError(
-                f"layer type {unknown[0]!r} is not supported; "
-                "supported: full_attention, sliding_attention"
-            )
+            expected = "supported: full_attention, sliding_attention"
+            raise ConfigError(f"layer type {unknown[0]!r} is not supported; {expected}")
         if len(kinds) != count:
             raise ConfigError(f"config.json lists {len(kinds)} layers of {count}")
         slides = [kind == _SLIDING for kind in kinds]
