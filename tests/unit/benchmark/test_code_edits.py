@@ -61,7 +61,7 @@ def test_most_tokens_of_an_edit_are_accepted_drafts(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each step forwards the longest drafts and ignores their price, which CPU times make random."""
+    """Steps forward the longest drafts at any price, because step times on a CPU are not steady."""
     monkeypatch.setattr(PricedLengths, "choose", lambda *args, **named: min(7, args[4]))
     model = build_model("qwen3", tmp_path)
     flags = ["--model", model, "--edits", "2", "--device", "cpu", *flags]
