@@ -1,6 +1,6 @@
 """Drafts from the tokens of a row (n-grams), and their verification: the torch references.
 
-Neither function waits for the device, so a CUDA graph can capture both.
+accept_drafts does not wait for the device, so a CUDA graph can capture it.
 """
 
 from typing import NamedTuple
@@ -43,18 +43,19 @@ def find_drafts(
     columns = token_pool.shape[1]
     row, last = rows.long(), cached[rows.long()].long()
     tokens = token_pool[row]
-    ends = torch.arange(columns, device=tokens.device)  # a match may end at each of them
-    tail = torch.maximum(tails[row].long(), last + 1).unsqueeze(1)
-    first = torch.where(ends < tail, 0, tail)
-    matched = ((ends < last.unsqueeze(1)) | (ends >= tail)) & (ends < columns - 1)
-    score = torch.zeros_like(tokens, dtype=torch.long)
-    for back in range(MAX_MATCH):
-        end = tokens.gather(1, (last - back).clamp(min=0).unsqueeze(1))
-        before = torch.roll(tokens, back, dims=1)
-        matched &= (before == end) & (ends - first >= back) & (last.unsqueeze(1) >= back)
-        score += matched
-    best = (score * columns + ends).argmax(dim=1)
-    has_match = score.gather(1, best.unsqueeze(1)).squeeze(1) >= MIN_MATCH
+    tail = torch.maximum(tails[row].long(), last + 1)
+    ends = torch.arange(columns, device=tokens.device)
+    searched = (ends < last.unsqueeze(1)) | ((ends >= tail.unsqueeze(1)) & (ends < columns - 1))
+    newest = tokens.gather(1, last.unsqueeze(1))
+    req, end = (searched & (tokens == newest)).nonzero(as_tuple=True)
+    back = torch.arange(MAX_MATCH, device=tokens.device)
+    longest = torch.minimum(end - torch.where(end < tail[req], 0, tail[req]), last[req])
+    before = tokens[req.unsqueeze(1), (end.unsqueeze(1) - back).clamp(min=0)]
+    wanted = tokens.gather(1, (last.unsqueeze(1) - back).clamp(min=0))[req]
+    size = ((before == wanted) & (back <= longest.unsqueeze(1))).long().cumprod(dim=1).sum(dim=1)
+    score = torch.where(size >= MIN_MATCH, size * columns + end, -1)
+    best = torch.full_like(last, -1).scatter_reduce(0, req, score, "amax")
+    has_match, best = best >= 0, best.clamp(min=0) % columns
     in_tail = has_match & (best > last)
     period = torch.where(has_match, torch.where(in_tail, columns - 1, last) - best, 1)
     nth = torch.arange(width, device=tokens.device)
