@@ -23,6 +23,19 @@ BODIES: list[dict[str, Any]] = [
         "seed": 1,
         "structured_outputs": {"regex": "[0-9 ]+"},
     },
+    {
+        "prompt": '[{"a": 12}, {"a": 12}, {"a": 12}, ',
+        "max_tokens": 60,
+        "temperature": 0.6,
+        "seed": 2,
+        "n": 2,
+        "structured_outputs": {
+            "json": {
+                "type": "array",
+                "items": {"type": "object", "properties": {"a": {"type": "integer"}}},
+            }
+        },
+    },
 ]
 
 
