@@ -220,8 +220,8 @@ class Engine:
         major, minor = torch.cuda.get_device_capability(self._device)
         arch = 10 * major + minor
         model, spec, added = self._model_config, self._kv_spec, self.extensions.attention_backends
-        rules = frozenset(model.rules)
-        needs = AttentionNeeds(self._device, spec.dtype, model.head_dim, rules, spec.fp8)
+        about = spec.dtype, model.head_dim, frozenset(model.rules), spec.fp8
+        needs = AttentionNeeds(self._device, *about)
         needed = attention_kernels(config.attention_backend, needs, [arch], added)
         if config.kernel_cache is not None:
             use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
@@ -255,9 +255,8 @@ class Engine:
             torch.full((rows, max_pages), pool.dummy_page, dtype=torch.int32, device=self._device)
             for pool in pools
         ]
-        token_pool = torch.zeros(
-            (rows, self.max_seq_len + drafts + 1), dtype=torch.int32, device=self._device
-        )
+        positions = self.max_seq_len + drafts + 1
+        token_pool = torch.zeros((rows, positions), dtype=torch.int32, device=self._device)
         cached = torch.zeros_like(token_pool[:, 0]) if self._drafting else None
         runner = ModelRunner(
             model=self._model,

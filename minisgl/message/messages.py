@@ -21,6 +21,8 @@ from minisgl.message.stats import ConstraintTotals as ConstraintTotals
 from minisgl.message.stats import DraftTotals as DraftTotals
 from minisgl.message.stats import PhaseStats as PhaseStats
 from minisgl.message.stats import SchedulerStats as SchedulerStats
+from minisgl.message.text import TokenLogprob as TokenLogprob
+from minisgl.message.text import ToolCallDelta as ToolCallDelta
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -303,36 +305,6 @@ class TokenizeResult(Message, frozen=True, kw_only=True):
     error: str | None = None
     internal: bool = False
     limit: str | None = None
-
-
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """One token as text with its log-probability.
-
-    token_bytes  the bytes of the token, which need not be whole characters.
-    logprob      None for the first token of a prompt.
-    offset       number of characters of the text before this token.
-    top          bytes and log-probability of the most likely tokens, the most likely first.
-    ends         True if the token ended the text. The text does not contain it.
-    """
-
-    token_bytes: bytes
-    logprob: float | None
-    offset: int
-    top: list[tuple[bytes, float]]
-    ends: bool = False
-
-
-class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True):
-    """The beginning of a tool call, with its id and name, or a piece of its arguments.
-
-    index      number of the call in its answer, from 0.
-    arguments  the next piece of the JSON text; "" at the beginning of the call.
-    """
-
-    index: int
-    arguments: str
-    id: str = ""
-    name: str = ""
 
 
 class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):

@@ -110,15 +110,12 @@ class RequestConverter:
         """
         translation = self._translate(route, raw, facts)
         body = translation.body
-        options = body.stream_options
-        if options is not None and not body.stream:
+        if body.stream_options is not None and not body.stream:
             raise reject("stream_options", "is allowed only with stream set to true")
         max_tokens, max_tokens_param = body.max_tokens, "max_tokens"
         tools: ToolRequest | None = None
-        prediction: TokenizeText | None = None
         if isinstance(body, requests.ChatBody):
             tools = tools_of(body, facts)
-            prediction = self._prediction(body, facts)
             if body.top_logprobs and not body.logprobs:
                 raise reject("top_logprobs", "is allowed only with logprobs set to true")
             logprobs = body.top_logprobs if body.logprobs else None
@@ -151,7 +148,7 @@ class RequestConverter:
             n=body.n,
             sampling=sampling,
             grammar=grammar,
-            prediction=prediction,
+            prediction=self._prediction(body, facts),
             text=TextOptions(
                 stop=[body.stop] if isinstance(body.stop, str) else body.stop,
                 skip_special_tokens=body.skip_special_tokens,
@@ -166,7 +163,7 @@ class RequestConverter:
             if max_tokens is None or translation.fits_tokens
             else translation.max_tokens or max_tokens_param,
             stream=body.stream,
-            include_usage=options is not None and bool(options.include_usage),
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
             echo=echo,
             cache_salt=body.cache_salt,
             priority=body.priority,
@@ -315,8 +312,8 @@ class RequestConverter:
             raise reject(param, "must be text or a list of token ids")
         return self.ids_prompt(param, prompt, facts)
 
-    def _prediction(self, body: requests.ChatBody, facts: ModelFacts) -> TokenizeText | None:
-        if body.prediction is None:
+    def _prediction(self, body: requests.GenerationBody, facts: ModelFacts) -> TokenizeText | None:
+        if not isinstance(body, requests.ChatBody) or body.prediction is None:
             return None
         content = body.prediction.content
         text = content if isinstance(content, str) else "".join([part.text for part in content])

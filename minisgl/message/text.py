@@ -1,0 +1,33 @@
+"""The parts of a TextUpdate: one token with its log-probabilities, one piece of a tool call."""
+
+import msgspec
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """One token as text with its log-probability.
+
+    token_bytes  the bytes of the token, which need not be whole characters.
+    logprob      None for the first token of a prompt.
+    offset       number of characters of the text before this token.
+    top          bytes and log-probability of the most likely tokens, the most likely first.
+    ends         True if the token ended the text. The text does not contain it.
+    """
+
+    token_bytes: bytes
+    logprob: float | None
+    offset: int
+    top: list[tuple[bytes, float]]
+    ends: bool = False
+
+
+class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True):
+    """The beginning of a tool call, with its id and name, or a piece of its arguments.
+
+    index      number of the call in its answer, from 0.
+    arguments  the next piece of the JSON text; "" at the beginning of the call.
+    """
+
+    index: int
+    arguments: str
+    id: str = ""
+    name: str = ""
