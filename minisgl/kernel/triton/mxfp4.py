@@ -47,30 +47,32 @@ def decode_words(words, scales, TYPE: tl.constexpr, FAST: tl.constexpr):
     exponents = tl.reshape(exponents, [ROWS, WORDS])
     if FAST:
         powers = (tl.minimum(exponents, 160) + 94) * 0x00800080  # 2^(exponent - 33), twice
-        # The shifts move codes 0 and 4, 1 and 5, 2 and 6, and 3 and 7 into place.
+        # The shifts move codes 0 and 4, 1 and 5, 2 and 6, and 3 and 7 into place. The product adds
+        # -0, because GPUs before Hopper have no bfloat16 product without a sum.
         first, second, third, fourth = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 s, m;
+            .reg .b32 s, m, zero;
+            mov.b32 zero, 0x80008000;
             shl.b32 s, $4, 12;
             shl.b32 m, $4, 6;
             and.b32 m, m, 0x01c001c0;
             lop3.b32 m, s, 0x80008000, m, 0xea;
-            mul.rn.bf16x2 $0, m, $5;
+            fma.rn.bf16x2 $0, m, $5, zero;
             shl.b32 s, $4, 8;
             shl.b32 m, $4, 2;
             and.b32 m, m, 0x01c001c0;
             lop3.b32 m, s, 0x80008000, m, 0xea;
-            mul.rn.bf16x2 $1, m, $5;
+            fma.rn.bf16x2 $1, m, $5, zero;
             shl.b32 s, $4, 4;
             shr.b32 m, $4, 2;
             and.b32 m, m, 0x01c001c0;
             lop3.b32 m, s, 0x80008000, m, 0xea;
-            mul.rn.bf16x2 $2, m, $5;
+            fma.rn.bf16x2 $2, m, $5, zero;
             shr.b32 m, $4, 6;
             and.b32 m, m, 0x01c001c0;
             lop3.b32 m, $4, 0x80008000, m, 0xea;
-            mul.rn.bf16x2 $3, m, $5;
+            fma.rn.bf16x2 $3, m, $5, zero;
             }
             """,
             "=&r,=&r,=&r,=r,r,r",
