@@ -19,7 +19,6 @@ _MULTIPROCESSORS: Final = 132
 _SHARED_BYTES: Final = 222 * 1024  # of one multiprocessor, for the stages of all its programs
 _MOST_RESIDENT: Final = 3  # programs that run on one multiprocessor at the same time
 _COLUMNS: Final = 256  # of one step over K, unless the blocks of the weight are smaller
-_WIDE: Final = 128  # rows of the tallest tile
 _LONG: Final = 8192  # from this many columns on, or with 64 rows, splitting a tile saves time
 
 
@@ -41,8 +40,8 @@ def fp8_tiling_for(
         return _exact(tiles, width, most_columns)
     if num_rows > 64 and tiles > _MULTIPROCESSORS and torch_multiplies:
         return None
-    if num_rows > _WIDE:
-        return _two_blocks(height, width, most_columns)
+    if num_rows > 128 and -(-num_rows // 128) * tiles > _MULTIPROCESSORS:
+        return None
     return _quantised(num_rows, tiles, width, most_columns)
 
 
@@ -63,22 +62,12 @@ def _exact(tiles: int, width: int, columns: int) -> Tiling:
     return Tiling(EXACT_ROWS, LOWEST_TILE, columns, splits, stages, 4, 256 if few else 0)
 
 
-def _two_blocks(height: int, width: int, columns: int) -> Tiling | None:
-    """The tiling for two blocks of quantised rows; None if the tiles need a second wave."""
-    for tile, step, warps in ((LOWEST_TILE, columns, 4), (2 * LOWEST_TILE, min(columns, 128), 8)):
-        step = step if width % step == 0 else 128
-        if height % tile == 0 and 2 * height // tile <= _MULTIPROCESSORS:
-            stages = min(_SHARED_BYTES // ((_WIDE + tile) * step), 8, width // step)
-            return Tiling(_WIDE, tile, step, 1, max(stages, 2), warps, 0)
-    return None
-
-
 def _quantised(num_rows: int, tiles: int, width: int, columns: int) -> Tiling:
     """The tiling for quantised activations."""
     rows = min(max(1 << (num_rows - 1).bit_length(), 16), 64)
     programs = tiles * -(-num_rows // rows)
     if programs > _MULTIPROCESSORS and num_rows > rows:
-        rows, programs = 128, tiles
+        rows, programs = 128, tiles * -(-num_rows // 128)
     splits = 1
     if 2 * programs <= _MULTIPROCESSORS and width % 256 == 0 and (width >= _LONG or rows == 64):
         splits = 2

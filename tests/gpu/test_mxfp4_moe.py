@@ -15,16 +15,12 @@ from minisgl.moe.torch_backend import TorchMoe
 from minisgl.moe.triton_backend import TritonMoe
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
-from tests.gpu.test_moe import poisoned
 from tests.parity.driver import Driver, make_engine
 from tests.parity.test_engine_parity import prompt_of
 from tests.parity.test_mxfp4_parity import build
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 tl = pytest.importorskip("triton.language", reason="needs Triton")
-mxfp4 = pytest.importorskip("minisgl.kernel.triton.mxfp4", reason="needs Triton")
-mxfp4_blocks = pytest.importorskip("minisgl.kernel.triton.mxfp4_blocks", reason="needs Triton")
-mxfp4_few = pytest.importorskip("minisgl.kernel.triton.mxfp4_few", reason="needs Triton")
 stacked_moe = pytest.importorskip("minisgl.kernel.triton.stacked_moe", reason="needs Triton")
 
 # In matrix products, the interpreter takes the bits of bfloat16 for integers.
@@ -42,16 +38,6 @@ def _decode(codes, scales, out, FAST: tl.constexpr):  # type: ignore[no-untyped-
     wide = stacked_moe.decode(pair, power, out.dtype.element_ty, FAST)
     at = (tl.program_id(0) * 16 + row) * 32 + tl.arange(0, 32)[None, :]
     tl.store(out + at, wide)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _decode_words(words, scales, out, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.arange(0, 16)[:, None]
-    word = tl.load(words + row * 4 + tl.arange(0, 4)[None, :])
-    power = tl.load(scales + tl.program_id(0) * 16 + row)
-    numbers = mxfp4.decode_words(word, power, out.dtype.element_ty, FAST)
-    at = (tl.program_id(0) * 16 + row) * 32 + tl.arange(0, 32)[None, :]
-    tl.store(out + at, tl.reshape(numbers, [16, 32]))
 
 
 def codes_and_scales(*shape: int) -> tuple[Tensor, Tensor]:
@@ -91,11 +77,11 @@ def dequantised(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     )
 
 
-def expected(x: Tensor, weights: ExpertWeights, top_k: int = TOP_K) -> Tensor:
+def expected(x: Tensor, weights: ExpertWeights) -> Tensor:
     """The experts one after the other in float64; the routing is that of x's dtype."""
     assert weights.biases is not None
     logits = torch.nn.functional.linear(x, weights.router, weights.router_bias)
-    factors, experts = route(logits, top_k, True)
+    factors, experts = route(logits, TOP_K, True)
     wide = dequantised(weights, torch.float64)
     gate_up_bias, down_bias = (bias.double() for bias in weights.biases)
     out = torch.zeros_like(x, dtype=torch.float64)
@@ -109,7 +95,7 @@ def expected(x: Tensor, weights: ExpertWeights, top_k: int = TOP_K) -> Tensor:
     return out
 
 
-SHAPES = [(1, 4, 96, 32), (4, 4, 64, 32), (5, 8, 160, 64), (40, 4, 64, 96)]
+SHAPES = [(1, 4, 96, 32), (3, 8, 160, 64), (40, 4, 64, 96)]
 if not INTERPRETED:
     SHAPES += [(1, 32, 2880, 2880), (64, 32, 2880, 1440), (600, 8, 1440, 736), (4000, 4, 512, 512)]
 
@@ -126,77 +112,6 @@ def test_experts(tokens: int, experts: int, width: int, inner: int, packed: bool
     first = backend.forward(x, given, TOP_K, True)
     assert error(first, exact) < LIMIT
     assert torch.equal(first, backend.forward(x, given, TOP_K, True))
-
-
-BLOCKS = [(12, 4, 96, 160), (20, 3, 160, 64)]
-if not INTERPRETED:
-    BLOCKS += [(64, 64, 2880, 1440), (64, 16, 2880, 2880)]
-
-
-@pytest.mark.parametrize("number", range(len(mxfp4_blocks.TILINGS) * len(BLOCKS) // 2))
-def test_experts_of_blocks(number: int) -> None:
-    """Some experts have several blocks, and some have none."""
-    tiling = mxfp4_blocks.TILINGS[number % len(mxfp4_blocks.TILINGS)]
-    tokens, experts, width, inner = BLOCKS[(number + number // 8) % len(BLOCKS)]
-    weights = layer(experts, width, inner)
-    x = normal(tokens, width + 64, dtype=DTYPE)[:, :width]
-    assert weights.router_bias is not None
-    weights.router_bias[0] -= 50
-    logits = torch.nn.functional.linear(x, weights.router, weights.router_bias)
-    factors, chosen = route(logits, TOP_K, True)
-    given = (x, weights.gate_up, weights.down, weights.mxfp4_scales, weights.biases, factors)
-
-    def forward() -> Tensor:
-        with poisoned():
-            out: Tensor = stacked_moe.experts_of_any(*given, chosen.int(), *SWIGLU, tiling=tiling)
-        return out
-
-    first = forward()
-    assert error(first, expected(x, weights)) < LIMIT
-    assert torch.equal(first, forward())
-
-
-FEW = [(1, 4, 96, 32, 2), (8, 4, 160, 64, 1), (2, 5, 64, 288, 3), (3, 4, 128, 96, 4)]
-if not INTERPRETED:
-    FEW += [(1, 32, 2880, 2880, 4), (8, 32, 2880, 2880, 4), (3, 64, 2880, 1440, 4)]
-
-
-@pytest.mark.parametrize("number", range(len(mxfp4_few.TILINGS) * (1 if INTERPRETED else 7)))
-def test_experts_of_few(number: int) -> None:
-    """Tiles divide neither rows nor columns. In odd numbers, all tokens have the same experts."""
-    tiling, same = mxfp4_few.TILINGS[number % len(mxfp4_few.TILINGS)], number % 2 == 1
-    tokens, experts, width, inner, top_k = FEW[number % len(FEW)]
-    weights = layer(experts, width, inner)
-    assert weights.router_bias is not None
-    if same:
-        weights.router_bias[:top_k] += 20
-    whole = normal(tokens, width + 64, dtype=DTYPE)
-    x = whole[:, :width]
-    exact = expected(x, weights, top_k)
-    semaphores = torch.zeros(tokens, dtype=torch.int32, device=DEVICE)
-
-    def forward() -> Tensor:
-        router, matrices = (weights.router, weights.router_bias), (weights.gate_up, weights.down)
-        given = (x, router, matrices, weights.mxfp4_scales, weights.biases, semaphores)
-        with poisoned():
-            out: Tensor = mxfp4_few.experts_of_few(*given, top_k, True, *SWIGLU, tiling=tiling)
-        return out
-
-    first = forward()
-    assert error(first, exact) < LIMIT
-    assert torch.equal(first, forward())
-    assert not semaphores.any()
-
-
-def test_words_are_decoded_exactly() -> None:
-    """All codes, with the scales from 2^-94 to 2^33; the fast numbers are 2^-32 times these."""
-    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
-    scales = torch.arange(33, 161, dtype=torch.uint8, device=DEVICE).view(128, 1)
-    found = torch.full((128, 16, 32), torch.nan, dtype=DTYPE, device=DEVICE)
-    rows = scales.expand(128, 16).contiguous()
-    _decode_words[(128,)](codes.view(torch.int32), rows, found, FAST=not INTERPRETED)
-    exact = dequantise(codes.expand(128, 16, 16), rows.unsqueeze(-1), torch.float64)
-    assert torch.equal(found.double(), exact if INTERPRETED else exact * 2.0**-32)
 
 
 def test_every_code_and_scale_is_decoded_exactly() -> None:

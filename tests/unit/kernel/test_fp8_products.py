@@ -91,13 +91,13 @@ def test_tiles_divide_the_weight_and_its_blocks(rows: int, columns: int) -> None
             continue
         if tiling is None:
             assert rows > 64
-            assert height == 24576, "torch is faster for more than 132 tiles"
+            assert height * -(-rows // 128) > 132 * 64, "torch is faster for more than 132 tiles"
             forced = fp8_tiling_for(rows, height, width, GROUP, torch_multiplies=False)
             assert (forced is None) == (rows > 128)
             continue
         assert tiling.rows >= min(rows, 64)
         if rows > 128:
-            assert height // tiling.height * 2 <= 132
+            assert height // tiling.height * -(-rows // tiling.rows) <= 132
         assert height % tiling.height == width % (tiling.columns * tiling.splits) == 0
         assert 2 <= tiling.stages <= max(2, width // (tiling.columns * tiling.splits))
         assert columns % tiling.columns == 0
