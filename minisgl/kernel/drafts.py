@@ -25,11 +25,13 @@ def find_drafts(
     """Continue the best match of each row's end, and write it as drafts after the row's end.
 
     A row has the tokens 0 to cached[row]. From column tails[row] on it has the prediction of the
-    client, which later tokens may overwrite. A match is an earlier place in the row, or a place in
-    the rest of the prediction, with the same tokens as the end of the row: MIN_MATCH to MAX_MATCH
-    of them. The longest match counts, and of equally long ones the last. Of two equally long ones,
-    the match in the prediction therefore counts. The drafts are the tokens after the match. If too
-    few tokens follow it, up to the end of the row or of the prediction, they repeat.
+    client. The search leaves out its tokens up to position cached[row] + width, because output or
+    drafts may overwrite them: a second search finds the same drafts. A match is an earlier place in
+    the row, or a place in the rest of the prediction, with the same tokens as the end of the row:
+    MIN_MATCH to MAX_MATCH of them. The longest match counts, and of equally long ones the last. Of
+    two equally long ones, the match in the prediction therefore counts. The drafts are the tokens
+    after the match. If too few tokens follow it, up to the end of the row or of the prediction,
+    they repeat.
     Source: prompt lookup decoding (Saxena 2023).
 
     token_pool: int32 [R, max_seq_len + 1], changed at positions cached[row] + 1 to
@@ -43,7 +45,7 @@ def find_drafts(
     columns = token_pool.shape[1]
     row, last = rows.long(), cached[rows.long()].long()
     tokens = token_pool[row]
-    tail = torch.maximum(tails[row].long(), last + 1)
+    tail = torch.maximum(tails[row].long(), last + 1 + width)
     ends = torch.arange(columns, device=tokens.device)
     searched = (ends < last.unsqueeze(1)) | ((ends >= tail.unsqueeze(1)) & (ends < columns - 1))
     newest = tokens.gather(1, last.unsqueeze(1))

@@ -70,7 +70,7 @@ def test_drafts_of_short_rows(vocab: int, width: int) -> None:
 @pytest.mark.parametrize("width", [1, 8])
 @pytest.mark.parametrize("vocab", [1, 2, 3, 9])
 def test_drafts_of_short_rows_with_predictions(vocab: int, width: int) -> None:
-    """Predictions of all lengths. Some begin before the end of the row."""
+    """Predictions of all lengths. Some begin before the end of the row, or shortly after it."""
     rows, columns = 60, 73
     pool = token_pool(rows, columns, vocab)
     cached = int32(torch.randint(0, columns, (rows,)))

@@ -72,6 +72,7 @@ def _find_matches(
     matches,
     pool_stride,
     columns,
+    width,
     MAX: tl.constexpr,
     MIN: tl.constexpr,
     NEAR: tl.constexpr,
@@ -81,7 +82,7 @@ def _find_matches(
     req = tl.program_id(0)
     row = tl.load(rows + req).to(tl.int64)
     last = tl.load(cached + row)
-    tail = tl.maximum(tl.load(tails + row), last + 1)
+    tail = tl.maximum(tl.load(tails + row), last + 1 + width)
     source = token_pool + row * pool_stride
     best = tl.full([TILE], -1, tl.int32)
     best = _best_match(source, last, 0, last, columns, best, MAX, MIN, NEAR, TILE)
@@ -119,7 +120,6 @@ def _write_drafts(
     target = last + 1 + nth
     written = (nth < count) & (nth < width) & (target < columns)
     draft = tl.load(source + end + 1 + nth % period, mask=written)
-    tl.debug_barrier()  # drafts may overwrite the beginning of the prediction
     tl.store(source + target, draft, mask=written)
     tl.store(found + req, tl.where(best >= 0, count, 0))
     tl.store(predicted + req, (end > last).to(tl.int32))
@@ -211,6 +211,7 @@ def find_drafts(
         matches,
         token_pool.stride(0),
         columns,
+        width,
         MAX=MAX_MATCH,
         MIN=MIN_MATCH,
         NEAR=_NEAR,

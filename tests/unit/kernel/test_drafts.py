@@ -54,12 +54,17 @@ def test_drafts_continue_the_longest_and_last_match(
         cached[row] = len(tokens) - 1
     before, found = pool.clone(), torch.full((reqs,), -1, dtype=torch.int32)
     predicted = found.clone()
-    find_drafts(pool, int32(*rows), cached, tails, int32(*lengths), WIDTH, found, predicted)
+    inputs = int32(*rows), cached, tails, int32(*lengths), WIDTH
+    find_drafts(pool, *inputs, found, predicted)
+    again, outputs = pool.clone(), (found.clone(), predicted.clone())
+    find_drafts(again, *inputs, *outputs)
+    assert torch.equal(again, pool)
+    assert torch.equal(torch.stack(outputs), torch.stack((found, predicted)))
     sources = zip(found.tolist(), predicted.tolist(), strict=True)
     for row, (tokens, prediction), length, source in zip(
         rows, contents, lengths, sources, strict=True
     ):
-        left = prediction[max(len(tokens) - (COLUMNS - len(prediction)), 0) :]
+        left = prediction[max(len(tokens) + WIDTH - (COLUMNS - len(prediction)), 0) :]
         drafts, is_predicted = plain_drafts(tokens, left, length)
         assert source == (len(drafts), is_predicted)
         end = min(len(tokens) + length, COLUMNS)
