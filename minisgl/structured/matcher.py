@@ -111,7 +111,7 @@ class GrammarState(Constraint):
         if free or self._failed is not None or self.matcher.is_error():
             return []
         if self.matcher.is_stopped():
-            return self.eos_token_ids[:1] if self._may_end else []
+            return self._forced_end
         ids = self.matcher.compute_ff_tokens()
         stops = [at for at, token in enumerate(ids) if token in self._ends]
         ids = ids[: stops[0]] if stops else ids
@@ -188,6 +188,7 @@ class GrammarState(Constraint):
         """Complete the mask of the next token in place. After a failure, the mask forbids all ids.
 
         mask: as the matcher computed it, if masked_by_grammar; otherwise its content is undefined.
+        After drafts, an output that `forced` would end gets the same EOS id.
         """
         params = self.params
         if self._free_until is not None:
@@ -197,6 +198,10 @@ class GrammarState(Constraint):
             return
         if self.matcher.is_error():
             self._fail(mask, failure_of(self.matcher))
+            return
+        if self._is_copy and self.forces_tokens and self.matcher.is_stopped() and self._forced_end:
+            mask[:] = 0
+            _set(mask, self._forced_end, True)
             return
         complete = self.matcher.is_accepting()
         _set(mask, self._ends, complete and self._may_end)
@@ -217,6 +222,11 @@ class GrammarState(Constraint):
     @property
     def _trigger(self) -> int | None:
         return self.grammar.trigger if self.grammar.trigger >= 0 else None
+
+    @property
+    def _forced_end(self) -> Sequence[int]:
+        """The EOS id that follows a text which is complete and cannot go on."""
+        return self.eos_token_ids[:1] if self._may_end else ()
 
     @property
     def _may_think(self) -> bool:

@@ -1,6 +1,7 @@
 """The masks of one step with drafts: their rows, and the ids that they allow."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,10 +29,10 @@ def ids(text: str) -> list[int]:
     return [TOKENIZER.token_to_id(char) for char in text]
 
 
-def opened(processor: GrammarProcessor, pattern: str) -> GrammarState:
+def opened(processor: GrammarProcessor, pattern: str, **params: Any) -> GrammarState:
     """Return the state of a request that has sampled no token."""
     grammar = Grammar(source=LLMatcher.grammar_from_regex(pattern), kind="regex")
-    state = processor.open(SamplingParams(grammar=grammar))
+    state = processor.open(SamplingParams(grammar=grammar, **params))
     assert state is not None
     assert state.prepared(None)
     assert state.unseen(PROMPT, PROMPT) == 0
@@ -103,6 +104,18 @@ def test_no_token_may_follow_a_draft_that_ends_the_output(processor: GrammarProc
     assert EOS in found[PLACE]
     assert found[PLACE + 1] == set()
     assert len(found) == 2
+
+
+def test_an_output_that_would_be_ended_ends_with_the_same_token_after_drafts(
+    processor: GrammarProcessor,
+) -> None:
+    """Without drafts, the scheduler appends the EOS id as a forced token."""
+    stop = ids("z")[0]
+    state = opened(processor, "a[bc]", stop_token_ids=(stop,))
+    assert masks(processor, state, ids("a"), ids("b"))[PLACE + 1] == {EOS}
+    tokens = np.array([0] * PROMPT + ids("ab"), dtype=np.int32)
+    assert list(state.forced(tokens)) == [EOS]
+    assert masks(processor, state, ids("ab"), [])[PLACE] == {EOS, stop}, "is dropped"
 
 
 def test_only_drafts_that_the_engine_found_and_forwards_have_masks(
