@@ -106,9 +106,7 @@ class RequestTable:
             for state in req.logit_states or ()
             if state is not None
         )
-        # A step finds the drafts of a constrained row twice (StepLauncher), and both must be equal.
-        # Drafts may overwrite the beginning of a prediction, so such a row has none.
-        if not self.may_draft[row] or self.edits_logits[row]:
+        if not self.may_draft[row]:
             req.prediction = req.prediction[:0]
         self.step_tokens[row] = 1
         for column in self._columns:

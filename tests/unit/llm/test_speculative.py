@@ -89,6 +89,24 @@ def test_drafts_change_no_answer(overlap: bool, monkeypatch: pytest.MonkeyPatch)
     assert 0 < sum(totals.accepted) < sum(totals.drafted)
 
 
+def test_predictions_change_no_constrained_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The predictions are the answers themselves, and answers of other prompts."""
+    monkeypatch.setattr(PricedLengths, "choose", lambda *args, **named: min(7, args[4]))
+    prompts = [f"Rows {seed}" for seed in range(5)]
+    plain, _ = answers(prompts, CONSTRAINED[:5])
+    ids = [answer.token_ids for answer in plain]
+    for predictions in (ids, [*ids[1:], ids[0]], [each * 3 for each in ids]):
+        with LLM(
+            device="cpu", num_pages=256, max_running_reqs=10, max_seq_len=512, speculative="ngram"
+        ) as llm:
+            drafted = llm.generate(
+                prompts, CONSTRAINED[:5], stop=("zz", "+ b\n\n", "two two"), prediction=predictions
+            )
+            accepted = sum(llm.worker.scheduler.totals.drafts.accepted)
+        check(drafted, plain)
+        assert accepted > 0
+
+
 def test_predictions_change_no_answer_and_save_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PricedLengths, "choose", lambda *args, **named: min(7, args[4]))
     asked = SamplingParams(temperature=0.7, seed=3, max_tokens=40, ignore_eos=True)
