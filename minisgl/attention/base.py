@@ -17,8 +17,8 @@ class LayerKind(StrEnum):
 
     # Each token attends to all earlier tokens of its request and to itself.
     FULL = "full_attention"
-    # Each token attends to the last tokens of its request, as many as the window has, and these
-    # include the token itself.
+    # Each token attends to itself and to the tokens directly before it. Their number is at most
+    # the size of the window.
     SLIDING = "sliding_attention"
 
 

@@ -157,7 +157,7 @@ class FlashInferAttention(AttentionBackend):
         prompts = (step.start, step.lengths)
         if self._copies:
             # The first step is part of the warm-up. It copies even if the copy saves no time,
-            # because this loads the kernels.
+            # because this loads the kernels. It cannot load fa3 kernels that are not compiled yet.
             first = self._copy is None
             if self._copy is None or not self._copy.holds(*prompts):
                 self._copy = copy_for(self._pool, step, self._rule.window)

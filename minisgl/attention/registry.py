@@ -51,11 +51,10 @@ def create_attention_backend(
 
     name: "auto", the name of one backend for both phases, or two names with a comma between them:
     first the backend for prefill, then the backend for decode.
-    q_heads: query heads of this rank. rules: the rule of each KV layer, or one rule for all
-    layers. added: backends of other packages. windows: the pool of window layers, if it is
-    not `pool`. Raises ConfigError for an unknown name, and for a
-    named backend that cannot run with this pool. If auto selects torch on a GPU, a warning gives
-    the reason.
+    q_heads: query heads of this rank. rules: the rule of each KV layer, or one rule for all layers.
+    added: backends of other packages. windows: the pool of window layers, if it is not `pool`.
+    Raises ConfigError for an unknown name, and for a named backend that cannot run with this pool.
+    If auto selects torch on a GPU, a warning gives the reason.
     """
     spec = pool.spec
     needs = AttentionNeeds(pool.device, spec.dtype, spec.head_dim, frozenset(rules), spec.fp8)

@@ -329,11 +329,8 @@ def _windows(fields: HfConfig, family: Family) -> list[int | None]:
     Raises ConfigError for a layer type that is neither full nor sliding attention.
     """
     count, window = fields.num_hidden_layers, fields.sliding_window
-    pattern = fields.sliding_window_pattern
+    pattern, kinds = fields.sliding_window_pattern, fields.layer_types
     interval = pattern if type(pattern) is int else family.full_interval
-    if type(pattern) is int and pattern < 1:
-        raise ConfigError(f"config.json: sliding_window_pattern is {pattern}: expected 1 or more")
-    kinds = fields.layer_types
     if kinds is not None and not isinstance(kinds, list):
         raise ConfigError(f"config.json: layer_types is {kinds!r}: expected a list or null")
     if kinds is not None:
@@ -341,9 +338,13 @@ def _windows(fields: HfConfig, family: Family) -> list[int | None]:
             expected = "supported: full_attention, sliding_attention"
             raise ConfigError(f"layer type {unknown[0]!r} is not supported; {expected}")
         if len(kinds) != count:
-            raise ConfigError(f"config.json lists {len(kinds)} layers of {count}")
+            raise ConfigError(f"layer_types in config.json has {len(kinds)} entries of {count}")
         slides = [kind == _SLIDING for kind in kinds]
     elif family.full_interval:
+        if interval < 1:
+            raise ConfigError(
+                f"config.json: sliding_window_pattern is {interval}: expected 1 or more"
+            )
         slides = [(layer + 1) % interval != 0 for layer in range(count)]
     elif family.has_window:
         slides = [True] * count

@@ -46,7 +46,7 @@ class OutputBuilder:
     def details(
         self, batch: Batch, result: StepResult, table: RequestTable, token_rows: Int32Array
     ) -> None:
-        """Add the log-probabilities of a step, and its tokens that predictions had.
+        """Add the log-probabilities of a step, and the numbers of its tokens that predictions had.
 
         token_rows: the row of each token that a request got in this step.
         """

@@ -41,8 +41,8 @@ class RequestTable:
     has_stop_ids  bool [R]; the request has stop token ids of its own.
     edits_logits  bool [R]; at least one logits processor has a state for the request.
     has_logprobs  bool [R]; the request asks for log-probabilities.
-    may_draft     bool [R]; a step may forward draft tokens of the request. False for
-                  log-probabilities, and for logits that a state edits which cannot mask drafts.
+    may_draft     bool [R]; a step may forward draft tokens of the request. False if the request
+                  asks for log-probabilities, or if a state edits its logits and masks no drafts.
     step_tokens   int32 [R]; tokens that the row forwards if the next step decodes it: 1 and drafts.
 
     I1  A row is released with its last step as the fence, since that step may still write a token

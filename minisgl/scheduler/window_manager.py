@@ -64,7 +64,7 @@ class WindowManager:
         return self.pages.pool.size - int(np.maximum(self._reserve, self.held).sum())
 
     def usage(self) -> tuple[int, int, int]:
-        """The number of pages that requests use, that only the prefix cache has, and the others."""
+        """The numbers of pages that requests use, of pages only in the cache, and of the others."""
         in_use = self.pages.users > 0
         used, evictable = int(in_use.sum()), int((self.pages.cached & ~in_use).sum())
         return used, evictable, self.pages.pool.size - used - evictable

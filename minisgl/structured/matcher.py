@@ -31,8 +31,8 @@ class GrammarState(Constraint):
     The output of a reasoning model may begin with thinking, which is free text that closes with
     think_end. The rest follows the grammar. With a trigger, the text before it is free and may end.
     EOS ids and stop token ids end the output. Inside the grammar they are therefore allowed only
-    where it accepts the text as complete. With ignore_eos, an EOS id is
-    allowed only where the text is complete and no other token can follow.
+    where it accepts the text as complete. With ignore_eos, an EOS id is allowed only where the text
+    is complete and no other token can follow.
 
     A copy of the state follows the drafts of a step. The matcher of a copy shares the lexer of the
     original, and the limit of lexer states counts the states of both. So wrong drafts could make
@@ -43,7 +43,7 @@ class GrammarState(Constraint):
     eos_token_ids  the EOS ids of the model.
     totals         the counters of all requests; this state adds to them.
     forces_tokens  False: `forced` returns no token.
-    _drafts        the drafts of the last step up to the first one that the grammar forbids or that
+    _drafts        the drafts of the last step before the first one that the grammar forbids or that
                    ends the output, and the number of tokens before them. Copies add to it.
     _seen          number of tokens, prompt and output, that the state has followed; -1 before the
                    first step that samples.
@@ -158,10 +158,11 @@ class GrammarState(Constraint):
         return not is_free
 
     def before(self, draft: int) -> "GrammarState | None":
-        """Return a copy of the state that shall follow a draft which the mask allows.
+        """Return the state for the position after a draft that the mask of this position allows.
 
-        A copy returns itself. Returns None if no token may be sampled after the draft: it ends the
-        output, or the state makes no copies.
+        The caller lets the returned state follow the draft. It is a new copy, or the state itself
+        if this is a copy already. Returns None if no token may be sampled after the draft: the
+        draft ends the output, or the state makes no copies.
         """
         if self._renewed or draft in self._ends:
             return None

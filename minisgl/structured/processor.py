@@ -212,8 +212,8 @@ class _NewTokens:
     def wait(self) -> dict[int, tuple[int, list[int], list[int]]]:
         """Return position, newest tokens and drafts by the index of the request in the batch.
 
-        The position is that of the next token. The newest tokens come before it and are at least
-        those of the previous step.
+        The position is that of the next token. The newest tokens end directly before it, and
+        include all tokens of the previous step.
         """
         if self._copied is not None:
             self._copied.synchronize()

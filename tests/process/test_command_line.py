@@ -42,7 +42,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str]] = {
         "architecture SurpriseForCausalLM is not supported; supported: ",
     ),
     "missing tensors": (
-        lambda folder: change_config(folder, num_hidden_layers=3),
+        lambda folder: change_config(folder, num_hidden_layers=3, layer_types=None),
         (),
         "has no tensor model.layers.2.",
     ),

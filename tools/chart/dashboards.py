@@ -294,6 +294,13 @@ def _memory() -> list[Panel]:
             stacked=True,
         ),
         graph(
+            "KV memory of window layers by state",
+            {"{{state}}": "sum by (state) (minisgl_kv_window_tokens{m})"},
+            "none",
+            "The same for layers with a sliding window, which have a KV pool of their own.",
+            stacked=True,
+        ),
+        graph(
             "KV memory in use",
             {"{{pod}}": "max by (pod) (minisgl_kv_cache_usage_ratio{m})"},
             "percentunit",

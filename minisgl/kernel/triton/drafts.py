@@ -18,7 +18,9 @@ from minisgl.kernel.drafts import MAX_MATCH, MIN_MATCH, Accepted
 _TILE = 1024  # tokens that a program compares at once
 _PROGRAMS = 1024  # the most programs that search, over all rows
 _MOST_PARTS = 64  # the most programs that search one row
-_NEAR = 4  # tokens that are compared in all places, and in each further group; divides MAX_MATCH
+# A program compares this many tokens at all places of a tile. If they are equal at a place, it
+# compares further groups of as many tokens. Divides MAX_MATCH.
+_NEAR = 4
 _ELEMENTS = 256  # requests times tokens of one program of accept_drafts
 _REQ_FIELDS = ["rows", "lengths", "found", "predicted"]  # views into the step, of any alignment
 
@@ -38,7 +40,7 @@ def _best_match(
 ):
     """Return the larger of `best` and the matches that end in this program's part of [first, end).
 
-    A match does not begin before `first`. It is its size * columns + its end.
+    A match does not begin before `first`. The number of a match is its size * columns + its end.
     """
     for base in range(first + tl.program_id(1) * TILE, end, tl.num_programs(1) * TILE):
         place = base + tl.arange(0, TILE)

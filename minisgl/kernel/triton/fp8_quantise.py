@@ -120,8 +120,8 @@ def _quantise(
             group = first + i * GROUPS
             scale_at = scales + row + group * scale_stride
             tl.store(scale_at, scale, mask=group < tl.cdiv(width, GROUP))
-        # A quotient, rounded correctly (Markstein 1990): the remainder corrects the product. Those
-        # above 448 are so by a rounding only, and e4m3 rounds them to 448.
+        # A quotient, rounded correctly (Markstein 1990): the remainder corrects the product. A
+        # quotient exceeds 448 by a rounding error at most, and e4m3 rounds it to 448.
         quotient = value * inverse[:, None]
         rest = tl.fma(-quotient, tl.broadcast_to(scale[:, None], [GROUPS, GROUP]), value)
         quotient = tl.fma(rest, tl.broadcast_to(inverse[:, None], [GROUPS, GROUP]), quotient)
