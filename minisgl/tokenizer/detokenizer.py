@@ -118,6 +118,11 @@ class Detokenizer:
             if prompt.uid in self._open:
                 touched[prompt.uid] = self._open[prompt.uid]
                 touched[prompt.uid].push_prompt(prompt)
+        predicted = [
+            (self._open[uid], count, self._open[uid].stream.tokens)
+            for uid, count in output.predicted
+            if uid in self._open
+        ]
         ended = {finished.uid: finished for finished in output.finished}
         logprobs: dict[int, list[messages.TokenLogprobs]] = {}
         for found in output.logprobs:
@@ -135,9 +140,9 @@ class Detokenizer:
             touched[uid] = text
             end = ended.get(uid) if last[uid] == index else None
             text.push(token_id, end is None or end.reason is not FinishReason.STOP, logprob)
-        for uid, count in output.predicted:
-            if uid in self._open:
-                self._open[uid].predicted += count
+        for opened, count, tokens_before in predicted:
+            # The predicted tokens of a step come first. The text has none after a stop string.
+            opened.predicted += min(count, opened.stream.tokens - tokens_before)
         updates = [text.take(ended.get(uid)) for uid, text in touched.items()]
         for uid, finished in ended.items():
             text = self._open.pop(uid, None)
@@ -319,10 +324,8 @@ class RequestText:
             stop_string=stream.stop_string,
             admitted_s=self._done.admitted_s,
             prediction_tokens=self._done.prediction_tokens,
-            # The step with a stop string may have tokens after it, which the text does not have.
-            accepted_prediction_tokens=min(
-                self.predicted, self._done.prediction_tokens, stream.tokens
-            ),
+            # Drafts may repeat a part of the prediction.
+            accepted_prediction_tokens=min(self.predicted, self._done.prediction_tokens),
         )
         self._text = self._reasoning = ""
         self._token_ids, self._prompt_logprobs = [], []
