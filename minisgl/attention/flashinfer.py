@@ -153,11 +153,12 @@ class FlashInferAttention(AttentionBackend):
             decode = BalancedDecode(self._pool, step, self._scratch_of(step), self._rule)
             decode.compute_metadata()
             return decode
-        few = int(step.lengths.sum()) <= _FEW_TOKENS or not self._many_ready()
+        ready = self._many_ready()
+        few = int(step.lengths.sum()) <= _FEW_TOKENS or not ready
         prompts = (step.start, step.lengths)
         if self._copies:
             # The first step is part of the warm-up. It copies even if the copy saves no time,
-            # because this loads the kernels. It cannot load fa3 kernels that are not compiled yet.
+            # because this loads the kernels: those of fa2 if fa3 is not compiled yet.
             first = self._copy is None
             if self._copy is None or not self._copy.holds(*prompts):
                 self._copy = copy_for(self._pool, step, self._rule.window)
@@ -167,9 +168,8 @@ class FlashInferAttention(AttentionBackend):
                 steps = [step.part(*group) for group in groups]
                 return InTurn([self._over(copy, s, variant, i) for i, s in enumerate(steps)])
             wanted = not few and copy.pays(*prompts, self._shape[0] // self._shape[1])
-            wanted |= first and self._many_ready()
-            if wanted and copy.fits(*prompts):
-                return self._over(copy, step, "fa3", 0)
+            if (wanted or first) and copy.fits(*prompts):
+                return self._over(copy, step, self._variants[ready], 0)
         planner = self._few if few else self._many
         pages = pages_of(self._pool, step, self._rule.window)
         planner.plan(_prefix_sums(step.lengths), *pages, *self._shape, **self._prefill_options)
