@@ -219,7 +219,7 @@ class DecoderLayer(nn.Module):
             self.post_attention_layernorm.fold_with(self.mlp.gate_up_proj.method.fold)
 
     def scale_outputs(self, factor: float) -> None:
-        """Multiply by `factor` what the blocks add to the stream, in the loaded weights.
+        """Multiply the loaded weights of each block's last products by `factor`.
 
         Raises ConfigError if a linear method cannot scale its weights.
         """

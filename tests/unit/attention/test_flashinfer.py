@@ -1,6 +1,6 @@
 """The FlashInfer backend against the torch backend, with a stand-in for FlashInfer's wrappers.
 
-The stand-in computes in torch what FlashInfer documents for prefill: causal attention whose
+The stand-in computes in torch the prefill that FlashInfer documents: causal attention whose
 positions count from the end of the keys, window_left, logits_soft_cap, and logarithms to base 2.
 tests/gpu runs FlashInfer itself.
 """
@@ -41,7 +41,7 @@ GPU = AttentionNeeds(torch.device("cuda"), torch.bfloat16, 64)
 
 
 class Wrapper:
-    """What both wrappers share.
+    """The base of both wrappers.
 
     kernels: the modules that plans have loaded. fa3_compiled: whether fa3's modules are compiled.
     """
