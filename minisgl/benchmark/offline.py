@@ -72,6 +72,7 @@ def main(argv: Sequence[str]) -> int:
     group.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
     add_quantization_flag(group)
     add_kv_flag(group)
+    group.add_argument("--speculative", choices=("ngram",), help="drafts, as in the server (none)")
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -86,6 +87,7 @@ def main(argv: Sequence[str]) -> int:
             page_size=options.page_size,
             quantization=options.quantization,
             kv_cache_dtype=options.kv_cache_dtype,
+            speculative=options.speculative,
             attention_backend=options.attention_backend,
             max_running_reqs=options.max_running_requests,
             cuda_graph_max_bs=options.cuda_graph_max_bs,
@@ -112,6 +114,7 @@ def main(argv: Sequence[str]) -> int:
     prompt_tokens = int(workload.prompt_lengths().sum())
     summary = {"model": options.model, "ready_s": ready_s, "floor_s": floor.total_s}
     summary |= {"quantization": quantization, "kv_cache_dtype": options.kv_cache_dtype}
+    summary |= {"speculative": options.speculative}
     totals = {"prompt_tokens": prompt_tokens, "output_tokens": outputs}
     print(json.dumps({**summary, **totals, "runs": runs}))
     return 0
