@@ -25,8 +25,8 @@ from functools import partial
 import msgspec
 
 from minisgl.core import ConfigError
-from minisgl.server.auth import key_hashes
 from minisgl.server.config import CHILD_COMMAND, DEMO_NAME, ChildSpec, ServerConfig
+from minisgl.server.keys import key_hashes
 from minisgl.utils import make_socket_dir, process_age_s, setup_logging, supervise
 
 logger = logging.getLogger(__name__)
