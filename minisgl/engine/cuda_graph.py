@@ -9,6 +9,7 @@ on the engine's stream.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from minisgl.engine.drafting import (
     result_rows,
 )
 from minisgl.engine.model_runner import ModelRunner, pad
+from minisgl.engine.rehearsal import layers_to_rehearse
 from minisgl.engine.sampler import SamplingKind, sample_tokens
 from minisgl.kernel import StepLayout
 from minisgl.models.decoder import Attended
@@ -131,6 +133,7 @@ class DecodeGraphs:
         self._next_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.attended = runner.model.model.empty_attended(largest)
         self.memory: Any = torch.cuda.graph_pool_handle()
+        self._rehearsed = layers_to_rehearse(runner)
         self.graphs: list[DecodeGraph] = []
         for shape in largest_first(shapes, "capturing decode graphs", show_progress):
             graph = self._make(shape)
@@ -188,12 +191,12 @@ class DecodeGraphs:
         rows = self._result_rows(width)
         next_tokens = self._next_tokens[: rows * size].view(rows, size)
 
-        def forward() -> None:
+        def forward(most_layers: int | None = None) -> None:
             if drafts is not None:
                 find(runner, views, drafts)
             attention.compute_metadata()
             runner.stage(views, num_tokens, tokens)
-            runner.model.logits(runner.run(tokens, attention), out=logits)
+            runner.model.logits(runner.run(tokens, attention, most_layers), out=logits)
 
         def finish() -> None:
             heads, residual = (part[:size] for part in self.attended)
@@ -210,7 +213,7 @@ class DecodeGraphs:
             width=width,
             drafts=drafts,
             attention=attention,
-            forward=self._capture(forward),
+            forward=self._capture(forward, partial(forward, self._rehearsed)),
             finish=self._capture(finish) if width == 1 else None,
             logits=logits,
             plain=self._capture(sampler(filters=False)),
@@ -218,8 +221,12 @@ class DecodeGraphs:
             next_tokens=next_tokens,
         )
 
-    def _capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        run()  # compiles kernels; libraries choose their algorithms and allocate their workspaces
+    def _capture(
+        self, run: Callable[[], object], rehearsal: Callable[[], object] | None = None
+    ) -> torch.cuda.CUDAGraph:
+        """Capture `run`. rehearsal: launches the same kernels as `run`; None: `run` itself."""
+        # Compiles and loads kernels; libraries choose their algorithms and allocate workspaces.
+        (rehearsal or run)()
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=self.memory, capture_error_mode="thread_local")

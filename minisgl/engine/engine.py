@@ -16,13 +16,19 @@ from minisgl.attention.registry import attention_kernels, create_attention_backe
 from minisgl.core import Batch, EngineConfig, ModelFacts, OutOfMemory, StepCost, WindowLayers
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, MAX_DRAFTS
 from minisgl.distributed.comm import Communicator
-from minisgl.engine import memory, step_timing, warmup
+from minisgl.engine import calibration, memory, warmup
 from minisgl.engine.cuda_graph import DecodeShape, graph_shapes
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.piecewise_graph import piece_sizes
 from minisgl.engine.step_launcher import StepLauncher
-from minisgl.kernel import CompileLog, compile_missing, use_kernel_cache
+from minisgl.kernel import (
+    AttentionKernel,
+    CompileLog,
+    compile_missing,
+    hash_triton,
+    use_kernel_cache,
+)
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.layers.rotary import query_scale_table, rope_table
 from minisgl.models.build import build_model
@@ -86,6 +92,7 @@ class Engine:
         self._show_progress = comm.tp.rank == 0
         self._stream: torch.cuda.Stream | None = None
         self._compile_log = CompileLog()
+        self._attention_kernels: list[AttentionKernel] = []  # empty on a CPU
         self._wait_for_kernels: Callable[[], None] = lambda: None
         self.startup = Stopwatch(lambda: self._compile_log.compile_s)
         if self._device.type == "cuda":
@@ -135,17 +142,7 @@ class Engine:
             memory.free_bytes(self._device),
         )
         if self._kv_spec.fp8:
-            fp8_bytes, bytes_before = (
-                spec.token_bytes * self._model_config.num_kv_layers
-                for spec in (self._kv_spec, self._kv_spec._replace(fp8=False))
-            )
-            logger.info(
-                "KV cache in fp8: token_bytes=%d instead of %d, so %.2f times as many tokens fit "
-                "into the same memory",
-                fp8_bytes,
-                bytes_before,
-                bytes_before / fp8_bytes,
-            )
+            memory.log_fp8_saving(self._kv_spec, self._model_config.num_kv_layers)
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start the step. On a CPU it is done on return; on a GPU it is queued on the stream."""
@@ -187,7 +184,10 @@ class Engine:
         self._clear_dummy()
 
     def calibrate(self) -> StepCost:
-        """Time steps on the dummy page and fit their cost; the result is the same on all ranks."""
+        """Return the cost of steps; it is the same on all ranks (minisgl.engine.calibration).
+
+        Times steps on the dummy page, and fits their cost.
+        """
         # On a GPU the values in the KV pool change the time of a step, so the pool is filled with
         # noise. On a CPU there is no stream, and the values do not change the time.
         if self._stream is not None:
@@ -195,12 +195,10 @@ class Engine:
                 for pool in self._pools:
                     pool.fill_noise(_TIMED_TOKENS // self.page_size)
         with self.startup.phase("calibration"):
-            cost = step_timing.calibrate(
-                self,
-                self._max_chunk_tokens,
-                self._model_config.vocab_size,
-                slowest_ns=lambda own_ns: -self._comm.agree_min(-own_ns),
-            )
+            chunk, parts = self._max_chunk_tokens, (self.extensions, self._attention_kernels)
+            file = calibration.file_for(self._config, self._device, chunk, *parts)
+            vocab_size = self._model_config.vocab_size
+            cost = calibration.step_cost(self, self._comm, chunk, vocab_size, file)
         self._clear_dummy()
         return cost
 
@@ -223,8 +221,10 @@ class Engine:
         about = spec.dtype, model.head_dim, frozenset(model.rules), spec.fp8
         needs = AttentionNeeds(self._device, *about)
         needed = attention_kernels(config.attention_backend, needs, [arch], added)
+        self._attention_kernels = needed
         if config.kernel_cache is not None:
             use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
+        hash_triton()
         if self._show_progress:
             self._compile_log.watch()
             self._wait_for_kernels = compile_missing(needed)

@@ -4,6 +4,7 @@ This module resolves these values from the model and the machine, and reads the 
 """
 
 import contextlib
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,10 @@ import torch
 
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers
 from minisgl.distributed.comm import TPInfo
+from minisgl.kvcache.pool import KVSpec
 from minisgl.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -149,6 +153,20 @@ def window_pages_for(
 
 def _useful_pages(config: EngineConfig, max_seq_len: int) -> int:
     return config.max_running_reqs * -(-max_seq_len // config.page_size)
+
+
+def log_fp8_saving(spec: KVSpec, layers: int) -> None:
+    """Log the bytes of a token in an FP8 pool of `layers` layers, and those without FP8."""
+    fp8_bytes, bytes_before = (
+        each.token_bytes * layers for each in (spec, spec._replace(fp8=False))
+    )
+    logger.info(
+        "KV cache in fp8: token_bytes=%d instead of %d, so %.2f times as many tokens fit "
+        "into the same memory",
+        fp8_bytes,
+        bytes_before,
+        bytes_before / fp8_bytes,
+    )
 
 
 def free_bytes(device: torch.device) -> int:

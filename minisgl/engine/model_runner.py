@@ -106,15 +106,19 @@ class ModelRunner:
                 places,
             )
 
-    def run(self, tokens: Tensor, attention: StepAttention) -> Attended:
+    def run(
+        self, tokens: Tensor, attention: StepAttention, most_layers: int | None = None
+    ) -> Attended:
         """Run the model over the tokens that `stage` has written, up to the last attention.
 
         Stores the keys and values of all T tokens. Returns the output of the last attention.
+        most_layers: run at most this many of the layers before the last one, to load the kernels
+        (rehearsal.layers_to_rehearse). The result is then wrong.
         """
         ids, positions, *slots = tokens.unbind(0)
         scale = None if self.query_scale is None else self.query_scale[positions]
         context = ForwardContext(positions, slots, self.ropes, self.pools, attention, scale)
-        return self.model.model.forward_to_last_attention(ids, context)
+        return self.model.model.forward_to_last_attention(ids, context, most_layers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,6 +18,7 @@ from minisgl.attention.base import StepAttention
 from minisgl.core import step_sizes
 from minisgl.engine.cuda_graph import largest_first
 from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.rehearsal import layers_to_rehearse
 from minisgl.models.decoder import Attended
 
 
@@ -110,6 +111,7 @@ class PieceGraphs:
         self._padding = torch.tensor(runner.padding, dtype=torch.int32, device=runner.device)[
             :, None
         ]
+        self._rehearsed = layers_to_rehearse(runner)
         order = largest_first(sizes, "capturing piecewise graphs", show_progress)
         self._forwards = [self._capture(runner, size, memory) for size in order][::-1]
 
@@ -126,7 +128,8 @@ class PieceGraphs:
     def _capture(self, runner: ModelRunner, size: int, memory: Any) -> PieceForward:
         tokens = torch.as_strided(self._tokens, (len(runner.padding), size), (size, 1))
         tokens[:] = self._padding
-        runner.run(tokens, _NoAttention())  # compiles kernels; libraries choose their algorithms
+        # Compiles and loads kernels; libraries choose their algorithms.
+        runner.run(tokens, _NoAttention(), self._rehearsed)
         torch.cuda.current_stream().synchronize()
         cutter = _Cutter(memory, runner.model.config.num_layers)
         attended = runner.run(tokens, cutter)

@@ -1,12 +1,14 @@
 """Times steps without requests, to fit the formula that predicts the time of a step."""
 
 import itertools
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
+from msgspec import Meta
 
 from minisgl.core import Batch, EngineLike, PageUpdates, StepCost
 from minisgl.engine.warmup import StepShape, warmup_batch
@@ -24,20 +26,20 @@ _LONGEST_STEP_S = 0.06  # shapes with a longer predicted time are left out
 class Timing(NamedTuple):
     """The arguments of StepCost.predict_s for one step, and the seconds that it took."""
 
-    tokens: int
-    decode_keys: int
-    prefill_pairs: int
-    seconds: float
+    tokens: Annotated[int, Meta(ge=1)]
+    decode_keys: Annotated[int, Meta(ge=0)]
+    prefill_pairs: Annotated[int, Meta(ge=0)]
+    seconds: Annotated[float, Meta(gt=0)]
 
 
-def calibrate(
+def time_steps(
     engine: EngineLike,
     max_chunk_tokens: int,
     vocab_size: int,
     slowest_ns: Callable[[int], int],
     clock_ns: Callable[[], int] = time.perf_counter_ns,
-) -> StepCost:
-    """Time steps of growing size until the time limit, and fit the cost.
+) -> list[Timing]:
+    """Time steps of growing size until the time limit. `fit` makes a StepCost of the timings.
 
     A shape is left out if its predicted time is long, or if its durations scatter because the
     machine does other work.
@@ -47,18 +49,15 @@ def calibrate(
     for some time before larger steps are timed.
 
     slowest_ns(own) returns the longest duration of all ranks. Every decision depends only on these
-    durations, so every rank returns the same cost and runs the same steps. The ranks must run the
-    same steps because a step contains collectives.
+    durations, so every rank returns the same timings and runs the same steps. The ranks must run
+    the same steps because a step contains collectives.
     """
     timings: list[Timing] = []
     watch, hot = _StopWatch(engine, slowest_ns, clock_ns), False
-    for shape in _shapes(engine.max_running_reqs, engine.max_seq_len):
+    for shape, batch in _batches(engine, max_chunk_tokens, vocab_size):
         known = len(timings) > 1
         if known and watch.expired:
             break
-        batch = warmup_batch(engine, shape, num_ids=vocab_size)
-        if batch is None or shape.chunk > max_chunk_tokens:
-            continue
         work = _work(batch)
         predicted_s = fit(timings).predict_s(*work) if known else 0.0
         if predicted_s > _LONGEST_STEP_S:
@@ -69,12 +68,52 @@ def calibrate(
         median_ns = watch.median_ns(batch, _SETTLED_NS if shape.chunk else 0, required=not known)
         if median_ns is not None:
             timings.append(Timing(*work, median_ns / 1e9))
-    return fit(timings)
+    return timings
+
+
+def change_of(
+    timings: Sequence[Timing],
+    engine: EngineLike,
+    max_chunk_tokens: int,
+    vocab_size: int,
+    slowest_ns: Callable[[int], int],
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
+) -> float:
+    """Time three of the steps again, and return the largest factor between old and new times.
+
+    The factor is at least 1, and infinite if the engine runs no step of one of these sizes. The
+    steps are a small one, one of medium size and a long one. Steps with prompt tokens and a long
+    context also load the kernels that only such steps run.
+
+    timings: of an earlier `time_steps`. The other arguments are those of time_steps. All ranks
+    return the same factor.
+    """
+    picked = [timings[len(timings) * quarter // 4] for quarter in (0, 2, 3)]
+    old_s = {timing[:3]: timing.seconds for timing in picked}
+    watch, factor = _StopWatch(engine, slowest_ns, clock_ns), 1.0
+    for _, batch in _batches(engine, max_chunk_tokens, vocab_size):
+        known_s = old_s.pop(_work(batch), None)
+        if known_s is not None:
+            found_ns = watch.median_ns(batch, 0, required=True)
+            assert found_ns is not None, "a required duration must be measured; this is a bug"
+            found_s = found_ns / 1e9
+            factor = max(factor, found_s / known_s, known_s / found_s)
+    return math.inf if old_s else factor
+
+
+def _batches(
+    engine: EngineLike, max_chunk_tokens: int, vocab_size: int
+) -> Iterator[tuple[StepShape, Batch]]:
+    """Return the steps to time, without those for which the engine has too little room."""
+    for shape in _shapes(engine.max_running_reqs, engine.max_seq_len):
+        batch = warmup_batch(engine, shape, num_ids=vocab_size)
+        if batch is not None and shape.chunk <= max_chunk_tokens:
+            yield shape, batch
 
 
 @dataclass(slots=True)
 class _StopWatch:
-    """Times steps for `calibrate`, and adds up the time of all timed steps."""
+    """Times steps for `time_steps`, and adds up the time of all timed steps."""
 
     _engine: EngineLike
     _slowest_ns: Callable[[int], int]
@@ -162,7 +201,7 @@ def _work(batch: Batch) -> tuple[int, int, int]:
     return int(lengths.sum()), int(keys[:n].sum()), int(keys[n:].sum())
 
 
-def fit(timings: list[Timing]) -> StepCost:
+def fit(timings: Sequence[Timing]) -> StepCost:
     """Fit a StepCost to timings in the order of _shapes.
 
     1. Two timings with the same number of tokens but different contexts give the cost of a decode

@@ -7,6 +7,7 @@ one program each are then as fast as all of them with one program each, and fast
 with split-K. This holds up to a limit on the bytes that a program reads.
 """
 
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 
@@ -52,6 +53,7 @@ _SHORT_TILE_BYTES: Final = 1_100_000
 _EVEN: Final = 0.7
 
 
+@lru_cache(maxsize=4096)  # each product asks, and a model has few sizes
 def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:
     """The tiling for x [num_rows, width] and a weight [height, width] on Hopper.
 

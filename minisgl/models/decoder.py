@@ -302,9 +302,11 @@ class Decoder(nn.Module):
         stream = self.layers[-1](self._before_last_layer(ids, context), context, rows)
         return self.norm.forward(stream)[0].x
 
-    def _before_last_layer(self, ids: Tensor, context: ForwardContext) -> ResidualStream:
-        """Return the stream before the last layer."""
-        *layers, _ = self.layers
+    def _before_last_layer(
+        self, ids: Tensor, context: ForwardContext, most: int | None = None
+    ) -> ResidualStream:
+        """Return the stream before the last layer. most: run at most this many layers before it."""
+        layers = list(self.layers)[:-1][:most]
         x = self.embed_tokens(ids)
         stream = ResidualStream(self.norm.comm.gather(x).sum(0) if self.sums_embedding else x)
         for layer in layers:
@@ -313,9 +315,14 @@ class Decoder(nn.Module):
 
     # The parts of forward, for CUDA graphs.
 
-    def forward_to_last_attention(self, ids: Tensor, context: ForwardContext) -> Attended:
-        """Compute the forward up to the attention of the last layer. ids: integers [T]."""
-        return self.layers[-1].attend(self._before_last_layer(ids, context), context)
+    def forward_to_last_attention(
+        self, ids: Tensor, context: ForwardContext, most: int | None = None
+    ) -> Attended:
+        """Compute the forward up to the attention of the last layer. ids: integers [T].
+
+        most: run at most this many of the layers before the last one, with a wrong result.
+        """
+        return self.layers[-1].attend(self._before_last_layer(ids, context, most), context)
 
     def finish_last_layer(self, attended: Attended) -> Tensor:
         """Return the hidden states [T, H] after the final norm. Overwrites attended.residual."""

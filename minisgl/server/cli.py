@@ -7,7 +7,6 @@ import argparse
 import logging
 import math
 import re
-import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +17,8 @@ import msgspec
 
 import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
-from minisgl.server.auth import key_hashes, lowest_priorities
 from minisgl.server.config import DEMO_NAME, KVEventsConfig, Limits, ServerConfig
+from minisgl.server.keys import key_hashes, lowest_priorities
 from minisgl.server.settings import (
     WITHOUT_EFFECT,
     flag_variables,
@@ -326,6 +325,8 @@ def _check_certificate(certfile: str | None, keyfile: str | None, shell: bool) -
         return
     if shell:
         raise ConfigError("--shell does not support HTTPS; remove --ssl-certfile and --ssl-keyfile")
+    import ssl  # needed with --ssl-certfile only
+
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         # Without this empty password, OpenSSL asks for the password of an encrypted key in the

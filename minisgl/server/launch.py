@@ -25,8 +25,8 @@ from functools import partial
 import msgspec
 
 from minisgl.core import ConfigError
-from minisgl.server.auth import key_hashes
 from minisgl.server.config import CHILD_COMMAND, DEMO_NAME, ChildSpec, ServerConfig
+from minisgl.server.keys import key_hashes
 from minisgl.utils import make_socket_dir, process_age_s, setup_logging, supervise
 
 logger = logging.getLogger(__name__)
@@ -132,22 +132,23 @@ class _Service:
     def start(
         self, listeners: Sequence[socket.socket], shell_key: str | None, checked_fd: int
     ) -> None:
-        """Start all children, the API server first: /livez answers while the others load.
+        """Start all children, the schedulers first, because they take the longest to load.
 
-        The log says "listening" when the children have found no fault in the configuration. They
-        write to the other end of checked_fd.
+        The API server is next: /livez answers while the others load. The log says "listening" when
+        the children have found no fault in the configuration. They write to the other end of
+        checked_fd.
         """
         config = self._template.config
         logger.info(f"loading {config.served_names[0]} from {config.engine.model_path}")
         lines = [f"listening on {self._template.url} (not ready yet)"]
         lines += [f"listening for probes on {_url(probe, 'http')}" for probe in listeners[1:]]
         self._supervisor.watch(checked_fd, partial(self._on_checked, checked_fd, lines))
+        for rank in range(0 if config.render_only else config.engine.tp_size):
+            self._spawn("scheduler", rank)
         self._api = self._spawn("api", 0, *(listener.fileno() for listener in listeners))
         # A second open listener would accept connections after the API server has ended.
         for listener in listeners:
             listener.close()
-        for rank in range(0 if config.render_only else config.engine.tp_size):
-            self._spawn("scheduler", rank)
         for index in range(config.num_tokenizers):
             self._spawn("tokenizer", index)
         if not config.render_only:

@@ -17,6 +17,7 @@ import msgspec
 from minisgl.core import ConfigError, InvariantBroken, MinisglError
 from minisgl.server.config import ChildSpec
 from minisgl.utils import setup_logging, supervise
+from minisgl.utils.cuda_context import open_context_early
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ def _run(spec: ChildSpec) -> None:
         # Imports and the capture of graphs make objects that live on. run_scheduler enables the
         # collector again.
         gc.disable()
+        open_context_early(config.engine.device, spec.index)
         from dataclasses import replace
 
         from minisgl.events import publish_events

@@ -177,8 +177,9 @@ def test_every_rank_has_the_token_that_all_logits_give(size: int, tmp_path: Path
 
 
 def test_every_rank_plans_with_the_same_cost_and_pages(
-    model_path: ModelPath, tmp_path: Path
+    model_path: ModelPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first, second = run_ranks(2, tmp_path, start, model_path("qwen3"))
     assert first == second
     assert first[1] == 16, "the smallest rank decides"

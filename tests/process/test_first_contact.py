@@ -54,6 +54,22 @@ def test_start_ends_with_a_table_and_tokenizer_info_serves_lm_eval() -> None:
     assert template.render(messages=chat, add_generation_prompt=True) == ours.render_chat(chat)
 
 
+def test_a_second_start_reads_the_step_times_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the second start may find other times. It then names the file as well."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    logs = []
+    for _ in range(2):
+        with run_server("--num-pages", "64") as server:
+            logs.append(server.wait_ready().stderr)
+    (file,) = tmp_path.glob("minisgl/step-times/*.json")
+    assert f"later starts read the step times: {file}" in logs[0]
+    used = "the step times are (those of an earlier start|measured again): "
+    assert not re.search(used, logs[0])
+    assert re.search(used + re.escape(str(file)), logs[1])
+
+
 @pytest.mark.parametrize(
     ("method", "path", "message"),
     [

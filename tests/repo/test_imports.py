@@ -29,6 +29,12 @@ def test_front_end_packages_together_load_no_torch():
     assert "torch" not in modules_loaded_by(*PRESENT)
 
 
+def test_launcher_loads_no_http_library():
+    """The launcher starts the scheduler, the slowest process, only after these imports."""
+    loaded = modules_loaded_by("minisgl.__main__", "minisgl.server.cli", "minisgl.server.launch")
+    assert not loaded & {"torch", "starlette", "uvicorn", "prometheus_client", "httpx", "asyncio"}
+
+
 def test_the_check_sees_an_import():
     """Without this test, a check of the wrong modules would pass."""
     loaded = modules_loaded_by("minisgl", "colorsys")

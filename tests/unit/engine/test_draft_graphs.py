@@ -63,8 +63,12 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Batch, object]]:
     def decode_graph(self: TorchAttention, size: int, step: AttentionStep) -> DecodeGraphAttention:
         return FixedAttention(self, step)
 
-    def capture(self: DecodeGraphs, run: Callable[[], object]) -> Rerun:
-        run()
+    def capture(
+        self: DecodeGraphs,
+        run: Callable[[], object],
+        rehearsal: Callable[[], object] | None = None,
+    ) -> Rerun:
+        (rehearsal or run)()
         return Rerun(run)
 
     def record(self: DecodeGraphs, batch: Batch) -> object:

@@ -158,12 +158,16 @@ def test_prompt_logprobs_do_not_change_the_other_results(folded: bool, path: str
 
 
 @pytest.mark.parametrize("kv", ["auto", "fp8"])
-def test_warm_up_and_calibration_leave_no_trace(kv: str, path: str) -> None:
+def test_warm_up_and_calibration_leave_no_trace(
+    kv: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     prompt = list(range(20))
     untouched = Driver(make_engine(path, kv_cache_dtype=kv)).generate(0, prompt, 5)
     engine = make_engine(path, kv_cache_dtype=kv)
     engine.warm_up()
     cost = engine.calibrate()
+    assert len([*tmp_path.glob("minisgl/step-times/*.json")]) == 1
     assert not engine._launcher.runner.pools[0].layer(0)[0].float().any()
     assert Driver(engine).generate(0, prompt, 5) == untouched
     assert cost.predict_s(1, 100, 0) > 0

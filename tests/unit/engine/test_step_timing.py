@@ -1,58 +1,30 @@
 """Calibration of the step cost in virtual time, also on a machine that does other work."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from minisgl.core import Batch, StepCost, StepResult
-from minisgl.engine.step_timing import Timing, calibrate, fit
-
-TRUE = StepCost(
-    tokens=(1, 64, 128, 512, 1024),
-    seconds=(0.0044, 0.0048, 0.0052, 0.0118, 0.0232),
-    per_decode_key_s=4e-8,
-    per_prefill_pair_s=1e-9,
-)
-
-
-class VirtualPending:
-    def __init__(self, engine: "VirtualEngine", end_ns: int) -> None:
-        self._engine, self._end_ns = engine, end_ns
-
-    def done(self) -> bool:
-        return self._engine.now_ns >= self._end_ns
-
-    def wait(self) -> StepResult:
-        self._engine.now_ns = max(self._engine.now_ns, self._end_ns)
-        return StepResult(np.zeros((0, 1), np.int32), np.zeros(0, np.int32), np.zeros(0, np.bool_))
-
-
-class VirtualEngine:
-    """Steps run one after the other. Each takes the time of TRUE, times a factor from `disturb`."""
-
-    num_pages, page_size, max_running_reqs, max_seq_len = 1000, 16, 256, 40_960
-    window = None
-
-    def __init__(self, disturb: Callable[[int, int], float] = lambda tokens, launch: 1.0) -> None:
-        self.now_ns = self.free_ns = self.launches = 0
-        self.disturb = disturb
-
-    def launch(self, batch: Batch) -> VirtualPending:
-        n, lengths = batch.num_decode, batch.lengths.astype(np.int64)
-        keys = lengths * batch.start + lengths * (lengths + 1) // 2
-        tokens = int(lengths.sum())
-        seconds = TRUE.predict_s(tokens, int(keys[:n].sum()), int(keys[n:].sum()))
-        self.launches += 1
-        duration_ns = round(1e9 * seconds * self.disturb(tokens, self.launches))
-        self.free_ns = max(self.now_ns, self.free_ns) + duration_ns
-        return VirtualPending(self, self.free_ns)
+from minisgl.core import Batch, StepCost
+from minisgl.engine.step_timing import Timing, change_of, fit, time_steps
+from tests.unit.engine.virtual_engine import TRUE, VirtualEngine, VirtualPending
 
 
 def calibrated(
     engine: VirtualEngine, slowest_ns: Callable[[int], int] = lambda own: own
 ) -> StepCost:
-    return calibrate(engine, 8192, 50_000, slowest_ns, lambda: engine.now_ns)
+    return fit(timed(engine, slowest_ns))
+
+
+def timed(
+    engine: VirtualEngine, slowest_ns: Callable[[int], int] = lambda own: own
+) -> list[Timing]:
+    return time_steps(engine, 8192, 50_000, slowest_ns, lambda: engine.now_ns)
+
+
+def changed(timings: list[Timing], engine: VirtualEngine) -> float:
+    return change_of(timings, engine, 8192, 50_000, lambda own: own, lambda: engine.now_ns)
 
 
 SHAPES = [(1, 1, 0), (64, 64 * 1024, 0), (448, 64_000, 384 * 4000), (512, 64_000, 448 * 6000)]
@@ -157,3 +129,30 @@ def test_few_rows_are_calibrated_between_small_steps_and_chunks() -> None:
     cost = calibrated(engine)
     assert {16, 32, 64, 128, 256} <= set(cost.tokens)
     assert cost.predict_s(100, 0, 0) == pytest.approx(TRUE.predict_s(100, 0, 0), rel=0.05)
+
+
+def test_timings_of_the_same_engine_have_not_changed() -> None:
+    timings = timed(VirtualEngine())
+    later = VirtualEngine(lambda tokens, launch: 1.0 if launch % 3 else 5.0)
+    assert changed(timings, later) == pytest.approx(1.0)
+    assert later.now_ns < 0.4e9, "the check takes less time than a calibration"
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.5])
+@pytest.mark.parametrize("slow", ["every step", "decode", "long steps"])
+def test_a_change_of_some_steps_is_found(factor: float, slow: str) -> None:
+    timings = timed(VirtualEngine())
+    tokens_of = {
+        "every step": range(1, 10_000),
+        "decode": range(1, 2),
+        "long steps": range(250, 10_000),
+    }
+    later = VirtualEngine(lambda tokens, _: factor if tokens in tokens_of[slow] else 1.0)
+    assert changed(timings, later) == pytest.approx(max(factor, 1 / factor), rel=0.01)
+
+
+def test_timings_of_steps_that_the_engine_cannot_run_have_changed() -> None:
+    timings = timed(VirtualEngine())
+    smaller = VirtualEngine()
+    smaller.max_seq_len = 512
+    assert changed(timings, smaller) == math.inf

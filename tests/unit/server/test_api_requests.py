@@ -11,8 +11,8 @@ import pytest
 from minisgl.core import InvalidRequest, RequestError, Unsupported
 from minisgl.server import Limits
 from minisgl.server.app import build_app
-from minisgl.server.auth import key_hashes
 from minisgl.server.convert import RequestConverter
+from minisgl.server.keys import key_hashes
 from minisgl.server.protocol.requests import CHAT, MESSAGES, RESPONSES
 from tests.unit.server.fakes import CONFIG, FACTS, World
 from tests.unit.server.test_app import FakeService

@@ -15,8 +15,8 @@ from minisgl.core import FinishReason
 from minisgl.message.messages import AddReq, Ready
 from minisgl.server import ServerConfig, routes
 from minisgl.server.app import build_app
-from minisgl.server.auth import key_hashes
 from minisgl.server.convert import RequestConverter
+from minisgl.server.keys import key_hashes
 from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.pages import PAGE_PATHS
 from minisgl.server.response import ResponseWriter

@@ -10,7 +10,8 @@ import pytest
 from minisgl.core import ConfigError
 from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
-from minisgl.server.auth import ADMIN_PATHS, key_hashes
+from minisgl.server.auth import ADMIN_PATHS
+from minisgl.server.keys import key_hashes
 from minisgl.server.middleware import OPEN_PATHS
 from tests.unit.server.fakes import CONFIG, World
 from tests.unit.server.test_app import FakeService

@@ -12,10 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.core import ConfigError, InvalidRequest, Overloaded
 from minisgl.message.messages import TokenizeResult, TokenizeText, TokenLogprob
-from minisgl.server.auth import key_hashes
 from minisgl.server.convert import RequestConverter
 from minisgl.server.decode import parse_body
 from minisgl.server.handler import fit_call, fit_max_tokens, start
+from minisgl.server.keys import key_hashes
 from minisgl.server.lifecycle import Phase
 from minisgl.server.metrics import Metrics
 from minisgl.server.protocol import responses

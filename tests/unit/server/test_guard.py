@@ -9,7 +9,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
-from minisgl.server.auth import key_hashes
+from minisgl.server.keys import key_hashes
 from tests.unit.server.fakes import CONFIG, World
 from tests.unit.server.test_app import FakeService
 

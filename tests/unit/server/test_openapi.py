@@ -9,8 +9,8 @@ import pytest
 
 from minisgl.server import Limits
 from minisgl.server.app import build_app
-from minisgl.server.auth import key_hashes
 from minisgl.server.convert import RequestConverter
+from minisgl.server.keys import key_hashes
 from minisgl.server.openapi import component_schemas
 from minisgl.server.protocol.requests import BODIES, PARAMETERS
 from tests.unit.server.fakes import CONFIG, World

@@ -1,0 +1,65 @@
+"""The layers to run before a capture, so that all kernels of the capture are loaded.
+
+Most layers of a model launch the same kernels with the same specialisation. A run of the layers up
+to the last new kind of layer therefore loads the kernels of all layers. For a model with equal
+layers these are the first two.
+"""
+
+from collections.abc import Hashable, Iterator
+from enum import Enum
+
+from torch import Tensor
+
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.models.decoder import DecoderLayer
+
+_ALIGNMENT = 16  # kernels are specialised for addresses that are multiples of this
+_PACKAGES = ("minisgl", "torch")
+
+
+def layers_to_rehearse(runner: ModelRunner) -> int:
+    """Return a number of layers from the first one on that launch all kernels of the model.
+
+    The kernels of a layer also depend on the layer before it, which may leave a sum open. Each
+    pair of kinds that follow each other in the model therefore occurs in these layers.
+
+    With tensor parallelism the number is that of all layers, because the ranks must make the same
+    collective calls, and each rank would decide for itself. It is that of all layers, too, if
+    modules of other packages compute a part of a layer.
+    """
+    model, layers = runner.model, list(runner.model.model.layers)
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
+    if model.lm_head.comm.tp.size > 1 or not packages.issubset(_PACKAGES):
+        return len(layers)
+    kinds = [tuple(_kind(layer, index, runner)) for index, layer in enumerate(layers)]
+    pairs = list(zip([None, *kinds], kinds, strict=False))
+    return 1 + max(pairs.index(pair) for pair in pairs)
+
+
+def _kind(layer: DecoderLayer, index: int, runner: ModelRunner) -> Iterator[Hashable]:
+    """Yield all by which the kernels of two layers can differ, except for `kv_layer`.
+
+    These are the attention rule, the types and settings of the modules, and the shapes, dtypes,
+    strides and alignments of parameters, keys, values and scales.
+    """
+    attention = layer.self_attn
+    yield runner.model.config.layers[index].rule
+    for path, module in layer.named_modules():
+        yield path, type(module)
+        for setting, value in sorted(vars(module).items()):
+            if setting != "kv_layer" and isinstance(value, bool | int | float | Enum):
+                yield setting, value
+            elif setting == "form":  # the format of quantised weights
+                yield setting, str(value)
+            elif value is None or isinstance(value, Tensor):
+                yield setting, value is None
+    for name, parameter in layer.named_parameters():
+        yield name, *_form(parameter)
+    pool = runner.pools[attention.pool]
+    for tensor in (*pool.layer(attention.kv_layer), pool.scales(attention.kv_layer)):
+        yield None if tensor is None else tuple(_form(tensor))
+
+
+def _form(tensor: Tensor) -> Iterator[Hashable]:
+    yield from (tensor.shape, tensor.dtype, tensor.stride())
+    yield tensor.data_ptr() % _ALIGNMENT
