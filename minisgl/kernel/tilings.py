@@ -59,7 +59,9 @@ def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:
 
     None if cuBLAS is faster or the sizes do not divide into tiles.
     """
-    if not 0 < num_rows <= _MOST_ROWS or height % 64 or width % 128:
+    if not 0 < num_rows <= _MOST_ROWS or height % 64 or width % 64:
+        return None
+    if num_rows > FEW_ROWS and width % 128:
         return None
     if num_rows <= FEW_ROWS:
         return _few_rows_tiling(max(1 << (num_rows - 1).bit_length(), 16), height, width)
@@ -85,12 +87,15 @@ def _few_rows_tiling(rows: int, height: int, width: int) -> Tiling:
 
     A program that has a multiprocessor for itself gets 8 stages, or 5 if half of the
     multiprocessors are enough. If two programs share a multiprocessor, each gets 5. If nearly all
-    multiprocessors have three programs, each gets 3. In all other cases a program gets 8.
+    multiprocessors have three programs, each gets 3. In all other cases a program gets 8. If 128
+    does not divide the width, a stage has 64 columns, and there are twice as many stages. This case
+    has not been measured yet.
     """
     programs = height // 64
+    columns = 128 if width % 128 == 0 else 64
     splits, short = 1, False
     if programs <= _MULTIPROCESSORS:
-        splits, short = _splits(programs, rows + 64, 128, width, _SHORT_BYTES)
+        splits, short = _splits(programs, rows + 64, columns, width, _SHORT_BYTES)
     shared = -(-programs // _MULTIPROCESSORS)
     if shared == 3 and programs >= 0.9 * 3 * _MULTIPROCESSORS:
         stages = 3
@@ -98,7 +103,8 @@ def _few_rows_tiling(rows: int, height: int, width: int) -> Tiling:
         stages = 5 if short or shared == 2 else 8
     part = width // splits
     ahead = part if short else 256 if shared == 1 else 0
-    return Tiling(rows, 64, 128, splits, min(stages, part // 128), 4, ahead)
+    stages = min(stages * 128, part) // columns
+    return Tiling(rows, 64, columns, splits, stages, 4, ahead)
 
 
 def _splits(

@@ -39,6 +39,8 @@ class TritonMoe(MoeBackend):
             moe_few,
             moe_grouped,
             moe_routing,
+            mxfp4,
+            mxfp4_few,
             overlap,
             stacked_moe,
         )
@@ -49,6 +51,8 @@ class TritonMoe(MoeBackend):
         self._fp8_experts_of_few = fp8_moe.experts_of_few
         self._fp8_experts_of_many = fp8_moe.experts_of_many
         self._reads_fp8 = overlap.converts_fp8
+        self._mxfp4_experts_of_few = mxfp4_few.experts_of_few
+        self._takes_few_mxfp4 = mxfp4.takes
         self._stacked_experts = stacked_moe.experts_of_any
         self._route = moe_routing.route
         self._semaphores = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)
@@ -76,10 +80,15 @@ class TritonMoe(MoeBackend):
         self, x: Tensor, weights: ExpertWeights, biases: Biases, top_k: int, renormalise: bool
     ) -> Tensor:
         assert weights.swiglu is not None, "biased experts need a clamped SwiGLU: this is a bug"
-        logits = linear(x, weights.router, weights.router_bias)
-        routing = self._route(logits, top_k, renormalise)
-        matrices = (weights.gate_up, weights.down, weights.mxfp4_scales)
-        return self._stacked_experts(x, *matrices, biases, *routing, *weights.swiglu)
+        matrices, scales = (weights.gate_up, weights.down), weights.mxfp4_scales
+        router = (weights.router, weights.router_bias)
+        if len(x) <= _FEW_TOKENS and scales is not None and self._takes_few_mxfp4(x):
+            few = (self._semaphores, top_k, renormalise)
+            return self._mxfp4_experts_of_few(
+                x, router, matrices, scales, biases, *few, *weights.swiglu
+            )
+        routing = self._route(linear(x, *router), top_k, renormalise)
+        return self._stacked_experts(x, *matrices, scales, biases, *routing, *weights.swiglu)
 
 
 def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) -> ExpertWeights:

@@ -6,15 +6,10 @@ to FP8 loses the carry of a number that rounds up to a power of two; the tests l
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from minisgl.core import EngineConfig
-from minisgl.core.batch import LogprobsRequest
-from minisgl.distributed.comm import SingleCommunicator
-from minisgl.engine import Engine
 from minisgl.kernel import (
     PendingNorm,
     fp8_add_linear,
@@ -25,10 +20,9 @@ from minisgl.kernel import (
 )
 from minisgl.kernel.fp8_tilings import EXACT_ROWS, MOST_ROWS, fp8_tiling_for
 from minisgl.kernel.fp8_weights import FP8, Scales, dequantise
-from minisgl.quantization import with_quantizations
+from tests.gpu.logprobs import divergences, logprobs_of_chunks
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
-from tests.parity.driver import Driver, Work
 from tests.parity.fp8_models import build_fp8
 from tests.parity.test_engine_parity import prompt_of
 
@@ -287,43 +281,14 @@ def test_a_model_gives_the_logits_of_its_dequantised_weights(
     """A prompt in chunks of many and of few tokens, in bfloat16 with CUDA graphs."""
     saved = build_fp8("block" if form == "online" else form, family, tmp_path_factory.mktemp("m"))
     online = form == "online"
-    exact = logprobs_of_chunks(saved.reference, None)
-    found = logprobs_of_chunks(saved.reference if online else saved.fp8, "fp8" if online else None)
-    divergences = (exact.exp() * (exact - found)).sum(-1)
-    for part in divergences.split(CHUNKS):
+    given = (prompt_of(sum(CHUNKS)), CHUNKS)
+    exact = logprobs_of_chunks(saved.reference, *given, dtype="bfloat16")
+    model, quantization = (saved.reference, "fp8") if online else (saved.fp8, None)
+    found = logprobs_of_chunks(model, *given, dtype="bfloat16", quantization=quantization)
+    for part in torch.split(divergences(exact, found), CHUNKS):
         assert 0 < part.mean() < MOST_DIVERGENCE
 
 
 # 150 rows run torch's products; 40 and 9 our kernel, quantised; 1 our kernel, exact.
 CHUNKS = [150, 40, 9, 1]
 MOST_DIVERGENCE = 0.3  # another position of the prompt differs by 2
-
-
-def logprobs_of_chunks(model: str, quantization: str | None) -> Tensor:
-    """The log-probabilities of every id after each token of one prompt, float64 [T, V]."""
-    config = EngineConfig(
-        model_path=model,
-        device="cuda",
-        dtype="bfloat16",
-        quantization=quantization,
-        num_pages=64,
-        max_running_reqs=4,
-    )
-    engine = Engine(config, SingleCommunicator(), extensions=with_quantizations())
-    vocabulary, driver, start = engine.facts().vocab_size, Driver(engine), 0
-    ids, parts = prompt_of(sum(CHUNKS)), []
-    for size in CHUNKS:
-        wanted = LogprobsRequest(
-            sampled=np.full(1, -1, dtype=np.int32),
-            prompt=np.full(1, vocabulary, dtype=np.int32),
-            prompt_targets=np.full(size, -1, dtype=np.int32),
-        )
-        found = driver.step(Work(0, start, ids[start : start + size]), logprobs=wanted)
-        assert found.prompt_logprobs is not None
-        of_chunk = found.prompt_logprobs[0]
-        part = np.empty((size, vocabulary))
-        np.put_along_axis(part, of_chunk.top_ids.astype(np.int64), of_chunk.top, axis=1)
-        parts.append(torch.from_numpy(part))
-        start += size
-    engine.close()
-    return torch.cat(parts)

@@ -13,14 +13,19 @@ from minisgl.kernel.mxfp4_weights import dequantise
 from minisgl.moe.base import Biases, ClampedSwiglu, ExpertWeights, route
 from minisgl.moe.torch_backend import TorchMoe
 from minisgl.moe.triton_backend import TritonMoe
+from tests.gpu.logprobs import divergences, logprobs_of_chunks
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
+from tests.gpu.test_moe import poisoned
 from tests.parity.driver import Driver, make_engine
 from tests.parity.test_engine_parity import prompt_of
 from tests.parity.test_mxfp4_parity import build
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 tl = pytest.importorskip("triton.language", reason="needs Triton")
+mxfp4 = pytest.importorskip("minisgl.kernel.triton.mxfp4", reason="needs Triton")
+mxfp4_blocks = pytest.importorskip("minisgl.kernel.triton.mxfp4_blocks", reason="needs Triton")
+mxfp4_few = pytest.importorskip("minisgl.kernel.triton.mxfp4_few", reason="needs Triton")
 stacked_moe = pytest.importorskip("minisgl.kernel.triton.stacked_moe", reason="needs Triton")
 
 # In matrix products, the interpreter takes the bits of bfloat16 for integers.
@@ -38,6 +43,16 @@ def _decode(codes, scales, out, FAST: tl.constexpr):  # type: ignore[no-untyped-
     wide = stacked_moe.decode(pair, power, out.dtype.element_ty, FAST)
     at = (tl.program_id(0) * 16 + row) * 32 + tl.arange(0, 32)[None, :]
     tl.store(out + at, wide)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _decode_words(words, scales, out, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.arange(0, 16)[:, None]
+    word = tl.load(words + row * 4 + tl.arange(0, 4)[None, :])
+    power = tl.load(scales + tl.program_id(0) * 16 + row)
+    numbers = mxfp4.decode_words(word, power, out.dtype.element_ty, FAST)
+    at = (tl.program_id(0) * 16 + row) * 32 + tl.arange(0, 32)[None, :]
+    tl.store(out + at, tl.reshape(numbers, [16, 32]))
 
 
 def codes_and_scales(*shape: int) -> tuple[Tensor, Tensor]:
@@ -77,11 +92,11 @@ def dequantised(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     )
 
 
-def expected(x: Tensor, weights: ExpertWeights) -> Tensor:
+def expected(x: Tensor, weights: ExpertWeights, top_k: int = TOP_K) -> Tensor:
     """The experts one after the other in float64; the routing is that of x's dtype."""
     assert weights.biases is not None
     logits = torch.nn.functional.linear(x, weights.router, weights.router_bias)
-    factors, experts = route(logits, TOP_K, True)
+    factors, experts = route(logits, top_k, True)
     wide = dequantised(weights, torch.float64)
     gate_up_bias, down_bias = (bias.double() for bias in weights.biases)
     out = torch.zeros_like(x, dtype=torch.float64)
@@ -95,7 +110,7 @@ def expected(x: Tensor, weights: ExpertWeights) -> Tensor:
     return out
 
 
-SHAPES = [(1, 4, 96, 32), (3, 8, 160, 64), (40, 4, 64, 96)]
+SHAPES = [(1, 4, 96, 32), (4, 4, 64, 32), (5, 8, 160, 64), (40, 4, 64, 96)]
 if not INTERPRETED:
     SHAPES += [(1, 32, 2880, 2880), (64, 32, 2880, 1440), (600, 8, 1440, 736), (4000, 4, 512, 512)]
 
@@ -112,6 +127,107 @@ def test_experts(tokens: int, experts: int, width: int, inner: int, packed: bool
     first = backend.forward(x, given, TOP_K, True)
     assert error(first, exact) < LIMIT
     assert torch.equal(first, backend.forward(x, given, TOP_K, True))
+
+
+BLOCKS = [(8, 4, 96, 160), (20, 10, 160, 64)]
+if not INTERPRETED:
+    BLOCKS += [(32, 16, 2880, 2880), (64, 64, 2880, 1440), (5, 32, 2880, 2880)]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "width", "inner"), BLOCKS)
+def test_experts_of_blocks(tokens: int, experts: int, width: int, inner: int) -> None:
+    """All tokens have expert 1, in several blocks, and expert 0 has none."""
+    weights = layer(experts, width, inner)
+    x = normal(tokens, width + 64, dtype=DTYPE)[:, :width]
+    assert weights.router_bias is not None
+    weights.router_bias[0], weights.router_bias[1] = -50, 50
+    assert mxfp4_blocks.takes_blocks(x, tokens * TOP_K, experts)
+    backend = TritonMoe(torch.device(DEVICE))
+
+    def forward() -> Tensor:
+        with poisoned():
+            return backend.forward(x, weights, TOP_K, True)
+
+    first = forward()
+    assert error(first, expected(x, weights)) < LIMIT
+    assert torch.equal(first, forward())
+
+
+FEW = [(1, 4, 96, 32, 2), (8, 4, 160, 64, 1), (2, 5, 64, 288, 3), (3, 4, 128, 96, 4)]
+if not INTERPRETED:
+    FEW += [(1, 32, 2880, 2880, 4), (8, 32, 2880, 2880, 4), (3, 64, 2880, 1440, 4)]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "width", "inner", "top_k"), FEW)
+@pytest.mark.parametrize("same", [False, True])
+def test_experts_of_few(
+    tokens: int, experts: int, width: int, inner: int, top_k: int, same: bool
+) -> None:
+    """Tiles divide neither rows nor columns. If `same`, all tokens have the same experts.
+
+    A bias lowers the logits of the other experts. It must not raise those of the chosen ones: from
+    16 on, neighbouring bfloat16 numbers differ by 1/8, and another order of the router's sums could
+    change the routing weights by 3 %.
+    """
+    weights = layer(experts, width, inner)
+    assert weights.router_bias is not None
+    if same:
+        weights.router_bias[top_k:] -= 20
+    whole = normal(tokens, width + 64, dtype=DTYPE)
+    x = whole[:, :width]
+    exact = expected(x, weights, top_k)
+    semaphores = torch.zeros(tokens, dtype=torch.int32, device=DEVICE)
+
+    def forward() -> Tensor:
+        router, matrices = (weights.router, weights.router_bias), (weights.gate_up, weights.down)
+        given = (x, router, matrices, weights.mxfp4_scales, weights.biases, semaphores)
+        with poisoned():
+            out: Tensor = mxfp4_few.experts_of_few(*given, top_k, True, *SWIGLU)
+        return out
+
+    first = forward()
+    assert error(first, exact) < LIMIT
+    assert torch.equal(first, forward())
+    assert not semaphores.any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_layers_in_a_graph_equal_single_layers(tokens: int) -> None:
+    """In a graph, the kernels of neighbouring layers overlap. Each layer reads the one before."""
+    layers = [layer(8, 2880, 2880) for _ in range(3)]
+    backend = TritonMoe(torch.device(DEVICE))
+    x = normal(tokens, 2880, dtype=DTYPE)
+
+    def forward(wait: bool) -> list[Tensor]:
+        outs = [x]
+        for _ in range(4):
+            for weights in layers:
+                outs.append(backend.forward(outs[-1], weights, 4, True))
+                if wait:
+                    torch.cuda.synchronize()
+        return outs
+
+    single = forward(wait=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward(wait=False)
+    for _ in range(20):
+        for out in captured[1:]:
+            out.fill_(torch.nan)
+        graph.replay()
+        assert all(map(torch.equal, single, captured))
+
+
+def test_words_are_decoded_exactly() -> None:
+    """All codes, with the scales from 2^-94 to 2^33; the fast numbers are 2^-32 times these."""
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
+    scales = torch.arange(33, 161, dtype=torch.uint8, device=DEVICE).view(128, 1)
+    found = torch.full((128, 16, 32), torch.nan, dtype=DTYPE, device=DEVICE)
+    rows = scales.expand(128, 16).contiguous()
+    _decode_words[(128,)](codes.view(torch.int32), rows, found, FAST=not INTERPRETED)
+    exact = dequantise(codes.expand(128, 16, 16), rows.unsqueeze(-1), torch.float64)
+    assert torch.equal(found.double(), exact if INTERPRETED else exact * 2.0**-32)
 
 
 def test_every_code_and_scale_is_decoded_exactly() -> None:
@@ -137,13 +253,32 @@ def test_the_reference_of_experts_is_the_torch_backend() -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_equals_its_dequantised_weights(dtype: str, tmp_path: Path) -> None:
-    """Both dtypes hold the dequantised weights exactly, so that both models compute the same."""
+def test_a_float32_model_equals_its_dequantised_weights(tmp_path: Path) -> None:
+    """In float32, the same kernels compute both models."""
     tokens = [
-        Driver(make_engine(path, device="cuda", dtype=dtype, page_size=16)).generate(
-            0, prompt_of(200), 16
-        )
+        Driver(make_engine(path, device="cuda", page_size=16)).generate(0, prompt_of(200), 16)
         for path in build(tmp_path, 96)
     ]
     assert tokens[0] == tokens[1]
+
+
+# For MXFP4, the first chunk runs the general kernel, those of 12 tokens run the kernels of blocks,
+# and the others run the kernels of few tokens.
+CHUNKS = [120, *[12] * 4, *[4] * 4, *[2] * 4, *[1] * 16]
+TOKENS = [120, 48, 40]
+# In bfloat16, torch's products on a CPU have a mean of 0.02 and a median of 0.001. Another position
+# of the prompt differs by 2.2. A token that gets another expert can differ by 1.
+MOST_MEAN, MOST_MEDIAN = 0.2, 0.01
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+def test_a_bfloat16_model_is_as_exact_as_its_dequantised_weights(tmp_path: Path) -> None:
+    """Both models differ from float32 by rounding alone. Each has kernels of its own."""
+    packed, reference = build(tmp_path, 96)
+    ids = prompt_of(sum(CHUNKS))
+    exact = logprobs_of_chunks(reference, ids, CHUNKS)
+    for path in (packed, reference):
+        found = divergences(exact, logprobs_of_chunks(path, ids, CHUNKS, dtype="bfloat16"))
+        for part in torch.split(found, TOKENS):
+            assert 0 < part.median() < MOST_MEDIAN
+            assert 0 < part.mean() < MOST_MEAN

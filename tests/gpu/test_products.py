@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel import PendingNorm, add_linear, gated_linear, linear, rms_norm
-from minisgl.kernel.tilings import Tiling
+from minisgl.kernel.tilings import Tiling, tiling_for
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
 
@@ -23,6 +23,7 @@ FEW = (  # one tile holds all rows
     Tiling(16, 64, 128, 8, 3, 4, 128),
     Tiling(32, 64, 256, 1, 3, 4, 0),
     Tiling(32, 64, 128, 2, 5, 4, 512),
+    Tiling(32, 64, 64, 1, 16, 4, 256),  # for widths that 128 does not divide
 )
 MANY = (  # in Gluon, which has no interpreter
     Tiling(64, 64, 64, 1, 4, 4, 0),
@@ -106,6 +107,21 @@ def test_add_linear_returns_the_squares_of_the_sum(tiling: Tiling, rows: int) ->
         results.append((total, squares))
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
     assert not semaphores.any()
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32])
+def test_a_width_that_128_does_not_divide(rows: int) -> None:
+    """The product of queries, keys and values of gpt-oss-20b, by the rule."""
+    height, width = (320, 576) if INTERPRETED else (5120, 2880)
+    x, weight = normal(rows, width, dtype=DTYPE), normal(height, width, dtype=DTYPE) / width**0.5
+    bias, tiling = normal(height, dtype=DTYPE), tiling_for(rows, height, width)
+    assert tiling is not None
+    assert tiling.columns == 64
+    from minisgl.kernel.triton import linear as kernels
+
+    semaphores = torch.zeros(height // 8, dtype=torch.int32, device=DEVICE)
+    out = kernels.linear(x, weight, bias, semaphores, tiling, None, False)
+    assert error(out, x.double() @ weight.double().T + bias.double()) < LIMIT
 
 
 @pytest.mark.parametrize("rows", [1, 5, 32, 100, 250])

@@ -39,7 +39,7 @@ from minisgl.kernel.fp8_tilings import GROUP
 from minisgl.kernel.fp8_weights import Scales
 from minisgl.kernel.tilings import LOWEST_TILE, Tiling
 from minisgl.kernel.triton.fp8 import magnitude, power_of_two
-from minisgl.kernel.triton.linear import _prefetch
+from minisgl.kernel.triton.linear import prefetch
 from minisgl.kernel.triton.overlap import overlaps
 
 
@@ -123,7 +123,7 @@ def _linear(
         gdc_launch_dependents()
         if ahead > 0:
             pairs_at = weight_row.to(tl.pointer_type(tl.int16), bitcast=True)
-            _prefetch(pairs_at, ahead // 2, BN, THREADS)
+            prefetch(pairs_at, ahead // 2, BN, THREADS)
     if SCALE_COLUMNS == 0:
         row_scale = tl.load(scales + n // SCALE_ROWS)
         scale_at = scales + n // SCALE_ROWS

@@ -256,7 +256,7 @@ def experts_of_few(
     num_tokens, width = x.shape
     inner = down.shape[2]
     early = overlaps()
-    weights, experts = route_few(x, router, semaphores, top_k, renormalise)
+    weights, experts = route_few(x, router, None, semaphores, top_k, renormalise)
     hidden = x.new_empty((num_tokens * top_k, inner))
     _gate_up[(triton.cdiv(inner, _ROWS), num_tokens * top_k)](
         x,

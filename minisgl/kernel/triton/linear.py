@@ -33,7 +33,7 @@ from minisgl.kernel.triton.overlap import overlaps
 
 
 @triton.jit
-def _prefetch(rows, count, ROWS: tl.constexpr, THREADS: tl.constexpr):
+def prefetch(rows, count, ROWS: tl.constexpr, THREADS: tl.constexpr):
     """Prefetch `count` 2-byte elements at each of ROWS addresses into the L2 cache."""
     PIECES: tl.constexpr = THREADS // ROWS if ROWS < THREADS else 1  # one piece for each thread
     piece = tl.arange(0, PIECES)
@@ -102,7 +102,7 @@ def _linear(
     if OVERLAP:
         gdc_launch_dependents()
         if ahead > 0:
-            _prefetch(weight_row, ahead, BN, THREADS)
+            prefetch(weight_row, ahead, BN, THREADS)
         gdc_wait()
     s = tl.arange(0, SQUARES)[:, None]
     square_at = squares + s * num_rows + m[None, :]

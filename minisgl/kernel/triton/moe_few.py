@@ -29,6 +29,7 @@ _DOWN_ROWS, _DOWN_COLUMNS = 16, 256
 def _score(
     x,
     router,
+    bias,
     logits,
     semaphores,
     weights,
@@ -41,6 +42,7 @@ def _score(
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
+    BIASED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Compute one logit. The last program of a token to finish chooses the token's experts."""
@@ -56,7 +58,10 @@ def _score(
             gdc_wait()
         v = tl.load(x + token * x_stride + k, mask=k < width, other=0.0).to(tl.float32)
         total += w * v
-    rounded = tl.sum(total, axis=0).to(x.dtype.element_ty).to(tl.float32)
+    logit = tl.sum(total, axis=0)
+    if BIASED:
+        logit += tl.load(bias + expert).to(tl.float32)
+    rounded = logit.to(x.dtype.element_ty).to(tl.float32)
     tl.store(logits + token * num_experts + expert, rounded)
     tl.debug_barrier()
     ticket = tl.atomic_add(semaphores + token, 1, sem="acq_rel", scope="gpu")
@@ -149,21 +154,28 @@ def _down(
 
 
 def route_few(
-    x: Tensor, router: Tensor, semaphores: Tensor, top_k: int, renormalise: bool
+    x: Tensor,
+    router: Tensor,
+    bias: Tensor | None,
+    semaphores: Tensor,
+    top_k: int,
+    renormalise: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the routing weights and the experts, float32 and int32 [T, top_k], in one launch.
 
-    The parameters are as in `experts_of_few`.
+    bias: of the router, [E]. The other parameters are as in `experts_of_few`.
     """
     num_tokens, width = x.shape
     num_experts = len(router)
     early = overlaps()
+    warps = 1 if width <= _COLUMNS else 2
     logits = x.new_empty((num_tokens, num_experts), dtype=float32)
     weights = x.new_empty((num_tokens, top_k), dtype=float32)
     experts = x.new_empty((num_tokens, top_k), dtype=int32)
     _score[(num_experts, num_tokens)](
         x,
         router,
+        router if bias is None else bias,
         logits,
         semaphores,
         weights,
@@ -175,9 +187,10 @@ def route_few(
         RENORMALISE=renormalise,
         WIDTH=triton.next_power_of_2(num_experts),
         PLACES=triton.next_power_of_2(top_k),
-        BLOCK=min(triton.next_power_of_2(width), _COLUMNS),
+        BLOCK=min(triton.next_power_of_2(width), _COLUMNS * warps),
+        BIASED=bias is not None,
         EARLY=early,
-        num_warps=1,
+        num_warps=warps,
         launch_pdl=early,
     )
     return weights, experts
@@ -202,7 +215,7 @@ def experts_of_few(
     early = overlaps()
     places = triton.next_power_of_2(top_k)
     columns = min(triton.next_power_of_2(width), _COLUMNS)
-    weights, experts = route_few(x, router, semaphores, top_k, renormalise)
+    weights, experts = route_few(x, router, None, semaphores, top_k, renormalise)
     hidden = x.new_empty((num_tokens * top_k, inner))
     _gate_up[(triton.cdiv(inner, _ROWS), num_tokens * top_k)](
         x,

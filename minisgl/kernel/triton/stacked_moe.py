@@ -2,8 +2,8 @@
 
 The counterpart of moe_grouped.py: products of blocks of tokens that share an expert. A program
 reads packed weights and decodes them in registers, exactly: each weight has few bits, and its scale
-is a power of two. The activations keep their dtype. A few tokens use the same kernels, with blocks
-of 16 tokens.
+is a power of two. The activations keep their dtype. mxfp4_few.py and mxfp4_blocks.py have faster
+kernels for MXFP4 and few tokens.
 
 Bytes in MXFP4, without those that L2 serves: 1.6 H I for each expert that has tokens; the rest as
 in moe_grouped.py.
@@ -15,20 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor, bfloat16, float32
 
+from minisgl.kernel.triton import mxfp4_blocks
 from minisgl.kernel.triton.moe_grouped import Tile, sum_parts, tiling_for
 from minisgl.kernel.triton.moe_routing import Blocks, align
+from minisgl.kernel.triton.mxfp4 import number
 from minisgl.kernel.triton.overlap import overlaps
 
 # The most rows of a tile. A program holds the decoded weights beside the sums. Not measured yet.
 _MOST_ROWS = 128
-
-
-@triton.jit
-def _number(code, TYPE: tl.constexpr):
-    """The numbers of e2m1 codes, int32, in TYPE."""
-    exponent, mantissa = (code >> 1) & 3, code & 1
-    doubled = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
-    return (tl.where((code & 8) != 0, -doubled, doubled).to(tl.float32) * 0.5).to(TYPE)
 
 
 @triton.jit
@@ -81,7 +75,7 @@ def decode(codes, scales, TYPE: tl.constexpr, FAST: tl.constexpr):
             pack=4,
         )
     else:
-        even, odd = _number(codes.to(tl.int32) & 15, TYPE), _number(codes.to(tl.int32) >> 4, TYPE)
+        even, odd = number(codes.to(tl.int32) & 15, TYPE), number(codes.to(tl.int32) >> 4, TYPE)
     numbers = tl.reshape(tl.interleave(even, odd), [ROWS, BLOCKS, 32])
     exponents = scales.to(tl.int32)
     # The exponent 0 is 2^-127, which is subnormal in float32.
@@ -191,14 +185,21 @@ def experts_of_any(
     """
     num_experts, top_k = len(gate_up), experts.shape[1]
     inner = gate_up.shape[1] // 2
-    tiling = tiling_for(experts.numel(), num_experts, x.dtype == float32)
-    blocks = align(experts, num_experts, tiling.tokens)
+    num_assigned = experts.numel()
+    tiling = tiling_for(num_assigned, num_experts, x.dtype == float32)
+    few = scales is not None and mxfp4_blocks.takes_blocks(x, num_assigned, num_experts)
+    blocks = align(experts, num_experts, mxfp4_blocks.TOKENS if few else tiling.tokens)
     hidden = x.new_empty((len(blocks.slots), inner))
-    parts = x.new_empty((experts.numel(), x.shape[1]))
-    gate_up_scales, down_scales = scales or (None, None)
+    parts = x.new_empty((num_assigned, x.shape[1]))
     own = (blocks, weights, top_k, alpha, limit)
-    _launch(x, gate_up, gate_up_scales, biases[0], hidden, *own, tiling.gate_up, True)
-    _launch(hidden, down, down_scales, biases[1], parts, *own, tiling.down, False)
+    if scales is not None and few:
+        product = mxfp4_blocks.product
+        product(x, gate_up, scales[0], biases[0], hidden, *own, gated=True)
+        product(hidden, down, scales[1], biases[1], parts, *own, gated=False)
+    else:
+        gate_up_scales, down_scales = scales or (None, None)
+        _launch(x, gate_up, gate_up_scales, biases[0], hidden, *own, tiling.gate_up, True)
+        _launch(hidden, down, down_scales, biases[1], parts, *own, tiling.down, False)
     return sum_parts(parts, top_k)
 
 

@@ -10,6 +10,7 @@ SHAPES = [
     *((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288)),  # 8B
     *((3584, 5120), (5120, 2560), (17408, 5120), (5120, 8704)),  # 14B on two ranks
     *((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944)),  # Qwen2.5-7B
+    *((5120, 2880), (2880, 4096)),  # attention of gpt-oss-20b
 ]
 EACH_SHAPE = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
@@ -53,8 +54,8 @@ def test_torch_computes_the_products_of_8b_with_many_rows() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "height", "width"),
-    [(0, 4096, 1024), (257, 4096, 1024), (1, 1000, 1024), (1, 4096, 1000)],
-    ids=["no-rows", "many-rows", "odd-height", "odd-width"],
+    [(0, 4096, 1024), (257, 4096, 1024), (1, 1000, 1024), (1, 4096, 1000), (33, 4096, 1088)],
+    ids=["no-rows", "many-rows", "odd-height", "odd-width", "many-rows-of-odd-width"],
 )
 def test_torch_computes_products_that_no_tiling_divides(rows: int, height: int, width: int) -> None:
     assert tiling_for(rows, height, width) is None

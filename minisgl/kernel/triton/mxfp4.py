@@ -1,0 +1,141 @@
+"""Decoding of MXFP4 weights into an operand of the matrix unit.
+
+A lane reads 16 bytes at once: a block of 32 weights, which has one scale. It decodes them to the
+pairs of bfloat16 numbers that the matrix unit takes from this lane, so that no weight passes
+through shared memory. For that, the columns of both operands are not in the order of memory
+(operand).
+"""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+from typing import Final
+
+import triton
+import triton.language as tl
+from torch import Tensor, bfloat16
+from triton import knobs
+
+_REDUCED: Final = 2.0**32
+
+
+@triton.jit
+def number(code, TYPE: tl.constexpr):
+    """The numbers of e2m1 codes, int32, in TYPE."""
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    doubled = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
+    return (tl.where((code & 8) != 0, -doubled, doubled).to(tl.float32) * 0.5).to(TYPE)
+
+
+@triton.jit
+def decode_words(words, scales, TYPE: tl.constexpr, FAST: tl.constexpr):
+    """MXFP4 to TYPE.
+
+    words: int32 [ROWS, WORDS], 8 codes each, the first one in the lowest bits. scales: uint8
+    [ROWS, WORDS / 4]. Returns [ROWS, WORDS, 8].
+
+    FAST, for bfloat16 only: the numbers are 2^-32 times the weights, and two are converted at once.
+    The 3 low bits of a code move to the lowest bit of bfloat16's exponent, the next one and the
+    first of the mantissa. A product with the scale corrects the bias, also of the subnormal number
+    0.5. Exact for scales from 2^-94 to 2^33. Larger scales count as 2^33; with smaller ones, small
+    numbers become zero.
+    """
+    ROWS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    exponents = tl.broadcast_to(scales.to(tl.int32)[:, :, None], [ROWS, WORDS // 4, 4])
+    exponents = tl.reshape(exponents, [ROWS, WORDS])
+    if FAST:
+        powers = (tl.minimum(exponents, 160) + 94) * 0x00800080  # 2^(exponent - 33), twice
+        # The shifts move codes 0 and 4, 1 and 5, 2 and 6, and 3 and 7 into place. The product adds
+        # -0, because GPUs before Hopper have no bfloat16 product without a sum.
+        first, second, third, fourth = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .b32 s, m, zero;
+            mov.b32 zero, 0x80008000;
+            shl.b32 s, $4, 12;
+            shl.b32 m, $4, 6;
+            and.b32 m, m, 0x01c001c0;
+            lop3.b32 m, s, 0x80008000, m, 0xea;
+            fma.rn.bf16x2 $0, m, $5, zero;
+            shl.b32 s, $4, 8;
+            shl.b32 m, $4, 2;
+            and.b32 m, m, 0x01c001c0;
+            lop3.b32 m, s, 0x80008000, m, 0xea;
+            fma.rn.bf16x2 $1, m, $5, zero;
+            shl.b32 s, $4, 4;
+            shr.b32 m, $4, 2;
+            and.b32 m, m, 0x01c001c0;
+            lop3.b32 m, s, 0x80008000, m, 0xea;
+            fma.rn.bf16x2 $2, m, $5, zero;
+            shr.b32 m, $4, 6;
+            and.b32 m, m, 0x01c001c0;
+            lop3.b32 m, $4, 0x80008000, m, 0xea;
+            fma.rn.bf16x2 $3, m, $5, zero;
+            }
+            """,
+            "=&r,=&r,=&r,=r,r,r",
+            [words, powers],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
+        even = tl.join(_halves(first), _halves(third))
+        odd = tl.join(_halves(second), _halves(fourth))
+        numbers = tl.reshape(tl.join(even, odd), [ROWS, WORDS, 8])
+    else:
+        codes = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
+        # The exponent 0 is 2^-127, which is subnormal in float32.
+        bits = tl.where(exponents == 0, 1 << 22, exponents << 23)
+        powers = bits.to(tl.float32, bitcast=True).to(TYPE)
+        numbers = number(codes, TYPE) * powers[:, :, None]
+    return numbers
+
+
+@triton.jit
+def operand(
+    words,
+    scales,
+    CHUNKS: tl.constexpr,
+    WARPS: tl.constexpr,
+    TYPE: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """16 rows of the weight for each warp, decoded: [WARPS, 16, CHUNKS * 128].
+
+    words: int32 [CHUNKS * 2 * WARPS * 8, 16]. Row ((chunk * 2 + half) * WARPS + warp) * 8 + i has
+    128 columns of the row half * 8 + i of the warp. The 4 lanes that share a row read 4
+    neighbouring blocks (a chunk) of it at once. scales: uint8, of the blocks.
+
+    A step of the matrix unit takes 4 neighbouring columns of each of these lanes, which are half of
+    a word: the codes i, i + 4, i + 1 and i + 5, where i is 0 or 2. The columns are therefore in the
+    order (chunk, word of a block, half of a word, block, i or i + 1, code or code + 4). This order
+    fits Triton 3.6. With another one the results are the same, but the weights pass through shared
+    memory.
+    """
+    w = decode_words(words, scales, TYPE, FAST)
+    w = tl.reshape(w, [CHUNKS, 2, WARPS, 8, 4, 4, 2, 2, 2])
+    w = tl.permute(w, (2, 1, 3, 0, 5, 7, 4, 8, 6))
+    return tl.reshape(w, [WARPS, 16, CHUNKS * 128])
+
+
+@triton.jit
+def _halves(pairs):
+    """The two bfloat16 numbers in each int32, the lower half first."""
+    low = (pairs & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return tl.join(low, high)
+
+
+def takes(x: Tensor) -> bool:
+    """Whether `decode_words` decodes to x's dtype: bfloat16, and any in Triton's interpreter."""
+    return x.dtype == bfloat16 or knobs.runtime.interpret
+
+
+def is_fast() -> bool:
+    """The argument FAST of `decode_words`."""
+    return not knobs.runtime.interpret
+
+
+def reduction() -> float:
+    """The quotient of the weights and the numbers of `decode_words`."""
+    return _REDUCED if is_fast() else 1.0

@@ -1,0 +1,284 @@
+"""Router and MXFP4 experts of gpt-oss for a few tokens, in three launches.
+
+The counterpart of moe_few.py. The experts of a token are products with one vector. The matrix unit
+computes them, so that the other units have time to decode the weights (mxfp4.py). The vector fills
+the 8 columns of the narrow operand. While a program of `_down` waits for the kernel before, it
+prefetches its weights into the L2 cache.
+
+Bytes read: 2 H E for the router, 1.6 H I for each of T * top_k assignments.
+"""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+from torch import Tensor, int32
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minisgl.kernel.triton.linear import prefetch
+from minisgl.kernel.triton.moe_few import route_few
+from minisgl.kernel.triton.mxfp4 import is_fast, operand, reduction
+from minisgl.kernel.triton.overlap import overlaps
+
+# The weights that a program loads at once: 16 rows. A lane makes _CHUNKS loads of 32 weights for a
+# row. The columns have _SPLITS parts, each of which is a warp of its own. The stages are the loads
+# in flight. These are the fastest of 4 choices for 1, 2 and 4 tokens, on one H200 with the shapes
+# of gpt-oss-20b, 2026-11-23.
+_CHUNKS, _SPLITS = 2, 2
+_GATE_UP_STAGES, _DOWN_STAGES = 3, 4
+
+
+@triton.jit
+def _total(
+    weight,
+    scales,
+    rows,
+    x,
+    first_x,
+    x_stride,
+    blocks,
+    COUNT: tl.constexpr,
+    PLACES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Products of 16 rows of the weight with a vector, for each of WARPS warps: [WARPS, 16].
+
+    Warp w computes the part w % SPLITS of a product at place w // SPLITS. The places from COUNT on
+    repeat the last one. weight: int32 words of rows with `blocks` blocks. rows: the row of each
+    load, in the order of mxfp4.operand. The vector of a place is the row first_x + place of x.
+    """
+    SIZE: tl.constexpr = rows.shape[0]
+    STEP: tl.constexpr = 4 * CHUNKS * SPLITS  # blocks of a row
+    WARPS: tl.constexpr = PLACES * SPLITS
+    TYPE: tl.constexpr = x.dtype.element_ty
+    r = tl.arange(0, SIZE)
+    # The chunk of each row of the weight, and of each column of the vectors.
+    place = r // (16 * WARPS) * SPLITS + r // 8 % WARPS % SPLITS
+    own = tl.arange(0, WARPS)
+    column = tl.arange(0, CHUNKS * 128)
+    own_place = (column // 128 * SPLITS)[None, :] + (own % SPLITS)[:, None]
+    k = own_place * 128 + (column % 128)[None, :]
+    own_x = first_x + tl.minimum(own // SPLITS, COUNT - 1)
+    at = x + own_x[:, None] * x_stride + k
+    word = place[:, None] * 16 + tl.arange(0, 16)[None, :]
+    block = place[:, None] * 4 + tl.arange(0, 4)[None, :]
+    word_at = weight + rows[:, None] * (blocks * 4) + word
+    scale_at = scales + rows[:, None] * blocks + block
+    total = tl.zeros([WARPS, 16, 8], tl.float32)
+    powers = tl.load(scale_at, mask=block < blocks, other=0)
+    if EARLY:
+        gdc_wait()
+    for step in tl.range(0, tl.cdiv(blocks, STEP), num_stages=STAGES):
+        left = blocks - step * STEP
+        after = left - STEP
+        next_powers = tl.load(scale_at + (blocks - after), mask=block < after, other=0)
+        words = tl.load(word_at + step * (STEP * 4), mask=word // 4 < left, other=0)
+        v = tl.load(at + step * (STEP * 32), mask=k < left * 32, other=0.0)
+        w = operand(words, powers, CHUNKS, WARPS, TYPE, FAST)
+        powers = next_powers
+        v = tl.permute(tl.reshape(v, [WARPS, CHUNKS, 4, 4, 2, 2, 2]), (0, 1, 3, 5, 2, 6, 4))
+        v = tl.reshape(v, [WARPS, CHUNKS * 128])
+        v = tl.broadcast_to(v[:, :, None], [WARPS, CHUNKS * 128, 8])
+        total = tl.dot(w, v, total, input_precision="ieee")
+    return tl.max(total, axis=2)  # all columns are equal
+
+
+@triton.jit
+def _gate_up(
+    x,
+    weight,
+    scales,
+    bias,
+    out,
+    experts,
+    inner,
+    blocks,
+    x_stride,
+    alpha,
+    limit,
+    reduced,
+    TOP_K: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """8 rows of the gate and the same rows of up, for one assignment."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()  # after gdc_wait, so `_down` may read the routing at once
+    assignment = tl.program_id(1)
+    first = tl.load(experts + assignment).to(tl.int64) * 2 * inner
+    r = tl.arange(0, CHUNKS * 16 * SPLITS)
+    n = tl.minimum(tl.program_id(0) * 8 + r % 8, inner - 1)
+    rows = first + n + r // (8 * SPLITS) % 2 * inner
+    total = _total(
+        weight,
+        scales,
+        rows,
+        x,
+        assignment // TOP_K,
+        x_stride,
+        blocks,
+        1,
+        1,
+        CHUNKS,
+        SPLITS,
+        STAGES,
+        FAST,
+        False,
+    )
+    total = tl.sum(total, axis=0) * reduced
+    gate, up = tl.split(tl.permute(tl.reshape(total, [2, 8]), (1, 0)))
+    n = tl.program_id(0) * 8 + tl.arange(0, 8)
+    inside = n < inner
+    gate += tl.load(bias + first + n, mask=inside, other=0.0).to(tl.float32)
+    up += tl.load(bias + first + inner + n, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.minimum(gate, limit)
+    up = tl.maximum(tl.minimum(up, limit), -limit)
+    value = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    tl.store(out + assignment * inner + n, value.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _down(
+    hidden,
+    weight,
+    scales,
+    bias,
+    out,
+    experts,
+    factors,
+    width,
+    blocks,
+    reduced,
+    TOP_K: tl.constexpr,
+    PLACES: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    FAST: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """16 rows of down for each of the PLACES experts of a token, and their sum.
+
+    Places without an expert repeat the last expert's product, which the sum leaves out.
+    """
+    WARPS: tl.constexpr = PLACES * SPLITS
+    token = tl.program_id(1)
+    r = tl.arange(0, CHUNKS * 16 * WARPS)
+    place = tl.arange(0, PLACES)
+    n = tl.program_id(0) * 16 + r // (8 * WARPS) % 2 * 8 + r % 8
+    first = token * TOP_K
+    own = first + tl.minimum(r // 8 % WARPS // SPLITS, TOP_K - 1)
+    rows = tl.load(experts + own).to(tl.int64) * width + tl.minimum(n, width - 1)
+    if EARLY:
+        flat = tl.arange(0, PLACES * 16)
+        expert = tl.load(experts + first + tl.minimum(flat // 16, TOP_K - 1)).to(tl.int64)
+        row = expert * width + tl.minimum(tl.program_id(0) * 16 + flat % 16, width - 1)
+        prefetch(weight + row * (blocks * 4), blocks * 8, PLACES * 16, PLACES * 16)
+    total = _total(
+        weight,
+        scales,
+        rows,
+        hidden,
+        first,
+        blocks * 32,
+        blocks,
+        TOP_K,
+        PLACES,
+        CHUNKS,
+        SPLITS,
+        STAGES,
+        FAST,
+        EARLY,
+    )
+    total = tl.sum(tl.reshape(total, [PLACES, SPLITS, 16]), axis=1) * reduced
+    n = tl.program_id(0) * 16 + tl.arange(0, 16)
+    inside = n < width
+    kept = place < TOP_K
+    expert = tl.load(experts + first + place, mask=kept, other=0).to(tl.int64)
+    factor = tl.load(factors + first + place, mask=kept, other=0.0)
+    read = kept[:, None] & inside[None, :]
+    at = bias + expert[:, None] * width + n[None, :]
+    total += tl.load(at, mask=read, other=0.0).to(tl.float32)
+    value = tl.sum(tl.where(read, total * factor[:, None], 0.0), axis=0)
+    tl.store(out + token * width + n, value.to(out.dtype.element_ty), mask=inside)
+
+
+def experts_of_few(
+    x: Tensor,
+    router: tuple[Tensor, Tensor | None],
+    matrices: tuple[Tensor, Tensor],
+    scales: tuple[Tensor, Tensor],
+    biases: tuple[Tensor, Tensor],
+    semaphores: Tensor,
+    top_k: int,
+    renormalise: bool,
+    alpha: float,
+    limit: float,
+) -> Tensor:
+    """As MoeBackend.forward, in three launches. No host sync; the same result in every run.
+
+    x: [T, H] that mxfp4.takes accepts, unit stride in H. router: the weight and its bias. matrices:
+    codes of gate_up and down; scales: mxfp4_scales; biases: all as in ExpertWeights. semaphores: as
+    in moe_few.experts_of_few. alpha, limit: as in ClampedSwiglu.
+    """
+    num_tokens, width = x.shape
+    early, fast, reduced = overlaps(), is_fast(), reduction()
+    gate_up, down = (matrix.view(int32) for matrix in matrices)
+    blocks = [matrix.shape[2] for matrix in scales]
+    inner = 32 * blocks[1]
+    weights, experts = route_few(x, *router, semaphores, top_k, renormalise)
+    hidden = x.new_empty((num_tokens * top_k, inner))
+    _gate_up[(triton.cdiv(inner, 8), num_tokens * top_k)](
+        x,
+        gate_up,
+        scales[0],
+        biases[0],
+        hidden,
+        experts,
+        inner,
+        blocks[0],
+        x.stride(0),
+        alpha,
+        limit,
+        reduced,
+        TOP_K=top_k,
+        CHUNKS=_CHUNKS,
+        SPLITS=_SPLITS,
+        STAGES=_GATE_UP_STAGES,
+        FAST=fast,
+        EARLY=early,
+        num_warps=_SPLITS,
+        launch_pdl=early,
+    )
+    places = triton.next_power_of_2(top_k)
+    out = x.new_empty((num_tokens, width))
+    _down[(triton.cdiv(width, 16), num_tokens)](
+        hidden,
+        down,
+        scales[1],
+        biases[1],
+        out,
+        experts,
+        weights,
+        width,
+        blocks[1],
+        reduced,
+        TOP_K=top_k,
+        PLACES=places,
+        CHUNKS=_CHUNKS,
+        SPLITS=_SPLITS,
+        STAGES=_DOWN_STAGES,
+        FAST=fast,
+        EARLY=early,
+        num_warps=places * _SPLITS,
+        launch_pdl=early,
+    )
+    return out
