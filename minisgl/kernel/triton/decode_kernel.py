@@ -257,8 +257,10 @@ def decode_kernel(
                 else:
                     # The key to load: a valid one also in place of a key that does not exist.
                     read = tl.minimum(token, context - 1)
+                    inside = context - token
                     if WINDOW is not None:
                         read = tl.maximum(read, first_key)
+                        inside = tl.minimum(inside, token - first_key + 1)
                     read = read.to(tl.uint32) % PAGE
                     pair_stride: tl.constexpr = SLOT // 2
                     slot_at = page.to(tl.int64) * (pair_stride * PAGE) + read * pair_stride
@@ -277,7 +279,7 @@ def decode_kernel(
                         key_at,
                         value_at,
                         scales.to(tl.pointer_type(tl.int32)) + scale_at,
-                        valid,
+                        inside,
                         hidden,
                         CAP,
                         CONVERT,

@@ -179,7 +179,7 @@ def add_fp8_block(
     keys,
     values,
     scales,
-    valid,
+    inside,
     hidden,
     CAP: tl.constexpr,
     CONVERT: tl.constexpr,
@@ -195,8 +195,9 @@ def add_fp8_block(
                       row's scores.
     keys, values      pointers [BLOCK, D / 2] to int16 pairs. All pointers point to keys that exist.
     scales            pointers [BLOCK] to int32: the bfloat16 scales of a key and a value.
-    valid             [BLOCK]; whether the key exists. If it does not, its pointers point to another
-                      key of the request. Loads then need no masks, and no weight of 0 meets a NaN.
+    inside            int32 [BLOCK], below 2 ** 21; positive if the key exists. If it does not, its
+                      pointers point to another key in the same block. Loads then need no masks, and
+                      no weight of 0 meets a NaN.
     hidden            None or [H, BLOCK]; whether the query may not attend to the key.
     CAP               as in `capped`; None: no cap.
     """
@@ -208,10 +209,12 @@ def add_fp8_block(
         score = capped(score, CAP)
     # A value's scale is part of its weight. With the scale in the score before the peak is taken,
     # the largest weight is 1, and the others fit into float16.
-    exponent = (both >> 23) & 0xFF
+    exponent = both >> 23
     if hidden is not None:
         score = tl.where(tl.trans(hidden), HIDDEN_SCORE, score)
-    score += tl.where(valid, (exponent - 127).to(tl.float32), float("-inf"))[:, None]
+    # The exponents of scales are between -60 and 120. If a key does not exist, the bound is at most
+    # -896, and the key that it repeats is far above it. So its weight is 0.
+    score += tl.minimum(exponent - 127, inside * 1024 - 896).to(tl.float32)[:, None]
     peak = tl.maximum(top, tl.max(score, axis=0))
     p = tl.exp2(score - peak[None, :])
     shrink = tl.exp2(top - peak)[None, :]
