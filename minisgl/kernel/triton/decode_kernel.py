@@ -59,6 +59,7 @@ from minisgl.kernel.triton.decode_tiles import (
     capped,
     merged,
     pages_of_block,
+    pairs_at,
     queries,
     query_halves,
     sink_scores,
@@ -211,8 +212,6 @@ def decode_kernel(
             if scales is not None:
                 factor = tl.reshape(tl.broadcast_to(factor[:, None], [QROWS, EACH]), [H]) * scale
                 query, odd_query = query_halves(query, H, D, CONVERT)
-                k_pairs = k_pool.to(tl.pointer_type(tl.int16))
-                v_pairs = v_pool.to(tl.pointer_type(tl.int16))
                 acc = tl.zeros([WIDTH, H], tl.float32)
                 odd_acc = tl.zeros([WIDTH, H], tl.float32)
                 norm = tl.zeros([BLOCK, H], tl.float32)
@@ -262,11 +261,10 @@ def decode_kernel(
                         read = tl.maximum(read, first_key)
                         inside = tl.minimum(inside, token - first_key + 1)
                     read = read.to(tl.uint32) % PAGE
-                    pair_stride: tl.constexpr = SLOT // 2
-                    slot_at = page.to(tl.int64) * (pair_stride * PAGE) + read * pair_stride
+                    slot_at = page.to(tl.int64) * (SLOT * PAGE) + read * SLOT
                     column = tl.arange(0, WIDTH)[None, :]
-                    key_at = (k_pairs + head * WIDTH + slot_at)[:, None] + column
-                    value_at = (v_pairs + head * WIDTH + slot_at)[:, None] + column
+                    key_at = pairs_at(k_pool + head * D + slot_at)[:, None] + column
+                    value_at = pairs_at(v_pool + head * D + slot_at)[:, None] + column
                     scale_at = (page.to(tl.int64) * KV_HEADS + head) * PAGE + read
                     acc, odd_acc, norm, top = add_fp8_block(
                         acc,

@@ -140,6 +140,15 @@ def pages_of_block(source, b, first_key, context, BLOCK: tl.constexpr, PAGE: tl.
 
 
 @triton.jit
+def pairs_at(vectors):
+    """Pointers to the first pairs of `vectors`, pointers to e4m3 vectors at multiples of 16 bytes.
+
+    Addresses are computed in bytes, which takes two instructions less than in pairs.
+    """
+    return tl.multiple_of(vectors.to(tl.pointer_type(tl.int16)), 16)
+
+
+@triton.jit
 def query_halves(query, H: tl.constexpr, D: tl.constexpr, CONVERT: tl.constexpr):
     """Two tiles [D / 2, H] of the queries [H, D], with the elements in the order of the keys.
 
