@@ -52,11 +52,11 @@ def decode(
         out,
         page_table,
     )
-    strides = qkv.stride(0), page_table.stride(0), k_pool.stride(1)
+    strides = qkv.stride(0), page_table.stride(0)
     aligned = [tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors]
     several, fp8 = queries > 1, scales is not None
     heads = kv_heads, q_heads, queries, head_dim
-    sizes = *heads, page_size, turned, normed, window, soft_cap, warps, fp8
+    sizes = *heads, page_size, k_pool.stride(1), turned, normed, window, soft_cap, warps, fp8
     launch(
         scratch.kernels,
         (qkv.dtype, *aligned, sinks is None, *strides, *sizes),

@@ -116,6 +116,7 @@ def constants(
     queries: int,
     head_dim: int,
     page_size: int,
+    slot_stride: int,
     turned: bool,
     normed: bool,
     window: int | None,
@@ -124,7 +125,11 @@ def constants(
     fp8: bool,
     most_reqs: int,
 ) -> Constants:
-    """The constants of the decode kernel. fp8: whether the pool is FP8; the rest as its caller."""
+    """The constants of the decode kernel.
+
+    slot_stride: elements of the pool from one token to the next. fp8: whether the pool is FP8. The
+    rest as its caller.
+    """
     block = FP8_BLOCK if fp8 else BLOCK
     few = fp8 and queries == 1 and few_queries(q_heads // kv_heads, head_dim, warps)
     return Constants(
@@ -138,6 +143,7 @@ def constants(
             "WINDOW": window,
             "CAP": None if soft_cap is None else soft_cap * LOG2E,
             "PAGE": page_size,
+            "SLOT": slot_stride,
             "BLOCK": block,
             "REQS": most_reqs,
             "LEAD": LEAD,

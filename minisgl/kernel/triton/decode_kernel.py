@@ -26,14 +26,17 @@ heads or groups do not fit into the registers of one warp, a program has two. If
 a program loads the weights and the angles while the kernel before it still runs. If requests may
 have several new tokens, a program has two to eight.
 
-The tall operand of the matrix unit has H rows, at least 16. It holds the queries of a KV head, then
-the new key and the new value. Each of them is repeated to fill H rows. The results of the rows of
-the new key and value, and of the repetitions, are dropped. Scores are [H, BLOCK] and the output
-is [H, D]. Bytes read in 16-bit types: 4 D per key, KV head and layer.
+One operand of the matrix unit has H rows. It holds the queries of a KV head, then the new key and
+the new value. Each of them is repeated to fill H rows. The results of the rows of the new key and
+value, and of the repetitions, are dropped. Scores are [H, BLOCK] and the output is [H, D], and H is
+at least 16. With an FP8 pool, scores are [BLOCK, H] and the output is [D, H]: the matrix unit then
+needs 8 rows only, which halves its work and the arithmetic on scores and outputs. Bytes read in
+16-bit types: 4 D per key, KV head and layer.
 
 A request may have several new tokens: its last token and drafts. The operand then holds the queries
-of up to QUERIES tokens (decode_several.py). Up to 16 / GROUP tokens take no more instructions than
-one token. Each query has its own last visible key. A program stores the new keys of its own blocks.
+of up to QUERIES tokens (decode_several.py). As many tokens as fit into the least number of rows
+take no more instructions than one token. Each query has its own last visible key. A program stores
+the new keys of its own blocks.
 
 In a layer with a window of W tokens, the first key of a request is the first one to which its
 first new token attends: key max(0, start + 1 - W). A unit begins at the block of this key. No
@@ -56,7 +59,9 @@ from minisgl.kernel.triton.decode_tiles import (
     capped,
     merged,
     pages_of_block,
+    pairs_at,
     queries,
+    query_halves,
     sink_scores,
 )
 
@@ -87,7 +92,6 @@ def decode_kernel(
     num_tokens,
     qkv_stride,
     table_stride,
-    slot_stride,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -97,6 +101,7 @@ def decode_kernel(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     PAGE: tl.constexpr,
+    SLOT: tl.constexpr,
     BLOCK: tl.constexpr,
     REQS: tl.constexpr,
     LEAD: tl.constexpr,
@@ -109,7 +114,8 @@ def decode_kernel(
     RESULTS: tl.constexpr = GROUP * QUERIES
     ROWS: tl.constexpr = triton.next_power_of_2(RESULTS)
     QROWS: tl.constexpr = triton.next_power_of_2(GROUP + 2) if QUERIES == 1 else ROWS
-    H: tl.constexpr = QROWS if QROWS > 16 else 16  # rows of a tile of the matrix unit
+    LEAST_ROWS: tl.constexpr = 16 if scales is None else 8  # of a tile of the matrix unit
+    H: tl.constexpr = QROWS if QROWS > LEAST_ROWS else LEAST_ROWS
     EACH: tl.constexpr = H // QROWS  # copies of each query
     # Elements of a row of the pool: an FP8 pool is read as pairs of elements.
     WIDTH: tl.constexpr = D if scales is None else D // 2
@@ -139,7 +145,7 @@ def decode_kernel(
         b1 = stop - unit - LEAD
         if b0 < b1:
             context = tl.load(start + req) + tl.load(lengths + req)
-            first_block = 0
+            first_key, first_block = 0, 0
             if WINDOW is not None:
                 first_key = tl.maximum(tl.load(start + req) + 1 - WINDOW, 0)
                 first_block = first_key // BLOCK
@@ -152,7 +158,7 @@ def decode_kernel(
                 new = (context - 1).to(tl.int64)
                 row = qkv + req.to(tl.int64) * qkv_stride
                 new_slot = tl.load(source + new // PAGE).to(tl.int64) * PAGE + new % PAGE
-                new_at = new_slot * slot_stride + head * D
+                new_at = new_slot * SLOT + head * D
                 new_scale = scales
                 if scales is not None:
                     new_scale += ((new_slot // PAGE * KV_HEADS + head) * PAGE + new_slot % PAGE) * 2
@@ -191,7 +197,7 @@ def decode_kernel(
                     *tensors,
                     eps,
                     qkv_stride,
-                    slot_stride,
+                    SLOT,
                     KV_HEADS,
                     GROUP,
                     QUERIES,
@@ -205,10 +211,13 @@ def decode_kernel(
             query = tl.reshape(tl.broadcast_to(query[:, None, :], [QROWS, EACH, D]), [H, D])
             if scales is not None:
                 factor = tl.reshape(tl.broadcast_to(factor[:, None], [QROWS, EACH]), [H]) * scale
-                query, odd_query = tl.split(tl.reshape(query, [H, WIDTH, 2]))
-                odd_acc = tl.zeros([H, WIDTH], tl.float32)
-            acc = tl.zeros([H, WIDTH], tl.float32)
-            norm = tl.zeros([H, BLOCK], tl.float32)
+                query, odd_query = query_halves(query, H, D, CONVERT)
+                acc = tl.zeros([WIDTH, H], tl.float32)
+                odd_acc = tl.zeros([WIDTH, H], tl.float32)
+                norm = tl.zeros([BLOCK, H], tl.float32)
+            else:
+                acc = tl.zeros([H, WIDTH], tl.float32)
+                norm = tl.zeros([H, BLOCK], tl.float32)
             top = tl.full([H], float("-inf"), tl.float32)
             for b in tl.range(first_block + b0, first_block + b1, num_stages=STAGES):
                 token = b * BLOCK + tl.arange(0, BLOCK)
@@ -222,13 +231,13 @@ def decode_kernel(
                         hidden |= token[None, :] <= last_visible - WINDOW
                 if PAGE % BLOCK == 0:
                     page = tl.load(source + (b * BLOCK + tl.arange(0, 1)) // PAGE)
-                elif FEW:
-                    page = pages_of_block(source, b, context, BLOCK, PAGE)
+                elif scales is not None:
+                    page = pages_of_block(source, b, first_key, context, BLOCK, PAGE)
                 else:
                     page = tl.load(source + token // PAGE, mask=valid, other=0)
                 if scales is None:
-                    page_at = page.to(tl.int64) * (slot_stride * PAGE)
-                    in_page = (token % PAGE * slot_stride)[:, None] + (head * D + d)[None, :]
+                    page_at = page.to(tl.int64) * (SLOT * PAGE)
+                    in_page = (token % PAGE * SLOT)[:, None] + (head * D + d)[None, :]
                     key_at = page_at[:, None] + in_page
                     k = tl.load(k_pool + key_at, mask=valid[:, None], other=0.0)
                     score = tl.dot(query, tl.trans(k)) * scale
@@ -245,12 +254,18 @@ def decode_kernel(
                     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
                     top = peak
                 else:
-                    pair_stride = slot_stride // 2
-                    page_at = page.to(tl.int64) * (pair_stride * PAGE)
-                    column = head * WIDTH + tl.arange(0, WIDTH)
-                    in_page = (token % PAGE * pair_stride)[:, None] + column[None, :]
-                    pair_at = page_at[:, None] + in_page
-                    scale_at = (page.to(tl.int64) * KV_HEADS + head) * PAGE + token % PAGE
+                    # The key to load: a valid one also in place of a key that does not exist.
+                    read = tl.minimum(token, context - 1)
+                    inside = context - token
+                    if WINDOW is not None:
+                        read = tl.maximum(read, first_key)
+                        inside = tl.minimum(inside, token - first_key + 1)
+                    read = read.to(tl.uint32) % PAGE
+                    slot_at = page.to(tl.int64) * (SLOT * PAGE) + read * SLOT
+                    column = tl.arange(0, WIDTH)[None, :]
+                    key_at = pairs_at(k_pool + head * D + slot_at)[:, None] + column
+                    value_at = pairs_at(v_pool + head * D + slot_at)[:, None] + column
+                    scale_at = (page.to(tl.int64) * KV_HEADS + head) * PAGE + read
                     acc, odd_acc, norm, top = add_fp8_block(
                         acc,
                         odd_acc,
@@ -259,17 +274,19 @@ def decode_kernel(
                         query,
                         odd_query,
                         factor,
-                        k_pool.to(tl.pointer_type(tl.int16)) + pair_at,
-                        v_pool.to(tl.pointer_type(tl.int16)) + pair_at,
+                        key_at,
+                        value_at,
                         scales.to(tl.pointer_type(tl.int32)) + scale_at,
-                        valid,
+                        inside,
                         hidden,
                         CAP,
                         CONVERT,
                     )
             if scales is not None:
-                acc = tl.reshape(tl.join(acc, odd_acc), [H, D])
-            weight = tl.sum(norm, axis=1)
+                acc = tl.reshape(tl.join(tl.trans(acc), tl.trans(odd_acc)), [H, D])
+                weight = tl.sum(norm, axis=0)
+            else:
+                weight = tl.sum(norm, axis=1)
             results = GROUP
             if QUERIES == 1:
                 pair = (req * KV_HEADS + head) * (GROUP * D)

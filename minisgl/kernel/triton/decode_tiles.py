@@ -6,7 +6,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
-from minisgl.kernel.triton.fp8 import exponents_of, magnitude, power_of_two, to_scale, unpacked
+from minisgl.kernel.triton.fp8 import (
+    exponents_of,
+    magnitude,
+    power_of_two,
+    to_scale,
+    unpacked,
+    widened_keys,
+)
 from minisgl.kernel.triton.rotary import scaled
 
 # The score of a key that comes after the query or before its window. It vanishes beside every other
@@ -119,16 +126,38 @@ def queries(
 
 
 @triton.jit
-def pages_of_block(source, b, context, BLOCK: tl.constexpr, PAGE: tl.constexpr):
+def pages_of_block(source, b, first_key, context, BLOCK: tl.constexpr, PAGE: tl.constexpr):
     """The page [BLOCK] of each key of block b, with one load for each page.
 
-    source: address of the request's row in the page table. context: its number of keys. BLOCK is a
-    multiple of PAGE.
+    source: address of the request's row in the page table. The request reads the keys from
+    first_key to context - 1. A page before or after them is replaced by their first or last page.
+    BLOCK is a multiple of PAGE.
     """
     PAGES: tl.constexpr = BLOCK // PAGE
-    nth = b * PAGES + tl.arange(0, PAGES)
-    page = tl.load(source + nth, mask=nth * PAGE < context, other=0)
+    nth = tl.minimum(b * PAGES + tl.arange(0, PAGES), (context - 1) // PAGE)
+    page = tl.load(source + tl.maximum(nth, first_key // PAGE))
     return tl.reshape(tl.broadcast_to(page[:, None], [PAGES, PAGE]), [BLOCK])
+
+
+@triton.jit
+def pairs_at(vectors):
+    """Pointers to the first pairs of `vectors`, pointers to e4m3 vectors at multiples of 16 bytes.
+
+    Addresses are computed in bytes, which takes two instructions less than in pairs.
+    """
+    return tl.multiple_of(vectors.to(tl.pointer_type(tl.int16)), 16)
+
+
+@triton.jit
+def query_halves(query, H: tl.constexpr, D: tl.constexpr, CONVERT: tl.constexpr):
+    """Two tiles [D / 2, H] of the queries [H, D], with the elements in the order of the keys.
+
+    CONVERT: the order is that of `widened`; otherwise even elements and odd elements.
+    """
+    if CONVERT:
+        query = tl.permute(tl.reshape(query, [H, D // 4, 2, 2]), (0, 1, 3, 2))
+    first, second = tl.split(tl.reshape(query, [H, D // 2, 2]))
+    return tl.trans(first), tl.trans(second)
 
 
 @triton.jit
@@ -159,47 +188,49 @@ def add_fp8_block(
     keys,
     values,
     scales,
-    valid,
+    inside,
     hidden,
     CAP: tl.constexpr,
     CONVERT: tl.constexpr,
 ):
     """Add one block of an FP8 pool to the partial output of a unit.
 
-    Even and odd elements of heads are in separate tiles, because the kernel loads pairs of elements
-    as int16 (fp8.unpacked).
+    Even and odd elements of values are in separate tiles, because the kernel loads pairs of
+    elements as int16 (fp8.unpacked).
 
-    acc, odd_acc      float32 [H, D / 2], norm, float32 [H, BLOCK], and top, float32 [H]: the state.
+    acc, odd_acc      float32 [D / 2, H], norm, float32 [BLOCK, H], and top, float32 [H]: the state.
                       Returned with the block added.
-    query, odd_query  float16 [H, D / 2]. factor: float32 [H], the factor of each row's scores.
-    keys, values      pointers [BLOCK, D / 2] to int16 pairs.
+    query, odd_query  float16 [D / 2, H], from query_halves. factor: float32 [H], the factor of each
+                      row's scores.
+    keys, values      pointers [BLOCK, D / 2] to int16 pairs. All pointers point to keys that exist.
     scales            pointers [BLOCK] to int32: the bfloat16 scales of a key and a value.
-    valid             [BLOCK]; whether the key exists.
+    inside            int32 [BLOCK], below 2 ** 21; positive if the key exists. If it does not, its
+                      pointers point to another key in the same block. Loads then need no masks, and
+                      no weight of 0 meets a NaN.
     hidden            None or [H, BLOCK]; whether the query may not attend to the key.
     CAP               as in `capped`; None: no cap.
     """
-    both = tl.load(scales, mask=valid, other=0)
-    even, odd = unpacked(tl.trans(tl.load(keys, mask=valid[:, None], other=0)), CONVERT)
-    score = tl.dot(odd_query, odd, tl.dot(query, even))
-    score = score * factor[:, None] * (both << 16).to(tl.float32, bitcast=True)[None, :]
+    both = tl.load(scales)
+    first, second = widened_keys(tl.load(keys), CONVERT)
+    score = tl.dot(second, odd_query, tl.dot(first, query))
+    score = score * factor[None, :] * (both << 16).to(tl.float32, bitcast=True)[:, None]
     if CAP is not None:
         score = capped(score, CAP)
     # A value's scale is part of its weight. With the scale in the score before the peak is taken,
     # the largest weight is 1, and the others fit into float16.
-    exponent = (both >> 23) & 0xFF
-    score += (exponent - 127).to(tl.float32)[None, :]
+    exponent = both >> 23
     if hidden is not None:
-        score = tl.where(hidden, HIDDEN_SCORE, score)
-    # Keys after the end of the context may be hidden too. Their weight must be zero: they have no
-    # scale, so their factor in `norm` below is 2 ** 127, and the sum of two of them is infinite.
-    score = tl.where(valid[None, :], score, float("-inf"))
-    peak = tl.maximum(top, tl.max(score, axis=1))
-    p = tl.exp2(score - peak[:, None])
-    shrink = tl.exp2(top - peak)[:, None]
-    norm = norm * shrink + p * power_of_two(254 - exponent)[None, :]
-    even, odd = unpacked(tl.load(values, mask=valid[:, None], other=0), CONVERT)
+        score = tl.where(tl.trans(hidden), HIDDEN_SCORE, score)
+    # The exponents of scales are between -60 and 120. If a key does not exist, the bound is at most
+    # -896, and the key that it repeats is far above it. So its weight is 0.
+    score += tl.minimum(exponent - 127, inside * 1024 - 896).to(tl.float32)[:, None]
+    peak = tl.maximum(top, tl.max(score, axis=0))
+    p = tl.exp2(score - peak[None, :])
+    shrink = tl.exp2(top - peak)[None, :]
+    norm = norm * shrink + p * power_of_two(254 - exponent)[:, None]
+    even, odd = unpacked(tl.load(tl.trans(values)), CONVERT)
     p = p.to(tl.float16)
-    return tl.dot(p, even, acc * shrink), tl.dot(p, odd, odd_acc * shrink), norm, peak
+    return tl.dot(even, p, acc * shrink), tl.dot(odd, p, odd_acc * shrink), norm, peak
 
 
 @triton.jit

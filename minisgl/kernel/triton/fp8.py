@@ -72,6 +72,33 @@ def unpacked(pairs, CONVERT: tl.constexpr):
 
 
 @triton.jit
+def widened_keys(pairs, CONVERT: tl.constexpr):
+    """Two halves of the elements of keys, in float16.
+
+    pairs    int16 [K, D / 2], two neighbouring e4m3 values each. They must be an operand of a
+             matrix product that sums over D: a thread then holds pairs 2 j and 2 j + 1 together.
+    CONVERT  as in `unpacked`. The halves then are the elements of pairs with even and with odd
+             numbers, and no instruction has to sort them. Otherwise they are the elements at even
+             and at odd positions.
+    """
+    if CONVERT:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 first, second;
+            mov.b32 {first, second}, $2;
+            cvt.rn.f16x2.e4m3x2 $0, first;
+            cvt.rn.f16x2.e4m3x2 $1, second;
+            }""",
+            "=r,=r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    return unpacked(pairs, CONVERT)
+
+
+@triton.jit
 def widen(stored, TYPE: tl.constexpr, FAST: tl.constexpr):
     """e4m3 to TYPE, exactly.
 
