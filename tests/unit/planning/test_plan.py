@@ -138,6 +138,20 @@ def test_pages_of_windows_are_those_of_an_engine_with_the_same_memory(tmp_path: 
     engine.close()
 
 
+def test_drafts_need_memory_for_their_graphs_and_logits(tmp_path: Path) -> None:
+    folder = write_model("qwen3-8b", tmp_path)
+
+    def added(**changes: int) -> int:
+        """Return the bytes that drafts add."""
+        without = plan(folder, **changes).remainder_bytes
+        return plan(folder, speculative="ngram", **changes).remainder_bytes - without
+
+    graphs = 46 - 21  # 46 decode graphs instead of 20, beside graphs for 21 numbers of tokens
+    assert added() == graphs * 4 * 2**20
+    assert added(max_running_reqs=8) == (8 * 8 - 8) * 151_936 * 2, "16 decode graphs are fewer"
+    assert added(cuda_graph_max_bs=0) == 0
+
+
 def test_ranks_share_weights_and_kv_heads(tmp_path: Path) -> None:
     folder = write_model("qwen3-30b-a3b", tmp_path)
     one, two, eight = (plan(folder, tp_size=size) for size in (1, 2, 8))
