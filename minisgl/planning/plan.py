@@ -33,11 +33,11 @@ from minisgl.quantization import with_quantizations
 _BATCHES = (1, 8, 32, 64, 128, 256)
 _TYPICAL_TOKENS = 1024  # prompt and answer of the requests for which the floor is computed
 _MIB = 2**20
-# The remainder of Qwen3-0.6B, 8B and 14B on one H200 (docs/operations.md, "Size"), without the
+# The remainder of Qwen3-0.6B, 8B and 14B on one H200 (docs/benchmarks.md, "Start"), without the
 # tensors that _remainder_bytes computes, is _FIXED_BYTES + _ACTIVATION_SHARE * the largest
-# activations of a step. The three starts deviate by at most 4 MiB.
-_FIXED_BYTES = 883 * _MIB
-_ACTIVATION_SHARE = 1.444
+# activations of a step. The three starts deviate by at most 24 MiB.
+_FIXED_BYTES = 1192 * _MIB
+_ACTIVATION_SHARE = 1.663
 _WORKSPACE_BYTES = 128 * _MIB  # FlashInfer's float workspace for the layers of one rule
 _PEER_BYTES = 240 * _MIB  # buffers that tensor-parallel ranks share
 # One further graph (memory.further_graphs): one block of the driver, and the block that the engine
