@@ -14,13 +14,12 @@ from torch import Tensor
 from minisgl.attention.base import AttentionNeeds
 from minisgl.attention.registry import attention_kernels, create_attention_backend
 from minisgl.core import Batch, EngineConfig, ModelFacts, OutOfMemory, StepCost, WindowLayers
-from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, MAX_DRAFTS
+from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFTS
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import calibration, memory, warmup
-from minisgl.engine.cuda_graph import DecodeShape, graph_shapes
+from minisgl.engine.cuda_graph import DecodeShape
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
-from minisgl.engine.piecewise_graph import piece_sizes
 from minisgl.engine.step_launcher import StepLauncher
 from minisgl.kernel import (
     AttentionKernel,
@@ -38,7 +37,6 @@ from minisgl.utils.startup import Stopwatch
 
 logger = logging.getLogger(__name__)
 
-_MAX_GRAPH_REQS = 256  # requests of the largest decode graph if cuda_graph_max_bs is not set
 # The driver allocates memory in units of this size. A measured size is uncertain by one unit.
 _DRIVER_BLOCK_BYTES = 2 * 2**20
 _TIMED_TOKENS = 128 * 1024  # tokens of all contexts together in the largest timed step
@@ -284,11 +282,7 @@ class Engine:
         return self.extensions.draft_lengths is not None
 
     def _graph_sizes(self) -> tuple[list[DecodeShape], list[int]]:
-        """Return the shapes of decode steps and the numbers of tokens to capture graphs for."""
-        asked, rows = self._config.cuda_graph_max_bs, self._config.max_running_reqs
-        largest = min(rows, _MAX_GRAPH_REQS if asked is None else asked)
-        tokens = max(rows, MAX_DRAFT_TOKENS if self._drafting else 0)
-        return graph_shapes(largest, self._drafting), piece_sizes(self._max_chunk_tokens + tokens)
+        return memory.graph_sizes(self._config, self._max_chunk_tokens, self._drafting)
 
     @torch.inference_mode()
     def _capture(self, shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) -> None:
@@ -371,7 +365,7 @@ class Engine:
             self._launcher.graphs = self._launcher.pieces = None
             torch.cuda.empty_cache()
         each = max(taken[1] - taken[0], 0) + _DRIVER_BLOCK_BYTES if taken[1] else 0
-        return taken[1] + each * max(len(sizes) - 2, len(token_sizes) - 2, 0)
+        return taken[1] + each * memory.further_graphs(sizes, token_sizes)
 
     def _window_layers(self, num_pages: int) -> WindowLayers | None:
         window = self._model_config.window

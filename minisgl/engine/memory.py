@@ -1,6 +1,7 @@
 """Values that an EngineConfig may leave open: device, dtype, context length and CPU threads.
 
 This module resolves these values from the model and the machine, and reads the free device memory.
+It also chooses the sizes of the CUDA graphs and of the KV pools.
 """
 
 import contextlib
@@ -12,12 +13,16 @@ from pathlib import Path
 import torch
 
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers
+from minisgl.core.batch import MAX_DRAFT_TOKENS
 from minisgl.distributed.comm import TPInfo
+from minisgl.engine.cuda_graph import DecodeShape, graph_shapes
+from minisgl.engine.piecewise_graph import piece_sizes
 from minisgl.kvcache.pool import KVSpec
 from minisgl.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
+_MAX_GRAPH_REQS = 256  # requests of the largest decode graph if cuda_graph_max_bs is not set
 _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -103,6 +108,25 @@ def check_drafts(model: ModelConfig) -> None:
             f"speculative does not support a model with sliding windows, and this model has a "
             f"window of {model.window} tokens; start without speculative"
         )
+
+
+def graph_sizes(
+    config: EngineConfig, max_chunk_tokens: int, drafting: bool
+) -> tuple[list[DecodeShape], list[int]]:
+    """Return the shapes of decode steps and the numbers of tokens to capture graphs for."""
+    asked, rows = config.cuda_graph_max_bs, config.max_running_reqs
+    largest = min(rows, _MAX_GRAPH_REQS if asked is None else asked)
+    tokens = max(rows, MAX_DRAFT_TOKENS if drafting else 0)
+    return graph_shapes(largest, drafting), piece_sizes(max_chunk_tokens + tokens)
+
+
+def further_graphs(shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) -> int:
+    """Return how many graphs the engine keeps memory for besides the two largest of each kind.
+
+    The memory of one such graph is that of a decode graph and of a piecewise graph together. The
+    arguments are those of graph_sizes. Without decode graphs no graph is captured.
+    """
+    return max(len(shapes) - 2, len(token_sizes) - 2, 0) if shapes else 0
 
 
 def kv_bytes_left(config: EngineConfig, free_before: int, taken: int) -> int:

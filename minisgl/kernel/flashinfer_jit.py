@@ -12,16 +12,28 @@ variables that it reads must be set before its import.
 import concurrent.futures
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from filelock import FileLock, Timeout  # torch requires filelock
 
 logger = logging.getLogger(__name__)
 
 _LOWEST_PRIORITY = 19  # of a process, as nice(1) counts
+
+# A process with this program becomes ninja. Linux sends it SIGTERM when the thread that started it
+# ends, and ninja then ends the compilers. The first argument is the process id of that thread.
+_NINJA = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+if os.getppid() == int(sys.argv[1]):  # otherwise the thread ended before the call
+    os.execvp("ninja", ["ninja", *sys.argv[2:]])
+"""
 
 Build = concurrent.futures.Future[Any]
 
@@ -133,8 +145,6 @@ def compiled(kernel: AttentionKernel) -> Callable[[], bool]:
 
 def _is_locked(spec: Any) -> bool:
     """Whether a process builds the module now. FlashInfer holds this lock while it builds."""
-    from filelock import FileLock, Timeout  # torch requires filelock
-
     try:
         with FileLock(spec.lock_path, thread_local=False).acquire(blocking=False):
             return False
@@ -169,10 +179,31 @@ def _announce(number: int, total: int, kernel: AttentionKernel) -> None:
 def _build(number: int, total: int, kernel: AttentionKernel) -> Any:
     began_s = time.monotonic()
     spec = jit_spec(kernel)
-    spec.build(verbose=False)
+    _run_ninja(spec)
     seconds = time.monotonic() - began_s
     logger.info("compiled attention kernel %d of %d s=%.0f", number, total, seconds)
     return spec
+
+
+def _run_ninja(spec: Any) -> None:
+    """As spec.build(verbose=False), but no compiler outlives this process, however it ends.
+
+    A compiler without its process would write the module while no process holds its lock. The next
+    start would then load a part of the module, or compile it in the same folder.
+    """
+    if os.environ.get("FLASHINFER_DISABLE_JIT"):
+        spec.build(verbose=False)  # raises FlashInfer's error
+    folder, jobs = spec.build_dir.resolve(), os.environ.get("MAX_JOBS", "")
+    flags = ["-v", "-C", str(folder), "-f", str(spec.ninja_path.resolve())]
+    flags += ["-j", jobs] if jobs.isdigit() else []
+    command = [sys.executable, "-ISc", _NINJA, str(os.getpid()), *flags]
+    with FileLock(spec.lock_path, thread_local=False):
+        spec.write_ninja()
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+    if done.returncode:
+        raise RuntimeError(f"Ninja build failed. Ninja output:\n{done.stdout}")
 
 
 def _build_late(builds: Sequence[Build], number: int, total: int, kernel: AttentionKernel) -> None:

@@ -33,14 +33,16 @@ from minisgl.quantization import with_quantizations
 _BATCHES = (1, 8, 32, 64, 128, 256)
 _TYPICAL_TOKENS = 1024  # prompt and answer of the requests for which the floor is computed
 _MIB = 2**20
-# The remainder of Qwen3-0.6B, 8B and 14B on one H200 (docs/operations.md, "Size"), without the
+# The remainder of Qwen3-0.6B, 8B and 14B on one H200 (docs/benchmarks.md, "Start"), without the
 # tensors that _remainder_bytes computes, is _FIXED_BYTES + _ACTIVATION_SHARE * the largest
-# activations of a step. The three starts deviate by at most 4 MiB.
-_FIXED_BYTES = 883 * _MIB
-_ACTIVATION_SHARE = 1.444
+# activations of a step. The three starts deviate by at most 24 MiB.
+_FIXED_BYTES = 1192 * _MIB
+_ACTIVATION_SHARE = 1.663
 _WORKSPACE_BYTES = 128 * _MIB  # FlashInfer's float workspace for the layers of one rule
 _PEER_BYTES = 240 * _MIB  # buffers that tensor-parallel ranks share
-_GRAPH_REQS = 256  # requests of the largest decode graph
+# One further graph (memory.further_graphs): one block of the driver, and the block that the engine
+# adds as a margin. This is an estimate and not measured.
+_GRAPH_BYTES = 4 * _MIB
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,13 +208,18 @@ def _remainder_bytes(
     token_pool = rows * (context + 1)
     rotary = len(model.ropes) * context * model.head_dim
     tables = 4 * (page_table + token_pool + rotary)
-    logits = min(config.max_running_reqs, _GRAPH_REQS) * (model.vocab_size // tp) * item
+    drafting = config.speculative is not None
+    # The three starts had no drafts.
+    few, most = (memory.graph_sizes(config, max_chunk_tokens, each) for each in (False, drafting))
+    graphs = _GRAPH_BYTES * (memory.further_graphs(*most) - memory.further_graphs(*few))
+    graph_tokens = max((reqs * width for reqs, width in most[0]), default=0)
+    logits = graph_tokens * (model.vocab_size // tp) * item
     kv_heads = max(model.kv_heads // tp, 1)
     copied = 2 * copied_keys * kv_heads * model.head_dim * item
     shared = _PEER_BYTES if tp > 1 else 0
     activations = int(_ACTIVATION_SHARE * max_chunk_tokens * _widest(model, tp) * item)
     workspaces = len(set(model.rules)) * _WORKSPACE_BYTES
-    return _FIXED_BYTES + workspaces + tables + logits + copied + shared + activations
+    return _FIXED_BYTES + workspaces + tables + graphs + logits + copied + shared + activations
 
 
 def _widest(model: ModelConfig, tp: int) -> int:

@@ -24,24 +24,37 @@ START = """
 import sys
 from minisgl.core import EngineConfig
 from minisgl.distributed.comm import SingleCommunicator
-from minisgl.engine import Engine
+from minisgl.engine import DEFAULT_EXTENSIONS, Engine
+from minisgl.speculative import with_speculation
 
-config = EngineConfig(model_path=sys.argv[1], dummy_weight=True)
-print(Engine(config, SingleCommunicator()).num_pages)
+folder, speculative = sys.argv[1], sys.argv[2] or None
+config = EngineConfig(model_path=folder, dummy_weight=True, speculative=speculative)
+extensions = with_speculation(speculative, DEFAULT_EXTENSIONS)
+print(Engine(config, SingleCommunicator(), extensions=extensions).num_pages)
 """
 
 
-@pytest.mark.parametrize("shape", ["qwen3-0.6b", "qwen3-8b", "qwen3-14b"])
-def test_pages_are_within_two_percent_of_those_of_an_engine(shape: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "speculative"),
+    [("qwen3-0.6b", None), ("qwen3-8b", None), ("qwen3-14b", None), ("qwen3-8b", "ngram")],
+)
+def test_pages_are_within_two_percent_of_those_of_an_engine(
+    shape: str, speculative: str | None, tmp_path: Path
+) -> None:
     folder = write_model(shape, tmp_path)
     properties = torch.cuda.get_device_properties(0)
     _, total = torch.cuda.mem_get_info(0)
     gpu = Gpu(properties.name, total, copies=properties.major == 9)
-    planned = make_plan(EngineConfig(model_path=folder), load_model_config(folder), gpu).pages
+    config = EngineConfig(model_path=folder, speculative=speculative)
+    planned = make_plan(config, load_model_config(folder), gpu).pages
     done = subprocess.run(
-        [sys.executable, "-c", START, folder], capture_output=True, text=True, timeout=540
+        [sys.executable, "-c", START, folder, speculative or ""],
+        capture_output=True,
+        text=True,
+        timeout=540,
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     allocated = int(done.stdout.split()[-1])
-    print(f"{shape} on {gpu.name}: {planned} pages planned, {allocated} allocated")
+    drafts = f" with {speculative}" if speculative else ""
+    print(f"{shape}{drafts} on {gpu.name}: {planned} pages planned, {allocated} allocated")
     assert planned == pytest.approx(allocated, rel=0.02)

@@ -2,8 +2,13 @@
 
 import logging
 import os
+import select
+import shutil
+import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +23,27 @@ from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing, comp
 FA2 = AttentionKernel("fa2", torch.bfloat16, 128)
 FA3 = AttentionKernel("fa3", torch.bfloat16, 128, window=True)
 
+# Runs the shell script that stands in for build.ninja, the fifth argument.
+NINJA = """#!/bin/sh
+exec sh "$5"
+"""
+
+# The compiler of this build.ninja writes its process id and then runs for ten minutes.
+ENDLESS = """rule endless
+  command = echo $$$$ > started && mv started pid && exec sleep 600
+build module: endless
+"""
+COMPILE = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from minisgl.kernel import flashinfer_jit
+
+folder = Path(sys.argv[1])
+paths = {"build_dir": folder, "ninja_path": folder / "build.ninja", "lock_path": folder / "lock"}
+flashinfer_jit._run_ninja(SimpleNamespace(write_ninja=lambda: None, **paths))
+"""
+
 
 @dataclass
 class Spec:
@@ -27,21 +53,36 @@ class Spec:
     fails: bool = False
     may_build: threading.Barrier | None = None
     began: Callable[[], object] = lambda: None
-    lock_path: Path = Path()
+    build_dir: Path = Path()
 
-    def build(self, verbose: bool) -> None:
+    @property
+    def lock_path(self) -> Path:
+        return self.build_dir / "lock"
+
+    @property
+    def ninja_path(self) -> Path:
+        return self.build_dir / "build.ninja"
+
+    def write_ninja(self) -> None:
         self.began()
         if self.may_build is not None:
             self.may_build.wait(timeout=60)
-        if self.fails:
-            raise RuntimeError("Ninja build failed.")
-        self.is_compiled = True
+        self.ninja_path.write_text("echo no nvcc; exit 1" if self.fails else "exit 0")
+        self.is_compiled = not self.fails
+
+    def build(self, verbose: bool) -> None:
+        raise RuntimeError("JIT compilation is disabled")
 
 
 @pytest.fixture
-def specs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Spec]:
+def specs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Spec]:
     """FlashInfer's modules by variant; none is compiled."""
-    specs = {name: Spec(is_compiled=False) for name in ("fa2", "fa3")}
+    specs = {name: Spec(is_compiled=False, build_dir=tmp_path / name) for name in ("fa2", "fa3")}
+    for spec in specs.values():
+        spec.build_dir.mkdir()
+    (tmp_path / "ninja").write_text(NINJA)
+    (tmp_path / "ninja").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def gen_batch_prefill_module(variant: str, *arguments: object) -> Spec:
         dtypes = (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.int32)
@@ -144,14 +185,36 @@ def test_an_fa3_module_that_fails_in_the_background_is_logged(
         if thread.name == "compile":
             thread.join(timeout=60)
     assert caplog.messages == [
-        "prompts stay on the fa2 kernels: fa3 bfloat16 128 did not compile: Ninja build failed."
+        "prompts stay on the fa2 kernels: fa3 bfloat16 128 did not compile: Ninja build failed. "
+        "Ninja output:\nno nvcc\n"
     ]
 
 
-def test_a_module_is_compiled_once_no_process_builds_it(
-    specs: dict[str, Spec], tmp_path: Path
+def test_flashinfer_refuses_a_compilation_if_its_flag_forbids_it(
+    specs: dict[str, Spec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    specs["fa2"].lock_path = tmp_path / "lock"
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    wait = compile_missing([FA2])
+    with pytest.raises(RuntimeError, match="JIT compilation is disabled"):
+        wait()
+    assert not specs["fa2"].is_compiled
+
+
+@pytest.mark.skipif(shutil.which("ninja") is None, reason="needs ninja")
+def test_compilers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
+    (tmp_path / "build.ninja").write_text(ENDLESS)
+    with subprocess.Popen([sys.executable, "-c", COMPILE, tmp_path]) as process:
+        while not (tmp_path / "pid").exists():
+            assert process.poll() is None
+            time.sleep(0.05)
+        compiler = os.pidfd_open(int((tmp_path / "pid").read_text()))
+        process.send_signal(signal.SIGKILL)
+    ended, _, _ = select.select([compiler], [], [], 60)
+    assert ended == [compiler]
+    os.close(compiler)
+
+
+def test_a_module_is_compiled_once_no_process_builds_it(specs: dict[str, Spec]) -> None:
     is_there = compiled(FA2)
     found = [is_there()]
     with FileLock(specs["fa2"].lock_path):

@@ -152,3 +152,17 @@ def test_forced_tokens_follow_the_last_accepted_token(drafter: str, overlap: boo
     assert h.scheduler.totals.constraints.forced_tokens > 20
     assert drafts.drafted > 20
     check_cached_slots(h.scheduler.kv_manager.cache, engine)
+
+
+def test_drafts_of_a_dropped_result_do_not_count() -> None:
+    """All drafts are right, so each step that counts gives a row its drafts and one more token."""
+    drafts = ChangingDrafts(7, changing=False)
+    engine = FakeEngine(64, 4, drafter=DRAFTERS["right"])
+    h = Harness(engine, SchedulerConfig(target_step_ms=None), drafts=drafts)
+    uid, output = scripted(h, max_tokens=60, stretch=5)
+    h.run()
+    assert h.answers[uid].tokens == output
+    totals = h.scheduler.totals
+    sampled = len(output) - totals.constraints.forced_tokens
+    assert 0 < drafts.agreed < sampled
+    assert sum(totals.drafts.accepted) == drafts.agreed

@@ -68,3 +68,20 @@ def test_a_long_prompt_runs_with_the_smallest_pool() -> None:
     harness = new_harness(RESERVE)
     cached_tokens(harness, [3, 4, 5] * 30)
     assert max(batch.num_prefill_tokens for batch in harness.engine.batches) <= RESERVE * PAGE
+
+
+def test_the_newest_request_is_preempted_although_it_waits_for_a_window_page() -> None:
+    """The newest request gets no window page for its second token.
+
+    The pages behind its window wait for the step in flight. In the same plan, the two older
+    requests find too few pages of the other pool.
+    """
+    engine = FakeEngine(42, 1, 3, 48, window=WindowLayers(5, 26))
+    harness = Harness(engine, SchedulerConfig(target_step_ms=None))
+    for length, max_tokens in ((17, 16), (6, 20), (10, 6)):
+        harness.add([length] * length, max_tokens=max_tokens, ignore_eos=True)
+    while not harness.scheduler.totals.preemptions_total:
+        harness.step()
+    (preempted,) = harness.scheduler.planner.waiting
+    assert preempted.arrival_index == 3
+    harness.run()
