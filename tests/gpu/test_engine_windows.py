@@ -30,10 +30,11 @@ _SMALL: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "eos_token_id": 2,
 }
+# Each token of gpt-oss selects all experts. Otherwise a rounding could change the selection.
 MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss": SHAPES["gpt-oss-20b"]
     | _SMALL
-    | {"num_local_experts": 8, "num_experts_per_tok": 2, "num_attention_heads": 16}
+    | {"num_local_experts": 4, "num_experts_per_tok": 4, "num_attention_heads": 16}
     | {"quantization_config": None},
     "gemma-3": SHAPES["gemma-3-12b"] | _SMALL | {"sliding_window": 300},
     "gemma-2": _SMALL

@@ -219,8 +219,8 @@ def shortfall(oracle: Engine, prompt: list[int], output: list[int]) -> torch.Ten
     decoder = oracle._model.model
     compute = decoder.forward_to_last_attention
 
-    def spy(ids: torch.Tensor, context: ForwardContext) -> Attended:
-        caught.append(compute(ids, context))
+    def spy(ids: torch.Tensor, context: ForwardContext, most_layers: int | None) -> Attended:
+        caught.append(compute(ids, context, most_layers))
         return caught[-1]
 
     decoder.forward_to_last_attention = spy
