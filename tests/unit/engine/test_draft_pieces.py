@@ -73,7 +73,7 @@ class LastRerun(Rerun):
 def emulated(self: PieceGraphs, runner: ModelRunner, size: int, memory: object) -> PieceForward:
     """Takes the place of PieceGraphs._capture."""
     tokens = torch.as_strided(self._tokens, (len(runner.padding), size), (size, 1))
-    config, pieces = runner.model.config, []
+    config, pieces = runner.model.config, list[_Piece]()
     attended = runner.model.model.empty_attended(size)
     for layer in range(config.num_layers):
         shape = size, config.q_heads, config.layers[layer].kv.head_dim
