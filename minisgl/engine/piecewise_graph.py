@@ -74,12 +74,18 @@ class PieceForward(NamedTuple):
     pieces: list[_Piece]
     attended: Attended
 
-    def run(self, tokens: Tensor, attention: StepAttention) -> Attended:
+    def run(self, tokens: Tensor, attention: StepAttention, clear_padding: bool) -> Attended:
         """Run the forward like ModelRunner.run, over `tokens` and the padding after them.
 
         tokens: int32 [2 + pools, T], the first T columns of self.tokens, which ModelRunner.stage
         has filled. The result has `size` rows, since it includes the padding. The next graph that
         runs overwrites it.
+
+        clear_padding: set the padding's output of attention to zeros. Otherwise it is what the
+        memory holds, perhaps NaN, and the padding then stores NaN in the dummy page. A request with
+        drafts reads the dummy page where it forwards more tokens than it has pages for
+        (scheduler.page_table). The weight of these keys is zero, but zero times NaN is NaN. No
+        other request reads the dummy page.
 
         With tensor parallelism, a rank may hold the residual of only some rows (two shots in
         minisgl.kernel.triton.reduce). The number of rows of the sum decides which rows these are.
@@ -89,6 +95,8 @@ class PieceForward(NamedTuple):
         num_tokens = tokens.shape[1]
         for piece in self.pieces:
             piece.graph.replay()
+            if clear_padding:
+                piece.out[num_tokens:] = 0
             q, out = piece.q[:num_tokens], piece.out[:num_tokens]
             attention.forward(piece.layer, q, out, piece.sinks)
         return self.attended

@@ -166,7 +166,10 @@ class StepLauncher:
         else:
             tokens = piece.tokens[:, :num_tokens]
         runner.stage(views, num_decode_tokens, tokens)
-        attended = (runner if piece is None else piece).run(tokens, attention)
+        if piece is None:
+            attended = runner.run(tokens, attention)
+        else:
+            attended = piece.run(tokens, attention, clear_padding=inputs.width > 1)
         of_prompts = batch.logprobs is not None and (batch.logprobs.prompt >= 0).any()
         samples = batch.samples.any()
         if not (of_prompts or samples):
