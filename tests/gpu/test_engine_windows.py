@@ -75,6 +75,7 @@ def results_of(engine: Engine) -> list[StepResult]:
     The earlier steps sample no token, so the input of each decode is id 0 in every engine.
     """
     rng, driver = np.random.default_rng(3), Driver(engine)
+    driver.clear_tokens()
     ids = {row: rng.integers(3, 1511, 1300).tolist() for row in range(6)}
     lengths = {0: 1200, 1: 20, 3: 129, 4: 700, 5: 3}
     for row, length in lengths.items():

@@ -89,6 +89,14 @@ class Driver:
         assert tokens % self.engine.page_size == 0
         self.pages[target] = self.pages[source][: tokens // self.engine.page_size]
 
+    def clear_tokens(self) -> None:
+        """Set the input of each decode to id 0, until a request samples a token.
+
+        The warm-up samples tokens too. Their positions depend on the backends and on the graphs.
+        """
+        with self.engine._on_stream():
+            self.engine._launcher.runner.token_pool.zero_()
+
     def step(self, *work: Work, logprobs: LogprobsRequest | None = None) -> StepResult:
         """Run one batch. The decode requests must come first."""
         updates: list[tuple[int, int, int]] = []

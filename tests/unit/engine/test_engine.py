@@ -13,7 +13,7 @@ from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine import Engine, resolve_device
 from minisgl.engine.logits_processing import upload
 from minisgl.engine.memory import cpu_threads, memory_of
-from minisgl.engine.warmup import StepShape, warmup_batch
+from minisgl.engine.warmup import StepShape, run_every_size, warmup_batch
 from tests.parity.driver import Driver, Work, logprobs_of, make_engine
 from tests.parity.models import VOCAB_SIZE, build_model
 
@@ -84,6 +84,22 @@ def test_the_token_pool_holds_the_sampled_tokens_only(path: str) -> None:
     assert int(pool[2, 3]) == result.tokens[0, 0]
     assert pool.count_nonzero() <= 1
     assert result.tokens[1, 0] == 0
+
+
+def test_cleared_tokens_make_decodes_independent_of_the_warm_up(path: str) -> None:
+    found = []
+    for warm in (False, True):
+        engine = make_engine(path)
+        if warm:
+            run_every_size(engine, 8)
+            assert int(engine._launcher.runner.token_pool[1, 12]) > 0
+        driver = Driver(engine)
+        driver.clear_tokens()
+        driver.step(Work(1, 0, list(range(5, 17)), samples=False))
+        result = driver.step(Work(1, 12), logprobs=logprobs_of(Work(1, 12), prompts=False))
+        assert result.logprobs is not None
+        found.append(result.logprobs.top)
+    assert found[0].tolist() == found[1].tolist()
 
 
 def test_last_position_of_the_context_can_be_computed(path: str) -> None:
