@@ -3,9 +3,9 @@
 The file is in the folder minisgl/step-times of the user's cache folder, which is $XDG_CACHE_HOME or
 ~/.cache. Its name is a hash of `Subject`: the model, the settings and the device. A start of the
 same subject reads the timings and times three of the steps again, because the driver, the power
-limit and other programs change the time of a step as well. It measures all steps again, and
-replaces the file, if one of these times differs, if the versions differ or if the file cannot be
-read. To measure again, delete the file. The log names it.
+limit and other programs change the time of a step as well. If one of these times differs by more
+than _LARGEST_CHANGE, if the versions differ, or if the file cannot be read, the start measures all
+steps again and replaces the file. To measure again, delete the file. The log names it.
 
 Memory is measured at each start. It depends on the driver and on the other processes of the GPU,
 and a wrong size would end in OutOfMemory.
@@ -33,14 +33,15 @@ from minisgl.kernel.cache import current_versions
 
 logger = logging.getLogger(__name__)
 
-# Steps of the same GPU differ by up to 8 % between a cool and a warm chip.
+# The largest factor between the old and the new time of a step for which a file is used. Steps of
+# the same GPU differ by up to 8 % between a cool and a warm chip.
 _LARGEST_CHANGE = 1.25
 _MODEL_FILES = ("config.json", "hf_quant_config.json")
-_HEAD_BYTES = 4096  # of /proc/cpuinfo; they describe the first core
+_HEAD_BYTES = 4096  # the beginning of /proc/cpuinfo, which describes the first core
 
 
 class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All that sets the time of a step, except for the versions of the programs.
+    """The properties that determine the time of a step, except for the versions of the programs.
 
     model             SHA-256 of the files that describe the model, by name.
     weights           sizes of the weight files in bytes, by name.
@@ -64,7 +65,7 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @classmethod
     def of(cls, config: EngineConfig, device: torch.device, max_chunk_tokens: int) -> Self:
-        """Describe an engine of this rank. All ranks have the same kind of device."""
+        """Describe the engine of this rank. All ranks must have the same kind of device."""
         folder, on_gpu = Path(config.model_path), device.type == "cuda"
         present = [folder / name for name in _MODEL_FILES if (folder / name).exists()]
         gpu = torch.cuda.get_device_properties(device) if on_gpu else None
@@ -86,8 +87,9 @@ class Subject(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of a file.
 
-    versions  of Python and the packages that run a step; "sources" is a hash of minisgl's modules.
-    timings   in the order in which time_steps returns them.
+    versions  versions of Python and of the packages that run a step; "sources" is a hash of
+              minisgl's modules.
+    timings   the timings, in the order in which time_steps returns them.
     """
 
     subject: Subject
@@ -104,9 +106,9 @@ class StepTimesFile:
         self.path = folder / f"{name}.json"
 
     def read(self) -> tuple[Timing, ...]:
-        """Return the timings, or () and a line in the log if the file cannot be used.
+        """Return the timings, or () if there is no file or the file cannot be used.
 
-        Without a file, the log has no line.
+        If a file cannot be used, the log says why.
         """
         try:
             found = msgspec.json.decode(self.path.read_bytes(), type=StepTimes)
@@ -127,15 +129,15 @@ class StepTimesFile:
         return ()
 
     def write(self, timings: Sequence[Timing]) -> None:
-        """Replace the file at once, so that a reader finds the old or the new one.
+        """Replace the file atomically: a reader finds the old file or the new one.
 
-        If the folder cannot be written, the log has a line, and later starts measure again.
+        If the folder cannot be written, the log says so, and later starts measure again.
         """
         content = StepTimes(subject=self._subject, versions=_versions(), timings=tuple(timings))
         folder = self.path.parent
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            # A folder of its own, so that nothing stays behind if the disk is full.
+            # If the disk is full, the end of the temporary folder removes the incomplete file.
             with tempfile.TemporaryDirectory(dir=folder) as own:
                 written = Path(own) / self.path.name
                 written.write_bytes(msgspec.json.encode(content, order="sorted"))
@@ -158,9 +160,9 @@ def file_for(
 ) -> StepTimesFile | None:
     """Return the file of an engine, or None if its steps must be timed at each start.
 
-    They must be timed if other packages compute a part of the model, because their versions are not
-    known, and as long as attention kernels compile in the background, because steps then take
-    longer. kernels: the FlashInfer modules that the engine runs.
+    There are three such cases. Another package computes a part of the model: its version is not
+    known. Attention kernels compile in the background: steps then take longer. The user has no
+    cache folder. kernels: the FlashInfer modules that the engine runs.
     """
     added = [*extensions.attention_backends, *extensions.moe_backends]
     formats = [*extensions.quantizations.values(), *extensions.online_quantizations.values()]
@@ -215,7 +217,7 @@ def step_times_folder() -> Path | None:
 
 
 def _equal_on_all(comm: Communicator, timings: Sequence[Timing]) -> bool:
-    """Whether all ranks have these timings. The answer is the same on all ranks."""
+    """Whether all ranks have the same timings. All ranks get the same answer."""
     digest = int.from_bytes(hashlib.sha256(msgspec.json.encode(timings)).digest()[:7])
     return comm.agree_min(digest) == -comm.agree_min(-digest)
 

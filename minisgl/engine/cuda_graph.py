@@ -224,8 +224,12 @@ class DecodeGraphs:
     def _capture(
         self, run: Callable[[], object], rehearsal: Callable[[], object] | None = None
     ) -> torch.cuda.CUDAGraph:
-        """Capture `run`. rehearsal: launches the same kernels as `run`; None: `run` itself."""
-        # Compiles and loads kernels; libraries choose their algorithms and allocate workspaces.
+        """Capture `run`, after a rehearsal that launches the same kernels.
+
+        rehearsal: None to use `run` itself.
+        """
+        # The rehearsal compiles and loads the kernels. In it, libraries choose their algorithms and
+        # allocate their workspaces.
         (rehearsal or run)()
         torch.cuda.current_stream().synchronize()
         graph = torch.cuda.CUDAGraph()

@@ -182,9 +182,10 @@ class Engine:
         self._clear_dummy()
 
     def calibrate(self) -> StepCost:
-        """Return the cost of steps; it is the same on all ranks (minisgl.engine.calibration).
+        """Return the cost of steps, which is the same on all ranks (minisgl.engine.calibration).
 
-        Times steps on the dummy page, and fits their cost.
+        The first start times steps on the dummy page and fits the cost to the timings. Later starts
+        read the timings from a file, and time three steps to check them.
         """
         # On a GPU the values in the KV pool change the time of a step, so the pool is filled with
         # noise. On a CPU there is no stream, and the values do not change the time.

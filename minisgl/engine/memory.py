@@ -121,10 +121,11 @@ def graph_sizes(
 
 
 def further_graphs(shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) -> int:
-    """Return how many graphs the engine keeps memory for besides the two largest of each kind.
+    """Return the number of further graphs: those beside the two largest of each kind.
 
-    The memory of one such graph is that of a decode graph and of a piecewise graph together. The
-    arguments are those of graph_sizes. Without decode graphs no graph is captured.
+    The engine does not measure them. For each it keeps the memory of one decode graph and one
+    piecewise graph together, so the number is that of the kind with more graphs. The arguments are
+    the results of graph_sizes. Without decode graphs the engine captures no graph.
     """
     return max(len(shapes) - 2, len(token_sizes) - 2, 0) if shapes else 0
 
@@ -180,7 +181,7 @@ def _useful_pages(config: EngineConfig, max_seq_len: int) -> int:
 
 
 def log_fp8_saving(spec: KVSpec, layers: int) -> None:
-    """Log the bytes of a token in an FP8 pool of `layers` layers, and those without FP8."""
+    """Log the bytes of a token in a pool of `layers` layers, with FP8 and without it."""
     fp8_bytes, bytes_before = (
         each.token_bytes * layers for each in (spec, spec._replace(fp8=False))
     )

@@ -112,8 +112,8 @@ class ModelRunner:
         """Run the model over the tokens that `stage` has written, up to the last attention.
 
         Stores the keys and values of all T tokens. Returns the output of the last attention.
-        most_layers: run at most this many of the layers before the last one, to load the kernels
-        (rehearsal.layers_to_rehearse). The result is then wrong.
+        most_layers: run at most this many of the layers before the last one, only to load kernels
+        (rehearsal.layers_to_rehearse). The output is then not that of the model. None: all layers.
         """
         ids, positions, *slots = tokens.unbind(0)
         scale = None if self.query_scale is None else self.query_scale[positions]

@@ -81,11 +81,11 @@ class PieceForward(NamedTuple):
         has filled. The result has `size` rows, since it includes the padding. The next graph that
         runs overwrites it.
 
-        clear_padding: set the padding's output of attention to zeros. Otherwise it is what the
-        memory holds, perhaps NaN, and the padding then stores NaN in the dummy page. A request with
-        drafts reads the dummy page where it forwards more tokens than it has pages for
-        (scheduler.page_table). The weight of these keys is zero, but zero times NaN is NaN. No
-        other request reads the dummy page.
+        clear_padding: set the attention output of the padding to zeros. Otherwise this output is
+        uninitialised memory. If it holds NaN, the layers after it store NaN in the dummy page, as
+        keys and values of the padding. A request with drafts reads the dummy page if it forwards
+        more tokens than it has pages for (scheduler.page_table). The weight of these keys is zero,
+        but zero times NaN is NaN. No other request reads the dummy page.
 
         With tensor parallelism, a rank may hold the residual of only some rows (two shots in
         minisgl.kernel.triton.reduce). The number of rows of the sum decides which rows these are.
@@ -136,7 +136,7 @@ class PieceGraphs:
     def _capture(self, runner: ModelRunner, size: int, memory: Any) -> PieceForward:
         tokens = torch.as_strided(self._tokens, (len(runner.padding), size), (size, 1))
         tokens[:] = self._padding
-        # Compiles and loads kernels; libraries choose their algorithms.
+        # This run compiles and loads the kernels. In it, libraries choose their algorithms.
         runner.run(tokens, _NoAttention(), self._rehearsed)
         torch.cuda.current_stream().synchronize()
         cutter = _Cutter(memory, runner.model.config.num_layers)

@@ -1,8 +1,8 @@
 """The layers to run before a capture, so that all kernels of the capture are loaded.
 
-Most layers of a model launch the same kernels with the same specialisation. A run of the layers up
-to the last new kind of layer therefore loads the kernels of all layers. For a model with equal
-layers these are the first two.
+Most layers of a model launch the same kernels with the same specialisation: they are of the same
+kind. If the first layers contain every kind, their run loads the kernels of all layers. In a model
+whose layers are equal, two layers are enough.
 """
 
 from collections.abc import Hashable, Iterator
@@ -18,14 +18,14 @@ _PACKAGES = ("minisgl", "torch")
 
 
 def layers_to_rehearse(runner: ModelRunner) -> int:
-    """Return a number of layers from the first one on that launch all kernels of the model.
+    """Return how many of the first layers launch all kernels of the model.
 
-    The kernels of a layer also depend on the layer before it, which may leave a sum open. Each
-    pair of kinds that follow each other in the model therefore occurs in these layers.
+    The kernels of a layer also depend on the layer before it, which may leave a sum to this layer.
+    The first layers therefore contain each pair of kinds of neighbouring layers.
 
-    With tensor parallelism the number is that of all layers, because the ranks must make the same
-    collective calls, and each rank would decide for itself. It is that of all layers, too, if
-    modules of other packages compute a part of a layer.
+    With tensor parallelism, the number is that of all layers. Each rank computes the number for
+    itself, and ranks with different numbers would make different collective calls. The number is
+    also that of all layers if a module of another package computes a part of a layer.
     """
     model, layers = runner.model, list(runner.model.model.layers)
     packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
@@ -37,10 +37,10 @@ def layers_to_rehearse(runner: ModelRunner) -> int:
 
 
 def _kind(layer: DecoderLayer, index: int, runner: ModelRunner) -> Iterator[Hashable]:
-    """Yield all by which the kernels of two layers can differ, except for `kv_layer`.
+    """Yield the properties of a layer that select its kernels and their specialisation.
 
     These are the attention rule, the types and settings of the modules, and the shapes, dtypes,
-    strides and alignments of parameters, keys, values and scales.
+    strides and alignments of parameters, keys, values and scales. `kv_layer` selects no kernel.
     """
     attention = layer.self_attn
     yield runner.model.config.layers[index].rule

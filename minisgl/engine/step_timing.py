@@ -39,7 +39,7 @@ def time_steps(
     slowest_ns: Callable[[int], int],
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> list[Timing]:
-    """Time steps of growing size until the time limit. `fit` makes a StepCost of the timings.
+    """Time steps of growing size until the time limit. `fit` computes a StepCost from the timings.
 
     A shape is left out if its predicted time is long, or if its durations scatter because the
     machine does other work.
@@ -81,12 +81,12 @@ def change_of(
 ) -> float:
     """Time three of the steps again, and return the largest factor between old and new times.
 
-    The factor is at least 1, and infinite if the engine runs no step of one of these sizes. The
-    steps are a small one, one of medium size and a long one. Steps with prompt tokens and a long
-    context also load the kernels that only such steps run.
+    The factor is at least 1. It is infinite if the engine cannot run one of the three steps. The
+    steps are a small one, one of medium size and a long one. A step with prompt tokens and a long
+    context also loads the kernels that only such steps run.
 
-    timings: of an earlier `time_steps`. The other arguments are those of time_steps. All ranks
-    return the same factor.
+    timings: the result of an earlier time_steps. The other arguments are those of time_steps. All
+    ranks return the same factor.
     """
     picked = [timings[len(timings) * quarter // 4] for quarter in (0, 2, 3)]
     old_s = {timing[:3]: timing.seconds for timing in picked}
@@ -104,7 +104,7 @@ def change_of(
 def _batches(
     engine: EngineLike, max_chunk_tokens: int, vocab_size: int
 ) -> Iterator[tuple[StepShape, Batch]]:
-    """Return the steps to time, without those for which the engine has too little room."""
+    """Yield the steps to time, without those that do not fit into the engine."""
     for shape in _shapes(engine.max_running_reqs, engine.max_seq_len):
         batch = warmup_batch(engine, shape, num_ids=vocab_size)
         if batch is not None and shape.chunk <= max_chunk_tokens:

@@ -91,10 +91,10 @@ def use_kernel_cache(folder: Path, arch: int, attention: Collection[str]) -> Non
 
 
 def hash_triton() -> threading.Thread:
-    """Start to hash Triton's own files, 400 MB, and return the thread that does it.
+    """Start a thread that hashes Triton's own files, 400 MB, and return the thread.
 
-    Triton does it before it looks up the first kernel, and keeps the result in the process. In a
-    thread, the hash costs no time while the process imports FlashInfer: hashlib releases the GIL.
+    Triton needs the hash before it looks up the first kernel, and keeps it in the process. The
+    thread runs while the process imports FlashInfer: hashlib releases the GIL.
     """
 
     def work() -> None:

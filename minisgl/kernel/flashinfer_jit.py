@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 _LOWEST_PRIORITY = 19  # of a process, as nice(1) counts
 
-# A process with this program becomes ninja. Linux sends it SIGTERM when the thread that started it
-# ends, and ninja then ends the compilers. The first argument is the process id of that thread.
+# A process with this program becomes ninja. When the thread that started it ends, Linux sends it
+# SIGTERM, and ninja then ends the compilers. The first argument is the id of that thread's process.
 _NINJA = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
-if os.getppid() == int(sys.argv[1]):  # otherwise the thread ended before the call
+if os.getppid() == int(sys.argv[1]):  # otherwise the process has ended already
     os.execvp("ninja", ["ninja", *sys.argv[2:]])
 """
 
@@ -186,10 +186,11 @@ def _build(number: int, total: int, kernel: AttentionKernel) -> Any:
 
 
 def _run_ninja(spec: Any) -> None:
-    """As spec.build(verbose=False), but no compiler outlives this process, however it ends.
+    """Build the module as spec.build(verbose=False) does. The compilers end with this process.
 
-    A compiler without its process would write the module while no process holds its lock. The next
-    start would then load a part of the module, or compile it in the same folder.
+    A compiler that outlived the process would write the module, and no process would hold the lock
+    of the module. The next start would then load an incomplete module, or compile in the same
+    folder at the same time. The compilers also end if the process is killed.
     """
     if os.environ.get("FLASHINFER_DISABLE_JIT"):
         spec.build(verbose=False)  # raises FlashInfer's error

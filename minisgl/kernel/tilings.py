@@ -53,7 +53,7 @@ _SHORT_TILE_BYTES: Final = 1_100_000
 _EVEN: Final = 0.7
 
 
-@lru_cache(maxsize=4096)  # each product asks, and a model has few sizes
+@lru_cache(maxsize=4096)  # each product calls this; a model has few sizes
 def tiling_for(num_rows: int, height: int, width: int) -> Tiling | None:
     """The tiling for x [num_rows, width] and a weight [height, width] on Hopper.
 
@@ -88,8 +88,8 @@ def _few_rows_tiling(rows: int, height: int, width: int) -> Tiling:
     A program that has a multiprocessor for itself gets 8 stages, or 5 if half of the
     multiprocessors are enough. If two programs share a multiprocessor, each gets 5. If nearly all
     multiprocessors have three programs, each gets 3. In all other cases a program gets 8. If 128
-    does not divide the width, a stage has 64 columns, and there are twice as many stages. This case
-    has not been measured yet.
+    does not divide the width, a stage has 64 columns, and there are twice as many stages. The
+    stages of this case have not been measured yet.
     """
     programs = height // 64
     columns = 128 if width % 128 == 0 else 64

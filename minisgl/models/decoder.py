@@ -305,7 +305,7 @@ class Decoder(nn.Module):
     def _before_last_layer(
         self, ids: Tensor, context: ForwardContext, most: int | None = None
     ) -> ResidualStream:
-        """Return the stream before the last layer. most: run at most this many layers before it."""
+        """Return the stream before the last layer. most: as in forward_to_last_attention."""
         layers = list(self.layers)[:-1][:most]
         x = self.embed_tokens(ids)
         stream = ResidualStream(self.norm.comm.gather(x).sum(0) if self.sums_embedding else x)
@@ -320,7 +320,8 @@ class Decoder(nn.Module):
     ) -> Attended:
         """Compute the forward up to the attention of the last layer. ids: integers [T].
 
-        most: run at most this many of the layers before the last one, with a wrong result.
+        most: run at most this many of the layers before the last one. The output is then not that
+        of the model. None: run all layers.
         """
         return self.layers[-1].attend(self._before_last_layer(ids, context, most), context)
 

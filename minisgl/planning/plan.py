@@ -40,8 +40,8 @@ _FIXED_BYTES = 1192 * _MIB
 _ACTIVATION_SHARE = 1.663
 _WORKSPACE_BYTES = 128 * _MIB  # FlashInfer's float workspace for the layers of one rule
 _PEER_BYTES = 240 * _MIB  # buffers that tensor-parallel ranks share
-# One further graph (memory.further_graphs): one block of the driver, and the block that the engine
-# adds as a margin. This is an estimate and not measured.
+# The memory of one further graph (memory.further_graphs): one block of the driver, and the block
+# that the engine adds as a margin. This is an estimate, and no start has measured it.
 _GRAPH_BYTES = 4 * _MIB
 
 
@@ -209,7 +209,7 @@ def _remainder_bytes(
     rotary = len(model.ropes) * context * model.head_dim
     tables = 4 * (page_table + token_pool + rotary)
     drafting = config.speculative is not None
-    # The three starts had no drafts.
+    # The three starts had no drafts, so _FIXED_BYTES holds the graphs of engines without drafts.
     few, most = (memory.graph_sizes(config, max_chunk_tokens, each) for each in (False, drafting))
     graphs = _GRAPH_BYTES * (memory.further_graphs(*most) - memory.further_graphs(*few))
     graph_tokens = max((reqs * width for reqs, width in most[0]), default=0)

@@ -243,7 +243,7 @@ class Planner:
         if (self._table.computed[starved] > self._table.known[starved]).all():
             # The step in flight has drafts of these rows. If it rejects them, no page is missing.
             return kept, None
-        # `rows` lacks the requests that wait for a window page.
+        # `rows` lacks the requests that wait for a window page, and these can be preempted too.
         running = [*self.prefilling, *map(req_at, self.decode_rows.tolist())]
         if len(running) == 1:
             if not in_flight:

@@ -44,7 +44,7 @@ def run_scheduler(
     `api`; rank i binds `rank-{i}`. Raises ConfigError or EngineError.
     """
     import_s = process_age_s(os.getpid())
-    # Imports leave no garbage. The collection before the first step skips their objects.
+    # Imports leave no garbage, so the collection before the first step may skip their objects.
     gc.freeze()
     tp = TPInfo(tp_rank, engine_config.tp_size)
     # Bind the inbox before the model loads, so that messages that are sent during the load are not

@@ -1,7 +1,7 @@
 """The API keys of the command line and of key files, as hashes.
 
-The launcher reads them before it starts the other processes. Nothing here loads an HTTP library, so
-that the launcher starts early.
+The launcher reads the keys before it starts the other processes. This module imports no HTTP
+library, so that the launcher starts these processes early.
 
 A line of a key file is a key, `name: key` or `name priority=NUMBER: key`. The name identifies the
 client that sends a request with this key. Clients take turns. NUMBER is the lowest priority that
@@ -45,7 +45,7 @@ def key_hashes(keys: Iterable[str | None], file: str | None) -> dict[str, str]:
 
 
 def lowest_priorities(*files: str | None) -> dict[str, int]:
-    """The lowest priority of each client for which a key file gives one. Raises ConfigError."""
+    """Return the lowest priority of each client that has one in a key file. Raises ConfigError."""
     found: dict[str, int] = {}
     for client, _, lowest in (line for file in files if file for line in _read_file(file)):
         if lowest is not None and found.setdefault(client, lowest) != lowest:
@@ -57,7 +57,7 @@ def lowest_priorities(*files: str | None) -> dict[str, int]:
 
 
 def _read_file(file: str) -> list[tuple[str, str, int | None]]:
-    """Client, key and lowest priority of each line that is not empty. Raises ConfigError."""
+    """Return client, key and lowest priority of each line with a key. Raises ConfigError."""
     try:
         lines = Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -134,9 +134,9 @@ class _Service:
     ) -> None:
         """Start all children, the schedulers first, because they take the longest to load.
 
-        The API server is next: /livez answers while the others load. The log says "listening" when
-        the children have found no fault in the configuration. They write to the other end of
-        checked_fd.
+        The API server starts next, so that /livez answers while the others load. The children
+        check the configuration. If they find no fault, they write to the other end of checked_fd,
+        and the log says "listening".
         """
         config = self._template.config
         logger.info(f"loading {config.served_names[0]} from {config.engine.model_path}")

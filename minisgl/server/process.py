@@ -339,7 +339,7 @@ class ApiServer:
 def run_api(spec: ChildSpec) -> None:
     """The main of the API server process: serve on the inherited socket until drained."""
     assert spec.listen_fds, "the API server must have a socket; this is a bug"
-    gc.freeze()  # imports leave no garbage, and the collection at "ready" skips their objects
+    gc.freeze()  # imports leave no garbage, so the collection at "ready" may skip their objects
     # Most systems start processes with a limit of 1,024 open files, which is less than
     # --max-connections.
     _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,7 +1,7 @@
 """Opens the CUDA context of a GPU in a thread, while the process imports torch.
 
-A context takes some tenths of a second to open. The import of torch takes seconds, and it does not
-need the context. torch later uses the context of the device that exists in the process.
+A context takes some tenths of a second to open. The import of torch takes seconds and does not need
+the context. torch later uses this context, because it is the primary context of the device.
 """
 
 import ctypes
@@ -15,16 +15,16 @@ _SUCCESS = 0
 
 
 def open_context_early(device: str, index: int) -> threading.Thread | None:
-    """Start to open the context of a GPU, and return the thread that does it.
+    """Start a thread that opens the context of a GPU, and return the thread.
 
-    Returns None if the process will not use a GPU. The process keeps the context until it ends.
+    Returns None if `device` is cpu or if torch is not a build for CUDA. The process keeps the
+    context until it ends.
 
-    device: the setting --device: auto, cpu or cuda. index: the number of the GPU, as torch counts.
+    device: the value of --device: auto, cpu or cuda. index: the number of the GPU, as torch counts.
     """
     if device not in ("auto", "cuda") or not _torch_uses_cuda():
         return None
-    # The driver reads this variable when it starts. torch sets the same value when it starts the
-    # driver.
+    # The driver reads this variable in cuInit. torch sets the same value before it calls cuInit.
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     thread = threading.Thread(target=_open, args=(index,), name="cuda-context", daemon=True)
     thread.start()
@@ -40,7 +40,7 @@ def _torch_uses_cuda() -> bool:
 
 
 def _open(index: int) -> None:
-    """Open the context. A failure has no effect: torch makes the same calls and reports it."""
+    """Open the context. Ignores failures: torch makes the same calls and reports the failure."""
     try:
         driver = ctypes.CDLL(_DRIVER)  # releases the GIL during each call
     except OSError:

@@ -128,7 +128,7 @@ def constants(
     """The constants of the decode kernel.
 
     slot_stride: elements of the pool from one token to the next. fp8: whether the pool is FP8. The
-    rest as its caller.
+    other parameters are variables of decode.decode with the same names.
     """
     block = FP8_BLOCK if fp8 else BLOCK
     few = fp8 and queries == 1 and few_queries(q_heads // kv_heads, head_dim, warps)

@@ -27,15 +27,15 @@ a program loads the weights and the angles while the kernel before it still runs
 have several new tokens, a program has two to eight.
 
 One operand of the matrix unit has H rows. It holds the queries of a KV head, then the new key and
-the new value. Each of them is repeated to fill H rows. The results of the rows of the new key and
-value, and of the repetitions, are dropped. Scores are [H, BLOCK] and the output is [H, D], and H is
-at least 16. With an FP8 pool, scores are [BLOCK, H] and the output is [D, H]: the matrix unit then
-needs 8 rows only, which halves its work and the arithmetic on scores and outputs. Bytes read in
-16-bit types: 4 D per key, KV head and layer.
+the new value. Each of them is repeated to fill H rows. The kernel drops the results of the new key,
+of the new value and of the repetitions. Scores are [H, BLOCK], the output is [H, D], and H is at
+least 16. With an FP8 pool the operands change places: scores are [BLOCK, H], the output is [D, H],
+and H is at least 8. This halves the work of the matrix unit, and the arithmetic on scores and
+outputs. Bytes read in 16-bit types: 4 D per key, KV head and layer.
 
 A request may have several new tokens: its last token and drafts. The operand then holds the queries
-of up to QUERIES tokens (decode_several.py). As many tokens as fit into the least number of rows
-take no more instructions than one token. Each query has its own last visible key. A program stores
+of up to QUERIES tokens (decode_several.py). Several tokens take no more instructions than one token
+if their queries fit into the smallest H. Each query has its own last visible key. A program stores
 the new keys of its own blocks.
 
 In a layer with a window of W tokens, the first key of a request is the first one to which its
@@ -254,7 +254,7 @@ def decode_kernel(
                     acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
                     top = peak
                 else:
-                    # The key to load: a valid one also in place of a key that does not exist.
+                    # The key to load. In place of a key that does not exist, it is another one.
                     read = tl.minimum(token, context - 1)
                     inside = context - token
                     if WINDOW is not None:

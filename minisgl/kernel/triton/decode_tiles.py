@@ -130,8 +130,8 @@ def pages_of_block(source, b, first_key, context, BLOCK: tl.constexpr, PAGE: tl.
     """The page [BLOCK] of each key of block b, with one load for each page.
 
     source: address of the request's row in the page table. The request reads the keys from
-    first_key to context - 1. A page before or after them is replaced by their first or last page.
-    BLOCK is a multiple of PAGE.
+    first_key to context - 1. Keys before them get the page of the first key, and keys after them
+    get the page of the last key. BLOCK is a multiple of PAGE.
     """
     PAGES: tl.constexpr = BLOCK // PAGE
     nth = tl.minimum(b * PAGES + tl.arange(0, PAGES), (context - 1) // PAGE)
@@ -141,18 +141,19 @@ def pages_of_block(source, b, first_key, context, BLOCK: tl.constexpr, PAGE: tl.
 
 @triton.jit
 def pairs_at(vectors):
-    """Pointers to the first pairs of `vectors`, pointers to e4m3 vectors at multiples of 16 bytes.
+    """Convert pointers to e4m3 vectors to pointers to their first int16 pairs.
 
-    Addresses are computed in bytes, which takes two instructions less than in pairs.
+    The vectors are at multiples of 16 bytes. The caller computes the addresses in bytes, which
+    takes two instructions less than in pairs.
     """
     return tl.multiple_of(vectors.to(tl.pointer_type(tl.int16)), 16)
 
 
 @triton.jit
 def query_halves(query, H: tl.constexpr, D: tl.constexpr, CONVERT: tl.constexpr):
-    """Two tiles [D / 2, H] of the queries [H, D], with the elements in the order of the keys.
+    """Split the queries [H, D] into two tiles [D / 2, H], in the same way as fp8.widened_keys.
 
-    CONVERT: the order is that of `widened`; otherwise even elements and odd elements.
+    CONVERT: as in widened_keys.
     """
     if CONVERT:
         query = tl.permute(tl.reshape(query, [H, D // 4, 2, 2]), (0, 1, 3, 2))
@@ -204,9 +205,9 @@ def add_fp8_block(
                       row's scores.
     keys, values      pointers [BLOCK, D / 2] to int16 pairs. All pointers point to keys that exist.
     scales            pointers [BLOCK] to int32: the bfloat16 scales of a key and a value.
-    inside            int32 [BLOCK], below 2 ** 21; positive if the key exists. If it does not, its
-                      pointers point to another key in the same block. Loads then need no masks, and
-                      no weight of 0 meets a NaN.
+    inside            int32 [BLOCK], below 2 ** 21; positive if the key exists. The pointers of a
+                      key that does not exist point to another key of the block, which exists. So
+                      loads need no masks, and a weight of 0 is never multiplied by NaN.
     hidden            None or [H, BLOCK]; whether the query may not attend to the key.
     CAP               as in `capped`; None: no cap.
     """
@@ -221,8 +222,9 @@ def add_fp8_block(
     exponent = both >> 23
     if hidden is not None:
         score = tl.where(tl.trans(hidden), HIDDEN_SCORE, score)
-    # The exponents of scales are between -60 and 120. If a key does not exist, the bound is at most
-    # -896, and the key that it repeats is far above it. So its weight is 0.
+    # The exponents of scales are between -60 and 120. A key that does not exist gets at most -896
+    # instead of its exponent. Its score is then far below that of the key that it repeats, and its
+    # weight is 0.
     score += tl.minimum(exponent - 127, inside * 1024 - 896).to(tl.float32)[:, None]
     peak = tl.maximum(top, tl.max(score, axis=0))
     p = tl.exp2(score - peak[None, :])

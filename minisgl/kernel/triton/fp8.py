@@ -73,13 +73,13 @@ def unpacked(pairs, CONVERT: tl.constexpr):
 
 @triton.jit
 def widened_keys(pairs, CONVERT: tl.constexpr):
-    """Two halves of the elements of keys, in float16.
+    """The elements of keys in float16, as two halves [K, D / 2].
 
-    pairs    int16 [K, D / 2], two neighbouring e4m3 values each. They must be an operand of a
-             matrix product that sums over D: a thread then holds pairs 2 j and 2 j + 1 together.
-    CONVERT  as in `unpacked`. The halves then are the elements of pairs with even and with odd
-             numbers, and no instruction has to sort them. Otherwise they are the elements at even
-             and at odd positions.
+    pairs    int16 [K, D / 2], two neighbouring e4m3 values each. The halves must be operands of
+             matrix products that sum over D: a thread then holds pairs 2 j and 2 j + 1 together.
+    CONVERT  as in `unpacked`. If true, one half has the elements of pairs 2 j, the other half those
+             of pairs 2 j + 1, and no instruction has to sort bytes. Otherwise the halves are the
+             elements at even and at odd positions.
     """
     if CONVERT:
         return tl.inline_asm_elementwise(

@@ -2,8 +2,8 @@
 
 A lane reads 16 bytes at once: a block of 32 weights, which has one scale. It decodes them to the
 pairs of bfloat16 numbers that the matrix unit takes from this lane, so that no weight passes
-through shared memory. For that, the columns of both operands are not in the order of memory
-(operand).
+through shared memory. The columns of both operands are therefore in another order than in memory
+(see `operand`).
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -34,10 +34,10 @@ def decode_words(words, scales, TYPE: tl.constexpr, FAST: tl.constexpr):
     [ROWS, WORDS / 4]. Returns [ROWS, WORDS, 8].
 
     FAST, for bfloat16 only: the numbers are 2^-32 times the weights, and two are converted at once.
-    The 3 low bits of a code move to the lowest bit of bfloat16's exponent, the next one and the
-    first of the mantissa. A product with the scale corrects the bias, also of the subnormal number
-    0.5. Exact for scales from 2^-94 to 2^33. Larger scales count as 2^33; with smaller ones, small
-    numbers become zero.
+    The two exponent bits of a code become the two lowest exponent bits of bfloat16, and its
+    mantissa bit becomes the highest mantissa bit. A product with the scale corrects the bias of the
+    exponent, also for the subnormal number 0.5. The numbers are exact for scales from 2^-94 to
+    2^33. Larger scales count as 2^33; with smaller ones, small numbers become zero.
     """
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
@@ -137,5 +137,5 @@ def is_fast() -> bool:
 
 
 def reduction() -> float:
-    """The quotient of the weights and the numbers of `decode_words`."""
+    """The factor by which the numbers of `decode_words` must be multiplied to get the weights."""
     return _REDUCED if is_fast() else 1.0

@@ -1,8 +1,8 @@
 """The products of MXFP4 experts with blocks of few tokens that share an expert.
 
-The counterpart of stacked_moe._product for blocks in which the loads of the weights, and not the
-matrix unit, limit the speed. A warp multiplies 16 rows of the weight with the tokens of a block.
-Each lane decodes its part of the weights for itself (mxfp4.py).
+The counterpart of stacked_moe._product for blocks of so few tokens that the loads of the weights,
+and not the matrix unit, limit the speed. A warp multiplies 16 rows of the weight with the tokens of
+a block. Each lane decodes its part of the weights for itself (mxfp4.py).
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -26,7 +26,7 @@ _MOST_ASSIGNED: Final = 4
 
 
 def takes_blocks(x: Tensor, num_assigned: int, num_experts: int) -> bool:
-    """Whether `product` computes this number of assignments, and does it faster than stacked_moe.
+    """Whether `product` accepts x, and is faster than stacked_moe for this number of assignments.
 
     x: the tokens.
     """
@@ -58,7 +58,7 @@ def _product(
     STAGES: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """As stacked_moe._product. weight: int32 words of rows with `blocks` blocks."""
+    """Compute what stacked_moe._product does. weight: int32 words of rows with `blocks` blocks."""
     tile = tl.program_id(0)
     owned = tl.program_id(1)
     expert = tl.load(owners + owned).to(tl.int64)
@@ -134,7 +134,7 @@ def product(
     limit: float,
     gated: bool,
 ) -> None:
-    """As stacked_moe._launch, for x that mxfp4.takes accepts and blocks of TOKENS."""
+    """Compute what stacked_moe._launch does, if mxfp4.takes accepts x and blocks have TOKENS."""
     height = out.shape[1]
     rows = _WARPS * (8 if gated else 16)
     _product[(triton.cdiv(height, rows), len(blocks.owners))](

@@ -2,8 +2,8 @@
 
 The counterpart of moe_few.py. The experts of a token are products with one vector. The matrix unit
 computes them, so that the other units have time to decode the weights (mxfp4.py). The vector fills
-the 8 columns of the narrow operand. While a program of `_down` waits for the kernel before, it
-prefetches its weights into the L2 cache.
+the 8 columns of the narrow operand. While a program of `_down` waits for the kernel before it, the
+program prefetches its weights into the L2 cache.
 
 Bytes read: 2 H E for the router, 1.6 H I for each of T * top_k assignments.
 """
@@ -21,8 +21,8 @@ from minisgl.kernel.triton.mxfp4 import is_fast, operand, reduction
 from minisgl.kernel.triton.overlap import overlaps
 
 # The weights that a program loads at once: 16 rows. A lane makes _CHUNKS loads of 32 weights for a
-# row. The columns have _SPLITS parts, each of which is a warp of its own. The stages are the loads
-# in flight. These are the fastest of 4 choices for 1, 2 and 4 tokens, on one H200 with the shapes
+# row. A row has _SPLITS parts, and each part has a warp of its own. The stages are the loads in
+# flight. These are the fastest of 4 choices for 1, 2 and 4 tokens, on one H200 with the shapes
 # of gpt-oss-20b, 2026-11-23.
 _CHUNKS, _SPLITS = 2, 2
 _GATE_UP_STAGES, _DOWN_STAGES = 3, 4
@@ -47,8 +47,8 @@ def _total(
 ):
     """Products of 16 rows of the weight with a vector, for each of WARPS warps: [WARPS, 16].
 
-    Warp w computes the part w % SPLITS of a product at place w // SPLITS. The places from COUNT on
-    repeat the last one. weight: int32 words of rows with `blocks` blocks. rows: the row of each
+    Warp w computes part w % SPLITS of the product at place w // SPLITS. The places from COUNT on
+    repeat place COUNT - 1. weight: int32 words of rows with `blocks` blocks. rows: the row of each
     load, in the order of mxfp4.operand. The vector of a place is the row first_x + place of x.
     """
     SIZE: tl.constexpr = rows.shape[0]
@@ -108,7 +108,7 @@ def _gate_up(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """8 rows of the gate and the same rows of up, for one assignment."""
+    """Compute 8 rows of the gate and the same rows of up, for one assignment."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()  # after gdc_wait, so `_down` may read the routing at once
@@ -165,7 +165,7 @@ def _down(
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """16 rows of down for each of the PLACES experts of a token, and their sum.
+    """Compute 16 rows of down for the expert at each place of a token, and the sum over experts.
 
     Places without an expert repeat the last expert's product, which the sum leaves out.
     """
@@ -223,7 +223,9 @@ def experts_of_few(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """As MoeBackend.forward, in three launches. No host sync; the same result in every run.
+    """Compute what MoeBackend.forward does, in three launches.
+
+    There is no host sync, and the result is the same in every run.
 
     x: [T, H] that mxfp4.takes accepts, unit stride in H. router: the weight and its bias. matrices:
     codes of gate_up and down; scales: mxfp4_scales; biases: all as in ExpertWeights. semaphores: as
