@@ -11,8 +11,8 @@ from tests.parity.driver import Driver, Work, make_engine
 def logprobs_of_chunks(path: str, ids: list[int], chunks: list[int], **overrides: object) -> Tensor:
     """The log-probabilities of every id after each token of a prompt, float64 [T, V], on the CPU.
 
-    chunks: numbers of tokens; each chunk is one step. overrides: of make_engine. The step runs as a
-    part of a prompt, also for one token.
+    chunks: the number of tokens of each step. Each step runs as a part of a prompt, even with one
+    token. overrides: keyword arguments of make_engine.
     """
     assert sum(chunks) == len(ids)
     engine = make_engine(path, **{"device": "cuda", "page_size": 16} | overrides)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ _SMALL: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "eos_token_id": 2,
 }
-# Each token of gpt-oss selects all experts. Otherwise a rounding could change the selection.
+# Each token of gpt-oss selects all experts, so that rounding cannot change the selection.
 MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss": SHAPES["gpt-oss-20b"]
     | _SMALL

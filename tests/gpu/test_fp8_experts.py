@@ -56,7 +56,8 @@ def test_experts_convert_all_numbers_exactly() -> None:
     experts = torch.zeros(256, 1, device=DEVICE, dtype=torch.int32)
     given = (x, gate_up.to(FP8), down.to(FP8), (scales[0], scales[1]), factors, experts)
     found = kernels.experts_of_many(*given, quantised=False)
-    # A GPU divides by a constant as it multiplies by the rounded inverse, so the test multiplies.
+    # A GPU replaces a division by a constant by a product with the rounded inverse. The test
+    # therefore multiplies.
     assert torch.equal(found[:, 0].float(), finite * 448)
 
 

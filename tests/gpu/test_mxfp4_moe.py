@@ -136,7 +136,7 @@ if not INTERPRETED:
 
 @pytest.mark.parametrize(("tokens", "experts", "width", "inner"), BLOCKS)
 def test_experts_of_blocks(tokens: int, experts: int, width: int, inner: int) -> None:
-    """All tokens have expert 1, in several blocks, and expert 0 has none."""
+    """Expert 1 has all tokens, in several blocks if there are more than 8. Expert 0 has none."""
     weights = layer(experts, width, inner)
     x = normal(tokens, width + 64, dtype=DTYPE)[:, :width]
     assert weights.router_bias is not None
@@ -165,9 +165,9 @@ def test_experts_of_few(
 ) -> None:
     """Tiles divide neither rows nor columns. If `same`, all tokens have the same experts.
 
-    A bias lowers the logits of the other experts. It must not raise those of the chosen ones: from
-    16 on, neighbouring bfloat16 numbers differ by 1/8, and another order of the router's sums could
-    change the routing weights by 3 %.
+    A bias then lowers the logits of the other experts. A bias that raised the logits of the chosen
+    experts above 16 would make the comparison inexact: there, neighbouring bfloat16 numbers differ
+    by 1/8, and another order of the router's sums could change the routing weights by 3 %.
     """
     weights = layer(experts, width, inner)
     assert weights.router_bias is not None
@@ -220,7 +220,7 @@ def test_layers_in_a_graph_equal_single_layers(tokens: int) -> None:
 
 
 def test_words_are_decoded_exactly() -> None:
-    """All codes, with the scales from 2^-94 to 2^33; the fast numbers are 2^-32 times these."""
+    """All codes, with the scales from 2^-94 to 2^33. FAST gives 2^-32 times the weights."""
     codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
     scales = torch.arange(33, 161, dtype=torch.uint8, device=DEVICE).view(128, 1)
     found = torch.full((128, 16, 32), torch.nan, dtype=DTYPE, device=DEVICE)
@@ -254,7 +254,7 @@ def test_the_reference_of_experts_is_the_torch_backend() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 def test_a_float32_model_equals_its_dequantised_weights(tmp_path: Path) -> None:
-    """In float32, the same kernels compute both models."""
+    """In float32, both models run the same kernels."""
     tokens = [
         Driver(make_engine(path, device="cuda", page_size=16)).generate(0, prompt_of(200), 16)
         for path in build(tmp_path, 96)
@@ -262,12 +262,13 @@ def test_a_float32_model_equals_its_dequantised_weights(tmp_path: Path) -> None:
     assert tokens[0] == tokens[1]
 
 
-# For MXFP4, the first chunk runs the general kernel, those of 12 tokens run the kernels of blocks,
-# and the others run the kernels of few tokens.
+# For MXFP4, the first chunk runs the general kernel. The chunks of 12 tokens run the kernels for
+# blocks of few tokens, and the smaller chunks run the kernels of mxfp4_few.py.
 CHUNKS = [120, *[12] * 4, *[4] * 4, *[2] * 4, *[1] * 16]
 TOKENS = [120, 48, 40]
-# In bfloat16, torch's products on a CPU have a mean of 0.02 and a median of 0.001. Another position
-# of the prompt differs by 2.2. A token that gets another expert can differ by 1.
+# Limits of the divergence from float32. torch's bfloat16 products on a CPU have a mean of 0.02 and
+# a median of 0.001. The divergence from another position of the prompt is 2.2. A token that gets
+# another expert can have a divergence of 1.
 MOST_MEAN, MOST_MEDIAN = 0.2, 0.01
 
 

@@ -57,7 +57,7 @@ def test_start_ends_with_a_table_and_tokenizer_info_serves_lm_eval() -> None:
 def test_a_second_start_reads_the_step_times_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine the second start may find other times. It then names the file as well."""
+    """On a busy machine, the second start may measure again. It names the file in both cases."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     logs = []
     for _ in range(2):

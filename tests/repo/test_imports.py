@@ -30,7 +30,7 @@ def test_front_end_packages_together_load_no_torch():
 
 
 def test_launcher_loads_no_http_library():
-    """The launcher starts the scheduler, the slowest process, only after these imports."""
+    """These imports come before the start of the scheduler, the process with the longest start."""
     loaded = modules_loaded_by("minisgl.__main__", "minisgl.server.cli", "minisgl.server.launch")
     assert not loaded & {"torch", "starlette", "uvicorn", "prometheus_client", "httpx", "asyncio"}
 

@@ -1,4 +1,4 @@
-"""The file of step times: later starts read it, and doubtful files are replaced."""
+"""The file of step times: later starts read it, and replace it if it does not fit the engine."""
 
 import logging
 from dataclasses import replace
@@ -49,7 +49,7 @@ def subject(model: Path, chunk: int = 8192, **settings: object) -> Subject:
 def start(
     file: StepTimesFile | None, speed: float = 1.0, comm: Communicator | None = None
 ) -> tuple[StepCost, int]:
-    """Return the step cost of a virtual engine and the number of steps that found it."""
+    """Return the step cost of a virtual engine, and the number of steps that the engine ran."""
     engine = VirtualEngine(lambda tokens, launch: 1 / speed)
     comm = comm or SingleCommunicator()
     cost = step_cost(engine, comm, 8192, 50_000, file, lambda: engine.now_ns)
@@ -201,14 +201,14 @@ def test_code_of_other_packages_is_timed_at_each_start(
 
 
 def _rank(comm: Communicator, model: str, folders: list[str]) -> list[tuple[StepCost, int]]:
-    """Start once for each folder; "RANK" in its name makes it different on each rank."""
+    """Start once for each folder. The number of the rank replaces "RANK" in the folder's name."""
     described = subject(Path(model))
     places = [Path(folder.replace("RANK", str(comm.tp.rank))) for folder in folders]
     return [start(StepTimesFile(place, described), comm=comm) for place in places]
 
 
 def test_ranks_use_a_file_only_if_all_have_read_it(model: Path, tmp_path: Path) -> None:
-    """Ranks with different decisions launch different steps, and their collectives never end."""
+    """If ranks decided differently, they would run different steps, and collectives would hang."""
     folders = [str(tmp_path / "common"), str(tmp_path / "own-RANK")]
     found = []
     for name in ("first", "second"):

@@ -1,7 +1,7 @@
 """The layers that run before a capture launch all operations of the model.
 
-On a CPU, the operations of torch take the place of the kernels: each has the shapes, dtypes,
-strides and alignments of its tensors, by which a kernel is chosen and specialised.
+On a CPU, the operations of torch take the place of kernels. Each operation is recorded with the
+shapes, dtypes, strides and alignments of its tensors, which select and specialise a kernel.
 """
 
 import json
@@ -24,7 +24,8 @@ from tests.parity.models import build_model
 from tests.unit.distributed.ranks import run_ranks
 
 COPIES = 3  # of the layers of each tiny model
-# The number of layers before another layer of a new kind, or after a new kind, no longer comes.
+# The number of layers of the model, and the number of first layers that contain each pair of kinds
+# of neighbouring layers.
 MODELS = {
     "qwen3": (6, 2),
     "llama-linear-biases": (6, 2),
@@ -90,7 +91,7 @@ def test_few_layers_launch_the_operations_of_all(family: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_format_of_quantised_weights_has_few_kinds(form: str, tmp_path: Path) -> None:
-    """Some formats leave out a linear of one layer, which is a kind of its own then."""
+    """Some formats leave one linear of a layer unquantised. This layer is then of another kind."""
     engine = make_engine(longer(build_fp8(form, "llama", tmp_path).fp8), dummy_weight=True)
     count = layers_to_rehearse(engine._launcher.runner)
     assert count < 6

@@ -23,7 +23,7 @@ from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing, comp
 FA2 = AttentionKernel("fa2", torch.bfloat16, 128)
 FA3 = AttentionKernel("fa3", torch.bfloat16, 128, window=True)
 
-# Runs the shell script that stands in for build.ninja, the fifth argument.
+# A ninja that runs its fifth argument, build.ninja, as a shell script.
 NINJA = """#!/bin/sh
 exec sh "$5"
 """

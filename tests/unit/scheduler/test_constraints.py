@@ -155,7 +155,7 @@ def test_forced_tokens_follow_the_last_accepted_token(drafter: str, overlap: boo
 
 
 def test_drafts_of_a_dropped_result_do_not_count() -> None:
-    """All drafts are right, so each step that counts gives a row its drafts and one more token."""
+    """All drafts are right: a step whose result is kept gives a row its drafts and one token."""
     drafts = ChangingDrafts(7, changing=False)
     engine = FakeEngine(64, 4, drafter=DRAFTERS["right"])
     h = Harness(engine, SchedulerConfig(target_step_ms=None), drafts=drafts)

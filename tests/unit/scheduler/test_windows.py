@@ -73,8 +73,8 @@ def test_a_long_prompt_runs_with_the_smallest_pool() -> None:
 def test_the_newest_request_is_preempted_although_it_waits_for_a_window_page() -> None:
     """The newest request gets no window page for its second token.
 
-    The pages behind its window wait for the step in flight. In the same plan, the two older
-    requests find too few pages of the other pool.
+    The pages behind the window are free only after the step in flight. In the same plan, the two
+    older requests find too few pages of the other pool.
     """
     engine = FakeEngine(42, 1, 3, 48, window=WindowLayers(5, 26))
     harness = Harness(engine, SchedulerConfig(target_step_ms=None))

@@ -1,4 +1,4 @@
-"""The early CUDA context, with a library in the place of the driver."""
+"""The early CUDA context, with a library that replaces the driver."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from minisgl.utils.cuda_context import open_context_early
 from minisgl.utils.toolchain import find_c_compiler
 
-# It prints each call, and has two devices with the handles 100 and 101.
+# This driver prints each call. It has two devices, with the handles 100 and 101.
 DRIVER = r"""
 #include <stdio.h>
 #include <stdlib.h>
