@@ -58,7 +58,7 @@ def _product(
     STAGES: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """Compute what stacked_moe._product does. weight: int32 words of rows with `blocks` blocks."""
+    """As stacked_moe._product. weight: int32 words; a row has `blocks` blocks of 32 weights."""
     tile = tl.program_id(0)
     owned = tl.program_id(1)
     expert = tl.load(owners + owned).to(tl.int64)
@@ -134,7 +134,7 @@ def product(
     limit: float,
     gated: bool,
 ) -> None:
-    """Compute what stacked_moe._launch does, if mxfp4.takes accepts x and blocks have TOKENS."""
+    """As stacked_moe._launch, for an x that mxfp4.takes accepts and blocks of TOKENS tokens."""
     height = out.shape[1]
     rows = _WARPS * (8 if gated else 16)
     _product[(triton.cdiv(height, rows), len(blocks.owners))](

@@ -223,7 +223,7 @@ def experts_of_few(
     alpha: float,
     limit: float,
 ) -> Tensor:
-    """Compute what MoeBackend.forward does, in three launches.
+    """Compute a layer of experts, as MoeBackend.forward, in three launches.
 
     There is no host sync, and the result is the same in every run.
 
