@@ -40,6 +40,7 @@ class TritonMoe(MoeBackend):
             moe_grouped,
             moe_routing,
             mxfp4,
+            mxfp4_blocks,
             mxfp4_few,
             overlap,
             stacked_moe,
@@ -53,7 +54,8 @@ class TritonMoe(MoeBackend):
         self._reads_fp8 = overlap.converts_fp8
         self._mxfp4_experts_of_few = mxfp4_few.experts_of_few
         self._takes_few_mxfp4 = mxfp4.takes
-        self._stacked_experts = stacked_moe.experts_of_any
+        self._mxfp4_experts_of_many = mxfp4_blocks.experts_of_many
+        self._stacked_experts_of_many = stacked_moe.experts_of_many
         self._route = moe_routing.route
         self._semaphores = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)
 
@@ -88,7 +90,10 @@ class TritonMoe(MoeBackend):
                 x, router, matrices, scales, biases, *few, *weights.swiglu
             )
         routing = self._route(linear(x, *router), top_k, renormalise)
-        return self._stacked_experts(x, *matrices, scales, biases, *routing, *weights.swiglu)
+        own = (biases, *routing, *weights.swiglu)
+        if scales is None:
+            return self._stacked_experts_of_many(x, *matrices, *own)
+        return self._mxfp4_experts_of_many(x, *matrices, scales, *own)
 
 
 def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) -> ExpertWeights:

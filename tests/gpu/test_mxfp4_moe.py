@@ -26,23 +26,12 @@ tl = pytest.importorskip("triton.language", reason="needs Triton")
 mxfp4 = pytest.importorskip("minisgl.kernel.triton.mxfp4", reason="needs Triton")
 mxfp4_blocks = pytest.importorskip("minisgl.kernel.triton.mxfp4_blocks", reason="needs Triton")
 mxfp4_few = pytest.importorskip("minisgl.kernel.triton.mxfp4_few", reason="needs Triton")
-stacked_moe = pytest.importorskip("minisgl.kernel.triton.stacked_moe", reason="needs Triton")
 
 # In matrix products, the interpreter takes the bits of bfloat16 for integers.
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 LIMIT = 1e-5 if INTERPRETED else 1.5e-2
 SWIGLU = ClampedSwiglu(1.702, 7.0)
 TOP_K = 2
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _decode(codes, scales, out, FAST: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.arange(0, 16)[:, None]
-    pair = tl.load(codes + row * 16 + tl.arange(0, 16)[None, :])
-    power = tl.load(scales + tl.program_id(0) * 16 + row)
-    wide = stacked_moe.decode(pair, power, out.dtype.element_ty, FAST)
-    at = (tl.program_id(0) * 16 + row) * 32 + tl.arange(0, 32)[None, :]
-    tl.store(out + at, wide)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -131,22 +120,29 @@ def test_experts(tokens: int, experts: int, width: int, inner: int, packed: bool
 
 BLOCKS = [(8, 4, 96, 160), (20, 10, 160, 64)]
 if not INTERPRETED:
-    BLOCKS += [(32, 16, 2880, 2880), (64, 64, 2880, 1440), (5, 32, 2880, 2880)]
+    BLOCKS += [(32, 16, 2880, 2880), (64, 64, 2880, 1440), (300, 8, 1440, 736)]
+TILINGS = [tiling for _, tiling in mxfp4_blocks.TILINGS]
 
 
 @pytest.mark.parametrize(("tokens", "experts", "width", "inner"), BLOCKS)
-def test_experts_of_blocks(tokens: int, experts: int, width: int, inner: int) -> None:
-    """Expert 1 has all tokens, in several blocks if there are more than 8. Expert 0 has none."""
+@pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: str(tiling.tokens))
+def test_experts_of_many(
+    tokens: int, experts: int, width: int, inner: int, tiling: mxfp4_blocks.Tiling
+) -> None:
+    """Expert 1 has all tokens, in one or several blocks. Expert 0 has none."""
     weights = layer(experts, width, inner)
     x = normal(tokens, width + 64, dtype=DTYPE)[:, :width]
     assert weights.router_bias is not None
     weights.router_bias[0], weights.router_bias[1] = -50, 50
-    assert mxfp4_blocks.takes_blocks(x, tokens * TOP_K, experts)
-    backend = TritonMoe(torch.device(DEVICE))
+    logits = torch.nn.functional.linear(x, weights.router, weights.router_bias)
+    factors, chosen = route(logits, TOP_K, True)
+    routing = (factors.float().contiguous(), chosen.int().contiguous())
+    given = (x, weights.gate_up, weights.down, weights.mxfp4_scales, weights.biases, *routing)
 
     def forward() -> Tensor:
         with poisoned():
-            return backend.forward(x, weights, TOP_K, True)
+            out: Tensor = mxfp4_blocks.experts_of_many(*given, *SWIGLU, tiling)
+        return out
 
     first = forward()
     assert error(first, expected(x, weights)) < LIMIT
@@ -230,16 +226,6 @@ def test_words_are_decoded_exactly() -> None:
     assert torch.equal(found.double(), exact if INTERPRETED else exact * 2.0**-32)
 
 
-def test_every_code_and_scale_is_decoded_exactly() -> None:
-    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
-    # Larger scales overflow bfloat16 with the code 6.
-    scales = torch.arange(240, dtype=torch.uint8, device=DEVICE).view(240, 1).expand(240, 16)
-    found = torch.full((240, 16, 32), torch.nan, dtype=DTYPE, device=DEVICE)
-    _decode[(240,)](codes, scales.contiguous(), found, FAST=not INTERPRETED)
-    wide = codes.expand(240, 16, 16)
-    assert torch.equal(found, dequantise(wide, scales.contiguous().unsqueeze(-1), DTYPE))
-
-
 def test_the_reference_of_experts_is_the_torch_backend() -> None:
     weights = layer(4, 64, 96)
     weights = weights._replace(
@@ -254,7 +240,7 @@ def test_the_reference_of_experts_is_the_torch_backend() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 def test_a_float32_model_equals_its_dequantised_weights(tmp_path: Path) -> None:
-    """In float32, both models run the same kernels."""
+    """In float32, the weights of both models are equal, and only the order of the sums differs."""
     tokens = [
         Driver(make_engine(path, device="cuda", page_size=16)).generate(0, prompt_of(200), 16)
         for path in build(tmp_path, 96)
@@ -262,8 +248,8 @@ def test_a_float32_model_equals_its_dequantised_weights(tmp_path: Path) -> None:
     assert tokens[0] == tokens[1]
 
 
-# For MXFP4, the first chunk runs the general kernel. The chunks of 12 tokens run the kernels for
-# blocks of few tokens, and the smaller chunks run the kernels of mxfp4_few.py.
+# For MXFP4, the chunks of 120 and of 12 tokens run the kernel of mxfp4_blocks.py with two tilings.
+# The smaller chunks run the kernels of mxfp4_few.py.
 CHUNKS = [120, *[12] * 4, *[4] * 4, *[2] * 4, *[1] * 16]
 TOKENS = [120, 48, 40]
 # Limits of the divergence from float32. torch's bfloat16 products on a CPU have a mean of 0.02 and

@@ -131,11 +131,11 @@ def takes(x: Tensor) -> bool:
     return x.dtype == bfloat16 or knobs.runtime.interpret
 
 
-def is_fast() -> bool:
-    """The argument FAST of `decode_words`."""
-    return not knobs.runtime.interpret
+def is_fast(x: Tensor) -> bool:
+    """The argument FAST of `decode_words` for weights that are multiplied with x."""
+    return x.dtype == bfloat16 and not knobs.runtime.interpret
 
 
-def reduction() -> float:
+def reduction(x: Tensor) -> float:
     """The factor by which the numbers of `decode_words` must be multiplied to get the weights."""
-    return _REDUCED if is_fast() else 1.0
+    return _REDUCED if is_fast(x) else 1.0

@@ -1,36 +1,82 @@
-"""The products of MXFP4 experts with blocks of few tokens that share an expert.
+"""The MXFP4 experts of gpt-oss for many tokens, as products of blocks of tokens.
 
-The counterpart of stacked_moe._product for blocks of so few tokens that the loads of the weights,
-and not the matrix unit, limit the speed. A warp multiplies 16 rows of the weight with the tokens of
-a block. Each lane decodes its part of the weights for itself (mxfp4.py).
+The counterpart of stacked_moe.py for packed weights. A program multiplies rows of the weight, the
+tall operand of the matrix unit, with the tokens of a block. Each lane decodes its part of the
+weights for itself (mxfp4.py), which fixes the order of the columns in both operands. `_arrange`
+brings the tokens into this order, and the first product writes its output in it, so that a program
+copies its tokens to shared memory unchanged. While the matrix unit multiplies, the other units
+decode the next columns.
+
+Bytes, without those that L2 serves: 1.6 H I for each expert that has tokens, 2 I + 4 H for each
+assignment, and 4 H for each token.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor, int32
 
-from minisgl.kernel.triton.moe_routing import Blocks
-from minisgl.kernel.triton.mxfp4 import is_fast, operand, reduction, takes
+from minisgl.kernel.triton.moe_grouped import sum_parts
+from minisgl.kernel.triton.moe_routing import Blocks, align
+from minisgl.kernel.triton.mxfp4 import decode_words, is_fast, reduction
 
-# Tokens of a block, and the weights that a program loads at once: 16 rows for each of _WARPS warps.
-# A lane makes _CHUNKS loads of 32 weights for a row, and _STAGES loads are in flight. These are the
-# fastest of 8 choices for 5 to 32 tokens, on one H200 with the shapes of gpt-oss-20b, 2026-11-23.
-TOKENS: Final = 8
-_WARPS, _CHUNKS, _STAGES = 4, 2, 3
-# The most assignments per expert for which these products are faster than stacked_moe's.
-_MOST_ASSIGNED: Final = 4
+_CHUNK: Final = 128  # columns: 4 blocks of 32 weights. Their order changes.
+_ARRANGED: Final = 1024  # columns that a program of `_arrange` writes
 
 
-def takes_blocks(x: Tensor, num_assigned: int, num_experts: int) -> bool:
-    """Whether `product` accepts x, and is faster than stacked_moe for this number of assignments.
+class Tile(NamedTuple):
+    """The part of a product that a program computes.
 
-    x: the tokens.
+    warps, repeats  the rows of the weight: 16 for each warp, `repeats` times.
+    stages          loads of _CHUNK columns in flight.
     """
-    return takes(x) and num_assigned <= _MOST_ASSIGNED * num_experts
+
+    warps: int
+    repeats: int
+    stages: int
+
+
+class Tiling(NamedTuple):
+    """Tokens of a block, and the tiles of both products."""
+
+    tokens: int
+    gate_up: Tile
+    down: Tile
+
+
+# The most assignments per expert for which a tiling is used.
+TILINGS: Final = (
+    (4.0, Tiling(8, Tile(4, 1, 4), Tile(4, 1, 4))),
+    (8.0, Tiling(16, Tile(4, 1, 4), Tile(4, 1, 4))),
+    (20.0, Tiling(32, Tile(8, 1, 4), Tile(8, 1, 4))),
+    (64.0, Tiling(64, Tile(8, 2, 4), Tile(8, 1, 4))),
+    (float("inf"), Tiling(128, Tile(8, 2, 4), Tile(8, 2, 4))),
+)
+
+
+@triton.jit
+def column(place):
+    """The column of the tokens at this place of the operands.
+
+    The bits of a place, from the highest: chunk, word (2), half, block (2), i, code. Those of a
+    column: chunk, block (2), word (2), code, half, i. See mxfp4.operand.
+    """
+    word, half, block = (place >> 5) & 3, (place >> 4) & 1, (place >> 2) & 3
+    i, code = (place >> 1) & 1, place & 1
+    return (place >> 7 << 7) + block * 32 + word * 8 + code * 4 + half * 2 + i
+
+
+@triton.jit
+def _arrange(x, out, K, x_stride, out_stride, BLOCK: tl.constexpr):
+    """Write the columns of a token in the order of the operands, and zeros behind them."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = column(place)
+    value = tl.load(x + token * x_stride + k, mask=k < K, other=0.0)
+    tl.store(out + token * out_stride + place, value, mask=place < out_stride)
 
 
 @triton.jit(do_not_specialize=["num_assigned"])
@@ -47,6 +93,7 @@ def _product(
     N,
     blocks,
     x_stride,
+    out_stride,
     alpha,
     limit,
     reduced,
@@ -54,7 +101,7 @@ def _product(
     GATED: tl.constexpr,
     BM: tl.constexpr,
     WARPS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    REPEATS: tl.constexpr,
     STAGES: tl.constexpr,
     FAST: tl.constexpr,
 ):
@@ -64,64 +111,104 @@ def _product(
     expert = tl.load(owners + owned).to(tl.int64)
     if expert < 0:
         return
-    TYPE: tl.constexpr = x.dtype.element_ty
+    ROWS: tl.constexpr = 16 * WARPS * REPEATS
     slot = owned * BM + tl.arange(0, BM)
     assigned = tl.load(slots + slot)
     live = assigned < num_assigned
-    r = tl.arange(0, CHUNKS * 16 * WARPS)
-    half, warp, i = r // (8 * WARPS) % 2, r // 8 % WARPS, r % 8
+    r = tl.arange(0, ROWS)
+    group = r // (16 * WARPS) * WARPS + r // 8 % WARPS
+    half, i = r // (8 * WARPS) % 2, r % 8
     if GATED:  # a warp has 8 rows of the gate and the same rows of up
-        rows = expert * (2 * N) + half * N + tl.minimum((tile * WARPS + warp) * 8 + i, N - 1)
-        source = assigned // TOP_K
+        n = column(tile * (ROWS // 2) + group * 8 + i)
+        rows = expert * (2 * N) + half * N + tl.minimum(n, N - 1)
+        source = tl.minimum(assigned, num_assigned - 1) // TOP_K
     else:
-        rows = expert * N + tl.minimum((tile * WARPS + warp) * 16 + half * 8 + i, N - 1)
+        rows = expert * N + tl.minimum(tile * ROWS + group * 16 + half * 8 + i, N - 1)
         source = slot
-    chunk = (r // (16 * WARPS))[:, None]
-    word = chunk * 16 + tl.arange(0, 16)[None, :]
-    block = chunk * 4 + tl.arange(0, 4)[None, :]
-    k = tl.arange(0, CHUNKS * 128)[None, :]
+    word = tl.arange(0, 16)[None, :]
+    block = tl.arange(0, 4)[None, :]
     word_at = weight + rows[:, None] * (blocks * 4) + word
     scale_at = scales + rows[:, None] * blocks + block
-    x_at = x + source[:, None].to(tl.int64) * x_stride + k
-    total = tl.zeros([WARPS, 16, BM], tl.float32)
+    # Tokens of dead slots are read as well. Their columns of the product are not stored.
+    x_at = x + source[:, None].to(tl.int64) * x_stride + tl.arange(0, 128)[None, :]
+    total = tl.zeros([ROWS, BM], tl.float32)
     powers = tl.load(scale_at, mask=block < blocks, other=0)
-    for step in tl.range(0, tl.cdiv(blocks, 4 * CHUNKS), num_stages=STAGES):
-        left = blocks - step * (4 * CHUNKS)
-        after = left - 4 * CHUNKS
-        next_powers = tl.load(scale_at + (blocks - after), mask=block < after, other=0)
-        words = tl.load(word_at + step * (16 * CHUNKS), mask=word // 4 < left, other=0)
-        v = tl.load(x_at + step * (128 * CHUNKS), mask=live[:, None] & (k < left * 32), other=0.0)
-        w = operand(words, powers, CHUNKS, WARPS, TYPE, FAST)
+    for step in tl.range(0, tl.cdiv(blocks, 4), num_stages=STAGES):
+        left = blocks - step * 4
+        next_powers = tl.load(scale_at + (step + 1) * 4, mask=block < left - 4, other=0)
+        words = tl.load(word_at + step * 16, mask=word // 4 < left, other=0)
+        v = tl.load(x_at + step * 128)
+        w = decode_words(words, powers, x.dtype.element_ty, FAST)
+        w = tl.reshape(w, [REPEATS, 2, WARPS, 8, 4, 4, 2, 2, 2])
+        w = tl.reshape(tl.permute(w, (0, 2, 1, 3, 5, 7, 4, 8, 6)), [ROWS, 128])
         powers = next_powers
-        v = tl.permute(tl.reshape(v, [BM, CHUNKS, 4, 4, 2, 2, 2]), (1, 3, 5, 2, 6, 4, 0))
-        v = tl.reshape(v, [CHUNKS * 128, BM])
-        v = tl.broadcast_to(v[None, :, :], [WARPS, CHUNKS * 128, BM])
-        total = tl.dot(w, v, total, input_precision="ieee")
+        total = tl.dot(w, v.T, total, input_precision="ieee")
     total *= reduced
     if GATED:
-        n = tile * (8 * WARPS) + tl.arange(0, 8 * WARPS)
+        n = column(tile * (ROWS // 2) + tl.arange(0, ROWS // 2))
         inside = n < N
-        pairs = tl.permute(tl.reshape(total, [WARPS, 2, 8, BM]), (0, 2, 3, 1))
-        gate, up = tl.split(tl.reshape(pairs, [8 * WARPS, BM, 2]))
+        pairs = tl.permute(tl.reshape(total, [ROWS // 16, 2, 8, BM]), (0, 2, 3, 1))
+        gate, up = tl.split(tl.reshape(pairs, [ROWS // 2, BM, 2]))
         at = bias + expert * (2 * N) + n
         gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
         up += tl.load(at + N, mask=inside, other=0.0).to(tl.float32)[:, None]
         gate = tl.minimum(gate, limit)
         up = tl.maximum(tl.minimum(up, limit), -limit)
         value = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+        value = tl.where(inside[:, None], value, 0.0)  # the second product reads the padding
+        place = tile * (ROWS // 2) + tl.arange(0, ROWS // 2)
         target = slot
     else:
-        n = tile * (16 * WARPS) + tl.arange(0, 16 * WARPS)
-        inside = n < N
-        value = tl.reshape(total, [16 * WARPS, BM])
-        value += tl.load(bias + expert * N + n, mask=inside, other=0.0).to(tl.float32)[:, None]
+        place = tile * ROWS + tl.arange(0, ROWS)
+        at = bias + expert * N + place
+        value = total + tl.load(at, mask=place < N, other=0.0).to(tl.float32)[:, None]
         value *= tl.load(factors + assigned, mask=live, other=0.0)[None, :]
         target = assigned
-    at = out + target[None, :].to(tl.int64) * N + n[:, None]
+    at = out + target[None, :].to(tl.int64) * out_stride + place[:, None]
+    inside = place < out_stride
     tl.store(at, value.to(out.dtype.element_ty), mask=live[None, :] & inside[:, None])
 
 
-def product(
+def experts_of_many(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    scales: tuple[Tensor, Tensor],
+    biases: tuple[Tensor, Tensor],
+    weights: Tensor,
+    experts: Tensor,
+    alpha: float,
+    limit: float,
+    tiling: Tiling | None = None,
+) -> Tensor:
+    """As MoeBackend.forward, after the routing, in five launches. No host sync.
+
+    x: [T, H], unit stride in H. gate_up, down, biases: as in ExpertWeights. scales: mxfp4_scales.
+    weights, experts: as in moe_grouped.experts_of_many. alpha, limit: as in ClampedSwiglu. tiling:
+    None: that of TILINGS.
+    """
+    (num_tokens, width), num_experts, top_k = x.shape, len(gate_up), experts.shape[1]
+    if tiling is None:
+        mean = experts.numel() / num_experts
+        tiling = next(tiling for most, tiling in TILINGS if mean <= most)
+    blocks = align(experts, num_experts, tiling.tokens)
+    arranged = x.new_empty((num_tokens, _padded(width)))
+    columns = arranged.shape[1]
+    grid = (num_tokens, triton.cdiv(columns, _ARRANGED))
+    _arrange[grid](x, arranged, width, x.stride(0), columns, BLOCK=_ARRANGED, num_warps=4)
+    hidden = x.new_empty((len(blocks.slots), _padded(gate_up.shape[1] // 2)))
+    parts = x.new_empty((experts.numel(), width))
+    own = (blocks, weights, top_k, alpha, limit)
+    _launch(arranged, gate_up, scales[0], biases[0], hidden, *own, tiling.gate_up, True)
+    _launch(hidden, down, scales[1], biases[1], parts, *own, tiling.down, False)
+    return sum_parts(parts, top_k)
+
+
+def _padded(columns: int) -> int:
+    return triton.cdiv(columns, _CHUNK) * _CHUNK
+
+
+def _launch(
     x: Tensor,
     weight: Tensor,
     scales: Tensor,
@@ -132,12 +219,13 @@ def product(
     top_k: int,
     alpha: float,
     limit: float,
+    tile: Tile,
     gated: bool,
 ) -> None:
-    """As stacked_moe._launch, for an x that mxfp4.takes accepts and blocks of TOKENS tokens."""
-    height = out.shape[1]
-    rows = _WARPS * (8 if gated else 16)
-    _product[(triton.cdiv(height, rows), len(blocks.owners))](
+    height = weight.shape[1] // 2 if gated else weight.shape[1]
+    rows = 16 * tile.warps * tile.repeats
+    programs = triton.cdiv(out.shape[1], rows // 2 if gated else rows)
+    _product[(programs, len(blocks.owners))](
         x,
         weight.view(int32),
         scales,
@@ -150,15 +238,16 @@ def product(
         height,
         scales.shape[2],
         x.stride(0),
+        out.stride(0),
         alpha,
         limit,
-        reduction(),
+        reduction(x),
         TOP_K=top_k,
         GATED=gated,
         BM=blocks.size,
-        WARPS=_WARPS,
-        CHUNKS=_CHUNKS,
-        STAGES=_STAGES,
-        FAST=is_fast(),
-        num_warps=_WARPS,
+        WARPS=tile.warps,
+        REPEATS=tile.repeats,
+        STAGES=tile.stages,
+        FAST=is_fast(x),
+        num_warps=tile.warps,
     )

@@ -232,7 +232,7 @@ def experts_of_few(
     in moe_few.experts_of_few. alpha, limit: as in ClampedSwiglu.
     """
     num_tokens, width = x.shape
-    early, fast, reduced = overlaps(), is_fast(), reduction()
+    early, fast, reduced = overlaps(), is_fast(x), reduction(x)
     gate_up, down = (matrix.view(int32) for matrix in matrices)
     blocks = [matrix.shape[2] for matrix in scales]
     inner = 32 * blocks[1]
