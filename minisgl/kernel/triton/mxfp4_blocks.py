@@ -61,11 +61,11 @@ TILINGS: Final = (
 def column(place):
     """The column of the tokens at this place of the operands.
 
-    The bits of a place, from the highest: chunk, word (2), half, block (2), i, code. Those of a
-    column: chunk, block (2), word (2), code, half, i. See mxfp4.operand.
+    The bits of a place, from the highest: chunk, word (2), half, i, block (2), code. Those of a
+    column: chunk, block (2), word (2), code, half, i.
     """
-    word, half, block = (place >> 5) & 3, (place >> 4) & 1, (place >> 2) & 3
-    i, code = (place >> 1) & 1, place & 1
+    word, half, i = (place >> 5) & 3, (place >> 4) & 1, (place >> 3) & 1
+    block, code = (place >> 1) & 3, place & 1
     return (place >> 7 << 7) + block * 32 + word * 8 + code * 4 + half * 2 + i
 
 
@@ -121,7 +121,7 @@ def _product(
     if GATED:  # a warp has 8 rows of the gate and the same rows of up
         n = column(tile * (ROWS // 2) + group * 8 + i)
         rows = expert * (2 * N) + half * N + tl.minimum(n, N - 1)
-        source = tl.minimum(assigned, num_assigned - 1) // TOP_K
+        source = assigned // TOP_K
     else:
         rows = expert * N + tl.minimum(tile * ROWS + group * 16 + half * 8 + i, N - 1)
         source = slot
@@ -129,7 +129,6 @@ def _product(
     block = tl.arange(0, 4)[None, :]
     word_at = weight + rows[:, None] * (blocks * 4) + word
     scale_at = scales + rows[:, None] * blocks + block
-    # Tokens of dead slots are read as well. Their columns of the product are not stored.
     x_at = x + source[:, None].to(tl.int64) * x_stride + tl.arange(0, 128)[None, :]
     total = tl.zeros([ROWS, BM], tl.float32)
     powers = tl.load(scale_at, mask=block < blocks, other=0)
@@ -137,10 +136,10 @@ def _product(
         left = blocks - step * 4
         next_powers = tl.load(scale_at + (step + 1) * 4, mask=block < left - 4, other=0)
         words = tl.load(word_at + step * 16, mask=word // 4 < left, other=0)
-        v = tl.load(x_at + step * 128)
+        v = tl.load(x_at + step * 128, mask=live[:, None], other=0.0)
         w = decode_words(words, powers, x.dtype.element_ty, FAST)
         w = tl.reshape(w, [REPEATS, 2, WARPS, 8, 4, 4, 2, 2, 2])
-        w = tl.reshape(tl.permute(w, (0, 2, 1, 3, 5, 7, 4, 8, 6)), [ROWS, 128])
+        w = tl.reshape(tl.permute(w, (0, 2, 1, 3, 5, 7, 8, 4, 6)), [ROWS, 128])
         powers = next_powers
         total = tl.dot(w, v.T, total, input_precision="ieee")
     total *= reduced
