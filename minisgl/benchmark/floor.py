@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -230,12 +230,19 @@ def floor_of(
     decode_s = 0.0
     for step in range(1, int(outputs.max())):  # prefill samples the first token
         contexts = prompts[outputs > step] + step
-        keys = sum(
-            share * float(np.minimum(contexts, window or contexts).sum())
-            for window, share in _windows(model)
-        )
-        decode_s += step_s(cost, len(contexts), keys, ceilings, tp)
+        decode_s += step_s(cost, len(contexts), read_keys(model, contexts), ceilings, tp)
     return Floor(prefill_s, decode_s, int(outputs.sum()) / (prefill_s + decode_s))
+
+
+def read_keys(model: ModelConfig, contexts: NDArray[np.signedinteger[Any]]) -> float:
+    """Return the keys that a layer reads in a decode step, the mean over the layers.
+
+    contexts: tokens of each request's context.
+    """
+    return sum(
+        share * float(np.minimum(contexts, window or contexts).sum())
+        for window, share in _windows(model)
+    )
 
 
 def _windows(model: ModelConfig) -> list[tuple[int | None, float]]:

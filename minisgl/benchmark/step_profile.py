@@ -24,6 +24,7 @@ from minisgl.benchmark.floor import (
     Ceilings,
     cost_of,
     load_shape,
+    read_keys,
     reduce_s,
     with_weights,
 )
@@ -221,7 +222,8 @@ def report(
     ceilings = Ceilings()
     cost = with_weights(cost, model, options.quantization, options.tp)
     weights_s = cost.read_bytes(options.batch) / ceilings.bytes_per_s
-    kv_s = options.batch * options.context * cost.kv_bytes / ceilings.bytes_per_s
+    contexts = contexts_of(options.batch, options.context, options.ragged)
+    kv_s = read_keys(model, contexts) * cost.kv_bytes / ceilings.bytes_per_s
     arithmetic_s = options.batch * ceilings.arithmetic_s(cost.operations, cost.fp8_operations)
     reduce_time_s = cost.reduces * reduce_s(options.tp, options.batch * cost.reduce_bytes)
     floor_s = max(weights_s, arithmetic_s) + kv_s + reduce_time_s

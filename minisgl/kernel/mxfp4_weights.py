@@ -1,7 +1,15 @@
 """MXFP4 matrices: storage, and the torch reference (OCP Microscaling Formats, version 1.0).
 
-A block is 32 neighbouring weights of a row. A weight is an e2m1 code of 4 bits, and a byte holds
-two weights, the first one in its low bits. A block has one scale, a power of two as an e8m0 byte.
+A block is 32 neighbouring weights of a row. A weight is an e2m1 code of 4 bits: the sign, two bits
+of the exponent and one of the mantissa. A block has one scale, a power of two as an e8m0 byte.
+
+A checkpoint stores two codes in a byte, the first one in the low bits. The engine stores the 8
+codes of each word of 32 bits in another order (`recode`), so that a kernel extracts them with few
+instructions. A kernel extracts the codes in pairs, as two bfloat16 numbers: pair i has code i of
+the word in the lower 16 bits and code i + 4 in the higher ones. Bits 15 and 31 are the signs, bits
+6 to 8 and 22 to 24 the other bits of the codes. All other bits are 0. Pair 0 is the word with these
+bits alone. The other pairs have the same bits of the word rotated left by 10 (pair 1), shifted left
+by 4 (pair 2), and shifted left by 6 XOR shifted right by 2 (pair 3).
 """
 
 from typing import Final
@@ -13,15 +21,56 @@ BLOCK: Final = 32
 BLOCK_BYTES: Final = BLOCK // 2
 _BIAS = 127  # of the exponent of a scale
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; bit 3 is the sign
+_SIGNS, _NUMBERS = 0x80008000 - 2**32, 0x01C001C0  # the bits of a pair, as int32
+_STEP_WORDS = 2**24  # words that are recoded at once, to bound the memory
+
+
+def recode(codes: Tensor) -> Tensor:
+    """Return the codes of a checkpoint in the order of the engine.
+
+    codes: uint8 [..., n * 4]. The result has the same shape, type and device.
+    """
+    words = codes.contiguous().view(torch.int32).flatten()
+    result = torch.cat([_recoded(part) for part in torch.split(words, _STEP_WORDS)])
+    return result.view(torch.uint8).view(codes.shape)
+
+
+def _recoded(words: Tensor) -> Tensor:
+    """Find the words whose pairs are the codes: a linear system over the bits of a word."""
+    pairs = [
+        _left(words, 12 - 4 * i) & _SIGNS | _left(words, 6 - 4 * i) & _NUMBERS for i in range(4)
+    ]
+    found = pairs[0] | _left(pairs[1], -10) | _left(pairs[1], 22) | _left(pairs[2], -4)
+    # The other pairs fix 24 bits of the word; pair 3 fixes the others. Its bit 31 is bit 25 of the
+    # word, its bit 23 is bit 17 XOR bit 25, and so on.
+    rest = (pairs[3] ^ _left(found, 6) ^ _left(found, -2)) & (_SIGNS | _NUMBERS)
+    found |= _left(rest, -6) & 0x00010001 | _left(rest, 2) & 0x04000400
+    bit = torch.zeros_like(rest)
+    for source in (31, 23, 15, 7):
+        bit = bit ^ _left(rest, -source) & 1
+        found |= bit << (source - 6)
+    return found
+
+
+def _left(words: Tensor, bits: int) -> Tensor:
+    """Shift int32 words left, or right by -bits with zeros."""
+    if bits >= 0:
+        return words << bits
+    return (words >> -bits) & (1 << (32 + bits)) - 1
 
 
 def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the weights [..., n * 32] in `dtype`.
 
-    codes: uint8 [..., n * 16], two codes in a byte. scales: uint8 [..., n], powers of two.
+    codes: uint8 [..., n * 16], contiguous, of `recode`. scales: uint8 [..., n], powers of two.
     """
+    words = codes.view(torch.int32)
+    rotated = _left(words, 10) | _left(words, -22)
+    last = _left(words, 6) ^ _left(words, -2)
+    pairs = torch.stack((words, rotated, _left(words, 4), last), dim=-1)
+    halves = torch.stack((pairs, pairs >> 16), dim=-2)  # the first four codes, then the others
+    indices = halves >> 6 & 7 | halves >> 12 & 8
     table = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=codes.device)
-    pairs = torch.stack((codes & 15, codes >> 4), dim=-1)
-    blocks = table[pairs.int()].view(*scales.shape, BLOCK)
+    blocks = table[indices].view(*scales.shape, BLOCK)
     powers = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - _BIAS)
     return (blocks * powers.unsqueeze(-1)).flatten(-2).to(dtype)

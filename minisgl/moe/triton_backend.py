@@ -90,10 +90,9 @@ class TritonMoe(MoeBackend):
                 x, router, matrices, scales, biases, *few, *weights.swiglu
             )
         routing = self._route(linear(x, *router), top_k, renormalise)
-        own = (biases, *routing, *weights.swiglu)
         if scales is None:
-            return self._stacked_experts_of_many(x, *matrices, *own)
-        return self._mxfp4_experts_of_many(x, *matrices, scales, *own)
+            return self._stacked_experts_of_many(x, *matrices, biases, *routing, *weights.swiglu)
+        return self._mxfp4_experts_of_many(x, *matrices, scales, biases, *routing, *weights.swiglu)
 
 
 def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) -> ExpertWeights:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.core import ConfigError
-from minisgl.kernel.mxfp4_weights import BLOCK, BLOCK_BYTES
+from minisgl.kernel.mxfp4_weights import BLOCK, BLOCK_BYTES, recode
 from minisgl.layers.experts import ExpertShards
 from minisgl.layers.linear import UnquantizedLinear
 from minisgl.layers.quantization import Quantization
@@ -57,11 +57,13 @@ class Mxfp4Experts(StackedExperts):
         cut = (2, inner.begin // BLOCK, inner.end // BLOCK)
         place = partial(Placement, stored=_STORED)
         source = f"{self.source}.gate_up_proj"
-        codes = partial(_flat, convert=rows)
+        codes = partial(_recoded, convert=rows)
         yield place(f"{source}_blocks", (*gate_up, BLOCK_BYTES), f"{name}.gate_up", convert=codes)
         yield place(f"{source}_scales", gate_up, f"{name}.gate_up_scales", convert=rows)
         source = f"{self.source}.down_proj"
-        yield place(f"{source}_blocks", (*down, BLOCK_BYTES), f"{name}.down", *cut, convert=_flat)
+        yield place(
+            f"{source}_blocks", (*down, BLOCK_BYTES), f"{name}.down", *cut, convert=_recoded
+        )
         yield place(f"{source}_scales", down, f"{name}.down_scales", *cut)
         yield from super().placements(name)
 
@@ -77,7 +79,7 @@ def _bytes(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
 
 
-def _flat(stored: Tensor, convert: Any = None) -> Tensor:
-    """Join the bytes of a row's blocks. stored: [E, rows, blocks, 16]."""
+def _recoded(stored: Tensor, convert: Any = None) -> Tensor:
+    """Join the bytes of a row's blocks, and recode them. stored: [E, rows, blocks, 16]."""
     part: Tensor = stored if convert is None else convert(stored)
-    return part.flatten(2)
+    return recode(part.flatten(2))

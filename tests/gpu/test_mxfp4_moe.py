@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel.mxfp4_weights import dequantise
+from minisgl.kernel.mxfp4_weights import dequantise, recode
 from minisgl.moe.base import Biases, ClampedSwiglu, ExpertWeights, route
 from minisgl.moe.torch_backend import TorchMoe
 from minisgl.moe.triton_backend import TritonMoe
@@ -217,12 +217,12 @@ def test_layers_in_a_graph_equal_single_layers(tokens: int) -> None:
 
 def test_words_are_decoded_exactly() -> None:
     """All codes, with the scales from 2^-94 to 2^33. FAST gives 2^-32 times the weights."""
-    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16)
+    codes = recode(torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16))
     scales = torch.arange(33, 161, dtype=torch.uint8, device=DEVICE).view(128, 1)
     found = torch.full((128, 16, 32), torch.nan, dtype=DTYPE, device=DEVICE)
     rows = scales.expand(128, 16).contiguous()
     _decode_words[(128,)](codes.view(torch.int32), rows, found, FAST=not INTERPRETED)
-    exact = dequantise(codes.expand(128, 16, 16), rows.unsqueeze(-1), torch.float64)
+    exact = dequantise(codes.repeat(128, 1, 1), rows.unsqueeze(-1), torch.float64)
     assert torch.equal(found.double(), exact if INTERPRETED else exact * 2.0**-32)
 
 

@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import Communicator
-from minisgl.kernel.mxfp4_weights import dequantise
+from minisgl.kernel.mxfp4_weights import dequantise, recode
 from tests.parity.driver import Driver, make_engine
 from tests.parity.models import FAMILIES, VOCAB_SIZE, build_model, transformers_greedy
 from tests.unit.distributed.ranks import run_ranks
@@ -67,7 +67,7 @@ def test_every_code_and_every_scale_has_the_value_of_transformers() -> None:
     scales = torch.arange(255, dtype=torch.uint8)  # 255 is NaN in the format
     codes = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(255, 16, 16)
     scales = scales[:, None].expand(255, 16).contiguous()
-    found = dequantise(codes.flatten(1), scales, torch.float32)
+    found = dequantise(recode(codes.flatten(1)), scales, torch.float32)
     expected = convert_moe_packed_tensors(
         codes.unsqueeze(0).clone(), scales.unsqueeze(0).clone(), dtype=torch.float32
     )

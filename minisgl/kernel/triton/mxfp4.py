@@ -19,25 +19,16 @@ _REDUCED: Final = 2.0**32
 
 
 @triton.jit
-def number(code, TYPE: tl.constexpr):
-    """The numbers of e2m1 codes, int32, in TYPE."""
-    exponent, mantissa = (code >> 1) & 3, code & 1
-    doubled = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
-    return (tl.where((code & 8) != 0, -doubled, doubled).to(tl.float32) * 0.5).to(TYPE)
-
-
-@triton.jit
 def decode_words(words, scales, TYPE: tl.constexpr, FAST: tl.constexpr):
     """MXFP4 to TYPE.
 
-    words: int32 [ROWS, WORDS], 8 codes each, the first one in the lowest bits. scales: uint8
-    [ROWS, WORDS / 4]. Returns [ROWS, WORDS, 8].
+    words: int32 [ROWS, WORDS], 8 codes each, in the order of minisgl.kernel.mxfp4_weights. scales:
+    uint8 [ROWS, WORDS / 4]. Returns [ROWS, WORDS, 8].
 
-    FAST, for bfloat16 only: the numbers are 2^-32 times the weights, and two are converted at once.
-    The two exponent bits of a code become the two lowest exponent bits of bfloat16, and its
-    mantissa bit becomes the highest mantissa bit. A product with the scale corrects the bias of the
-    exponent, also for the subnormal number 0.5. The numbers are exact for scales from 2^-94 to
-    2^33. Larger scales count as 2^33; with smaller ones, small numbers become zero.
+    FAST, for bfloat16 only: the numbers are 2^-32 times the weights. A pair has the bits of two
+    bfloat16 numbers with another bias of the exponent. A product with the scale corrects the bias,
+    also for the subnormal number 0.5. The numbers are exact for scales from 2^-94 to 2^33. Larger
+    scales count as 2^33; with smaller ones, small numbers become zero.
     """
     ROWS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
@@ -45,31 +36,23 @@ def decode_words(words, scales, TYPE: tl.constexpr, FAST: tl.constexpr):
     exponents = tl.reshape(exponents, [ROWS, WORDS])
     if FAST:
         powers = (tl.minimum(exponents, 160) + 94) * 0x00800080  # 2^(exponent - 33), twice
-        # The shifts move codes 0 and 4, 1 and 5, 2 and 6, and 3 and 7 into place. The product adds
-        # -0, because GPUs before Hopper have no bfloat16 product without a sum.
+        # The product adds -0, because GPUs before Hopper have no bfloat16 product without a sum.
         first, second, third, fourth = tl.inline_asm_elementwise(
             """
             {
-            .reg .b32 s, m, zero;
+            .reg .b32 m, n, zero;
             mov.b32 zero, 0x80008000;
-            shl.b32 s, $4, 12;
-            shl.b32 m, $4, 6;
-            and.b32 m, m, 0x01c001c0;
-            lop3.b32 m, s, 0x80008000, m, 0xea;
+            and.b32 m, $4, 0x81c081c0;
             fma.rn.bf16x2 $0, m, $5, zero;
-            shl.b32 s, $4, 8;
-            shl.b32 m, $4, 2;
-            and.b32 m, m, 0x01c001c0;
-            lop3.b32 m, s, 0x80008000, m, 0xea;
+            shf.l.wrap.b32 m, $4, $4, 10;
+            and.b32 m, m, 0x81c081c0;
             fma.rn.bf16x2 $1, m, $5, zero;
-            shl.b32 s, $4, 4;
-            shr.b32 m, $4, 2;
-            and.b32 m, m, 0x01c001c0;
-            lop3.b32 m, s, 0x80008000, m, 0xea;
+            shl.b32 m, $4, 4;
+            and.b32 m, m, 0x81c081c0;
             fma.rn.bf16x2 $2, m, $5, zero;
-            shr.b32 m, $4, 6;
-            and.b32 m, m, 0x01c001c0;
-            lop3.b32 m, $4, 0x80008000, m, 0xea;
+            shl.b32 m, $4, 6;
+            shr.b32 n, $4, 2;
+            lop3.b32 m, m, n, 0x81c081c0, 0x28;
             fma.rn.bf16x2 $3, m, $5, zero;
             }
             """,
@@ -83,11 +66,14 @@ def decode_words(words, scales, TYPE: tl.constexpr, FAST: tl.constexpr):
         odd = tl.join(_halves(second), _halves(fourth))
         numbers = tl.reshape(tl.join(even, odd), [ROWS, WORDS, 8])
     else:
-        codes = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15
+        w = words.to(tl.uint32, bitcast=True)
+        even = tl.join(_codes(w), _codes(w << 4))
+        odd = tl.join(_codes(w << 10 | w >> 22), _codes(w << 6 ^ w >> 2))
+        codes = tl.reshape(tl.join(even, odd), [ROWS, WORDS, 8])
         # The exponent 0 is 2^-127, which is subnormal in float32.
         bits = tl.where(exponents == 0, 1 << 22, exponents << 23)
         powers = bits.to(tl.float32, bitcast=True).to(TYPE)
-        numbers = number(codes, TYPE) * powers[:, :, None]
+        numbers = _number(codes, TYPE) * powers[:, :, None]
     return numbers
 
 
@@ -124,6 +110,22 @@ def _halves(pairs):
     low = (pairs & 0xFFFF).to(tl.int16).to(tl.bfloat16, bitcast=True)
     high = (pairs >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return tl.join(low, high)
+
+
+@triton.jit
+def _codes(pairs):
+    """The two e2m1 codes in each pair, int32, the lower half first."""
+    low = (pairs >> 6 & 7) | (pairs >> 12 & 8)
+    high = (pairs >> 22 & 7) | (pairs >> 28 & 8)
+    return tl.join(low, high).to(tl.int32)
+
+
+@triton.jit
+def _number(code, TYPE: tl.constexpr):
+    """The numbers of e2m1 codes, int32, in TYPE."""
+    exponent, mantissa = (code >> 1) & 3, code & 1
+    doubled = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
+    return (tl.where((code & 8) != 0, -doubled, doubled).to(tl.float32) * 0.5).to(TYPE)
 
 
 def takes(x: Tensor) -> bool:
