@@ -34,11 +34,13 @@ class Tile(NamedTuple):
     """The part of a product that a program computes.
 
     warps, repeats  the rows of the weight: 16 for each warp, `repeats` times.
-    stages          loads of _CHUNK columns in flight.
+    chunks          a load has `chunks` times _CHUNK columns.
+    stages          loads in flight.
     """
 
     warps: int
     repeats: int
+    chunks: int
     stages: int
 
 
@@ -50,16 +52,16 @@ class Tiling(NamedTuple):
     down: Tile
 
 
-# The most assignments per expert for which a tiling is used. Each tiling is the fastest of 6 to 8
-# on one H200 with the shapes of gpt-oss-20b (2026-11-24, torch 2.11, Triton 3.6).
+# The most assignments per expert for which a tiling is used. Each tiling is the fastest of 4 to 9
+# on one H200 with the shapes of gpt-oss-20b and 120b (2026-11-24, torch 2.11, Triton 3.6).
 TILINGS: Final = (
-    (10.0, Tiling(16, Tile(4, 2, 4), Tile(4, 2, 4))),
-    (24.0, Tiling(32, Tile(4, 1, 4), Tile(4, 1, 4))),
-    (48.0, Tiling(64, Tile(8, 1, 4), Tile(8, 1, 4))),
-    (512.0, Tiling(128, Tile(8, 2, 3), Tile(8, 1, 4))),
-    (float("inf"), Tiling(256, Tile(8, 1, 3), Tile(8, 1, 3))),
+    (10.0, Tiling(16, Tile(4, 1, 2, 3), Tile(4, 1, 2, 3))),
+    (24.0, Tiling(32, Tile(4, 2, 1, 3), Tile(4, 2, 1, 3))),
+    (48.0, Tiling(64, Tile(8, 1, 1, 4), Tile(8, 1, 1, 4))),
+    (512.0, Tiling(128, Tile(8, 2, 1, 3), Tile(8, 1, 1, 4))),
+    (float("inf"), Tiling(256, Tile(8, 1, 1, 3), Tile(8, 1, 1, 3))),
 )
-_EXACT: Final = Tiling(16, Tile(4, 1, 2), Tile(4, 1, 2))  # for float32, which tests use
+_EXACT: Final = Tiling(16, Tile(4, 1, 1, 2), Tile(4, 1, 1, 2))  # for float32, which tests use
 
 
 @triton.jit
@@ -107,10 +109,14 @@ def _product(
     BM: tl.constexpr,
     WARPS: tl.constexpr,
     REPEATS: tl.constexpr,
+    CHUNKS: tl.constexpr,
     STAGES: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """As stacked_moe._product. weight: int32 words; a row has `blocks` blocks of 32 weights."""
+    """As stacked_moe._product. weight: int32 words; a row has `blocks` blocks of 32 weights.
+
+    The tokens of unused slots count as zeros, and their columns of the product are not stored.
+    """
     tile = tl.program_id(0)
     owned = tl.program_id(1)
     expert = tl.load(owners + owned).to(tl.int64)
@@ -120,8 +126,8 @@ def _product(
     slot = owned * BM + tl.arange(0, BM)
     assigned = tl.load(slots + slot)
     live = assigned < num_assigned
-    r = tl.arange(0, ROWS)
-    group = r // (16 * WARPS) * WARPS + r // 8 % WARPS
+    r = tl.arange(0, CHUNKS * ROWS)
+    group = r // (16 * WARPS) % REPEATS * WARPS + r // 8 % WARPS
     half, i = r // (8 * WARPS) % 2, r % 8
     if GATED:  # a warp has 8 rows of the gate and the same rows of up
         n = column(tile * (ROWS // 2) + group * 8 + i)
@@ -130,21 +136,26 @@ def _product(
     else:
         rows = expert * N + tl.minimum(tile * ROWS + group * 16 + half * 8 + i, N - 1)
         source = slot
-    word = tl.arange(0, 16)[None, :]
-    block = tl.arange(0, 4)[None, :]
+    chunk = (r // ROWS)[:, None]
+    word = chunk * 16 + tl.arange(0, 16)[None, :]
+    block = chunk * 4 + tl.arange(0, 4)[None, :]
     word_at = weight + rows[:, None] * (blocks * 4) + word
     scale_at = scales + rows[:, None] * blocks + block
-    x_at = x + source[:, None].to(tl.int64) * x_stride + tl.arange(0, 128)[None, :]
+    k = tl.arange(0, CHUNKS * 128)[None, :]
+    x_at = x + source[:, None].to(tl.int64) * x_stride + k
     total = tl.zeros([ROWS, BM], tl.float32)
     powers = tl.load(scale_at, mask=block < blocks, other=0)
-    for step in tl.range(0, tl.cdiv(blocks, 4), num_stages=STAGES):
-        left = blocks - step * 4
-        next_powers = tl.load(scale_at + (step + 1) * 4, mask=block < left - 4, other=0)
-        words = tl.load(word_at + step * 16, mask=word // 4 < left, other=0)
-        v = tl.load(x_at + step * 128, mask=live[:, None], other=0.0)
+    for step in tl.range(0, tl.cdiv(blocks, 4 * CHUNKS), num_stages=STAGES):
+        left = blocks - step * (4 * CHUNKS)
+        inside = block < left - 4 * CHUNKS
+        next_powers = tl.load(scale_at + (step + 1) * (4 * CHUNKS), mask=inside, other=0)
+        words = tl.load(word_at + step * (16 * CHUNKS), mask=word // 4 < left, other=0)
+        inside = live[:, None] & (k // 128 < tl.cdiv(left, 4))
+        v = tl.load(x_at + step * (128 * CHUNKS), mask=inside, other=0.0)
         w = decode_words(words, powers, x.dtype.element_ty, FAST)
-        w = tl.reshape(w, [REPEATS, 2, WARPS, 8, 4, 4, 2, 2, 2])
-        w = tl.reshape(tl.permute(w, (0, 2, 1, 3, 5, 7, 8, 4, 6)), [ROWS, 128])
+        w = tl.reshape(w, [CHUNKS, REPEATS, 2, WARPS, 8, 4, 4, 2, 2, 2])
+        w = tl.permute(w, (1, 3, 2, 4, 0, 6, 8, 9, 5, 7))
+        w = tl.reshape(w, [ROWS, CHUNKS * 128])
         powers = next_powers
         total = tl.dot(w, v.T, total, input_precision="ieee")
     total *= reduced
@@ -260,6 +271,7 @@ def _launch(
         BM=blocks.size,
         WARPS=tile.warps,
         REPEATS=tile.repeats,
+        CHUNKS=tile.chunks,
         STAGES=tile.stages,
         FAST=is_fast(x),
         num_warps=tile.warps,
