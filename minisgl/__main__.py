@@ -15,6 +15,7 @@ from typing import NoReturn
 from minisgl.core import ConfigError
 from minisgl.core.hub import resolve_model
 from minisgl.utils import near_names, setup_logging, supervise
+from minisgl.utils.bytecode import keep_bytecode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,6 +53,7 @@ def _command(word: str = "") -> Callable[[list[str]], int]:
 
 
 def _serve(arguments: Sequence[str]) -> int:
+    keep_bytecode()
     from minisgl.server.cli import KEY_VARIABLES, resolve
     from minisgl.server.launch import launch
 
