@@ -6,12 +6,15 @@ was made without bytecode. The import of torch then takes more than twice as lon
 """
 
 import importlib.util
+import logging
 import os
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from minisgl.utils.process import cache_folder
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = ("torch", "transformers", "flashinfer")  # the largest imports of a start
 _HEADER_BYTES = 16
@@ -29,7 +32,8 @@ def keep_bytecode() -> None:
     if sys.pycache_prefix is not None or folder is None:
         return
     specs = [importlib.util.find_spec(package) for package in _PACKAGES]
-    if all(spec is None or _is_kept(spec) for spec in specs):
+    lacking = [spec.name for spec in specs if spec is not None and not _is_kept(spec)]
+    if not lacking:
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -39,6 +43,8 @@ def keep_bytecode() -> None:
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         sys.dont_write_bytecode = False
+        names = ", ".join(lacking)
+        logger.info("bytecode is kept in %s; these packages have none: %s", folder, names)
 
 
 def _is_kept(spec: ModuleSpec) -> bool:
