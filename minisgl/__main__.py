@@ -15,6 +15,7 @@ from typing import NoReturn
 from minisgl.core import ConfigError
 from minisgl.core.hub import resolve_model
 from minisgl.utils import near_names, setup_logging, supervise
+from minisgl.utils.bytecode import keep_bytecode
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,10 +53,11 @@ def _command(word: str = "") -> Callable[[list[str]], int]:
 
 
 def _serve(arguments: Sequence[str]) -> int:
+    setup_logging("launcher", "info")
+    keep_bytecode()
     from minisgl.server.cli import KEY_VARIABLES, resolve
     from minisgl.server.launch import launch
 
-    setup_logging("launcher", "info")
     # In a container this process is PID 1, for which the kernel has no default action for signals.
     # Without a handler, SIGTERM would not end a download, which may take minutes.
     signal.signal(signal.SIGTERM, _end_download)

@@ -24,7 +24,7 @@ from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.core import Batch, ConfigError, EngineConfig, PageUpdates, SamplingParams
 from minisgl.core.batch import LogprobsRequest
-from minisgl.core.sampling import sampling_arrays
+from minisgl.core.columns import sampling_arrays
 from minisgl.demo import evaluation_path, model_path
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine

@@ -38,7 +38,7 @@ from minisgl.core import (
     SamplingParams,
 )
 from minisgl.core.batch import DRAFT_WIDTHS
-from minisgl.core.sampling import sampling_arrays
+from minisgl.core.columns import sampling_arrays
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.models.config import ModelConfig

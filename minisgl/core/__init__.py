@@ -2,17 +2,14 @@
 
 Modules that need EditedReq, LogprobsRequest or Logprobs import them from core.batch. Nothing here
 imports torch.
+
+The types of core.batch and core.columns are imported at their first use, since they need numpy. The
+launcher needs neither, and starts the scheduler sooner without numpy.
 """
 
-from minisgl.core.batch import (
-    Batch,
-    EngineLike,
-    Int32Array,
-    PageUpdates,
-    PendingStep,
-    StepResult,
-    WindowLayers,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from minisgl.core.config import EngineConfig, ModelFacts, SchedulerConfig, TokenizerInfo
 from minisgl.core.errors import (
     Cancelled,
@@ -30,15 +27,20 @@ from minisgl.core.errors import (
     Unsupported,
     WorkerDied,
 )
-from minisgl.core.sampling import (
-    SAMPLING_COLUMNS,
-    Column,
-    FinishReason,
-    Grammar,
-    GrammarKind,
-    SamplingParams,
-)
+from minisgl.core.sampling import FinishReason, Grammar, GrammarKind, SamplingParams
 from minisgl.core.step_cost import StepCost, step_sizes
+
+if TYPE_CHECKING:
+    from minisgl.core.batch import (
+        Batch,
+        EngineLike,
+        Int32Array,
+        PageUpdates,
+        PendingStep,
+        StepResult,
+        WindowLayers,
+    )
+    from minisgl.core.columns import SAMPLING_COLUMNS, Column
 
 __all__ = [
     "SAMPLING_COLUMNS",
@@ -75,3 +77,11 @@ __all__ = [
     "WorkerDied",
     "step_sizes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a type of core.batch or core.columns at its first use."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    columns = name in ("SAMPLING_COLUMNS", "Column")
+    return getattr(import_module("minisgl.core.columns" if columns else "minisgl.core.batch"), name)

@@ -16,7 +16,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core.sampling import SamplingArrays
+from minisgl.core.columns import SamplingArrays
 from minisgl.core.step_cost import StepCost
 
 # The numbers of tokens that the decode requests of a step may forward: 1 and the drafts.

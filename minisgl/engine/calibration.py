@@ -13,7 +13,6 @@ and a wrong size would end in OutOfMemory.
 
 import hashlib
 import logging
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from minisgl.engine.extensions import Extensions
 from minisgl.engine.step_timing import Timing, change_of, fit, time_steps
 from minisgl.kernel import AttentionKernel, compiled
 from minisgl.kernel.cache import current_versions
+from minisgl.utils import cache_folder
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ def file_for(
     added = [*extensions.attention_backends, *extensions.moe_backends]
     formats = [*extensions.quantizations.values(), *extensions.online_quantizations.values()]
     packages = {part.__module__.partition(".")[0] for part in [*added, *formats]}
-    folder = step_times_folder()
+    folder = cache_folder("step-times")
     if folder is None or packages - {"minisgl"}:
         return None
     if not all(compiled(kernel)() for kernel in kernels):
@@ -208,12 +208,6 @@ def step_cost(
     if first and file is not None:
         file.write(timings)
     return fit(timings)
-
-
-def step_times_folder() -> Path | None:
-    """Return the folder of the files, which may not exist; None for a user without a home."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "minisgl" / "step-times" if os.path.isabs(base) else None
 
 
 def _equal_on_all(comm: Communicator, timings: Sequence[Timing]) -> bool:

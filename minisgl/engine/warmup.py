@@ -18,7 +18,8 @@ from minisgl.core.batch import (
     LogprobsRequest,
     PageUpdates,
 )
-from minisgl.core.sampling import SamplingParams, sampling_arrays
+from minisgl.core.columns import sampling_arrays
+from minisgl.core.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 FILTERED = SamplingParams(temperature=1.0, top_k=2, seed=0)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from minisgl.core import Column, Int32Array, InvariantBroken
 from minisgl.core.batch import EditedReq, History, LogprobsRequest
-from minisgl.core.sampling import SamplingArrays
+from minisgl.core.columns import SamplingArrays
 from minisgl.engine.logits_processing import Constraint
 from minisgl.kvcache import FencedPool
 from minisgl.scheduler.page_table import PageTable

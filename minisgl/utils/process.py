@@ -1,4 +1,4 @@
-"""The socket folder that the processes of one service share, and process ages. Linux only."""
+"""The socket folder of a service, the cache folder of a user, and process ages. Linux only."""
 
 import os
 import secrets
@@ -24,6 +24,15 @@ def make_socket_dir() -> str:
     folder = tempfile.mkdtemp(prefix="minisgl-", dir=base)
     write_socket_key(folder)
     return folder
+
+
+def cache_folder(name: str) -> Path | None:
+    """Return the folder `name` of minisgl in the user's cache folder; None for no home.
+
+    The user's cache folder is $XDG_CACHE_HOME or ~/.cache. The returned folder may not exist.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "minisgl" / name if os.path.isabs(base) else None
 
 
 def write_socket_key(folder: str | Path) -> None:

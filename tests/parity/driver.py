@@ -7,7 +7,7 @@ import numpy as np
 from minisgl.attention.base import AttentionBackend
 from minisgl.core import Batch, EngineConfig, PageUpdates, SamplingParams, StepResult
 from minisgl.core.batch import DraftLengths, LogprobsRequest
-from minisgl.core.sampling import sampling_arrays
+from minisgl.core.columns import sampling_arrays
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.engine import Engine, Extensions
 from minisgl.quantization import with_quantizations
