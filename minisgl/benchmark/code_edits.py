@@ -162,9 +162,12 @@ def main(argv: Sequence[str]) -> int:
             # Without a prefix cache, every run computes all prompts.
             policy = SchedulerConfig(cache_type="naive")
             scheduler = build_scheduler(engine, policy, inbox, outbox.append)
-            rates[method or "none"] = [
-                run(scheduler, inbox, edits, reqs) for reqs in options.concurrency
-            ]
+            rates[method or "none"] = []
+            for reqs in options.concurrency:
+                rate = run(scheduler, inbox, edits, reqs)
+                rates[method or "none"].append(rate)
+                label = method or "no drafts"
+                print(f"{label}, {reqs} at once: {rate:,.0f} tokens/s", flush=True)
             totals = scheduler.totals.drafts
             engine.close()
     tokens = sum(len(edit.output) for edit in edits) * len(options.concurrency)
