@@ -3,8 +3,8 @@
 Modules that need EditedReq, LogprobsRequest or Logprobs import them from core.batch. Nothing here
 imports torch.
 
-The types of core.batch and core.columns are imported at their first use, since they need numpy. The
-launcher needs neither, and starts the scheduler sooner without numpy.
+The names from core.batch and core.columns are imported at their first use, since they need numpy.
+The launcher needs neither, and starts the scheduler sooner without numpy.
 """
 
 from importlib import import_module
@@ -80,7 +80,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a type of core.batch or core.columns at its first use."""
+    """Import a name from core.batch or core.columns at its first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     columns = name in ("SAMPLING_COLUMNS", "Column")

@@ -7,9 +7,10 @@ A checkpoint stores two codes in a byte, the first one in the low bits. The engi
 codes of each word of 32 bits in another order (`recode`), so that a kernel extracts them with few
 instructions. A kernel extracts the codes in pairs, as two bfloat16 numbers: pair i has code i of
 the word in the lower 16 bits and code i + 4 in the higher ones. Bits 15 and 31 are the signs, bits
-6 to 8 and 22 to 24 the other bits of the codes. All other bits are 0. Pair 0 is the word with these
-bits alone. The other pairs have the same bits of the word rotated left by 10 (pair 1), shifted left
-by 4 (pair 2), and shifted left by 6 XOR shifted right by 2 (pair 3).
+6 to 8 and 22 to 24 the other bits of the codes. All other bits are 0: the mask of a pair is
+0x81C081C0. Pair 0 is the masked word. Pair 1 is the word rotated left by 10 bits, and pair 2 the
+word shifted left by 4, both masked. Pair 3 is the masked XOR of the word shifted left by 6 and the
+word shifted right by 2.
 """
 
 from typing import Final
@@ -21,7 +22,7 @@ BLOCK: Final = 32
 BLOCK_BYTES: Final = BLOCK // 2
 _BIAS = 127  # of the exponent of a scale
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; bit 3 is the sign
-_SIGNS, _NUMBERS = 0x80008000 - 2**32, 0x01C001C0  # the bits of a pair, as int32
+_SIGNS, _MAGNITUDES = 0x80008000 - 2**32, 0x01C001C0  # the bits of a pair, as int32
 _STEP_WORDS = 2**24  # words that are recoded at once, to bound the memory
 
 
@@ -36,14 +37,17 @@ def recode(codes: Tensor) -> Tensor:
 
 
 def _recoded(words: Tensor) -> Tensor:
-    """Find the words whose pairs are the codes: a linear system over the bits of a word."""
+    """Return the words whose pairs equal the codes.
+
+    A bit of a pair is one bit of the word, or the XOR of two.
+    """
     pairs = [
-        _left(words, 12 - 4 * i) & _SIGNS | _left(words, 6 - 4 * i) & _NUMBERS for i in range(4)
+        _left(words, 12 - 4 * i) & _SIGNS | _left(words, 6 - 4 * i) & _MAGNITUDES for i in range(4)
     ]
     found = pairs[0] | _left(pairs[1], -10) | _left(pairs[1], 22) | _left(pairs[2], -4)
     # The other pairs fix 24 bits of the word; pair 3 fixes the others. Its bit 31 is bit 25 of the
     # word, its bit 23 is bit 17 XOR bit 25, and so on.
-    rest = (pairs[3] ^ _left(found, 6) ^ _left(found, -2)) & (_SIGNS | _NUMBERS)
+    rest = (pairs[3] ^ _left(found, 6) ^ _left(found, -2)) & (_SIGNS | _MAGNITUDES)
     found |= _left(rest, -6) & 0x00010001 | _left(rest, 2) & 0x04000400
     bit = torch.zeros_like(rest)
     for source in (31, 23, 15, 7):
@@ -68,7 +72,7 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     rotated = _left(words, 10) | _left(words, -22)
     last = _left(words, 6) ^ _left(words, -2)
     pairs = torch.stack((words, rotated, _left(words, 4), last), dim=-1)
-    halves = torch.stack((pairs, pairs >> 16), dim=-2)  # the first four codes, then the others
+    halves = torch.stack((pairs, pairs >> 16), dim=-2)  # codes 0 to 3, then 4 to 7
     indices = halves >> 6 & 7 | halves >> 12 & 8
     table = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=codes.device)
     blocks = table[indices].view(*scales.shape, BLOCK)

@@ -31,8 +31,8 @@ def mxfp4(settings: Mapping[str, Any]) -> Quantization:
 class Mxfp4Experts(StackedExperts):
     """Matrices in MXFP4.
 
-    gate_up: uint8 [E, 2I, H / 2]; down: uint8 [E, H, I / 2]; each with its scales, uint8, one for
-    each block. The ranks share whole blocks of the inner dimension.
+    gate_up: uint8 [E, 2I, H / 2]; down: uint8 [E, H, I / 2], both in the order of `recode`; each
+    with its scales, uint8, one for each block. The ranks share whole blocks of the inner dimension.
     Raises ConfigError if the sizes of the model are not whole blocks.
     """
 
@@ -57,12 +57,12 @@ class Mxfp4Experts(StackedExperts):
         cut = (2, inner.begin // BLOCK, inner.end // BLOCK)
         place = partial(Placement, stored=_STORED)
         source = f"{self.source}.gate_up_proj"
-        codes = partial(_recoded, convert=rows)
+        codes = partial(_join_and_recode, convert=rows)
         yield place(f"{source}_blocks", (*gate_up, BLOCK_BYTES), f"{name}.gate_up", convert=codes)
         yield place(f"{source}_scales", gate_up, f"{name}.gate_up_scales", convert=rows)
         source = f"{self.source}.down_proj"
         yield place(
-            f"{source}_blocks", (*down, BLOCK_BYTES), f"{name}.down", *cut, convert=_recoded
+            f"{source}_blocks", (*down, BLOCK_BYTES), f"{name}.down", *cut, convert=_join_and_recode
         )
         yield place(f"{source}_scales", down, f"{name}.down_scales", *cut)
         yield from super().placements(name)
@@ -79,7 +79,7 @@ def _bytes(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
 
 
-def _recoded(stored: Tensor, convert: Any = None) -> Tensor:
+def _join_and_recode(stored: Tensor, convert: Any = None) -> Tensor:
     """Join the bytes of a row's blocks, and recode them. stored: [E, rows, blocks, 16]."""
     part: Tensor = stored if convert is None else convert(stored)
     return recode(part.flatten(2))

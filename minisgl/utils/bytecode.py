@@ -1,6 +1,6 @@
-"""Keeps the bytecode of Python modules where the installation cannot hold it.
+"""Keeps the bytecode of Python modules if Python may not write it into the installation.
 
-Python compiles the source of a module at each import if it finds no bytecode and may not write it.
+In each process, Python compiles the source of a module at its first import if it finds no bytecode.
 This happens in an image that sets PYTHONDONTWRITEBYTECODE, and with a read-only installation that
 was made without bytecode. The import of torch then takes more than twice as long.
 """
@@ -18,21 +18,21 @@ logger = logging.getLogger(__name__)
 
 _PACKAGES = ("torch", "transformers", "flashinfer")  # the largest imports of a start
 _HEADER_BYTES = 16
-_CHECKED_BY_HASH = 1  # a flag in the header
+_HASH_BASED = 1  # bit 0 of the flags in the header
 
 
 def keep_bytecode() -> None:
     """Let this process and its children keep bytecode in the folder minisgl/bytecode of the cache.
 
     Changes nothing if the installation has the bytecode, if Python may write it there, if the user
-    has set PYTHONPYCACHEPREFIX, or if the folder cannot be written. A folder of PYTHONPYCACHEPREFIX
-    replaces the bytecode of the installation and mirrors the paths of all sources.
+    has set PYTHONPYCACHEPREFIX, or if the folder cannot be written. With that variable, Python
+    ignores the bytecode of the installation; the folder mirrors the paths of all sources.
     """
     folder = cache_folder("bytecode")
     if sys.pycache_prefix is not None or folder is None:
         return
     specs = [importlib.util.find_spec(package) for package in _PACKAGES]
-    lacking = [spec.name for spec in specs if spec is not None and not _is_kept(spec)]
+    lacking = [spec.name for spec in specs if spec is not None and not _needs_no_folder(spec)]
     if not lacking:
         return
     try:
@@ -47,8 +47,8 @@ def keep_bytecode() -> None:
         logger.info("bytecode is kept in %s; these packages have none: %s", folder, names)
 
 
-def _is_kept(spec: ModuleSpec) -> bool:
-    """Whether Python finds bytecode of the module, or writes it beside the source."""
+def _needs_no_folder(spec: ModuleSpec) -> bool:
+    """Whether Python finds bytecode of a package's __init__, or may write it beside the source."""
     if spec.origin is None or spec.cached is None:
         return True
     try:
@@ -58,7 +58,7 @@ def _is_kept(spec: ModuleSpec) -> bool:
             header = file.read(_HEADER_BYTES)
         flags = int.from_bytes(header[4:8], "little")
         changed_s = int(os.stat(spec.origin).st_mtime) & 0xFFFFFFFF
-        is_current = flags & _CHECKED_BY_HASH or changed_s == int.from_bytes(header[8:12], "little")
+        is_current = flags & _HASH_BASED or changed_s == int.from_bytes(header[8:12], "little")
         return header[:4] == importlib.util.MAGIC_NUMBER and bool(is_current)
     except OSError:
         return False

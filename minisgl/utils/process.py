@@ -27,7 +27,7 @@ def make_socket_dir() -> str:
 
 
 def cache_folder(name: str) -> Path | None:
-    """Return the folder `name` of minisgl in the user's cache folder; None for no home.
+    """Return minisgl's folder `name` in the user's cache folder; None without an absolute path.
 
     The user's cache folder is $XDG_CACHE_HOME or ~/.cache. The returned folder may not exist.
     """

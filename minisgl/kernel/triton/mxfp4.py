@@ -2,8 +2,8 @@
 
 A lane reads 16 bytes at once: a block of 32 weights, which has one scale. It decodes them to the
 pairs of bfloat16 numbers that the matrix unit takes from this lane, so that no weight passes
-through shared memory. The columns of both operands are therefore in another order than in memory
-(see `operand`).
+through shared memory. The columns of both operands are therefore in another order than in memory:
+that of `operand`, or of `column` in mxfp4_blocks.py.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor, bfloat16
 from triton import knobs
 
-_REDUCED: Final = 2.0**32
+_RESCALE: Final = 2.0**32
 
 
 @triton.jit
@@ -72,8 +72,8 @@ def decode_words(words, scales, TYPE: tl.constexpr, FAST: tl.constexpr):
         codes = tl.reshape(tl.join(even, odd), [ROWS, WORDS, 8])
         # The exponent 0 is 2^-127, which is subnormal in float32.
         bits = tl.where(exponents == 0, 1 << 22, exponents << 23)
-        powers = bits.to(tl.float32, bitcast=True).to(TYPE)
-        numbers = _number(codes, TYPE) * powers[:, :, None]
+        powers = bits.to(tl.float32, bitcast=True)
+        numbers = (_number(codes) * powers[:, :, None]).to(TYPE)
     return numbers
 
 
@@ -121,15 +121,15 @@ def _codes(pairs):
 
 
 @triton.jit
-def _number(code, TYPE: tl.constexpr):
-    """The numbers of e2m1 codes, int32, in TYPE."""
+def _number(code):
+    """The numbers of e2m1 codes, int32, in float32."""
     exponent, mantissa = (code >> 1) & 3, code & 1
     doubled = tl.where(exponent == 0, mantissa, (2 + mantissa) << tl.maximum(exponent - 1, 0))
-    return (tl.where((code & 8) != 0, -doubled, doubled).to(tl.float32) * 0.5).to(TYPE)
+    return tl.where((code & 8) != 0, -doubled, doubled).to(tl.float32) * 0.5
 
 
 def takes(x: Tensor) -> bool:
-    """Whether `decode_words` decodes to x's dtype: bfloat16, and any in Triton's interpreter."""
+    """Whether the kernels of mxfp4_few.py accept x: bfloat16, and any in Triton's interpreter."""
     return x.dtype == bfloat16 or knobs.runtime.interpret
 
 
@@ -138,6 +138,6 @@ def is_fast(x: Tensor) -> bool:
     return x.dtype == bfloat16 and not knobs.runtime.interpret
 
 
-def reduction(x: Tensor) -> float:
+def rescale_factor(x: Tensor) -> float:
     """The factor by which the numbers of `decode_words` must be multiplied to get the weights."""
-    return _REDUCED if is_fast(x) else 1.0
+    return _RESCALE if is_fast(x) else 1.0

@@ -2,13 +2,14 @@
 
 The counterpart of stacked_moe.py for packed weights. A program multiplies rows of the weight, the
 tall operand of the matrix unit, with the tokens of a block. Each lane decodes its part of the
-weights for itself (mxfp4.py), which fixes the order of the columns in both operands. `_arrange`
+weights for itself (mxfp4.py). The matrix unit fixes which columns a lane has, and so the order of
+the columns in both operands (`column`). `_arrange`
 brings the tokens into this order, and the first product writes its output in it, so that a program
 copies its tokens to shared memory unchanged. While the matrix unit multiplies, the other units
 decode the next columns.
 
 Bytes, without those that L2 serves: 1.6 H I for each expert that has tokens, 2 I + 4 H for each
-assignment, and 4 H for each token.
+assignment, and 6 H for each token: two copies of 2 H, and the output.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -22,11 +23,11 @@ from torch import Tensor, int32
 
 from minisgl.kernel.triton.moe_grouped import sum_parts
 from minisgl.kernel.triton.moe_routing import Blocks, align
-from minisgl.kernel.triton.mxfp4 import decode_words, is_fast, reduction
-from minisgl.kernel.triton.overlap import overlaps
+from minisgl.kernel.triton.mxfp4 import decode_words, is_fast, rescale_factor
+from minisgl.kernel.triton.overlap import has_large_tiles
 
 _CHUNK: Final = 128  # columns: 4 blocks of 32 weights. Their order changes.
-_SMALL: Final = 64  # tokens of the largest block that fits into 99 KB of shared memory
+_SMALL: Final = 64  # the largest `tokens` of TILINGS whose loads fit into 99 KB of shared memory
 _ARRANGED: Final = 1024  # columns that a program of `_arrange` writes
 
 
@@ -68,17 +69,18 @@ _EXACT: Final = Tiling(16, Tile(4, 1, 1, 2), Tile(4, 1, 1, 2))  # for float32, w
 def column(place):
     """The column of the tokens at this place of the operands.
 
-    The bits of a place, from the highest: chunk, word (2), half, i, block (2), code. Those of a
-    column: chunk, block (2), word (2), code, half, i.
+    The bits of a place, from the highest: chunk, word (2), pair (2), block (2), upper. Those of a
+    column: chunk, block (2), word (2), upper, pair (2). Column c of a word is the code c: its bit
+    `upper` is set in the last four codes, and `pair` is the pair of mxfp4_weights that has it.
     """
-    word, half, i = (place >> 5) & 3, (place >> 4) & 1, (place >> 3) & 1
-    block, code = (place >> 1) & 3, place & 1
-    return (place >> 7 << 7) + block * 32 + word * 8 + code * 4 + half * 2 + i
+    word, pair = (place >> 5) & 3, (place >> 3) & 3
+    block, upper = (place >> 1) & 3, place & 1
+    return (place >> 7 << 7) + block * 32 + word * 8 + upper * 4 + pair
 
 
 @triton.jit
 def _arrange(x, out, K, x_stride, out_stride, BLOCK: tl.constexpr):
-    """Write the columns of a token in the order of the operands, and zeros behind them."""
+    """Write the columns of a token in the order of the operands. Columns from K on are zeros."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     k = column(place)
@@ -103,7 +105,7 @@ def _product(
     out_stride,
     alpha,
     limit,
-    reduced,
+    rescale,
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
     BM: tl.constexpr,
@@ -113,9 +115,10 @@ def _product(
     STAGES: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """As stacked_moe._product. weight: int32 words; a row has `blocks` blocks of 32 weights.
+    """As moe_grouped._product, with biases and the clamped SwiGLU.
 
-    The tokens of unused slots count as zeros, and their columns of the product are not stored.
+    weight: int32 words; a row has `blocks` blocks of 32 weights. The tokens of unused slots count
+    as zeros, and their columns of the product are not stored.
     """
     tile = tl.program_id(0)
     owned = tl.program_id(1)
@@ -158,7 +161,7 @@ def _product(
         w = tl.reshape(w, [ROWS, CHUNKS * 128])
         powers = next_powers
         total = tl.dot(w, v.T, total, input_precision="ieee")
-    total *= reduced
+    total *= rescale
     if GATED:
         n = column(tile * (ROWS // 2) + tl.arange(0, ROWS // 2))
         inside = n < N
@@ -223,7 +226,7 @@ def _tiling_for(mean: float, dtype: torch.dtype) -> Tiling:
     if dtype == torch.float32:
         return _EXACT
     tiling = next(tiling for most, tiling in TILINGS if mean <= most)
-    if tiling.tokens > _SMALL and not overlaps():  # a GPU before Hopper, with less shared memory
+    if tiling.tokens > _SMALL and not has_large_tiles():
         return next(smaller for _, smaller in TILINGS if smaller.tokens == _SMALL)
     return tiling
 
@@ -265,7 +268,7 @@ def _launch(
         out.stride(0),
         alpha,
         limit,
-        reduction(x),
+        rescale_factor(x),
         TOP_K=top_k,
         GATED=gated,
         BM=blocks.size,

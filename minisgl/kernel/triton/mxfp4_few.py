@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.triton.linear import prefetch
 from minisgl.kernel.triton.moe_few import route_few
-from minisgl.kernel.triton.mxfp4 import is_fast, operand, reduction
+from minisgl.kernel.triton.mxfp4 import is_fast, operand, rescale_factor
 from minisgl.kernel.triton.overlap import overlaps
 
 # The weights that a program loads at once: 16 rows. A lane makes _CHUNKS loads of 32 weights for a
@@ -100,7 +100,7 @@ def _gate_up(
     x_stride,
     alpha,
     limit,
-    reduced,
+    rescale,
     TOP_K: tl.constexpr,
     CHUNKS: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -133,7 +133,7 @@ def _gate_up(
         FAST,
         False,
     )
-    total = tl.sum(total, axis=0) * reduced
+    total = tl.sum(total, axis=0) * rescale
     gate, up = tl.split(tl.permute(tl.reshape(total, [2, 8]), (1, 0)))
     n = tl.program_id(0) * 8 + tl.arange(0, 8)
     inside = n < inner
@@ -156,7 +156,7 @@ def _down(
     factors,
     width,
     blocks,
-    reduced,
+    rescale,
     TOP_K: tl.constexpr,
     PLACES: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -198,7 +198,7 @@ def _down(
         FAST,
         EARLY,
     )
-    total = tl.sum(tl.reshape(total, [PLACES, SPLITS, 16]), axis=1) * reduced
+    total = tl.sum(tl.reshape(total, [PLACES, SPLITS, 16]), axis=1) * rescale
     n = tl.program_id(0) * 16 + tl.arange(0, 16)
     inside = n < width
     kept = place < TOP_K
@@ -232,7 +232,7 @@ def experts_of_few(
     in moe_few.experts_of_few. alpha, limit: as in ClampedSwiglu.
     """
     num_tokens, width = x.shape
-    early, fast, reduced = overlaps(), is_fast(x), reduction(x)
+    early, fast, rescale = overlaps(), is_fast(x), rescale_factor(x)
     gate_up, down = (matrix.view(int32) for matrix in matrices)
     blocks = [matrix.shape[2] for matrix in scales]
     inner = 32 * blocks[1]
@@ -250,7 +250,7 @@ def experts_of_few(
         x.stride(0),
         alpha,
         limit,
-        reduced,
+        rescale,
         TOP_K=top_k,
         CHUNKS=_CHUNKS,
         SPLITS=_SPLITS,
@@ -272,7 +272,7 @@ def experts_of_few(
         weights,
         width,
         blocks[1],
-        reduced,
+        rescale,
         TOP_K=top_k,
         PLACES=places,
         CHUNKS=_CHUNKS,

@@ -33,6 +33,11 @@ def is_hopper() -> bool:
     return not knobs.runtime.interpret and _arch(driver.active) == 90
 
 
+def has_large_tiles() -> bool:
+    """Whether the GPU has 227 KB of shared memory: Hopper, and Blackwell for servers."""
+    return not knobs.runtime.interpret and _arch(driver.active) in (90, 100, 103)
+
+
 def converts_fp8() -> bool:
     """Whether the GPU converts e4m3 to float16 by an instruction."""
     return not knobs.runtime.interpret and _arch(driver.active) >= 89
