@@ -41,7 +41,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def run(program: str, site: Path, **environ: str) -> str:
-    """Return what a new process prints. It may not write bytecode beside the sources."""
+    """Return the output of a new process that may not write bytecode beside the sources."""
     inherited = {n: v for n, v in os.environ.items() if n != "PYTHONPYCACHEPREFIX"}
     done = subprocess.run(
         [sys.executable, "-c", program],
