@@ -226,6 +226,17 @@ def test_words_are_decoded_exactly() -> None:
     assert torch.equal(found.double(), exact if INTERPRETED else exact * 2.0**-32)
 
 
+def test_words_of_every_scale_are_decoded_exactly_in_float32() -> None:
+    codes = recode(torch.arange(256, dtype=torch.uint8, device=DEVICE).view(16, 16))
+    # With larger scales, the numbers overflow float32.
+    scales = torch.arange(252, dtype=torch.uint8, device=DEVICE).view(252, 1)
+    found = torch.full((252, 16, 32), torch.nan, device=DEVICE)
+    rows = scales.expand(252, 16).contiguous()
+    _decode_words[(252,)](codes.view(torch.int32), rows, found, FAST=False)
+    exact = dequantise(codes.repeat(252, 1, 1), rows.unsqueeze(-1), torch.float64)
+    assert torch.equal(found.double(), exact)
+
+
 def test_the_reference_of_experts_is_the_torch_backend() -> None:
     weights = layer(4, 64, 96)
     weights = weights._replace(

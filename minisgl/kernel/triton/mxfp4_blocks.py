@@ -2,11 +2,10 @@
 
 The counterpart of stacked_moe.py for packed weights. A program multiplies rows of the weight, the
 tall operand of the matrix unit, with the tokens of a block. Each lane decodes its part of the
-weights for itself (mxfp4.py). The matrix unit fixes which columns a lane has, and so the order of
-the columns in both operands (`column`). `_arrange`
-brings the tokens into this order, and the first product writes its output in it, so that a program
-copies its tokens to shared memory unchanged. While the matrix unit multiplies, the other units
-decode the next columns.
+weights for itself (mxfp4.py). The matrix unit fixes the columns of a lane, and so the order of the
+columns in both operands (`column`). `_arrange` brings the tokens into this order, and the first
+product writes its output in it, so that a program copies its tokens to shared memory unchanged.
+While the matrix unit multiplies, the other units decode the next columns.
 
 Bytes, without those that L2 serves: 1.6 H I for each expert that has tokens, 2 I + 4 H for each
 assignment, and 6 H for each token: two copies of 2 H, and the output.
