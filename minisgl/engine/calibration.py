@@ -180,19 +180,20 @@ def step_cost(
     comm: Communicator,
     max_chunk_tokens: int,
     vocab_size: int,
+    drafting: bool,
     file: StepTimesFile | None,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> StepCost:
     """Return the cost of the engine's steps, from `file` if possible. All ranks call it together.
 
     The ranks use a file only if all of them have read the same timings. Rank 0 writes it. With
-    file=None the steps are timed, and the timings are not kept.
+    file=None the steps are timed, and the timings are not kept. drafting: as in time_steps.
     """
 
     def slowest_ns(own_ns: int) -> int:
         return -comm.agree_min(-own_ns)
 
-    arguments = (engine, max_chunk_tokens, vocab_size, slowest_ns, clock_ns)
+    arguments = (engine, max_chunk_tokens, vocab_size, drafting, slowest_ns, clock_ns)
     first = comm.tp.rank == 0
     timings: Sequence[Timing] = () if file is None else file.read()
     if _equal_on_all(comm, timings) and timings and file is not None:

@@ -11,6 +11,7 @@ import numpy as np
 from msgspec import Meta
 
 from minisgl.core import Batch, EngineLike, PageUpdates, StepCost
+from minisgl.core.batch import DRAFT_WIDTHS
 from minisgl.engine.warmup import StepShape, warmup_batch
 
 _TIME_LIMIT_NS = 3 * 10**9  # of a whole calibration; slow machines stop at smaller sizes
@@ -21,6 +22,7 @@ _SETTLED_NS = 60 * 10**6
 _HEAT_S = 0.3  # duration of untimed steps with prompt tokens, which warm up the GPU
 _SCATTER = 1.1  # two durations agree if the longer one is at most this many times the shorter one
 _LONGEST_STEP_S = 0.06  # shapes with a longer predicted time are left out
+_SMALL = (8, 32, 64, 128)  # tokens of the shapes that have only decode requests if possible
 
 
 class Timing(NamedTuple):
@@ -36,6 +38,7 @@ def time_steps(
     engine: EngineLike,
     max_chunk_tokens: int,
     vocab_size: int,
+    drafting: bool,
     slowest_ns: Callable[[int], int],
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> list[Timing]:
@@ -48,13 +51,14 @@ def time_steps(
     values of zero (8B, H200). The timed steps therefore have different token ids, and the GPU works
     for some time before larger steps are timed.
 
-    slowest_ns(own) returns the longest duration of all ranks. Every decision depends only on these
-    durations, so every rank returns the same timings and runs the same steps. The ranks must run
-    the same steps because a step contains collectives.
+    drafting: whether decode requests of this engine may forward drafts. slowest_ns(own) returns the
+    longest duration of all ranks. Every decision depends only on these durations, so every rank
+    returns the same timings and runs the same steps. The ranks must run the same steps because a
+    step contains collectives.
     """
     timings: list[Timing] = []
     watch, hot = _StopWatch(engine, slowest_ns, clock_ns), False
-    for shape, batch in _batches(engine, max_chunk_tokens, vocab_size):
+    for shape, batch in _batches(engine, max_chunk_tokens, vocab_size, drafting):
         known = len(timings) > 1
         if known and watch.expired:
             break
@@ -76,36 +80,39 @@ def change_of(
     engine: EngineLike,
     max_chunk_tokens: int,
     vocab_size: int,
+    drafting: bool,
     slowest_ns: Callable[[int], int],
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> float:
     """Time three of the steps again, and return the largest factor between old and new times.
 
-    The factor is at least 1. It is infinite if the engine cannot run one of the three steps. The
-    steps are a small one, one of medium size and a long one. A step with prompt tokens and a long
-    context also loads the kernels that only such steps run.
+    The factor is at least 1. It is infinite if time_steps would not time all of the old steps. The
+    three steps are a small one, one of medium size and a long one. A step with prompt tokens and a
+    long context also loads the kernels that only such steps run.
 
     timings: the result of an earlier time_steps. The other arguments are those of time_steps. All
     ranks return the same factor.
     """
     picked = [timings[len(timings) * quarter // 4] for quarter in (0, 2, 3)]
     old_s = {timing[:3]: timing.seconds for timing in picked}
+    left = {timing[:3] for timing in timings}
     watch, factor = _StopWatch(engine, slowest_ns, clock_ns), 1.0
-    for _, batch in _batches(engine, max_chunk_tokens, vocab_size):
-        known_s = old_s.pop(_work(batch), None)
+    for _, batch in _batches(engine, max_chunk_tokens, vocab_size, drafting):
+        left.discard(_work(batch))
+        known_s = old_s.get(_work(batch))
         if known_s is not None:
             found_ns = watch.median_ns(batch, 0, required=True)
             assert found_ns is not None, "a required duration must be measured; this is a bug"
             found_s = found_ns / 1e9
             factor = max(factor, found_s / known_s, known_s / found_s)
-    return math.inf if old_s else factor
+    return math.inf if left else factor
 
 
 def _batches(
-    engine: EngineLike, max_chunk_tokens: int, vocab_size: int
+    engine: EngineLike, max_chunk_tokens: int, vocab_size: int, drafting: bool
 ) -> Iterator[tuple[StepShape, Batch]]:
     """Yield the steps to time, without those that do not fit into the engine."""
-    for shape in _shapes(engine.max_running_reqs, engine.max_seq_len):
+    for shape in _shapes(engine.max_running_reqs, engine.max_seq_len, drafting):
         batch = warmup_batch(engine, shape, num_ids=vocab_size)
         if batch is not None and shape.chunk <= max_chunk_tokens:
             yield shape, batch
@@ -161,23 +168,40 @@ class _StopWatch:
         return agreed_ns
 
 
-def _shapes(rows: int, max_seq_len: int) -> list[StepShape]:
+def _shapes(rows: int, max_seq_len: int, drafting: bool) -> list[StepShape]:
     """Return the shapes to time, roughly from fast to slow.
 
     Some shapes appear twice, the second time with a longer context.
 
-    Small shapes have only decode requests, at most `rows`. The others have one decode request and
-    one chunk. A large chunk has cached context before it, because most predictions are for such
-    chunks and the first tokens of a prompt take less time.
+    Small shapes have only decode requests, at most `rows`. With `drafting`, requests forward
+    several tokens if the shape has more tokens than the engine has rows. The other shapes have one
+    chunk, and one decode request if the engine has a second row. A large chunk has cached context
+    before it, because most predictions are for such chunks and the first tokens of a prompt take
+    less time.
     """
     half, far = min(max_seq_len - 1, 2048) // 2, min(max_seq_len * 3 // 4, 8192)
-    shapes = [StepShape(1, 0, 1), StepShape(1, 15, 1)]
-    for reqs in (8, 32, 64, 128):
-        decode = [StepShape(reqs, 0, 1), StepShape(reqs, 0, half)]
-        shapes += decode if reqs <= rows else [StepShape(1, reqs - 1, 1)]
-    shapes += [StepShape(1, size - 1, half) for size in (256, 384, 512, 640, 768)]
-    shapes.append(StepShape(1, 511, far))
-    return shapes + [StepShape(1, size - 1, half) for size in (1024, 2048, 4096, 8192)]
+    beside = min(rows - 1, 1)
+    most = min(rows * DRAFT_WIDTHS[-1 if drafting else 0], _SMALL[-1])  # tokens of a small shape
+
+    def mixed(tokens: int, context: int = half) -> StepShape:
+        return StepShape(beside, tokens - beside, context)
+
+    def small(tokens: int) -> StepShape:
+        if tokens > most:
+            return mixed(tokens, context=1)
+        width = next(width for width in DRAFT_WIDTHS if tokens <= rows * width)
+        return StepShape(tokens // width, 0, 1, width)
+
+    # The first two numbers of tokens differ, because these two timings predict the next ones.
+    shapes = [small(1), small(16)]
+    for shape in map(small, sorted({*_SMALL, most})):
+        shapes.append(shape)
+        if not shape.chunk:  # the context of few requests must be long to change the time
+            shapes.append(shape._replace(context=half if shape.num_decode >= 8 else far))
+    shapes += [mixed(size) for size in (256, 384, 512, 640, 768)]
+    shapes.append(mixed(512, far))
+    shapes += [mixed(size) for size in (1024, 2048, 4096, 8192)]
+    return list(dict.fromkeys(shapes))  # `most` may be 1 or 16
 
 
 def _agreed_median(durations_ns: list[int]) -> int | None:
@@ -195,10 +219,9 @@ def _agreed_median(durations_ns: list[int]) -> int | None:
 
 def _work(batch: Batch) -> tuple[int, int, int]:
     """Return tokens, decode keys and prefill pairs of a batch, as StepCost counts them."""
-    lengths = batch.lengths.astype(np.int64)
-    keys = lengths * batch.start + lengths * (lengths + 1) // 2
-    n = batch.num_decode
-    return int(lengths.sum()), int(keys[:n].sum()), int(keys[n:].sum())
+    n, start, lengths = batch.num_decode, batch.start, batch.lengths.astype(np.int64)
+    pairs = lengths * start + lengths * (lengths + 1) // 2
+    return int(lengths.sum()), int((start + lengths)[:n].sum()), int(pairs[n:].sum())
 
 
 def fit(timings: Sequence[Timing]) -> StepCost:

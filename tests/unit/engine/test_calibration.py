@@ -52,7 +52,7 @@ def start(
     """Return the step cost of a virtual engine, and the number of steps that the engine ran."""
     engine = VirtualEngine(lambda tokens, launch: 1 / speed)
     comm = comm or SingleCommunicator()
-    cost = step_cost(engine, comm, 8192, 50_000, file, lambda: engine.now_ns)
+    cost = step_cost(engine, comm, 8192, 50_000, False, file, lambda: engine.now_ns)
     return cost, engine.launches
 
 
@@ -115,6 +115,7 @@ def test_a_file_that_cannot_be_read_is_named_and_replaced(
     "change",
     [
         {"timings": ()},
+        {"timings": ((1, 1, 0, 0.1),)},
         {"timings": ((1, 1, 0, 0.0), (2, 1, 1, 0.1))},
         {"timings": ((0, 1, 0, 0.1), (2, 1, 1, 0.1))},
         {"timings": ((1, 1, 0, "0.1"), (2, 1, 1, 0.1))},

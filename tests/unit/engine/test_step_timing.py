@@ -8,23 +8,34 @@ import pytest
 
 from minisgl.core import Batch, StepCost
 from minisgl.engine.step_timing import Timing, change_of, fit, time_steps
+from minisgl.speculative import PricedLengths
 from tests.unit.engine.virtual_engine import TRUE, VirtualEngine, VirtualPending
 
 
 def calibrated(
-    engine: VirtualEngine, slowest_ns: Callable[[int], int] = lambda own: own
+    engine: VirtualEngine,
+    slowest_ns: Callable[[int], int] = lambda own: own,
+    drafting: bool = False,
 ) -> StepCost:
-    return fit(timed(engine, slowest_ns))
+    return fit(timed(engine, slowest_ns, drafting))
 
 
 def timed(
-    engine: VirtualEngine, slowest_ns: Callable[[int], int] = lambda own: own
+    engine: VirtualEngine,
+    slowest_ns: Callable[[int], int] = lambda own: own,
+    drafting: bool = False,
 ) -> list[Timing]:
-    return time_steps(engine, 8192, 50_000, slowest_ns, lambda: engine.now_ns)
+    return time_steps(engine, 8192, 50_000, drafting, slowest_ns, lambda: engine.now_ns)
 
 
-def changed(timings: list[Timing], engine: VirtualEngine) -> float:
-    return change_of(timings, engine, 8192, 50_000, lambda own: own, lambda: engine.now_ns)
+def changed(timings: list[Timing], engine: VirtualEngine, drafting: bool = False) -> float:
+    asked = 8192, 50_000, drafting
+    return change_of(timings, engine, *asked, lambda own: own, lambda: engine.now_ns)
+
+
+def with_rows(engine: VirtualEngine, rows: int) -> VirtualEngine:
+    engine.max_running_reqs = rows
+    return engine
 
 
 SHAPES = [(1, 1, 0), (64, 64 * 1024, 0), (448, 64_000, 384 * 4000), (512, 64_000, 448 * 6000)]
@@ -124,11 +135,42 @@ def test_a_disturbed_timing_costs_no_more_than_a_larger_step() -> None:
 
 
 def test_few_rows_are_calibrated_between_small_steps_and_chunks() -> None:
-    engine = VirtualEngine()
-    engine.max_running_reqs = 4
-    cost = calibrated(engine)
+    cost = calibrated(with_rows(VirtualEngine(), 4))
     assert {16, 32, 64, 128, 256} <= set(cost.tokens)
     assert cost.predict_s(100, 0, 0) == pytest.approx(TRUE.predict_s(100, 0, 0), rel=0.05)
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 100])
+def test_steps_of_all_sizes_are_timed_with_any_number_of_rows(rows: int, drafting: bool) -> None:
+    """With one row, no shape has two requests. A slow machine has only the first two timings."""
+    timings = timed(with_rows(VirtualEngine(), rows), drafting=drafting)
+    cost = fit(timings)
+    assert {1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048} <= set(cost.tokens)
+    assert largest_error(cost) < 0.01
+    assert timings[0].tokens < timings[1].tokens
+    assert len({timing[:3] for timing in timings}) == len(timings), "each step is timed once"
+
+
+class SlowChunks(VirtualEngine):
+    """Steps with a chunk take 1.5 times as long as decode steps with as many tokens."""
+
+    def launch(self, batch: Batch) -> VirtualPending:
+        self.disturb = lambda tokens, launch: 1.5 if len(batch.chunk_ids) else 1.0
+        return super().launch(batch)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16])
+def test_drafts_have_the_price_of_decode_steps(rows: int) -> None:
+    cost = calibrated(with_rows(SlowChunks(), rows), drafting=True)
+    asked, counts = np.arange(rows, dtype=np.int32), np.full(rows, 7, dtype=np.int32)
+    for tokens in (rows, 2 * rows, 4 * rows, 8 * rows):
+        true_s = TRUE.predict_s(tokens, 500 * rows, 0)
+        assert cost.predict_s(tokens, 500 * rows, 0) == pytest.approx(true_s, rel=0.02)
+    lengths = PricedLengths(rows)
+    for _ in range(20):
+        lengths.record(asked, counts, counts)
+    assert lengths.choose(asked, rows, 500 * rows, 7, False, cost) == 7
 
 
 def test_timings_of_the_same_engine_have_not_changed() -> None:
@@ -156,3 +198,11 @@ def test_timings_of_steps_that_the_engine_cannot_run_have_changed() -> None:
     smaller = VirtualEngine()
     smaller.max_seq_len = 512
     assert changed(timings, smaller) == math.inf
+
+
+def test_timings_of_steps_that_are_no_longer_timed_have_changed() -> None:
+    """With drafts, eight tokens of one row are a decode step."""
+    one_row = with_rows(VirtualEngine(), 1)
+    timings = timed(one_row)
+    assert changed(timings, one_row) == pytest.approx(1.0)
+    assert changed(timings, one_row, drafting=True) == math.inf

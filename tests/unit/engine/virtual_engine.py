@@ -38,9 +38,9 @@ class VirtualEngine:
 
     def launch(self, batch: Batch) -> VirtualPending:
         n, lengths = batch.num_decode, batch.lengths.astype(np.int64)
-        keys = lengths * batch.start + lengths * (lengths + 1) // 2
-        tokens = int(lengths.sum())
-        seconds = TRUE.predict_s(tokens, int(keys[:n].sum()), int(keys[n:].sum()))
+        tokens, keys = int(lengths.sum()), int((batch.start + lengths)[:n].sum())
+        pairs = (lengths * batch.start + lengths * (lengths + 1) // 2)[n:]
+        seconds = TRUE.predict_s(tokens, keys, int(pairs.sum()))
         self.launches += 1
         duration_ns = round(1e9 * seconds * self.disturb(tokens, self.launches))
         self.free_ns = max(self.now_ns, self.free_ns) + duration_ns
