@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import ConfigError, EngineConfig, OutOfMemory, SamplingParams
+from minisgl.core import Batch, ConfigError, EngineConfig, OutOfMemory, SamplingParams
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine import Engine, resolve_device
 from minisgl.engine.logits_processing import upload
 from minisgl.engine.memory import cpu_threads, memory_of
-from minisgl.engine.warmup import StepShape, run_every_size, warmup_batch
+from minisgl.engine.warmup import StepShape, run_every_size, warm_up, warmup_batch
+from minisgl.speculative import PricedLengths
 from tests.parity.driver import Driver, Work, logprobs_of, make_engine
 from tests.parity.models import VOCAB_SIZE, build_model
+from tests.unit.engine.virtual_engine import VirtualEngine, VirtualPending
 
 
 @pytest.fixture(scope="module")
@@ -173,14 +175,18 @@ def test_prompt_logprobs_do_not_change_the_other_results(folded: bool, path: str
         np.testing.assert_allclose(getattr(every, name)[:3], getattr(few, name)[:3], atol=1e-5)
 
 
-@pytest.mark.parametrize("kv", ["auto", "fp8"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"kv_cache_dtype": "fp8"}, {"max_running_reqs": 1, "drafts": PricedLengths(1)}],
+    ids=["plain", "fp8", "drafts"],
+)
 def test_warm_up_and_calibration_leave_no_trace(
-    kv: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     prompt = list(range(20))
-    untouched = Driver(make_engine(path, kv_cache_dtype=kv)).generate(0, prompt, 5)
-    engine = make_engine(path, kv_cache_dtype=kv)
+    untouched = Driver(make_engine(path, **settings)).generate(0, prompt, 5)
+    engine = make_engine(path, **settings)
     engine.warm_up()
     cost = engine.calibrate()
     assert len([*tmp_path.glob("minisgl/step-times/*.json")]) == 1
@@ -188,6 +194,22 @@ def test_warm_up_and_calibration_leave_no_trace(
     assert Driver(engine).generate(0, prompt, 5) == untouched
     assert cost.predict_s(1, 100, 0) > 0
     assert cost.predict_s(512, 0, 512 * 256) >= cost.predict_s(16, 0, 16 * 8)
+
+
+@pytest.mark.parametrize(("rows", "mixed"), [(1, set()), (2, {(1, 3)}), (3, {(2, 3)})])
+def test_the_warm_up_has_a_mixed_step_if_two_requests_fit(
+    rows: int, mixed: set[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, found = VirtualEngine(), set()
+    engine.max_running_reqs = rows
+
+    def launch(batch: Batch) -> VirtualPending:
+        found.add((batch.num_decode, batch.num_prefill_tokens))
+        return VirtualEngine.launch(engine, batch)
+
+    monkeypatch.setattr(engine, "launch", launch)
+    warm_up(engine)
+    assert found == {(1, 0), (0, 4)} | mixed
 
 
 def test_warm_up_steps_read_distinct_pages_and_write_to_the_dummy_page(path: str) -> None:
