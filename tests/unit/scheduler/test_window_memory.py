@@ -1,0 +1,52 @@
+"""KV memory of Gemma 3 12B with long prompts: the real scheduler over simulated steps."""
+
+import numpy as np
+
+from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
+from minisgl.core import SamplingParams, SchedulerConfig, WindowLayers
+from minisgl.message.messages import AddReq
+from minisgl.scheduler import LocalInbox, Scheduler
+
+REQS, PROMPT, OUTPUT = 64, 16_000, 256
+PAGE, WINDOW = 16, 1024
+# `minisgl plan --model gemma-3-12b --gpu H200 --context 16384 --kv-request-tokens 16064`: the pages
+# of both pools, the number of requests, and the bytes of one token in the layers of each pool.
+PAGES, WINDOW_PAGES, ROWS = 77_652, 5_104, 79
+TOKEN_BYTES, WINDOW_TOKEN_BYTES = 65_536, 327_680
+# A window of 1,024 tokens may begin in the middle of a page.
+PAGES_OF_A_WINDOW = WINDOW // PAGE + 1
+
+
+def requests() -> list[AddReq]:
+    ids = np.random.default_rng(0).integers(10, 200_000, (REQS, PROMPT), dtype=np.int32)
+    sampling = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, seed=0)
+    return [
+        AddReq(uid=uid, token_ids=row.tobytes(), sampling=sampling) for uid, row in enumerate(ids)
+    ]
+
+
+def test_64_long_requests_hold_at_most_their_need_and_a_tenth() -> None:
+    engine = VirtualEngine(read_cost(DEFAULT_COST), PAGES, ROWS, max_seq_len=16_384)
+    engine.window = WindowLayers(WINDOW, WINDOW_PAGES)
+    inbox = LocalInbox()
+    config = SchedulerConfig(target_step_ms=None)
+    scheduler = Scheduler(
+        engine,
+        config,
+        vocab_size=262_208,
+        eos_token_ids=(1,),
+        inbox=inbox,
+        send=lambda output: None,
+    )
+    inbox.messages.extend(requests())
+    held: list[int] = []
+    while inbox.messages or not scheduler.idle:
+        scheduler.iterate()
+        stats = scheduler.stats()
+        if stats.running_reqs == REQS:
+            of_windows = stats.window_pages[0] * WINDOW_TOKEN_BYTES
+            held.append(PAGE * (stats.locked_pages * TOKEN_BYTES + of_windows))
+    pages = -(-(PROMPT + OUTPUT) // PAGE)
+    need = PAGE * REQS * (pages * TOKEN_BYTES + PAGES_OF_A_WINDOW * WINDOW_TOKEN_BYTES)
+    assert len(held) > 100, "all requests must run at once"
+    assert 0.9 * need < max(held) <= 1.1 * need
