@@ -116,9 +116,16 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, runner: ModelRunner, shapes: Sequence[DecodeShape], show_progress: bool
+        self,
+        runner: ModelRunner,
+        shapes: Sequence[DecodeShape],
+        show_progress: bool,
+        on_captured: Callable[[], object] = lambda: None,
     ) -> None:
-        """Capture graphs of these shapes on the current stream. Blocks the host."""
+        """Capture graphs of these shapes on the current stream. Blocks the host.
+
+        on_captured: called after the capture of each shape.
+        """
         self._runner = runner
         largest = max((shape.reqs for shape in shapes), default=0)
         most_tokens = max((shape.reqs * shape.width for shape in shapes), default=0)
@@ -140,6 +147,7 @@ class DecodeGraphs:
             if graph is None:
                 break
             self.graphs.insert(0, graph)
+            on_captured()
 
     def pick(self, batch: Batch) -> DecodeGraph | None:
         """Return the smallest graph that can run this step; None if no graph can.
