@@ -109,10 +109,11 @@ class DecodeGraph:
 class DecodeGraphs:
     """The graphs of all sizes, over one set of buffers.
 
-    buffer    int32 on the device; the packed buffer of a decode step is copied to its beginning.
-    attended  the input of DecodeGraph.finish, with rows for the largest size.
-    memory    the memory pool that all graphs share.
-    graphs    in the order of graph_shapes; empty if the attention backend cannot be captured.
+    buffer     int32 on the device; the packed buffer of a decode step is copied to its beginning.
+    attended   the input of DecodeGraph.finish, with rows for the largest size.
+    memory     the memory pool that all graphs share.
+    rehearsed  the number of layers that run before a capture.
+    graphs     in the order of graph_shapes; empty if the attention backend cannot be captured.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class DecodeGraphs:
         self._next_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.attended = runner.model.model.empty_attended(largest)
         self.memory: Any = torch.cuda.graph_pool_handle()
-        self._rehearsed = layers_to_rehearse(runner)
+        self.rehearsed = layers_to_rehearse(runner)
         self.graphs: list[DecodeGraph] = []
         for shape in largest_first(shapes, "capturing decode graphs", show_progress):
             graph = self._make(shape)
@@ -221,7 +222,7 @@ class DecodeGraphs:
             width=width,
             drafts=drafts,
             attention=attention,
-            forward=self._capture(forward, partial(forward, self._rehearsed)),
+            forward=self._capture(forward, partial(forward, self.rehearsed)),
             finish=self._capture(finish) if width == 1 else None,
             logits=logits,
             plain=self._capture(sampler(filters=False)),

@@ -18,7 +18,6 @@ from minisgl.attention.base import StepAttention
 from minisgl.core import step_sizes
 from minisgl.engine.cuda_graph import largest_first
 from minisgl.engine.model_runner import ModelRunner
-from minisgl.engine.rehearsal import layers_to_rehearse
 from minisgl.models.decoder import Attended
 
 
@@ -114,20 +113,21 @@ class PieceGraphs:
         self,
         runner: ModelRunner,
         sizes: Sequence[int],
+        rehearsed: int,
         memory: Any,
         show_progress: bool,
         on_captured: Callable[[], object] = lambda: None,
     ) -> None:
         """Capture graphs of these sizes. Blocks the host.
 
-        memory: the pool of the decode graphs. on_captured: called after the capture of each size.
+        rehearsed, memory: of the decode graphs. on_captured: called after the capture of each size.
         """
         rows, largest = len(runner.padding), max(sizes, default=0)
         self._tokens = torch.zeros((rows, largest), dtype=torch.int32, device=runner.device)
         self._padding = torch.tensor(runner.padding, dtype=torch.int32, device=runner.device)[
             :, None
         ]
-        self._rehearsed = layers_to_rehearse(runner)
+        self._rehearsed = rehearsed
         self._forwards: list[PieceForward] = []
         for size in largest_first(sizes, "capturing piecewise graphs", show_progress):
             self._forwards.insert(0, self._capture(runner, size, memory))

@@ -67,8 +67,8 @@ class StepLauncher:
         """
         self.graphs = graphs = DecodeGraphs(self.runner, shapes, show, on_captured)
         if graphs.graphs:
-            memory = graphs.memory
-            self.pieces = PieceGraphs(self.runner, token_sizes, memory, show, on_captured)
+            shared = (graphs.rehearsed, graphs.memory)
+            self.pieces = PieceGraphs(self.runner, token_sizes, *shared, show, on_captured)
 
     def warm_up_masks(self) -> None:
         """Launch the kernel of token masks for each dtype of logits that it may get."""
