@@ -21,13 +21,7 @@ from minisgl.engine.cuda_graph import DecodeShape
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.step_launcher import StepLauncher
-from minisgl.kernel import (
-    AttentionKernel,
-    CompileLog,
-    compile_missing,
-    hash_triton,
-    use_kernel_cache,
-)
+from minisgl.kernel import AttentionKernel, CompileLog, compile_missing, use_kernel_cache
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.layers.rotary import query_scale_table, rope_table
 from minisgl.models.build import build_model
@@ -223,7 +217,6 @@ class Engine:
         self._attention_kernels = needed
         if config.kernel_cache is not None:
             use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
-        hash_triton()
         if self._show_progress:
             self._compile_log.watch()
             self._wait_for_kernels = compile_missing(needed)
