@@ -109,16 +109,24 @@ class DecodeGraph:
 class DecodeGraphs:
     """The graphs of all sizes, over one set of buffers.
 
-    buffer    int32 on the device; the packed buffer of a decode step is copied to its beginning.
-    attended  the input of DecodeGraph.finish, with rows for the largest size.
-    memory    the memory pool that all graphs share.
-    graphs    in the order of graph_shapes; empty if the attention backend cannot be captured.
+    buffer     int32 on the device; the packed buffer of a decode step is copied to its beginning.
+    attended   the input of DecodeGraph.finish, with rows for the largest size.
+    memory     the memory pool that all graphs share.
+    rehearsed  the number of layers that run before a capture.
+    graphs     in the order of graph_shapes; empty if the attention backend cannot be captured.
     """
 
     def __init__(
-        self, runner: ModelRunner, shapes: Sequence[DecodeShape], show_progress: bool
+        self,
+        runner: ModelRunner,
+        shapes: Sequence[DecodeShape],
+        show_progress: bool,
+        on_captured: Callable[[], object] = lambda: None,
     ) -> None:
-        """Capture graphs of these shapes on the current stream. Blocks the host."""
+        """Capture graphs of these shapes on the current stream. Blocks the host.
+
+        on_captured: called after the capture of each shape.
+        """
         self._runner = runner
         largest = max((shape.reqs for shape in shapes), default=0)
         most_tokens = max((shape.reqs * shape.width for shape in shapes), default=0)
@@ -133,13 +141,14 @@ class DecodeGraphs:
         self._next_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
         self.attended = runner.model.model.empty_attended(largest)
         self.memory: Any = torch.cuda.graph_pool_handle()
-        self._rehearsed = layers_to_rehearse(runner)
+        self.rehearsed = layers_to_rehearse(runner)
         self.graphs: list[DecodeGraph] = []
         for shape in largest_first(shapes, "capturing decode graphs", show_progress):
             graph = self._make(shape)
             if graph is None:
                 break
             self.graphs.insert(0, graph)
+            on_captured()
 
     def pick(self, batch: Batch) -> DecodeGraph | None:
         """Return the smallest graph that can run this step; None if no graph can.
@@ -213,7 +222,7 @@ class DecodeGraphs:
             width=width,
             drafts=drafts,
             attention=attention,
-            forward=self._capture(forward, partial(forward, self._rehearsed)),
+            forward=self._capture(forward, partial(forward, self.rehearsed)),
             finish=self._capture(finish) if width == 1 else None,
             logits=logits,
             plain=self._capture(sampler(filters=False)),

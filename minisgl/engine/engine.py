@@ -21,13 +21,7 @@ from minisgl.engine.cuda_graph import DecodeShape
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.step_launcher import StepLauncher
-from minisgl.kernel import (
-    AttentionKernel,
-    CompileLog,
-    compile_missing,
-    hash_triton,
-    use_kernel_cache,
-)
+from minisgl.kernel import AttentionKernel, CompileLog, compile_missing, use_kernel_cache
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.layers.rotary import query_scale_table, rope_table
 from minisgl.models.build import build_model
@@ -223,7 +217,6 @@ class Engine:
         self._attention_kernels = needed
         if config.kernel_cache is not None:
             use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
-        hash_triton()
         if self._show_progress:
             self._compile_log.watch()
             self._wait_for_kernels = compile_missing(needed)
@@ -286,10 +279,15 @@ class Engine:
         return memory.graph_sizes(self._config, self._max_chunk_tokens, self._drafting)
 
     @torch.inference_mode()
-    def _capture(self, shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) -> None:
+    def _capture(
+        self,
+        shapes: Sequence[DecodeShape],
+        token_sizes: Sequence[int],
+        on_captured: Callable[[], object] = lambda: None,
+    ) -> None:
         """Capture graphs of these decode steps and numbers of tokens, on a GPU."""
         if self._device.type == "cuda" and shapes:
-            self._launcher.capture(shapes, token_sizes, self._show_progress)
+            self._launcher.capture(shapes, token_sizes, self._show_progress, on_captured)
             self._clear_dummy()
 
     def _sizes_of_pools(self, free_before: int) -> tuple[int, WindowLayers | None]:
@@ -346,27 +344,25 @@ class Engine:
     def _measure_graph_bytes(self) -> int:
         """Return the memory that all graphs will take, in bytes, from trial captures.
 
-        Trial 1 captures the largest graph of each kind, trial 2 the two largest. The difference of
-        the trials, plus a margin of one block of the driver, is the memory of one further graph.
-        The result is the memory of trial 2, plus this amount for each graph that trial 2 lacks.
+        The trial captures the two largest graphs of each kind. The memory that the second ones
+        take, plus a margin of one block of the driver, is the memory of one further graph. The
+        result is the memory of the trial, plus this amount for each graph that the trial lacks.
 
         The tensors of smaller graphs reuse the memory of larger graphs, but each further graph also
         takes memory of the driver, outside of torch's pool. The size of this memory depends mostly
-        on the number of kernels in the graph. That number is the same for every batch size. Both
-        trials are compared with the free memory before trial 1, since the driver may keep memory of
-        trial 1.
+        on the number of kernels in the graph. That number is the same for every batch size.
         """
         sizes, token_sizes = self._graph_sizes()
         torch.cuda.empty_cache()
-        before = memory.free_bytes(self._device)
-        taken: list[int] = []
-        for count in (1, 2):
-            self._capture(sizes[-count:], token_sizes[-count:])
-            taken.append(before - memory.free_bytes(self._device))
-            self._launcher.graphs = self._launcher.pieces = None
-            torch.cuda.empty_cache()
-        each = max(taken[1] - taken[0], 0) + _DRIVER_BLOCK_BYTES if taken[1] else 0
-        return taken[1] + each * memory.further_graphs(sizes, token_sizes)
+        free = [memory.free_bytes(self._device)]
+        self._capture(
+            sizes[-2:], token_sizes[-2:], lambda: free.append(memory.free_bytes(self._device))
+        )
+        taken = free[0] - memory.free_bytes(self._device)
+        self._launcher.graphs = self._launcher.pieces = None
+        torch.cuda.empty_cache()
+        each = memory.further_graph_bytes(free, min(len(sizes), 2)) + _DRIVER_BLOCK_BYTES
+        return taken + each * memory.further_graphs(sizes, token_sizes) if taken else 0
 
     def _window_layers(self, num_pages: int) -> WindowLayers | None:
         window = self._model_config.window

@@ -5,6 +5,7 @@ It also chooses the sizes of the CUDA graphs and of the KV pools.
 """
 
 import contextlib
+import itertools
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -128,6 +129,16 @@ def further_graphs(shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) ->
     the results of graph_sizes. Without decode graphs the engine captures no graph.
     """
     return max(len(shapes) - 2, len(token_sizes) - 2, 0) if shapes else 0
+
+
+def further_graph_bytes(free: Sequence[int], num_shapes: int) -> int:
+    """Return the memory of the second decode graph and the second piecewise graph together.
+
+    free: the free memory before the captures, and after each of them: of `num_shapes` decode graphs
+    (1 or 2), then of the piecewise graphs (at most 2).
+    """
+    taken = [before - after for before, after in itertools.pairwise(free)]
+    return max(sum(taken[1:num_shapes]) + sum(taken[num_shapes + 1 :]), 0)
 
 
 def kv_bytes_left(config: EngineConfig, free_before: int, taken: int) -> int:

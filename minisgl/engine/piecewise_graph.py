@@ -8,7 +8,7 @@ the GPU runs these kernels in less time. The work after the last attention runs 
 DecodeGraph.finish, or eagerly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from minisgl.attention.base import StepAttention
 from minisgl.core import step_sizes
 from minisgl.engine.cuda_graph import largest_first
 from minisgl.engine.model_runner import ModelRunner
-from minisgl.engine.rehearsal import layers_to_rehearse
 from minisgl.models.decoder import Attended
 
 
@@ -111,17 +110,28 @@ class PieceGraphs:
     """
 
     def __init__(
-        self, runner: ModelRunner, sizes: Sequence[int], memory: Any, show_progress: bool
+        self,
+        runner: ModelRunner,
+        sizes: Sequence[int],
+        rehearsed: int,
+        memory: Any,
+        show_progress: bool,
+        on_captured: Callable[[], object] = lambda: None,
     ) -> None:
-        """Capture graphs of these sizes; memory: the pool of the decode graphs. Blocks the host."""
+        """Capture graphs of these sizes. Blocks the host.
+
+        rehearsed, memory: of the decode graphs. on_captured: called after the capture of each size.
+        """
         rows, largest = len(runner.padding), max(sizes, default=0)
         self._tokens = torch.zeros((rows, largest), dtype=torch.int32, device=runner.device)
         self._padding = torch.tensor(runner.padding, dtype=torch.int32, device=runner.device)[
             :, None
         ]
-        self._rehearsed = layers_to_rehearse(runner)
-        order = largest_first(sizes, "capturing piecewise graphs", show_progress)
-        self._forwards = [self._capture(runner, size, memory) for size in order][::-1]
+        self._rehearsed = rehearsed
+        self._forwards: list[PieceForward] = []
+        for size in largest_first(sizes, "capturing piecewise graphs", show_progress):
+            self._forwards.insert(0, self._capture(runner, size, memory))
+            on_captured()
 
     def pick(self, num_tokens: int) -> PieceForward | None:
         """Return the smallest forward for num_tokens tokens; None if no size is large enough.

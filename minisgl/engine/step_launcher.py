@@ -1,6 +1,6 @@
 """`StepLauncher`: queues the work of one step, from the packed batch to the copy of its tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,12 +55,20 @@ class StepLauncher:
     pieces: PieceGraphs | None = None
 
     def capture(
-        self, shapes: Sequence[DecodeShape], token_sizes: Sequence[int], show: bool
+        self,
+        shapes: Sequence[DecodeShape],
+        token_sizes: Sequence[int],
+        show: bool,
+        on_captured: Callable[[], object] = lambda: None,
     ) -> None:
-        """Capture decode graphs and piecewise graphs of these sizes. Blocks the host."""
-        self.graphs = graphs = DecodeGraphs(self.runner, shapes, show)
+        """Capture decode graphs and piecewise graphs of these sizes. Blocks the host.
+
+        on_captured: called after the capture of each size, first of the decode graphs.
+        """
+        self.graphs = graphs = DecodeGraphs(self.runner, shapes, show, on_captured)
         if graphs.graphs:
-            self.pieces = PieceGraphs(self.runner, token_sizes, graphs.memory, show)
+            shared = (graphs.rehearsed, graphs.memory)
+            self.pieces = PieceGraphs(self.runner, token_sizes, *shared, show, on_captured)
 
     def warm_up_masks(self) -> None:
         """Launch the kernel of token masks for each dtype of logits that it may get."""

@@ -6,7 +6,7 @@ gather.py, logits.py, mxfp4_weights.py, random.py, rotary.py, sampling.py and st
 kernels are in the package triton.
 """
 
-from minisgl.kernel.cache import hash_triton, use_kernel_cache
+from minisgl.kernel.cache import use_kernel_cache
 from minisgl.kernel.compile_log import CompileLog
 from minisgl.kernel.contexts import ContextCopy
 from minisgl.kernel.decode import DecodeScratch, decode_scratch
@@ -83,7 +83,6 @@ __all__ = [
     "gather_embedding",
     "gather_kv",
     "gumbel_noise",
-    "hash_triton",
     "kv_metadata",
     "linear",
     "local_candidate",

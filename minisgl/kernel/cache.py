@@ -16,7 +16,6 @@ import importlib.metadata
 import logging
 import os
 import sys
-import threading
 from collections.abc import Collection
 from pathlib import Path
 
@@ -88,23 +87,6 @@ def use_kernel_cache(folder: Path, arch: int, attention: Collection[str]) -> Non
         # Without nvcc FlashInfer must not try to compile. If compiling is disabled, its error names
         # the missing module. Otherwise its error would only say that nvcc is missing.
         os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
-
-
-def hash_triton() -> threading.Thread:
-    """Start a thread that hashes Triton's own files, 400 MB, and return the thread.
-
-    Triton needs the hash before it looks up the first kernel, and keeps it in the process. The
-    thread runs while the process imports FlashInfer: hashlib releases the GIL.
-    """
-
-    def work() -> None:
-        from triton.runtime.cache import triton_key
-
-        triton_key()
-
-    thread = threading.Thread(target=work, name="triton-key", daemon=True)
-    thread.start()
-    return thread
 
 
 def check_kernel_cache(folder: Path, arch: int, attention: Collection[str]) -> str | None:

@@ -1,7 +1,9 @@
-"""Opens the CUDA context of a GPU in a thread, while the process imports torch.
+"""Prepares a GPU in threads, while the process imports torch: its context, and Triton's hash.
 
 A context takes some tenths of a second to open. The import of torch takes seconds and does not need
 the context. torch later uses this context, because it is the primary context of the device.
+
+Triton hashes its own files, 400 MB, before it looks up the first kernel. This takes 0.2 to 0.4 s.
 """
 
 import ctypes
@@ -17,16 +19,36 @@ _SUCCESS = 0
 def open_context_early(device: str, index: int) -> threading.Thread | None:
     """Start a thread that opens the context of a GPU, and return the thread.
 
-    Returns None if `device` is cpu or if torch is not a build for CUDA. The process keeps the
-    context until it ends.
+    Returns None if `device` is cpu, if torch is not a build for CUDA, or without a driver. The
+    process keeps the context until it ends.
 
     device: the value of --device: auto, cpu or cuda. index: the number of the GPU, as torch counts.
     """
     if device not in ("auto", "cuda") or not _torch_uses_cuda():
         return None
+    try:
+        driver = ctypes.CDLL(_DRIVER)  # releases the GIL during each call
+    except OSError:
+        return None
     # The driver reads this variable in cuInit. torch sets the same value before it calls cuInit.
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
-    thread = threading.Thread(target=_open, args=(index,), name="cuda-context", daemon=True)
+    thread = threading.Thread(target=_open, args=(driver, index), name="cuda-context", daemon=True)
+    thread.start()
+    return thread
+
+
+def hash_triton_early() -> threading.Thread | None:
+    """Start a thread that hashes Triton's files, and return the thread; None without Triton.
+
+    Triton keeps the hash in the process. Start the thread before an import of seconds. The thread
+    needs the GIL for each MB that it reads. While another thread computes in Python, it gets the
+    GIL only every 5 ms, and the hash then takes more than a second.
+    """
+    try:
+        from triton.runtime.cache import triton_key
+    except ImportError:
+        return None
+    thread = threading.Thread(target=triton_key, name="triton-key", daemon=True)
     thread.start()
     return thread
 
@@ -39,12 +61,8 @@ def _torch_uses_cuda() -> bool:
     return (Path(found.origin).parent / "lib" / "libtorch_cuda.so").exists()
 
 
-def _open(index: int) -> None:
+def _open(driver: ctypes.CDLL, index: int) -> None:
     """Open the context. Ignores failures: torch makes the same calls and reports the failure."""
-    try:
-        driver = ctypes.CDLL(_DRIVER)  # releases the GIL during each call
-    except OSError:
-        return
     device, context = ctypes.c_int(), ctypes.c_void_p()
     if driver.cuInit(0) == _SUCCESS and (
         driver.cuDeviceGet(ctypes.byref(device), index) == _SUCCESS

@@ -107,7 +107,7 @@ def picked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, PieceForward | No
     @torch.inference_mode()
     def with_pieces(self: Engine) -> object:
         launcher = assemble(self)
-        launcher.pieces = PieceGraphs(launcher.runner, [16, 32, 64], None, show_progress=False)
+        launcher.pieces = PieceGraphs(launcher.runner, [16, 32, 64], 1, None, show_progress=False)
         return launcher
 
     monkeypatch.setattr(TorchAttention, "_prepare_decode", of_the_request)

@@ -12,7 +12,7 @@ from minisgl.core import Batch, ConfigError, EngineConfig, OutOfMemory, Sampling
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine import Engine, resolve_device
 from minisgl.engine.logits_processing import upload
-from minisgl.engine.memory import cpu_threads, memory_of
+from minisgl.engine.memory import cpu_threads, further_graph_bytes, memory_of
 from minisgl.engine.warmup import StepShape, run_every_size, warm_up, warmup_batch
 from minisgl.speculative import PricedLengths
 from tests.parity.driver import Driver, Work, logprobs_of, make_engine
@@ -278,6 +278,23 @@ def test_more_ranks_than_gpus_are_refused() -> None:
     with pytest.raises(ConfigError, match="exceeds the 0 visible GPUs"):
         resolve_device(EngineConfig(model_path="x", device="cuda", tp_size=2), TPInfo(0, 2))
     assert resolve_device(EngineConfig(model_path="x"), TPInfo(0, 1)) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("free", "num_shapes", "expected"),
+    [
+        ([100, 60, 57, 40, 38], 2, 3 + 2),
+        ([100, 60, 40, 38], 1, 2),
+        ([100, 60, 57, 40], 2, 3),
+        ([100, 60, 62, 40, 40], 2, 0),
+        ([100], 2, 0),
+    ],
+)
+def test_a_further_graph_takes_the_memory_of_the_second_ones(
+    free: list[int], num_shapes: int, expected: int
+) -> None:
+    """The first graph of a kind also allocates the tensors that the second one reuses."""
+    assert further_graph_bytes(free, num_shapes) == expected
 
 
 def test_close_gives_the_memory_back(path: str) -> None:

@@ -181,15 +181,3 @@ def test_a_missing_c_module_is_an_error_without_a_c_compiler(
         folder_cache.FolderCache("none").get_file(f"launcher{folder_cache._C_SUFFIX}")
     install(tools, "gcc")
     assert folder_cache.FolderCache("none").get_file(f"launcher{folder_cache._C_SUFFIX}") is None
-
-
-@needs_triton
-def test_triton_finds_the_hash_of_its_files_in_the_process() -> None:
-    from triton.runtime.cache import triton_key
-
-    triton_key.cache_clear()
-    cache.hash_triton().join()
-    assert triton_key.cache_info().currsize == 1
-    hits = triton_key.cache_info().hits
-    assert triton_key()
-    assert triton_key.cache_info().hits == hits + 1
