@@ -85,9 +85,9 @@ class VirtualEngine:
 
     def launch(self, batch: Batch) -> _Pending:
         lengths = batch.lengths.astype(np.int64)
-        keys = lengths * batch.start + lengths * (lengths + 1) // 2
-        decode_keys = int(keys[: batch.num_decode].sum())
-        prefill_pairs = int(keys[batch.num_decode :].sum())
+        pairs = lengths * batch.start + lengths * (lengths + 1) // 2
+        decode_keys = int((batch.start + lengths)[: batch.num_decode].sum())
+        prefill_pairs = int(pairs[batch.num_decode :].sum())
         seconds = self._cost.predict_s(int(lengths.sum()), decode_keys, prefill_pairs)
         if decode_keys and prefill_pairs:
             seconds *= self._mixed_factor

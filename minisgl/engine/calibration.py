@@ -3,9 +3,10 @@
 The file is in the folder minisgl/step-times of the user's cache folder, which is $XDG_CACHE_HOME or
 ~/.cache. Its name is a hash of `Subject`: the model, the settings and the device. A start of the
 same subject reads the timings and times three of the steps again, because the driver, the power
-limit and other programs change the time of a step as well. If one of these times differs by more
-than _LARGEST_CHANGE, if the versions differ, or if the file cannot be read, the start measures all
-steps again and replaces the file. To measure again, delete the file. The log names it.
+limit and other programs change the time of a step as well. The start measures all steps again and
+replaces the file if one of these times differs by more than _LARGEST_CHANGE, if the versions
+differ, if the file has a step that is no longer timed, or if it cannot be read. To measure again,
+delete the file. The log names it.
 
 Memory is measured at each start. It depends on the driver and on the other processes of the GPU,
 and a wrong size would end in OutOfMemory.
@@ -13,6 +14,7 @@ and a wrong size would end in OutOfMemory.
 
 import hashlib
 import logging
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -203,8 +205,10 @@ def step_cost(
                 logger.info("the step times are those of an earlier start: %s", file.path)
             return fit(timings)
         if first:
-            reason = "the step times are measured again: %s: steps now differ by a factor of %.2f"
-            logger.warning(reason, file.path, change)
+            reason = f"steps now differ by a factor of {change:.2f}"
+            if change == math.inf:
+                reason = "it has steps that are no longer timed"
+            logger.warning("the step times are measured again: %s: %s", file.path, reason)
     timings = time_steps(*arguments)
     if first and file is not None:
         file.write(timings)

@@ -190,8 +190,8 @@ class Engine:
         with self.startup.phase("calibration"):
             chunk, parts = self._max_chunk_tokens, (self.extensions, self._attention_kernels)
             file = calibration.file_for(self._config, self._device, chunk, *parts)
-            steps = chunk, self._model_config.vocab_size, self._drafting
-            cost = calibration.step_cost(self, self._comm, *steps, file)
+            vocab_size = self._model_config.vocab_size
+            cost = calibration.step_cost(self, self._comm, chunk, vocab_size, self._drafting, file)
         self._clear_dummy()
         return cost
 

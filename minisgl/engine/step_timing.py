@@ -22,7 +22,7 @@ _SETTLED_NS = 60 * 10**6
 _HEAT_S = 0.3  # duration of untimed steps with prompt tokens, which warm up the GPU
 _SCATTER = 1.1  # two durations agree if the longer one is at most this many times the shorter one
 _LONGEST_STEP_S = 0.06  # shapes with a longer predicted time are left out
-_SMALL = (8, 32, 64, 128)  # tokens of the shapes that have only decode requests if possible
+_SMALL = (8, 32, 64, 128)  # tokens; with enough rows, such a shape has only decode requests
 
 
 class Timing(NamedTuple):
@@ -86,26 +86,24 @@ def change_of(
 ) -> float:
     """Time three of the steps again, and return the largest factor between old and new times.
 
-    The factor is at least 1. It is infinite if time_steps would not time all of the old steps. The
-    three steps are a small one, one of medium size and a long one. A step with prompt tokens and a
-    long context also loads the kernels that only such steps run.
+    The factor is at least 1. It is infinite if time_steps would no longer time one of the old
+    steps. The three steps are a small one, one of medium size and a long one. A step with prompt
+    tokens and a long context also loads the kernels that only such steps run.
 
     timings: the result of an earlier time_steps. The other arguments are those of time_steps. All
     ranks return the same factor.
     """
-    picked = [timings[len(timings) * quarter // 4] for quarter in (0, 2, 3)]
-    old_s = {timing[:3]: timing.seconds for timing in picked}
-    left = {timing[:3] for timing in timings}
+    steps = _batches(engine, max_chunk_tokens, vocab_size, drafting)
+    batches = {_work(batch): batch for _, batch in steps}
+    if not batches.keys() >= {timing[:3] for timing in timings}:
+        return math.inf
     watch, factor = _StopWatch(engine, slowest_ns, clock_ns), 1.0
-    for _, batch in _batches(engine, max_chunk_tokens, vocab_size, drafting):
-        left.discard(_work(batch))
-        known_s = old_s.get(_work(batch))
-        if known_s is not None:
-            found_ns = watch.median_ns(batch, 0, required=True)
-            assert found_ns is not None, "a required duration must be measured; this is a bug"
-            found_s = found_ns / 1e9
-            factor = max(factor, found_s / known_s, known_s / found_s)
-    return math.inf if left else factor
+    for timing in (timings[len(timings) * quarter // 4] for quarter in (0, 2, 3)):
+        found_ns = watch.median_ns(batches[timing[:3]], 0, required=True)
+        assert found_ns is not None, "a required duration must be measured; this is a bug"
+        found_s = found_ns / 1e9
+        factor = max(factor, found_s / timing.seconds, timing.seconds / found_s)
+    return factor
 
 
 def _batches(
@@ -180,28 +178,28 @@ def _shapes(rows: int, max_seq_len: int, drafting: bool) -> list[StepShape]:
     less time.
     """
     half, far = min(max_seq_len - 1, 2048) // 2, min(max_seq_len * 3 // 4, 8192)
-    beside = min(rows - 1, 1)
-    most = min(rows * DRAFT_WIDTHS[-1 if drafting else 0], _SMALL[-1])  # tokens of a small shape
+    mixed_decodes = min(rows - 1, 1)
+    largest_small = min(rows * DRAFT_WIDTHS[-1 if drafting else 0], _SMALL[-1])
 
     def mixed(tokens: int, context: int = half) -> StepShape:
-        return StepShape(beside, tokens - beside, context)
+        return StepShape(mixed_decodes, tokens - mixed_decodes, context)
 
     def small(tokens: int) -> StepShape:
-        if tokens > most:
+        if tokens > largest_small:
             return mixed(tokens, context=1)
         width = next(width for width in DRAFT_WIDTHS if tokens <= rows * width)
         return StepShape(tokens // width, 0, 1, width)
 
-    # The first two numbers of tokens differ, because these two timings predict the next ones.
+    # The first two shapes have different numbers of tokens: their timings predict the next ones.
     shapes = [small(1), small(16)]
-    for shape in map(small, sorted({*_SMALL, most})):
+    for shape in map(small, sorted({*_SMALL, largest_small})):
         shapes.append(shape)
-        if not shape.chunk:  # the context of few requests must be long to change the time
+        if not shape.chunk:  # of few requests, only a long context changes the time measurably
             shapes.append(shape._replace(context=half if shape.num_decode >= 8 else far))
     shapes += [mixed(size) for size in (256, 384, 512, 640, 768)]
     shapes.append(mixed(512, far))
     shapes += [mixed(size) for size in (1024, 2048, 4096, 8192)]
-    return list(dict.fromkeys(shapes))  # `most` may be 1 or 16
+    return list(dict.fromkeys(shapes))  # largest_small may be 1 or 16
 
 
 def _agreed_median(durations_ns: list[int]) -> int | None:

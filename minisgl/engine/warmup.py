@@ -42,16 +42,16 @@ class StepShape(NamedTuple):
 
 
 def warm_up(engine: EngineLike, widths: Sequence[int] = DRAFT_WIDTHS[:1]) -> None:
-    """Run one decode, one prefill and one mixed step with every kind of sampling.
+    """Run a prefill step, and a decode and a mixed step of each width, with all kinds of sampling.
 
-    An engine with one row has no mixed steps.
-    widths: the numbers of tokens that decode requests of this engine may forward.
+    An engine with one row has no mixed steps. widths: the numbers of tokens that decode requests of
+    this engine may forward.
     """
-    shapes, others = [StepShape(0, 4, 0)], min(engine.max_running_reqs - 1, 2)
+    shapes, mixed_decodes = [StepShape(0, 4, 0)], min(engine.max_running_reqs - 1, 2)
     for width in widths:
         shapes.append(StepShape(1, 0, 4, width))
-        if others:
-            shapes.append(StepShape(others, 3, 4, width))
+        if mixed_decodes:
+            shapes.append(StepShape(mixed_decodes, 3, 4, width))
     for shape in shapes:
         for params, logprobs in itertools.product(_KINDS, (False, True)):
             batch = warmup_batch(engine, shape, params, logprobs=logprobs)

@@ -29,8 +29,8 @@ def timed(
 
 
 def changed(timings: list[Timing], engine: VirtualEngine, drafting: bool = False) -> float:
-    asked = 8192, 50_000, drafting
-    return change_of(timings, engine, *asked, lambda own: own, lambda: engine.now_ns)
+    limits = 8192, 50_000, drafting
+    return change_of(timings, engine, *limits, lambda own: own, lambda: engine.now_ns)
 
 
 def with_rows(engine: VirtualEngine, rows: int) -> VirtualEngine:
@@ -143,7 +143,7 @@ def test_few_rows_are_calibrated_between_small_steps_and_chunks() -> None:
 @pytest.mark.parametrize("drafting", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 100])
 def test_steps_of_all_sizes_are_timed_with_any_number_of_rows(rows: int, drafting: bool) -> None:
-    """With one row, no shape has two requests. A slow machine has only the first two timings."""
+    """With one row, no shape may have two requests. A slow machine gets only the first two."""
     timings = timed(with_rows(VirtualEngine(), rows), drafting=drafting)
     cost = fit(timings)
     assert {1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048} <= set(cost.tokens)
@@ -163,14 +163,14 @@ class SlowChunks(VirtualEngine):
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16])
 def test_drafts_have_the_price_of_decode_steps(rows: int) -> None:
     cost = calibrated(with_rows(SlowChunks(), rows), drafting=True)
-    asked, counts = np.arange(rows, dtype=np.int32), np.full(rows, 7, dtype=np.int32)
+    reqs, counts = np.arange(rows, dtype=np.int32), np.full(rows, 7, dtype=np.int32)
     for tokens in (rows, 2 * rows, 4 * rows, 8 * rows):
         true_s = TRUE.predict_s(tokens, 500 * rows, 0)
         assert cost.predict_s(tokens, 500 * rows, 0) == pytest.approx(true_s, rel=0.02)
     lengths = PricedLengths(rows)
     for _ in range(20):
-        lengths.record(asked, counts, counts)
-    assert lengths.choose(asked, rows, 500 * rows, 7, False, cost) == 7
+        lengths.record(reqs, counts, counts)
+    assert lengths.choose(reqs, rows, 500 * rows, 7, False, cost) == 7
 
 
 def test_timings_of_the_same_engine_have_not_changed() -> None:

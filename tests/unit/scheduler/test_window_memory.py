@@ -9,9 +9,9 @@ from minisgl.scheduler import LocalInbox, Scheduler
 
 REQS, PROMPT, OUTPUT = 64, 16_000, 256
 PAGE, WINDOW = 16, 1024
-# `minisgl plan --model gemma-3-12b --gpu H200 --context 16384 --kv-request-tokens 16064`: the pages
-# of both pools, the number of requests, and the bytes of one token in the layers of each pool.
-PAGES, WINDOW_PAGES, ROWS = 77_652, 5_104, 79
+# From `minisgl plan --gpu H200 --context 16384 --kv-request-tokens 16256`: the pages of both pools,
+# the number of requests, and the bytes of one token in the layers of each pool.
+PAGES, WINDOW_PAGES, ROWS = 77_879, 5_059, 79
 TOKEN_BYTES, WINDOW_TOKEN_BYTES = 65_536, 327_680
 # A window of 1,024 tokens may begin in the middle of a page.
 PAGES_OF_A_WINDOW = WINDOW // PAGE + 1
@@ -25,7 +25,7 @@ def requests() -> list[AddReq]:
     ]
 
 
-def test_64_long_requests_hold_at_most_their_need_and_a_tenth() -> None:
+def test_64_long_requests_hold_at_most_1_1_times_their_need() -> None:
     engine = VirtualEngine(read_cost(DEFAULT_COST), PAGES, ROWS, max_seq_len=16_384)
     engine.window = WindowLayers(WINDOW, WINDOW_PAGES)
     inbox = LocalInbox()
@@ -39,14 +39,14 @@ def test_64_long_requests_hold_at_most_their_need_and_a_tenth() -> None:
         send=lambda output: None,
     )
     inbox.messages.extend(requests())
-    held: list[int] = []
+    held, together = [0], 0
     while inbox.messages or not scheduler.idle:
         scheduler.iterate()
         stats = scheduler.stats()
-        if stats.running_reqs == REQS:
-            of_windows = stats.window_pages[0] * WINDOW_TOKEN_BYTES
-            held.append(PAGE * (stats.locked_pages * TOKEN_BYTES + of_windows))
+        of_windows = stats.window_pages[0] * WINDOW_TOKEN_BYTES
+        held.append(PAGE * (stats.locked_pages * TOKEN_BYTES + of_windows))
+        together += stats.running_reqs == REQS
     pages = -(-(PROMPT + OUTPUT) // PAGE)
     need = PAGE * REQS * (pages * TOKEN_BYTES + PAGES_OF_A_WINDOW * WINDOW_TOKEN_BYTES)
-    assert len(held) > 100, "all requests must run at once"
+    assert together > 100, "all requests must run at once, for more than 100 steps"
     assert 0.9 * need < max(held) <= 1.1 * need
