@@ -5,7 +5,7 @@ tall operand of the matrix unit, with the tokens of a block. Each lane decodes i
 weights for itself (mxfp4.py). The matrix unit fixes the columns of a lane, and so the order of the
 columns in both operands (`column`). `_arrange` brings the tokens into this order, and the first
 product writes its output in it, so that a program copies its tokens to shared memory unchanged.
-While the matrix unit multiplies, the other units decode the next columns.
+While the matrix unit multiplies for one program, the other units decode for another one.
 
 Bytes, without those that L2 serves: 1.6 H I for each expert that has tokens, 2 I + 4 H for each
 assignment, and 6 H for each token: two copies of 2 H, and the output.
@@ -160,6 +160,13 @@ def _product(
         w = tl.reshape(w, [ROWS, CHUNKS * 128])
         powers = next_powers
         total = tl.dot(w, v.T, total, input_precision="ieee")
+        if FAST:
+            # This use of the sum makes the program wait for its products before it decodes the
+            # next weights. Without it, Triton 3.6 lets the decoding write registers from which the
+            # matrix unit still reads (triton-lang/triton issue 9433).
+            total = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1
+            )
     total *= rescale
     if GATED:
         n = column(tile * (ROWS // 2) + tl.arange(0, ROWS // 2))
