@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from minisgl.kernel import silu_and_mul
+from minisgl.kernel.mxfp4_weights import num_chunks
 from minisgl.moe.base import Biases, ClampedSwiglu, ExpertWeights, MoeBackend, route
 from minisgl.moe.registry import create_moe_backend
 
@@ -66,20 +67,21 @@ def _gpt_oss_maker(
     backend: MoeBackend, tokens: int, experts: int, weights: list[ExpertWeights]
 ) -> Make:
     width, rows = _GPT_OSS_WIDTH, 2 * _GPT_OSS_WIDTH
+    chunks = num_chunks(width)
 
     def make() -> Callable[[], object]:
         if not weights:
             weights.append(
                 ExpertWeights(
                     _normal(experts, width) * width**-0.5,
-                    _bytes(0, 256, experts, rows, width // 2),
-                    _bytes(0, 256, experts, width, width // 2),
+                    _bytes(0, 256, experts, chunks, rows, 64),
+                    _bytes(0, 256, experts, chunks, width, 64),
                     biases=Biases(_normal(experts, rows), _normal(experts, width)),
                     router_bias=_normal(experts),
                     swiglu=ClampedSwiglu(1.702, 7.0),
                     mxfp4_scales=(
-                        _bytes(118, 122, experts, rows, width // 32),
-                        _bytes(118, 122, experts, width, width // 32),
+                        _bytes(118, 122, experts, chunks, rows, 4),
+                        _bytes(118, 122, experts, chunks, width, 4),
                     ),
                 )
             )

@@ -11,19 +11,41 @@ the word in the lower 16 bits and code i + 4 in the higher ones. Bits 15 and 31 
 0x81C081C0. Pair 0 is the masked word. Pair 1 is the word rotated left by 10 bits, and pair 2 the
 word shifted left by 4, both masked. Pair 3 is the masked XOR of the word shifted left by 6 and the
 word shifted right by 2.
+
+A chunk is 4 blocks of a row: 64 bytes of codes, and 4 scales. A checkpoint stores a matrix row
+after row. The engine stores it chunk after chunk, and in a chunk row after row (`by_chunks`). A
+program reads one chunk of many rows at a time, and so neighbouring bytes.
 """
 
 from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 BLOCK: Final = 32
 BLOCK_BYTES: Final = BLOCK // 2
+CHUNK_BLOCKS: Final = 4
 _BIAS = 127  # of the exponent of a scale
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0 to 7; bit 3 is the sign
 _SIGNS, _MAGNITUDES = 0x80008000 - 2**32, 0x01C001C0  # the bits of a pair, as int32
 _STEP_WORDS = 2**24  # words that are recoded at once, to bound the memory
+
+
+def num_chunks(columns: int) -> int:
+    """The chunks of a row with this number of weights."""
+    return -(-columns // (BLOCK * CHUNK_BLOCKS))
+
+
+def by_chunks(values: Tensor, block_bytes: int) -> Tensor:
+    """Return codes or scales in the order of the engine: chunk after chunk.
+
+    values: uint8 [..., rows, blocks * block_bytes]. Returns a view or a copy, [..., chunks, rows,
+    CHUNK_BLOCKS * block_bytes]. The blocks that the last chunk lacks are zeros.
+    """
+    size = CHUNK_BLOCKS * block_bytes
+    padded = pad(values, (0, -values.shape[-1] % size))
+    return padded.reshape(*padded.shape[:-1], -1, size).movedim(-2, -3)
 
 
 def recode(codes: Tensor) -> Tensor:
@@ -63,10 +85,11 @@ def _left(words: Tensor, bits: int) -> Tensor:
     return (words >> -bits) & (1 << (32 + bits)) - 1
 
 
-def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the weights [..., n * 32] in `dtype`.
+def dequantise(codes: Tensor, scales: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return the weights [..., rows, columns] in `dtype`.
 
-    codes: uint8 [..., n * 16], contiguous, of `recode`. scales: uint8 [..., n], powers of two.
+    codes: uint8 [..., chunks, rows, 64], contiguous, of `recode` and `by_chunks`. scales: uint8
+    [..., chunks, rows, 4], powers of two.
     """
     words = codes.view(torch.int32)
     rotated = _left(words, 10) | _left(words, -22)
@@ -77,4 +100,5 @@ def dequantise(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
     table = torch.tensor([*_VALUES, *(-value for value in _VALUES)], device=codes.device)
     blocks = table[indices].view(*scales.shape, BLOCK)
     powers = torch.ldexp(torch.ones_like(scales, dtype=torch.float32), scales.int() - _BIAS)
-    return (blocks * powers.unsqueeze(-1)).flatten(-2).to(dtype)
+    chunks = (blocks * powers.unsqueeze(-1)).flatten(-2)
+    return chunks.movedim(-3, -2).flatten(-2)[..., :columns].to(dtype).contiguous()

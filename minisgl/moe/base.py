@@ -39,8 +39,8 @@ class ExpertWeights(NamedTuple):
     size of an expert. scales: those of gate_up and of down if they are FP8; None: they have the
     router's dtype. biases: those of the experts, or None. router_bias: [E] or None. swiglu: the
     gate of the experts; None: silu(gate) * up. mxfp4_scales: those of gate_up and of down if they
-    are MXFP4, uint8 [E, 2I, H / 32] and [E, H, I / 32]; the matrices are then codes, uint8
-    [E, 2I, H / 2] and [E, H, I / 2] (kernel.mxfp4_weights).
+    are MXFP4, uint8 [E, chunks of H, 2I, 4] and [E, chunks of I, H, 4]; the matrices are then
+    codes, uint8 [E, chunks of H, 2I, 64] and [E, chunks of I, H, 64] (kernel.mxfp4_weights).
     """
 
     router: Tensor

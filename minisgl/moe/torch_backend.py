@@ -33,19 +33,23 @@ class TorchMoe(MoeBackend):
                 continue
             begin, end = end, end + count
             mine = tokens[begin:end]
-            gate_up, down = (_matrix(weights, part, expert, x.dtype) for part in range(2))
             gate_up_bias = None if gate_up_biases is None else gate_up_biases[expert]
             down_bias = None if down_biases is None else down_biases[expert]
+            gate_up = _matrix(weights, 0, expert, x.shape[1], x.dtype)
             hidden = activate(linear(x[mine], gate_up, gate_up_bias))
+            down = _matrix(weights, 1, expert, hidden.shape[1], x.dtype)
             out.index_add_(0, mine, linear(hidden, down, down_bias) * scales[begin:end])
         return out
 
 
-def _matrix(weights: ExpertWeights, part: int, expert: int, dtype: torch.dtype) -> Tensor:
-    """One expert's gate_up (part 0) or down (part 1), in `dtype`."""
+def _matrix(
+    weights: ExpertWeights, part: int, expert: int, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """One expert's gate_up (part 0) or down (part 1), [rows, columns] in `dtype`."""
     matrix = (weights.gate_up, weights.down)[part][expert]
     if weights.mxfp4_scales is not None:
-        return mxfp4_weights.dequantise(matrix, weights.mxfp4_scales[part][expert], dtype)
+        scales_of_part = weights.mxfp4_scales[part][expert]
+        return mxfp4_weights.dequantise(matrix, scales_of_part, columns, dtype)
     if weights.scales is not None:
         scales = weights.scales[part]
         scales = scales._replace(values=scales.values[expert])

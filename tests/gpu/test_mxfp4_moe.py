@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel.mxfp4_weights import dequantise, recode
+from minisgl.kernel.mxfp4_weights import by_chunks, dequantise, recode
 from minisgl.moe.base import Biases, ClampedSwiglu, ExpertWeights, route
 from minisgl.moe.torch_backend import TorchMoe
 from minisgl.moe.triton_backend import TritonMoe
@@ -51,7 +51,7 @@ def codes_and_scales(*shape: int) -> tuple[Tensor, Tensor]:
     scales = torch.randint(
         middle - 2, middle + 2, (*shape[:-1], shape[-1] // 32), device=DEVICE, dtype=torch.uint8
     )
-    return codes, scales
+    return by_chunks(codes, 16).contiguous(), by_chunks(scales, 1).contiguous()
 
 
 def layer(experts: int, width: int, inner: int) -> ExpertWeights:
@@ -73,10 +73,10 @@ def layer(experts: int, width: int, inner: int) -> ExpertWeights:
 
 def dequantised(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     assert weights.mxfp4_scales is not None
-    scales = weights.mxfp4_scales
+    scales, width = weights.mxfp4_scales, weights.router.shape[1]
     return weights._replace(
-        gate_up=dequantise(weights.gate_up, scales[0], dtype),
-        down=dequantise(weights.down, scales[1], dtype),
+        gate_up=dequantise(weights.gate_up, scales[0], width, dtype),
+        down=dequantise(weights.down, scales[1], weights.gate_up.shape[2] // 2, dtype),
         mxfp4_scales=None,
     )
 
@@ -99,7 +99,7 @@ def expected(x: Tensor, weights: ExpertWeights, top_k: int = TOP_K) -> Tensor:
     return out
 
 
-SHAPES = [(1, 4, 96, 32), (4, 4, 64, 32), (5, 8, 160, 64), (40, 4, 64, 96)]
+SHAPES = [(1, 4, 96, 32), (4, 4, 64, 32), (5, 8, 160, 64), (40, 4, 64, 544)]
 if not INTERPRETED:
     SHAPES += [(1, 32, 2880, 2880), (64, 32, 2880, 1440), (600, 8, 1440, 736), (4000, 4, 512, 512)]
 
@@ -118,7 +118,7 @@ def test_experts(tokens: int, experts: int, width: int, inner: int, packed: bool
     assert torch.equal(first, backend.forward(x, given, TOP_K, True))
 
 
-BLOCKS = [(8, 4, 96, 160), (20, 10, 160, 64)]
+BLOCKS = [(8, 4, 96, 544), (20, 10, 160, 64)]
 if not INTERPRETED:
     BLOCKS += [(32, 16, 2880, 2880), (64, 64, 2880, 1440), (300, 8, 1440, 736)]
 TILINGS = [tiling for _, tiling in mxfp4_blocks.TILINGS]
@@ -149,7 +149,7 @@ def test_experts_of_many(
     assert torch.equal(first, forward())
 
 
-FEW = [(1, 4, 96, 32, 2), (8, 4, 160, 64, 1), (2, 5, 64, 288, 3), (3, 4, 128, 96, 4)]
+FEW = [(1, 4, 96, 32, 2), (8, 4, 160, 64, 1), (2, 5, 64, 288, 3), (3, 4, 128, 672, 4)]
 if not INTERPRETED:
     FEW += [(1, 32, 2880, 2880, 4), (8, 32, 2880, 2880, 4), (3, 64, 2880, 1440, 4)]
 
@@ -188,7 +188,7 @@ def test_experts_of_few(
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
-@pytest.mark.parametrize("tokens", [1, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 4, 8, 300])
 def test_layers_in_a_graph_equal_single_layers(tokens: int) -> None:
     """In a graph, the kernels of neighbouring layers overlap. Each layer reads the one before."""
     layers = [layer(8, 2880, 2880) for _ in range(3)]
@@ -222,7 +222,8 @@ def test_words_are_decoded_exactly() -> None:
     found = torch.full((128, 16, 32), torch.nan, dtype=DTYPE, device=DEVICE)
     rows = scales.expand(128, 16).contiguous()
     _decode_words[(128,)](codes.view(torch.int32), rows, found, FAST=not INTERPRETED)
-    exact = dequantise(codes.repeat(128, 1, 1), rows.unsqueeze(-1), torch.float64)
+    stored = codes.repeat(128, 1, 1).unsqueeze(1), rows.view(128, 1, 16, 1)
+    exact = dequantise(*stored, 32, torch.float64)
     assert torch.equal(found.double(), exact if INTERPRETED else exact * 2.0**-32)
 
 
@@ -233,7 +234,8 @@ def test_words_of_every_scale_are_decoded_exactly_in_float32() -> None:
     found = torch.full((252, 16, 32), torch.nan, device=DEVICE)
     rows = scales.expand(252, 16).contiguous()
     _decode_words[(252,)](codes.view(torch.int32), rows, found, FAST=False)
-    exact = dequantise(codes.repeat(252, 1, 1), rows.unsqueeze(-1), torch.float64)
+    stored = codes.repeat(252, 1, 1).unsqueeze(1), rows.view(252, 1, 16, 1)
+    exact = dequantise(*stored, 32, torch.float64)
     assert torch.equal(found.double(), exact)
 
 
@@ -254,7 +256,7 @@ def test_a_float32_model_equals_its_dequantised_weights(tmp_path: Path) -> None:
     """In float32, the weights of both models are equal, and only the order of the sums differs."""
     tokens = [
         Driver(make_engine(path, device="cuda", page_size=16)).generate(0, prompt_of(200), 16)
-        for path in build(tmp_path, 96)
+        for path in build(tmp_path, 288)
     ]
     assert tokens[0] == tokens[1]
 
@@ -272,7 +274,7 @@ MOST_MEAN, MOST_MEDIAN = 0.2, 0.01
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 def test_a_bfloat16_model_is_as_exact_as_its_dequantised_weights(tmp_path: Path) -> None:
     """Both models differ from float32 by rounding alone. Each has kernels of its own."""
-    packed, reference = build(tmp_path, 96)
+    packed, reference = build(tmp_path, 288)
     ids = prompt_of(sum(CHUNKS))
     exact = logprobs_of_chunks(reference, ids, CHUNKS)
     for path in (packed, reference):

@@ -290,7 +290,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     # Experts of whole blocks of 32 weights, for MXFP4.
     "gpt-oss-32": lambda: _gpt_oss(intermediate_size=32),
-    "gpt-oss-96": lambda: _gpt_oss(intermediate_size=96),
+    "gpt-oss-288": lambda: _gpt_oss(intermediate_size=288),
     "exaone4-wide": lambda: _exaone4(head_dim=32, num_key_value_heads=1),
 }
 

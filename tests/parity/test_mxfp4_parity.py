@@ -13,16 +13,17 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import Communicator
-from minisgl.kernel.mxfp4_weights import dequantise, recode
+from minisgl.kernel.mxfp4_weights import by_chunks, dequantise, recode
 from tests.parity.driver import Driver, make_engine
 from tests.parity.models import FAMILIES, VOCAB_SIZE, build_model, transformers_greedy
 from tests.unit.distributed.ranks import run_ranks
 
 TOKENS = 8
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-# Inner sizes of the experts. The ranks share whole blocks: with two ranks, the second one has one
-# block of 96 and one of padding; with four, only the first one has a block of 32.
-SIZES = [32, 96]
+# Inner sizes of the experts. The ranks share whole blocks: with four ranks, only the first one has
+# a block of 32. Of the 9 blocks of 288, the first of two ranks has 5, in two chunks, and the second
+# one has 4, in one chunk beside one of padding.
+SIZES = [32, 288]
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,8 @@ def test_every_code_and_every_scale_has_the_value_of_transformers() -> None:
     scales = torch.arange(255, dtype=torch.uint8)  # 255 is NaN in the format
     codes = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(255, 16, 16)
     scales = scales[:, None].expand(255, 16).contiguous()
-    found = dequantise(recode(codes.flatten(1)), scales, torch.float32)
+    packed = by_chunks(recode(codes.flatten(1)), 16).contiguous()
+    found = dequantise(packed, by_chunks(scales, 1), 16 * 32, torch.float32)
     expected = convert_moe_packed_tensors(
         codes.unsqueeze(0).clone(), scales.unsqueeze(0).clone(), dtype=torch.float32
     )
@@ -87,7 +89,7 @@ def generate(comm: Communicator, path: str) -> list[int]:
     return Driver(make_engine(path, comm)).generate(0, prompt(), TOKENS)
 
 
-@pytest.mark.parametrize(("inner", "ranks"), [(96, 2), (32, 4)])
+@pytest.mark.parametrize(("inner", "ranks"), [(32, 4), (288, 2)])
 def test_ranks_share_the_blocks(inner: int, ranks: int, tmp_path: Path) -> None:
     packed, reference = build(tmp_path, inner)
     expected = transformers_greedy(reference, prompt(), TOKENS)
@@ -103,7 +105,7 @@ def test_random_weights_have_the_deviation_of_other_families(tmp_path: Path) -> 
         (experts.gate_up, experts.gate_up_scales),
         (experts.down, experts.down_scales),
     ):
-        matrix = dequantise(codes, scales, torch.float32)
+        matrix = dequantise(codes, scales, 32, torch.float32)
         assert 0.01 < float(matrix.std()) < 0.04
     assert len(set(Driver(engine).generate(0, prompt(), 4))) > 1
 

@@ -23,7 +23,7 @@ def decode_words(words, scales, TYPE: tl.constexpr, FAST: tl.constexpr):
     """MXFP4 to TYPE.
 
     words: int32 [ROWS, WORDS], 8 codes each, in the order of minisgl.kernel.mxfp4_weights. scales:
-    uint8 [ROWS, WORDS / 4]. Returns [ROWS, WORDS, 8].
+    an integer type, [ROWS, WORDS / 4]. Returns [ROWS, WORDS, 8].
 
     FAST, for bfloat16 only: the numbers are 2^-32 times the weights. A pair has the bits of two
     bfloat16 numbers with another bias of the exponent. A product with the scale corrects the bias,

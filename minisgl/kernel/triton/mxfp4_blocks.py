@@ -5,7 +5,8 @@ tall operand of the matrix unit, with the tokens of a block. Each lane decodes i
 weights for itself (mxfp4.py). The matrix unit fixes the columns of a lane, and so the order of the
 columns in both operands (`column`). `_arrange` brings the tokens into this order, and the first
 product writes its output in it, so that a program copies its tokens to shared memory unchanged.
-While the matrix unit multiplies for one program, the other units decode for another one.
+While the matrix unit multiplies for one program, the other units decode for another one. A program
+of the second product starts while programs of the first one still run (overlap.py).
 
 Bytes, without those that L2 serves: 1.6 H I for each expert that has tokens, 2 I + 4 H for each
 assignment, and 6 H for each token: two copies of 2 H, and the output.
@@ -19,11 +20,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, int32
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.triton.moe_grouped import sum_parts
 from minisgl.kernel.triton.moe_routing import Blocks, align
 from minisgl.kernel.triton.mxfp4 import decode_words, is_fast, rescale_factor
-from minisgl.kernel.triton.overlap import has_large_tiles
+from minisgl.kernel.triton.overlap import has_large_tiles, overlaps
 
 _CHUNK: Final = 128  # columns: 4 blocks of 32 weights. Their order changes.
 _SMALL: Final = 64  # the largest `tokens` of TILINGS whose loads fit into 99 KB of shared memory
@@ -34,13 +36,11 @@ class Tile(NamedTuple):
     """The part of a product that a program computes.
 
     warps, repeats  the rows of the weight: 16 for each warp, `repeats` times.
-    chunks          a load has `chunks` times _CHUNK columns.
-    stages          loads in flight.
+    stages          loads in flight, of one chunk each.
     """
 
     warps: int
     repeats: int
-    chunks: int
     stages: int
 
 
@@ -55,13 +55,13 @@ class Tiling(NamedTuple):
 # The most assignments per expert for which a tiling is used. Each tiling is the fastest of 4 to 9
 # on one H200 with the shapes of gpt-oss-20b and 120b (2026-11-24, torch 2.11, Triton 3.6).
 TILINGS: Final = (
-    (10.0, Tiling(16, Tile(4, 1, 2, 3), Tile(4, 1, 2, 3))),
-    (24.0, Tiling(32, Tile(4, 2, 1, 3), Tile(4, 2, 1, 3))),
-    (48.0, Tiling(64, Tile(8, 1, 1, 4), Tile(8, 1, 1, 4))),
-    (512.0, Tiling(128, Tile(8, 2, 1, 3), Tile(8, 1, 1, 4))),
-    (float("inf"), Tiling(256, Tile(8, 1, 1, 3), Tile(8, 1, 1, 3))),
+    (10.0, Tiling(16, Tile(4, 2, 3), Tile(4, 2, 3))),
+    (24.0, Tiling(32, Tile(4, 2, 3), Tile(4, 2, 3))),
+    (48.0, Tiling(64, Tile(8, 1, 4), Tile(8, 1, 4))),
+    (512.0, Tiling(128, Tile(8, 2, 3), Tile(8, 1, 4))),
+    (float("inf"), Tiling(256, Tile(8, 1, 3), Tile(8, 1, 3))),
 )
-_EXACT: Final = Tiling(16, Tile(4, 1, 1, 2), Tile(4, 1, 1, 2))  # for float32, which tests use
+_EXACT: Final = Tiling(16, Tile(4, 1, 2), Tile(4, 1, 2))  # for float32, which tests use
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def _product(
     factors,
     num_assigned,
     N,
-    blocks,
+    chunks,
     x_stride,
     out_stride,
     alpha,
@@ -110,55 +110,63 @@ def _product(
     BM: tl.constexpr,
     WARPS: tl.constexpr,
     REPEATS: tl.constexpr,
-    CHUNKS: tl.constexpr,
     STAGES: tl.constexpr,
     FAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """As moe_grouped._product, with biases and the clamped SwiGLU.
 
-    weight: int32 words; a row has `blocks` blocks of 32 weights. The tokens of unused slots count
-    as zeros, and their columns of the product are not stored.
+    weight: int32 words; a row has `chunks` chunks of 128 weights. scales: int32, the 4 scales of a
+    row and chunk. The tokens of unused slots count as zeros, and their columns of the product are
+    not stored.
     """
+    if EARLY:
+        gdc_launch_dependents()
     tile = tl.program_id(0)
     owned = tl.program_id(1)
     expert = tl.load(owners + owned).to(tl.int64)
     if expert < 0:
+        if EARLY:
+            gdc_wait()
         return
     ROWS: tl.constexpr = 16 * WARPS * REPEATS
     slot = owned * BM + tl.arange(0, BM)
     assigned = tl.load(slots + slot)
     live = assigned < num_assigned
-    r = tl.arange(0, CHUNKS * ROWS)
-    group = r // (16 * WARPS) % REPEATS * WARPS + r // 8 % WARPS
+    r = tl.arange(0, ROWS)
+    group = r // (16 * WARPS) * WARPS + r // 8 % WARPS
     half, i = r // (8 * WARPS) % 2, r % 8
     if GATED:  # a warp has 8 rows of the gate and the same rows of up
         n = column(tile * (ROWS // 2) + group * 8 + i)
-        rows = expert * (2 * N) + half * N + tl.minimum(n, N - 1)
+        row = half * N + tl.minimum(n, N - 1)
+        height = 2 * N
         source = assigned // TOP_K
+        n = column(tile * (ROWS // 2) + tl.arange(0, ROWS // 2))
+        bias_at = bias + expert * height + n
+        first_bias = tl.load(bias_at, mask=n < N, other=0.0)
+        second_bias = tl.load(bias_at + N, mask=n < N, other=0.0)
     else:
-        rows = expert * N + tl.minimum(tile * ROWS + group * 16 + half * 8 + i, N - 1)
+        row = tl.minimum(tile * ROWS + group * 16 + half * 8 + i, N - 1)
+        height = N
         source = slot
-    chunk = (r // ROWS)[:, None]
-    word = chunk * 16 + tl.arange(0, 16)[None, :]
-    block = chunk * 4 + tl.arange(0, 4)[None, :]
-    word_at = weight + rows[:, None] * (blocks * 4) + word
-    scale_at = scales + rows[:, None] * blocks + block
-    k = tl.arange(0, CHUNKS * 128)[None, :]
-    x_at = x + source[:, None].to(tl.int64) * x_stride + k
+        n = tile * ROWS + tl.arange(0, ROWS)
+        first_bias = tl.load(bias + expert * height + n, mask=n < N, other=0.0)
+    at = expert * chunks * height + row
+    word_at = weight + at[:, None] * 16 + tl.arange(0, 16)[None, :]
+    scale_at = scales + at
+    x_at = x + source[:, None].to(tl.int64) * x_stride + tl.arange(0, 128)[None, :]
     total = tl.zeros([ROWS, BM], tl.float32)
-    powers = tl.load(scale_at, mask=block < blocks, other=0)
-    for step in tl.range(0, tl.cdiv(blocks, 4 * CHUNKS), num_stages=STAGES):
-        left = blocks - step * (4 * CHUNKS)
-        inside = block < left - 4 * CHUNKS
-        next_powers = tl.load(scale_at + (step + 1) * (4 * CHUNKS), mask=inside, other=0)
-        words = tl.load(word_at + step * (16 * CHUNKS), mask=word // 4 < left, other=0)
-        inside = live[:, None] & (k // 128 < tl.cdiv(left, 4))
-        v = tl.load(x_at + step * (128 * CHUNKS), mask=inside, other=0.0)
+    if EARLY:
+        gdc_wait()
+    for chunk in tl.range(0, chunks, num_stages=STAGES):
+        packed = tl.load(scale_at + chunk * height)
+        powers = (packed[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 255
+        words = tl.load(word_at + chunk * height * 16)
+        v = tl.load(x_at + chunk * 128, mask=live[:, None], other=0.0)
         w = decode_words(words, powers, x.dtype.element_ty, FAST)
-        w = tl.reshape(w, [CHUNKS, REPEATS, 2, WARPS, 8, 4, 4, 2, 2, 2])
-        w = tl.permute(w, (1, 3, 2, 4, 0, 6, 8, 9, 5, 7))
-        w = tl.reshape(w, [ROWS, CHUNKS * 128])
-        powers = next_powers
+        w = tl.reshape(w, [REPEATS, 2, WARPS, 8, 4, 4, 2, 2, 2])
+        w = tl.permute(w, (0, 2, 1, 3, 5, 7, 8, 4, 6))
+        w = tl.reshape(w, [ROWS, 128])
         total = tl.dot(w, v.T, total, input_precision="ieee")
         if FAST:
             # This use of the sum makes the program wait for its products before it decodes the
@@ -169,24 +177,20 @@ def _product(
             )
     total *= rescale
     if GATED:
-        n = column(tile * (ROWS // 2) + tl.arange(0, ROWS // 2))
-        inside = n < N
         pairs = tl.permute(tl.reshape(total, [ROWS // 16, 2, 8, BM]), (0, 2, 3, 1))
         gate, up = tl.split(tl.reshape(pairs, [ROWS // 2, BM, 2]))
-        at = bias + expert * (2 * N) + n
-        gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
-        up += tl.load(at + N, mask=inside, other=0.0).to(tl.float32)[:, None]
-        gate = tl.minimum(gate, limit)
+        gate = tl.minimum(gate + first_bias.to(tl.float32)[:, None], limit)
+        up += second_bias.to(tl.float32)[:, None]
         up = tl.maximum(tl.minimum(up, limit), -limit)
         value = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
-        value = tl.where(inside[:, None], value, 0.0)  # the second product reads the padding
+        value = tl.where((n < N)[:, None], value, 0.0)  # the second product reads the padding
         place = tile * (ROWS // 2) + tl.arange(0, ROWS // 2)
         target = slot
     else:
-        place = tile * ROWS + tl.arange(0, ROWS)
-        at = bias + expert * N + place
-        value = total + tl.load(at, mask=place < N, other=0.0).to(tl.float32)[:, None]
-        value *= tl.load(factors + assigned, mask=live, other=0.0)[None, :]
+        # Before the loop, the factors of a large block would take many registers.
+        factor = tl.load(factors + assigned, mask=live, other=0.0)
+        value = (total + first_bias.to(tl.float32)[:, None]) * factor[None, :]
+        place = n
         target = assigned
     at = out + target[None, :].to(tl.int64) * out_stride + place[:, None]
     inside = place < out_stride
@@ -219,7 +223,7 @@ def experts_of_many(
     columns = arranged.shape[1]
     grid = (num_tokens, triton.cdiv(columns, _ARRANGED))
     _arrange[grid](x, arranged, width, x.stride(0), columns, BLOCK=_ARRANGED, num_warps=4)
-    hidden = x.new_empty((len(blocks.slots), _padded(gate_up.shape[1] // 2)))
+    hidden = x.new_empty((len(blocks.slots), _padded(gate_up.shape[2] // 2)))
     parts = x.new_empty((experts.numel(), width))
     own = (blocks, weights, top_k, alpha, limit)
     _launch(arranged, gate_up, scales[0], biases[0], hidden, *own, tiling.gate_up, True)
@@ -255,13 +259,15 @@ def _launch(
     tile: Tile,
     gated: bool,
 ) -> None:
-    height = weight.shape[1] // 2 if gated else weight.shape[1]
+    chunks, rows_of_weight = weight.shape[1:3]
+    height = rows_of_weight // 2 if gated else rows_of_weight
+    early = overlaps()
     rows = 16 * tile.warps * tile.repeats
     programs = triton.cdiv(out.shape[1], rows // 2 if gated else rows)
     _product[(programs, len(blocks.owners))](
         x,
         weight.view(int32),
-        scales,
+        scales.view(int32),
         bias,
         out,
         blocks.slots,
@@ -269,7 +275,7 @@ def _launch(
         factors,
         factors.numel(),
         height,
-        scales.shape[2],
+        chunks,
         x.stride(0),
         out.stride(0),
         alpha,
@@ -280,8 +286,9 @@ def _launch(
         BM=blocks.size,
         WARPS=tile.warps,
         REPEATS=tile.repeats,
-        CHUNKS=tile.chunks,
         STAGES=tile.stages,
         FAST=is_fast(x),
+        EARLY=early,
         num_warps=tile.warps,
+        launch_pdl=early,
     )

@@ -36,7 +36,9 @@ def _total(
     x,
     first_x,
     x_stride,
-    blocks,
+    columns,
+    chunks,
+    height,
     COUNT: tl.constexpr,
     PLACES: tl.constexpr,
     CHUNKS: tl.constexpr,
@@ -48,11 +50,12 @@ def _total(
     """Products of 16 rows of the weight with a vector, for each of WARPS warps: [WARPS, 16].
 
     Warp w computes part w % SPLITS of the product at place w // SPLITS. The places from COUNT on
-    repeat place COUNT - 1. weight: int32 words of rows with `blocks` blocks. rows: the row of each
-    load, in the order of mxfp4.operand. The vector of a place is the row first_x + place of x.
+    repeat place COUNT - 1. weight: int32 words of experts with `chunks` chunks of `height` rows.
+    rows: for each load, in the order of mxfp4.operand, the row in the first chunk of its expert.
+    The vector of a place is the row first_x + place of x, which has `columns` columns.
     """
     SIZE: tl.constexpr = rows.shape[0]
-    STEP: tl.constexpr = 4 * CHUNKS * SPLITS  # blocks of a row
+    STEP: tl.constexpr = CHUNKS * SPLITS  # chunks of a row
     WARPS: tl.constexpr = PLACES * SPLITS
     TYPE: tl.constexpr = x.dtype.element_ty
     r = tl.arange(0, SIZE)
@@ -64,20 +67,19 @@ def _total(
     k = own_place * 128 + (column % 128)[None, :]
     own_x = first_x + tl.minimum(own // SPLITS, COUNT - 1)
     at = x + own_x[:, None] * x_stride + k
-    word = place[:, None] * 16 + tl.arange(0, 16)[None, :]
-    block = place[:, None] * 4 + tl.arange(0, 4)[None, :]
-    word_at = weight + rows[:, None] * (blocks * 4) + word
-    scale_at = scales + rows[:, None] * blocks + block
+    row = rows + place * height
+    word_at = weight + row[:, None] * 16 + tl.arange(0, 16)[None, :]
+    scale_at = scales + row[:, None] * 4 + tl.arange(0, 4)[None, :]
     total = tl.zeros([WARPS, 16, 8], tl.float32)
-    powers = tl.load(scale_at, mask=block < blocks, other=0)
+    powers = tl.load(scale_at, mask=place[:, None] < chunks, other=0)
     if EARLY:
         gdc_wait()
-    for step in tl.range(0, tl.cdiv(blocks, STEP), num_stages=STAGES):
-        left = blocks - step * STEP
-        after = left - STEP
-        next_powers = tl.load(scale_at + (blocks - after), mask=block < after, other=0)
-        words = tl.load(word_at + step * (STEP * 4), mask=word // 4 < left, other=0)
-        v = tl.load(at + step * (STEP * 32), mask=k < left * 32, other=0.0)
+    for step in tl.range(0, tl.cdiv(chunks, STEP), num_stages=STAGES):
+        inside = place[:, None] < chunks - (step + 1) * STEP
+        next_powers = tl.load(scale_at + (step + 1) * STEP * height * 4, mask=inside, other=0)
+        inside = place[:, None] < chunks - step * STEP
+        words = tl.load(word_at + step * STEP * height * 16, mask=inside, other=0)
+        v = tl.load(at + step * (STEP * 128), mask=k < columns - step * (STEP * 128), other=0.0)
         w = operand(words, powers, CHUNKS, WARPS, TYPE, FAST)
         powers = next_powers
         v = tl.permute(tl.reshape(v, [WARPS, CHUNKS, 4, 4, 2, 2, 2]), (0, 1, 3, 5, 2, 6, 4))
@@ -95,8 +97,9 @@ def _gate_up(
     bias,
     out,
     experts,
+    width,
     inner,
-    blocks,
+    chunks,
     x_stride,
     alpha,
     limit,
@@ -113,10 +116,10 @@ def _gate_up(
         gdc_wait()
         gdc_launch_dependents()  # after gdc_wait, so `_down` may read the routing at once
     assignment = tl.program_id(1)
-    first = tl.load(experts + assignment).to(tl.int64) * 2 * inner
+    expert = tl.load(experts + assignment).to(tl.int64)
     r = tl.arange(0, CHUNKS * 16 * SPLITS)
     n = tl.minimum(tl.program_id(0) * 8 + r % 8, inner - 1)
-    rows = first + n + r // (8 * SPLITS) % 2 * inner
+    rows = expert * chunks * 2 * inner + n + r // (8 * SPLITS) % 2 * inner
     total = _total(
         weight,
         scales,
@@ -124,7 +127,9 @@ def _gate_up(
         x,
         assignment // TOP_K,
         x_stride,
-        blocks,
+        width,
+        chunks,
+        2 * inner,
         1,
         1,
         CHUNKS,
@@ -137,8 +142,9 @@ def _gate_up(
     gate, up = tl.split(tl.permute(tl.reshape(total, [2, 8]), (1, 0)))
     n = tl.program_id(0) * 8 + tl.arange(0, 8)
     inside = n < inner
-    gate += tl.load(bias + first + n, mask=inside, other=0.0).to(tl.float32)
-    up += tl.load(bias + first + inner + n, mask=inside, other=0.0).to(tl.float32)
+    at = bias + expert * 2 * inner + n
+    gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up += tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
     gate = tl.minimum(gate, limit)
     up = tl.maximum(tl.minimum(up, limit), -limit)
     value = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
@@ -155,7 +161,8 @@ def _down(
     experts,
     factors,
     width,
-    blocks,
+    inner,
+    chunks,
     rescale,
     TOP_K: tl.constexpr,
     PLACES: tl.constexpr,
@@ -164,6 +171,7 @@ def _down(
     STAGES: tl.constexpr,
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
+    PREFETCHED: tl.constexpr,
 ):
     """Compute 16 rows of down for the expert at each place of a token, and the sum over experts.
 
@@ -176,20 +184,23 @@ def _down(
     n = tl.program_id(0) * 16 + r // (8 * WARPS) % 2 * 8 + r % 8
     first = token * TOP_K
     own = first + tl.minimum(r // 8 % WARPS // SPLITS, TOP_K - 1)
-    rows = tl.load(experts + own).to(tl.int64) * width + tl.minimum(n, width - 1)
-    if EARLY:
-        flat = tl.arange(0, PLACES * 16)
-        expert = tl.load(experts + first + tl.minimum(flat // 16, TOP_K - 1)).to(tl.int64)
-        row = expert * width + tl.minimum(tl.program_id(0) * 16 + flat % 16, width - 1)
-        prefetch(weight + row * (blocks * 4), blocks * 8, PLACES * 16, PLACES * 16)
+    rows = tl.load(experts + own).to(tl.int64) * chunks * width + tl.minimum(n, width - 1)
+    if EARLY:  # the width is a multiple of 16
+        flat = tl.arange(0, PLACES * PREFETCHED)
+        expert = tl.load(experts + first + tl.minimum(flat // PREFETCHED, TOP_K - 1)).to(tl.int64)
+        row = (expert * chunks + tl.minimum(flat % PREFETCHED, chunks - 1)) * width
+        at = weight + (row + tl.program_id(0) * 16) * 16
+        prefetch(at, 512, PLACES * PREFETCHED, PLACES * PREFETCHED)
     total = _total(
         weight,
         scales,
         rows,
         hidden,
         first,
-        blocks * 32,
-        blocks,
+        inner,
+        inner,
+        chunks,
+        width,
         TOP_K,
         PLACES,
         CHUNKS,
@@ -234,8 +245,7 @@ def experts_of_few(
     num_tokens, width = x.shape
     early, fast, rescale = overlaps(), is_fast(x), rescale_factor(x)
     gate_up, down = (matrix.view(int32) for matrix in matrices)
-    blocks = [matrix.shape[2] for matrix in scales]
-    inner = 32 * blocks[1]
+    chunks, inner = [matrix.shape[1] for matrix in matrices], gate_up.shape[2] // 2
     weights, experts = route_few(x, *router, semaphores, top_k, renormalise)
     hidden = x.new_empty((num_tokens * top_k, inner))
     _gate_up[(triton.cdiv(inner, 8), num_tokens * top_k)](
@@ -245,8 +255,9 @@ def experts_of_few(
         biases[0],
         hidden,
         experts,
+        width,
         inner,
-        blocks[0],
+        chunks[0],
         x.stride(0),
         alpha,
         limit,
@@ -271,7 +282,8 @@ def experts_of_few(
         experts,
         weights,
         width,
-        blocks[1],
+        inner,
+        chunks[1],
         rescale,
         TOP_K=top_k,
         PLACES=places,
@@ -280,6 +292,7 @@ def experts_of_few(
         STAGES=_DOWN_STAGES,
         FAST=fast,
         EARLY=early,
+        PREFETCHED=triton.next_power_of_2(chunks[1]),
         num_warps=places * _SPLITS,
         launch_pdl=early,
     )

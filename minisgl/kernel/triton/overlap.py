@@ -8,9 +8,11 @@ visible.
 I1  Every program of a kernel with PDL calls gdc_wait. Code after gdc_wait therefore runs after all
     earlier kernels, and not only after the last one.
 I2  Before gdc_wait a kernel writes nothing. It reads parameters of the model. Attention
-    (FlashInfer's too) also reads the tensors that describe the step, and the last product of a few
-    tokens' experts (`_down` in moe_few.py, mxfp4_few.py and fp8_moe.py) also reads their routing.
-    No kernel reads anything else.
+    (FlashInfer's too) also reads the tensors that describe the step. The last product of a few
+    tokens' experts (`_down` in moe_few.py, mxfp4_few.py and fp8_moe.py) also reads their routing,
+    and both products of mxfp4_blocks.py read the blocks of tokens. The kernel before the first of
+    these products is launched without PDL, so the blocks are complete. No kernel reads anything
+    else.
 I3  The tensors that describe a step are written before its stage_tokens, which is launched without
     PDL. They are therefore complete and visible before any kernel after stage_tokens starts.
 
