@@ -4,9 +4,9 @@ The file is in the folder minisgl/step-times of the user's cache folder, which i
 ~/.cache. Its name is a hash of `Subject`: the model, the settings and the device. A start of the
 same subject reads the timings and times three of the steps again, because the driver, the power
 limit and other programs change the time of a step as well. The start measures all steps again and
-replaces the file if one of these times differs by more than _LARGEST_CHANGE, if the versions
-differ, if the file has a step that is no longer timed, or if it cannot be read. To measure again,
-delete the file. The log names it.
+replaces the file if one of these times differs by more than _LARGEST_CHANGE in each of several
+rounds, if the versions differ, if the file has a step that is no longer timed, or if it cannot be
+read. To measure again, delete the file. The log names it.
 
 Memory is measured at each start. It depends on the driver and on the other processes of the GPU,
 and a wrong size would end in OutOfMemory.
@@ -199,7 +199,7 @@ def step_cost(
     first = comm.tp.rank == 0
     timings: Sequence[Timing] = () if file is None else file.read()
     if _equal_on_all(comm, timings) and timings and file is not None:
-        change = change_of(timings, *arguments)
+        change = change_of(timings, _LARGEST_CHANGE, *arguments)
         if change <= _LARGEST_CHANGE:
             if first:
                 logger.info("the step times are those of an earlier start: %s", file.path)

@@ -30,7 +30,7 @@ def timed(
 
 def changed(timings: list[Timing], engine: VirtualEngine, drafting: bool = False) -> float:
     limits = 8192, 50_000, drafting
-    return change_of(timings, engine, *limits, lambda own: own, lambda: engine.now_ns)
+    return change_of(timings, 1.25, engine, *limits, lambda own: own, lambda: engine.now_ns)
 
 
 def with_rows(engine: VirtualEngine, rows: int) -> VirtualEngine:
@@ -191,6 +191,33 @@ def test_a_change_of_some_steps_is_found(factor: float, slow: str) -> None:
     }
     later = VirtualEngine(lambda tokens, _: factor if tokens in tokens_of[slow] else 1.0)
     assert changed(timings, later) == pytest.approx(max(factor, 1 / factor), rel=0.01)
+
+
+def test_other_work_during_the_check_is_no_change() -> None:
+    """The first rounds of each step take three times as long."""
+    timings, later = timed(VirtualEngine()), VirtualEngine()
+    seen: dict[int, int] = {}
+
+    def disturb(tokens: int, launch: int) -> float:
+        seen[tokens] = seen.get(tokens, 0) + 1
+        return 3.0 if seen[tokens] <= 12 else 1.0
+
+    later.disturb = disturb
+    assert changed(timings, later) == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_step_that_the_host_bounds_is_not_checked() -> None:
+    """The time of short steps with a chunk differs between two starts, so it shows no change."""
+    timings = timed(VirtualEngine())
+    later = VirtualEngine(lambda tokens, _: 2.0 if 256 <= tokens <= 384 else 1.0)
+    assert changed(timings, later) == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_timing_that_was_disturbed_is_not_checked() -> None:
+    """A burst of other work made the first timing six times as long as usual."""
+    timings = timed(VirtualEngine(lambda tokens, _: 6.0 if tokens == 1 else 1.0))
+    assert timings[0].seconds > 3 * timings[1].seconds
+    assert changed(timings, VirtualEngine()) == pytest.approx(1.0, rel=0.01)
 
 
 def test_timings_of_steps_that_the_engine_cannot_run_have_changed() -> None:
