@@ -4,7 +4,6 @@ Gate and up are interleaved: row 2i of gate_up belongs to the gate, row 2i + 1 t
 stores the rows of the gate first.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
 
@@ -17,11 +16,14 @@ from minisgl.moe.base import Biases, ExpertWeights
 
 
 class StackedExperts(ExpertsMethod):
-    """The biases of the experts. A subclass adds the matrices.
+    """The biases of the experts. A subclass adds the matrices gate_up and down.
 
     gate_up_bias: [E, 2I]; down_bias: [E, H], zero except on the first rank, because the outputs of
     the ranks are added up.
     """
+
+    gate_up: nn.Parameter
+    down: nn.Parameter
 
     def __init__(self, shards: ExpertShards, dtype: torch.dtype) -> None:
         super().__init__()
@@ -53,11 +55,7 @@ class StackedExperts(ExpertsMethod):
 
     def weights(self, router: Tensor) -> ExpertWeights:
         biases = Biases(self.gate_up_bias, self.down_bias)
-        return ExpertWeights(router, *self.matrices(), biases=biases)
-
-    @abstractmethod
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """Return gate_up and down, as ExpertWeights has them."""
+        return ExpertWeights(router, self.gate_up, self.down, biases=biases)
 
 
 class UnquantizedStackedExperts(StackedExperts):
@@ -87,9 +85,6 @@ class UnquantizedStackedExperts(StackedExperts):
             convert=_transposed,
         )
         yield from super().placements(name)
-
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        return self.gate_up, self.down
 
 
 def gate_then_up(rows: Tensor, inner: Shard) -> Tensor:

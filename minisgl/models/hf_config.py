@@ -37,6 +37,13 @@ def read_fields(values: Mapping[str, Any], fields: type[_Fields], where: str) ->
         raise ConfigError(f"{where}: {found}{problem}") from None
 
 
+def check_supported(what: str, value: object, supported: Collection[object]) -> None:
+    """Raise ConfigError with the supported values if `value` is not one of them."""
+    if value not in supported:
+        names = ", ".join(str(each) for each in supported)
+        raise ConfigError(f"{what} {value!r} is not supported; supported: {names}")
+
+
 class AddedToken(msgspec.Struct, frozen=True):
     """An entry of added_tokens in tokenizer.json."""
 

@@ -1,8 +1,9 @@
 """The FP8 formats of checkpoints, as data, and the placements of their tensors.
 
 A checkpoint stores e4m3 weights with one scale for each tensor, for each output feature (channel)
-or for each block of 128 x 128 weights. An unquantised checkpoint is converted at load (ONLINE).
-In memory a tensor's scale is repeated for each row, so that merged linears keep their own scales.
+or for each block of 128 x 128 weights. The strategy online converts an unquantised checkpoint at
+load. In memory a tensor's scale is repeated for each row, so that merged linears keep their own
+scales.
 """
 
 from collections.abc import Iterator
@@ -32,9 +33,6 @@ class Fp8Format(NamedTuple):
 
     strategy: Literal["tensor", "channel", "block", "online"]
     scale: str = "weight_scale"
-
-
-ONLINE = Fp8Format("online")
 
 
 def empty(shards: LinearShards, form: Fp8Format, *experts: int) -> tuple[Tensor, Scales]:
