@@ -15,7 +15,6 @@ from minisgl.layers.quantization import UNQUANTIZED, Quantization, QuantizationF
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, ModelParts
 from minisgl.models.loader import fill_random, load_weights, materialise
-from minisgl.models.registry import Experts
 from minisgl.moe.base import MoeBackend
 from minisgl.moe.registry import create_moe_backend
 
@@ -89,7 +88,7 @@ def empty_model(
     ConfigError.
     """
     methods = _quantization(config.quantization, quantization, extensions)
-    stacked = config.family.moe is Experts.GPT_OSS
+    stacked = config.family.stacked_experts
     experts = methods.stacked_experts if stacked else methods.experts
     if config.moe is not None and experts is None:
         raise ConfigError("the quantisation of this checkpoint does not support experts")

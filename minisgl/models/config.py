@@ -19,7 +19,7 @@ from minisgl.core.hub import read_json
 from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.rotary import LongRope, QueryScale, Rope
 from minisgl.models.hf_config import Count, HfConfig, HfGeneration, HfTokenizer, read_fields
-from minisgl.models.registry import Experts, Family, family_of, text_part
+from minisgl.models.registry import Family, family_of, text_part
 from minisgl.models.rope import RopeSettings, ropes_from
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -63,8 +63,9 @@ class MoeConfig(msgspec.Struct, frozen=True):
     """The fields of config.json that describe a mixture of experts.
 
     norm_topk_prob: whether the routing weights of a token sum to 1.
-    swiglu_alpha, swiglu_limit: the constants of the clamped SwiGLU (Experts.GPT_OSS).
+    swiglu_alpha, swiglu_limit: the constants of the clamped SwiGLU of gpt-oss.
     shared_expert_intermediate_size: inner size of the expert of all tokens; 0: there is none.
+    stacked: Family.stacked_experts.
     """
 
     num_experts: Count = 128
@@ -76,6 +77,7 @@ class MoeConfig(msgspec.Struct, frozen=True):
     swiglu_limit: float = 7.0
     decoder_sparse_step: Count = 1
     mlp_only_layers: int | list[int] = []
+    stacked: bool = False
 
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of this layer is a mixture of experts; otherwise it is dense."""
@@ -361,8 +363,10 @@ def _windows(fields: HfConfig, family: Family) -> list[int | None]:
 def _moe(config: Mapping[str, Any], family: Family) -> MoeConfig:
     # transformers 5 writes num_local_experts, earlier versions num_experts.
     key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
-    settings = {**config, "num_experts": config.get(key)}
-    if family.moe is Experts.GPT_OSS:
+    settings = {**config, "num_experts": config.get(key), "stacked": family.stacked_experts}
+    if not family.shared_expert:
+        settings["shared_expert_intermediate_size"] = 0
+    if family.stacked_experts:
         # A softmax over the chosen experts is a softmax over all, divided by the chosen sum.
         inner = config.get("intermediate_size")
         settings |= {"moe_intermediate_size": inner, "norm_topk_prob": True}
@@ -371,8 +375,7 @@ def _moe(config: Mapping[str, Any], family: Family) -> MoeConfig:
         raise ConfigError(
             f"num_experts_per_tok {moe.num_experts_per_tok} exceeds {moe.num_experts} experts"
         )
-    shared = moe.shared_expert_intermediate_size if family.shared_expert else 0
-    return msgspec.structs.replace(moe, shared_expert_intermediate_size=shared)
+    return moe
 
 
 def _sampling_defaults(recommended: HfGeneration) -> dict[str, int | float]:

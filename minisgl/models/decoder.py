@@ -17,17 +17,17 @@ from minisgl.layers.linear import ColumnParallelLinear, LinearBuild, RowParallel
 from minisgl.layers.norm import (
     BlockInput,
     CompleteNorm,
-    HeadNorm,
     ResidualNorm,
     ResidualStream,
+    RMSNorm,
     norm_all_heads,
 )
 from minisgl.layers.rotary import rotary_order
 from minisgl.layers.shards import Placement, Shard, merge, split_heads
 from minisgl.models.config import ModelConfig, Multipliers
 from minisgl.models.mlp import GatedMlp
-from minisgl.models.moe import MoeBlock, StackedMoeBlock
-from minisgl.models.registry import Experts, Norms, QkNorm
+from minisgl.models.moe import MoeBlock
+from minisgl.models.registry import Norms, QkNorm
 from minisgl.moe.base import MoeBackend
 
 
@@ -116,8 +116,8 @@ class Attention(nn.Module):
         if self.qk_norm is QkNorm.PER_HEAD:
             q = k = Shard("", dim, 0, dim, order)
         offset = config.family.offset_norms
-        self.q_norm = HeadNorm(q, eps, offset) if self.qk_norm else None
-        self.k_norm = HeadNorm(k, eps, offset) if self.qk_norm else None
+        self.q_norm = RMSNorm(q, eps, offset) if self.qk_norm else None
+        self.k_norm = RMSNorm(k, eps, offset) if self.qk_norm else None
         self.sink_heads = split_heads("sinks", config.q_heads, 1, tp.rank, tp.size)
         self.sinks = nn.Parameter(torch.empty(self.q_heads)) if config.family.sinks else None
 
@@ -184,10 +184,8 @@ class DecoderLayer(nn.Module):
         self.mlp: nn.Module
         if config.moe is not None and config.moe.has_experts(layer):
             linear = parts.linear.within(f"model.layers.{layer}.mlp")
-            stacked = config.family.moe is Experts.GPT_OSS
-            block = StackedMoeBlock if stacked else MoeBlock
             size, backend = config.hidden_size, parts.moe_backend
-            self.mlp = block(size, config.moe, linear, parts.experts, backend)
+            self.mlp = MoeBlock(size, config.moe, linear, parts.experts, backend)
         else:
             self.mlp = dense_mlp(parts, layer)
 
