@@ -159,44 +159,28 @@ class Attention(nn.Module):
             yield Placement(name, (shard.full,), name, 0, shard.begin, shard.end)
 
 
-def dense_mlp(parts: ModelParts, layer: int) -> GatedMlp:
-    """Return the MLP of a layer without experts."""
-    config = parts.config
-    return GatedMlp(
-        config.hidden_size,
-        config.intermediate_size,
-        parts.linear.within(f"model.layers.{layer}.mlp"),
-        bias=config.mlp_bias,
-        merged=config.family.merged_linears,
-        gelu=config.activation != "silu",
-    )
-
-
 class DecoderLayer(nn.Module):
     """Attention and MLP on the residual stream, each after a norm of its own."""
 
     def __init__(self, parts: ModelParts, layer: int) -> None:
         super().__init__()
-        config, comm = parts.config, parts.comm
-        self.input_layernorm = ResidualNorm(config.hidden_size, config.stream_eps, comm)
+        config, comm, size = parts.config, parts.comm, parts.config.hidden_size
+        self.input_layernorm = ResidualNorm(size, config.stream_eps, comm)
         self.self_attn = Attention(parts, layer)
-        self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.stream_eps, comm)
+        self.post_attention_layernorm = ResidualNorm(size, config.stream_eps, comm)
+        linear = parts.linear.within(f"model.layers.{layer}.mlp")
         self.mlp: nn.Module
         if config.moe is not None and config.moe.has_experts(layer):
-            linear = parts.linear.within(f"model.layers.{layer}.mlp")
-            size, backend = config.hidden_size, parts.moe_backend
-            self.mlp = MoeBlock(size, config.moe, linear, parts.experts, backend)
+            self.mlp = MoeBlock(size, config.moe, linear, parts.experts, parts.moe_backend)
         else:
-            self.mlp = dense_mlp(parts, layer)
-
-    def forward(
-        self, stream: ResidualStream, context: ForwardContext, rows: Tensor | None = None
-    ) -> ResidualStream:
-        """Return the stream after this layer: of all T tokens, or of the tokens `rows` alone."""
-        attended = self.attend(stream, context)
-        if rows is not None:
-            attended = attended.take_rows(rows, self.post_attention_layernorm.comm)
-        return self.project(attended)
+            self.mlp = GatedMlp(
+                size,
+                config.intermediate_size,
+                linear,
+                bias=config.mlp_bias,
+                merged=config.family.merged_linears,
+                gelu=config.activation != "silu",
+            )
 
     def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
         """The first half of the layer: the norm and attention."""
@@ -233,10 +217,8 @@ class NormAfterLayer(DecoderLayer):
     """
 
     def __init__(self, parts: ModelParts, layer: int) -> None:
-        nn.Module.__init__(self)
+        super().__init__(parts, layer)
         config, comm = parts.config, parts.comm
-        self.self_attn = Attention(parts, layer)
-        self.mlp = dense_mlp(parts, layer)
         size, offset = config.hidden_size, config.family.offset_norms
         self.post_attention_layernorm = ResidualNorm(size, config.norm_eps, comm, offset)
         self.post_feedforward_layernorm = ResidualNorm(size, config.norm_eps, comm, offset)
@@ -274,9 +256,9 @@ def _before(norm: ResidualNorm | None, x: Tensor) -> BlockInput:
 class Decoder(nn.Module):
     """Token embedding, decoder layers and final norm.
 
-    `forward` is the whole computation. After the attention of the last layer, only the tokens whose
-    logits the sampler reads need further computation. CUDA graphs therefore cut the forward there,
-    into `forward_to_last_attention`, Attended.take_rows and `finish_last_layer`.
+    After the attention of the last layer, only the tokens whose logits the sampler reads need
+    further computation. CUDA graphs therefore cut the forward there, into
+    `forward_to_last_attention`, Attended.take_rows and `finish_last_layer`.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -292,36 +274,20 @@ class Decoder(nn.Module):
         self.norm = final_norm(size, config.stream_eps, comm, offset)
         self.sums_embedding = norms_after and comm.tp.size > 1
 
-    def forward(self, ids: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
-        """Return the hidden states after the final norm: [T, H], or [B, H] of the tokens `rows`.
-
-        ids: integers [T]. rows: integers [B]. Keys and values of all T tokens are stored.
-        """
-        stream = self.layers[-1](self._before_last_layer(ids, context), context, rows)
-        return self.norm.forward(stream)[0].x
-
-    def _before_last_layer(
-        self, ids: Tensor, context: ForwardContext, most: int | None = None
-    ) -> ResidualStream:
-        """Return the stream before the last layer. most: as in forward_to_last_attention."""
-        layers = list(self.layers)[:-1][:most]
-        x = self.embed_tokens(ids)
-        stream = ResidualStream(self.norm.comm.gather(x).sum(0) if self.sums_embedding else x)
-        for layer in layers:
-            stream = layer(stream, context)
-        return stream
-
-    # The parts of forward, for CUDA graphs.
-
     def forward_to_last_attention(
         self, ids: Tensor, context: ForwardContext, most: int | None = None
     ) -> Attended:
         """Compute the forward up to the attention of the last layer. ids: integers [T].
 
         most: run at most this many of the layers before the last one. The output is then not that
-        of the model. None: run all layers.
+        of the model. None: run all layers. Keys and values of all T tokens are stored.
         """
-        return self.layers[-1].attend(self._before_last_layer(ids, context, most), context)
+        x = self.embed_tokens(ids)
+        stream = ResidualStream(self.norm.comm.gather(x).sum(0) if self.sums_embedding else x)
+        *first_layers, last_layer = self.layers
+        for layer in first_layers[:most]:
+            stream = layer.project(layer.attend(stream, context))
+        return last_layer.attend(stream, context)
 
     def finish_last_layer(self, attended: Attended) -> Tensor:
         """Return the hidden states [T, H] after the final norm. Overwrites attended.residual."""
