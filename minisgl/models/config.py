@@ -279,8 +279,6 @@ def _windows(fields: HfConfig, family: Family) -> list[int | None]:
     count, window = fields.num_layers, fields.sliding_window
     pattern, kinds = fields.sliding_window_pattern, fields.layer_types
     interval = pattern if type(pattern) is int else family.full_interval
-    if kinds is not None and not isinstance(kinds, list):
-        raise ConfigError(f"config.json: layer_types is {kinds!r}: expected a list or null")
     if kinds is not None:
         for kind in kinds:
             check_supported("layer type", kind, ("full_attention", _SLIDING))

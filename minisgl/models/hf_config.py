@@ -40,7 +40,7 @@ def read_fields(values: Mapping[str, Any], fields: type[_Fields], where: str) ->
 def check_supported(what: str, value: object, supported: Collection[object]) -> None:
     """Raise ConfigError with the supported values if `value` is not one of them."""
     if value not in supported:
-        names = ", ".join(str(each) for each in supported)
+        names = ", ".join(str(each) for each in supported) or "none"
         raise ConfigError(f"{what} {value!r} is not supported; supported: {names}")
 
 
@@ -91,7 +91,7 @@ class HfConfig(ModelSettings, frozen=True, kw_only=True):
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] = []
-    layer_types: Any = None
+    layer_types: list[str] | None = None
     sliding_window: Any = None
     use_sliding_window: bool = False
     max_window_layers: Number = 28
