@@ -104,7 +104,7 @@ class Attention(nn.Module):
         v = split_heads("v_proj", config.kv_heads, dim, tp.rank, tp.size)
         q, k = output._replace(name="q_proj", order=order), v._replace(name="k_proj", order=order)
         qkv = merge("qkv_proj", (q, k, v)) if config.family.merged_linears else (q, k, v)
-        linear = parts.linear.within(f"model.layers.{layer}.self_attn")
+        linear = parts.linear._replace(parent=f"model.layers.{layer}.self_attn")
         self.comm, self.kv_layer, self.rope = parts.comm, layer, spec.rope
         self.pool = int(spec.rule.window is not None)
         self.head_dim = dim
@@ -168,7 +168,7 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = ResidualNorm(size, config.stream_eps, comm)
         self.self_attn = Attention(parts, layer)
         self.post_attention_layernorm = ResidualNorm(size, config.stream_eps, comm)
-        linear = parts.linear.within(f"model.layers.{layer}.mlp")
+        linear = parts.linear._replace(parent=f"model.layers.{layer}.mlp")
         self.mlp: nn.Module
         if config.moe is not None and config.moe.has_experts(layer):
             self.mlp = MoeBlock(size, config.moe, linear, parts.experts, parts.moe_backend)

@@ -57,7 +57,7 @@ class MoeBlock(nn.Module):
         self.shared_expert: GatedMlp | None = None
         if shared:
             parent = f"{build.parent}.shared_expert"
-            self.shared_expert = GatedMlp(hidden_size, shared, build.within(parent))
+            self.shared_expert = GatedMlp(hidden_size, shared, build._replace(parent=parent))
             self.shared_gate = nn.Parameter(torch.empty(1, hidden_size))
 
     def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
