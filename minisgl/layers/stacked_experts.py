@@ -18,8 +18,8 @@ from minisgl.moe.base import Biases, ExpertWeights
 class StackedExperts(ExpertsMethod):
     """The biases of the experts. A subclass adds the matrices gate_up and down.
 
-    gate_up_bias: [E, 2I]; down_bias: [E, H], zero except on the first rank, because the outputs of
-    the ranks are added up.
+    source: the name of the experts in the checkpoint. gate_up_bias: [E, 2I]; down_bias: [E, H],
+    zero except on the first rank, because the outputs of the ranks are added up.
     """
 
     gate_up: nn.Parameter
@@ -28,14 +28,10 @@ class StackedExperts(ExpertsMethod):
     def __init__(self, shards: ExpertShards, dtype: torch.dtype) -> None:
         super().__init__()
         self.shards = shards
+        self.source = f"{shards.parent}.experts"
         experts, inner = shards.num_experts, shards.inner.local
         self.gate_up_bias = nn.Parameter(torch.empty(experts, 2 * inner, dtype=dtype))
         self.down_bias = nn.Parameter(torch.empty(experts, shards.hidden_size, dtype=dtype))
-
-    @property
-    def source(self) -> str:
-        """The name of the experts in the checkpoint."""
-        return f"{self.shards.parent}.experts"
 
     def placements(self, name: str) -> Iterator[Placement]:
         experts, inner = self.shards.num_experts, self.shards.inner

@@ -193,10 +193,9 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(
             f"{name} with the language model {kind!r} is not supported; known: {known}"
         )
-    merged = {key: value for key, value in config.items() if key != "text_config"}
     # null in text_config means that the setting is not given, if the outer config gives it.
-    merged |= {key: v for key, v in text.items() if v is not None or merged.get(key) is None}
-    return {**merged, "architectures": [TEXT_PARTS[name][kind]]}
+    given = {key: v for key, v in text.items() if v is not None or config.get(key) is None}
+    return {**config, **given, "architectures": [TEXT_PARTS[name][kind]]}
 
 
 def family_of(architectures: object) -> Family:

@@ -26,7 +26,7 @@ from minisgl.models.hf_config import HfConfig, HfRope, check_supported, read_fie
 from minisgl.models.registry import Family
 
 _WHERE = "rope settings"
-_ROPES = MappingProxyType(
+_ROPES: Mapping[str, type[RopeScaling]] = MappingProxyType(
     {"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope, "longrope": LongRope}
 )
 

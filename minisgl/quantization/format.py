@@ -83,10 +83,9 @@ def _scales_of(form: Fp8Format, weight: Placement, scale: Placement, blocks: Sca
     weight: the placement of its weight. scale: the placement of one scale for each row.
     """
     if form.strategy == "tensor":
-        repeat = partial(_repeat, rows=scale.end - scale.begin)
-        return scale._replace(shape=(1,), dim=None, convert=repeat)
-    if form.strategy == "channel":
-        return scale._replace(convert=_as_column)
+        scale = scale._replace(shape=(1,), dim=None)
+    if form.strategy != "block":
+        return scale._replace(convert=partial(_column, rows=scale.end - scale.begin))
     if weight.order and BLOCK % len(weight.order):
         raise ConfigError(
             f"{scale.source}: blocks of {BLOCK} rows cannot be read with a partial rotary "
@@ -117,9 +116,6 @@ def _quantise_rows(rows: Tensor, columns: slice) -> Tensor:
     return quantise(rows, row_scales(rows))[:, columns]
 
 
-def _repeat(scale: Tensor, rows: int) -> Tensor:
-    return scale.reshape(1, 1).expand(rows, 1)
-
-
-def _as_column(scale: Tensor) -> Tensor:
-    return scale.reshape(-1, 1)
+def _column(scales: Tensor, rows: int) -> Tensor:
+    """Return the scale of each row, [rows, 1]. scales: one for each row, or one for all."""
+    return scales.reshape(-1, 1).expand(rows, 1)
