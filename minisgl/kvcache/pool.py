@@ -42,8 +42,8 @@ class KVPool:
     """Keys and values of all layers in one allocation, zeroed once.
 
     spec: the state of each layer, with the KV heads of this rank.
-    layers: the layers of the model with keys and values in this pool. Layers with full attention
-    and window layers have a pool each, because they free pages at different times.
+    layers: the layers with keys and values in this pool (LayerSpec.kv_layer). Layers with full
+    attention and window layers have a pool each, because they free pages at different times.
 
     Pages 0..num_pages-1 are for requests. One further page, the dummy page, belongs to no request.
     Padding tokens store their keys and values there. Attention reads that page in place of key

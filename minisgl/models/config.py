@@ -15,6 +15,7 @@ import torch
 from minisgl.attention.base import AttentionRule
 from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
+from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.rotary import QueryScale, Rope
 from minisgl.models.hf_config import (
     Count,
@@ -35,14 +36,19 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class LayerSpec(NamedTuple):
-    """The attention of one decoder layer.
+    """The attention of one decoder layer, and the state that it keeps for each token.
 
-    rule  the kind of attention.
-    rope  the index of the layer's rotary embedding in ModelConfig.ropes.
+    rule      the kind of attention.
+    rope      the index of the layer's rotary embedding in ModelConfig.ropes.
+    kv        the state of one token: the KV heads of the whole model, in the checkpoint's dtype.
+    kv_layer  the index of the layer's keys and values in the KV pool. Layers with the same index
+              share them. Indices run from 0 without gaps.
     """
 
     rule: AttentionRule
     rope: int
+    kv: KVSpec
+    kv_layer: int
 
 
 class Multipliers(NamedTuple):
@@ -116,8 +122,9 @@ class ModelConfig(ModelSettings, frozen=True, kw_only=True):
 
     @property
     def rules(self) -> tuple[AttentionRule, ...]:
-        """The rule of each layer."""
-        return tuple(layer.rule for layer in self.layers)
+        """The rule of each layer in the KV pool. Layers that share keys and values count once."""
+        by_layer = {layer.kv_layer: layer.rule for layer in self.layers}
+        return tuple(by_layer[index] for index in sorted(by_layer))
 
     @property
     def window(self) -> int | None:
@@ -205,7 +212,8 @@ def model_config_from(
     recommended = read_fields(generation or {}, HfGeneration, "generation_config.json")
     attention_bias = family.reads_attention_bias and fields.attention_bias
     out_bias = fields.attention_out_bias
-    ropes, layers = _layers(fields, family, full.rope, window.rope)
+    kv = KVSpec(kv_heads, head_dim, getattr(torch, dtype))
+    ropes, layers = _layers(fields, family, full.rope, window.rope, kv)
     return ModelConfig(
         **{name: getattr(fields, name) for name in ModelSettings.__struct_fields__},
         family=family,
@@ -228,11 +236,12 @@ def model_config_from(
 
 
 def _layers(
-    fields: HfConfig, family: Family, full: Rope, window: Rope
+    fields: HfConfig, family: Family, full: Rope, window: Rope, kv: KVSpec
 ) -> tuple[tuple[Rope, ...], tuple[LayerSpec, ...]]:
     """Return the rotary embeddings of a model, and its layers. Raises ConfigError.
 
-    full, window: the embeddings of layers with full attention, and of layers with a window.
+    full, window: the embeddings of layers with full attention, and of layers with a window. kv: the
+    state of a token, the same for all layers.
     """
     count, interval = fields.num_layers, fields.no_rope_layer_interval
     windows = _windows(fields, family)
@@ -251,7 +260,7 @@ def _layers(
     of_layer = [of_layer[i] if rotates[i] else none for i in range(count)]
     used = tuple(dict.fromkeys(of_layer))
     rules = [AttentionRule(size, cap, family.sinks) for size in windows]
-    return used, tuple(LayerSpec(rules[i], used.index(of_layer[i])) for i in range(count))
+    return used, tuple(LayerSpec(rules[i], used.index(of_layer[i]), kv, i) for i in range(count))
 
 
 def _multipliers(fields: HfConfig, family: Family, head_dim: int, dtype: str) -> Multipliers:

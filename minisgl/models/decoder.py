@@ -93,7 +93,7 @@ class Attention(nn.Module):
     def __init__(self, parts: ModelParts, layer: int) -> None:
         super().__init__()
         config, tp, spec = parts.config, parts.comm.tp, parts.config.layers[layer]
-        size, eps, dim = config.hidden_size, config.norm_eps, config.head_dim
+        size, eps, dim = config.hidden_size, config.norm_eps, spec.kv.head_dim
         if config.q_heads % tp.size:
             raise ConfigError(
                 f"{config.q_heads} attention heads cannot be split over tensor-parallel {tp.size}: "
@@ -101,11 +101,11 @@ class Attention(nn.Module):
             )
         order = rotary_order(dim, config.ropes[spec.rope].rotary_dim)
         output = split_heads("o_proj", config.q_heads, dim, tp.rank, tp.size)
-        v = split_heads("v_proj", config.kv_heads, dim, tp.rank, tp.size)
+        v = split_heads("v_proj", spec.kv.kv_heads, dim, tp.rank, tp.size)
         q, k = output._replace(name="q_proj", order=order), v._replace(name="k_proj", order=order)
         qkv = merge("qkv_proj", (q, k, v)) if config.family.merged_linears else (q, k, v)
         linear = parts.linear._replace(parent=f"model.layers.{layer}.self_attn")
-        self.comm, self.kv_layer, self.rope = parts.comm, layer, spec.rope
+        self.comm, self.kv_layer, self.rope = parts.comm, spec.kv_layer, spec.rope
         self.pool = int(spec.rule.window is not None)
         self.head_dim = dim
         self.q_heads, self.kv_heads = q.local // dim, k.local // dim
@@ -256,9 +256,9 @@ def _before(norm: ResidualNorm | None, x: Tensor) -> BlockInput:
 class Decoder(nn.Module):
     """Token embedding, decoder layers and final norm.
 
-    After the attention of the last layer, only the tokens whose logits the sampler reads need
-    further computation. CUDA graphs therefore cut the forward there, into
-    `forward_to_last_attention`, Attended.take_rows and `finish_last_layer`.
+    `forward` is the whole computation. After the attention of the last layer, only the tokens whose
+    logits the sampler reads need further computation. CUDA graphs therefore cut the forward there,
+    and the engine calls its three parts.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -274,13 +274,23 @@ class Decoder(nn.Module):
         self.norm = final_norm(size, config.stream_eps, comm, offset)
         self.sums_embedding = norms_after and comm.tp.size > 1
 
+    def forward(self, ids: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
+        """Return the hidden states after the final norm: [T, H], or [B, H] of the tokens `rows`.
+
+        ids: integers [T]. rows: integers [B]. Keys and values of all T tokens are stored.
+        """
+        attended = self.forward_to_last_attention(ids, context)
+        if rows is not None:
+            attended = attended.take_rows(rows, self.norm.comm)
+        return self.finish_last_layer(attended)
+
     def forward_to_last_attention(
         self, ids: Tensor, context: ForwardContext, most: int | None = None
     ) -> Attended:
         """Compute the forward up to the attention of the last layer. ids: integers [T].
 
         most: run at most this many of the layers before the last one. The output is then not that
-        of the model. None: run all layers. Keys and values of all T tokens are stored.
+        of the model. None: run all layers.
         """
         x = self.embed_tokens(ids)
         stream = ResidualStream(self.norm.comm.gather(x).sum(0) if self.sums_embedding else x)
@@ -352,5 +362,9 @@ class CausalLM(nn.Module):
 def local_kv_spec(
     config: ModelConfig, comm: Communicator, dtype: torch.dtype, fp8: bool = False
 ) -> KVSpec:
-    """The state that each layer keeps for a token on this rank, in `dtype` or in FP8."""
-    return KVSpec(max(config.kv_heads // comm.tp.size, 1), config.head_dim, dtype, fp8)
+    """The state that each layer keeps for a token on this rank, in `dtype` or in FP8.
+
+    All layers have the same spec.
+    """
+    (spec,) = {layer.kv for layer in config.layers}
+    return spec._replace(kv_heads=max(spec.kv_heads // comm.tp.size, 1), dtype=dtype, fp8=fp8)

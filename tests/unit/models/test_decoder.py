@@ -1,4 +1,4 @@
-"""The forward, cut after the attention of the last layer, equals transformers."""
+"""Decoder.forward, the readable path, equals transformers and the parts that graphs run."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def load(path: str) -> tuple[CausalLM, ForwardContext]:
     config, comm = load_model_config(path), SingleCommunicator()
     model = build_model(config, path, device=CPU, dtype=torch.float32, comm=comm)
     spec = local_kv_spec(config, comm, torch.float32)
-    pool = KVPool(spec, layers=range(config.num_layers), num_pages=4, page_size=16, device=CPU)
+    pool = KVPool(spec, layers=range(len(config.rules)), num_pages=4, page_size=16, device=CPU)
     start, lengths = np.zeros(1, dtype=np.int32), np.array([len(PROMPT)], dtype=np.int32)
     step = AttentionStep(
         num_decode=0,
@@ -45,19 +45,25 @@ def load(path: str) -> tuple[CausalLM, ForwardContext]:
 
 @pytest.mark.parametrize("family", ["qwen3", "llama-linear-biases", "qwen3-moe"])
 @torch.inference_mode()
-def test_a_forward_gives_hidden_states_of_all_tokens_or_of_some(
-    family: str, tmp_path: Path
-) -> None:
+def test_forward_gives_hidden_states_of_all_tokens_or_of_some(family: str, tmp_path: Path) -> None:
     path = save_random_model(family, tmp_path)
     model, context = load(path)
-    ids, rows = torch.tensor(PROMPT), torch.tensor([3, 24, 24])
+    ids, rows = torch.tensor(PROMPT), torch.tensor([3, 24])
+    hidden = model.model(ids, context)
+    expected = transformers_logits(path, PROMPT)
+    torch.testing.assert_close(model.lm_head.logits(hidden), expected, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(model.model(ids, context, rows), hidden[rows])
+
+
+@torch.inference_mode()
+def test_the_parts_of_a_forward_give_the_same_hidden_states(tmp_path: Path) -> None:
+    model, context = load(save_random_model("qwen3", tmp_path))
+    ids, rows = torch.tensor(PROMPT), torch.tensor([0, 7, 7])
     attended = model.model.forward_to_last_attention(ids, context)
     taken = attended.take_rows(rows, SingleCommunicator())
     assert [part.shape for part in model.model.empty_attended(3)] == [part.shape for part in taken]
-    hidden = model.model.finish_last_layer(attended)
-    expected = transformers_logits(path, PROMPT)
-    torch.testing.assert_close(model.lm_head.logits(hidden), expected, atol=2e-4, rtol=2e-4)
-    torch.testing.assert_close(model.model.finish_last_layer(taken), hidden[rows])
+    found = model.model.finish_last_layer(taken)
+    assert torch.equal(found, model.model(ids, context, rows))
 
 
 def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
