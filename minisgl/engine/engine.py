@@ -134,7 +134,7 @@ class Engine:
             memory.free_bytes(self._device),
         )
         if self._kv_spec.fp8:
-            memory.log_fp8_saving(self._kv_spec, self._model_config.num_kv_layers)
+            memory.log_fp8_saving(self._kv_spec, len(self._model_config.rules))
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start the step. On a CPU it is done on return; on a GPU it is queued on the stream."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minisgl.layers.shards import Placement, Shard, split_evenly
+from minisgl.layers.shards import LinearShards, Placement, Shard, split_evenly
 from minisgl.moe.base import ExpertWeights
 
 
@@ -41,29 +41,20 @@ class ExpertShards(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The full names of the experts' linears in the checkpoint."""
-        linears = [part.name for matrix in self.matrices() for part in matrix.outputs]
         experts = range(self.num_experts)
-        return [f"{self.parent}.experts.{expert}.{name}" for expert in experts for name in linears]
+        matrices = [matrix for expert in experts for matrix in self.matrices(expert).values()]
+        return [name for matrix in matrices for name in matrix.names]
 
-    def matrices(self) -> tuple["ExpertMatrix", "ExpertMatrix"]:
-        """The two matrices of each expert: gate and up merged, and down."""
-        hidden = Shard("", self.hidden_size, 0, self.hidden_size)
+    def matrices(self, expert: int) -> dict[str, LinearShards]:
+        """The two matrices of an expert, by the parameters that stack those of all experts."""
+        parent = f"{self.parent}.experts.{expert}"
         gate = self.inner._replace(name="gate_proj")
-        up, down = self.inner._replace(name="up_proj"), hidden._replace(name="down_proj")
-        return ExpertMatrix("gate_up", (gate, up), hidden), ExpertMatrix(
-            "down", (down,), self.inner
-        )
-
-
-class ExpertMatrix(NamedTuple):
-    """One matrix of each expert. name: the parameter that stacks the matrices of all experts.
-
-    outputs, inputs: as in LinearShards.
-    """
-
-    name: str
-    outputs: tuple[Shard, ...]
-    inputs: Shard
+        up, hidden = gate._replace(name="up_proj"), Shard("", self.hidden_size, 0, self.hidden_size)
+        down = hidden._replace(name="down_proj")
+        return {
+            "gate_up": LinearShards((gate, up), hidden, bias=False, parent=parent),
+            "down": LinearShards((down,), self.inner, bias=False, parent=parent),
+        }
 
 
 class ExpertsMethod(nn.Module, ABC):
@@ -96,17 +87,10 @@ class UnquantizedExperts(ExpertsMethod):
         self.down = nn.Parameter(torch.empty(experts, hidden, inner, dtype=dtype))
 
     def placements(self, name: str) -> Iterator[Placement]:
-        shard, hidden = self.shards.inner, self.shards.hidden_size
-        rows, columns = (shard.full, hidden), (hidden, shard.full)
         for expert in range(self.shards.num_experts):
-            for module, shape, target, dim, offset in (
-                ("gate_proj", rows, "gate_up", 0, 0),
-                ("up_proj", rows, "gate_up", 0, shard.local),
-                ("down_proj", columns, "down", 1, 0),
-            ):
-                source = f"{self.shards.parent}.experts.{expert}.{module}.weight"
-                cut = (dim, shard.begin, shard.end, offset, expert)
-                yield Placement(source, shape, f"{name}.{target}", *cut)
+            for parameter, matrix in self.shards.matrices(expert).items():
+                for placement in matrix.placements(name, parameter, source="weight"):
+                    yield placement._replace(expert=expert)
 
     def weights(self, router: Tensor) -> ExpertWeights:
         return ExpertWeights(router, self.gate_up, self.down)

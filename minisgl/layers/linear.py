@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import TPInfo
@@ -164,16 +163,13 @@ class LinearBuild(NamedTuple):
     """The values that all linear layers of a model share.
 
     dtype: the dtype of the activations.
-    parent: as in LinearShards. `within` sets it for the linears of one module.
+    parent: as in LinearShards. Each module sets it for its linears.
     """
 
     tp: TPInfo
     dtype: torch.dtype
     method: LinearMethodFactory
     parent: str = ""
-
-    def within(self, parent: str) -> "LinearBuild":
-        return self._replace(parent=parent)
 
 
 def share_split_k_semaphores(model: nn.Module, device: torch.device) -> None:
@@ -210,19 +206,6 @@ class ColumnParallelLinear(nn.Module):
     def forward(self, block_input: BlockInput) -> Tensor:
         """Return the outputs of the merged linears side by side, [T, rows]."""
         return self.method.product(*block_input)
-
-
-class MergedGateUpLinear(ColumnParallelLinear):
-    """The gate and up linears of an MLP, merged in that order, with SiLU-and-mul."""
-
-    def forward(self, block_input: BlockInput) -> Tensor:
-        """Return silu(gate) * up, [T, rows / 2]."""
-        return self.method.gated(*block_input)
-
-    def forward_gelu(self, block_input: BlockInput) -> Tensor:
-        """Return gelu(gate) * up, [T, rows / 2], with the approximation of GELU by tanh."""
-        gate, up = self.method.product(*block_input).chunk(2, dim=-1)
-        return functional.gelu(gate, approximate="tanh") * up
 
 
 class RowParallelLinear(nn.Module):

@@ -36,48 +36,29 @@ class BlockInput(NamedTuple):
 
 
 class RMSNorm(nn.Module):
-    """The parameters of a norm. weight: [size], the same on every rank.
+    """The parameters of a norm. weight: the elements of `shard`.
 
-    Attention reads the weights of its head norms here and passes them to a fused kernel.
+    Attention reads the weights of its head norms here and passes them to a fused kernel. A norm of
+    each head has head_dim elements; a norm over the whole width has those of this rank's heads.
 
     offset: the checkpoint stores weight - 1 (Gemma). The loader adds the 1.
     """
 
-    def __init__(self, size: int, eps: float, offset: bool = False) -> None:
+    def __init__(self, shard: Shard, eps: float, offset: bool = False) -> None:
         super().__init__()
+        self.shard = shard
         self.eps = eps
         self.offset = offset
-        self.weight = nn.Parameter(torch.empty(size))
+        self.weight = nn.Parameter(torch.empty(shard.local))
 
     def placements(self, name: str) -> Iterator[Placement]:
-        yield self.converted(
-            Placement(f"{name}.weight", tuple(self.weight.shape), f"{name}.weight")
-        )
-
-    def converted(self, placement: Placement) -> Placement:
-        """Return the placement of the weight with the conversion that the checkpoint needs."""
-        return placement._replace(convert=_plus_one) if self.offset else placement
+        shard, name = self.shard, f"{name}.weight"
+        cut, convert = (0, shard.begin, shard.end), _plus_one if self.offset else None
+        yield Placement(name, (shard.full,), name, *cut, order=shard.order, convert=convert)
 
 
 def _plus_one(weight: Tensor) -> Tensor:
     return weight.float() + 1
-
-
-class HeadNorm(RMSNorm):
-    """The parameters of a norm of queries or keys, in the order in which the heads are stored.
-
-    shard: the elements of this rank. A norm of each head has head_dim elements; a norm over the
-    whole width has those of all heads.
-    """
-
-    def __init__(self, shard: Shard, eps: float, offset: bool = False) -> None:
-        super().__init__(shard.local, eps, offset)
-        self.shard = shard
-
-    def placements(self, name: str) -> Iterator[Placement]:
-        shard, name = self.shard, f"{name}.weight"
-        cut = (0, shard.begin, shard.end)
-        yield self.converted(Placement(name, (shard.full,), name, *cut, order=shard.order))
 
 
 class ResidualNorm(RMSNorm):
@@ -87,7 +68,7 @@ class ResidualNorm(RMSNorm):
     """
 
     def __init__(self, size: int, eps: float, comm: Communicator, offset: bool = False) -> None:
-        super().__init__(size, eps, offset)
+        super().__init__(Shard("", size, 0, size), eps, offset)
         self.comm = comm
         self.folded = False
 

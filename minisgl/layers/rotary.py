@@ -5,19 +5,17 @@ tensor [rotary_dim / 2] on the CPU. `context` is the context length that the eng
 """
 
 import math
-from dataclasses import dataclass
 from typing import Annotated, NamedTuple
 
 import torch
-from msgspec import Meta
+from msgspec import Meta, Struct
 from torch import Tensor
 
 # A positive number in the range of float32. The rotary table is computed in float32.
 Positive = Annotated[float, Meta(gt=0, lt=2.0**128)]
 
 
-@dataclass(frozen=True, slots=True)
-class LinearRope:
+class LinearRope(Struct, frozen=True):
     """Divides positions by `factor` (Chen et al. 2023)."""
 
     factor: Positive
@@ -26,8 +24,7 @@ class LinearRope:
         return frequencies / self.factor
 
 
-@dataclass(frozen=True, slots=True)
-class Llama3Rope:
+class Llama3Rope(Struct, frozen=True):
     """Divides the frequencies of long wavelengths by `factor`, and keeps the others (Llama 3.1).
 
     A ramp interpolates between long and short wavelengths.
@@ -49,8 +46,7 @@ class Llama3Rope:
         return frequencies * (kept + (1 - kept) / self.factor)
 
 
-@dataclass(frozen=True, slots=True)
-class YarnRope:
+class YarnRope(Struct, frozen=True):
     """YaRN (Peng et al. 2023): interpolation per dimension, and a factor on cosines and sines.
 
     attention_factor  the factor, already computed if the config gives mscale and mscale_all_dim.
@@ -85,8 +81,7 @@ class YarnRope:
         return frequencies * (1 - divided + divided / self.factor)
 
 
-@dataclass(frozen=True, slots=True)
-class LongRope:
+class LongRope(Struct, frozen=True):
     """LongRoPE (Ding et al. 2024): a divisor for each frequency, a factor on cosines and sines.
 
     short_factor  the divisors of a context of at most original_max_position tokens.

@@ -113,7 +113,13 @@ class LinearShards(NamedTuple):
         return [f"{self.parent}.{output.name}" for output in self.outputs]
 
     def placements(
-        self, name: str, parameter: str, *, per_row: bool = False, stored: tuple[str, ...] = FLOATS
+        self,
+        name: str,
+        parameter: str,
+        *,
+        per_row: bool = False,
+        stored: tuple[str, ...] = FLOATS,
+        source: str = "",
     ) -> Iterator[Placement]:
         """Yield the placements of one parameter of a linear method, one for each merged linear.
 
@@ -121,19 +127,17 @@ class LinearShards(NamedTuple):
         parameter  the name of the parameter in the method and in the checkpoint: weight.
         per_row    False: the parameter has an entry for each weight, [rows, columns].
                    True: it has one for each output feature, [rows].
+        source     the name of the parameter in the checkpoint, if the method has another name.
         """
-        parent, inputs = name.rsplit(".", 2)[0], self.inputs
+        inputs, offset = self.inputs, 0
         cut_columns = not per_row and (inputs.begin, inputs.local) != (0, inputs.full)
-        offset = 0
-        for output in self.outputs:
-            source = f"{parent}.{output.name}.{parameter}"
+        for output, linear in zip(self.outputs, self.names, strict=True):
             shape = (output.stored,) if per_row else (output.stored, inputs.full)
             cut = (0, *output.read, offset)
             if cut_columns:
                 cut = (1, inputs.begin, inputs.end, 0)
-            yield Placement(
-                source, shape, f"{name}.{parameter}", *cut, stored=stored, order=output.order
-            )
+            tensor, target = f"{linear}.{source or parameter}", f"{name}.{parameter}"
+            yield Placement(tensor, shape, target, *cut, stored=stored, order=output.order)
             offset += output.local
 
 

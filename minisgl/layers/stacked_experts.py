@@ -4,7 +4,6 @@ Gate and up are interleaved: row 2i of gate_up belongs to the gate, row 2i + 1 t
 stores the rows of the gate first.
 """
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from functools import partial
 
@@ -17,23 +16,22 @@ from minisgl.moe.base import Biases, ExpertWeights
 
 
 class StackedExperts(ExpertsMethod):
-    """The biases of the experts. A subclass adds the matrices.
+    """The biases of the experts. A subclass adds the matrices gate_up and down.
 
-    gate_up_bias: [E, 2I]; down_bias: [E, H], zero except on the first rank, because the outputs of
-    the ranks are added up.
+    source: the name of the experts in the checkpoint. gate_up_bias: [E, 2I]; down_bias: [E, H],
+    zero except on the first rank, because the outputs of the ranks are added up.
     """
+
+    gate_up: nn.Parameter
+    down: nn.Parameter
 
     def __init__(self, shards: ExpertShards, dtype: torch.dtype) -> None:
         super().__init__()
         self.shards = shards
+        self.source = f"{shards.parent}.experts"
         experts, inner = shards.num_experts, shards.inner.local
         self.gate_up_bias = nn.Parameter(torch.empty(experts, 2 * inner, dtype=dtype))
         self.down_bias = nn.Parameter(torch.empty(experts, shards.hidden_size, dtype=dtype))
-
-    @property
-    def source(self) -> str:
-        """The name of the experts in the checkpoint."""
-        return f"{self.shards.parent}.experts"
 
     def placements(self, name: str) -> Iterator[Placement]:
         experts, inner = self.shards.num_experts, self.shards.inner
@@ -53,11 +51,7 @@ class StackedExperts(ExpertsMethod):
 
     def weights(self, router: Tensor) -> ExpertWeights:
         biases = Biases(self.gate_up_bias, self.down_bias)
-        return ExpertWeights(router, *self.matrices(), biases=biases)
-
-    @abstractmethod
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        """Return gate_up and down, as ExpertWeights has them."""
+        return ExpertWeights(router, self.gate_up, self.down, biases=biases)
 
 
 class UnquantizedStackedExperts(StackedExperts):
@@ -87,9 +81,6 @@ class UnquantizedStackedExperts(StackedExperts):
             convert=_transposed,
         )
         yield from super().placements(name)
-
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        return self.gate_up, self.down
 
 
 def gate_then_up(rows: Tensor, inner: Shard) -> Tensor:

@@ -14,8 +14,8 @@ from minisgl.layers.linear import LinearBuild, share_split_k_semaphores
 from minisgl.layers.quantization import UNQUANTIZED, Quantization, QuantizationFactory
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, ModelParts
+from minisgl.models.hf_config import check_supported
 from minisgl.models.loader import fill_random, load_weights, materialise
-from minisgl.models.registry import Experts
 from minisgl.moe.base import MoeBackend
 from minisgl.moe.registry import create_moe_backend
 
@@ -89,7 +89,7 @@ def empty_model(
     ConfigError.
     """
     methods = _quantization(config.quantization, quantization, extensions)
-    stacked = config.family.moe is Experts.GPT_OSS
+    stacked = config.family.stacked_experts
     experts = methods.stacked_experts if stacked else methods.experts
     if config.moe is not None and experts is None:
         raise ConfigError("the quantisation of this checkpoint does not support experts")
@@ -108,9 +108,7 @@ def _quantization(
     settings: the checkpoint's quantization_config. online: the value of --quantization.
     """
     if online is not None:
-        if online not in known.online_quantizations:
-            supported = ", ".join(known.online_quantizations) or "none"
-            raise ConfigError(f"quantization {online!r} is not supported; supported: {supported}")
+        check_supported("quantization", online, known.online_quantizations)
         if settings is not None:
             raise ConfigError(
                 f"quantization {online!r} needs an unquantised checkpoint, and this one has a "

@@ -6,7 +6,6 @@ minisgl does not support and that would change the output. The error names the s
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +16,18 @@ from minisgl.attention.base import AttentionRule
 from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
 from minisgl.kvcache.pool import KVSpec
-from minisgl.layers.rotary import LongRope, QueryScale, Rope
-from minisgl.models.hf_config import Count, HfConfig, HfGeneration, HfTokenizer, read_fields
-from minisgl.models.registry import Experts, Family, family_of, text_part
-from minisgl.models.rope import RopeSettings, ropes_from
+from minisgl.layers.rotary import QueryScale, Rope
+from minisgl.models.hf_config import (
+    Count,
+    HfConfig,
+    HfGeneration,
+    HfTokenizer,
+    ModelSettings,
+    check_supported,
+    read_fields,
+)
+from minisgl.models.registry import Family, family_of, text_part
+from minisgl.models.rope import ropes_from
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -63,8 +70,9 @@ class MoeConfig(msgspec.Struct, frozen=True):
     """The fields of config.json that describe a mixture of experts.
 
     norm_topk_prob: whether the routing weights of a token sum to 1.
-    swiglu_alpha, swiglu_limit: the constants of the clamped SwiGLU (Experts.GPT_OSS).
+    swiglu_alpha, swiglu_limit: the constants of the clamped SwiGLU of gpt-oss.
     shared_expert_intermediate_size: inner size of the expert of all tokens; 0: there is none.
+    stacked: Family.stacked_experts.
     """
 
     num_experts: Count = 128
@@ -76,6 +84,7 @@ class MoeConfig(msgspec.Struct, frozen=True):
     swiglu_limit: float = 7.0
     decoder_sparse_step: Count = 1
     mlp_only_layers: int | list[int] = []
+    stacked: bool = False
 
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of this layer is a mixture of experts; otherwise it is dense."""
@@ -83,56 +92,39 @@ class MoeConfig(msgspec.Struct, frozen=True):
         return sparse and layer not in _as_list(self.mlp_only_layers)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
+class ModelConfig(ModelSettings, frozen=True, kw_only=True):
     """The description of one decoder-only model.
 
     layers          one LayerSpec for each of the num_layers decoder layers.
     max_position    the context length in tokens, after an extension by YaRN.
     activation      of the gate of a dense MLP: silu or gelu_pytorch_tanh.
-    logits_soft_cap each logit x becomes cap * tanh(x / cap). None: no cap.
     ropes           the rotary embeddings of the layers.
     query_scale     the factor on the queries of late positions, or None.
     dtype           the checkpoint's dtype: float32, bfloat16 or float16.
-    quantization    the object quantization_config of the checkpoint. None: unquantised.
     """
 
     family: Family
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_layers: int
-    q_heads: int
     kv_heads: int
     head_dim: int
     layers: tuple[LayerSpec, ...]
-    norm_eps: float
     max_position: int
     activation: str
-    logits_soft_cap: float | None
     ropes: tuple[Rope, ...]
     query_scale: QueryScale | None
     multipliers: Multipliers
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    tied_embeddings: bool
     dtype: str
-    quantization: Mapping[str, Any] | None
     eos_token_ids: tuple[int, ...]
     moe: MoeConfig | None
     sampling_defaults: dict[str, int | float]
 
     @property
-    def num_kv_layers(self) -> int:
-        """The number of layers in the KV pool. Layers that share keys and values count once."""
-        return 1 + max(layer.kv_layer for layer in self.layers)
-
-    @property
     def rules(self) -> tuple[AttentionRule, ...]:
-        """The rule of each layer in the KV pool."""
+        """The rule of each layer in the KV pool. Layers that share keys and values count once."""
         by_layer = {layer.kv_layer: layer.rule for layer in self.layers}
-        return tuple(by_layer[layer] for layer in range(self.num_kv_layers))
+        return tuple(by_layer[index] for index in sorted(by_layer))
 
     @property
     def window(self) -> int | None:
@@ -168,7 +160,7 @@ class ModelConfig:
             if window is not None and window >= length:
                 layer = layer._replace(rule=layer.rule._replace(window=None))
             layers.append(layer)
-        return replace(self, layers=tuple(layers))
+        return msgspec.structs.replace(self, layers=tuple(layers))
 
 
 def load_model_config(folder: str) -> ModelConfig:
@@ -204,53 +196,39 @@ def model_config_from(
     config = {**family.defaults, **config}
     fields = read_fields(config, HfConfig, "config.json")
     activation = fields.hidden_activation or fields.hidden_act
-    if activation not in _ACTIVATIONS:
-        supported = ", ".join(_ACTIVATIONS)
-        raise ConfigError(f"hidden_act {activation!r} is not supported; supported: {supported}")
+    check_supported("hidden_act", activation, _ACTIVATIONS)
     if fields.use_bidirectional_attention:
         raise ConfigError("use_bidirectional_attention true is not supported: attention is causal")
-    q_heads = fields.num_attention_heads
+    q_heads = fields.q_heads
     kv_heads = fields.num_key_value_heads or q_heads
     if q_heads % kv_heads:
         raise ConfigError(f"{q_heads} attention heads do not divide over {kv_heads} KV heads")
     head_dim = fields.head_dim or fields.hidden_size // q_heads
     if head_dim < 2 or head_dim % 2:
         raise ConfigError(f"head_dim {head_dim} is not even; rotary embedding needs pairs")
-    ropes_by_kind = ropes_from(fields, family.plain_window_rope)
-    rope = ropes_by_kind[0]
+    full, window = ropes_from(fields, family, head_dim)
     dtype = fields.dtype or fields.torch_dtype or "float32"
-    if dtype not in _DTYPES:
-        raise ConfigError(
-            f"dtype {dtype!r} of the checkpoint is not supported; supported: {', '.join(_DTYPES)}"
-        )
-    kv = KVSpec(kv_heads, head_dim, getattr(torch, dtype))
+    check_supported("dtype", dtype, _DTYPES)
     recommended = read_fields(generation or {}, HfGeneration, "generation_config.json")
     attention_bias = family.reads_attention_bias and fields.attention_bias
     out_bias = fields.attention_out_bias
-    ropes, layers = _layers(fields, family, ropes_by_kind, kv)
+    kv = KVSpec(kv_heads, head_dim, getattr(torch, dtype))
+    ropes, layers = _layers(fields, family, full.rope, window.rope, kv)
     return ModelConfig(
+        **{name: getattr(fields, name) for name in ModelSettings.__struct_fields__},
         family=family,
-        vocab_size=fields.vocab_size,
-        hidden_size=fields.hidden_size,
-        intermediate_size=fields.intermediate_size,
-        num_layers=fields.num_hidden_layers,
-        q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         layers=layers,
-        norm_eps=fields.rms_norm_eps,
-        max_position=rope.max_position,
+        max_position=full.max_position,
         activation=activation,
-        logits_soft_cap=fields.final_logit_softcapping,
         ropes=ropes,
-        query_scale=rope.query_scale,
-        multipliers=_multipliers(fields, family, kv),
+        query_scale=full.query_scale,
+        multipliers=_multipliers(fields, family, head_dim, dtype),
         qkv_bias=family.always_qkv_bias or attention_bias,
         output_bias=attention_bias if out_bias is None else out_bias,
         mlp_bias=family.reads_mlp_bias and fields.mlp_bias,
-        tied_embeddings=fields.tie_word_embeddings,
         dtype=dtype,
-        quantization=fields.quantization_config,
         eos_token_ids=_eos_token_ids(fields, recommended),
         moe=_moe(config, family) if family.moe else None,
         sampling_defaults=_sampling_defaults(recommended),
@@ -258,66 +236,45 @@ def model_config_from(
 
 
 def _layers(
-    fields: HfConfig, family: Family, ropes: tuple[RopeSettings, RopeSettings], kv: KVSpec
+    fields: HfConfig, family: Family, full: Rope, window: Rope, kv: KVSpec
 ) -> tuple[tuple[Rope, ...], tuple[LayerSpec, ...]]:
     """Return the rotary embeddings of a model, and its layers. Raises ConfigError.
 
-    ropes: the settings of layers with full attention, and of layers with a window.
+    full, window: the embeddings of layers with full attention, and of layers with a window. kv: the
+    state of a token, the same for all layers.
     """
-    full, window = (_rope(settings, family, kv.head_dim) for settings in ropes)
-    count, none = fields.num_hidden_layers, Rope(full.theta, None, 0)
+    count, interval = fields.num_layers, fields.no_rope_layer_interval
     windows = _windows(fields, family)
-    of_layer = [full if size is None else window for size in windows]
+    rotates = [1] * count
     if family.no_rope_interval:
-        interval = fields.no_rope_layer_interval
-        rotates = [(layer + 1) % interval != 0 for layer in range(count)]
-        if fields.no_rope_layers:
-            rotates = [bool(value) for value in fields.no_rope_layers]
+        rotates = fields.no_rope_layers or [(layer + 1) % interval for layer in range(count)]
         if len(rotates) != count:
             raise ConfigError(
                 f"no_rope_layers in config.json has {len(rotates)} entries; expected {count}, one "
                 "for each layer"
             )
-        of_layer = [rope if rotates[i] else none for i, rope in enumerate(of_layer)]
-    if family.rope_in_windows_only and fields.sliding_window is not None:
-        of_layer = [none if size is None else window for size in windows]
+    elif family.rope_in_windows_only and fields.sliding_window is not None:
+        rotates = [size is not None for size in windows]
+    of_layer = [full if size is None else window for size in windows]
+    none, cap = Rope(full.theta, None, 0), fields.attn_logit_softcapping
+    of_layer = [of_layer[i] if rotates[i] else none for i in range(count)]
     used = tuple(dict.fromkeys(of_layer))
-    cap = fields.attn_logit_softcapping
-    layers = [
-        LayerSpec(AttentionRule(windows[i], cap, family.sinks), used.index(of_layer[i]), kv, i)
-        for i in range(count)
-    ]
-    return used, tuple(layers)
+    rules = [AttentionRule(size, cap, family.sinks) for size in windows]
+    return used, tuple(LayerSpec(rules[i], used.index(of_layer[i]), kv, i) for i in range(count))
 
 
-def _rope(settings: RopeSettings, family: Family, head_dim: int) -> Rope:
-    if settings.fraction != 1.0 and not family.partial_rotary:
-        raise ConfigError("partial_rotary_factor other than 1 is not supported for this family")
-    rotary_dim = int(head_dim * settings.fraction)
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise ConfigError(f"{rotary_dim} rotary elements of a head are not pairs")
-    if isinstance(settings.scaling, LongRope):
-        for factors in (settings.scaling.short_factor, settings.scaling.long_factor):
-            if len(factors) != rotary_dim // 2:
-                raise ConfigError(
-                    f"longrope has {len(factors)} factors; expected {rotary_dim // 2}, one for "
-                    "each pair of rotary elements"
-                )
-    return Rope(settings.theta, settings.scaling, rotary_dim)
-
-
-def _multipliers(fields: HfConfig, family: Family, kv: KVSpec) -> Multipliers:
+def _multipliers(fields: HfConfig, family: Family, head_dim: int, dtype: str) -> Multipliers:
     query, scalar = 1.0, fields.query_pre_attn_scalar
     if scalar is not None:
-        query = math.sqrt(kv.head_dim / scalar)
+        query = math.sqrt(head_dim / scalar)
     if family.scaled_embedding:
         # The authors' code rounds the factor to the dtype of the embedding.
-        factor = torch.tensor(fields.hidden_size**0.5).to(kv.dtype)
+        factor = torch.tensor(fields.hidden_size**0.5).to(getattr(torch, dtype))
         return Multipliers(float(factor), query)
     if not family.multipliers:
         return Multipliers()
     if fields.attention_multiplier is not None:
-        query = fields.attention_multiplier * math.sqrt(kv.head_dim)
+        query = fields.attention_multiplier * math.sqrt(head_dim)
     return Multipliers(
         fields.embedding_multiplier, query, fields.residual_multiplier, fields.logits_scaling
     )
@@ -328,15 +285,12 @@ def _windows(fields: HfConfig, family: Family) -> list[int | None]:
 
     Raises ConfigError for a layer type that is neither full nor sliding attention.
     """
-    count, window = fields.num_hidden_layers, fields.sliding_window
+    count, window = fields.num_layers, fields.sliding_window
     pattern, kinds = fields.sliding_window_pattern, fields.layer_types
     interval = pattern if type(pattern) is int else family.full_interval
-    if kinds is not None and not isinstance(kinds, list):
-        raise ConfigError(f"config.json: layer_types is {kinds!r}: expected a list or null")
     if kinds is not None:
-        if unknown := sorted({str(kind) for kind in kinds} - {"full_attention", _SLIDING}):
-            expected = "supported: full_attention, sliding_attention"
-            raise ConfigError(f"layer type {unknown[0]!r} is not supported; {expected}")
+        for kind in kinds:
+            check_supported("layer type", kind, ("full_attention", _SLIDING))
         if len(kinds) != count:
             raise ConfigError(f"layer_types in config.json has {len(kinds)} entries of {count}")
         slides = [kind == _SLIDING for kind in kinds]
@@ -361,8 +315,10 @@ def _windows(fields: HfConfig, family: Family) -> list[int | None]:
 def _moe(config: Mapping[str, Any], family: Family) -> MoeConfig:
     # transformers 5 writes num_local_experts, earlier versions num_experts.
     key = "num_local_experts" if config.get("num_experts") is None else "num_experts"
-    settings = {**config, "num_experts": config.get(key)}
-    if family.moe is Experts.GPT_OSS:
+    settings = {**config, "num_experts": config.get(key), "stacked": family.stacked_experts}
+    if not family.shared_expert:
+        settings["shared_expert_intermediate_size"] = 0
+    if family.stacked_experts:
         # A softmax over the chosen experts is a softmax over all, divided by the chosen sum.
         inner = config.get("intermediate_size")
         settings |= {"moe_intermediate_size": inner, "norm_topk_prob": True}
@@ -371,8 +327,7 @@ def _moe(config: Mapping[str, Any], family: Family) -> MoeConfig:
         raise ConfigError(
             f"num_experts_per_tok {moe.num_experts_per_tok} exceeds {moe.num_experts} experts"
         )
-    shared = moe.shared_expert_intermediate_size if family.shared_expert else 0
-    return msgspec.structs.replace(moe, shared_expert_intermediate_size=shared)
+    return moe
 
 
 def _sampling_defaults(recommended: HfGeneration) -> dict[str, int | float]:

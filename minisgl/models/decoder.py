@@ -17,17 +17,17 @@ from minisgl.layers.linear import ColumnParallelLinear, LinearBuild, RowParallel
 from minisgl.layers.norm import (
     BlockInput,
     CompleteNorm,
-    HeadNorm,
     ResidualNorm,
     ResidualStream,
+    RMSNorm,
     norm_all_heads,
 )
 from minisgl.layers.rotary import rotary_order
 from minisgl.layers.shards import Placement, Shard, merge, split_heads
 from minisgl.models.config import ModelConfig, Multipliers
 from minisgl.models.mlp import GatedMlp
-from minisgl.models.moe import MoeBlock, StackedMoeBlock
-from minisgl.models.registry import Experts, Norms, QkNorm
+from minisgl.models.moe import MoeBlock
+from minisgl.models.registry import Norms, QkNorm
 from minisgl.moe.base import MoeBackend
 
 
@@ -104,7 +104,7 @@ class Attention(nn.Module):
         v = split_heads("v_proj", spec.kv.kv_heads, dim, tp.rank, tp.size)
         q, k = output._replace(name="q_proj", order=order), v._replace(name="k_proj", order=order)
         qkv = merge("qkv_proj", (q, k, v)) if config.family.merged_linears else (q, k, v)
-        linear = parts.linear.within(f"model.layers.{layer}.self_attn")
+        linear = parts.linear._replace(parent=f"model.layers.{layer}.self_attn")
         self.comm, self.kv_layer, self.rope = parts.comm, spec.kv_layer, spec.rope
         self.pool = int(spec.rule.window is not None)
         self.head_dim = dim
@@ -116,8 +116,8 @@ class Attention(nn.Module):
         if self.qk_norm is QkNorm.PER_HEAD:
             q = k = Shard("", dim, 0, dim, order)
         offset = config.family.offset_norms
-        self.q_norm = HeadNorm(q, eps, offset) if self.qk_norm else None
-        self.k_norm = HeadNorm(k, eps, offset) if self.qk_norm else None
+        self.q_norm = RMSNorm(q, eps, offset) if self.qk_norm else None
+        self.k_norm = RMSNorm(k, eps, offset) if self.qk_norm else None
         self.sink_heads = split_heads("sinks", config.q_heads, 1, tp.rank, tp.size)
         self.sinks = nn.Parameter(torch.empty(self.q_heads)) if config.family.sinks else None
 
@@ -159,46 +159,28 @@ class Attention(nn.Module):
             yield Placement(name, (shard.full,), name, 0, shard.begin, shard.end)
 
 
-def dense_mlp(parts: ModelParts, layer: int) -> GatedMlp:
-    """Return the MLP of a layer without experts."""
-    config = parts.config
-    return GatedMlp(
-        config.hidden_size,
-        config.intermediate_size,
-        parts.linear.within(f"model.layers.{layer}.mlp"),
-        bias=config.mlp_bias,
-        merged=config.family.merged_linears,
-        gelu=config.activation != "silu",
-    )
-
-
 class DecoderLayer(nn.Module):
     """Attention and MLP on the residual stream, each after a norm of its own."""
 
     def __init__(self, parts: ModelParts, layer: int) -> None:
         super().__init__()
-        config, comm = parts.config, parts.comm
-        self.input_layernorm = ResidualNorm(config.hidden_size, config.stream_eps, comm)
+        config, comm, size = parts.config, parts.comm, parts.config.hidden_size
+        self.input_layernorm = ResidualNorm(size, config.stream_eps, comm)
         self.self_attn = Attention(parts, layer)
-        self.post_attention_layernorm = ResidualNorm(config.hidden_size, config.stream_eps, comm)
+        self.post_attention_layernorm = ResidualNorm(size, config.stream_eps, comm)
+        linear = parts.linear._replace(parent=f"model.layers.{layer}.mlp")
         self.mlp: nn.Module
         if config.moe is not None and config.moe.has_experts(layer):
-            linear = parts.linear.within(f"model.layers.{layer}.mlp")
-            stacked = config.family.moe is Experts.GPT_OSS
-            block = StackedMoeBlock if stacked else MoeBlock
-            size, backend = config.hidden_size, parts.moe_backend
-            self.mlp = block(size, config.moe, linear, parts.experts, backend)
+            self.mlp = MoeBlock(size, config.moe, linear, parts.experts, parts.moe_backend)
         else:
-            self.mlp = dense_mlp(parts, layer)
-
-    def forward(
-        self, stream: ResidualStream, context: ForwardContext, rows: Tensor | None = None
-    ) -> ResidualStream:
-        """Return the stream after this layer: of all T tokens, or of the tokens `rows` alone."""
-        attended = self.attend(stream, context)
-        if rows is not None:
-            attended = attended.take_rows(rows, self.post_attention_layernorm.comm)
-        return self.project(attended)
+            self.mlp = GatedMlp(
+                size,
+                config.intermediate_size,
+                linear,
+                bias=config.mlp_bias,
+                merged=config.family.merged_linears,
+                gelu=config.activation != "silu",
+            )
 
     def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
         """The first half of the layer: the norm and attention."""
@@ -235,10 +217,8 @@ class NormAfterLayer(DecoderLayer):
     """
 
     def __init__(self, parts: ModelParts, layer: int) -> None:
-        nn.Module.__init__(self)
+        super().__init__(parts, layer)
         config, comm = parts.config, parts.comm
-        self.self_attn = Attention(parts, layer)
-        self.mlp = dense_mlp(parts, layer)
         size, offset = config.hidden_size, config.family.offset_norms
         self.post_attention_layernorm = ResidualNorm(size, config.norm_eps, comm, offset)
         self.post_feedforward_layernorm = ResidualNorm(size, config.norm_eps, comm, offset)
@@ -278,7 +258,7 @@ class Decoder(nn.Module):
 
     `forward` is the whole computation. After the attention of the last layer, only the tokens whose
     logits the sampler reads need further computation. CUDA graphs therefore cut the forward there,
-    into `forward_to_last_attention`, Attended.take_rows and `finish_last_layer`.
+    and the engine calls its three parts.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -299,21 +279,10 @@ class Decoder(nn.Module):
 
         ids: integers [T]. rows: integers [B]. Keys and values of all T tokens are stored.
         """
-        stream = self.layers[-1](self._before_last_layer(ids, context), context, rows)
-        return self.norm.forward(stream)[0].x
-
-    def _before_last_layer(
-        self, ids: Tensor, context: ForwardContext, most: int | None = None
-    ) -> ResidualStream:
-        """Return the stream before the last layer. most: as in forward_to_last_attention."""
-        layers = list(self.layers)[:-1][:most]
-        x = self.embed_tokens(ids)
-        stream = ResidualStream(self.norm.comm.gather(x).sum(0) if self.sums_embedding else x)
-        for layer in layers:
-            stream = layer(stream, context)
-        return stream
-
-    # The parts of forward, for CUDA graphs.
+        attended = self.forward_to_last_attention(ids, context)
+        if rows is not None:
+            attended = attended.take_rows(rows, self.norm.comm)
+        return self.finish_last_layer(attended)
 
     def forward_to_last_attention(
         self, ids: Tensor, context: ForwardContext, most: int | None = None
@@ -323,7 +292,12 @@ class Decoder(nn.Module):
         most: run at most this many of the layers before the last one. The output is then not that
         of the model. None: run all layers.
         """
-        return self.layers[-1].attend(self._before_last_layer(ids, context, most), context)
+        x = self.embed_tokens(ids)
+        stream = ResidualStream(self.norm.comm.gather(x).sum(0) if self.sums_embedding else x)
+        *first_layers, last_layer = self.layers
+        for layer in first_layers[:most]:
+            stream = layer.project(layer.attend(stream, context))
+        return last_layer.attend(stream, context)
 
     def finish_last_layer(self, attended: Attended) -> Tensor:
         """Return the hidden states [T, H] after the final norm. Overwrites attended.residual."""

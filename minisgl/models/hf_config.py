@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import Meta, field
 
 from minisgl.core import ConfigError
 from minisgl.layers.rotary import Positive
@@ -37,6 +37,13 @@ def read_fields(values: Mapping[str, Any], fields: type[_Fields], where: str) ->
         raise ConfigError(f"{where}: {found}{problem}") from None
 
 
+def check_supported(what: str, value: object, supported: Collection[object]) -> None:
+    """Raise ConfigError with the supported values if `value` is not one of them."""
+    if value not in supported:
+        names = ", ".join(str(each) for each in supported) or "none"
+        raise ConfigError(f"{what} {value!r} is not supported; supported: {names}")
+
+
 class AddedToken(msgspec.Struct, frozen=True):
     """An entry of added_tokens in tokenizer.json."""
 
@@ -53,28 +60,38 @@ class HfTokenizer(msgspec.Struct, frozen=True):
         return [token.id for token in self.added_tokens if token.content in texts]
 
 
-class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """config.json of every supported architecture."""
+class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields of config.json that a model takes as they are.
+
+    logits_soft_cap: each logit x becomes cap * tanh(x / cap). None: no cap.
+    quantization: the settings of quantised weights. None: unquantised.
+    """
 
     vocab_size: Count
     hidden_size: Count
     intermediate_size: Count
-    num_hidden_layers: Count
-    num_attention_heads: Count
+    num_layers: Count = field(name="num_hidden_layers")
+    q_heads: Count = field(name="num_attention_heads")
+    norm_eps: Number = field(default=1e-6, name="rms_norm_eps")
+    tied_embeddings: bool = field(default=False, name="tie_word_embeddings")
+    logits_soft_cap: Positive | None = field(default=None, name="final_logit_softcapping")
+    quantization: dict[str, Any] | None = field(default=None, name="quantization_config")
+
+
+class HfConfig(ModelSettings, frozen=True, kw_only=True):
+    """config.json of every supported architecture."""
+
     max_position_embeddings: Count
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
-    rms_norm_eps: Number = 1e-6
     hidden_act: str = "silu"
     hidden_activation: str | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
-    tie_word_embeddings: bool = False
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | list[int] = []
-    quantization_config: dict[str, Any] | None = None
-    layer_types: Any = None
+    layer_types: list[str] | None = None
     sliding_window: Any = None
     use_sliding_window: bool = False
     max_window_layers: Number = 28
@@ -82,7 +99,6 @@ class HfConfig(msgspec.Struct, frozen=True, kw_only=True):
     use_bidirectional_attention: bool = False
     query_pre_attn_scalar: Positive | None = None
     attn_logit_softcapping: Positive | None = None
-    final_logit_softcapping: Positive | None = None
     rope_local_base_freq: Number | None = None
     rope_theta: Number = 10000.0
     rope_scaling: dict[str, Any] = {}

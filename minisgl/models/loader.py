@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 _DUMMY_STD = 0.02  # the initialisation range of most checkpoints; keeps activations finite
 _DUMMY_SCALE = 120  # 2^-7 as an e8m0 byte: random 4-bit weights then have a similar deviation
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Endings of unexpected tensors that the loader ignores: rotary tables, and the head's copy of tied
+# embeddings.
+_NEVER_USED = ("rotary_emb.inv_freq", _HEAD)
 # Prefixes of the language model beside a vision encoder, in the old and the new spelling of
 # transformers, with the prefix of the same tensors in a checkpoint without an encoder.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."))
@@ -77,8 +80,7 @@ def fill_random(model: nn.Module, seed: int = 0, *, show_progress: bool = False)
                 whole.random_(0, 256, generator=generator)
             else:
                 whole.normal_(0.0, _DUMMY_STD, generator=generator)
-            part = _converted(placement, _cut(placement, whole))
-            _part(target, placement, part).copy_(part)
+            _write(parameters[placement.target], placement, _cut(placement, whole))
     _free_temporaries()
 
 
@@ -124,20 +126,17 @@ def load_weights(
     not use, or that has another shape or type. Also raises it for a stored head that differs from
     the embedding although the config ties the two.
     """
-    stored_files, placements = _tensor_files(Path(folder)), placements_of(model)
-    stored = text_tensors(stored_files)
-    files = {name: stored_files[source] for name, source in stored.items()}
+    files, placements = _tensor_files(Path(folder)), placements_of(model)
+    stored = text_tensors(files)
     by_file: dict[Path, list[Placement]] = defaultdict(list)
     for placement in placements:
-        if placement.source not in files:
+        if placement.source not in stored:
             raise ConfigError(f"checkpoint {folder} has no tensor {placement.source}")
         source = stored[placement.source]
-        by_file[files[placement.source]].append(placement._replace(source=source))
+        by_file[files[source]].append(placement._replace(source=source))
     expected = {placement.source for placement in placements}
-    surplus = sorted(name for name in files if name not in expected and not _may_ignore(name))
-    ignored = [name for name in surplus if name.endswith(unused)]
-    unknown = [name for name in surplus if not name.endswith(unused)]
-    if unknown:
+    surplus = sorted(stored.keys() - expected)
+    if unknown := [name for name in surplus if not name.endswith((*unused, *_NEVER_USED))]:
         raise ConfigError(
             f"checkpoint {folder} has {len(unknown)} tensors that the model does not use, "
             f"such as {unknown[0]}"
@@ -153,27 +152,16 @@ def load_weights(
     with Progress(total=len(placements), desc="loading weights", disable=quiet) as bar:
         for path in sorted(by_file):
             for placement, value in _read(path, by_file[path]):
-                parameter = parameters[placement.target]
-                part = _converted(placement, value, parameter.device)
-                _part(parameter, placement, part).copy_(part)
+                _write(parameters[placement.target], placement, value)
                 bar.update()
-    if _HEAD in files and _HEAD not in expected:
+    if _HEAD in surplus:
         (embedding,) = (placement for placement in placements if placement.source == _EMBEDDING)
         head = embedding._replace(source=stored[_HEAD])
-        _check_head(files[_HEAD], head, parameters[embedding.target])
+        _check_head(files[head.source], head, parameters[embedding.target])
     _free_temporaries()
-    if ignored:
-        logger.info("tensors not used count=%d such_as=%s", len(ignored), ignored[0])
+    if surplus:
+        logger.info("tensors not used count=%d such_as=%s", len(surplus), surplus[0])
     logger.info("weights loaded files=%d tensors=%d", len(by_file), len(expected))
-
-
-def _may_ignore(name: str) -> bool:
-    """Whether the loader may ignore an unexpected tensor of this name.
-
-    It ignores rotary tables, and the head's copy of tied embeddings: lm_head.weight is unexpected
-    only if the embeddings are tied.
-    """
-    return name.endswith("rotary_emb.inv_freq") or name == _HEAD
 
 
 def text_tensors(names: Iterable[str]) -> dict[str, str]:
@@ -215,9 +203,11 @@ def _part(parameter: Tensor, placement: Placement, value: Tensor) -> Tensor:
     return target
 
 
-def _converted(placement: Placement, part: Tensor, device: torch.device | None = None) -> Tensor:
-    """Apply the placement's conversion on `device`, where a large tensor converts quickly."""
-    return part if placement.convert is None else placement.convert(part.to(device))
+def _write(parameter: Tensor, placement: Placement, value: Tensor) -> None:
+    """Convert the value and copy it. A large value converts quickly on the parameter's device."""
+    if placement.convert is not None:
+        value = placement.convert(value.to(parameter.device))
+    _part(parameter, placement, value).copy_(value)
 
 
 def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, Tensor]]:

@@ -1,8 +1,9 @@
 """The dense MLP of a decoder layer."""
 
 from torch import Tensor, nn
+from torch.nn import functional
 
-from minisgl.layers.linear import LinearBuild, MergedGateUpLinear, RowParallelLinear
+from minisgl.layers.linear import ColumnParallelLinear, LinearBuild, RowParallelLinear
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import merge, split_evenly
 
@@ -27,15 +28,23 @@ class GatedMlp(nn.Module):
         gate = split_evenly("gate_proj", inner, build.tp.rank, build.tp.size)
         up, down = gate._replace(name="up_proj"), gate._replace(name="down_proj")
         outputs = merge("gate_up_proj", (gate, up)) if merged else (gate, up)
-        self.gate_up_proj = MergedGateUpLinear(size, outputs, bias, build)
+        self.gate_up_proj = ColumnParallelLinear(size, outputs, bias, build)
         self.down_proj = RowParallelLinear(down, size, bias, build)
-        self.gate = self.gate_up_proj.forward_gelu if gelu else self.gate_up_proj.forward
+        self.gelu = gelu
         if not gelu:
             self.gate_up_proj.method.leave_gate_to(self.down_proj.method)
 
     def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
-        return self.down_proj.forward(self.gate(block_input), residual)
+        return self.down_proj.forward(self._gated(block_input), residual)
 
     def product(self, block_input: BlockInput) -> Tensor:
         """Return this rank's part of the output [T, H], which is not added to a residual stream."""
-        return self.down_proj.method.product(self.gate(block_input))
+        return self.down_proj.method.product(self._gated(block_input))
+
+    def _gated(self, block_input: BlockInput) -> Tensor:
+        """Return activation(gate) * up, [T, I]. GELU is approximated by tanh."""
+        method = self.gate_up_proj.method
+        if not self.gelu:
+            return method.gated(*block_input)
+        gate, up = method.product(*block_input).chunk(2, dim=-1)
+        return functional.gelu(gate, approximate="tanh") * up

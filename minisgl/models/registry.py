@@ -23,13 +23,6 @@ class Norms(Enum):
     BOTH = auto()
 
 
-class Experts(Enum):
-    """The experts of a mixture, as a checkpoint stores them and as they compute."""
-
-    SEPARATE = auto()  # one tensor for each matrix of each expert
-    GPT_OSS = auto()  # stacked, gate and up interleaved, with biases and a clamped SwiGLU
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """The properties of an architecture that its config.json does not state.
@@ -47,7 +40,9 @@ class Family:
                           others have a window, unless config.json says otherwise. 0: no such rule.
     window_skips_layers   The first max_window_layers layers have no window.
     sinks                 Each query head has an attention sink.
-    moe                   The experts of sparse layers. None: all layers are dense.
+    moe                   Layers may be sparse: their MLP is a mixture of experts.
+    stacked_experts       The experts are those of gpt-oss: one tensor for each matrix of all
+                          experts, gate and up interleaved, biases, and a clamped SwiGLU.
     shared_expert         Sparse layers also have an expert that computes every token.
     partial_rotary        A fraction of each head may rotate (partial_rotary_factor).
     merged_linears        The checkpoint stores q, k and v as one tensor, and gate and up as one.
@@ -73,7 +68,8 @@ class Family:
     full_interval: int = 0
     window_skips_layers: bool = True
     sinks: bool = False
-    moe: Experts | None = None
+    moe: bool = False
+    stacked_experts: bool = False
     shared_expert: bool = False
     partial_rotary: bool = False
     merged_linears: bool = False
@@ -107,13 +103,13 @@ FAMILIES: Mapping[str, Family] = {
     "MistralForCausalLM": Family(defaults={"sliding_window": 4096}, has_window=True),
     "Ministral3ForCausalLM": Family(has_window=True),
     "Qwen2ForCausalLM": Family(always_qkv_bias=True),
-    "Qwen2MoeForCausalLM": Family(always_qkv_bias=True, moe=Experts.SEPARATE, shared_expert=True),
+    "Qwen2MoeForCausalLM": Family(always_qkv_bias=True, moe=True, shared_expert=True),
     "Qwen3ForCausalLM": Family(qk_norm=QkNorm.PER_HEAD, reads_attention_bias=True),
     "Qwen3MoeForCausalLM": Family(
         qk_norm=QkNorm.PER_HEAD,
         reads_attention_bias=True,
         window_skips_layers=False,
-        moe=Experts.SEPARATE,
+        moe=True,
     ),
     "Phi3ForCausalLM": Family(has_window=True, partial_rotary=True, merged_linears=True),
     "GraniteForCausalLM": Family(reads_attention_bias=True, reads_mlp_bias=True, multipliers=True),
@@ -163,7 +159,8 @@ FAMILIES: Mapping[str, Family] = {
         },
         full_interval=2,
         sinks=True,
-        moe=Experts.GPT_OSS,
+        moe=True,
+        stacked_experts=True,
         end_tokens=("<|return|>", "<|call|>"),
     ),
 }
@@ -196,10 +193,9 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(
             f"{name} with the language model {kind!r} is not supported; known: {known}"
         )
-    merged = {key: value for key, value in config.items() if key != "text_config"}
     # null in text_config means that the setting is not given, if the outer config gives it.
-    merged |= {key: v for key, v in text.items() if v is not None or merged.get(key) is None}
-    return {**merged, "architectures": [TEXT_PARTS[name][kind]]}
+    given = {key: v for key, v in text.items() if v is not None or config.get(key) is None}
+    return {**config, **given, "architectures": [TEXT_PARTS[name][kind]]}
 
 
 def family_of(architectures: object) -> Family:

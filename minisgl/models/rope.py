@@ -18,54 +18,52 @@ from minisgl.layers.rotary import (
     Llama3Rope,
     LongRope,
     QueryScale,
+    Rope,
     RopeScaling,
     YarnRope,
 )
-from minisgl.models.hf_config import HfConfig, HfRope, read_fields
+from minisgl.models.hf_config import HfConfig, HfRope, check_supported, read_fields
+from minisgl.models.registry import Family
 
 _WHERE = "rope settings"
-_ROPES = MappingProxyType(
+_ROPES: Mapping[str, type[RopeScaling]] = MappingProxyType(
     {"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope, "longrope": LongRope}
 )
 
 
 class RopeSettings(NamedTuple):
-    """The rotary settings of config.json.
+    """The rotary settings of config.json. max_position: the context length in tokens."""
 
-    fraction      the fraction of each head that rotates.
-    max_position  the context length in tokens.
-    """
-
-    theta: float
-    scaling: RopeScaling | None
-    fraction: float
+    rope: Rope
     query_scale: QueryScale | None
     max_position: int
 
 
-def ropes_from(config: HfConfig, plain_in_windows: bool) -> tuple[RopeSettings, RopeSettings]:
+def ropes_from(
+    config: HfConfig, family: Family, head_dim: int
+) -> tuple[RopeSettings, RopeSettings]:
     """Read the rotary settings of the layers with full attention, and of those with a window.
 
-    plain_in_windows: as Family.plain_window_rope. transformers 5 writes the settings of both kinds
-    of layers into rope_parameters, by their names in layer_types. Raises ConfigError.
+    transformers 5 writes the settings of both kinds of layers into rope_parameters, by their names
+    in layer_types. Raises ConfigError.
     """
+
+    def read(**changes: Any) -> RopeSettings:
+        return _rope_from(msgspec.structs.replace(config, **changes), family, head_dim)
+
     new = config.rope_parameters
     kinds = [new.get(kind) for kind in ("full_attention", "sliding_attention")]
     if any(isinstance(kind, Mapping) for kind in kinds):
-        full, window = (
-            rope_from(msgspec.structs.replace(config, rope_parameters=kind or {}, rope_scaling={}))
-            for kind in kinds
-        )
+        full, window = (read(rope_parameters=kind or {}, rope_scaling={}) for kind in kinds)
         return full, window
-    full = rope_from(config)
-    if not plain_in_windows:
+    full = read()
+    if not family.plain_window_rope:
         return full, full
-    theta = config.rope_local_base_freq or full.theta
-    plain = msgspec.structs.replace(config, rope_parameters={}, rope_scaling={}, rope_theta=theta)
-    return full, rope_from(plain)
+    theta = config.rope_local_base_freq or full.rope.theta
+    return full, read(rope_parameters={}, rope_scaling={}, rope_theta=theta)
 
 
-def rope_from(config: HfConfig) -> RopeSettings:
+def _rope_from(config: HfConfig, family: Family, head_dim: int) -> RopeSettings:
     """Read the rotary settings. Raises ConfigError.
 
     A YaRN model that names its original context has `factor` times that context, even if
@@ -88,18 +86,30 @@ def rope_from(config: HfConfig) -> RopeSettings:
         fraction = config.partial_rotary_factor
     if not 0 < fraction <= 1:
         raise ConfigError(f"partial_rotary_factor must be above 0 and at most 1, not {fraction:g}")
+    if fraction != 1.0 and not family.partial_rotary:
+        raise ConfigError("partial_rotary_factor other than 1 is not supported for this family")
+    rotary_dim = int(head_dim * fraction)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise ConfigError(f"{rotary_dim} rotary elements of a head are not pairs")
     theta = config.rope_theta if rope.rope_theta is None else rope.rope_theta
     if theta <= 1:
         raise ConfigError(f"rope_theta must be above 1, not {theta}")
     max_position = config.max_position_embeddings
     scaling = _scaling(values, rope, config)
+    if isinstance(scaling, LongRope):
+        for factors in (scaling.short_factor, scaling.long_factor):
+            if len(factors) != rotary_dim // 2:
+                raise ConfigError(
+                    f"longrope has {len(factors)} factors; expected {rotary_dim // 2}, one for "
+                    "each pair of rotary elements"
+                )
     query_scale = None
     if rope.llama_4_scaling_beta:
         original = rope.original_max_position_embeddings or max_position
         query_scale = QueryScale(rope.llama_4_scaling_beta, original)
     if isinstance(scaling, YarnRope) and rope.original_max_position_embeddings is not None:
         max_position = max(max_position, int(scaling.original_max_position * scaling.factor))
-    return RopeSettings(theta, scaling, fraction, query_scale, max_position)
+    return RopeSettings(Rope(theta, scaling, rotary_dim), query_scale, max_position)
 
 
 def _scaling(values: dict[str, Any], rope: HfRope, config: HfConfig) -> RopeScaling | None:
@@ -111,9 +121,7 @@ def _scaling(values: dict[str, Any], rope: HfRope, config: HfConfig) -> RopeScal
     max_position = config.max_position_embeddings
     if kind == "default":
         return None
-    if kind not in _ROPES:
-        supported = ", ".join(["default", *_ROPES])
-        raise ConfigError(f"rope type {kind!r} is not supported; supported: {supported}")
+    check_supported("rope type", kind, ["default", *_ROPES])
     original = rope.original_max_position_embeddings or max_position
     if kind == "longrope":
         original = config.original_max_position_embeddings or original
@@ -131,11 +139,8 @@ def _scaling(values: dict[str, Any], rope: HfRope, config: HfConfig) -> RopeScal
 
 
 def _attention_factor(factor: float, rope: HfRope) -> float:
+    """YaRN's factor on cosines and sines, which sharpens attention: 0.1 ln(factor) + 1."""
+    log = math.log(max(factor, 1.0))
     if rope.mscale and rope.mscale_all_dim:
-        return _mscale(factor, rope.mscale) / _mscale(factor, rope.mscale_all_dim)
-    return _mscale(factor, 1.0)
-
-
-def _mscale(factor: float, scale: float) -> float:
-    """The factor on cosines and sines that sharpens attention: YaRN's 0.1 ln(s) + 1."""
-    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return (0.1 * rope.mscale * log + 1.0) / (0.1 * rope.mscale_all_dim * log + 1.0)
+    return 0.1 * log + 1.0

@@ -24,7 +24,6 @@ class TorchMoe(MoeBackend):
         counts = torch.bincount(flat, minlength=len(weights.router)).tolist()
         tokens = order // top_k
         scales = scales.to(x.dtype).flatten()[order].unsqueeze(-1)
-        gate_up_biases, down_biases = weights.biases or (None, None)
         activate = weights.swiglu or silu_and_mul
         out = torch.zeros_like(x)
         end = 0
@@ -33,25 +32,20 @@ class TorchMoe(MoeBackend):
                 continue
             begin, end = end, end + count
             mine = tokens[begin:end]
-            gate_up_bias = None if gate_up_biases is None else gate_up_biases[expert]
-            down_bias = None if down_biases is None else down_biases[expert]
-            gate_up = _matrix(weights, 0, expert, x.shape[1], x.dtype)
-            hidden = activate(linear(x[mine], gate_up, gate_up_bias))
-            down = _matrix(weights, 1, expert, hidden.shape[1], x.dtype)
-            out.index_add_(0, mine, linear(hidden, down, down_bias) * scales[begin:end])
+            hidden = activate(_product(x[mine], weights, 0, expert))
+            out.index_add_(0, mine, _product(hidden, weights, 1, expert) * scales[begin:end])
         return out
 
 
-def _matrix(
-    weights: ExpertWeights, part: int, expert: int, columns: int, dtype: torch.dtype
-) -> Tensor:
-    """One expert's gate_up (part 0) or down (part 1), [rows, columns] in `dtype`."""
+def _product(x: Tensor, weights: ExpertWeights, part: int, expert: int) -> Tensor:
+    """Return x times one expert's gate_up (part 0) or down (part 1), plus its bias. x: [N, K]."""
     matrix = (weights.gate_up, weights.down)[part][expert]
     if weights.mxfp4_scales is not None:
-        scales_of_part = weights.mxfp4_scales[part][expert]
-        return mxfp4_weights.dequantise(matrix, scales_of_part, columns, dtype)
+        mxfp4_scales = weights.mxfp4_scales[part][expert]
+        matrix = mxfp4_weights.dequantise(matrix, mxfp4_scales, x.shape[1], x.dtype)
     if weights.scales is not None:
         scales = weights.scales[part]
         scales = scales._replace(values=scales.values[expert])
-        return fp8_weights.dequantise(matrix, scales, dtype)
-    return matrix
+        matrix = fp8_weights.dequantise(matrix, scales, x.dtype)
+    bias = None if weights.biases is None else weights.biases[part][expert]
+    return linear(x, matrix, bias)

@@ -1,6 +1,6 @@
 """Quantised weights: FP8 and MXFP4 of published checkpoints, and FP8 from unquantised weights.
 
-Each module that is named after a producer reads its settings from quantization_config. format.py
+settings.py reads quantization_config, as each producer of checkpoints writes it. format.py
 describes the storage as data, linear.py and experts.py store the weights in memory, and
 selection.py leaves out the ignored modules. mxfp4.py is complete by itself. Entry points
 (server/worker_main.py, LLM, the compiler) register the formats with `with_quantizations`; the core
@@ -13,13 +13,10 @@ minisgl.kvcache and not to this package.
 from dataclasses import replace
 
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
-from minisgl.quantization.compressed_tensors import compressed_tensors
-from minisgl.quantization.fbgemm import fbgemm
-from minisgl.quantization.fine_grained import fine_grained
-from minisgl.quantization.format import ONLINE
-from minisgl.quantization.modelopt import modelopt
+from minisgl.quantization.format import Fp8Format
 from minisgl.quantization.mxfp4 import mxfp4
 from minisgl.quantization.selection import fp8_quantization
+from minisgl.quantization.settings import compressed_tensors, fbgemm, fine_grained, modelopt
 
 __all__ = ["with_quantizations"]
 
@@ -34,5 +31,6 @@ def with_quantizations(extensions: Extensions = DEFAULT_EXTENSIONS) -> Extension
         "mxfp4": mxfp4,
         **extensions.quantizations,
     }
-    online = {"fp8": fp8_quantization(lambda name: ONLINE), **extensions.online_quantizations}
+    fp8 = fp8_quantization((["Linear"], Fp8Format("online")))
+    online = {"fp8": fp8, **extensions.online_quantizations}
     return replace(extensions, quantizations=formats, online_quantizations=online)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from minisgl.layers.experts import ExpertShards, ExpertsMethod
 from minisgl.layers.shards import Placement
 from minisgl.moe.base import ExpertWeights
-from minisgl.quantization.format import Fp8Format, Matrix
+from minisgl.quantization.format import Fp8Format, empty, fp8_placements
 
 
 class Fp8Experts(ExpertsMethod):
@@ -18,9 +18,9 @@ class Fp8Experts(ExpertsMethod):
         super().__init__()
         self.shards = shards
         self.form = form
-        self._matrices = {one.name: Matrix(*one[1:]) for one in shards.matrices()}
-        gate_up, self._gate_up_blocks = self._matrices["gate_up"].empty(form, shards.num_experts)
-        down, self._down_blocks = self._matrices["down"].empty(form, shards.num_experts)
+        matrices = shards.matrices(0)
+        gate_up, self._gate_up_blocks = empty(matrices["gate_up"], form, shards.num_experts)
+        down, self._down_blocks = empty(matrices["down"], form, shards.num_experts)
         self.gate_up = nn.Parameter(gate_up, requires_grad=False)
         self.down = nn.Parameter(down, requires_grad=False)
         self.gate_up_scales = nn.Parameter(self._gate_up_blocks.values, requires_grad=False)
@@ -28,11 +28,11 @@ class Fp8Experts(ExpertsMethod):
 
     def placements(self, name: str) -> Iterator[Placement]:
         blocks = {"gate_up": self._gate_up_blocks, "down": self._down_blocks}
-        for matrix, parts in self._matrices.items():
-            target, scales = f"{name}.{matrix}", (f"{name}.{matrix}_scales", blocks[matrix])
-            for expert in range(self.shards.num_experts):
-                parent = f"{self.shards.parent}.experts.{expert}"
-                yield from parts.placements(self.form, parent, target, scales, expert)
+        for expert in range(self.shards.num_experts):
+            for parameter, matrix in self.shards.matrices(expert).items():
+                targets, scales = (parameter, f"{parameter}_scales"), blocks[parameter]
+                for placement in fp8_placements(matrix, self.form, name, targets, scales):
+                    yield placement._replace(expert=expert)
 
     def weights(self, router: Tensor) -> ExpertWeights:
         gate_up = self._gate_up_blocks._replace(values=self.gate_up_scales)

@@ -10,7 +10,7 @@ from minisgl.kernel.fp8_weights import Scales
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.norm import ResidualStream
 from minisgl.layers.shards import LinearShards, Placement
-from minisgl.quantization.format import Fp8Format, Matrix
+from minisgl.quantization.format import Fp8Format, empty, fp8_placements
 
 
 class Fp8Linear(LinearMethod):
@@ -23,17 +23,15 @@ class Fp8Linear(LinearMethod):
     def __init__(self, shards: LinearShards, dtype: torch.dtype, form: Fp8Format) -> None:
         super().__init__(shards, dtype)
         self.form = form
-        self._matrix = Matrix(shards.outputs, shards.inputs)
-        weight, scales = self._matrix.empty(form)
+        weight, self._blocks = empty(shards, form)
         self.weight = nn.Parameter(weight, requires_grad=False)
-        self.scales = nn.Parameter(scales.values, requires_grad=False)
-        self._blocks = scales
+        self.scales = nn.Parameter(self._blocks.values, requires_grad=False)
         self.norm_weight: Tensor | None = None
         self._leaves_gate = False
 
     def placements(self, name: str) -> Iterator[Placement]:
-        parent, scales = name.rsplit(".", 2)[0], (f"{name}.scales", self._blocks)
-        yield from self._matrix.placements(self.form, parent, f"{name}.weight", scales, None)
+        targets = ("weight", "scales")
+        yield from fp8_placements(self.shards, self.form, name, targets, self._blocks)
         yield from super().placements(name)
 
     def fold(self, norm_weight: Tensor) -> bool:

@@ -4,7 +4,7 @@ minisgl.kernel.mxfp4_weights describes the storage. All other weights of these c
 unquantised. The activations keep their dtype.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,11 +23,9 @@ from minisgl.kernel.mxfp4_weights import (
 from minisgl.layers.experts import ExpertShards
 from minisgl.layers.linear import UnquantizedLinear
 from minisgl.layers.quantization import Quantization
-from minisgl.layers.shards import Placement
+from minisgl.layers.shards import Placement, Shard
 from minisgl.layers.stacked_experts import StackedExperts, gate_then_up
 from minisgl.moe.base import ExpertWeights
-
-Rows = Callable[[Tensor], Tensor]
 
 _STORED = ("U8",)
 
@@ -64,40 +62,32 @@ class Mxfp4Experts(StackedExperts):
         experts, hidden, inner = self.shards.sizes
         gate_up = (experts, 2 * inner.full, hidden // BLOCK)
         down = (experts, hidden, inner.full // BLOCK)
-        rows = partial(gate_then_up, inner=inner)
         cut = (2, inner.begin // BLOCK, inner.end // BLOCK)
         place = partial(Placement, stored=_STORED)
-        source = f"{self.source}.gate_up_proj"
-        codes, scales = partial(_codes, rows=rows), partial(_scales, rows=rows)
-        yield place(f"{source}_blocks", (*gate_up, BLOCK_BYTES), f"{name}.gate_up", convert=codes)
-        yield place(f"{source}_scales", gate_up, f"{name}.gate_up_scales", convert=scales)
-        source = f"{self.source}.down_proj"
-        blocks = (*down, BLOCK_BYTES)
-        yield place(f"{source}_blocks", blocks, f"{name}.down", *cut, convert=_codes)
-        yield place(f"{source}_scales", down, f"{name}.down_scales", *cut, convert=_scales)
+        rows, source = partial(_by_chunks, inner=inner), self.source
+        for part, suffix, block in (("blocks", "", (BLOCK_BYTES,)), ("scales", "_scales", ())):
+            tensor, target = f"{source}.gate_up_proj_{part}", f"{name}.gate_up{suffix}"
+            yield place(tensor, (*gate_up, *block), target, convert=rows)
+            tensor, target = f"{source}.down_proj_{part}", f"{name}.down{suffix}"
+            yield place(tensor, (*down, *block), target, *cut, convert=_by_chunks)
         yield from super().placements(name)
 
     def weights(self, router: Tensor) -> ExpertWeights:
         scales = (self.gate_up_scales, self.down_scales)
         return super().weights(router)._replace(mxfp4_scales=scales)
 
-    def matrices(self) -> tuple[Tensor, Tensor]:
-        return self.gate_up, self.down
-
 
 def _bytes(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
 
 
-def _codes(stored: Tensor, rows: Rows | None = None) -> Tensor:
-    """Return codes in the order of the engine. stored: [E, rows, blocks, 16]. rows: orders them."""
-    return by_chunks(recode(_ordered(stored, rows).flatten(2)), BLOCK_BYTES)
+def _by_chunks(stored: Tensor, inner: Shard | None = None) -> Tensor:
+    """Return codes or scales in the order of the engine.
 
-
-def _scales(stored: Tensor, rows: Rows | None = None) -> Tensor:
-    """Return scales in the order of the engine. stored: [E, rows, blocks]. rows: as in _codes."""
-    return by_chunks(_ordered(stored, rows), 1)
-
-
-def _ordered(stored: Tensor, rows: Rows | None) -> Tensor:
-    return stored if rows is None else rows(stored)
+    stored: codes [E, rows, blocks, 16] or scales [E, rows, blocks]. inner: given if the rows are
+    those of gate and up, interleaved.
+    """
+    ordered = stored if inner is None else gate_then_up(stored, inner)
+    if ordered.dim() == 3:
+        return by_chunks(ordered, 1)
+    return by_chunks(recode(ordered.flatten(2)), BLOCK_BYTES)

@@ -1,8 +1,8 @@
 """The choice of the quantised linears of a checkpoint, from its lists of ignored modules."""
 
 import re
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
+from fnmatch import translate
 
 import torch
 
@@ -22,23 +22,37 @@ _UNUSED = (
     *(".q_scale", ".k_scale", ".v_scale"),
 )
 
-# Returns the format of the linear with this full name; None if it is not quantised.
-FormatOf = Callable[[str], Fp8Format | None]
+
+# Linears of one format, selected as `_pattern` describes it. None: they are not quantised.
+Group = tuple[Sequence[str], Fp8Format | None]
 
 
-def fp8_quantization(format_of: FormatOf) -> Quantization:
-    """Return the methods of a checkpoint whose linears have the formats `format_of`.
+def fp8_quantization(*groups: Group) -> Quantization:
+    """Return the methods of a checkpoint. The first group that selects a linear counts.
 
-    They raise ConfigError if linears that the model merges, or the experts of a layer, have
-    different formats.
+    Raises ConfigError for an entry that is no regular expression. The methods raise it if linears
+    that the model merges, or the experts of a layer, have different formats.
     """
+    rules = [(_pattern(entry), form) for entries, form in groups for entry in entries]
+
+    def format_of(name: str) -> Fp8Format | None:
+        return next((form for pattern, form in rules if pattern.match(name)), None)
+
+    def common(parent: str, names: Sequence[str]) -> Fp8Format | None:
+        forms = {format_of(name) for name in names}
+        if len(forms) > 1:
+            raise ConfigError(
+                f"quantization_config gives the linears of {parent} different formats, but minisgl "
+                f"merges {names[0]} with others: give all of them the same format"
+            )
+        return forms.pop()
 
     def linear(shards: LinearShards, dtype: torch.dtype) -> LinearMethod:
-        form = _common(shards.parent, shards.names, format_of)
+        form = common(shards.parent, shards.names)
         return UnquantizedLinear(shards, dtype) if form is None else Fp8Linear(shards, dtype, form)
 
     def experts(shards: ExpertShards, dtype: torch.dtype) -> ExpertsMethod:
-        form = _common(f"{shards.parent}.experts", shards.names, format_of)
+        form = common(f"{shards.parent}.experts", shards.names)
         return (
             UnquantizedExperts(shards, dtype) if form is None else Fp8Experts(shards, dtype, form)
         )
@@ -46,36 +60,22 @@ def fp8_quantization(format_of: FormatOf) -> Quantization:
     return Quantization(linear, experts, _UNUSED)
 
 
-def _common(parent: str, names: Sequence[str], format_of: FormatOf) -> Fp8Format | None:
-    forms = {format_of(name) for name in names}
-    if len(forms) > 1:
-        raise ConfigError(
-            f"quantization_config gives the linears of {parent} different formats, but minisgl "
-            f"merges {names[0]} with others: give all of them the same format"
-        )
-    return forms.pop()
+def _pattern(entry: str) -> re.Pattern[str]:
+    """Return the pattern that matches the full names of the linears that an entry selects.
 
-
-def names_module(entry: str, name: str) -> bool:
-    """Whether an entry of a list of ignored modules names this linear or a module around it.
-
-    An entry is a full name, or a part of one: "lm_head", "mlp.gate", "model.layers.0".
+    An entry is a full name, or whole parts of one: "lm_head", "mlp.gate", "model.layers.0". An
+    entry with * for any characters is a full name (ModelOpt). "re:" begins a regular expression,
+    and "Linear" selects all linears (compressed-tensors).
     """
-    return f".{entry}." in f".{name}."
-
-
-def matches_wildcard(entry: str, name: str) -> bool:
-    """As `names_module`, where * stands for any characters (ModelOpt)."""
-    return fnmatchcase(name, entry) or names_module(entry, name)
-
-
-def matches_target(entry: str, name: str) -> bool:
-    """Whether a target of compressed-tensors selects this linear: Linear, a full name, or re:..."""
     if entry.startswith("re:"):
-        try:
-            return re.match(entry[3:], name) is not None
-        except re.error as error:
-            raise ConfigError(
-                f"quantization_config: {entry!r} is no regular expression: {error}"
-            ) from None
-    return entry in ("Linear", name)
+        text = entry[3:]
+    elif "*" in entry:
+        text = translate(entry)
+    else:
+        text = "" if entry == "Linear" else rf"(.*\.)?{re.escape(entry)}(\.|$)"
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ConfigError(
+            f"quantization_config: {entry!r} is no regular expression: {error}"
+        ) from None

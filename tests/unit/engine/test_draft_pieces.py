@@ -76,7 +76,7 @@ def emulated(self: PieceGraphs, runner: ModelRunner, size: int, memory: object) 
     config, pieces = runner.model.config, list[_Piece]()
     attended = runner.model.model.empty_attended(size)
     for layer in range(config.num_layers):
-        shape = size, config.q_heads, config.layers[layer].kv.head_dim
+        shape = size, config.q_heads, config.head_dim
         last = layer == config.num_layers - 1
         graph = (LastRerun if last else Rerun)(runner, tokens, pieces)
         out = attended.heads.view(shape) if last else attended.heads.new_empty(shape)

@@ -203,7 +203,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
         (
             "Exaone4ForCausalLM",
             {"sliding_window": 16, "layer_types": 5},
-            "layer_types is 5: expected a list or null",
+            r"layer_types is 5: Expected `array \| null`, got `int`",
         ),
         (
             "Gemma3ForCausalLM",

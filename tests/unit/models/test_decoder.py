@@ -26,7 +26,7 @@ def load(path: str) -> tuple[CausalLM, ForwardContext]:
     config, comm = load_model_config(path), SingleCommunicator()
     model = build_model(config, path, device=CPU, dtype=torch.float32, comm=comm)
     spec = local_kv_spec(config, comm, torch.float32)
-    pool = KVPool(spec, layers=range(config.num_kv_layers), num_pages=4, page_size=16, device=CPU)
+    pool = KVPool(spec, layers=range(len(config.rules)), num_pages=4, page_size=16, device=CPU)
     start, lengths = np.zeros(1, dtype=np.int32), np.array([len(PROMPT)], dtype=np.int32)
     step = AttentionStep(
         num_decode=0,
