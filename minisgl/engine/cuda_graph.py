@@ -19,13 +19,7 @@ from torch import Tensor
 from minisgl.attention.base import DecodeGraphAttention
 from minisgl.core import Batch
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
-from minisgl.engine.drafting import (
-    DraftStep,
-    draft_step,
-    find,
-    forwarded_lengths,
-    result_rows,
-)
+from minisgl.engine.drafting import DraftStep, draft_step, result_rows
 from minisgl.engine.model_runner import ModelRunner, pad
 from minisgl.engine.rehearsal import layers_to_rehearse
 from minisgl.engine.sampler import SamplingKind, sample_tokens
@@ -137,8 +131,8 @@ class DecodeGraphs:
         self._tokens = torch.zeros((token_rows, most_tokens), dtype=torch.int32, device=device)
         width, dtype = runner.model.lm_head.shard.local, runner.model.lm_head.weight.dtype
         self._logits = torch.zeros((most_tokens, width), dtype=dtype, device=device)
-        rows = max(self._result_rows(shape.width) * shape.reqs for shape in shapes)
-        self._next_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        most_results = max(result_rows(shape.width) * shape.reqs for shape in shapes)
+        self._next_tokens = torch.zeros(most_results, dtype=torch.int32, device=device)
         self.attended = runner.model.model.empty_attended(largest)
         self.memory: Any = torch.cuda.graph_pool_handle()
         self.rehearsed = layers_to_rehearse(runner)
@@ -177,9 +171,6 @@ class DecodeGraphs:
         fitting = (graph for graph in self.graphs if graph.width == width and graph.size >= size)
         return next(fitting, None)
 
-    def _result_rows(self, width: int) -> int:
-        return 2 if self._runner.cached is None else result_rows(width)
-
     def _make(self, shape: DecodeShape) -> DecodeGraph | None:
         runner, (size, width) = self._runner, shape
         num_tokens = size * width
@@ -187,9 +178,9 @@ class DecodeGraphs:
         host = torch.zeros(layout.size, dtype=torch.int32)
         lengths = pad(layout.host_views(host.numpy()), 0, runner, size, width)
         views = layout.views(self.buffer[: layout.size].copy_(host))
-        drafts = None if runner.cached is None else draft_step(runner, size, size, width)
+        drafts = draft_step(runner, views, size, width)
         # A graph of width 1 reads views.lengths: 1 for each request, also for the padding.
-        device_lengths = views.lengths if drafts is None else forwarded_lengths(views, drafts)
+        device_lengths = views.lengths if drafts is None else drafts.forwarded_lengths()
         step = runner.attention_step(views, size, np.zeros_like(lengths), lengths, device_lengths)
         attention = runner.attention.decode_graph(size, step)
         if attention is None:
@@ -197,12 +188,12 @@ class DecodeGraphs:
         token_rows = len(runner.padding)
         tokens = torch.as_strided(self._tokens, (token_rows, num_tokens), (num_tokens, 1))
         logits = self._logits[:num_tokens]
-        rows = self._result_rows(width)
+        rows = 2 if drafts is None else result_rows(width)
         next_tokens = self._next_tokens[: rows * size].view(rows, size)
 
         def forward(most_layers: int | None = None) -> None:
             if drafts is not None:
-                find(runner, views, drafts)
+                drafts.find()
             attention.compute_metadata()
             runner.stage(views, num_tokens, tokens)
             runner.model.logits(runner.run(tokens, attention, most_layers), out=logits)

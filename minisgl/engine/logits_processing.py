@@ -39,7 +39,7 @@ class ProcessingStep:
     batch          the whole step, on the host.
     places         intp [B]; for each request of the batch, the position of its logits among the N
                    rows of logits. The columns in `views` have the same order. A step with drafts
-                   has several rows of logits for a decode request: see drafting.token_views.
+                   has several rows of logits for a decode request: see DraftStep.token_views.
     views          the batch's columns on the device, such as views.sampling[name], [N].
     token_pool     int32 [rows, max_seq_len + 1] on the device; (batch.rows[i], position) is the id
                    of a token that this engine sampled.

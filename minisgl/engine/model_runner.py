@@ -222,7 +222,7 @@ class LaunchedStep:
         """Queue the copy of the result to the host on the current stream.
 
         next_tokens: int32 [2, N] as sampler.sample_tokens returns it, or [6 + W, N] as
-        drafting.accept returns it for a step with drafts. None when no request samples.
+        DraftStep.accept returns it for a step with drafts. None when no request samples.
         """
         self._batch = batch
         self._inputs = inputs

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from minisgl.core import Batch
 from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs, DecodeShape
-from minisgl.engine.drafting import (
-    DraftStep,
-    draft_step,
-    find,
-    forwarded_lengths,
-    set_lengths,
-    token_views,
-)
+from minisgl.engine.drafting import DraftStep, draft_step
 from minisgl.engine.logits_processing import (
     Edit,
     LogitsProcessor,
@@ -87,20 +80,21 @@ class StepLauncher:
         inputs = pack(batch, size, runner)
         views = self._send(inputs, graph)
         update_pages(runner.page_table, views.page_rows, views.page_cols, views.page_ids)
-        drafts = None if graph is None else graph.drafts
-        if runner.cached is not None:
-            set_lengths(batch, views, runner)
-            if drafts is None:
-                drafts = draft_step(runner, size, inputs.num_decode, inputs.width)
+        if graph is None:
+            drafts = draft_step(runner, views, inputs.num_decode, inputs.width)
+        else:
+            drafts = graph.drafts
+        if drafts is not None:
+            drafts.set_lengths(batch)
             # A graph finds the drafts too. The masks need them before the graph ends.
             if graph is None or (batch.logit_edits is not None and inputs.width > 1):
-                find(runner, views, drafts)
+                drafts.find()
         edits: list[Edit] = []
         if batch.logit_edits is not None:
             step = ProcessingStep(
                 batch,
                 inputs.logit_rows,
-                views if drafts is None else token_views(views, drafts),
+                views if drafts is None else drafts.token_views(),
                 runner.token_pool,
                 self.eos_token_ids,
                 runner.cached,
@@ -159,12 +153,12 @@ class StepLauncher:
 
         Returns the hidden states [T or more, H], or None if no request asks for log-probabilities
         of its prompt. Also returns logits [N, n] of this rank's ids, or None if no request samples.
-        With `drafts`, logits has M rows, as drafting.token_views.
+        With `drafts`, logits has M rows, as DraftStep.token_views.
         """
         runner, num_decode = self.runner, inputs.num_decode
         num_decode_tokens = num_decode * inputs.width
         num_tokens = num_decode_tokens + batch.num_prefill_tokens
-        lengths = views.lengths if drafts is None else forwarded_lengths(views, drafts)
+        lengths = views.lengths if drafts is None else drafts.forwarded_lengths()
         step = runner.attention_step(views, num_decode, inputs.start, inputs.lengths, lengths)
         attention = runner.attention.prepare(step)
         piece = None if self.pieces is None else self.pieces.pick(num_tokens)
