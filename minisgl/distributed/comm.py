@@ -42,6 +42,9 @@ class TPInfo:
             raise ConfigError(f"tensor-parallel rank {self.rank} is not below size {self.size}")
 
 
+ONE_RANK = TPInfo(0, 1)
+
+
 class Communicator(Protocol):
     """The collectives of the layers. All ranks make the same calls in the same order."""
 
@@ -74,9 +77,10 @@ class Communicator(Protocol):
 
 
 class SingleCommunicator:
-    """The communicator of a single rank. It exchanges no data."""
+    """The communicator of one rank without other ranks. It exchanges no data."""
 
-    tp = TPInfo(0, 1)
+    def __init__(self, tp: TPInfo = ONE_RANK) -> None:
+        self.tp = tp
 
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

@@ -26,7 +26,6 @@ from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.layers.rotary import query_scale_table, rope_table
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_config
-from minisgl.models.decoder import local_kv_spec
 from minisgl.utils.startup import Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -70,15 +69,10 @@ class Engine:
         self._config = config
         self._comm = comm
         self.extensions = extensions
-        self._model_config = load_model_config(config.model_path)
+        model = load_model_config(config.model_path)
         self._device = self._resolve_device(config, comm.tp)
-        self.max_seq_len = memory.resolve_max_seq_len(config, self._model_config)
-        self._model_config = self._model_config.for_context(self.max_seq_len)
-        if self._drafting:
-            memory.check_drafts(self._model_config)
-        self._dtype = memory.resolve_dtype(config, self._model_config, self._device)
-        fp8_kv = memory.resolve_fp8_kv(config, self._dtype, self._device)
-        self._kv_spec = local_kv_spec(self._model_config, comm, self._dtype, fp8_kv)
+        resolved = memory.resolve(config, model, comm.tp, self._device, self._drafting)
+        self._model_config, self.max_seq_len, self._kv_spec, needs = resolved
         self.page_size, self.max_running_reqs = config.page_size, config.max_running_reqs
         self._max_chunk_tokens = max_chunk_tokens
         self._show_progress = comm.tp.rank == 0
@@ -90,7 +84,7 @@ class Engine:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             with self.startup.phase("compile"):
-                self._prepare_kernels()
+                self._prepare_kernels(needs)
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         elif (threads := memory.cpu_threads(comm.tp.size)) is not None:
             torch.set_num_threads(threads)
@@ -101,7 +95,7 @@ class Engine:
                     self._model_config,
                     config.model_path,
                     device=self._device,
-                    dtype=self._dtype,
+                    dtype=self._kv_spec.dtype,
                     comm=comm,
                     moe_backend=config.moe_backend,
                     quantization=config.quantization,
@@ -123,7 +117,7 @@ class Engine:
             "engine loaded device=%s dtype=%s pages=%d window_pages=%d page_size=%d kv_bytes=%d "
             "max_seq_len=%d graphs=%d graph_bytes=%d left_bytes=%d",
             self._device,
-            self._dtype,
+            self._kv_spec.dtype,
             self.num_pages,
             0 if self.window is None else self.window.num_pages,
             config.page_size,
@@ -143,7 +137,7 @@ class Engine:
 
     def facts(self) -> ModelFacts:
         """Return the properties of the loaded model that the front end needs."""
-        model = self._model_config
+        model, dtype = self._model_config, str(self._kv_spec.dtype).removeprefix("torch.")
         return ModelFacts(
             max_seq_len=self.max_seq_len,
             vocab_size=model.vocab_size,
@@ -151,8 +145,8 @@ class Engine:
             kv_capacity_tokens=self.num_pages * self.page_size,
             page_size=self.page_size,
             device=str(self._device),
-            dtype=str(self._dtype).removeprefix("torch."),
-            kv_dtype="fp8" if self._kv_spec.fp8 else str(self._dtype).removeprefix("torch."),
+            dtype=dtype,
+            kv_dtype="fp8" if self._kv_spec.fp8 else dtype,
             sampling_defaults=model.sampling_defaults,
             drafts=self._drafting,
         )
@@ -201,7 +195,7 @@ class Engine:
         del self._model, self._launcher
         torch.cuda.empty_cache()  # does nothing in a process that has not used a GPU
 
-    def _prepare_kernels(self) -> None:
+    def _prepare_kernels(self, needs: AttentionNeeds) -> None:
         """Add the kernel cache to the searched folders; start to compile missing attention kernels.
 
         The compilers run while the weights load. Only rank 0 compiles and logs here. When another
@@ -210,9 +204,7 @@ class Engine:
         config = self._config
         major, minor = torch.cuda.get_device_capability(self._device)
         arch = 10 * major + minor
-        model, spec, added = self._model_config, self._kv_spec, self.extensions.attention_backends
-        about = spec.dtype, model.head_dim, frozenset(model.rules), spec.fp8
-        needs = AttentionNeeds(self._device, *about)
+        added = self.extensions.attention_backends
         needed = attention_kernels(config.attention_backend, needs, [arch], added)
         self._attention_kernels = needed
         if config.kernel_cache is not None:

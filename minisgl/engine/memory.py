@@ -10,16 +10,19 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from minisgl.attention.base import AttentionNeeds
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers
 from minisgl.core.batch import MAX_DRAFT_TOKENS
-from minisgl.distributed.comm import TPInfo
+from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine.cuda_graph import DecodeShape, graph_shapes
 from minisgl.engine.piecewise_graph import piece_sizes
 from minisgl.kvcache.pool import KVSpec
 from minisgl.models.config import ModelConfig
+from minisgl.models.decoder import local_kv_spec
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +49,53 @@ def resolve_device(config: EngineConfig, tp: TPInfo) -> torch.device:
     return torch.device("cuda", tp.rank)
 
 
-def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+class Resolved(NamedTuple):
+    """The values of one rank that an EngineConfig leaves open.
+
+    model            the model for contexts of at most max_seq_len tokens.
+    kv_spec          the state of each layer for a token. Its dtype is that of the model.
+    attention_needs  the requirements on the attention backend.
+    """
+
+    model: ModelConfig
+    max_seq_len: int
+    kv_spec: KVSpec
+    attention_needs: AttentionNeeds
+
+
+def resolve(
+    config: EngineConfig, model: ModelConfig, tp: TPInfo, device: torch.device, drafting: bool
+) -> Resolved:
+    """Return the values of an engine on `device`. Raises ConfigError.
+
+    max_seq_len: None in the config means the model's context. A longer context is refused, because
+    later positions have no meaning.
+
+    drafting: whether the engine runs steps with drafts. It runs none of a model with windows. A row
+    drops window pages behind its length. The host has only an upper bound of the length while
+    the result of a step with drafts is open. If the step rejects its drafts, the next step reads
+    pages that the row has dropped.
+    """
+    context = model.max_position
+    length = context if config.max_seq_len is None else config.max_seq_len
+    if not 1 < length <= context:
+        raise ConfigError(
+            f"max_seq_len {length} is outside 2..{context}, the model's context in tokens"
+        )
+    model = model.for_context(length)
+    if drafting and model.window is not None:
+        raise ConfigError(
+            f"speculative does not support a model with sliding windows, and this model has a "
+            f"window of {model.window} tokens; start without speculative"
+        )
+    dtype = _resolve_dtype(config, model, device)
+    fp8 = _resolve_fp8_kv(config, dtype, device)
+    needs = AttentionNeeds(device, dtype, model.head_dim, frozenset(model.rules), fp8)
+    spec = local_kv_spec(model, SingleCommunicator(tp), dtype, fp8)
+    return Resolved(model, length, spec, needs)
+
+
+def _resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
     """Return the dtype; auto is float32 on a CPU, the checkpoint's dtype on a GPU.
 
     Raises ConfigError.
@@ -59,7 +108,7 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
     return _DTYPES[name]
 
 
-def resolve_fp8_kv(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> bool:
+def _resolve_fp8_kv(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the KV cache is in FP8; otherwise it is in the model's `dtype`.
 
     Raises ConfigError.
@@ -80,35 +129,6 @@ def resolve_fp8_kv(config: EngineConfig, dtype: torch.dtype, device: torch.devic
                 f"{major}.{minor}: set kv_cache_dtype auto"
             )
     return name == "fp8"
-
-
-def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the context length in tokens; None in the config means the model's context.
-
-    Raises ConfigError for a length above the model's context, because later positions have no
-    meaning.
-    """
-    context = model.max_position
-    length = context if config.max_seq_len is None else config.max_seq_len
-    if not 1 < length <= context:
-        raise ConfigError(
-            f"max_seq_len {length} is outside 2..{context}, the model's context in tokens"
-        )
-    return length
-
-
-def check_drafts(model: ModelConfig) -> None:
-    """Raise ConfigError if the engine cannot run steps with drafts of this model.
-
-    A row drops window pages behind its length. The host has only an upper bound of the length while
-    the result of a step with drafts is open. If the step rejects its drafts, the next step reads
-    pages that the row has dropped.
-    """
-    if model.window is not None:
-        raise ConfigError(
-            f"speculative does not support a model with sliding windows, and this model has a "
-            f"window of {model.window} tokens; start without speculative"
-        )
 
 
 def graph_sizes(
