@@ -45,11 +45,14 @@ class TPInfo:
 ONE_RANK = TPInfo(0, 1)
 
 
-class Communicator(Protocol):
-    """The collectives of the layers. All ranks make the same calls in the same order."""
+class Communicator:
+    """The collectives of the layers. All ranks make the same calls in the same order.
 
-    @property
-    def tp(self) -> TPInfo: ...
+    The methods of this class exchange no data: they are those of a single rank.
+    """
+
+    def __init__(self, tp: TPInfo = ONE_RANK) -> None:
+        self.tp = tp
 
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
@@ -60,52 +63,31 @@ class Communicator(Protocol):
         is equal on every rank and valid until the next call. The sum may be incomplete on a rank:
         use it only as the residual of the next call and in take_rows.
         """
+        if residual is None:
+            return rms_norm(x, weight, eps), x
+        return add_rms_norm(x, residual, weight, eps)
 
     def take_rows(self, total: Tensor, rows: Tensor) -> Tensor:
         """Return total[rows], complete on every rank. total: a sum from reduce_norm; rows: [B]."""
+        return total[rows]
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the x of all ranks in rank order, [ranks, *].
 
         x: contiguous, of the same shape and dtype on every rank.
         """
-
-    def agree_min(self, value: int) -> int:
-        """Return the smallest `value` of all ranks. Blocks the host; for start-up only."""
-
-    def close(self) -> None: ...
-
-
-class SingleCommunicator:
-    """The communicator of one rank without other ranks. It exchanges no data."""
-
-    def __init__(self, tp: TPInfo = ONE_RANK) -> None:
-        self.tp = tp
-
-    def reduce_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return _add_norm(x, residual, weight, eps)
-
-    def take_rows(self, total: Tensor, rows: Tensor) -> Tensor:
-        return total[rows]
-
-    def gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
 
     def agree_min(self, value: int) -> int:
+        """Return the smallest `value` of all ranks. Blocks the host; for start-up only."""
         return value
 
     def close(self) -> None:
-        return None
+        """Leave the group. It is not a collective: it works after other ranks have ended."""
 
 
-def _add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    if residual is None:
-        return rms_norm(x, weight, eps), x
-    return add_rms_norm(x, residual, weight, eps)
+class SingleCommunicator(Communicator):
+    """The communicator of one rank without other ranks. It exchanges no data."""
 
 
 class ProcessGroup(Protocol):
@@ -118,7 +100,7 @@ class ProcessGroup(Protocol):
     def shutdown(self) -> None: ...
 
 
-class GroupCommunicator:
+class GroupCommunicator(Communicator):
     """Several ranks over a torch process group: gloo on CPU, NCCL on CUDA.
 
     peers: memory that all ranks can read, for small sums. None: the process group does all sums.
@@ -126,7 +108,7 @@ class GroupCommunicator:
     """
 
     def __init__(self, tp: TPInfo, group: ProcessGroup, device: torch.device) -> None:
-        self.tp = tp
+        super().__init__(tp)
         self.group = group
         self.device = device
         self.peers: PeerMemory | None = None
@@ -160,7 +142,7 @@ class GroupCommunicator:
         if self.peers is not None and self.peers.can_sum(x):
             return self.peers.reduce_norm(x, residual, weight, eps)
         self.all_reduce(x)
-        return _add_norm(x, residual, weight, eps)
+        return super().reduce_norm(x, residual, weight, eps)
 
     def take_rows(self, total: Tensor, rows: Tensor) -> Tensor:
         # Peer memory may complete row r of a sum on rank r % size only.
@@ -182,7 +164,6 @@ class GroupCommunicator:
         return int(box.item())
 
     def close(self) -> None:
-        """Leave the group. It is not a collective: it works after other ranks have ended."""
         self.peers = None
         if self.device.type == "cuda":
             dist.destroy_process_group()
