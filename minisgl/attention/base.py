@@ -132,6 +132,21 @@ class StepAttention(Protocol):
         """
 
 
+class InTurn(NamedTuple):
+    """Implements StepAttention for the parts of a step, of which the last runs first.
+
+    parts: the index of the first token of each part, and its attention, in the order of the tokens.
+    """
+
+    parts: Sequence[tuple[int, StepAttention]]
+
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+        end = len(q)
+        for first, attention in reversed(self.parts):
+            attention.forward(layer, q[first:end], out[first:end], sinks)
+            end = first
+
+
 class DecodeGraphAttention(StepAttention, Protocol):
     """Attention of a decode step of fixed size over fixed tensors, for capture in a CUDA graph."""
 

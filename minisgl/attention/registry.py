@@ -14,6 +14,7 @@ from minisgl.attention.base import (
     AttentionStep,
     DecodeGraphAttention,
     FusedAttention,
+    InTurn,
     NormRope,
     StepAttention,
 )
@@ -138,24 +139,12 @@ class PhasedAttention(AttentionBackend):
         decode = self.decode.prepare(step.part(0, n))
         if n == reqs:
             return decode
-        return _Mixed(step.num_decode_tokens, decode, self.prefill.prepare(step.part(n, reqs)))
+        # Decode runs second: a step then takes 1.4 % less time than with decode first (8B, H200).
+        prefill = self.prefill.prepare(step.part(n, reqs))
+        return InTurn([(0, decode), (step.num_decode_tokens, prefill)])
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         return self.decode.decode_graph(size, step)
-
-
-class _Mixed(NamedTuple):
-    """Implements StepAttention for a step with decode requests and prefill chunks."""
-
-    num_decode_tokens: int
-    decode: StepAttention
-    prefill: StepAttention
-
-    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
-        n = self.num_decode_tokens
-        # Decode runs second: a step then takes 1.4 % less time than with decode first (8B, H200).
-        self.prefill.forward(layer, q[n:], out[n:], sinks)
-        self.decode.forward(layer, q[:n], out[:n], sinks)
 
 
 class LayeredAttention(AttentionBackend):
