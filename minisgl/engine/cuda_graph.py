@@ -10,7 +10,7 @@ on the engine's stream.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,15 +19,16 @@ from torch import Tensor
 from minisgl.attention.base import DecodeGraphAttention
 from minisgl.core import Batch
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
-from minisgl.engine.drafting import DraftStep, draft_step, result_rows
-from minisgl.engine.model_runner import ModelRunner, pad
+from minisgl.engine.drafting import DraftStep, draft_step
+from minisgl.engine.model_runner import ModelRunner, pad, result_rows
 from minisgl.engine.rehearsal import layers_to_rehearse
 from minisgl.engine.sampler import SamplingKind, sample_tokens
 from minisgl.kernel import StepLayout
 from minisgl.models.decoder import Attended
-from minisgl.utils.startup import Progress
 
-Size = TypeVar("Size")
+# Takes rising sizes and the title of a progress bar, and yields the sizes in the order of their
+# capture. The largest size comes first, so that the tensors of smaller graphs reuse its memory.
+LargestFirst = Callable[[Sequence[Any], str], Iterable[Any]]
 _STEP = 16  # distance between sizes; matrix kernels compute tiles of 16 rows or more
 _MAX_PAGE_UPDATES = 4096  # in one graph step; a request usually needs no or one update
 
@@ -57,15 +58,6 @@ def graph_shapes(largest: int, drafting: bool) -> list[DecodeShape]:
     ]
 
 
-def largest_first(sizes: Sequence[Size], title: str, show_progress: bool) -> Iterable[Size]:
-    """Return the sizes in the order of their capture, with their progress. sizes: rising.
-
-    The largest size comes first, so that the tensors of smaller graphs reuse its memory.
-    """
-    bar: Iterable[Size] = Progress(sizes[::-1], desc=title, disable=not show_progress)
-    return bar
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeGraph:
     """A decode step of `size` requests over tensors at fixed addresses.
@@ -78,8 +70,7 @@ class DecodeGraph:
     forward      writes `logits`, [size * width, n], for the n vocabulary ids of this rank.
     finish       writes `logits` for the first `size` rows of DecodeGraphs.attended; None if width
                  is above 1.
-    plain, filtered
-                 the sampler without and with filters: read `logits`, write `next_tokens`.
+    samplers     the sampler without and with filters: read `logits`, write `next_tokens`.
     next_tokens  int32 [2 or more, size], as sampler.sample_tokens returns it.
     """
 
@@ -90,13 +81,12 @@ class DecodeGraph:
     forward: torch.cuda.CUDAGraph
     finish: torch.cuda.CUDAGraph | None
     logits: Tensor
-    plain: torch.cuda.CUDAGraph
-    filtered: torch.cuda.CUDAGraph
+    samplers: tuple[torch.cuda.CUDAGraph, ...]
     next_tokens: Tensor
 
     def sample(self, filters: bool) -> Tensor:
         """Sample from `logits`, and return next_tokens."""
-        (self.filtered if filters else self.plain).replay()
+        self.samplers[filters].replay()
         return self.next_tokens
 
 
@@ -111,16 +101,9 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        shapes: Sequence[DecodeShape],
-        show_progress: bool,
-        on_captured: Callable[[], object] = lambda: None,
+        self, runner: ModelRunner, shapes: Sequence[DecodeShape], largest_first: LargestFirst
     ) -> None:
-        """Capture graphs of these shapes on the current stream. Blocks the host.
-
-        on_captured: called after the capture of each shape.
-        """
+        """Capture graphs of these shapes on the current stream. Blocks the host."""
         self._runner = runner
         largest = max((shape.reqs for shape in shapes), default=0)
         most_tokens = max((shape.reqs * shape.width for shape in shapes), default=0)
@@ -137,12 +120,11 @@ class DecodeGraphs:
         self.memory: Any = torch.cuda.graph_pool_handle()
         self.rehearsed = layers_to_rehearse(runner)
         self.graphs: list[DecodeGraph] = []
-        for shape in largest_first(shapes, "capturing decode graphs", show_progress):
+        for shape in largest_first(shapes, "capturing decode graphs"):
             graph = self._make(shape)
             if graph is None:
                 break
             self.graphs.insert(0, graph)
-            on_captured()
 
     def pick(self, batch: Batch) -> DecodeGraph | None:
         """Return the smallest graph that can run this step; None if no graph can.
@@ -202,11 +184,9 @@ class DecodeGraphs:
             heads, residual = (part[:size] for part in self.attended)
             runner.model.logits(Attended(heads, residual.clone()), out=logits)
 
-        def sampler(filters: bool) -> Callable[[], object]:
+        def sampler(filters: bool) -> None:
             kind = SamplingKind(any_random=True, filters=filters)
-            return lambda: next_tokens.copy_(
-                sample_tokens(runner, logits, views, kind, drafts=drafts)
-            )
+            next_tokens.copy_(sample_tokens(runner, logits, views, kind, drafts=drafts))
 
         return DecodeGraph(
             size=size,
@@ -216,8 +196,7 @@ class DecodeGraphs:
             forward=self._capture(forward, partial(forward, self.rehearsed)),
             finish=self._capture(finish) if width == 1 else None,
             logits=logits,
-            plain=self._capture(sampler(filters=False)),
-            filtered=self._capture(sampler(filters=True)),
+            samplers=tuple(self._capture(partial(sampler, each)) for each in (False, True)),
             next_tokens=next_tokens,
         )
 

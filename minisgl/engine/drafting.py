@@ -153,8 +153,3 @@ def draft_step(
     first_rows = places if width == 1 else places + places.clamp(max=num_decode) * (width - 1)
     rows = runner.token_pool, runner.cached, runner.tails
     return DraftStep(*rows, views, num_decode, width, found, predicted, first_rows)
-
-
-def result_rows(width: int) -> int:
-    """Return the number of rows of the tensor that DraftStep.accept returns."""
-    return 6 + width

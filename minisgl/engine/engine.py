@@ -5,8 +5,9 @@ It runs the steps that the scheduler plans. It knows nothing of queues, prefixes
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.layers.rotary import query_scale_table, rope_table
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_config
-from minisgl.utils.startup import Stopwatch
+from minisgl.utils.startup import Progress, Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +128,6 @@ class Engine:
             graph_bytes,
             memory.free_bytes(self._device),
         )
-        if self._kv_spec.fp8:
-            memory.log_fp8_saving(self._kv_spec, self._model_config.num_kv_layers)
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start the step. On a CPU it is done on return; on a GPU it is queued on the stream."""
@@ -271,16 +270,22 @@ class Engine:
         return memory.graph_sizes(self._config, self._max_chunk_tokens, self._drafting)
 
     @torch.inference_mode()
-    def _capture(
-        self,
-        shapes: Sequence[DecodeShape],
-        token_sizes: Sequence[int],
-        on_captured: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Capture graphs of these decode steps and numbers of tokens, on a GPU."""
+    def _capture(self, shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) -> list[int]:
+        """Capture graphs of these decode steps and numbers of tokens, on a GPU.
+
+        Returns the free memory before the captures and after each of them.
+        """
+        free = [memory.free_bytes(self._device)]
+
+        def largest_first(sizes: Sequence[Any], title: str) -> Iterator[Any]:
+            for size in Progress(sizes[::-1], desc=title, disable=not self._show_progress):
+                yield size
+                free.append(memory.free_bytes(self._device))
+
         if self._device.type == "cuda" and shapes:
-            self._launcher.capture(shapes, token_sizes, self._show_progress, on_captured)
+            self._launcher.capture(shapes, token_sizes, largest_first)
             self._clear_dummy()
+        return free
 
     def _sizes_of_pools(self, free_before: int) -> tuple[int, WindowLayers | None]:
         """Return the sizes of the KV pools, the same on every rank. Raises OutOfMemory."""
@@ -294,13 +299,9 @@ class Engine:
         on_cpu = self._device.type == "cpu"
         available = config.cpu_kv_bytes if on_cpu else self._gpu_kv_bytes(free_before)
         page_bytes = [kv_page_bytes(self._kv_spec, len(layers), size) for layers in model.pools]
-        least = 1
-        if window is None:
-            found = [memory.pages_that_fit(config, available, page_bytes[0], length)]
-        else:
-            found = [*memory.split_pages(config, available, page_bytes, length, window)]
-            least = WindowLayers(window, 0).reserve(size)
-        found = [self._comm.agree_min(count) for count in found]
+        fitting = memory.pages_that_fit(config, available, page_bytes, length, window)
+        found = [self._comm.agree_min(count) for count in fitting]
+        least = 1 if window is None else WindowLayers(window, 0).reserve(size)
         if found[0] < 1 or found[-1] < least:
             raise OutOfMemory(
                 f"one KV page of {size} tokens takes {sum(page_bytes)} bytes, and at least "
@@ -346,10 +347,7 @@ class Engine:
         """
         sizes, token_sizes = self._graph_sizes()
         torch.cuda.empty_cache()
-        free = [memory.free_bytes(self._device)]
-        self._capture(
-            sizes[-2:], token_sizes[-2:], lambda: free.append(memory.free_bytes(self._device))
-        )
+        free = self._capture(sizes[-2:], token_sizes[-2:])
         taken = free[0] - memory.free_bytes(self._device)
         self._launcher.graphs = self._launcher.pieces = None
         torch.cuda.empty_cache()

@@ -6,7 +6,6 @@ It also chooses the sizes of the CUDA graphs and of the KV pools.
 
 import contextlib
 import itertools
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,8 +22,6 @@ from minisgl.engine.piecewise_graph import piece_sizes
 from minisgl.kvcache.pool import KVSpec
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import local_kv_spec
-
-logger = logging.getLogger(__name__)
 
 _MAX_GRAPH_REQS = 256  # requests of the largest decode graph if cuda_graph_max_bs is not set
 _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
@@ -170,26 +167,29 @@ def kv_bytes_left(config: EngineConfig, free_before: int, taken: int) -> int:
     return int(config.memory_ratio * free_before) - taken
 
 
-def pages_that_fit(config: EngineConfig, available: int, page_bytes: int, max_seq_len: int) -> int:
-    """Return the number of KV pages in `available` bytes; no more than all requests can fill."""
-    return min(available // page_bytes, _useful_pages(config, max_seq_len))
+def pages_that_fit(
+    config: EngineConfig,
+    available: int,
+    page_bytes: Sequence[int],
+    max_seq_len: int,
+    window: int | None,
+) -> list[int]:
+    """Return the pages of each KV pool in `available` bytes; no more than all requests can fill.
 
-
-def split_pages(
-    config: EngineConfig, available: int, page_bytes: Sequence[int], max_seq_len: int, window: int
-) -> tuple[int, int]:
-    """Divide `available` bytes between layers with full attention and window layers.
-
-    page_bytes: of one page of each of the two pools. window: tokens of a window.
-    Returns the pages of both pools. They hold the same number of requests of kv_request_tokens
-    tokens. With longer requests the first pool is full earlier, with shorter ones the second.
+    page_bytes: of one page of each pool. window: tokens of a window; None: all layers have full
+    attention, and there is one pool. The pages of two pools hold the same number of requests of
+    kv_request_tokens tokens. With longer requests the first pool is full earlier, with shorter ones
+    the second, which has the window layers.
     """
-    size, useful = config.page_size, _useful_pages(config, max_seq_len)
+    size = config.page_size
+    useful = config.max_running_reqs * -(-max_seq_len // size)
+    if window is None:
+        return [min(available // page_bytes[0], useful)]
     full = -(-min(config.kv_request_tokens, max_seq_len) // size)
     windows = min(WindowLayers(window, 0).reserve(size), full)
     request_bytes = full * page_bytes[0] + windows * page_bytes[1]
     pages = min(available * full // request_bytes, useful) if page_bytes[0] else useful
-    return pages, min((available - pages * page_bytes[0]) // page_bytes[1], pages)
+    return [pages, min((available - pages * page_bytes[0]) // page_bytes[1], pages)]
 
 
 def window_pages_for(
@@ -205,24 +205,6 @@ def window_pages_for(
     reserve = WindowLayers(window, 0).reserve(size)
     needed = 2 * config.max_running_reqs * reserve - (-max_chunk_tokens // size)
     return max(min(needed, num_pages), reserve)
-
-
-def _useful_pages(config: EngineConfig, max_seq_len: int) -> int:
-    return config.max_running_reqs * -(-max_seq_len // config.page_size)
-
-
-def log_fp8_saving(spec: KVSpec, layers: int) -> None:
-    """Log the bytes of a token in a pool of `layers` layers, with FP8 and without it."""
-    fp8_bytes, bytes_before = (
-        each.token_bytes * layers for each in (spec, spec._replace(fp8=False))
-    )
-    logger.info(
-        "KV cache in fp8: token_bytes=%d instead of %d, so %.2f times as many tokens fit "
-        "into the same memory",
-        fp8_bytes,
-        bytes_before,
-        bytes_before / fp8_bytes,
-    )
 
 
 def free_bytes(device: torch.device) -> int:

@@ -60,8 +60,6 @@ class ModelRunner:
     @property
     def page_tables(self) -> tuple[Tensor, ...]:
         """The page table of each pool: views, int32 [max_running_reqs + 1, max_pages]."""
-        if len(self.pools) == 1:
-            return (self.page_table,)
         return self.page_table.chunk(len(self.pools))
 
     @property
@@ -241,27 +239,24 @@ class LaunchedStep:
         """Block until the step is done. Requests that do not sample get token 0, finite=True."""
         if self._done is not None:
             self._done.synchronize()
-        samples, order = self._batch.samples, self._inputs.order
-        width = self._inputs.width
-        tokens = np.zeros((len(samples), width), dtype=np.int32)
-        finite: NDArray[np.bool_] = np.ones(len(samples), dtype=np.bool_)
-        counts = samples.astype(np.int32)
+        samples, inputs = self._batch.samples, self._inputs
+        result = np.zeros((result_rows(inputs.width), len(samples)), dtype=np.int32)
+        if self._host is not None:
+            result[: len(self._host), inputs.order] = self._host.numpy()[:, : len(samples)]
+        finite = (result[1] != 0) | ~samples
+        tokens, counts = result[:1], samples.astype(np.int32)
         drafted = agreed = predicted = None
         if self._batch.drafting:
-            drafted, agreed = np.zeros((2, len(samples)), dtype=np.int32)
-            predicted = np.zeros(len(samples), dtype=np.bool_)
-        if self._host is not None:
-            host = self._host.numpy()[:, : len(samples)]
-            finite[order] = host[1] != 0
-            if drafted is None or agreed is None or predicted is None:
-                tokens[order, 0] = host[0]
-            else:
-                counts[order], agreed[order], drafted[order], predicted[order] = host[2:6]
-                tokens[order] = host[6:].T
-            tokens[~samples] = 0
-            finite |= ~samples
+            counts, agreed, drafted = result[2:5]
+            predicted, tokens = result[5] != 0, result[6:]
+        tokens = np.where(samples, tokens, 0).T
         logprobs = prompts = None
         if self._logprobs is not None:
-            logprobs, prompts = self._logprobs.read(self._inputs.places)
+            logprobs, prompts = self._logprobs.read(inputs.places)
         drafts = drafted, agreed, predicted
         return StepResult(tokens, counts, finite, logprobs, prompts, self._by_graph, *drafts)
+
+
+def result_rows(width: int) -> int:
+    """Return the number of rows of the tensor that DraftStep.accept returns."""
+    return 6 + width

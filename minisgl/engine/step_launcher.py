@@ -1,6 +1,6 @@
 """`StepLauncher`: queues the work of one step, from the packed batch to the copy of its tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Batch
-from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs, DecodeShape
+from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs, DecodeShape, LargestFirst
 from minisgl.engine.drafting import DraftStep, draft_step
 from minisgl.engine.logits_processing import (
     Edit,
@@ -51,17 +51,13 @@ class StepLauncher:
         self,
         shapes: Sequence[DecodeShape],
         token_sizes: Sequence[int],
-        show: bool,
-        on_captured: Callable[[], object] = lambda: None,
+        largest_first: LargestFirst,
     ) -> None:
-        """Capture decode graphs and piecewise graphs of these sizes. Blocks the host.
-
-        on_captured: called after the capture of each size, first of the decode graphs.
-        """
-        self.graphs = graphs = DecodeGraphs(self.runner, shapes, show, on_captured)
+        """Capture decode graphs, then piecewise graphs, of these sizes. Blocks the host."""
+        self.graphs = graphs = DecodeGraphs(self.runner, shapes, largest_first)
         if graphs.graphs:
             shared = (graphs.rehearsed, graphs.memory)
-            self.pieces = PieceGraphs(self.runner, token_sizes, *shared, show, on_captured)
+            self.pieces = PieceGraphs(self.runner, token_sizes, *shared, largest_first)
 
     def warm_up_masks(self) -> None:
         """Launch the kernel of token masks for each dtype of logits that it may get."""
@@ -106,6 +102,7 @@ class StepLauncher:
         else:
             graph.forward.replay()
             hidden, logits = None, graph.logits
+        kind = sampling_kind(batch)
         next_tokens = logprobs = None
         masks = [edit for edit in edits if isinstance(edit, TokenMask)]
         if len(masks) == len(edits) and batch.logprobs is None and logits is not None:
@@ -118,7 +115,6 @@ class StepLauncher:
                 edited = logits.clone() if edits else logits
                 for edit in edits:
                     edit(edited)
-                kind = sampling_kind(batch)
                 next_tokens = sample_tokens(
                     runner, edited, views, kind, gathered=True, drafts=drafts
                 )
@@ -129,9 +125,8 @@ class StepLauncher:
                 runner.model, batch, first_tokens, hidden, logits, next_tokens
             )
         elif graph is not None:
-            next_tokens = graph.sample(sampling_kind(batch).filters)
+            next_tokens = graph.sample(kind.filters)
         elif logits is not None:
-            kind = sampling_kind(batch)
             next_tokens = sample_tokens(runner, logits, views, kind, drafts=drafts)
         return LaunchedStep(batch, inputs, next_tokens, logprobs, by_graph=graph is not None)
 

@@ -164,11 +164,9 @@ def _pages(
     size, given, window = config.page_size, config.num_pages, model.window
     page_bytes = [size * each for each in token_bytes]
     available = max(available, 0)
-    if window is None:
-        pages = memory.pages_that_fit(config, available, page_bytes[0], context)
-        return min(pages, given or pages), 0
-    pages, windows = memory.split_pages(config, available, page_bytes, context, window)
-    if windows < WindowLayers(window, 0).reserve(size):
+    found = memory.pages_that_fit(config, available, page_bytes, context, window)
+    pages, windows = found[0], sum(found[1:])
+    if window is not None and windows < WindowLayers(window, 0).reserve(size):
         return 0, 0
     return min(pages, given or pages), min(windows, given or windows)
 

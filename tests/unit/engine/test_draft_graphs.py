@@ -83,7 +83,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Batch, object]]:
     def with_graphs(self: Engine) -> object:
         launcher = assemble(self)
         shapes, _ = self._graph_sizes()
-        launcher.graphs = DecodeGraphs(launcher.runner, shapes, show_progress=False)
+        launcher.graphs = DecodeGraphs(launcher.runner, shapes, lambda sizes, title: sizes[::-1])
         return launcher
 
     monkeypatch.setattr(TorchAttention, "decode_graph", decode_graph)
