@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Int32Array
+from minisgl.kernel import AttentionKernel
 from minisgl.kvcache.pool import KVPool
 
 
@@ -37,6 +38,11 @@ class AttentionRule(NamedTuple):
     @property
     def kind(self) -> LayerKind:
         return LayerKind.FULL if self.window is None else LayerKind.SLIDING
+
+    def module(self, variant: str, dtype: torch.dtype, head_dim: int) -> AttentionKernel:
+        """Return the FlashInfer module that runs prefill under this rule. variant: fa2 or fa3."""
+        masks = self.window is not None, bool(self.soft_cap)
+        return AttentionKernel(variant, dtype, head_dim, *masks)
 
 
 PLAIN = AttentionRule()

@@ -36,7 +36,6 @@ from minisgl.attention.base import (
 from minisgl.attention.decode import BalancedDecode, UnsplitDecode, new_tokens
 from minisgl.core import Int32Array
 from minisgl.kernel import (
-    AttentionKernel,
     ContextCopy,
     DecodeScratch,
     add_sinks,
@@ -135,7 +134,7 @@ class FlashInferAttention(AttentionBackend):
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
         major, minor = torch.cuda.get_device_capability(pool.device)
         self._variants = variants = self._prefill_variants(10 * major + minor)
-        few, many = (module_of(variant, spec.dtype, spec.head_dim, rule) for variant in variants)
+        few, many = (rule.module(variant, spec.dtype, spec.head_dim) for variant in variants)
         self._many_ready = compiled(many) if many != few else lambda: True
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         self._few, self._many = (
@@ -280,14 +279,6 @@ def _attend(
     else:
         _, lse = run(*tensors, out=out, return_lse=True)
         add_sinks(out, lse, sinks)
-
-
-def module_of(
-    variant: str, dtype: torch.dtype, head_dim: int, rule: AttentionRule
-) -> AttentionKernel:
-    """The FlashInfer module that runs prefill under `rule`. variant: fa2 or fa3."""
-    masks = (rule.window is not None, bool(rule.soft_cap))
-    return AttentionKernel(variant, dtype, head_dim, *masks)
 
 
 def copy_for(pool: KVPool, step: AttentionStep, window: int | None = None) -> ContextCopy:

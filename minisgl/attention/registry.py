@@ -18,12 +18,7 @@ from minisgl.attention.base import (
     NormRope,
     StepAttention,
 )
-from minisgl.attention.flashinfer import (
-    FlashInferAttention,
-    FlashInferFa2,
-    FlashInferFa3,
-    module_of,
-)
+from minisgl.attention.flashinfer import FlashInferAttention, FlashInferFa2, FlashInferFa3
 from minisgl.attention.torch import TorchAttention
 from minisgl.core import ConfigError
 from minisgl.kernel import AttentionKernel
@@ -60,8 +55,7 @@ def create_attention_backend(
     spec = pool.spec
     needs = AttentionNeeds(pool.device, spec.dtype, spec.head_dim, frozenset(rules), spec.fp8)
     prefill, decode = resolve_phases(name, needs, added)
-    preferred = ATTENTION_BACKENDS[0]
-    reason = preferred.obstacle(needs)
+    reason = ATTENTION_BACKENDS[0].obstacle(needs)
     if "auto" in name and reason is not None and pool.device.type != "cpu":
         logger.warning("attention runs on torch and is slow; flashinfer cannot run: %s", reason)
 
@@ -93,7 +87,7 @@ def attention_kernels(
         variants = prefill.kernel_variants(False, archs)
         if rule == PLAIN:  # decode under any other rule runs minisgl's kernel
             variants |= decode.kernel_variants(True, archs)
-        kernels |= {module_of(each, needs.dtype, needs.head_dim, rule) for each in variants}
+        kernels |= {rule.module(each, needs.dtype, needs.head_dim) for each in variants}
     return sorted(kernels, key=str)
 
 
