@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,16 +86,6 @@ class SingleCommunicator(Communicator):
     """The communicator of one rank without other ranks. It exchanges no data."""
 
 
-class ProcessGroup(Protocol):
-    """The methods of torch's process groups that this module uses. torch's stubs lack them."""
-
-    def allreduce(self, tensors: list[Tensor], options: Any = ...) -> Any: ...
-
-    def _allgather_base(self, output: Tensor, input: Tensor, options: Any = ...) -> Any: ...
-
-    def shutdown(self) -> None: ...
-
-
 class GroupCommunicator(Communicator):
     """Several ranks over a torch process group: gloo on CPU, NCCL on CUDA.
 
@@ -103,7 +93,7 @@ class GroupCommunicator(Communicator):
     A collective raises WorkerDied if the process group finds that another rank has ended.
     """
 
-    def __init__(self, tp: TPInfo, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(self, tp: TPInfo, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(tp)
         self.group = group
         self.device = device
@@ -123,7 +113,7 @@ class GroupCommunicator(Communicator):
         for step in (peers.allocate, peers.exchange_addresses):
             works = True
             try:
-                step()
+                step(self.group)
             except RuntimeError as error:
                 works = False
                 event = "peer memory is not available, NCCL does all sums"
@@ -205,16 +195,16 @@ def connect(
     return comm
 
 
-def _gloo(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) -> ProcessGroup:
+def _gloo(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(interface=_LOOPBACK)]
     options._timeout = timeout
-    group: ProcessGroup = gloo(store, tp.rank, tp.size, options)
+    group: dist.ProcessGroup = gloo(store, tp.rank, tp.size, options)
     return group
 
 
-def _nccl(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) -> ProcessGroup:
+def _nccl(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
     # NCCL reads its bootstrap interface from the environment only. setdefault keeps a value that
     # the user has set.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
@@ -227,5 +217,5 @@ def _nccl(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) ->
         timeout=timeout,
         device_id=device,
     )
-    group: ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
-    return group
+    assert dist.group.WORLD is not None, "the process group must exist; this is a bug"
+    return dist.group.WORLD
