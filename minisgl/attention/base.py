@@ -109,11 +109,6 @@ class AttentionStep(NamedTuple):
     page_table: Tensor
     window_table: Tensor | None = None
 
-    @property
-    def num_decode_tokens(self) -> int:
-        """Tokens of the decode requests together."""
-        return int(self.lengths[: self.num_decode].sum())
-
     def part(self, first: int, end: int) -> "AttentionStep":
         """Return the step of the requests first to end - 1 alone."""
         return self._replace(

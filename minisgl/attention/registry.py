@@ -135,7 +135,7 @@ class PhasedAttention(AttentionBackend):
             return decode
         # Decode runs second: a step then takes 1.4 % less time than with decode first (8B, H200).
         prefill = self.prefill.prepare(step.part(n, reqs))
-        return InTurn([(0, decode), (step.num_decode_tokens, prefill)])
+        return InTurn([(0, decode), (int(step.lengths[:n].sum()), prefill)])
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         return self.decode.decode_graph(size, step)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import DecodeGraphAttention
+from minisgl.attention.base import AttentionStep, DecodeGraphAttention
 from minisgl.core import Batch
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
 from minisgl.engine.drafting import DraftStep, draft_step
@@ -60,22 +60,20 @@ def graph_shapes(largest: int, drafting: bool) -> list[DecodeShape]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeGraph:
-    """A decode step of `size` requests over tensors at fixed addresses.
+    """A decode step of a fixed shape, over tensors at fixed addresses.
 
-    It reads its inputs from DecodeGraphs.buffer.
+    It reads its inputs from DecodeGraphs.buffer. `size` is shape.reqs.
 
-    width        tokens that each request forwards.
     drafts       the parts of a step with drafts; None for an engine without drafts.
     attention    kept alive because the graphs read its tensors.
-    forward      writes `logits`, [size * width, n], for the n vocabulary ids of this rank.
-    finish       writes `logits` for the first `size` rows of DecodeGraphs.attended; None if width
-                 is above 1.
+    forward      writes `logits`, [size * shape.width, n], for the n vocabulary ids of this rank.
+    finish       writes `logits` for the first `size` rows of DecodeGraphs.attended; None if
+                 shape.width is above 1.
     samplers     the sampler without and with filters: read `logits`, write `next_tokens`.
     next_tokens  int32 [2 or more, size], as sampler.sample_tokens returns it.
     """
 
-    size: int
-    width: int
+    shape: DecodeShape
     drafts: DraftStep | None
     attention: DecodeGraphAttention
     forward: torch.cuda.CUDAGraph
@@ -150,8 +148,8 @@ class DecodeGraphs:
         return graph.logits[:rows]
 
     def _at_least(self, size: int, width: int) -> DecodeGraph | None:
-        fitting = (graph for graph in self.graphs if graph.width == width and graph.size >= size)
-        return next(fitting, None)
+        fitting = (graph for graph in self.graphs if graph.shape.width == width)
+        return next((graph for graph in fitting if graph.shape.reqs >= size), None)
 
     def _make(self, shape: DecodeShape) -> DecodeGraph | None:
         runner, (size, width) = self._runner, shape
@@ -162,8 +160,8 @@ class DecodeGraphs:
         views = layout.views(self.buffer[: layout.size].copy_(host))
         drafts = draft_step(runner, views, size, width)
         # A graph of width 1 reads views.lengths: 1 for each request, also for the padding.
-        device_lengths = views.lengths if drafts is None else drafts.forwarded_lengths()
-        step = runner.attention_step(views, size, np.zeros_like(lengths), lengths, device_lengths)
+        reqs = (views if drafts is None else drafts.forwarded_views())[:3]  # rows, start, lengths
+        step = AttentionStep(size, np.zeros_like(lengths), lengths, *reqs, *runner.page_tables)
         attention = runner.attention.decode_graph(size, step)
         if attention is None:
             return None
@@ -189,8 +187,7 @@ class DecodeGraphs:
             next_tokens.copy_(sample_tokens(runner, logits, views, kind, drafts=drafts))
 
         return DecodeGraph(
-            size=size,
-            width=width,
+            shape=shape,
             drafts=drafts,
             attention=attention,
             forward=self._capture(forward, partial(forward, self.rehearsed)),

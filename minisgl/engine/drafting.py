@@ -81,13 +81,13 @@ class DraftStep(NamedTuple):
                 self.predicted[decoding],
             )
 
-    def forwarded_lengths(self) -> Tensor:
-        """Return int32 [N]: the tokens that the engine forwards of each request."""
+    def forwarded_views(self) -> StepViews[Tensor]:
+        """Return `views` with the number of tokens that the engine forwards of each request."""
         if self.width == 1:
-            return self.views.lengths
+            return self.views
         lengths = self.views.lengths.clone()
         lengths[: self.num_decode] = self.width
-        return lengths
+        return self.views._replace(lengths=lengths)
 
     def token_views(self) -> StepViews[Tensor]:
         """Return the columns of the M tokens to sample, one row for each, in the form of requests.

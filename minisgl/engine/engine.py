@@ -18,9 +18,10 @@ from minisgl.core import Batch, EngineConfig, ModelFacts, OutOfMemory, StepCost,
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFTS
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import calibration, memory, warmup
-from minisgl.engine.cuda_graph import DecodeShape
+from minisgl.engine.cuda_graph import DecodeGraphs, DecodeShape
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
+from minisgl.engine.piecewise_graph import PieceGraphs
 from minisgl.engine.step_launcher import StepLauncher
 from minisgl.kernel import AttentionKernel, CompileLog, compile_missing, use_kernel_cache
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
@@ -108,8 +109,7 @@ class Engine:
                 with self.startup.phase("compile"):
                     self._wait_for_kernels()
             with self.startup.phase("kv"):
-                self.num_pages, self.window = self._sizes_of_pools(free_before)
-                self._launcher = self._assemble()
+                self._launcher = self._assemble(self._sizes_of_pools(free_before))
             assembled_free_bytes = memory.free_bytes(self._device)
             with self.startup.phase("graphs"):
                 self._capture(*self._graph_sizes())
@@ -212,10 +212,11 @@ class Engine:
             self._compile_log.watch()
             self._wait_for_kernels = compile_missing(needed)
 
-    def _assemble(self) -> StepLauncher:
-        """Allocate all device memory except for graphs, with KV pools of the known sizes."""
-        config, model = self._config, self._model_config
-        counts = [self.num_pages] + ([] if self.window is None else [self.window.num_pages])
+    def _assemble(self, counts: Sequence[int]) -> StepLauncher:
+        """Allocate all device memory except for graphs. counts: the pages of each KV pool."""
+        config, model, window = self._config, self._model_config, self._model_config.window
+        self.num_pages = counts[0]
+        self.window = None if window is None else WindowLayers(window, counts[-1])
         pools = tuple(
             KVPool(
                 self._kv_spec,
@@ -232,7 +233,6 @@ class Engine:
         tables = [
             rope_table(rope, model.head_dim, self.max_seq_len, self._device) for rope in model.ropes
         ]
-        scale = query_scale_table(model.query_scale, self.max_seq_len, self._device)
         max_pages = -(-self.max_seq_len // config.page_size) + -(-drafts // config.page_size)
         page_tables = [
             torch.full((rows, max_pages), pool.dummy_page, dtype=torch.int32, device=self._device)
@@ -254,13 +254,13 @@ class Engine:
             ),
             columns=self.extensions.sampling_columns,
             ropes=tuple(_with_rows(table, drafts) for table in tables),
-            query_scale=None if scale is None else _with_rows(scale, drafts),
+            query_scale=query_scale_table(model.query_scale, positions, self._device),
             page_table=torch.cat(page_tables),
             token_pool=token_pool,
             cached=cached,
             tails=torch.full_like(cached, token_pool.shape[1]) if cached is not None else None,
         )
-        return StepLauncher(runner, self.extensions.logits_processors, model.eos_token_ids)
+        return StepLauncher(runner, self.extensions.logits_processors)
 
     @property
     def _drafting(self) -> bool:
@@ -283,19 +283,22 @@ class Engine:
                 free.append(memory.free_bytes(self._device))
 
         if self._device.type == "cuda" and shapes:
-            self._launcher.capture(shapes, token_sizes, largest_first)
+            launcher, runner = self._launcher, self._launcher.runner
+            launcher.graphs = graphs = DecodeGraphs(runner, shapes, largest_first)
+            if graphs.graphs:
+                shared = graphs.rehearsed, graphs.memory
+                launcher.pieces = PieceGraphs(runner, token_sizes, *shared, largest_first)
             self._clear_dummy()
         return free
 
-    def _sizes_of_pools(self, free_before: int) -> tuple[int, WindowLayers | None]:
-        """Return the sizes of the KV pools, the same on every rank. Raises OutOfMemory."""
+    def _sizes_of_pools(self, free_before: int) -> list[int]:
+        """Return the pages of each KV pool, the same on every rank. Raises OutOfMemory."""
         config, size, model = self._config, self._config.page_size, self._model_config
         given, window, length = config.num_pages, model.window, self.max_seq_len
+        if given is not None and window is not None:
+            return [given, memory.window_pages_for(config, given, window, self._max_chunk_tokens)]
         if given is not None:
-            pages = 0
-            if window is not None:
-                pages = memory.window_pages_for(config, given, window, self._max_chunk_tokens)
-            return given, self._window_layers(pages)
+            return [given]
         on_cpu = self._device.type == "cpu"
         available = config.cpu_kv_bytes if on_cpu else self._gpu_kv_bytes(free_before)
         page_bytes = [kv_page_bytes(self._kv_spec, len(layers), size) for layers in model.pools]
@@ -308,7 +311,7 @@ class Engine:
                 f"{least} pages are needed, but only {available} bytes are left; raise "
                 "memory_ratio (on a CPU, raise cpu_kv_bytes) or lower max_running_reqs"
             )
-        return found[0], self._window_layers(found[-1])
+        return found
 
     def _gpu_kv_bytes(self, free_before: int) -> int:
         """Return the memory for KV pages on a GPU, in bytes.
@@ -321,8 +324,7 @@ class Engine:
         device = self._device
         torch.cuda.synchronize(device)
         free_loaded = memory.free_bytes(device)
-        self.num_pages, self.window = 1, self._window_layers(1)
-        self._launcher = self._assemble()
+        self._launcher = self._assemble([1] * len(self._model_config.pools))
         warmup.run_largest(self, self._max_chunk_tokens, self._drafting)
         step_bytes = free_loaded - memory.free_bytes(device)
         graph_bytes = self._measure_graph_bytes()
@@ -353,10 +355,6 @@ class Engine:
         torch.cuda.empty_cache()
         each = memory.further_graph_bytes(free, min(len(sizes), 2)) + _DRIVER_BLOCK_BYTES
         return taken + each * memory.further_graphs(sizes, token_sizes) if taken else 0
-
-    def _window_layers(self, num_pages: int) -> WindowLayers | None:
-        window = self._model_config.window
-        return None if window is None else WindowLayers(window, num_pages)
 
     @property
     def _pools(self) -> tuple[KVPool, ...]:

@@ -14,16 +14,16 @@ from typing import NamedTuple
 import torch
 
 from minisgl.attention.base import AttentionNeeds
-from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers
+from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers, step_sizes
 from minisgl.core.batch import MAX_DRAFT_TOKENS
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine.cuda_graph import DecodeShape, graph_shapes
-from minisgl.engine.piecewise_graph import piece_sizes
 from minisgl.kvcache.pool import KVSpec
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import local_kv_spec
 
 _MAX_GRAPH_REQS = 256  # requests of the largest decode graph if cuda_graph_max_bs is not set
+_MAX_PIECE_TOKENS = 4096  # of the largest piecewise graph
 _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -135,7 +135,8 @@ def graph_sizes(
     asked, rows = config.cuda_graph_max_bs, config.max_running_reqs
     largest = min(rows, _MAX_GRAPH_REQS if asked is None else asked)
     tokens = max(rows, MAX_DRAFT_TOKENS if drafting else 0)
-    return graph_shapes(largest, drafting), piece_sizes(max_chunk_tokens + tokens)
+    pieces = min(max_chunk_tokens + tokens, _MAX_PIECE_TOKENS)
+    return graph_shapes(largest, drafting), step_sizes(pieces)
 
 
 def further_graphs(shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) -> int:
@@ -209,10 +210,7 @@ def window_pages_for(
 
 def free_bytes(device: torch.device) -> int:
     """Return the free memory of a GPU; 0 for other devices."""
-    if device.type != "cuda":
-        return 0
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free)
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 @contextlib.contextmanager

@@ -15,15 +15,9 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import StepAttention
-from minisgl.core import step_sizes
 from minisgl.engine.cuda_graph import LargestFirst
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.models.decoder import Attended
-
-
-def piece_sizes(largest: int) -> list[int]:
-    """Return the numbers of tokens to capture, to which steps with prompts are padded."""
-    return step_sizes(min(largest, 4096))
 
 
 class _Piece(NamedTuple):

@@ -10,16 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.core.batch import (
-    DRAFT_WIDTHS,
-    MAX_DRAFT_TOKENS,
-    Batch,
-    EngineLike,
-    LogprobsRequest,
-    PageUpdates,
-)
+from minisgl.core import Batch, EngineLike, PageUpdates, SamplingParams
+from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, LogprobsRequest
 from minisgl.core.columns import sampling_arrays
-from minisgl.core.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 FILTERED = SamplingParams(temperature=1.0, top_k=2, seed=0)

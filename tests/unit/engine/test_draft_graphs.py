@@ -80,8 +80,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Batch, object]]:
         return sample(self, filters).clone()
 
     @torch.inference_mode()
-    def with_graphs(self: Engine) -> object:
-        launcher = assemble(self)
+    def with_graphs(self: Engine, counts: list[int]) -> object:
+        launcher = assemble(self, counts)
         shapes, _ = self._graph_sizes()
         launcher.graphs = DecodeGraphs(launcher.runner, shapes, lambda sizes, title: sizes[::-1])
         return launcher

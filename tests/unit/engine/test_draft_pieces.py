@@ -111,8 +111,8 @@ def picked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, PieceForward | No
         return found[-1][1]
 
     @torch.inference_mode()
-    def with_pieces(self: Engine) -> object:
-        launcher = assemble(self)
+    def with_pieces(self: Engine, counts: list[int]) -> object:
+        launcher = assemble(self, counts)
         launcher.pieces = PieceGraphs(launcher.runner, [16, 32, 64], 1, None, largest_first)
         return launcher
 
