@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Int32Array
+from minisgl.kernel import AttentionKernel
 from minisgl.kvcache.pool import KVPool
 
 
@@ -37,6 +38,11 @@ class AttentionRule(NamedTuple):
     @property
     def kind(self) -> LayerKind:
         return LayerKind.FULL if self.window is None else LayerKind.SLIDING
+
+    def module(self, variant: str, dtype: torch.dtype, head_dim: int) -> AttentionKernel:
+        """Return the FlashInfer module that runs prefill under this rule. variant: fa2 or fa3."""
+        masks = self.window is not None, bool(self.soft_cap)
+        return AttentionKernel(variant, dtype, head_dim, *masks)
 
 
 PLAIN = AttentionRule()
@@ -103,11 +109,6 @@ class AttentionStep(NamedTuple):
     page_table: Tensor
     window_table: Tensor | None = None
 
-    @property
-    def num_decode_tokens(self) -> int:
-        """Tokens of the decode requests together."""
-        return int(self.lengths[: self.num_decode].sum())
-
     def part(self, first: int, end: int) -> "AttentionStep":
         """Return the step of the requests first to end - 1 alone."""
         return self._replace(
@@ -130,6 +131,21 @@ class StepAttention(Protocol):
         KVSpec.dtype; out: [T, Hq, D], overwritten; layer: LayerSpec.kv_layer. sinks: [Hq] of the
         same dtype, the logits of the sinks; None if the layer has none. No host sync.
         """
+
+
+class InTurn(NamedTuple):
+    """Implements StepAttention for the parts of a step, of which the last runs first.
+
+    parts: the index of the first token of each part, and its attention, in the order of the tokens.
+    """
+
+    parts: Sequence[tuple[int, StepAttention]]
+
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+        end = len(q)
+        for first, attention in reversed(self.parts):
+            attention.forward(layer, q[first:end], out[first:end], sinks)
+            end = first
 
 
 class DecodeGraphAttention(StepAttention, Protocol):

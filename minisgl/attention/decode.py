@@ -61,9 +61,8 @@ class BalancedDecode:
         q_weight, k_weight, eps, cos_sin = heads or (None, None, 0.0, None)
         norms, pools = (q_weight, k_weight, eps, cos_sin), self._pool.layer(layer)
         step, scales = (self._table, *self._reqs), self._pool.scales(layer)
-        window, soft_cap = self._rule.window, self._rule.soft_cap
         inputs = (qkv, *norms, *pools, out, *step, self._scratch, scales, self._queries)
-        balanced_decode(*inputs, sinks, window, soft_cap)
+        balanced_decode(*inputs, sinks, self._rule.window, self._rule.soft_cap)
 
 
 def new_tokens(step: AttentionStep) -> int:

@@ -29,13 +29,13 @@ from minisgl.attention.base import (
     AttentionStep,
     Capabilities,
     DecodeGraphAttention,
+    InTurn,
     LayerKind,
     StepAttention,
 )
 from minisgl.attention.decode import BalancedDecode, UnsplitDecode, new_tokens
 from minisgl.core import Int32Array
 from minisgl.kernel import (
-    AttentionKernel,
     ContextCopy,
     DecodeScratch,
     add_sinks,
@@ -134,7 +134,7 @@ class FlashInferAttention(AttentionBackend):
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
         major, minor = torch.cuda.get_device_capability(pool.device)
         self._variants = variants = self._prefill_variants(10 * major + minor)
-        few, many = (module_of(variant, spec.dtype, spec.head_dim, rule) for variant in variants)
+        few, many = (rule.module(variant, spec.dtype, spec.head_dim) for variant in variants)
         self._many_ready = compiled(many) if many != few else lambda: True
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         self._few, self._many = (
@@ -159,16 +159,19 @@ class FlashInferAttention(AttentionBackend):
         if self._copies:
             # The first step is part of the warm-up. It copies even if the copy saves no time,
             # because this loads the kernels: those of fa2 if fa3 is not compiled yet.
-            first = self._copy is None
+            is_first = self._copy is None
             if self._copy is None or not self._copy.holds(*prompts):
                 self._copy = copy_for(self._pool, step, self._rule.window)
             copy = self._copy
             if self._pool.spec.fp8:
-                variant, groups = self._variants[not few], copy.groups(*prompts)
-                steps = [step.part(*group) for group in groups]
-                return InTurn([self._over(copy, s, variant, i) for i, s in enumerate(steps)])
+                # An FP8 pool has no other attention, and not all contexts may fit into one copy.
+                variant, parts = self._variants[not few], []
+                for group, (first, end) in enumerate(copy.groups(*prompts)):
+                    attention = self._over(copy, step.part(first, end), variant, group)
+                    parts.append((int(step.lengths[:first].sum()), attention))
+                return InTurn(parts)
             wanted = not few and copy.pays(*prompts, self._shape[0] // self._shape[1])
-            if (wanted or first) and copy.fits(*prompts):
+            if (wanted or is_first) and copy.fits(*prompts):
                 return self._over(copy, step, self._variants[ready], 0)
         planner = self._few if few else self._many
         pages = pages_of(self._pool, step, self._rule.window)
@@ -247,7 +250,6 @@ class ContiguousAttention:
 
     run      the method `run` of a ragged wrapper. The caller plans the wrapper with `indptrs`.
     indptrs  the numbers of queries and of keys before each request.
-    num_tokens  the number of queries.
     """
 
     def __init__(
@@ -256,7 +258,6 @@ class ContiguousAttention:
         self._pool = pool
         self._run = run
         self.indptrs = copy.layout(step.start, step.lengths)
-        self.num_tokens = int(step.lengths.sum())
         where = (step.device_rows, step.device_start, step.device_lengths, step.page_table)
         self._copy = copy.find(*where, int(self.indptrs[1][-1]))
 
@@ -264,21 +265,6 @@ class ContiguousAttention:
         slots, keys, values = self._copy
         gather_kv(*self._pool.layer(layer), slots, keys, values, self._pool.scales(layer))
         _attend(self._run, (q, keys, values), out, sinks)
-
-
-class InTurn(NamedTuple):
-    """Implements StepAttention for groups of prompts whose contexts are copied one after another.
-
-    A pool in FP8 has no other attention, and all contexts of a step may not fit into one copy.
-    """
-
-    groups: list[ContiguousAttention]
-
-    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
-        sizes = [group.num_tokens for group in self.groups]
-        parts = zip(self.groups, torch.split(q, sizes), torch.split(out, sizes), strict=True)
-        for group, queries, result in parts:
-            group.forward(layer, queries, result, sinks)
 
 
 def _attend(
@@ -293,14 +279,6 @@ def _attend(
     else:
         _, lse = run(*tensors, out=out, return_lse=True)
         add_sinks(out, lse, sinks)
-
-
-def module_of(
-    variant: str, dtype: torch.dtype, head_dim: int, rule: AttentionRule
-) -> AttentionKernel:
-    """The FlashInfer module that runs prefill under `rule`. variant: fa2 or fa3."""
-    masks = (rule.window is not None, bool(rule.soft_cap))
-    return AttentionKernel(variant, dtype, head_dim, *masks)
 
 
 def copy_for(pool: KVPool, step: AttentionStep, window: int | None = None) -> ContextCopy:

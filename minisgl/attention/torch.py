@@ -42,30 +42,29 @@ class TorchAttention(AttentionBackend):
         self._rule = rule
 
     def prepare(self, step: AttentionStep) -> StepAttention:
-        contexts, window = step.start + step.lengths, self._rule.window
+        contexts = step.start + step.lengths
+        longest = int(contexts.max())
         if step.num_decode:
-            return self._prepare_decode(step, int(contexts.max()))
-        firsts = [0 if window is None else max(0, int(start) - window + 1) for start in step.start]
+            return self._prepare_decode(step, longest)
+        window = self._rule.window or longest
         pages = step.page_table[step.device_rows]
         slots = [
-            self._slots(row, torch.arange(first, int(end), device=pages.device))
-            for row, first, end in zip(pages, firsts, contexts, strict=True)
+            self._slots(row, torch.arange(max(0, start - window + 1), end, device=pages.device))
+            for row, start, end in zip(pages, step.start.tolist(), contexts.tolist(), strict=True)
         ]
         return _PrefillStep(self._pool, self._rule, step.lengths.tolist(), slots)
 
     def _prepare_decode(self, step: AttentionStep, longest: int) -> StepAttention:
         """Plan a step of contexts with at most `longest` tokens."""
-        width, window = int(step.lengths[0]), self._rule.window
-        read = longest if window is None else min(longest, window + width - 1)
+        width, window = int(step.lengths[0]), self._rule.window or longest
+        read = min(longest, window + width - 1)
         each = torch.arange(width, device=step.device_start.device)
         ends = (step.device_start.unsqueeze(1) + each + 1).unsqueeze(2)
         # No token of a request reads a position before `first`.
         first = (ends[:, -1] - read).clamp(min=0)
         positions = first + torch.arange(read, device=ends.device)
         within = positions < ends[:, -1]
-        mask = positions.unsqueeze(1) < ends
-        if window is not None:
-            mask &= positions.unsqueeze(1) >= ends - window
+        mask = (positions.unsqueeze(1) < ends) & (positions.unsqueeze(1) >= ends - window)
         slots = self._slots(step.page_table[step.device_rows], torch.where(within, positions, 0))
         # The mask alone is not enough: a masked key has weight zero, and zero times a NaN that
         # another request left in the page is NaN.
@@ -99,11 +98,9 @@ class _DecodeStep(NamedTuple):
         group = grouped.shape[3]
         k, v = keys.transpose(1, 2), values.transpose(1, 2)
         mask, wide = self.mask.repeat_interleave(group, 1).unsqueeze(1), grouped.flatten(2, 3)
-        if sinks is not None or self.rule.soft_cap is not None:
-            logits = None if sinks is None else sinks.view(1, kv_heads, group).repeat(1, 1, width)
-            attended = _attend(wide, k, v, mask, self.rule.soft_cap, logits)
-        else:
-            attended = scaled_dot_product_attention(wide, k, v, attn_mask=mask)
+        if sinks is not None:
+            sinks = sinks.view(1, kv_heads, group).repeat(1, 1, width)
+        attended = _attend(wide, k, v, mask, self.rule.soft_cap, sinks)
         attended = attended.view(reqs, kv_heads, width, group, dim).transpose(1, 2)
         out[:] = attended.reshape(q.shape)
 
@@ -123,49 +120,45 @@ class _PrefillStep(NamedTuple):
     def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         chunks, results = torch.split(q, self.lengths), torch.split(out, self.lengths)
         for chunk, result, slots in zip(chunks, results, self.slots, strict=True):
-            result[:] = _attend_chunk(chunk, *self.pool.read(layer, slots), self.rule, sinks)
+            _attend_chunk(chunk, *self.pool.read(layer, slots), self.rule, sinks, result)
 
 
 def _attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None, out: Tensor
+) -> None:
     """Causal attention of one chunk: q [n, Hq, D], the last n tokens of the context k, v.
 
-    k, v: [C, Hkv, D]. sinks: [Hq] or None. Returns [n, Hq, D].
+    k, v: [C, Hkv, D]. sinks: [Hq] or None. out: [n, Hq, D], overwritten.
     """
-    start = len(k) - len(q)
+    start, window = len(k) - len(q), rule.window or len(k)
     queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-    blocks = []
-    for first in range(0, q.shape[0], _QUERY_BLOCK):
-        last = min(first + _QUERY_BLOCK, q.shape[0])
+    if sinks is not None:
+        sinks = sinks.view(1, -1, 1)
+    for first in range(0, len(q), _QUERY_BLOCK):
+        last = min(first + _QUERY_BLOCK, len(q))
         # No query of the block attends to a key at or past `end`, or before `begin`.
-        end, begin = start + last, 0
-        if rule.window is not None:
-            begin = max(0, start + first - rule.window + 1)
+        begin, end = max(0, start + first - window + 1), start + last
         ones = torch.ones(last - first, end - begin, dtype=torch.bool, device=q.device)
-        mask = ones.tril(start + first - begin)
-        if rule.window is not None:
-            mask = mask.triu(start + first - begin - rule.window + 1)
+        own = start + first - begin
+        mask = ones.tril(own).triu(own - window + 1)
         parts = queries[:, :, first:last], keys[:, :, begin:end], values[:, :, begin:end]
-        if sinks is not None or rule.soft_cap is not None:
-            group = q.shape[1] // k.shape[1]
-            k_wide, v_wide = (part.repeat_interleave(group, 1) for part in parts[1:])
-            logits = None if sinks is None else sinks.view(1, -1, 1)
-            block = _attend(parts[0], k_wide, v_wide, mask, rule.soft_cap, logits)
-        else:
-            block = scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
-        blocks.append(block.squeeze(0).transpose(0, 1))
-    return torch.cat(blocks)
+        block = _attend(*parts, mask, rule.soft_cap, sinks)
+        out[first:last] = block.squeeze(0).transpose(0, 1)
 
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, soft_cap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Attention with a soft cap and with sinks, in float32.
+    """Attention by torch's fused kernel; with a soft cap or sinks by matrix products in float32.
 
-    q: [B, H, n, D]; k, v: [B, H, C, D]; mask: bool, broadcast to [B, H, n, C]; sinks: broadcast to
-    [B, H, n]. A sink takes a share of the softmax and adds no value. Returns [B, H, n, D].
+    q: [B, H, n, D]; k, v: [B, Hkv, C, D]; mask: bool, broadcast to [B, H, n, C]; sinks: broadcast
+    to [B, H, n]. A sink takes a share of the softmax and adds no value. Returns [B, H, n, D].
     """
+    group = q.shape[1] // k.shape[1]
+    if soft_cap is None and sinks is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=group > 1)
+    if group > 1:
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q.float() @ k.float().transpose(2, 3) / q.shape[-1] ** 0.5
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)

@@ -88,8 +88,8 @@ class ReplayEngine(Engine):
 
     edits: Sequence[Edit] = ()
 
-    def _assemble(self) -> StepLauncher:
-        launcher = super()._assemble()
+    def _assemble(self, counts: Sequence[int]) -> StepLauncher:
+        launcher = super()._assemble(counts)
         replay = torch.full_like(launcher.runner.token_pool, -1)
         launcher.runner = replace(launcher.runner, replay=replay)
         return launcher

@@ -39,7 +39,7 @@ from minisgl.core import EngineConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.distributed.peers import PeerMemory
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
-from minisgl.engine.memory import resolve_dtype, resolve_fp8_kv, resolve_max_seq_len
+from minisgl.engine.memory import resolve
 from minisgl.kernel import ContextCopy
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.build import build_model
@@ -70,11 +70,9 @@ def dry_run(
 
 def attention_needs(config: EngineConfig) -> AttentionNeeds:
     """The requirements of a server with `config` on a GPU. Raises ConfigError as Engine does."""
-    gpu, model = torch.device("cuda"), load_model_config(config.model_path)
-    model = model.for_context(resolve_max_seq_len(config, model))
-    dtype = resolve_dtype(config, model, gpu)
-    fp8_kv = resolve_fp8_kv(config, dtype, _META)
-    return AttentionNeeds(gpu, dtype, model.head_dim, frozenset(model.rules), fp8_kv)
+    model = load_model_config(config.model_path)
+    resolved = resolve(config, model, TPInfo(0, 1), _META, drafting=False)
+    return resolved.attention_needs._replace(device=torch.device("cuda"))
 
 
 class HostCopies(TorchFunctionMode):
@@ -99,7 +97,7 @@ class MetaCommunicator(SingleCommunicator):
     """
 
     def __init__(self, tp: TPInfo) -> None:
-        self.tp = tp
+        super().__init__(tp)
         power_of_two = tp.size & (tp.size - 1) == 0
         has_peers = tp.size > 1 and power_of_two  # as GroupCommunicator.share_memory
         self.peers = PeerMemory(tp.rank, tp.size, _META) if has_peers else None

@@ -11,14 +11,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, FileStore, Store
 
-from minisgl.core import ConfigError, WorkerDied
+from minisgl.core import WorkerDied
 from minisgl.distributed.peers import PeerMemory
 from minisgl.kernel import add_rms_norm, rms_norm
 from minisgl.utils import log_event
@@ -37,16 +37,18 @@ class TPInfo:
     rank: int
     size: int
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.size:
-            raise ConfigError(f"tensor-parallel rank {self.rank} is not below size {self.size}")
+
+ONE_RANK = TPInfo(0, 1)
 
 
-class Communicator(Protocol):
-    """The collectives of the layers. All ranks make the same calls in the same order."""
+class Communicator:
+    """The collectives of the layers. All ranks make the same calls in the same order.
 
-    @property
-    def tp(self) -> TPInfo: ...
+    The methods of this class exchange no data: they are those of a single rank.
+    """
+
+    def __init__(self, tp: TPInfo = ONE_RANK) -> None:
+        self.tp = tp
 
     def reduce_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
@@ -57,72 +59,42 @@ class Communicator(Protocol):
         is equal on every rank and valid until the next call. The sum may be incomplete on a rank:
         use it only as the residual of the next call and in take_rows.
         """
+        if residual is None:
+            return rms_norm(x, weight, eps), x
+        return add_rms_norm(x, residual, weight, eps)
 
     def take_rows(self, total: Tensor, rows: Tensor) -> Tensor:
         """Return total[rows], complete on every rank. total: a sum from reduce_norm; rows: [B]."""
+        return total[rows]
 
     def gather(self, x: Tensor) -> Tensor:
         """Return the x of all ranks in rank order, [ranks, *].
 
         x: contiguous, of the same shape and dtype on every rank.
         """
-
-    def agree_min(self, value: int) -> int:
-        """Return the smallest `value` of all ranks. Blocks the host; for start-up only."""
-
-    def close(self) -> None: ...
-
-
-class SingleCommunicator:
-    """The communicator of a single rank. It exchanges no data."""
-
-    tp = TPInfo(0, 1)
-
-    def reduce_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        return _add_norm(x, residual, weight, eps)
-
-    def take_rows(self, total: Tensor, rows: Tensor) -> Tensor:
-        return total[rows]
-
-    def gather(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0)
 
     def agree_min(self, value: int) -> int:
+        """Return the smallest `value` of all ranks. Blocks the host; for start-up only."""
         return value
 
     def close(self) -> None:
-        return None
+        """Leave the group. It is not a collective: it works after other ranks have ended."""
 
 
-def _add_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    if residual is None:
-        return rms_norm(x, weight, eps), x
-    return add_rms_norm(x, residual, weight, eps)
+class SingleCommunicator(Communicator):
+    """The communicator of one rank without other ranks. It exchanges no data."""
 
 
-class ProcessGroup(Protocol):
-    """The methods of torch's process groups that this module uses. torch's stubs lack them."""
-
-    def allreduce(self, tensors: list[Tensor], options: Any = ...) -> Any: ...
-
-    def _allgather_base(self, output: Tensor, input: Tensor, options: Any = ...) -> Any: ...
-
-    def shutdown(self) -> None: ...
-
-
-class GroupCommunicator:
+class GroupCommunicator(Communicator):
     """Several ranks over a torch process group: gloo on CPU, NCCL on CUDA.
 
     peers: memory that all ranks can read, for small sums. None: the process group does all sums.
     A collective raises WorkerDied if the process group finds that another rank has ended.
     """
 
-    def __init__(self, tp: TPInfo, group: ProcessGroup, device: torch.device) -> None:
-        self.tp = tp
+    def __init__(self, tp: TPInfo, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(tp)
         self.group = group
         self.device = device
         self.peers: PeerMemory | None = None
@@ -141,7 +113,7 @@ class GroupCommunicator:
         for step in (peers.allocate, peers.exchange_addresses):
             works = True
             try:
-                step()
+                step(self.group)
             except RuntimeError as error:
                 works = False
                 event = "peer memory is not available, NCCL does all sums"
@@ -156,7 +128,7 @@ class GroupCommunicator:
         if self.peers is not None and self.peers.can_sum(x):
             return self.peers.reduce_norm(x, residual, weight, eps)
         self.all_reduce(x)
-        return _add_norm(x, residual, weight, eps)
+        return super().reduce_norm(x, residual, weight, eps)
 
     def take_rows(self, total: Tensor, rows: Tensor) -> Tensor:
         # Peer memory may complete row r of a sum on rank r % size only.
@@ -178,7 +150,6 @@ class GroupCommunicator:
         return int(box.item())
 
     def close(self) -> None:
-        """Leave the group. It is not a collective: it works after other ranks have ended."""
         self.peers = None
         if self.device.type == "cuda":
             dist.destroy_process_group()
@@ -224,16 +195,16 @@ def connect(
     return comm
 
 
-def _gloo(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) -> ProcessGroup:
+def _gloo(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(interface=_LOOPBACK)]
     options._timeout = timeout
-    group: ProcessGroup = gloo(store, tp.rank, tp.size, options)
+    group: dist.ProcessGroup = gloo(store, tp.rank, tp.size, options)
     return group
 
 
-def _nccl(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) -> ProcessGroup:
+def _nccl(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) -> dist.ProcessGroup:
     # NCCL reads its bootstrap interface from the environment only. setdefault keeps a value that
     # the user has set.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", _LOOPBACK)
@@ -246,5 +217,5 @@ def _nccl(store: Store, tp: TPInfo, device: torch.device, timeout: timedelta) ->
         timeout=timeout,
         device_id=device,
     )
-    group: ProcessGroup = dist.group.WORLD  # type: ignore[assignment]
-    return group
+    assert dist.group.WORLD is not None, "the process group must exist; this is a bug"
+    return dist.group.WORLD

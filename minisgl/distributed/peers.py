@@ -30,8 +30,8 @@ _ONE_SHOT_BYTES_OTHER = 8 * 10240  # for other numbers of ranks
 class PeerMemory:
     """This rank's memory for sums, and the addresses of the other ranks' memory.
 
-    Sums work after `allocate` and `exchange_addresses`. Before that, `memory` is a meta tensor
-    without storage.
+    Sums work after `allocate` and `exchange_addresses`, which take torch's default group. Before
+    that, `memory` is a meta tensor without storage.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
@@ -41,26 +41,22 @@ class PeerMemory:
         self._addresses = torch.zeros(size, dtype=torch.int64, device=device)
         self._epochs = torch.zeros(BLOCKS, dtype=torch.int32, device=device)
 
-    def allocate(self) -> None:
+    def allocate(self, world: dist.ProcessGroup) -> None:
         """Allocate this rank's memory. Raises RuntimeError if the machine cannot provide it."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        world = dist.group.WORLD
-        assert world is not None, "the process group must exist; this is a bug"
         self.memory = _SymmetricMemory.empty_strided_p2p(
             self.memory.shape, (1,), torch.uint8, self._device, world.group_name
         )
         self.memory.zero_()
         torch.cuda.synchronize(self._device)
 
-    def exchange_addresses(self) -> None:
+    def exchange_addresses(self, world: dist.ProcessGroup) -> None:
         """Find the address of each rank's memory in this process, after all ranks have allocated.
 
         All ranks must call it. Raises RuntimeError if the GPUs cannot access each other's memory.
         """
         from torch.distributed import _symmetric_memory as symmetric
 
-        world = dist.group.WORLD
-        assert world is not None, "the process group must exist; this is a bug"
         self._handle = symmetric.rendezvous(self.memory, world)
         addresses = list(self._handle.buffer_ptrs)
         if addresses[self._rank] != self.memory.data_ptr():

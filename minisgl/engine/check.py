@@ -6,23 +6,15 @@ and launches no kernel.
 
 import torch
 
-from minisgl.attention.base import AttentionNeeds
 from minisgl.attention.registry import resolve_phases
 from minisgl.core import EngineConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine import memory
 from minisgl.models.build import ModelExtensions, empty_model
 from minisgl.models.config import ModelConfig, load_model_config
-from minisgl.models.decoder import CausalLM, local_kv_spec
+from minisgl.models.decoder import CausalLM
 from minisgl.models.loader import load_weights
 from minisgl.moe.registry import create_moe_backend, resolve_moe_backend
-
-
-class LoneRank(SingleCommunicator):
-    """The communicator of one rank without the other ranks. It exchanges no data."""
-
-    def __init__(self, tp: TPInfo) -> None:
-        self.tp = tp
 
 
 def check_start(config: EngineConfig, tp: TPInfo, extensions: ModelExtensions) -> None:
@@ -32,17 +24,12 @@ def check_start(config: EngineConfig, tp: TPInfo, extensions: ModelExtensions) -
     and types of the stored tensors. An engine reports the same faults, but some of them only when
     it has loaded most of the weights.
     """
+    device, drafting = memory.resolve_device(config, tp), config.speculative is not None
     model = load_model_config(config.model_path)
-    device = memory.resolve_device(config, tp)
-    dtype = memory.resolve_dtype(config, model, device)
-    model = model.for_context(memory.resolve_max_seq_len(config, model))
-    if config.speculative is not None:
-        memory.check_drafts(model)
-    spec = local_kv_spec(model, LoneRank(tp), dtype, memory.resolve_fp8_kv(config, dtype, device))
-    needs = AttentionNeeds(device, spec.dtype, model.head_dim, frozenset(model.rules), spec.fp8)
+    model, _, kv_spec, needs = memory.resolve(config, model, tp, device, drafting)
     resolve_phases(config.attention_backend, needs, extensions.attention_backends)
     resolve_moe_backend(config.moe_backend, device, extensions.moe_backends)
-    share, unused = share_of(model, tp, dtype, extensions, config.quantization)
+    share, unused = share_of(model, tp, kv_spec.dtype, extensions, config.quantization)
     if not config.dummy_weight:
         load_weights(share, config.model_path, unused=unused, headers_only=True)
 
@@ -59,4 +46,4 @@ def share_of(
     dtype: of activations and unquantised weights. quantization: the value of --quantization.
     """
     moe = create_moe_backend("torch", torch.device("meta"))
-    return empty_model(model, dtype, LoneRank(tp), moe, extensions, quantization)
+    return empty_model(model, dtype, SingleCommunicator(tp), moe, extensions, quantization)

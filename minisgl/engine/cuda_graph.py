@@ -10,30 +10,25 @@ on the engine's stream.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import DecodeGraphAttention
+from minisgl.attention.base import AttentionStep, DecodeGraphAttention
 from minisgl.core import Batch
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
-from minisgl.engine.drafting import (
-    DraftStep,
-    draft_step,
-    find,
-    forwarded_lengths,
-    result_rows,
-)
-from minisgl.engine.model_runner import ModelRunner, pad
+from minisgl.engine.drafting import DraftStep, draft_step
+from minisgl.engine.model_runner import ModelRunner, pad, result_rows
 from minisgl.engine.rehearsal import layers_to_rehearse
 from minisgl.engine.sampler import SamplingKind, sample_tokens
 from minisgl.kernel import StepLayout
 from minisgl.models.decoder import Attended
-from minisgl.utils.startup import Progress
 
-Size = TypeVar("Size")
+# Takes rising sizes and the title of a progress bar, and yields the sizes in the order of their
+# capture. The largest size comes first, so that the tensors of smaller graphs reuse its memory.
+LargestFirst = Callable[[Sequence[Any], str], Iterable[Any]]
 _STEP = 16  # distance between sizes; matrix kernels compute tiles of 16 rows or more
 _MAX_PAGE_UPDATES = 4096  # in one graph step; a request usually needs no or one update
 
@@ -63,46 +58,33 @@ def graph_shapes(largest: int, drafting: bool) -> list[DecodeShape]:
     ]
 
 
-def largest_first(sizes: Sequence[Size], title: str, show_progress: bool) -> Iterable[Size]:
-    """Return the sizes in the order of their capture, with their progress. sizes: rising.
-
-    The largest size comes first, so that the tensors of smaller graphs reuse its memory.
-    """
-    bar: Iterable[Size] = Progress(sizes[::-1], desc=title, disable=not show_progress)
-    return bar
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeGraph:
-    """A decode step of `size` requests over tensors at fixed addresses.
+    """A decode step of a fixed shape, over tensors at fixed addresses.
 
-    It reads its inputs from DecodeGraphs.buffer.
+    It reads its inputs from DecodeGraphs.buffer. `size` is shape.reqs.
 
-    width        tokens that each request forwards.
     drafts       the parts of a step with drafts; None for an engine without drafts.
     attention    kept alive because the graphs read its tensors.
-    forward      writes `logits`, [size * width, n], for the n vocabulary ids of this rank.
-    finish       writes `logits` for the first `size` rows of DecodeGraphs.attended; None if width
-                 is above 1.
-    plain, filtered
-                 the sampler without and with filters: read `logits`, write `next_tokens`.
+    forward      writes `logits`, [size * shape.width, n], for the n vocabulary ids of this rank.
+    finish       writes `logits` for the first `size` rows of DecodeGraphs.attended; None if
+                 shape.width is above 1.
+    samplers     the sampler without and with filters: read `logits`, write `next_tokens`.
     next_tokens  int32 [2 or more, size], as sampler.sample_tokens returns it.
     """
 
-    size: int
-    width: int
+    shape: DecodeShape
     drafts: DraftStep | None
     attention: DecodeGraphAttention
     forward: torch.cuda.CUDAGraph
     finish: torch.cuda.CUDAGraph | None
     logits: Tensor
-    plain: torch.cuda.CUDAGraph
-    filtered: torch.cuda.CUDAGraph
+    samplers: tuple[torch.cuda.CUDAGraph, ...]
     next_tokens: Tensor
 
     def sample(self, filters: bool) -> Tensor:
         """Sample from `logits`, and return next_tokens."""
-        (self.filtered if filters else self.plain).replay()
+        self.samplers[filters].replay()
         return self.next_tokens
 
 
@@ -117,16 +99,9 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        shapes: Sequence[DecodeShape],
-        show_progress: bool,
-        on_captured: Callable[[], object] = lambda: None,
+        self, runner: ModelRunner, shapes: Sequence[DecodeShape], largest_first: LargestFirst
     ) -> None:
-        """Capture graphs of these shapes on the current stream. Blocks the host.
-
-        on_captured: called after the capture of each shape.
-        """
+        """Capture graphs of these shapes on the current stream. Blocks the host."""
         self._runner = runner
         largest = max((shape.reqs for shape in shapes), default=0)
         most_tokens = max((shape.reqs * shape.width for shape in shapes), default=0)
@@ -137,18 +112,17 @@ class DecodeGraphs:
         self._tokens = torch.zeros((token_rows, most_tokens), dtype=torch.int32, device=device)
         width, dtype = runner.model.lm_head.shard.local, runner.model.lm_head.weight.dtype
         self._logits = torch.zeros((most_tokens, width), dtype=dtype, device=device)
-        rows = max(self._result_rows(shape.width) * shape.reqs for shape in shapes)
-        self._next_tokens = torch.zeros(rows, dtype=torch.int32, device=device)
+        most_results = max(result_rows(shape.width) * shape.reqs for shape in shapes)
+        self._next_tokens = torch.zeros(most_results, dtype=torch.int32, device=device)
         self.attended = runner.model.model.empty_attended(largest)
         self.memory: Any = torch.cuda.graph_pool_handle()
         self.rehearsed = layers_to_rehearse(runner)
         self.graphs: list[DecodeGraph] = []
-        for shape in largest_first(shapes, "capturing decode graphs", show_progress):
+        for shape in largest_first(shapes, "capturing decode graphs"):
             graph = self._make(shape)
             if graph is None:
                 break
             self.graphs.insert(0, graph)
-            on_captured()
 
     def pick(self, batch: Batch) -> DecodeGraph | None:
         """Return the smallest graph that can run this step; None if no graph can.
@@ -174,11 +148,8 @@ class DecodeGraphs:
         return graph.logits[:rows]
 
     def _at_least(self, size: int, width: int) -> DecodeGraph | None:
-        fitting = (graph for graph in self.graphs if graph.width == width and graph.size >= size)
-        return next(fitting, None)
-
-    def _result_rows(self, width: int) -> int:
-        return 2 if self._runner.cached is None else result_rows(width)
+        fitting = (graph for graph in self.graphs if graph.shape.width == width)
+        return next((graph for graph in fitting if graph.shape.reqs >= size), None)
 
     def _make(self, shape: DecodeShape) -> DecodeGraph | None:
         runner, (size, width) = self._runner, shape
@@ -187,22 +158,22 @@ class DecodeGraphs:
         host = torch.zeros(layout.size, dtype=torch.int32)
         lengths = pad(layout.host_views(host.numpy()), 0, runner, size, width)
         views = layout.views(self.buffer[: layout.size].copy_(host))
-        drafts = None if runner.cached is None else draft_step(runner, size, size, width)
+        drafts = draft_step(runner, views, size, width)
         # A graph of width 1 reads views.lengths: 1 for each request, also for the padding.
-        device_lengths = views.lengths if drafts is None else forwarded_lengths(views, drafts)
-        step = runner.attention_step(views, size, np.zeros_like(lengths), lengths, device_lengths)
+        reqs = (views if drafts is None else drafts.forwarded_views())[:3]  # rows, start, lengths
+        step = AttentionStep(size, np.zeros_like(lengths), lengths, *reqs, *runner.page_tables)
         attention = runner.attention.decode_graph(size, step)
         if attention is None:
             return None
         token_rows = len(runner.padding)
         tokens = torch.as_strided(self._tokens, (token_rows, num_tokens), (num_tokens, 1))
         logits = self._logits[:num_tokens]
-        rows = self._result_rows(width)
+        rows = 2 if drafts is None else result_rows(width)
         next_tokens = self._next_tokens[: rows * size].view(rows, size)
 
         def forward(most_layers: int | None = None) -> None:
             if drafts is not None:
-                find(runner, views, drafts)
+                drafts.find()
             attention.compute_metadata()
             runner.stage(views, num_tokens, tokens)
             runner.model.logits(runner.run(tokens, attention, most_layers), out=logits)
@@ -211,22 +182,18 @@ class DecodeGraphs:
             heads, residual = (part[:size] for part in self.attended)
             runner.model.logits(Attended(heads, residual.clone()), out=logits)
 
-        def sampler(filters: bool) -> Callable[[], object]:
+        def sampler(filters: bool) -> None:
             kind = SamplingKind(any_random=True, filters=filters)
-            return lambda: next_tokens.copy_(
-                sample_tokens(runner, logits, views, kind, drafts=drafts)
-            )
+            next_tokens.copy_(sample_tokens(runner, logits, views, kind, drafts=drafts))
 
         return DecodeGraph(
-            size=size,
-            width=width,
+            shape=shape,
             drafts=drafts,
             attention=attention,
             forward=self._capture(forward, partial(forward, self.rehearsed)),
             finish=self._capture(finish) if width == 1 else None,
             logits=logits,
-            plain=self._capture(sampler(filters=False)),
-            filtered=self._capture(sampler(filters=True)),
+            samplers=tuple(self._capture(partial(sampler, each)) for each in (False, True)),
             next_tokens=next_tokens,
         )
 

@@ -5,8 +5,9 @@ It runs the steps that the scheduler plans. It knows nothing of queues, prefixes
 
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +18,17 @@ from minisgl.core import Batch, EngineConfig, ModelFacts, OutOfMemory, StepCost,
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFTS
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import calibration, memory, warmup
-from minisgl.engine.cuda_graph import DecodeShape
+from minisgl.engine.cuda_graph import DecodeGraphs, DecodeShape
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
+from minisgl.engine.piecewise_graph import PieceGraphs
 from minisgl.engine.step_launcher import StepLauncher
 from minisgl.kernel import AttentionKernel, CompileLog, compile_missing, use_kernel_cache
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.layers.rotary import query_scale_table, rope_table
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_config
-from minisgl.models.decoder import local_kv_spec
-from minisgl.utils.startup import Stopwatch
+from minisgl.utils.startup import Progress, Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -70,15 +71,10 @@ class Engine:
         self._config = config
         self._comm = comm
         self.extensions = extensions
-        self._model_config = load_model_config(config.model_path)
+        model = load_model_config(config.model_path)
         self._device = self._resolve_device(config, comm.tp)
-        self.max_seq_len = memory.resolve_max_seq_len(config, self._model_config)
-        self._model_config = self._model_config.for_context(self.max_seq_len)
-        if self._drafting:
-            memory.check_drafts(self._model_config)
-        self._dtype = memory.resolve_dtype(config, self._model_config, self._device)
-        fp8_kv = memory.resolve_fp8_kv(config, self._dtype, self._device)
-        self._kv_spec = local_kv_spec(self._model_config, comm, self._dtype, fp8_kv)
+        resolved = memory.resolve(config, model, comm.tp, self._device, self._drafting)
+        self._model_config, self.max_seq_len, self._kv_spec, needs = resolved
         self.page_size, self.max_running_reqs = config.page_size, config.max_running_reqs
         self._max_chunk_tokens = max_chunk_tokens
         self._show_progress = comm.tp.rank == 0
@@ -90,7 +86,7 @@ class Engine:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
             with self.startup.phase("compile"):
-                self._prepare_kernels()
+                self._prepare_kernels(needs)
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         elif (threads := memory.cpu_threads(comm.tp.size)) is not None:
             torch.set_num_threads(threads)
@@ -101,7 +97,7 @@ class Engine:
                     self._model_config,
                     config.model_path,
                     device=self._device,
-                    dtype=self._dtype,
+                    dtype=self._kv_spec.dtype,
                     comm=comm,
                     moe_backend=config.moe_backend,
                     quantization=config.quantization,
@@ -113,8 +109,7 @@ class Engine:
                 with self.startup.phase("compile"):
                     self._wait_for_kernels()
             with self.startup.phase("kv"):
-                self.num_pages, self.window = self._sizes_of_pools(free_before)
-                self._launcher = self._assemble()
+                self._launcher = self._assemble(self._sizes_of_pools(free_before))
             assembled_free_bytes = memory.free_bytes(self._device)
             with self.startup.phase("graphs"):
                 self._capture(*self._graph_sizes())
@@ -123,7 +118,7 @@ class Engine:
             "engine loaded device=%s dtype=%s pages=%d window_pages=%d page_size=%d kv_bytes=%d "
             "max_seq_len=%d graphs=%d graph_bytes=%d left_bytes=%d",
             self._device,
-            self._dtype,
+            self._kv_spec.dtype,
             self.num_pages,
             0 if self.window is None else self.window.num_pages,
             config.page_size,
@@ -133,8 +128,6 @@ class Engine:
             graph_bytes,
             memory.free_bytes(self._device),
         )
-        if self._kv_spec.fp8:
-            memory.log_fp8_saving(self._kv_spec, len(self._model_config.rules))
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start the step. On a CPU it is done on return; on a GPU it is queued on the stream."""
@@ -143,7 +136,7 @@ class Engine:
 
     def facts(self) -> ModelFacts:
         """Return the properties of the loaded model that the front end needs."""
-        model = self._model_config
+        model, dtype = self._model_config, str(self._kv_spec.dtype).removeprefix("torch.")
         return ModelFacts(
             max_seq_len=self.max_seq_len,
             vocab_size=model.vocab_size,
@@ -151,8 +144,8 @@ class Engine:
             kv_capacity_tokens=self.num_pages * self.page_size,
             page_size=self.page_size,
             device=str(self._device),
-            dtype=str(self._dtype).removeprefix("torch."),
-            kv_dtype="fp8" if self._kv_spec.fp8 else str(self._dtype).removeprefix("torch."),
+            dtype=dtype,
+            kv_dtype="fp8" if self._kv_spec.fp8 else dtype,
             sampling_defaults=model.sampling_defaults,
             drafts=self._drafting,
         )
@@ -201,7 +194,7 @@ class Engine:
         del self._model, self._launcher
         torch.cuda.empty_cache()  # does nothing in a process that has not used a GPU
 
-    def _prepare_kernels(self) -> None:
+    def _prepare_kernels(self, needs: AttentionNeeds) -> None:
         """Add the kernel cache to the searched folders; start to compile missing attention kernels.
 
         The compilers run while the weights load. Only rank 0 compiles and logs here. When another
@@ -210,9 +203,7 @@ class Engine:
         config = self._config
         major, minor = torch.cuda.get_device_capability(self._device)
         arch = 10 * major + minor
-        model, spec, added = self._model_config, self._kv_spec, self.extensions.attention_backends
-        about = spec.dtype, model.head_dim, frozenset(model.rules), spec.fp8
-        needs = AttentionNeeds(self._device, *about)
+        added = self.extensions.attention_backends
         needed = attention_kernels(config.attention_backend, needs, [arch], added)
         self._attention_kernels = needed
         if config.kernel_cache is not None:
@@ -221,10 +212,11 @@ class Engine:
             self._compile_log.watch()
             self._wait_for_kernels = compile_missing(needed)
 
-    def _assemble(self) -> StepLauncher:
-        """Allocate all device memory except for graphs, with KV pools of the known sizes."""
-        config, model = self._config, self._model_config
-        counts = [self.num_pages] + ([] if self.window is None else [self.window.num_pages])
+    def _assemble(self, counts: Sequence[int]) -> StepLauncher:
+        """Allocate all device memory except for graphs. counts: the pages of each KV pool."""
+        config, model, window = self._config, self._model_config, self._model_config.window
+        self.num_pages = counts[0]
+        self.window = None if window is None else WindowLayers(window, counts[-1])
         pools = tuple(
             KVPool(
                 self._kv_spec,
@@ -241,7 +233,6 @@ class Engine:
         tables = [
             rope_table(rope, model.head_dim, self.max_seq_len, self._device) for rope in model.ropes
         ]
-        scale = query_scale_table(model.query_scale, self.max_seq_len, self._device)
         max_pages = -(-self.max_seq_len // config.page_size) + -(-drafts // config.page_size)
         page_tables = [
             torch.full((rows, max_pages), pool.dummy_page, dtype=torch.int32, device=self._device)
@@ -263,13 +254,13 @@ class Engine:
             ),
             columns=self.extensions.sampling_columns,
             ropes=tuple(_with_rows(table, drafts) for table in tables),
-            query_scale=None if scale is None else _with_rows(scale, drafts),
+            query_scale=query_scale_table(model.query_scale, positions, self._device),
             page_table=torch.cat(page_tables),
             token_pool=token_pool,
             cached=cached,
             tails=torch.full_like(cached, token_pool.shape[1]) if cached is not None else None,
         )
-        return StepLauncher(runner, self.extensions.logits_processors, model.eos_token_ids)
+        return StepLauncher(runner, self.extensions.logits_processors)
 
     @property
     def _drafting(self) -> bool:
@@ -279,43 +270,48 @@ class Engine:
         return memory.graph_sizes(self._config, self._max_chunk_tokens, self._drafting)
 
     @torch.inference_mode()
-    def _capture(
-        self,
-        shapes: Sequence[DecodeShape],
-        token_sizes: Sequence[int],
-        on_captured: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Capture graphs of these decode steps and numbers of tokens, on a GPU."""
-        if self._device.type == "cuda" and shapes:
-            self._launcher.capture(shapes, token_sizes, self._show_progress, on_captured)
-            self._clear_dummy()
+    def _capture(self, shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) -> list[int]:
+        """Capture graphs of these decode steps and numbers of tokens, on a GPU.
 
-    def _sizes_of_pools(self, free_before: int) -> tuple[int, WindowLayers | None]:
-        """Return the sizes of the KV pools, the same on every rank. Raises OutOfMemory."""
+        Returns the free memory before the captures and after each of them.
+        """
+        free = [memory.free_bytes(self._device)]
+
+        def largest_first(sizes: Sequence[Any], title: str) -> Iterator[Any]:
+            for size in Progress(sizes[::-1], desc=title, disable=not self._show_progress):
+                yield size
+                free.append(memory.free_bytes(self._device))
+
+        if self._device.type == "cuda" and shapes:
+            launcher, runner = self._launcher, self._launcher.runner
+            launcher.graphs = graphs = DecodeGraphs(runner, shapes, largest_first)
+            if graphs.graphs:
+                shared = graphs.rehearsed, graphs.memory
+                launcher.pieces = PieceGraphs(runner, token_sizes, *shared, largest_first)
+            self._clear_dummy()
+        return free
+
+    def _sizes_of_pools(self, free_before: int) -> list[int]:
+        """Return the pages of each KV pool, the same on every rank. Raises OutOfMemory."""
         config, size, model = self._config, self._config.page_size, self._model_config
         given, window, length = config.num_pages, model.window, self.max_seq_len
+        if given is not None and window is not None:
+            return [given, memory.window_pages_for(config, given, window, self._max_chunk_tokens)]
         if given is not None:
-            pages = 0
-            if window is not None:
-                pages = memory.window_pages_for(config, given, window, self._max_chunk_tokens)
-            return given, self._window_layers(pages)
+            return [given]
         on_cpu = self._device.type == "cpu"
         available = config.cpu_kv_bytes if on_cpu else self._gpu_kv_bytes(free_before)
         page_bytes = [kv_page_bytes(self._kv_spec, len(layers), size) for layers in model.pools]
-        least = 1
-        if window is None:
-            found = [memory.pages_that_fit(config, available, page_bytes[0], length)]
-        else:
-            found = [*memory.split_pages(config, available, page_bytes, length, window)]
-            least = WindowLayers(window, 0).reserve(size)
-        found = [self._comm.agree_min(count) for count in found]
+        fitting = memory.pages_that_fit(config, available, page_bytes, length, window)
+        found = [self._comm.agree_min(count) for count in fitting]
+        least = 1 if window is None else WindowLayers(window, 0).reserve(size)
         if found[0] < 1 or found[-1] < least:
             raise OutOfMemory(
                 f"one KV page of {size} tokens takes {sum(page_bytes)} bytes, and at least "
                 f"{least} pages are needed, but only {available} bytes are left; raise "
                 "memory_ratio (on a CPU, raise cpu_kv_bytes) or lower max_running_reqs"
             )
-        return found[0], self._window_layers(found[-1])
+        return found
 
     def _gpu_kv_bytes(self, free_before: int) -> int:
         """Return the memory for KV pages on a GPU, in bytes.
@@ -328,8 +324,7 @@ class Engine:
         device = self._device
         torch.cuda.synchronize(device)
         free_loaded = memory.free_bytes(device)
-        self.num_pages, self.window = 1, self._window_layers(1)
-        self._launcher = self._assemble()
+        self._launcher = self._assemble([1] * len(self._model_config.pools))
         warmup.run_largest(self, self._max_chunk_tokens, self._drafting)
         step_bytes = free_loaded - memory.free_bytes(device)
         graph_bytes = self._measure_graph_bytes()
@@ -354,19 +349,12 @@ class Engine:
         """
         sizes, token_sizes = self._graph_sizes()
         torch.cuda.empty_cache()
-        free = [memory.free_bytes(self._device)]
-        self._capture(
-            sizes[-2:], token_sizes[-2:], lambda: free.append(memory.free_bytes(self._device))
-        )
+        free = self._capture(sizes[-2:], token_sizes[-2:])
         taken = free[0] - memory.free_bytes(self._device)
         self._launcher.graphs = self._launcher.pieces = None
         torch.cuda.empty_cache()
         each = memory.further_graph_bytes(free, min(len(sizes), 2)) + _DRIVER_BLOCK_BYTES
         return taken + each * memory.further_graphs(sizes, token_sizes) if taken else 0
-
-    def _window_layers(self, num_pages: int) -> WindowLayers | None:
-        window = self._model_config.window
-        return None if window is None else WindowLayers(window, num_pages)
 
     @property
     def _pools(self) -> tuple[KVPool, ...]:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from minisgl.core import SAMPLING_COLUMNS, Column, SamplingParams
 from minisgl.core.batch import DraftLengths
-from minisgl.engine.logits_processing import LogitBias, LogitsProcessor, MinTokens, Penalties
+from minisgl.engine.logits_processing import LogitsProcessor, Penalties, TokenBias
 from minisgl.kvcache import CacheListener
 from minisgl.message.kv_events import KVEventTotals
 from minisgl.message.messages import ConstraintTotals
@@ -45,7 +45,7 @@ class Extensions(ModelExtensions):
     """
 
     sampling_columns: tuple[Column, ...] = SAMPLING_COLUMNS
-    logits_processors: tuple[LogitsProcessor[Any], ...] = (LogitBias(), MinTokens(), Penalties())
+    logits_processors: tuple[LogitsProcessor[Any], ...] = (TokenBias(), Penalties())
     constraint_totals: ConstraintTotals | None = None
     cache_reporter: Callable[[int, int], CacheReporter] | None = None
     draft_lengths: Callable[[int], DraftLengths] | None = None

@@ -39,7 +39,7 @@ class ProcessingStep:
     batch          the whole step, on the host.
     places         intp [B]; for each request of the batch, the position of its logits among the N
                    rows of logits. The columns in `views` have the same order. A step with drafts
-                   has several rows of logits for a decode request: see drafting.token_views.
+                   has several rows of logits for a decode request: see DraftStep.token_views.
     views          the batch's columns on the device, such as views.sampling[name], [N].
     token_pool     int32 [rows, max_seq_len + 1] on the device; (batch.rows[i], position) is the id
                    of a token that this engine sampled.
@@ -157,34 +157,35 @@ class LogitsProcessor(Protocol[State]):
         """
 
 
-class LogitBias:
-    """Adds SamplingParams.logit_bias."""
+class TokenBias:
+    """Adds SamplingParams.logit_bias.
 
-    def open(self, params: SamplingParams) -> dict[int, float] | None:
-        return params.logit_bias or None
-
-    def prepare(
-        self, reqs: Sequence[tuple[EditedReq, dict[int, float]]], step: ProcessingStep
-    ) -> Edit | None:
-        return _bias_edit([(req.index, *item) for req, bias in reqs for item in bias.items()], step)
-
-
-class MinTokens:
-    """Forbids EOS and stop token ids until the output has SamplingParams.min_tokens tokens."""
+    It also forbids EOS and stop token ids until the output has SamplingParams.min_tokens tokens.
+    """
 
     def open(self, params: SamplingParams) -> SamplingParams | None:
-        return params if params.min_tokens > 0 else None
+        return params if params.logit_bias or params.min_tokens > 0 else None
 
     def prepare(
         self, reqs: Sequence[tuple[EditedReq, SamplingParams]], step: ProcessingStep
     ) -> Edit | None:
         entries: list[tuple[int, int, float]] = []
         for req, params in reqs:
+            entries += [(req.index, *item) for item in params.logit_bias.items()]
             if req.position < req.prompt_len + params.min_tokens:
                 eos = () if params.ignore_eos else step.eos_token_ids
-                ids = {*params.stop_token_ids, *eos}
-                entries += [(req.index, token_id, _NEVER) for token_id in ids]
-        return _bias_edit(entries, step)
+                forbidden = {*params.stop_token_ids, *eos}
+                entries += [(req.index, token_id, _NEVER) for token_id in forbidden]
+        if not entries:
+            return None
+        index, ids, values = zip(*entries, strict=True)
+        arrays = {
+            "index": step.places[np.array(index)].astype(np.int32),
+            "ids": np.array(ids, dtype=np.int32),
+            "values": np.array(values, dtype=np.float32),
+        }
+        tensors = upload(arrays, step.token_pool.device)
+        return lambda logits: add_bias(logits, **tensors)
 
 
 class Penalties:
@@ -217,19 +218,6 @@ class Penalties:
         return lambda logits: apply_penalties(logits, tensors, step.token_pool)
 
 
-def prepare_edits(
-    processors: Sequence[LogitsProcessor[Any]], reqs: Sequence[EditedReq], step: ProcessingStep
-) -> list[Edit]:
-    """Return the edits of one step, in the order in which they apply."""
-    edits = []
-    for number, processor in enumerate(processors):
-        edited = [(req, req.states[number]) for req in reqs if req.states[number] is not None]
-        edit = processor.prepare(edited, step) if edited else None
-        if edit is not None:
-            edits.append(edit)
-    return edits
-
-
 def upload(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, Tensor]:
     """Copy all arrays to the device in one transfer. The tensors keep names and dtypes.
 
@@ -260,17 +248,3 @@ def put_texts(texts: Sequence[tuple[int, int, Int32Array]], token_pool: Tensor) 
     }
     sent = upload(arrays, token_pool.device)
     token_pool[sent["rows"].long(), sent["cols"]] = sent["ids"]
-
-
-def _bias_edit(entries: Sequence[tuple[int, int, float]], step: ProcessingStep) -> Edit | None:
-    """Return an edit that adds values; entries: (index in the batch, token id, value)."""
-    if not entries:
-        return None
-    index, ids, values = zip(*entries, strict=True)
-    arrays = {
-        "index": step.places[np.array(index)].astype(np.int32),
-        "ids": np.array(ids, dtype=np.int32),
-        "values": np.array(values, dtype=np.float32),
-    }
-    tensors = upload(arrays, step.token_pool.device)
-    return lambda logits: add_bias(logits, **tensors)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core.batch import Batch, HostLogprobs, Logprobs, LogprobsRequest
+from minisgl.core.batch import Batch, HostLogprobs, Logprobs
 from minisgl.engine.logits_processing import upload
 from minisgl.kernel import top_logprobs
 from minisgl.models.decoder import CausalLM
@@ -71,30 +71,21 @@ def start_logprobs(
     count = int(wanted.sampled.max(initial=-1))
     if count >= 0 and logits is not None and next_tokens is not None:
         sampled = _to_host(top_logprobs(logits[:reqs], next_tokens[0, :reqs], count))
-    prompts = {} if hidden is None else _start_prompts(model, hidden, batch, first_tokens, wanted)
-    return PendingLogprobs(sampled, prompts)
-
-
-def _start_prompts(
-    model: CausalLM,
-    hidden: Tensor,
-    batch: Batch,
-    first_tokens: NDArray[np.intp],
-    wanted: LogprobsRequest,
-) -> dict[int, list[Logprobs[Tensor]]]:
-    pending: dict[int, list[Logprobs[Tensor]]] = {}
+    prompts: dict[int, list[Logprobs[Tensor]]] = {}
+    if hidden is None:
+        return PendingLogprobs(sampled, prompts)
     targets = upload({"targets": np.maximum(wanted.prompt_targets, 0)}, hidden.device)["targets"]
-    head, taken = model.lm_head, 0
-    for index in np.flatnonzero(wanted.prompt >= 0).tolist():
-        length, count = int(batch.lengths[index]), int(wanted.prompt[index])
-        positions = torch.split(hidden[int(first_tokens[index]) :][:length], _PROMPT_ROWS)
-        chosen = torch.split(targets[taken : taken + length], _PROMPT_ROWS)
-        pending[index] = [
+    head, asking = model.lm_head, np.flatnonzero(wanted.prompt >= 0)
+    parts = torch.split(targets, batch.lengths[asking].tolist())
+    for index, chosen in zip(asking.tolist(), parts, strict=True):
+        positions = hidden[int(first_tokens[index]) :][: len(chosen)]
+        pieces = (torch.split(part, _PROMPT_ROWS) for part in (positions, chosen))
+        count = int(wanted.prompt[index])
+        prompts[index] = [
             _to_host(top_logprobs(head.all_gather_logits(head.logits(rows)).float(), ids, count))
-            for rows, ids in zip(positions, chosen, strict=True)
+            for rows, ids in zip(*pieces, strict=True)
         ]
-        taken += length
-    return pending
+    return PendingLogprobs(sampled, prompts)
 
 
 def _to_host(found: Logprobs[Tensor]) -> Logprobs[Tensor]:

@@ -6,24 +6,24 @@ It also chooses the sizes of the CUDA graphs and of the KV pools.
 
 import contextlib
 import itertools
-import logging
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers
+from minisgl.attention.base import AttentionNeeds
+from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers, step_sizes
 from minisgl.core.batch import MAX_DRAFT_TOKENS
-from minisgl.distributed.comm import TPInfo
+from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine.cuda_graph import DecodeShape, graph_shapes
-from minisgl.engine.piecewise_graph import piece_sizes
 from minisgl.kvcache.pool import KVSpec
 from minisgl.models.config import ModelConfig
-
-logger = logging.getLogger(__name__)
+from minisgl.models.decoder import local_kv_spec
 
 _MAX_GRAPH_REQS = 256  # requests of the largest decode graph if cuda_graph_max_bs is not set
+_MAX_PIECE_TOKENS = 4096  # of the largest piecewise graph
 _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,7 +46,53 @@ def resolve_device(config: EngineConfig, tp: TPInfo) -> torch.device:
     return torch.device("cuda", tp.rank)
 
 
-def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+class Resolved(NamedTuple):
+    """The values of one rank that an EngineConfig leaves open.
+
+    model            the model for contexts of at most max_seq_len tokens.
+    kv_spec          the state of each layer for a token. Its dtype is that of the model.
+    attention_needs  the requirements on the attention backend.
+    """
+
+    model: ModelConfig
+    max_seq_len: int
+    kv_spec: KVSpec
+    attention_needs: AttentionNeeds
+
+
+def resolve(
+    config: EngineConfig, model: ModelConfig, tp: TPInfo, device: torch.device, drafting: bool
+) -> Resolved:
+    """Return the values of an engine on `device`. Raises ConfigError.
+
+    max_seq_len: None in the config means the model's context. A longer context is refused, because
+    later positions have no meaning.
+
+    drafting: whether the engine runs steps with drafts. It runs none of a model with windows. A row
+    drops window pages behind its length. The host has only an upper bound of the length while
+    the result of a step with drafts is open. If the step rejects its drafts, the next step reads
+    pages that the row has dropped.
+    """
+    context = model.max_position
+    length = context if config.max_seq_len is None else config.max_seq_len
+    if not 1 < length <= context:
+        raise ConfigError(
+            f"max_seq_len {length} is outside 2..{context}, the model's context in tokens"
+        )
+    model = model.for_context(length)
+    if drafting and model.window is not None:
+        raise ConfigError(
+            f"speculative does not support a model with sliding windows, and this model has a "
+            f"window of {model.window} tokens; start without speculative"
+        )
+    dtype = _resolve_dtype(config, model, device)
+    fp8 = _resolve_fp8_kv(config, dtype, device)
+    needs = AttentionNeeds(device, dtype, model.head_dim, frozenset(model.rules), fp8)
+    spec = local_kv_spec(model, SingleCommunicator(tp), dtype, fp8)
+    return Resolved(model, length, spec, needs)
+
+
+def _resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
     """Return the dtype; auto is float32 on a CPU, the checkpoint's dtype on a GPU.
 
     Raises ConfigError.
@@ -59,7 +105,7 @@ def resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device
     return _DTYPES[name]
 
 
-def resolve_fp8_kv(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> bool:
+def _resolve_fp8_kv(config: EngineConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Return whether the KV cache is in FP8; otherwise it is in the model's `dtype`.
 
     Raises ConfigError.
@@ -82,35 +128,6 @@ def resolve_fp8_kv(config: EngineConfig, dtype: torch.dtype, device: torch.devic
     return name == "fp8"
 
 
-def resolve_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
-    """Return the context length in tokens; None in the config means the model's context.
-
-    Raises ConfigError for a length above the model's context, because later positions have no
-    meaning.
-    """
-    context = model.max_position
-    length = context if config.max_seq_len is None else config.max_seq_len
-    if not 1 < length <= context:
-        raise ConfigError(
-            f"max_seq_len {length} is outside 2..{context}, the model's context in tokens"
-        )
-    return length
-
-
-def check_drafts(model: ModelConfig) -> None:
-    """Raise ConfigError if the engine cannot run steps with drafts of this model.
-
-    A row drops window pages behind its length. The host has only an upper bound of the length while
-    the result of a step with drafts is open. If the step rejects its drafts, the next step reads
-    pages that the row has dropped.
-    """
-    if model.window is not None:
-        raise ConfigError(
-            f"speculative does not support a model with sliding windows, and this model has a "
-            f"window of {model.window} tokens; start without speculative"
-        )
-
-
 def graph_sizes(
     config: EngineConfig, max_chunk_tokens: int, drafting: bool
 ) -> tuple[list[DecodeShape], list[int]]:
@@ -118,7 +135,8 @@ def graph_sizes(
     asked, rows = config.cuda_graph_max_bs, config.max_running_reqs
     largest = min(rows, _MAX_GRAPH_REQS if asked is None else asked)
     tokens = max(rows, MAX_DRAFT_TOKENS if drafting else 0)
-    return graph_shapes(largest, drafting), piece_sizes(max_chunk_tokens + tokens)
+    pieces = min(max_chunk_tokens + tokens, _MAX_PIECE_TOKENS)
+    return graph_shapes(largest, drafting), step_sizes(pieces)
 
 
 def further_graphs(shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) -> int:
@@ -150,26 +168,29 @@ def kv_bytes_left(config: EngineConfig, free_before: int, taken: int) -> int:
     return int(config.memory_ratio * free_before) - taken
 
 
-def pages_that_fit(config: EngineConfig, available: int, page_bytes: int, max_seq_len: int) -> int:
-    """Return the number of KV pages in `available` bytes; no more than all requests can fill."""
-    return min(available // page_bytes, _useful_pages(config, max_seq_len))
+def pages_that_fit(
+    config: EngineConfig,
+    available: int,
+    page_bytes: Sequence[int],
+    max_seq_len: int,
+    window: int | None,
+) -> list[int]:
+    """Return the pages of each KV pool in `available` bytes; no more than all requests can fill.
 
-
-def split_pages(
-    config: EngineConfig, available: int, page_bytes: Sequence[int], max_seq_len: int, window: int
-) -> tuple[int, int]:
-    """Divide `available` bytes between layers with full attention and window layers.
-
-    page_bytes: of one page of each of the two pools. window: tokens of a window.
-    Returns the pages of both pools. They hold the same number of requests of kv_request_tokens
-    tokens. With longer requests the first pool is full earlier, with shorter ones the second.
+    page_bytes: of one page of each pool. window: tokens of a window; None: all layers have full
+    attention, and there is one pool. The pages of two pools hold the same number of requests of
+    kv_request_tokens tokens. With longer requests the first pool is full earlier, with shorter ones
+    the second, which has the window layers.
     """
-    size, useful = config.page_size, _useful_pages(config, max_seq_len)
+    size = config.page_size
+    useful = config.max_running_reqs * -(-max_seq_len // size)
+    if window is None:
+        return [min(available // page_bytes[0], useful)]
     full = -(-min(config.kv_request_tokens, max_seq_len) // size)
     windows = min(WindowLayers(window, 0).reserve(size), full)
     request_bytes = full * page_bytes[0] + windows * page_bytes[1]
     pages = min(available * full // request_bytes, useful) if page_bytes[0] else useful
-    return pages, min((available - pages * page_bytes[0]) // page_bytes[1], pages)
+    return [pages, min((available - pages * page_bytes[0]) // page_bytes[1], pages)]
 
 
 def window_pages_for(
@@ -187,30 +208,9 @@ def window_pages_for(
     return max(min(needed, num_pages), reserve)
 
 
-def _useful_pages(config: EngineConfig, max_seq_len: int) -> int:
-    return config.max_running_reqs * -(-max_seq_len // config.page_size)
-
-
-def log_fp8_saving(spec: KVSpec, layers: int) -> None:
-    """Log the bytes of a token in a pool of `layers` layers, with FP8 and without it."""
-    fp8_bytes, bytes_before = (
-        each.token_bytes * layers for each in (spec, spec._replace(fp8=False))
-    )
-    logger.info(
-        "KV cache in fp8: token_bytes=%d instead of %d, so %.2f times as many tokens fit "
-        "into the same memory",
-        fp8_bytes,
-        bytes_before,
-        bytes_before / fp8_bytes,
-    )
-
-
 def free_bytes(device: torch.device) -> int:
     """Return the free memory of a GPU; 0 for other devices."""
-    if device.type != "cuda":
-        return 0
-    free, _ = torch.cuda.mem_get_info(device)
-    return int(free)
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.attention.base import AttentionBackend, AttentionStep, StepAttention
+from minisgl.attention.base import AttentionBackend, StepAttention
 from minisgl.core import Batch, Column, Int32Array, StepResult
 from minisgl.engine.logprobs import PendingLogprobs
 from minisgl.kernel import StepLayout, StepViews, stage_tokens
@@ -60,8 +60,6 @@ class ModelRunner:
     @property
     def page_tables(self) -> tuple[Tensor, ...]:
         """The page table of each pool: views, int32 [max_running_reqs + 1, max_pages]."""
-        if len(self.pools) == 1:
-            return (self.page_table,)
         return self.page_table.chunk(len(self.pools))
 
     @property
@@ -72,18 +70,6 @@ class ModelRunner:
     def padding(self) -> list[int]:
         """The id, the position and the slots of a padding token."""
         return [0, 0, *(pool.dummy_slot for pool in self.pools)]
-
-    def attention_step(
-        self,
-        views: StepViews[Tensor],
-        num_decode: int,
-        start: Int32Array,
-        lengths: Int32Array,
-        device_lengths: Tensor,
-    ) -> AttentionStep:
-        """lengths, device_lengths: int32 [N], the forwarded tokens, on the host and the device."""
-        on_device = (views.rows, views.start, device_lengths)
-        return AttentionStep(num_decode, start, lengths, *on_device, *self.page_tables)
 
     def stage(self, views: StepViews[Tensor], num_decode_tokens: int, tokens: Tensor) -> None:
         """Fill `tokens` with the ids, positions and KV slots of a step's tokens.
@@ -125,6 +111,7 @@ class ModelRunner:
 class StepInputs:
     """A packed batch, before its copy to the device. It has its own order of the requests.
 
+    batch           the packed batch.
     order           intp [B]; the request at position i of the buffer has index order[i] in the
                     batch.
     start, lengths  int32 [N], in the order of the buffer. N is B plus padding. `lengths` are the
@@ -134,6 +121,7 @@ class StepInputs:
     layout, packed  the packed buffer: int32 on the host, pinned for a GPU.
     """
 
+    batch: Batch
     order: NDArray[np.intp]
     start: Int32Array
     lengths: Int32Array
@@ -180,7 +168,7 @@ def pack(batch: Batch, size: int, runner: ModelRunner) -> StepInputs:
     lengths = pad(host, reqs, runner, all_decode, batch.width)
     host.page_rows[:], host.page_cols[:], host.page_ids[:] = batch.page_updates
     host.chunk_ids[:] = batch.chunk_ids
-    return StepInputs(order, host.start, lengths, all_decode, batch.width, layout, packed)
+    return StepInputs(batch, order, host.start, lengths, all_decode, batch.width, layout, packed)
 
 
 def pad(
@@ -213,7 +201,6 @@ class LaunchedStep:
 
     def __init__(
         self,
-        batch: Batch,
         inputs: StepInputs,
         next_tokens: Tensor | None,
         logprobs: PendingLogprobs | None = None,
@@ -222,9 +209,8 @@ class LaunchedStep:
         """Queue the copy of the result to the host on the current stream.
 
         next_tokens: int32 [2, N] as sampler.sample_tokens returns it, or [6 + W, N] as
-        drafting.accept returns it for a step with drafts. None when no request samples.
+        DraftStep.accept returns it for a step with drafts. None when no request samples.
         """
-        self._batch = batch
         self._inputs = inputs
         self._logprobs = logprobs
         self._by_graph = by_graph
@@ -241,27 +227,25 @@ class LaunchedStep:
         """Block until the step is done. Requests that do not sample get token 0, finite=True."""
         if self._done is not None:
             self._done.synchronize()
-        samples, order = self._batch.samples, self._inputs.order
-        width = self._inputs.width
-        tokens = np.zeros((len(samples), width), dtype=np.int32)
-        finite: NDArray[np.bool_] = np.ones(len(samples), dtype=np.bool_)
-        counts = samples.astype(np.int32)
-        drafted = agreed = predicted = None
-        if self._batch.drafting:
-            drafted, agreed = np.zeros((2, len(samples)), dtype=np.int32)
-            predicted = np.zeros(len(samples), dtype=np.bool_)
+        inputs, batch = self._inputs, self._inputs.batch
+        samples = batch.samples
+        result = np.zeros((result_rows(inputs.width), len(samples)), dtype=np.int32)
         if self._host is not None:
-            host = self._host.numpy()[:, : len(samples)]
-            finite[order] = host[1] != 0
-            if drafted is None or agreed is None or predicted is None:
-                tokens[order, 0] = host[0]
-            else:
-                counts[order], agreed[order], drafted[order], predicted[order] = host[2:6]
-                tokens[order] = host[6:].T
-            tokens[~samples] = 0
-            finite |= ~samples
+            result[: len(self._host), inputs.order] = self._host.numpy()[:, : len(samples)]
+        finite = (result[1] != 0) | ~samples
+        tokens, counts = result[:1], samples.astype(np.int32)
+        drafted = agreed = predicted = None
+        if batch.drafting:
+            counts, agreed, drafted = result[2:5]
+            predicted, tokens = result[5] != 0, result[6:]
+        tokens = np.where(samples, tokens, 0).T
         logprobs = prompts = None
         if self._logprobs is not None:
-            logprobs, prompts = self._logprobs.read(self._inputs.places)
+            logprobs, prompts = self._logprobs.read(inputs.places)
         drafts = drafted, agreed, predicted
         return StepResult(tokens, counts, finite, logprobs, prompts, self._by_graph, *drafts)
+
+
+def result_rows(width: int) -> int:
+    """Return the number of rows of the tensor that DraftStep.accept returns."""
+    return 6 + width

@@ -8,22 +8,16 @@ the GPU runs these kernels in less time. The work after the last attention runs 
 DecodeGraph.finish, or eagerly.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from minisgl.attention.base import StepAttention
-from minisgl.core import step_sizes
-from minisgl.engine.cuda_graph import largest_first
+from minisgl.engine.cuda_graph import LargestFirst
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.models.decoder import Attended
-
-
-def piece_sizes(largest: int) -> list[int]:
-    """Return the numbers of tokens to capture, to which steps with prompts are padded."""
-    return step_sizes(min(largest, 4096))
 
 
 class _Piece(NamedTuple):
@@ -115,23 +109,20 @@ class PieceGraphs:
         sizes: Sequence[int],
         rehearsed: int,
         memory: Any,
-        show_progress: bool,
-        on_captured: Callable[[], object] = lambda: None,
+        largest_first: LargestFirst,
     ) -> None:
         """Capture graphs of these sizes. Blocks the host.
 
-        rehearsed, memory: of the decode graphs. on_captured: called after the capture of each size.
+        rehearsed, memory: of the decode graphs.
         """
         rows, largest = len(runner.padding), max(sizes, default=0)
         self._tokens = torch.zeros((rows, largest), dtype=torch.int32, device=runner.device)
-        self._padding = torch.tensor(runner.padding, dtype=torch.int32, device=runner.device)[
-            :, None
-        ]
+        column = [[value] for value in runner.padding]
+        self._padding = torch.tensor(column, dtype=torch.int32, device=runner.device)
         self._rehearsed = rehearsed
         self._forwards: list[PieceForward] = []
-        for size in largest_first(sizes, "capturing piecewise graphs", show_progress):
+        for size in largest_first(sizes, "capturing piecewise graphs"):
             self._forwards.insert(0, self._capture(runner, size, memory))
-            on_captured()
 
     def pick(self, num_tokens: int) -> PieceForward | None:
         """Return the smallest forward for num_tokens tokens; None if no size is large enough.

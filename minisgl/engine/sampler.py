@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import SAMPLING_COLUMNS, Batch
-from minisgl.engine.drafting import DraftStep, accept, token_views
+from minisgl.engine.drafting import DraftStep
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.kernel import SamplingTensors, StepViews, put_tokens, sample
 
@@ -43,10 +43,10 @@ def sample_tokens(
 
     logits: [N, n] of this rank's ids, or with `gathered` [N, V] of all ids. Returns int32 [2, N]:
     the tokens, and 1 for each row with finite logits. With `drafts`, logits has the M rows of
-    drafting.token_views, and the result is that of drafting.accept. The function does not wait for
-    the device, so that a CUDA graph can capture it.
+    DraftStep.token_views, and the result is that of DraftStep.accept. The function does not wait
+    for the device, so that a CUDA graph can capture it.
     """
-    sampled_views = views if drafts is None else token_views(views, drafts)
+    sampled_views = views if drafts is None else drafts.token_views()
     columns = {column.name: sampled_views.sampling[column.name] for column in SAMPLING_COLUMNS}
     position = sampled_views.start + sampled_views.lengths
     params = SamplingTensors(
@@ -60,7 +60,7 @@ def sample_tokens(
         given = runner.replay[sampled_views.rows.long(), position.long()]
         tokens = torch.where(given >= 0, given, tokens)
     if drafts is not None:
-        return accept(runner, views, drafts, tokens, finite)
+        return drafts.accept(tokens, finite)
     where = views.rows, views.start, views.lengths, views.samples
     put_tokens(runner.token_pool, *where, tokens)
     return torch.stack((tokens, finite.int()))

@@ -1,6 +1,6 @@
 """`StepLauncher`: queues the work of one step, from the packed batch to the copy of its tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,23 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.attention.base import AttentionStep
 from minisgl.core import Batch
-from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs, DecodeShape
-from minisgl.engine.drafting import (
-    DraftStep,
-    draft_step,
-    find,
-    forwarded_lengths,
-    set_lengths,
-    token_views,
-)
-from minisgl.engine.logits_processing import (
-    Edit,
-    LogitsProcessor,
-    ProcessingStep,
-    TokenMask,
-    prepare_edits,
-)
+from minisgl.engine.cuda_graph import DecodeGraph, DecodeGraphs
+from minisgl.engine.drafting import DraftStep, draft_step
+from minisgl.engine.logits_processing import Edit, LogitsProcessor, ProcessingStep, TokenMask
 from minisgl.engine.logprobs import start_logprobs
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner, StepInputs, pack
 from minisgl.engine.piecewise_graph import PieceGraphs
@@ -43,32 +31,14 @@ class StepLauncher:
 
     runner          the model and its memory.
     processors      logits processors, in the order in which they edit.
-    eos_token_ids   of the model.
     graphs, pieces  CUDA graphs of decode steps, and of steps with prompt tokens; None if none are
                     captured.
     """
 
     runner: ModelRunner
     processors: Sequence[LogitsProcessor[Any]]
-    eos_token_ids: tuple[int, ...]
     graphs: DecodeGraphs | None = None
     pieces: PieceGraphs | None = None
-
-    def capture(
-        self,
-        shapes: Sequence[DecodeShape],
-        token_sizes: Sequence[int],
-        show: bool,
-        on_captured: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Capture decode graphs and piecewise graphs of these sizes. Blocks the host.
-
-        on_captured: called after the capture of each size, first of the decode graphs.
-        """
-        self.graphs = graphs = DecodeGraphs(self.runner, shapes, show, on_captured)
-        if graphs.graphs:
-            shared = (graphs.rehearsed, graphs.memory)
-            self.pieces = PieceGraphs(self.runner, token_sizes, *shared, show, on_captured)
 
     def warm_up_masks(self) -> None:
         """Launch the kernel of token masks for each dtype of logits that it may get."""
@@ -83,35 +53,26 @@ class StepLauncher:
         """Start the step. On a CPU it is complete when this method returns."""
         runner = self.runner
         graph = None if self.graphs is None else self.graphs.pick(batch)
-        size = batch.num_reqs if graph is None else graph.size
+        size = batch.num_reqs if graph is None else graph.shape.reqs
         inputs = pack(batch, size, runner)
         views = self._send(inputs, graph)
         update_pages(runner.page_table, views.page_rows, views.page_cols, views.page_ids)
-        drafts = None if graph is None else graph.drafts
-        if runner.cached is not None:
-            set_lengths(batch, views, runner)
-            if drafts is None:
-                drafts = draft_step(runner, size, inputs.num_decode, inputs.width)
+        if graph is None:
+            drafts = draft_step(runner, views, inputs.num_decode, inputs.width)
+        else:
+            drafts = graph.drafts
+        if drafts is not None:
+            drafts.set_lengths(batch)
             # A graph finds the drafts too. The masks need them before the graph ends.
             if graph is None or (batch.logit_edits is not None and inputs.width > 1):
-                find(runner, views, drafts)
-        edits: list[Edit] = []
-        if batch.logit_edits is not None:
-            step = ProcessingStep(
-                batch,
-                inputs.logit_rows,
-                views if drafts is None else token_views(views, drafts),
-                runner.token_pool,
-                self.eos_token_ids,
-                runner.cached,
-                drafts.found if drafts is not None and inputs.width > 1 else None,
-            )
-            edits = prepare_edits(self.processors, batch.logit_edits, step)
+                drafts.find()
+        edits = self._prepare_edits(inputs, views, drafts)
         if graph is None:
-            hidden, logits = self._forward(batch, inputs, views, drafts)
+            hidden, logits = self._forward(inputs, views, drafts)
         else:
             graph.forward.replay()
             hidden, logits = None, graph.logits
+        kind = sampling_kind(batch)
         next_tokens = logprobs = None
         masks = [edit for edit in edits if isinstance(edit, TokenMask)]
         if len(masks) == len(edits) and batch.logprobs is None and logits is not None:
@@ -124,7 +85,6 @@ class StepLauncher:
                 edited = logits.clone() if edits else logits
                 for edit in edits:
                     edit(edited)
-                kind = sampling_kind(batch)
                 next_tokens = sample_tokens(
                     runner, edited, views, kind, gathered=True, drafts=drafts
                 )
@@ -135,11 +95,10 @@ class StepLauncher:
                 runner.model, batch, first_tokens, hidden, logits, next_tokens
             )
         elif graph is not None:
-            next_tokens = graph.sample(sampling_kind(batch).filters)
+            next_tokens = graph.sample(kind.filters)
         elif logits is not None:
-            kind = sampling_kind(batch)
             next_tokens = sample_tokens(runner, logits, views, kind, drafts=drafts)
-        return LaunchedStep(batch, inputs, next_tokens, logprobs, by_graph=graph is not None)
+        return LaunchedStep(inputs, next_tokens, logprobs, by_graph=graph is not None)
 
     def _send(self, inputs: StepInputs, graph: DecodeGraph | None) -> StepViews[Tensor]:
         """Copy the packed buffer to the device; for a graph, to the buffer that the graph reads."""
@@ -148,24 +107,43 @@ class StepLauncher:
         buffer = self.graphs.buffer[: inputs.layout.size]
         return inputs.layout.views(buffer.copy_(inputs.packed, non_blocking=True))
 
+    def _prepare_edits(
+        self, inputs: StepInputs, views: StepViews[Tensor], drafts: DraftStep | None
+    ) -> list[Edit]:
+        """Return the edits of the step, in the order in which they apply."""
+        reqs, edits = inputs.batch.logit_edits, list[Edit]()
+        if reqs is None:
+            return edits
+        step = ProcessingStep(
+            inputs.batch,
+            inputs.logit_rows,
+            views if drafts is None else drafts.token_views(),
+            self.runner.token_pool,
+            self.runner.model.config.eos_token_ids,
+            self.runner.cached,
+            drafts.found if drafts is not None and inputs.width > 1 else None,
+        )
+        for number, processor in enumerate(self.processors):
+            edited = [(req, req.states[number]) for req in reqs if req.states[number] is not None]
+            edit = processor.prepare(edited, step) if edited else None
+            if edit is not None:
+                edits.append(edit)
+        return edits
+
     def _forward(
-        self,
-        batch: Batch,
-        inputs: StepInputs,
-        views: StepViews[Tensor],
-        drafts: DraftStep | None,
+        self, inputs: StepInputs, views: StepViews[Tensor], drafts: DraftStep | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Run the forward without a decode graph.
 
         Returns the hidden states [T or more, H], or None if no request asks for log-probabilities
         of its prompt. Also returns logits [N, n] of this rank's ids, or None if no request samples.
-        With `drafts`, logits has M rows, as drafting.token_views.
+        With `drafts`, logits has M rows, as DraftStep.token_views.
         """
-        runner, num_decode = self.runner, inputs.num_decode
+        runner, batch, num_decode = self.runner, inputs.batch, inputs.num_decode
         num_decode_tokens = num_decode * inputs.width
         num_tokens = num_decode_tokens + batch.num_prefill_tokens
-        lengths = views.lengths if drafts is None else forwarded_lengths(views, drafts)
-        step = runner.attention_step(views, num_decode, inputs.start, inputs.lengths, lengths)
+        reqs = (views if drafts is None else drafts.forwarded_views())[:3]  # rows, start, lengths
+        step = AttentionStep(num_decode, inputs.start, inputs.lengths, *reqs, *runner.page_tables)
         attention = runner.attention.prepare(step)
         piece = None if self.pieces is None else self.pieces.pick(num_tokens)
         if piece is None:
@@ -182,7 +160,7 @@ class StepLauncher:
         samples = batch.samples.any()
         if not (of_prompts or samples):
             return None, None
-        model, last = runner.model, views.first + lengths - 1
+        model, last = runner.model, views.first + step.device_lengths - 1
         if inputs.width > 1:
             decoded = torch.arange(num_decode_tokens, device=runner.device)
             last = torch.cat((decoded, last[num_decode:]))

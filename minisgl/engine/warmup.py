@@ -10,16 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.core.batch import (
-    DRAFT_WIDTHS,
-    MAX_DRAFT_TOKENS,
-    Batch,
-    EngineLike,
-    LogprobsRequest,
-    PageUpdates,
-)
+from minisgl.core import Batch, EngineLike, PageUpdates, SamplingParams
+from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, LogprobsRequest
 from minisgl.core.columns import sampling_arrays
-from minisgl.core.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 FILTERED = SamplingParams(temperature=1.0, top_k=2, seed=0)
@@ -54,9 +47,7 @@ def warm_up(engine: EngineLike, widths: Sequence[int] = DRAFT_WIDTHS[:1]) -> Non
             shapes.append(StepShape(mixed_decodes, 3, 4, width))
     for shape in shapes:
         for params, logprobs in itertools.product(_KINDS, (False, True)):
-            batch = warmup_batch(engine, shape, params, logprobs=logprobs)
-            if batch is not None:
-                engine.launch(batch).wait()
+            _run(engine, warmup_batch(engine, shape, params, logprobs=logprobs))
 
 
 def run_every_size(engine: EngineLike, max_chunk_tokens: int) -> None:
@@ -65,9 +56,8 @@ def run_every_size(engine: EngineLike, max_chunk_tokens: int) -> None:
     for size in (2**power for power in range(max_chunk_tokens.bit_length())):
         shapes += [StepShape(0, size, 0), StepShape(0, size + 1, 0), StepShape(1, size, 4)]
     for shape in shapes:
-        batch = warmup_batch(engine, shape, FILTERED)
-        if batch is not None and shape.chunk <= max_chunk_tokens:
-            engine.launch(batch).wait()
+        if shape.chunk <= max_chunk_tokens:
+            _run(engine, warmup_batch(engine, shape, FILTERED))
 
 
 def run_largest(engine: EngineLike, max_chunk_tokens: int, drafting: bool = False) -> None:
@@ -85,6 +75,11 @@ def run_largest(engine: EngineLike, max_chunk_tokens: int, drafting: bool = Fals
     for shape in shapes:
         batch = warmup_batch(engine, shape, FILTERED)
         assert batch is not None, "the engine must have room for the largest step; this is a bug"
+        _run(engine, batch)
+
+
+def _run(engine: EngineLike, batch: Batch | None) -> None:
+    if batch is not None:
         engine.launch(batch).wait()
 
 
@@ -113,22 +108,17 @@ def warmup_batch(
         lengths[-1] = shape.chunk - (num_chunks - 1) * longest
     pages = -(-(shape.context + int(lengths.max())) // engine.page_size)
     read_only = shape.context // engine.page_size
-    rows = np.arange(num_reqs, dtype=np.int32)
-    table_rows, page_ids = [], []
     window = [] if engine.window is None else [engine.window.num_pages]
-    for table, num_pages in enumerate([engine.num_pages, *window]):
-        ids = np.full((num_reqs, pages), num_pages, dtype=np.int32)
-        scattered = np.arange(num_reqs * read_only, dtype=np.int32) % num_pages
-        ids[:, :read_only] = scattered.reshape(num_reqs, read_only)
-        page_ids.append(ids.ravel())
-        table_rows.append(np.repeat(rows, pages) + np.int32(table * (engine.max_running_reqs + 1)))
-    cols = np.tile(np.arange(pages, dtype=np.int32), num_reqs * len(page_ids))
-    updates = PageUpdates(np.concatenate(table_rows), cols, np.concatenate(page_ids))
+    num_pages = np.array([engine.num_pages, *window], dtype=np.int32)[:, None, None]
+    table, req, col = np.indices((len(num_pages), num_reqs, pages), dtype=np.int32)
+    ids = np.where(col < read_only, (req * read_only + col) % num_pages, num_pages)
+    table_rows = table * (engine.max_running_reqs + 1) + req
+    updates = PageUpdates(table_rows.ravel(), col.ravel(), ids.ravel())
     nothing = np.full(num_reqs, -1, dtype=np.int32)
     return Batch(
         step_id=0,
         num_decode=shape.num_decode,
-        rows=rows,
+        rows=np.arange(num_reqs, dtype=np.int32),
         start=np.full(num_reqs, shape.context, dtype=np.int32),
         lengths=lengths,
         samples=np.ones(num_reqs, dtype=np.bool_),

@@ -21,11 +21,10 @@ from minisgl.benchmark.floor import (
 from minisgl.core import EngineConfig, WindowLayers
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory
-from minisgl.engine.check import LoneRank, share_of
+from minisgl.engine.check import share_of
 from minisgl.kernel import ContextCopy
 from minisgl.kvcache.pool import kv_page_bytes
 from minisgl.models.config import ModelConfig
-from minisgl.models.decoder import local_kv_spec
 from minisgl.models.loader import materialise
 from minisgl.planning.gpus import Gpu
 from minisgl.quantization import with_quantizations
@@ -92,21 +91,17 @@ def make_plan(
 
     max_chunk_tokens: the largest number of prompt tokens in one step, the same as for Engine.
     """
-    dtype = memory.resolve_dtype(config, model, torch.device("cuda"))
-    fp8_kv = memory.resolve_fp8_kv(config, dtype, torch.device("meta"))
+    tp, drafting = TPInfo(0, config.tp_size), config.speculative is not None
+    device = torch.device("meta")
+    model, context, spec, _ = memory.resolve(config, model, tp, device, drafting)
+    dtype, fp8_kv = spec.dtype, spec.fp8
     flags = [] if config.quantization is None else [f"--quantization={config.quantization}"]
     flags += ["--kv-cache-dtype=fp8"] if fp8_kv else []
     flags += [] if config.speculative is None else [f"--speculative={config.speculative}"]
-    tp = TPInfo(0, config.tp_size)
-    context = memory.resolve_max_seq_len(config, model)
-    model = model.for_context(context)
-    if config.speculative is not None:
-        memory.check_drafts(model)
     share, _ = share_of(model, tp, dtype, with_quantizations(), config.quantization)
     materialise(share, torch.device("meta"), dtype)
     # parameters() yields the embedding and the head once if they share one tensor.
     weights = sum(parameter.numel() * parameter.itemsize for parameter in share.parameters())
-    spec = local_kv_spec(model, LoneRank(tp), dtype, fp8_kv)
     of_pools = [kv_page_bytes(spec, len(layers), 1) for layers in model.pools]
     token_bytes, window_bytes = of_pools[0], sum(of_pools[1:])
     keys = _copied_keys(model, gpu.copies, fp8_kv, context, max_chunk_tokens)
@@ -169,11 +164,9 @@ def _pages(
     size, given, window = config.page_size, config.num_pages, model.window
     page_bytes = [size * each for each in token_bytes]
     available = max(available, 0)
-    if window is None:
-        pages = memory.pages_that_fit(config, available, page_bytes[0], context)
-        return min(pages, given or pages), 0
-    pages, windows = memory.split_pages(config, available, page_bytes, context, window)
-    if windows < WindowLayers(window, 0).reserve(size):
+    found = memory.pages_that_fit(config, available, page_bytes, context, window)
+    pages, windows = found[0], sum(found[1:])
+    if window is not None and windows < WindowLayers(window, 0).reserve(size):
         return 0, 0
     return min(pages, given or pages), min(windows, given or windows)
 

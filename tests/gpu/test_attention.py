@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention.base import AttentionStep, FusedAttention, NormRope
-from minisgl.attention.flashinfer import ContiguousAttention, InTurn
+from minisgl.attention.base import AttentionStep, FusedAttention, InTurn, NormRope
+from minisgl.attention.flashinfer import ContiguousAttention
 from minisgl.attention.registry import create_attention_backend
 from minisgl.kernel.fp8 import dequantize, quantize, store_kv
 from minisgl.kvcache.pool import KVPool, KVSpec
@@ -152,7 +152,7 @@ def test_long_chunks(
     prompts = scene.backend.prepare(step.part(num_decode, len(start)))
     assert isinstance(prompts, ContiguousAttention) == (copied and not fp8)
     if isinstance(prompts, InTurn):
-        assert (len(prompts.groups) > 1) == (sum(contexts[num_decode:]) > 18300)
+        assert (len(prompts.parts) > 1) == (sum(contexts[num_decode:]) > 18300)
     for _ in range(2):
         out = torch.full_like(q, torch.nan)
         scene.backend.prepare(step).forward(1, q, out)

@@ -17,9 +17,10 @@ from minisgl.attention.base import (
     AttentionNeeds,
     AttentionRule,
     AttentionStep,
+    InTurn,
     StepAttention,
 )
-from minisgl.attention.flashinfer import ContiguousAttention, InTurn
+from minisgl.attention.flashinfer import ContiguousAttention
 from minisgl.attention.registry import attention_kernels, create_attention_backend
 from minisgl.kernel import compile_missing, first_pages, store_kv
 from minisgl.kernel.fp8 import dequantize, quantize

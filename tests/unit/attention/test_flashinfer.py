@@ -23,11 +23,11 @@ from minisgl.attention.base import (
     AttentionRule,
     AttentionStep,
     FusedAttention,
+    InTurn,
 )
 from minisgl.attention.flashinfer import (
     ContiguousAttention,
     FlashInferAttention,
-    InTurn,
     PagedAttention,
 )
 from minisgl.attention.registry import attention_kernels
@@ -273,7 +273,7 @@ def test_a_copy_for_a_window_grows_with_the_step(
         step = AttentionStep(0, start, lengths, row, first, count, table)
         attention = backend.prepare(step)
         assert isinstance(attention, InTurn)
-        groups.append(attention.groups)
+        groups.append(attention.parts)
         q = torch.zeros(chunk, Q_HEADS, DIM)
         attention.forward(0, q, torch.full_like(q, torch.nan))
     assert [len(group) for group in groups] == [1, 1, 1, 1]

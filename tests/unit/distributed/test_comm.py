@@ -4,10 +4,8 @@ import os
 import socket
 from pathlib import Path
 
-import pytest
 import torch
 
-from minisgl.core import ConfigError
 from minisgl.distributed.comm import Communicator, SingleCommunicator, TPInfo, connect
 from tests.unit.distributed.ranks import run_ranks
 
@@ -73,8 +71,3 @@ def test_one_rank_needs_no_file() -> None:
     assert comm.gather(x).shape == (1, 1, 2)
     assert comm.agree_min(3) == 3
     assert own_listeners() == before
-
-
-def test_rank_outside_size_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rank 2 is not below size 2"):
-        TPInfo(2, 2)

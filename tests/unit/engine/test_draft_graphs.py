@@ -80,10 +80,10 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Batch, object]]:
         return sample(self, filters).clone()
 
     @torch.inference_mode()
-    def with_graphs(self: Engine) -> object:
-        launcher = assemble(self)
+    def with_graphs(self: Engine, counts: list[int]) -> object:
+        launcher = assemble(self, counts)
         shapes, _ = self._graph_sizes()
-        launcher.graphs = DecodeGraphs(launcher.runner, shapes, show_progress=False)
+        launcher.graphs = DecodeGraphs(launcher.runner, shapes, lambda sizes, title: sizes[::-1])
         return launcher
 
     monkeypatch.setattr(TorchAttention, "decode_graph", decode_graph)

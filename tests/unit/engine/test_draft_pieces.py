@@ -3,6 +3,8 @@
 The results of attention for the padding of a graph hold NaN, like uninitialised memory on a GPU.
 """
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -22,6 +24,10 @@ from tests.unit.scheduler.drafts import ChangingDrafts
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return build_model("qwen3", tmp_path_factory.mktemp("model"))
+
+
+def largest_first(sizes: Sequence[int], title: str) -> Sequence[int]:
+    return sizes[::-1]
 
 
 class CutError(Exception):
@@ -105,9 +111,9 @@ def picked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, PieceForward | No
         return found[-1][1]
 
     @torch.inference_mode()
-    def with_pieces(self: Engine) -> object:
-        launcher = assemble(self)
-        launcher.pieces = PieceGraphs(launcher.runner, [16, 32, 64], 1, None, show_progress=False)
+    def with_pieces(self: Engine, counts: list[int]) -> object:
+        launcher = assemble(self, counts)
+        launcher.pieces = PieceGraphs(launcher.runner, [16, 32, 64], 1, None, largest_first)
         return launcher
 
     monkeypatch.setattr(TorchAttention, "_prepare_decode", of_the_request)

@@ -3,11 +3,13 @@
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from minisgl.attention.base import AttentionRule
 from minisgl.core import EngineConfig
-from minisgl.engine.memory import resolve_max_seq_len
+from minisgl.distributed.comm import TPInfo
+from minisgl.engine.memory import resolve
 from minisgl.layers.rotary import LinearRope, Rope
 from minisgl.models.config import model_config_from
 from tests.unit.models.test_config import config, family
@@ -40,7 +42,8 @@ def test_sliding_window_counts_only_where_it_acts(
     name: str, changes: dict[str, Any], window: int | None
 ) -> None:
     model = family(name, **changes)
-    served = model.for_context(resolve_max_seq_len(EngineConfig(model_path="unused"), model))
+    engine, tp, device = EngineConfig(model_path="unused"), TPInfo(0, 1), torch.device("cpu")
+    served = resolve(engine, model, tp, device, drafting=False).model
     assert served.layers[-1].rule.window == window
     # A window that holds the whole served context has no effect.
     assert model.for_context(128).rules == (AttentionRule(),) * 2
