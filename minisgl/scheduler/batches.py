@@ -6,11 +6,9 @@ import numpy as np
 
 from minisgl.core import Batch, Int32Array
 from minisgl.scheduler.kv_manager import KVManager
-from minisgl.scheduler.request_table import RequestTable
 
 
 def build_batch(
-    table: RequestTable,
     kv_manager: KVManager,
     step_id: int,
     decode_rows: Int32Array,
@@ -21,7 +19,7 @@ def build_batch(
 
     chunks: the number of prompt tokens of each row. Takes the page updates of all these rows.
     """
-    num_decode = len(decode_rows)
+    table, num_decode = kv_manager.table, len(decode_rows)
     rows = np.concatenate([decode_rows, np.array([*chunks], dtype=np.int32)])
     start = table.computed[rows]
     lengths = table.step_tokens[rows]
@@ -40,7 +38,7 @@ def build_batch(
         lengths=lengths,
         samples=samples,
         chunk_ids=np.concatenate([rows[:0], *chunk_ids]),
-        page_updates=kv_manager.take_updates(rows, table),
+        page_updates=kv_manager.take_updates(rows),
         sampling=table.sampling(rows),
         logit_edits=table.edited_reqs(rows, ends, samples),
         logprobs=table.logprobs_request(rows, start, ends, samples),

@@ -7,7 +7,6 @@ from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, DraftLengths
 from minisgl.message.messages import DraftTotals
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.request import ReqState
-from minisgl.scheduler.request_table import RequestTable
 
 
 class DraftPlanner:
@@ -22,12 +21,12 @@ class DraftPlanner:
     totals    drafts and accepted drafts since the start.
     """
 
-    def __init__(self, lengths: DraftLengths, kv_manager: KVManager, table: RequestTable) -> None:
+    def __init__(self, lengths: DraftLengths, kv_manager: KVManager) -> None:
         assert kv_manager.windows is None, "rows with windows must have no drafts; this is a bug"
         self.lengths = lengths
         self.totals = DraftTotals()
         self._kv_manager = kv_manager
-        self._table = table
+        self._table = kv_manager.table
 
     def add(self, rows: Int32Array, has_prompts: bool, cost: StepCost | None) -> bool:
         """Set table.step_tokens of decoding rows, and give the rows pages for these tokens.

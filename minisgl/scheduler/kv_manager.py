@@ -35,6 +35,7 @@ class KVManager:
     def __init__(
         self,
         engine: EngineLike,
+        table: RequestTable,
         use_prefix_cache: bool,
         listener: CacheListener | None = None,
     ) -> None:
@@ -42,9 +43,10 @@ class KVManager:
 
         `windows` is None if the model has no window layers.
         """
+        self.table = table
         self.page_size = engine.page_size
         self.pool = FencedPool(engine.num_pages)
-        self.windows = WindowManager.of(engine)
+        self.windows = None if engine.window is None else WindowManager(engine.window, engine)
         index = None if self.windows is None else self.windows.index
         self.cache = RadixCache(self.page_size, listener, index)
         self._use_prefix_cache = use_prefix_cache
@@ -63,7 +65,7 @@ class KVManager:
         usable = 0 if req.sampling.prompt_logprobs is not None else len(req.tokens) - 1
         return self.cache.match(req.tokens[:usable], req.cache_salt)
 
-    def try_admit(self, req: Req, match: Match, table: RequestTable) -> bool:
+    def try_admit(self, req: Req, match: Match) -> bool:
         """Give a waiting request a row, its cached prefix and pages for all its tokens.
 
         Returns False, and changes nothing, when pages are short. Admission leaves spare pages: one
@@ -74,6 +76,7 @@ class KVManager:
         A request can still need a page while its pages have room for fewer tokens than its
         max_total_tokens.
         """
+        table = self.table
         self.cache.lock(match.node)
         pages_in_all = self.pages_for(len(req.tokens))
         own_pages = pages_in_all - len(match.pages)
@@ -107,31 +110,31 @@ class KVManager:
             return None
         return self.pool.allocate(count)
 
-    def try_extend(self, req: Req, tokens: int, table: RequestTable) -> bool:
+    def try_extend(self, req: Req, tokens: int) -> bool:
         """Give a running request pages for `tokens` tokens; return False when pages are short."""
-        missing = self.pages_for(tokens) - int(table.pages.counts[req.row])
+        missing = self.pages_for(tokens) - int(self.table.pages.counts[req.row])
         pages = self.try_allocate(max(missing, 0))
         if pages is not None:
-            table.pages.extend(req.row, pages)
+            self.table.pages.extend(req.row, pages)
         return pages is not None
 
-    def grow_windows(self, rows: Int32Array, table: RequestTable) -> Int32Array:
+    def grow_windows(self, rows: Int32Array) -> Int32Array:
         """Return the decoding rows that have a window page for their next token: usually all."""
-        return rows if self.windows is None else self.windows.grow(rows, table)
+        return rows if self.windows is None else self.windows.grow(rows, self.table)
 
-    def extend_window(self, req: Req, tokens: int, table: RequestTable) -> int:
+    def extend_window(self, req: Req, tokens: int) -> int:
         """Return how many of the next `tokens` tokens of a running request have window pages."""
-        return tokens if self.windows is None else self.windows.extend(req.row, tokens, table)
+        return tokens if self.windows is None else self.windows.extend(req.row, tokens, self.table)
 
-    def take_updates(self, rows: Int32Array, table: RequestTable) -> PageUpdates:
+    def take_updates(self, rows: Int32Array) -> PageUpdates:
         """As PageTable.take_updates, for the page tables of all layers."""
-        updates = table.pages.take_updates(rows)
+        updates = self.table.pages.take_updates(rows)
         if self.windows is None:
             return updates
         parts = zip(updates, self.windows.take_updates(rows), strict=True)
         return PageUpdates(*map(np.concatenate, parts))
 
-    def publish(self, req: Req, table: RequestTable, tokens: int) -> None:
+    def publish(self, req: Req, tokens: int) -> None:
         """Give the whole pages of the row's first `tokens` tokens to the prefix cache.
 
         The request continues to use them. If the cache already has a page with the same tokens, the
@@ -139,12 +142,12 @@ class KVManager:
         """
         num_pages = tokens // self.page_size
         if num_pages > req.shared_pages and self._use_prefix_cache:
-            self._insert(req, table, num_pages)
+            self._insert(req, num_pages)
         if self.windows is not None:
-            self.windows.settle(req.row, table)
+            self.windows.settle(req.row, self.table)
 
-    def _insert(self, req: Req, table: RequestTable, num_pages: int) -> None:
-        row = req.row
+    def _insert(self, req: Req, num_pages: int) -> None:
+        table, row = self.table, req.row
         windows = None if self.windows is None else self.windows.windows_of(row, num_pages)
         key = table.tokens[row, : num_pages * self.page_size]
         row_pages = table.pages.entries[row, :num_pages]
@@ -162,14 +165,14 @@ class KVManager:
         req.shared_pages = num_pages
         self.pool.release(duplicates, fence)
 
-    def release(self, req: Req, table: RequestTable, cached_tokens: int) -> None:
+    def release(self, req: Req, cached_tokens: int) -> None:
         """Take row and pages from `req`. Its first `cached_tokens` tokens go to the prefix cache.
 
         The last step that contains the request fences the row and the pages: they are reused only
         after that step has been resolved.
         """
-        self.publish(req, table, cached_tokens)
-        row = req.row
+        self.publish(req, cached_tokens)
+        table, row = self.table, req.row
         fence = int(table.last_step[row])
         own = table.pages.of_row(row)[req.shared_pages :].copy()
         self.pool.release(own, fence)
@@ -182,7 +185,8 @@ class KVManager:
         table.close_row(req)
 
     def resolve(self, step: int) -> None:
-        """Free the pages whose fence is at most `step`. All steps up to `step` have completed."""
+        """Free the pages and rows whose fence is at most `step`, the newest completed step."""
+        self.table.rows.resolve(step)
         self.pool.resolve(step)
         if self.windows is not None:
             self.windows.pages.pool.resolve(step)

@@ -16,18 +16,14 @@ class PageTable:
     that a draft which the request cannot use overwrites no other page.
     """
 
-    def __init__(self, num_rows: int, max_pages: int, spare: int = 0, dummy_page: int = 0) -> None:
-        self._spare, self._dummy_page = spare, dummy_page
-        self.entries: Int32Array = np.zeros((num_rows, max_pages + spare), dtype=np.int32)
+    def __init__(self, engine: EngineLike, spare_tokens: int = 0) -> None:
+        """spare_tokens: tokens that must fit after the last page of a row."""
+        num_rows, size = engine.max_running_reqs, engine.page_size
+        max_pages, self._spare = -(-engine.max_seq_len // size), -(-spare_tokens // size)
+        self._dummy_page = engine.num_pages
+        self.entries: Int32Array = np.zeros((num_rows, max_pages + self._spare), dtype=np.int32)
         self.counts: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.sent: Int32Array = np.zeros(num_rows, dtype=np.int32)
-
-    @classmethod
-    def of(cls, engine: EngineLike, spare_tokens: int = 0) -> "PageTable":
-        """Return the table of an engine. spare_tokens: tokens that must fit after the last page."""
-        size = engine.page_size
-        pages, spare = -(-engine.max_seq_len // size), -(-spare_tokens // size)
-        return cls(engine.max_running_reqs, pages, spare, engine.num_pages)
 
     def open_row(self, row: int, pages: Int32Array) -> None:
         """Replace the entries of a row."""

@@ -17,7 +17,6 @@ from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.prefixes import shared_with_older
 from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.request import Req, ReqState
-from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.sharing import ClientShares
 
 MAX_DEFERRED = 64  # requests of a client that one round of a plan skips at most, to limit its time
@@ -72,13 +71,12 @@ class Planner:
         self,
         config: SchedulerConfig,
         kv_manager: KVManager,
-        table: RequestTable,
         drafts: DraftPlanner | None = None,
     ) -> None:
         self._drafts = drafts
         self._config = config
         self._kv_manager = kv_manager
-        self._table = table
+        self._table = table = kv_manager.table
         self.cost: StepCost | None = None
         self.waiting = WaitingQueue()
         self._shares = ClientShares(table, kv_manager.pool.size)
@@ -128,8 +126,8 @@ class Planner:
                 rows = rows[rows != victim.row]
                 chunks.pop(victim.row, None)
         if len(rows) or chunks:
-            drafting, table = self._drafts is not None, self._table
-            return build_batch(table, self._kv_manager, step_id, rows, chunks, drafting), victim
+            drafting = self._drafts is not None
+            return build_batch(self._kv_manager, step_id, rows, chunks, drafting), victim
         if self.waiting and not in_flight and victim is None:
             raise InvariantBroken(
                 "no request runs, but no waiting request can be admitted; this is a bug"
@@ -210,7 +208,7 @@ class Planner:
         has_prompts = bool(self.prefilling or self.waiting)
         if self._drafts is not None and self._drafts.add(rows, has_prompts, self.cost):
             return rows, None
-        rows = kv_manager.grow_windows(rows, table)
+        rows = kv_manager.grow_windows(rows)
         growing = rows[table.computed[rows] // kv_manager.page_size >= table.pages.counts[rows]]
         if not len(growing):
             return rows, None
@@ -332,7 +330,7 @@ class Planner:
                 if deferred == MAX_DEFERRED:
                     break
                 continue
-            if not self._kv_manager.try_admit(req, match, self._table):
+            if not self._kv_manager.try_admit(req, match):
                 refused = self._refused(req, is_within)
                 break
             if self._drafts is not None:
@@ -358,7 +356,7 @@ class Planner:
         chosen = chunks.get(req.row, 0)
         rest = int(self._table.prefill_end[req.row] - self._table.computed[req.row]) - chosen
         most = chosen + min(budget, rest)
-        tokens = self._kv_manager.extend_window(req, most, self._table) - chosen
+        tokens = self._kv_manager.extend_window(req, most) - chosen
         if tokens:
             chunks[req.row] = chosen + tokens
         return tokens

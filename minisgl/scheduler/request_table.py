@@ -3,24 +3,38 @@
 A step then uses a few array operations instead of Python loops over the requests.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import Column, Int32Array, InvariantBroken
-from minisgl.core.batch import EditedReq, History, LogprobsRequest
+from minisgl.core import Batch, EngineLike, FinishReason, Int32Array, InvariantBroken, StepResult
+from minisgl.core.batch import MAX_DRAFTS, EditedReq, History, LogprobsRequest
 from minisgl.core.columns import SamplingArrays
+from minisgl.engine import Extensions
 from minisgl.engine.logits_processing import Constraint
 from minisgl.kvcache import FencedPool
 from minisgl.scheduler.page_table import PageTable
 from minisgl.scheduler.request import Req
 
 
+class NewTokens(NamedTuple):
+    """Tokens that have been appended to rows.
+
+    rows    int32 [n]; the row of each token.
+    tokens  int32 [n]; in the same order.
+    ended   the reason of each row that ends.
+    """
+
+    rows: Int32Array
+    tokens: Int32Array
+    ended: dict[int, FinishReason]
+
+
 class RequestTable:
     """Rows 0 to R-1 and their columns. A row belongs to at most one request.
 
+    eos_token_ids int32; the EOS ids of the model.
     rows          the free rows; rows.allocated[row] is True while the row belongs to a request.
     pages         the page table of the rows.
     reqs          the request of each row; None for a free row.
@@ -49,13 +63,15 @@ class RequestTable:
         to the same row of the token pool.
     """
 
-    def __init__(self, pages: PageTable, max_seq_len: int, columns: Sequence[Column]) -> None:
-        """columns: the sampling columns of the engine."""
-        num_rows = len(pages.counts)
+    def __init__(
+        self, engine: EngineLike, extensions: Extensions, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        num_rows = engine.max_running_reqs
+        self.eos_token_ids: Int32Array = np.array(eos_token_ids, dtype=np.int32)
         self.rows = FencedPool(num_rows)
-        self.pages = pages
+        self.pages = PageTable(engine, MAX_DRAFTS if extensions.draft_lengths else 0)
         self.reqs: list[Req | None] = [None] * num_rows
-        self.tokens: Int32Array = np.zeros((num_rows, max_seq_len), dtype=np.int32)
+        self.tokens: Int32Array = np.zeros((num_rows, engine.max_seq_len), dtype=np.int32)
         self.uid = np.zeros(num_rows, dtype=np.int64)
         self.known: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.computed: Int32Array = np.zeros(num_rows, dtype=np.int32)
@@ -70,9 +86,10 @@ class RequestTable:
         self.has_logprobs = np.zeros(num_rows, dtype=np.bool_)
         self.may_draft = np.zeros(num_rows, dtype=np.bool_)
         self.step_tokens: Int32Array = np.ones(num_rows, dtype=np.int32)
-        self._columns = columns
+        self._columns = extensions.sampling_columns
         self._sampling: dict[str, np.ndarray[Any, Any]] = {
-            column.name: np.full(num_rows, column.neutral, dtype=column.dtype) for column in columns
+            column.name: np.full(num_rows, column.neutral, dtype=column.dtype)
+            for column in self._columns
         }
 
     def req_at(self, row: int) -> Req:
@@ -121,6 +138,57 @@ class RequestTable:
         req.row = -1
         self.reqs[row] = None
         self.rows.release(np.array([row], dtype=np.int32), int(self.last_step[row]))
+
+    def read_result(self, batch: Batch, result: StepResult) -> NewTokens:
+        """Append the sampled tokens to their rows and find the requests that end, errors first.
+
+        A row gets no token if its request ended in the previous step, while this step was in
+        flight. It gets no token either if forced tokens have taken the positions (dropped_until). A
+        row with non-finite logits ends with ERROR and gets no token. Draft tokens that the step did
+        not accept are subtracted from `computed`. The next step forwards tokens at their positions.
+        """
+        taken = batch.step_id > self.dropped_until[batch.rows]
+        if batch.drafting:
+            decoding = np.flatnonzero(taken[: batch.num_decode])
+            self.computed[batch.rows[decoding]] -= (batch.lengths - result.counts)[decoding]
+        sampled = batch.samples & self.rows.allocated[batch.rows] & taken
+        broken = dict.fromkeys(batch.rows[sampled & ~result.finite].tolist(), FinishReason.ERROR)
+        sampled &= result.finite
+        rows: Int32Array = batch.rows[sampled]
+        new = self.append_tokens(rows, result.tokens[sampled], result.counts[sampled])
+        return new._replace(ended=broken | new.ended)
+
+    def append_tokens(self, rows: Int32Array, tokens: Int32Array, counts: Int32Array) -> NewTokens:
+        """Append tokens[i, : counts[i]] to row rows[i].
+
+        Tokens after the token that ends a request are dropped, and not counted in `counts`.
+        """
+        width = tokens.shape[1]
+        nth: Int32Array = np.arange(width, dtype=np.int32)
+        first = self.known[rows]
+        position: Int32Array = first[:, None] + nth
+        # A token stops its request if it is an EOS id or stop token id that the request obeys.
+        stops = (tokens[..., None] == self.eos_token_ids).any(axis=2) & self.obeys_eos[rows, None]
+        for index in np.flatnonzero(self.has_stop_ids[rows]).tolist():
+            stop_ids = self.req_at(rows[index]).sampling.stop_token_ids
+            stops[index] |= np.isin(tokens[index], stop_ids)
+        stops &= position >= self.stop_from[rows, None]
+        ends = stops | (position + 1 >= self.max_total_tokens[rows, None])
+        if width > 1:
+            ends &= nth < counts[:, None]
+            ending = ends.any(axis=1)
+            counts[ending] = ends[ending].argmax(axis=1) + 1
+            kept = nth < counts[:, None]
+            new_rows, new, positions = np.repeat(rows, counts), tokens[kept], position[kept]
+        else:
+            new_rows, new, positions = rows, tokens[:, 0], first
+        self.tokens[new_rows, positions] = new
+        self.known[rows] = first + counts
+        ended = {}
+        for index in np.flatnonzero(ends.any(axis=1)).tolist():
+            stopped = stops[index, counts[index] - 1]
+            ended[int(rows[index])] = FinishReason.STOP if stopped else FinishReason.LENGTH
+        return NewTokens(new_rows, new, ended)
 
     def sampling(self, rows: Int32Array) -> SamplingArrays:
         """Return copies of the sampling columns of `rows`."""

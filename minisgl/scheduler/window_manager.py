@@ -32,25 +32,19 @@ class WindowManager:
         row can therefore always get the pages of its reserve.
     """
 
-    def __init__(self, window: WindowLayers, page_size: int, table: PageTable) -> None:
-        self.span, self._full_reserve = window.span(page_size), window.reserve(page_size)
+    def __init__(self, window: WindowLayers, engine: EngineLike) -> None:
+        num_rows, self._page_size = engine.max_running_reqs, engine.page_size
+        self.span = window.span(self._page_size)
+        self._full_reserve = window.reserve(self._page_size)
         self.pages = WindowPages(window.num_pages)
         self.index = WindowIndex(self.pages, self.span)
-        self.table, num_rows = table, len(table.counts)
+        self.table = PageTable(engine)
         self.first: Int32Array = np.zeros(num_rows, dtype=np.int32)
-        self._page_size = page_size
         self._reserve: Int32Array = np.zeros(num_rows, dtype=np.int32)
         # The row also holds the pages kept_first to kept_end - 1 that are behind its window.
         self._kept_first: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self._kept_end: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self._published = np.zeros(num_rows, dtype=np.bool_)
-
-    @classmethod
-    def of(cls, engine: EngineLike) -> "WindowManager | None":
-        """Return the manager of an engine; None if its model has no window layers."""
-        if engine.window is None:
-            return None
-        return cls(engine.window, engine.page_size, PageTable.of(engine))
 
     @property
     def held(self) -> Int32Array:
