@@ -107,10 +107,10 @@ def test_a_released_page_waits_for_the_last_step_of_all_its_users() -> None:
 
 
 def test_evicted_prefixes_leave_no_entries_behind() -> None:
-    """Evicted nodes stayed in the heap of windows until a window was evicted."""
+    """Evicted nodes stayed in the index of windows until a window was evicted."""
     cache, index = new_cache(num_pages=2)
     for key in range(100):
         insert(cache, index, ids(key), 0)
         cache.evict(1)
-    assert len(index._heap) <= 2
+    assert len(index._lru) <= 2
     assert index.pages.pool.num_free == 2
