@@ -85,7 +85,10 @@ class Planner:
             config, table, self.prefilling, self.waiting, self._shares.clients
         )
         self._overtakes = 0
-        self._delayed: Req | None = None  # WaitingQueue.longest_delayed of this plan
+        # Of this plan: WaitingQueue.longest_delayed, and a request that found no row or no pages
+        # although its client is within its share, or although a request of a later priority runs.
+        self._delayed: Req | None = None
+        self._blocked: Req | None = None
         self._pauses = 0  # steps in a row without the decoding requests of later priorities
         self.uncached: dict[Req, None] = {}  # a dict and not a set, because it keeps the order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
@@ -115,13 +118,13 @@ class Planner:
         rows, victim = self._decode_rows_with_pages(in_flight)
         starved = victim is not None or len(rows) < len(self.decode_rows)
         first_rows = self._of_first_priority(rows)
-        chunks, blocked = self._choose_chunks(first_rows, admit=not starved)
+        chunks = self._choose_chunks(first_rows, admit=not starved)
         has_first = any(map(self._is_first, map(self._table.req_at, chunks)))
         pauses = has_first and len(first_rows) < len(rows) and self._pauses < MAX_PAUSES
         self._pauses = self._pauses + 1 if pauses else 0
         rows = first_rows if pauses else rows
-        if blocked is not None and victim is None:
-            victim = self._make_room(blocked)
+        if self._blocked is not None and victim is None:
+            victim = self._make_room(self._blocked)
             if victim is not None:
                 rows = rows[rows != victim.row]
                 chunks.pop(victim.row, None)
@@ -137,9 +140,7 @@ class Planner:
     @property
     def has_urgent_prompts(self) -> bool:
         """A prompt of the first priority in use has no first token yet."""
-        return any(map(self._is_first, self.prefilling)) or (
-            self.waiting.highest_class in self.waiting.levels
-        )
+        return any(level <= self.waiting.highest_class for level in self._levels())
 
     def record_launch(self, batch: Batch) -> None:
         """Record that `batch` was launched: advance the lengths of its requests.
@@ -253,37 +254,33 @@ class Planner:
 
     # --- prefill --------------------------------------------------------------------------------
 
-    def _choose_chunks(
-        self, decode_rows: Int32Array, admit: bool
-    ) -> tuple[dict[int, int], Req | None]:
-        """Return the number of prompt tokens of each row, and a request to make room for.
-
-        admit: waiting requests may start.
+    def _choose_chunks(self, decode_rows: Int32Array, admit: bool) -> dict[int, int]:
+        """Return the number of prompt tokens of each row. admit: waiting requests may start.
 
         The budget goes to the priorities in their order. Each client with prompts of a priority
         may first use an equal part of the rest, and in a second round all that remains, in turn.
         While requests of one priority wait for room, no request of a later priority is admitted.
-        The returned request found no row or no pages although its client is within its share, or
-        although a request of a later priority runs.
         """
         self._advance_delayed()
-        levels = self.waiting.levels
-        for req in self.prefilling:
-            levels.setdefault(req.priority, set()).add(req.client)
-        budget = self._budget.tokens(decode_rows, self.cost)
+        self._blocked = None
+        levels = self._levels()
+        budget = self._budget.tokens(decode_rows, self.cost, self.has_urgent_prompts)
         chunks: dict[int, int] = {}
-        blocked: Req | None = None
         for level in sorted(levels):
             clients = self._shares.in_order(levels[level])
             rounds = [budget // len(clients), budget] if len(clients) > 1 else [budget]
             for part in rounds:
                 for client in clients:
-                    most = min(part, budget)
-                    used, refused = self._fill(client, level, most, chunks, admit, blocked)
-                    budget -= used
-                    blocked = blocked or refused
+                    budget -= self._fill(client, level, min(part, budget), chunks, admit)
             admit = admit and level not in self.waiting.levels
-        return chunks, blocked
+        return chunks
+
+    def _levels(self) -> dict[int, set[str]]:
+        """The clients with waiting or admitted prompts, by priority."""
+        levels = self.waiting.levels
+        for req in self.prefilling:
+            levels[req.priority].add(req.client)
+        return levels
 
     def _advance_delayed(self) -> None:
         """Give the longest delayed request the first priority if it was overtaken too often."""
@@ -293,35 +290,26 @@ class Planner:
             self.waiting.raise_to(self._delayed, self.waiting.highest_class)
 
     def _fill(
-        self,
-        client: str,
-        level: int,
-        budget: int,
-        chunks: dict[int, int],
-        admit: bool,
-        blocked: Req | None,
-    ) -> tuple[int, Req | None]:
+        self, client: str, level: int, budget: int, chunks: dict[int, int], admit: bool
+    ) -> int:
         """Add up to `budget` prompt tokens of one client and priority to `chunks`.
 
-        blocked: a request of another client that waits for room. While a request is blocked, only
-        requests within their client's share are admitted.
-        Returns the number of tokens, and a request that found no room and may have another one
-        preempted.
+        While a request of another client is blocked, only requests within their client's share are
+        admitted. Returns the number of tokens.
         """
         left = budget
         for req in self.prefilling:
             if left > 0 and (req.client, req.priority) == (client, level):
                 left -= self._add_chunk(req, left, chunks)
         admitted: list[Req] = []
-        refused: Req | None = None
         deferred = 0
         for req in self.waiting.of(client, level) if admit and left > 0 else ():
             pages = self._kv_manager.pages_for(len(req.tokens))
             is_within = self._shares.is_within(req, pages)
             rows = self._table.rows
             reserved = 0 if self._is_first(req) else rows.size // RESERVED_ROWS
-            if rows.num_free <= reserved or not (is_within or blocked is None):
-                refused = self._refused(req, is_within)
+            if rows.num_free <= reserved or not (is_within or self._blocked is None):
+                self._block(req, is_within)
                 break
             match = self._kv_manager.match(req)
             cached = len(match.pages) * self._kv_manager.page_size
@@ -331,7 +319,7 @@ class Planner:
                     break
                 continue
             if not self._kv_manager.try_admit(req, match):
-                refused = self._refused(req, is_within)
+                self._block(req, is_within)
                 break
             if self._drafts is not None:
                 self._drafts.lengths.open(req.row)
@@ -349,7 +337,7 @@ class Planner:
                 break
         for req in admitted:
             self.waiting.remove(req)
-        return budget - left, refused
+        return budget - left
 
     def _add_chunk(self, req: Req, budget: int, chunks: dict[int, int]) -> int:
         """Add up to `budget` tokens to the chunk of a running request. Returns their number."""
@@ -386,10 +374,11 @@ class Planner:
             self.remove(victim)
         return victim
 
-    def _refused(self, req: Req, is_within: bool) -> Req | None:
-        """Return `req`, which found no room, if another request may be preempted for it."""
+    def _block(self, req: Req, is_within: bool) -> None:
+        """Remember `req`, which found no room, if another request may be preempted for it."""
         others = (other for other in self._table.reqs if other is not None)
-        return req if is_within or any(o.priority > req.priority for o in others) else None
+        if is_within or any(other.priority > req.priority for other in others):
+            self._blocked = self._blocked or req
 
     def _shared(self, req: Req, cached: int, others: Iterable[Req]) -> int:
         """As `shared_with_older`; 0 without a prefix cache."""

@@ -188,7 +188,7 @@ class Scheduler:
         if self._config.target_step_ms is None:
             return 0.0  # without a target only throughput counts, so the scheduler never waits
         has_prompts = bool(self.planner.prefilling or self.planner.waiting)
-        if not self._in_flight or (has_prompts and self.planner.has_urgent_prompts):
+        if not self._in_flight or self.planner.has_urgent_prompts:
             return 0.0
         batch, pending = self._in_flight[0]
         if pending.done():
