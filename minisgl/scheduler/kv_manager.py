@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minisgl.core import EngineLike, Int32Array, PageUpdates
+from minisgl.core import EngineLike, Int32Array
 from minisgl.kvcache import CacheListener, FencedPool, Match, RadixCache
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
@@ -46,7 +46,7 @@ class KVManager:
         self.table = table
         self.page_size = engine.page_size
         self.pool = FencedPool(engine.num_pages)
-        self.windows = None if engine.window is None else WindowManager(engine.window, engine)
+        self.windows = None if engine.window is None else WindowManager(engine.window, table)
         index = None if self.windows is None else self.windows.index
         self.cache = RadixCache(self.page_size, listener, index)
         self._use_prefix_cache = use_prefix_cache
@@ -120,19 +120,11 @@ class KVManager:
 
     def grow_windows(self, rows: Int32Array) -> Int32Array:
         """Return the decoding rows that have a window page for their next token: usually all."""
-        return rows if self.windows is None else self.windows.grow(rows, self.table)
+        return rows if self.windows is None else self.windows.grow(rows)
 
     def extend_window(self, req: Req, tokens: int) -> int:
         """Return how many of the next `tokens` tokens of a running request have window pages."""
-        return tokens if self.windows is None else self.windows.extend(req.row, tokens, self.table)
-
-    def take_updates(self, rows: Int32Array) -> PageUpdates:
-        """As PageTable.take_updates, for the page tables of all layers."""
-        updates = self.table.pages.take_updates(rows)
-        if self.windows is None:
-            return updates
-        parts = zip(updates, self.windows.take_updates(rows), strict=True)
-        return PageUpdates(*map(np.concatenate, parts))
+        return tokens if self.windows is None else self.windows.extend(req.row, tokens)
 
     def publish(self, req: Req, tokens: int) -> None:
         """Give the whole pages of the row's first `tokens` tokens to the prefix cache.
@@ -144,7 +136,7 @@ class KVManager:
         if num_pages > req.shared_pages and self._use_prefix_cache:
             self._insert(req, num_pages)
         if self.windows is not None:
-            self.windows.settle(req.row, self.table)
+            self.windows.settle(req.row)
 
     def _insert(self, req: Req, num_pages: int) -> None:
         table, row = self.table, req.row

@@ -10,7 +10,6 @@ from itertools import chain, islice
 import numpy as np
 
 from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost, StepResult
-from minisgl.scheduler.batches import build_batch
 from minisgl.scheduler.budget import PrefillBudget
 from minisgl.scheduler.drafts import DraftPlanner
 from minisgl.scheduler.kv_manager import KVManager
@@ -68,10 +67,7 @@ class Planner:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        kv_manager: KVManager,
-        drafts: DraftPlanner | None = None,
+        self, config: SchedulerConfig, kv_manager: KVManager, drafts: DraftPlanner | None
     ) -> None:
         self._drafts = drafts
         self._config = config
@@ -93,19 +89,15 @@ class Planner:
         self.uncached: dict[Req, None] = {}  # a dict and not a set, because it keeps the order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
 
-    def predict_s(self, batch: Batch, chunks_too: bool = False) -> float:
-        """Predict the seconds of a batch in which all requests decode; 0.0 without known costs.
-
-        The result is too low for a batch with a chunk, except with `chunks_too`.
-        """
+    def predict_s(self, batch: Batch) -> float:
+        """Predict the seconds of a batch; 0.0 without known costs."""
         if self.cost is None:
             return 0.0
-        if not chunks_too:
-            tokens = batch.num_decode_tokens + batch.num_reqs - batch.num_decode
-            return self.cost.predict_s(tokens, int(batch.start.sum()), 0)
-        start, lengths = batch.start.astype(np.int64), batch.lengths.astype(np.int64)
-        pairs = int((lengths * (start + lengths // 2))[batch.num_decode :].sum())
-        return self.cost.predict_s(int(lengths.sum()), int(start[: batch.num_decode].sum()), pairs)
+        first = batch.num_decode
+        chunks = zip(batch.start[first:].tolist(), batch.lengths[first:].tolist(), strict=True)
+        pairs = sum(length * (start + length // 2) for start, length in chunks)
+        keys = int(batch.start[:first].sum())
+        return self.cost.predict_s(batch.num_decode_tokens + batch.num_prefill_tokens, keys, pairs)
 
     def plan(self, step_id: int, in_flight: bool) -> tuple[Batch | None, Req | None]:
         """Plan the next step.
@@ -129,8 +121,7 @@ class Planner:
                 rows = rows[rows != victim.row]
                 chunks.pop(victim.row, None)
         if len(rows) or chunks:
-            drafting = self._drafts is not None
-            return build_batch(self._kv_manager, step_id, rows, chunks, drafting), victim
+            return self._table.build_batch(step_id, rows, chunks), victim
         if self.waiting and not in_flight and victim is None:
             raise InvariantBroken(
                 "no request runs, but no waiting request can be admitted; this is a bug"

@@ -3,14 +3,14 @@
 A step then uses a few array operations instead of Python loops over the requests.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import Batch, EngineLike, FinishReason, Int32Array, InvariantBroken, StepResult
-from minisgl.core.batch import MAX_DRAFTS, EditedReq, History, LogprobsRequest
-from minisgl.core.columns import SamplingArrays
+from minisgl.core.batch import MAX_DRAFTS, EditedReq, History, LogprobsRequest, PageUpdates
 from minisgl.engine import Extensions
 from minisgl.engine.logits_processing import Constraint
 from minisgl.kvcache import FencedPool
@@ -36,7 +36,8 @@ class RequestTable:
 
     eos_token_ids int32; the EOS ids of the model.
     rows          the free rows; rows.allocated[row] is True while the row belongs to a request.
-    pages         the page table of the rows.
+    pages         the page table of the rows, for layers with full attention.
+    window_pages  the page table for window layers; None if the model has none.
     reqs          the request of each row; None for a free row.
     uid           int64 [R]; uid of the request.
     tokens        int32 [R, max_seq_len]; prompt and known output tokens.
@@ -69,7 +70,9 @@ class RequestTable:
         num_rows = engine.max_running_reqs
         self.eos_token_ids: Int32Array = np.array(eos_token_ids, dtype=np.int32)
         self.rows = FencedPool(num_rows)
-        self.pages = PageTable(engine, MAX_DRAFTS if extensions.draft_lengths else 0)
+        self._drafting = extensions.draft_lengths is not None
+        self.pages = PageTable(engine, MAX_DRAFTS if self._drafting else 0)
+        self.window_pages = engine.window and PageTable(engine, first_row=num_rows + 1)
         self.reqs: list[Req | None] = [None] * num_rows
         self.tokens: Int32Array = np.zeros((num_rows, engine.max_seq_len), dtype=np.int32)
         self.uid = np.zeros(num_rows, dtype=np.int64)
@@ -190,11 +193,45 @@ class RequestTable:
             ended[int(rows[index])] = FinishReason.STOP if stopped else FinishReason.LENGTH
         return NewTokens(new_rows, new, ended)
 
-    def sampling(self, rows: Int32Array) -> SamplingArrays:
-        """Return copies of the sampling columns of `rows`."""
-        return {name: column[rows] for name, column in self._sampling.items()}
+    def build_batch(
+        self, step_id: int, decode_rows: Int32Array, chunks: Mapping[int, int]
+    ) -> Batch:
+        """Return the batch of the decoding rows, with step_tokens tokens each, and the chunks.
 
-    def edited_reqs(
+        chunks: the number of prompt tokens of each row. The page updates count as sent.
+        """
+        num_decode = len(decode_rows)
+        rows = np.concatenate([decode_rows, np.array([*chunks], dtype=np.int32)])
+        start = self.computed[rows]
+        lengths = self.step_tokens[rows]
+        lengths[num_decode:] = [*chunks.values()]
+        ends = start + lengths
+        chunk_ids = [
+            self.tokens[row, self.computed[row] : self.computed[row] + length]
+            for row, length in chunks.items()
+        ]
+        samples = ends >= self.prefill_end[rows]
+        updates = self.pages.take_updates(rows)
+        if self.window_pages is not None:
+            parts = zip(updates, self.window_pages.take_updates(rows), strict=True)
+            updates = PageUpdates(*map(np.concatenate, parts))
+        return Batch(
+            step_id=step_id,
+            num_decode=num_decode,
+            rows=rows,
+            start=start,
+            lengths=lengths,
+            samples=samples,
+            chunk_ids=np.concatenate([rows[:0], *chunk_ids]),
+            page_updates=updates,
+            sampling={name: column[rows] for name, column in self._sampling.items()},
+            logit_edits=self._edited_reqs(rows, ends, samples),
+            logprobs=self._logprobs_request(rows, start, ends, samples),
+            drafting=self._drafting,
+            histories=self._histories(rows, num_decode, samples) if self._drafting else (),
+        )
+
+    def _edited_reqs(
         self, rows: Int32Array, ends: Int32Array, samples: NDArray[np.bool_]
     ) -> tuple[EditedReq, ...] | None:
         """Return the requests that sample from edited logits; None if there are none.
@@ -211,7 +248,7 @@ class RequestTable:
             edited.append(EditedReq(index, position, req.prompt_len, history, req.logit_states))
         return tuple(edited) or None
 
-    def histories(
+    def _histories(
         self, rows: Int32Array, num_decode: int, samples: NDArray[np.bool_]
     ) -> tuple[History, ...]:
         """Return the tokens of the requests whose last chunk the batch contains."""
@@ -224,12 +261,12 @@ class RequestTable:
             found.append(History(row, tokens, req.prediction[:most]))
         return tuple(found)
 
-    def logprobs_request(
+    def _logprobs_request(
         self, rows: Int32Array, start: Int32Array, ends: Int32Array, samples: NDArray[np.bool_]
     ) -> LogprobsRequest | None:
         """Return the log-probabilities that the batch asks for; None if it asks for none.
 
-        rows, start, ends, samples: columns [B] of the batch, as in edited_reqs.
+        rows, start, ends, samples: columns [B] of the batch, as in _edited_reqs.
         """
         indices = np.flatnonzero(self.has_logprobs[rows]).tolist()
         if not indices:

@@ -193,7 +193,7 @@ class Scheduler:
         batch, pending = self._in_flight[0]
         if pending.done():
             return 0.0
-        predicted_s = self.planner.predict_s(batch, chunks_too=has_prompts)
+        predicted_s = self.planner.predict_s(batch)
         remaining_s = self._meter.remaining_s(predicted_s, of_decode=not has_prompts)
         # The next step must be launched before the device runs out of work. A launch with token
         # masks returns later, so the scheduler notices the end of the previous step later.

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from minisgl.core import EngineLike, Int32Array, PageUpdates, WindowLayers
+from minisgl.core import Int32Array, WindowLayers
 from minisgl.kvcache import ABSENT, Match, WindowIndex, WindowPages
-from minisgl.scheduler.page_table import PageTable
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 
@@ -32,13 +31,15 @@ class WindowManager:
         row can therefore always get the pages of its reserve.
     """
 
-    def __init__(self, window: WindowLayers, engine: EngineLike) -> None:
-        num_rows, self._page_size = engine.max_running_reqs, engine.page_size
+    def __init__(self, window: WindowLayers, reqs: RequestTable) -> None:
+        """reqs: has the lengths of the rows, and their page table for window layers."""
+        assert reqs.window_pages is not None, "rows must have window pages; this is a bug"
+        self._reqs, self.table = reqs, reqs.window_pages
+        num_rows, self._page_size = len(self.table.counts), self.table.page_size
         self.span = window.span(self._page_size)
         self._full_reserve = window.reserve(self._page_size)
         self.pages = WindowPages(window.num_pages)
         self.index = WindowIndex(self.pages, self.span)
-        self.table = PageTable(engine)
         self.first: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self._reserve: Int32Array = np.zeros(num_rows, dtype=np.int32)
         # The row also holds the pages kept_first to kept_end - 1 that are behind its window.
@@ -80,23 +81,23 @@ class WindowManager:
             self._kept_first[row] = max(match.known_pages - self.span, first)
             self._kept_end[row] = match.known_pages
 
-    def grow(self, rows: Int32Array, table: RequestTable) -> Int32Array:
+    def grow(self, rows: Int32Array) -> Int32Array:
         """Give each decoding row a page for its next token. Returns the rows that have one.
 
         A row without a page gets one when the step in flight has been resolved.
         """
-        pages = table.computed[rows] // self._page_size
+        pages = self._reqs.computed[rows] // self._page_size
         moved = (pages >= self.table.counts[rows]) | (pages - self.span > self.first[rows])
-        starved = [row for row in rows[moved].tolist() if not self.extend(row, 1, table)]
+        starved = [row for row in rows[moved].tolist() if not self.extend(row, 1)]
         return rows[~np.isin(rows, starved)] if starved else rows
 
-    def extend(self, row: int, tokens: int, table: RequestTable) -> int:
+    def extend(self, row: int, tokens: int) -> int:
         """Give a row pages for up to `tokens` tokens of the next step.
 
         Returns the number of tokens for which it has pages.
         """
-        start, fence = int(table.computed[row]), int(table.last_step[row])
-        if self._published[row] or start < table.prefill_end[row]:
+        start, fence = int(self._reqs.computed[row]), int(self._reqs.last_step[row])
+        if self._published[row] or start < self._reqs.prefill_end[row]:
             self._drop_before(row, start // self._page_size - self.span, fence)
         missing = -(-(start + tokens) // self._page_size) - int(self.table.counts[row])
         if missing > 0:
@@ -119,12 +120,12 @@ class WindowManager:
             windows[part] = self.table.entries[row, :num_pages][part]
         return windows
 
-    def settle(self, row: int, table: RequestTable) -> None:
+    def settle(self, row: int) -> None:
         """Drop the pages behind the window of a row. Its prompt has been published."""
-        fence = int(table.last_step[row])
+        fence = int(self._reqs.last_step[row])
         self._published[row] = True
         self._forget(row, fence)
-        self._drop_before(row, int(table.computed[row]) // self._page_size - self.span, fence)
+        self._drop_before(row, int(self._reqs.computed[row]) // self._page_size - self.span, fence)
 
     def close_row(self, row: int, fence: int) -> None:
         """Drop all pages of a row."""
@@ -132,11 +133,6 @@ class WindowManager:
         self._drop_before(row, int(self.table.counts[row]), fence)
         self.table.counts[row] = self.first[row] = self._reserve[row] = 0
         self._published[row] = False
-
-    def take_updates(self, rows: Int32Array) -> PageUpdates:
-        """As PageTable.take_updates; the rows follow those of the first page table."""
-        updates = self.table.take_updates(rows)
-        return updates._replace(rows=updates.rows + np.int32(len(self.first) + 1))
 
     def _reserve_of(self, req: Req) -> int:
         return min(self._full_reserve, -(-req.max_total_tokens // self._page_size))
