@@ -28,12 +28,12 @@ class DraftPlanner:
         self._kv_manager = kv_manager
         self._table = kv_manager.table
 
-    def add(self, rows: Int32Array, has_prompts: bool, cost: StepCost | None) -> bool:
+    def add(self, rows: Int32Array, cost: StepCost | None) -> bool:
         """Set table.step_tokens of decoding rows, and give the rows pages for these tokens.
 
-        rows: int32, all decoding rows. Drafts end before the last token that the request may
-        forward. Returns False if the step has no drafts, or if they need more pages than are left.
-        step_tokens is then 1.
+        rows: int32, all decoding rows. cost: as for DraftLengths.choose. Drafts end before the last
+        token that the request may forward. Returns False if the step has no drafts, or if they need
+        more pages than are left. step_tokens is then 1.
         """
         table, kv_manager = self._table, self._kv_manager
         table.step_tokens[rows] = 1
@@ -43,7 +43,7 @@ class DraftPlanner:
         computed, fitting = table.computed[rows], MAX_DRAFT_TOKENS // len(rows)
         limit = max(width for width in DRAFT_WIDTHS if width <= max(fitting, 1)) - 1
         keys = int(computed.sum())
-        most = self.lengths.choose(drafting, len(rows), keys, limit, has_prompts, cost)
+        most = self.lengths.choose(drafting, len(rows), keys, limit, cost)
         most_tokens = np.where(table.may_draft[rows], 1 + most, 1)
         tokens = np.minimum(most_tokens, table.max_total_tokens[rows] - 1 - computed)
         if tokens.max() == 1:

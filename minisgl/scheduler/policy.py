@@ -197,8 +197,8 @@ class Planner:
         """
         table, kv_manager = self._table, self._kv_manager
         rows = self.decode_rows
-        has_prompts = bool(self.prefilling or self.waiting)
-        if self._drafts is not None and self._drafts.add(rows, has_prompts, self.cost):
+        cost = None if self.prefilling or self.waiting else self.cost
+        if self._drafts is not None and self._drafts.add(rows, cost):
             return rows, None
         rows = kv_manager.grow_windows(rows)
         growing = rows[table.computed[rows] // kv_manager.page_size >= table.pages.counts[rows]]
