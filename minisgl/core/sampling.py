@@ -132,9 +132,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, (int, float)) or not low <= value <= high:  # rejects NaN, too
+            is_number = isinstance(value, (int, float))
+            if value is not None and not (is_number and low <= value <= high):  # rejects NaN, too
                 raise InvalidRequest(
                     f"{name} must be from {low} to {high}, not {str(value)[:40]}", param=name
                 )

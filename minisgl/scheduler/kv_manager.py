@@ -3,7 +3,7 @@
 import numpy as np
 
 from minisgl.core import EngineLike, Int32Array
-from minisgl.kvcache import CacheListener, FencedPool, Match, RadixCache
+from minisgl.kvcache import CacheListener, FencedPool, Match, RadixCache, RadixNode
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.window_manager import WindowManager
@@ -50,6 +50,7 @@ class KVManager:
         index = None if self.windows is None else self.windows.index
         self.cache = RadixCache(self.page_size, listener, index)
         self._use_prefix_cache = use_prefix_cache
+        self._nodes: dict[int, RadixNode] = {}  # by row: the locked end of its cached prefix
         self.evicted_pages_total = 0
 
     def pages_for(self, tokens: int) -> int:
@@ -85,16 +86,15 @@ class KVManager:
         may_grow = table.rows.allocated & (capacities < table.max_total_tokens)
         needed = own_pages + spare + int(may_grow.sum())
         fits = needed <= self.pool.num_free + self.cache.evictable_pages
-        if self.windows is not None:
-            fits = fits and self.windows.fits(req)
+        fits = fits and (self.windows is None or self.windows.fits(req))
         pages = self.try_allocate(own_pages) if fits else None
         if pages is None:
             self.cache.unlock(match.node, 0)
             return False
-        req.cache_node = match.node
         req.shared_pages = len(match.pages)
         cached_tokens = req.shared_pages * self.page_size
         table.open_row(req, np.concatenate([match.pages, pages]), cached_tokens)
+        self._nodes[req.row] = match.node
         if self.windows is not None:
             self.windows.open_row(req, match)
         return True
@@ -146,14 +146,12 @@ class KVManager:
         fence = int(table.last_step[row])
         node, pages, *_ = self.cache.insert(key, row_pages, req.cache_salt, windows)
         self.cache.lock(node)
-        assert req.cache_node is not None, "a cache node must be set; this is a bug"
-        self.cache.unlock(req.cache_node, fence)
-        own = np.arange(num_pages) >= req.shared_pages
-        duplicates = row_pages[own & (pages != row_pages)].copy()
+        self.cache.unlock(self._nodes[row], fence)
+        self._nodes[row] = node
+        duplicates = row_pages[pages != row_pages].copy()
         row_pages[:] = pages
         if len(duplicates):
             table.pages.sent[row] = min(int(table.pages.sent[row]), req.shared_pages)
-        req.cache_node = node
         req.shared_pages = num_pages
         self.pool.release(duplicates, fence)
 
@@ -169,11 +167,8 @@ class KVManager:
         own = table.pages.of_row(row)[req.shared_pages :].copy()
         self.pool.release(own, fence)
         if self.windows is not None:
-            self.windows.close_row(row, fence)
-        assert req.cache_node is not None, "a cache node must be set; this is a bug"
-        self.cache.unlock(req.cache_node, fence)
-        req.cache_node = None
-        req.shared_pages = 0
+            self.windows.close_row(row)
+        self.cache.unlock(self._nodes.pop(row), fence)
         table.close_row(req)
 
     def resolve(self, step: int) -> None:

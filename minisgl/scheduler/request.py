@@ -10,7 +10,6 @@ import numpy as np
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, PromptTooLong, SamplingParams
 from minisgl.core.sampling import MAX_SEED
 from minisgl.engine.logits_processing import Constraint
-from minisgl.kvcache import RadixNode
 from minisgl.message.messages import AddReq, TokenLogprobs
 
 
@@ -45,9 +44,8 @@ class Req:
                       and client, the planner preempts the highest index first.
     row               index in page table, token pool and RequestTable; -1 while the request owns no
                       row.
-    cache_node        end of the request's prefix in the prefix cache. The request locks it.
     shared_pages      the first shared_pages pages of the row belong to the prefix cache; the others
-                      belong to this request.
+                      belong to this request. Valid while the request owns a row.
     end_reason        set when the request is to end. A request in state ENDING without a reason is
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
@@ -83,7 +81,6 @@ class Req:
     state: ReqState = ReqState.WAITING
     uncached_tokens: int = 0
     row: int = -1
-    cache_node: RadixNode | None = None
     shared_pages: int = 0
     cached_tokens: int = 0
     admitted: bool = False

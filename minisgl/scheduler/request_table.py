@@ -252,10 +252,9 @@ class RequestTable:
         self, rows: Int32Array, num_decode: int, samples: NDArray[np.bool_]
     ) -> tuple[History, ...]:
         """Return the tokens of the requests whose last chunk the batch contains."""
-        last_chunks = np.flatnonzero(samples[num_decode:] & self.may_draft[rows[num_decode:]])
-        completed = rows[num_decode:][last_chunks].tolist()
+        chunk_rows = rows[num_decode:]
         found = []
-        for row in completed:
+        for row in chunk_rows[samples[num_decode:] & self.may_draft[chunk_rows]].tolist():
             req, tokens = self.req_at(row), self.tokens[row, : self.known[row]].copy()
             most = req.max_total_tokens - req.prompt_len
             found.append(History(row, tokens, req.prediction[:most]))

@@ -110,7 +110,7 @@ class Scheduler:
         self._outputs = OutputBuilder(self.table)
         self._meter = StepMeter(clock)
         self._reqs: dict[int, Req] = {}
-        self._preparing: dict[int, Req] = {}  # requests whose constraint is not prepared
+        self._preparing: dict[int, Constraint] = {}  # constraints that are not prepared, by uid
         # Requests to end or preempt once the step in flight that contains them is resolved.
         self._ending: list[Req] = []
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
@@ -205,12 +205,9 @@ class Scheduler:
 
         While no other request is open, wait for at most PREPARING_WAIT_S for the oldest request.
         """
-        first = next(iter(self._preparing.values()))
-        assert first.constraint is not None, "a constraint must be set; this is a bug"
         if len(self._preparing) == len(self._reqs) and not self._in_flight:
-            first.constraint.prepared(PREPARING_WAIT_S)
-        reqs = self._preparing.items()
-        return [uid for uid, req in reqs if req.constraint is None or req.constraint.prepared()]
+            next(iter(self._preparing.values())).prepared(PREPARING_WAIT_S)
+        return [uid for uid, constraint in self._preparing.items() if constraint.prepared()]
 
     def _apply(self, message: ToScheduler) -> None:
         match message:
@@ -223,9 +220,9 @@ class Scheduler:
                     self._abort(req, message.reason)
             case Prepared():
                 for uid in message.uids:
-                    req = self._preparing.pop(uid, None)
-                    if req is not None:  # None: the request was aborted
-                        self._start(req)
+                    constraint = self._preparing.pop(uid, None)
+                    if constraint is not None:  # None: the request was aborted
+                        self._start(self._reqs[uid], constraint)
             case FlushCache():
                 self.kv_manager.flush()
             case Shutdown():
@@ -253,13 +250,12 @@ class Scheduler:
             self.planner.enqueue(req)
         else:
             req.state = ReqState.PREPARING
-            self._preparing[req.uid] = req
+            self._preparing[req.uid] = req.constraint
 
-    def _start(self, req: Req) -> None:
+    def _start(self, req: Req, constraint: Constraint) -> None:
         """Enqueue a request whose constraint is prepared on rank 0, or end it after a failure."""
-        assert req.constraint is not None, "a constraint must be set; this is a bug"
-        req.constraint.prepared(None)  # this rank may be later than rank 0
-        error = req.constraint.failure(len(req.tokens))
+        constraint.prepared(None)  # this rank may be later than rank 0
+        error = constraint.failure(len(req.tokens))
         if error is None:
             self.planner.enqueue(req)
         else:

@@ -96,13 +96,13 @@ class WindowManager:
 
         Returns the number of tokens for which it has pages.
         """
-        start, fence = int(self._reqs.computed[row]), int(self._reqs.last_step[row])
+        start = int(self._reqs.computed[row])
         if self._published[row] or start < self._reqs.prefill_end[row]:
-            self._drop_before(row, start // self._page_size - self.span, fence)
+            self._drop_before(row, start // self._page_size - self.span)
         missing = -(-(start + tokens) // self._page_size) - int(self.table.counts[row])
         if missing > 0:
             if not (room := self._room(row)):
-                self._forget(row, fence)
+                self._forget(row)
                 room = self._room(row)
             self.table.extend(row, self._allocate(min(missing, room)))
         return max(min(tokens, int(self.table.counts[row]) * self._page_size - start), 0)
@@ -122,15 +122,14 @@ class WindowManager:
 
     def settle(self, row: int) -> None:
         """Drop the pages behind the window of a row. Its prompt has been published."""
-        fence = int(self._reqs.last_step[row])
         self._published[row] = True
-        self._forget(row, fence)
-        self._drop_before(row, int(self._reqs.computed[row]) // self._page_size - self.span, fence)
+        self._forget(row)
+        self._drop_before(row, int(self._reqs.computed[row]) // self._page_size - self.span)
 
-    def close_row(self, row: int, fence: int) -> None:
-        """Drop all pages of a row."""
-        self._forget(row, fence)
-        self._drop_before(row, int(self.table.counts[row]), fence)
+    def close_row(self, row: int) -> None:
+        """Drop all pages of a row. The request table still has its last step."""
+        self._forget(row)
+        self._drop_before(row, int(self.table.counts[row]))
         self.table.counts[row] = self.first[row] = self._reserve[row] = 0
         self._published[row] = False
 
@@ -147,18 +146,19 @@ class WindowManager:
         self.index.evict(count - pool.num_free)
         return self.pages.allocate(min(count, pool.num_free))
 
-    def _drop_before(self, row: int, end: int, fence: int) -> None:
+    def _drop_before(self, row: int, end: int) -> None:
         """Drop the pages of the window before page `end`, except for the kept ones."""
         first = int(self.first[row])
         if end <= first:
             return
         columns = np.arange(first, end)
         kept = (columns >= self._kept_first[row]) & (columns < self._kept_end[row])
-        self.pages.drop(self.table.entries[row, columns[~kept]], fence)
+        self.pages.drop(self.table.entries[row, columns[~kept]], int(self._reqs.last_step[row]))
         self.first[row] = end
 
-    def _forget(self, row: int, fence: int) -> None:
+    def _forget(self, row: int) -> None:
         """Drop the kept pages that are behind the window."""
         behind = min(int(self._kept_end[row]), int(self.first[row]))
-        self.pages.drop(self.table.entries[row, self._kept_first[row] : behind], fence)
+        kept = self.table.entries[row, self._kept_first[row] : behind]
+        self.pages.drop(kept, int(self._reqs.last_step[row]))
         self._kept_first[row] = self._kept_end[row] = 0
