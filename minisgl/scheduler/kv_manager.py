@@ -1,12 +1,16 @@
 """`KVManager`: moves KV pages between the page pool, the prefix cache and the running requests."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from minisgl.core import EngineLike, Int32Array
-from minisgl.kvcache import CacheListener, FencedPool, Match, RadixCache, RadixNode
+from minisgl.kvcache import CacheListener, FencedPool, Match, RadixCache, RadixNode, common_prefix
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.window_manager import WindowManager
+
+MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared prefix
 
 
 class KVManager:
@@ -18,7 +22,8 @@ class KVManager:
           +-------- release ---------+                          |
           +------------------------ evict ----------------------+
 
-    `match` finds the cached prefix of a waiting request. `try_admit` gives the request a row, locks
+    `match` finds the cached prefix of a waiting request. `shared_with_older` finds the prefix for
+    which it waits until another request has computed it. `try_admit` gives the request a row, locks
     that prefix and allocates pages for the other tokens. `publish` gives computed pages to the
     prefix cache while the request continues to use them. `release` takes the row and the pages
     back.
@@ -65,6 +70,37 @@ class KVManager:
         """
         usable = 0 if req.sampling.prompt_logprobs is not None else len(req.tokens) - 1
         return self.cache.match(req.tokens[:usable], req.cache_salt)
+
+    def shared_with_older(self, req: Req, cached: int, others: Iterable[Req]) -> int:
+        """Return the number of leading tokens of `req` that an older request in `others` computes.
+
+        cached: the tokens of `req` that the cache has.
+        The result is 0 if fewer than half of the uncached tokens are shared: `req` does not wait
+        for so few. With this rule, the n choices of one prompt compute the prompt once. A burst of
+        requests with the same system prompt computes the system prompt once.
+
+        A request waits for older requests only, and these decrease in number. If it also waited for
+        newer requests, it could wait forever: a newer request is admitted before it, computes the
+        shared prefix and fails, then the next newer request does the same, and so on.
+        """
+        if req.sampling.prompt_logprobs is not None or not self._use_prefix_cache:
+            return 0
+        half = (len(req.tokens) - cached + 1) // 2
+        min_shared = self.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * self.page_size
+        # The first min_shared tokens have to be equal. Compare the last of these tokens first,
+        # because most prompts differ there. The slice is empty if the prompt has fewer tokens.
+        last_needed = req.tokens[min_shared - 1 : min_shared].tobytes()
+        if not last_needed:
+            return 0
+        for other in others:
+            older = other.arrival_index < req.arrival_index and other.cache_salt == req.cache_salt
+            if other.priority > req.priority or not older:
+                continue  # a request of a later priority may have to wait for `req`
+            if other.tokens[min_shared - 1 : min_shared].tobytes() == last_needed:
+                shared = common_prefix(req.tokens[:-1], other.tokens)
+                if shared >= min_shared:
+                    return shared // self.page_size * self.page_size
+        return 0
 
     def try_admit(self, req: Req, match: Match) -> bool:
         """Give a waiting request a row, its cached prefix and pages for all its tokens.

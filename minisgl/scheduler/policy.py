@@ -4,7 +4,6 @@ A plan depends only on the scheduler's state, not on a clock, randomness or I/O,
 tensor-parallel ranks plan the same steps.
 """
 
-from collections.abc import Iterable
 from itertools import chain, islice
 
 import numpy as np
@@ -13,7 +12,6 @@ from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, St
 from minisgl.scheduler.budget import PrefillBudget
 from minisgl.scheduler.drafts import DraftPlanner
 from minisgl.scheduler.kv_manager import KVManager
-from minisgl.scheduler.prefixes import shared_with_older
 from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.sharing import ClientShares
@@ -70,7 +68,6 @@ class Planner:
         self, config: SchedulerConfig, kv_manager: KVManager, drafts: DraftPlanner | None
     ) -> None:
         self._drafts = drafts
-        self._config = config
         self._kv_manager = kv_manager
         self._table = table = kv_manager.table
         self.cost: StepCost | None = None
@@ -183,7 +180,7 @@ class Planner:
         self._shares.clients.add(req.client)
         cached = len(self._kv_manager.match(req).pages) * self._kv_manager.page_size
         others = chain(self.uncached, islice(reversed(self.waiting), MAX_DEFERRED))
-        shared = self._shared(req, cached, others)
+        shared = self._kv_manager.shared_with_older(req, cached, others)
         req.uncached_tokens = len(req.tokens) - (shared or cached)
         self.waiting.append(req)
 
@@ -304,7 +301,7 @@ class Planner:
                 break
             match = self._kv_manager.match(req)
             cached = len(match.pages) * self._kv_manager.page_size
-            if self._shared(req, cached, self.uncached):
+            if self._kv_manager.shared_with_older(req, cached, self.uncached):
                 deferred += 1
                 if deferred == MAX_DEFERRED:
                     break
@@ -370,9 +367,3 @@ class Planner:
         others = (other for other in self._table.reqs if other is not None)
         if is_within or any(other.priority > req.priority for other in others):
             self._blocked = self._blocked or req
-
-    def _shared(self, req: Req, cached: int, others: Iterable[Req]) -> int:
-        """As `shared_with_older`; 0 without a prefix cache."""
-        if self._config.cache_type == "naive":
-            return 0
-        return shared_with_older(req, cached, others, self._kv_manager.page_size)
