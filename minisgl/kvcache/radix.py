@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
-from minisgl.kvcache.windows import ABSENT, WindowIndex
+from minisgl.kvcache.windows import ABSENT, WindowPages
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -126,7 +126,7 @@ class RadixCache:
         self,
         page_size: int,
         listener: CacheListener | None = None,
-        windows: WindowIndex | None = None,
+        windows: WindowPages | None = None,
     ) -> None:
         """listener: learns of each insertion and eviction. windows: of a model with window layers.
 
@@ -160,15 +160,15 @@ class RadixCache:
                 self._mark_reused(node)
         return match
 
-    def _usable(self, match: Match, index: WindowIndex, tokens: Int32Array, salt: str) -> Match:
+    def _usable(self, match: Match, cached: WindowPages, tokens: Int32Array, salt: str) -> Match:
         """Return the part of a match up to the last page at which a window is complete."""
         node, pages, known = match.node, match.pages, len(match.pages)
         parts = [part.windows for part in self._path(node)]
         windows = np.concatenate([*parts[::-1], pages[:0]])
-        length = index.usable(windows)
+        length = cached.usable(windows)
         if length < known:
             node, _, _ = self._walk(tokens[: length * self._page_size], salt)
-        index.touch(self._path(node))
+        cached.touch(self._path(node))
         return Match(node, pages[:length], windows[:length], known)
 
     def insert(

@@ -16,24 +16,36 @@ ABSENT = -1  # in place of a page id: the cache does not have the window page
 
 
 class WindowPages:
-    """Counts the users of each window page, and frees a page without users.
+    """The pages of window layers, their users, and their places in the prefix cache.
 
     The users of a page are the running requests whose window holds it. The prefix cache may have
-    the page too. Several requests use one page if they have matched the same cached prefix.
+    the page too. Several requests use one page if they have matched the same cached prefix. A page
+    is freed when it has no user and is not cached.
 
-    pool   the ids of the pages.
-    users  int32 [P]; number of running requests that use the page.
+    RadixNode.windows has one entry for each page of the node: the window page of the same tokens,
+    or ABSENT. A hit of m pages is usable if the last `span` pages before its end are present, or
+    all m pages if there are fewer.
+
+    span    pages that the window of the first token of a page reaches back: ceil((window - 1) /
+            page_size).
+    pool    the ids of the pages.
+    users   int32 [P]; number of running requests that use the page.
+    cached  bool [P]; the prefix cache has the page.
 
     I1  A page is allocated in the pool while it has a user or is cached.
     I2  The fence of a released page is no earlier than the last step of each request that has used
         the page.
+    I3  _lru holds each node with a window page, and only nodes of the tree. The least recently used
+        window is first.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, span: int) -> None:
+        self.span = span
         self.pool = FencedPool(num_pages)
         self.users: Int32Array = np.zeros(num_pages, dtype=np.int32)
         self.cached = np.zeros(num_pages, dtype=np.bool_)
         self._last_step = np.zeros(num_pages, dtype=np.int64)
+        self._lru: OrderedDict[RadixNode, None] = OrderedDict()
 
     def allocate(self, count: int) -> Int32Array:
         """Return `count` pages with one user each. The caller has checked that they are free."""
@@ -52,10 +64,6 @@ class WindowPages:
         self._last_step[pages] = np.maximum(self._last_step[pages], fence)
         self._release(pages[(self.users[pages] == 0) & ~self.cached[pages]])
 
-    def store(self, pages: Int32Array) -> None:
-        """Record that the prefix cache has these pages."""
-        self.cached[pages] = True
-
     def remove(self, pages: Int32Array) -> None:
         """Record that the prefix cache does not have these pages any more."""
         self.cached[pages] = False
@@ -64,26 +72,6 @@ class WindowPages:
     def _release(self, pages: Int32Array) -> None:
         if len(pages):
             self.pool.release(pages, int(self._last_step[pages].max()))
-
-
-class WindowIndex:
-    """The window pages in the nodes of the prefix cache.
-
-    RadixNode.windows has one entry for each page of the node: the window page of the same tokens,
-    or ABSENT. A hit of m pages is usable if the last `span` pages before its end are present, or
-    all m pages if there are fewer.
-
-    span  pages that the window of the first token of a page reaches back: ceil((window - 1) /
-          page_size).
-
-    I1  _lru holds each node with a window page, and only nodes of the tree. The least recently used
-        window is first.
-    """
-
-    def __init__(self, pages: WindowPages, span: int) -> None:
-        self.pages = pages
-        self.span = span
-        self._lru: OrderedDict[RadixNode, None] = OrderedDict()
 
     def usable(self, windows: Int32Array) -> int:
         """Return the length in pages of the longest usable hit. windows: of a matched path."""
@@ -110,7 +98,7 @@ class WindowIndex:
             new = (node.windows == ABSENT) & (given != ABSENT)
             if new.any():
                 node.windows[new] = given[new]
-                self.pages.store(given[new])
+                self.cached[given[new]] = True
                 self.add(node)
 
     def add(self, node: "RadixNode") -> None:
@@ -122,7 +110,7 @@ class WindowIndex:
     def cut(self, node: "RadixNode", kept: int) -> None:
         """Remove the window pages after the first `kept` pages of a node from the cache."""
         gone = node.windows[kept:]
-        self.pages.remove(gone[gone != ABSENT])
+        self.remove(gone[gone != ABSENT])
         if not kept:
             self._lru.pop(node, None)
 
@@ -136,10 +124,10 @@ class WindowIndex:
             if count <= 0:
                 break
             present = np.flatnonzero(node.windows != ABSENT)
-            idle = present[self.pages.users[node.windows[present]] == 0][:count]
+            idle = present[self.users[node.windows[present]] == 0][:count]
             taken = node.windows[idle]
             node.windows[idle] = ABSENT
-            self.pages.remove(taken)
+            self.remove(taken)
             count -= len(idle)
             if len(idle) == len(present):
                 empty.append(node)

@@ -52,8 +52,8 @@ class KVManager:
         self.page_size = engine.page_size
         self.pool = FencedPool(engine.num_pages)
         self.windows = None if engine.window is None else WindowManager(engine.window, table)
-        index = None if self.windows is None else self.windows.index
-        self.cache = RadixCache(self.page_size, listener, index)
+        window_pages = None if self.windows is None else self.windows.pages
+        self.cache = RadixCache(self.page_size, listener, window_pages)
         self._use_prefix_cache = use_prefix_cache
         self._nodes: dict[int, RadixNode] = {}  # by row: the locked end of its cached prefix
         self.evicted_pages_total = 0

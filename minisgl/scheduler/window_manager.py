@@ -3,7 +3,7 @@
 import numpy as np
 
 from minisgl.core import Int32Array, WindowLayers
-from minisgl.kvcache import ABSENT, Match, WindowIndex, WindowPages
+from minisgl.kvcache import ABSENT, Match, WindowPages
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 
@@ -38,8 +38,7 @@ class WindowManager:
         num_rows, self._page_size = len(self.table.counts), self.table.page_size
         self.span = window.span(self._page_size)
         self._full_reserve = window.reserve(self._page_size)
-        self.pages = WindowPages(window.num_pages)
-        self.index = WindowIndex(self.pages, self.span)
+        self.pages = WindowPages(window.num_pages, self.span)
         self.first: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self._reserve: Int32Array = np.zeros(num_rows, dtype=np.int32)
         # The row also holds the pages kept_first to kept_end - 1 that are behind its window.
@@ -143,7 +142,7 @@ class WindowManager:
     def _allocate(self, count: int) -> Int32Array:
         """Allocate up to `count` pages; evict cached pages if needed."""
         pool = self.pages.pool
-        self.index.evict(count - pool.num_free)
+        self.pages.evict(count - pool.num_free)
         return self.pages.allocate(min(count, pool.num_free))
 
     def _drop_before(self, row: int, end: int) -> None:

@@ -62,7 +62,7 @@ def check_windows(windows: WindowManager, cache: RadixCache, table: RequestTable
     assert len(np.unique(stored)) == len(stored), "a window page is cached twice"
     assert sorted(stored) == np.flatnonzero(pages.cached).tolist()
     assert (pages.pool.allocated == (pages.cached | (users > 0))).all(), "a window page is lost"
-    nodes, entries = nodes_of(cache), windows.index._lru.keys()
+    nodes, entries = nodes_of(cache), pages._lru.keys()
     live = {node for node in nodes if (node.windows != ABSENT).any()}
     assert live <= entries, "a window page cannot be evicted"
     assert entries <= set(nodes), "an evicted node is in the index of windows"
