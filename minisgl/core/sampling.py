@@ -147,11 +147,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("stop_token_ids", "logit_bias"):
             token_ids = getattr(self, name)
             if not isinstance(token_ids, Collection) or not all(
-                isinstance(token_id, int) for token_id in token_ids
+                isinstance(token_id, int) and token_id >= 0 for token_id in token_ids
             ):
-                raise InvalidRequest(f"{name} must hold token ids", param=name)
-            if min(token_ids, default=0) < 0:
-                raise InvalidRequest(f"{name} must hold no negative token id", param=name)
+                raise InvalidRequest(f"{name} must hold token ids from 0 on", param=name)
             if max(token_ids, default=0) >= vocab_size:
                 raise InvalidRequest(f"{name} must have token ids below {vocab_size}", param=name)
         if not isinstance(self.logit_bias, dict) or not all(

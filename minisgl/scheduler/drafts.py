@@ -80,7 +80,7 @@ class DraftPlanner:
             self.totals.accepted[nth] += int((np.minimum(agreed, forwarded) > nth).sum())
 
     def resumed(self, batch: Batch, decode_rows: Int32Array) -> Int32Array:
-        """Return the rows of a resolved step that have steps left and are not in `decode_rows`.
+        """Return `decode_rows`, and after them the other rows of a resolved step with steps left.
 
         A row leaves decode_rows while the steps in flight may sample its last token. It comes back
         if they did not, because they rejected drafts.
@@ -89,4 +89,4 @@ class DraftPlanner:
         left = table.computed[rows] < table.max_total_tokens[rows] - 1
         left &= table.rows.allocated[rows] & ~np.isin(rows, decode_rows)
         back = [row for row in rows[left].tolist() if table.req_at(row).state is ReqState.DECODE]
-        return np.array(back, dtype=np.int32)
+        return np.concatenate([decode_rows, np.array(back, dtype=np.int32)])

@@ -200,8 +200,8 @@ class KVManager:
         self.publish(req, cached_tokens)
         table, row = self.table, req.row
         fence = int(table.last_step[row])
-        own = table.pages.of_row(row)[req.shared_pages :].copy()
-        self.pool.release(own, fence)
+        own = table.pages.entries[row, req.shared_pages : table.pages.counts[row]]
+        self.pool.release(own.copy(), fence)
         if self.windows is not None:
             self.windows.close_row(row)
         self.cache.unlock(self._nodes.pop(row), fence)

@@ -46,10 +46,6 @@ class PageTable:
         self.entries[row, count : count + len(pages)] = pages
         self.counts[row] += len(pages)
 
-    def of_row(self, row: int) -> Int32Array:
-        """Return a view of the valid entries of a row."""
-        return self.entries[row, : self.counts[row]]
-
     def take_updates(self, rows: Int32Array) -> PageUpdates:
         """Return the entries of `rows` that the device does not have, and mark them as sent."""
         first, end = self.sent[rows], self.counts[rows]

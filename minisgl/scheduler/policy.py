@@ -153,8 +153,7 @@ class Planner:
         """Record the drafts of a resolved step; requests whose last drafts it rejected go on."""
         if self._drafts is not None:
             self._drafts.record(batch, result)
-            rows = self._drafts.resumed(batch, self.decode_rows)
-            self.decode_rows = np.concatenate([self.decode_rows, rows])
+            self.decode_rows = self._drafts.resumed(batch, self.decode_rows)
 
     def recompute(self, req: Req) -> None:
         """Let a decoding request forward its forced tokens as a chunk of the next step.
@@ -248,9 +247,13 @@ class Planner:
         The budget goes to the priorities in their order. Each client with prompts of a priority
         may first use an equal part of the rest, and in a second round all that remains, in turn.
         While requests of one priority wait for room, no request of a later priority is admitted.
+        The longest delayed request gets the first priority if it was overtaken too often.
         """
-        self._advance_delayed()
         self._blocked = None
+        self._delayed = self.waiting.longest_delayed(self.prefilling)
+        if self._overtakes >= MAX_OVERTAKES and self._delayed is not None:
+            self._overtakes = 0
+            self.waiting.raise_to(self._delayed, self.waiting.highest_class)
         levels = self._levels()
         budget = self._budget.tokens(decode_rows, self.cost, self.has_urgent_prompts)
         chunks: dict[int, int] = {}
@@ -269,13 +272,6 @@ class Planner:
         for req in self.prefilling:
             levels[req.priority].add(req.client)
         return levels
-
-    def _advance_delayed(self) -> None:
-        """Give the longest delayed request the first priority if it was overtaken too often."""
-        self._delayed = self.waiting.longest_delayed(self.prefilling)
-        if self._overtakes >= MAX_OVERTAKES and self._delayed is not None:
-            self._overtakes = 0
-            self.waiting.raise_to(self._delayed, self.waiting.highest_class)
 
     def _fill(
         self, client: str, level: int, budget: int, chunks: dict[int, int], admit: bool

@@ -22,7 +22,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     cached = check_cache(cache)
     check_table(table)
     running = [req for req in table.reqs if req is not None]
-    own = [table.pages.of_row(req.row)[req.shared_pages :] for req in running]
+    pages = table.pages
+    own = [pages.entries[req.row, req.shared_pages : pages.counts[req.row]] for req in running]
     owned = np.concatenate([np.empty(0, dtype=np.int32), *own])
     assert len(np.unique(owned)) == len(owned), "two requests own the same page"
     total = pool.num_free + pool.num_quarantined + cached + len(owned)
