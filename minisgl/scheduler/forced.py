@@ -1,5 +1,7 @@
 """Forced tokens: the constraint of a request allows no other token at their positions."""
 
+from itertools import zip_longest
+
 import numpy as np
 
 from minisgl.core import Int32Array
@@ -42,8 +44,6 @@ def append_forced(sampled_rows: Int32Array, planner: Planner, kv_manager: KVMana
             ending.add(row)
         if len(ids) > 1 or row in ending:
             forced[row] = ids
-    if not forced:
-        return NewTokens(sampled_rows[:0], sampled_rows[:0], {})
     saved = sum(len(ids) - 1 for ids in forced.values())
     delay = 0.0 if planner.prefilling else CHUNK_SLOWDOWN * len(planner.decode_rows)
     for row, ids in list(forced.items()):
@@ -52,11 +52,12 @@ def append_forced(sampled_rows: Int32Array, planner: Planner, kv_manager: KVMana
             saved > delay and kv_manager.try_extend(table.req_at(row), tokens)
         ):
             del forced[row]
+    if not forced:
+        return NewTokens(sampled_rows[:0], sampled_rows[:0], {})
     rows: Int32Array = np.array([*forced], dtype=np.int32)
     counts: Int32Array = np.array([len(ids) for ids in forced.values()], dtype=np.int32)
-    padded = np.zeros((len(rows), counts.max(initial=1)), dtype=np.int32)
-    for index, ids in enumerate(forced.values()):
-        padded[index, : len(ids)] = ids
+    columns = [*zip_longest(*forced.values(), fillvalue=0)]
+    padded: Int32Array = np.array(columns, dtype=np.int32).T
     table.computed[rows] = np.minimum(table.computed[rows], table.known[rows])
     table.dropped_until[rows] = table.last_step[rows]
     appended = table.append_tokens(rows, padded, counts)

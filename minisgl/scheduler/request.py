@@ -115,11 +115,10 @@ def accept_request(
     for param, ids in (("prompt", tokens), ("prediction", prediction)):
         if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
             raise InvalidRequest(f"a token id is outside 0..{vocab_size - 1}", param=param)
-    max_tokens = sampling.max_tokens
-    needed = len(tokens) + (1 if max_tokens is None else max_tokens)
+    needed = len(tokens) + (sampling.max_tokens or 1)
     if needed > capacity_tokens:
         raise PromptTooLong(
-            f"{len(tokens)} prompt tokens and {max_tokens or 1} output tokens exceed the "
+            f"{len(tokens)} prompt tokens and {sampling.max_tokens or 1} output tokens exceed the "
             f"{capacity_tokens} tokens that the context length and the KV pool allow",
             param="prompt",
         )
@@ -133,7 +132,7 @@ def accept_request(
         uid=message.uid + index,
         tokens=tokens,
         prompt_len=len(tokens),
-        max_total_tokens=capacity_tokens if max_tokens is None else needed,
+        max_total_tokens=capacity_tokens if sampling.max_tokens is None else needed,
         sampling=sampling,
         arrival_index=arrival_index,
         cache_salt=message.cache_salt,

@@ -4,7 +4,7 @@ A step then uses a few array operations instead of Python loops over the request
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,10 +90,7 @@ class RequestTable:
         self.may_draft = np.zeros(num_rows, dtype=np.bool_)
         self.step_tokens: Int32Array = np.ones(num_rows, dtype=np.int32)
         self._columns = extensions.sampling_columns
-        self._sampling: dict[str, np.ndarray[Any, Any]] = {
-            column.name: np.full(num_rows, column.neutral, dtype=column.dtype)
-            for column in self._columns
-        }
+        self._sampling = {c.name: np.zeros(num_rows, dtype=c.dtype) for c in self._columns}
 
     def req_at(self, row: int) -> Req:
         """Return the request that `row` belongs to."""
@@ -121,11 +118,9 @@ class RequestTable:
         self.has_stop_ids[row] = bool(sampling.stop_token_ids)
         self.edits_logits[row] = req.logit_states is not None
         self.has_logprobs[row] = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
-        self.may_draft[row] = not self.has_logprobs[row] and all(
-            isinstance(state, Constraint) and state.masks_drafts
-            for state in req.logit_states or ()
-            if state is not None
-        )
+        states = [state for state in req.logit_states or () if state is not None]
+        masks_drafts = all(isinstance(s, Constraint) and s.masks_drafts for s in states)
+        self.may_draft[row] = masks_drafts and not self.has_logprobs[row]
         if not self.may_draft[row]:
             req.prediction = req.prediction[:0]
         self.step_tokens[row] = 1

@@ -98,9 +98,8 @@ class Scheduler:
         self._send = send
         self.table = RequestTable(engine, extensions, eos_token_ids)
         use_prefix_cache = config.cache_type != "naive"
-        self._reporter = extensions.cache_reporter and extensions.cache_reporter(
-            engine.page_size, engine.num_pages
-        )
+        new_reporter = extensions.cache_reporter
+        self._reporter = new_reporter and new_reporter(engine.page_size, engine.num_pages)
         self.kv_manager = KVManager(engine, self.table, use_prefix_cache, self._reporter)
         lengths = extensions.draft_lengths and extensions.draft_lengths(engine.max_running_reqs)
         drafts = DraftPlanner(lengths, self.kv_manager) if lengths else None
