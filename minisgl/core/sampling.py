@@ -4,7 +4,6 @@ import math
 import secrets
 from collections.abc import Collection, Mapping
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -160,19 +159,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # The smallest and the largest valid value of each parameter. The HTTP API uses the same bounds.
-RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {
-        "temperature": (0, 2),
-        "top_k": (-1, 2**31 - 1),
-        "top_p": (0, 1),
-        "min_p": (0, 1),
-        "seed": (-MAX_SEED - 1, MAX_SEED),
-        "max_tokens": (1, MAX_TOKENS),
-        "min_tokens": (0, MAX_TOKENS),
-        "frequency_penalty": (-2, 2),
-        "presence_penalty": (-2, 2),
-        "repetition_penalty": (0.01, 100),  # a logit divided by a smaller value may overflow
-        "logprobs": (0, MAX_LOGPROBS),
-        "prompt_logprobs": (0, MAX_LOGPROBS),
-    }
-)
+RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "seed": (-MAX_SEED - 1, MAX_SEED),
+    "max_tokens": (1, MAX_TOKENS),
+    "min_tokens": (0, MAX_TOKENS),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),  # a logit divided by a smaller value may overflow
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
