@@ -41,7 +41,7 @@ class RadixNode:
                 the pages.
     in_heap     the node has a valid entry in the heap of its class.
     reused      a request has matched the node since its insertion.
-    windows     int32 [n]; the window page of each page, or ABSENT.
+    windows     int32 [n]; the window page of each page, or ABSENT. Empty without window layers.
     """
 
     tokens: Int32Array
@@ -357,7 +357,9 @@ class RadixCache:
         self, tokens: Int32Array, pages: Int32Array, parent: RadixNode, key: bytes
     ) -> RadixNode:
         self._num_nodes += 1
-        windows: Int32Array = np.full(len(pages), ABSENT, dtype=np.int32)
+        windows = pages[:0]
+        if self._windows is not None:
+            windows = np.full(len(pages), ABSENT, dtype=np.int32)
         return RadixNode(tokens, pages, windows, parent, key, self._clock, self._num_nodes)
 
     def _key(self, parent: RadixNode, tokens: Int32Array, salt: str) -> bytes:

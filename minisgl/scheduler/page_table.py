@@ -16,12 +16,9 @@ class PageTable:
     that a draft which the request cannot use overwrites no other page.
     """
 
-    def __init__(self, engine: EngineLike, spare_tokens: int = 0, first_row: int = 0) -> None:
-        """spare_tokens: tokens that must fit after the last page of a row.
-
-        first_row: the device has row r of this table at first_row + r.
-        """
-        self.page_size, self._first_row = engine.page_size, first_row
+    def __init__(self, engine: EngineLike, spare_tokens: int = 0) -> None:
+        """spare_tokens: tokens that must fit after the last page of a row."""
+        self.page_size = engine.page_size
         self._spare = -(-spare_tokens // self.page_size)
         num_rows, max_pages = engine.max_running_reqs, -(-engine.max_seq_len // self.page_size)
         self._dummy_page = engine.num_pages
@@ -59,5 +56,4 @@ class PageTable:
         update_rows = np.repeat(rows, unsent)
         cols = (np.repeat(first, unsent) + offsets).astype(np.int32)
         self.sent[rows] = end
-        ids = self.entries[update_rows, cols]
-        return PageUpdates(update_rows + np.int32(self._first_row), cols, ids)
+        return PageUpdates(update_rows, cols, self.entries[update_rows, cols])

@@ -250,6 +250,8 @@ class Planner:
         The longest delayed request gets the first priority if it was overtaken too often.
         """
         self._blocked = None
+        if not (self.prefilling or self.waiting):
+            return {}
         self._delayed = self.waiting.longest_delayed(self.prefilling)
         if self._overtakes >= MAX_OVERTAKES and self._delayed is not None:
             self._overtakes = 0

@@ -53,7 +53,7 @@ class WaitingQueue:
     @property
     def levels(self) -> defaultdict[int, set[str]]:
         """The clients of the waiting requests, by priority."""
-        levels = defaultdict[int, set[str]](set)
+        levels: defaultdict[int, set[str]] = defaultdict(set)
         for level, client in self._queues:
             levels[level].add(client)
         return levels

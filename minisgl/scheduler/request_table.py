@@ -37,7 +37,8 @@ class RequestTable:
     eos_token_ids int32; the EOS ids of the model.
     rows          the free rows; rows.allocated[row] is True while the row belongs to a request.
     pages         the page table of the rows, for layers with full attention.
-    window_pages  the page table for window layers; None if the model has none.
+    window_pages  the page table for window layers; None if the model has none. On the device its
+                  rows follow those of the first table.
     reqs          the request of each row; None for a free row.
     uid           int64 [R]; uid of the request.
     tokens        int32 [R, max_seq_len]; prompt and known output tokens.
@@ -72,7 +73,7 @@ class RequestTable:
         self.rows = FencedPool(num_rows)
         self._drafting = extensions.draft_lengths is not None
         self.pages = PageTable(engine, MAX_DRAFTS if self._drafting else 0)
-        self.window_pages = engine.window and PageTable(engine, first_row=num_rows + 1)
+        self.window_pages = engine.window and PageTable(engine)
         self.reqs: list[Req | None] = [None] * num_rows
         self.tokens: Int32Array = np.zeros((num_rows, engine.max_seq_len), dtype=np.int32)
         self.uid = np.zeros(num_rows, dtype=np.int64)
@@ -154,7 +155,7 @@ class RequestTable:
         sampled &= result.finite
         rows: Int32Array = batch.rows[sampled]
         new = self.append_tokens(rows, result.tokens[sampled], result.counts[sampled])
-        return new._replace(ended=broken | new.ended)
+        return NewTokens(new.rows, new.tokens, broken | new.ended)
 
     def append_tokens(self, rows: Int32Array, tokens: Int32Array, counts: Int32Array) -> NewTokens:
         """Append tokens[i, : counts[i]] to row rows[i].
@@ -208,8 +209,9 @@ class RequestTable:
         samples = ends >= self.prefill_end[rows]
         updates = self.pages.take_updates(rows)
         if self.window_pages is not None:
-            parts = zip(updates, self.window_pages.take_updates(rows), strict=True)
-            updates = PageUpdates(*map(np.concatenate, parts))
+            window_rows, *others = self.window_pages.take_updates(rows)
+            of_windows = window_rows + np.int32(len(self.reqs) + 1), *others
+            updates = PageUpdates(*map(np.concatenate, zip(updates, of_windows, strict=True)))
         return Batch(
             step_id=step_id,
             num_decode=num_decode,
