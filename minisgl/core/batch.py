@@ -220,23 +220,17 @@ class DraftLengths(Protocol):
     """Chooses how many draft tokens a step forwards. Each rank has one; all make equal choices."""
 
     def choose(
-        self,
-        rows: Int32Array,
-        num_reqs: int,
-        keys: int,
-        limit: int,
-        has_prompts: bool,
-        cost: StepCost | None,
+        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
     ) -> int:
         """Return the number of draft tokens of each request in `rows` for the next step.
 
-        rows         int32, the rows of the decode requests that may have drafts, at least one.
-        num_reqs     the number of all decode requests.
-        keys         sum of the lengths of their contexts.
-        limit        the largest number that a step may have. The engine forwards 1 + this many
-                     tokens of a request, rounded up to one of DRAFT_WIDTHS.
-        has_prompts  prompts wait or are computed.
-        cost         predicts step times; None: unknown.
+        rows      int32, the rows of the decode requests that may have drafts, at least one.
+        num_reqs  the number of all decode requests.
+        keys      sum of the lengths of their contexts.
+        limit     the largest number that a step may have. The engine forwards 1 + this many
+                  tokens of a request, rounded up to one of DRAFT_WIDTHS.
+        cost      predicts step times. None: the times are unknown, or prompts wait or are
+                  computed.
         """
 
     def open(self, row: int) -> None:

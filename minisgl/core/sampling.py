@@ -4,7 +4,6 @@ import math
 import secrets
 from collections.abc import Collection, Mapping
 from enum import StrEnum
-from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -132,9 +131,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, (int, float)) or not low <= value <= high:  # rejects NaN, too
+            is_number = isinstance(value, (int, float))
+            if value is not None and not (is_number and low <= value <= high):  # rejects NaN, too
                 raise InvalidRequest(
                     f"{name} must be from {low} to {high}, not {str(value)[:40]}", param=name
                 )
@@ -148,11 +146,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("stop_token_ids", "logit_bias"):
             token_ids = getattr(self, name)
             if not isinstance(token_ids, Collection) or not all(
-                isinstance(token_id, int) for token_id in token_ids
+                isinstance(token_id, int) and token_id >= 0 for token_id in token_ids
             ):
-                raise InvalidRequest(f"{name} must hold token ids", param=name)
-            if min(token_ids, default=0) < 0:
-                raise InvalidRequest(f"{name} must hold no negative token id", param=name)
+                raise InvalidRequest(f"{name} must hold token ids from 0 on", param=name)
             if max(token_ids, default=0) >= vocab_size:
                 raise InvalidRequest(f"{name} must have token ids below {vocab_size}", param=name)
         if not isinstance(self.logit_bias, dict) or not all(
@@ -163,19 +159,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # The smallest and the largest valid value of each parameter. The HTTP API uses the same bounds.
-RANGES: Mapping[str, tuple[float, float]] = MappingProxyType(
-    {
-        "temperature": (0, 2),
-        "top_k": (-1, 2**31 - 1),
-        "top_p": (0, 1),
-        "min_p": (0, 1),
-        "seed": (-MAX_SEED - 1, MAX_SEED),
-        "max_tokens": (1, MAX_TOKENS),
-        "min_tokens": (0, MAX_TOKENS),
-        "frequency_penalty": (-2, 2),
-        "presence_penalty": (-2, 2),
-        "repetition_penalty": (0.01, 100),  # a logit divided by a smaller value may overflow
-        "logprobs": (0, MAX_LOGPROBS),
-        "prompt_logprobs": (0, MAX_LOGPROBS),
-    }
-)
+RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "seed": (-MAX_SEED - 1, MAX_SEED),
+    "max_tokens": (1, MAX_TOKENS),
+    "min_tokens": (0, MAX_TOKENS),
+    "frequency_penalty": (-2, 2),
+    "presence_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),  # a logit divided by a smaller value may overflow
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}

@@ -2,7 +2,7 @@
 
 from minisgl.kvcache.fenced_pool import FencedPool
 from minisgl.kvcache.radix import CacheListener, Match, RadixCache, RadixNode, common_prefix
-from minisgl.kvcache.windows import ABSENT, WindowIndex, WindowPages
+from minisgl.kvcache.windows import ABSENT, WindowPages
 
 __all__ = [
     "ABSENT",
@@ -11,7 +11,6 @@ __all__ = [
     "Match",
     "RadixCache",
     "RadixNode",
-    "WindowIndex",
     "WindowPages",
     "common_prefix",
 ]

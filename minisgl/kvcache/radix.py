@@ -24,7 +24,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
-from minisgl.kvcache.windows import ABSENT, WindowIndex
+from minisgl.kvcache.windows import ABSENT, WindowPages
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -41,15 +41,12 @@ class RadixNode:
                 the pages.
     in_heap     the node has a valid entry in the heap of its class.
     reused      a request has matched the node since its insertion.
-    windows     int32 [n]; the window page of each page, or ABSENT. None: the model has no window
-                layers.
-    window_use  as last_use, but of the last hit whose window the node holds.
-    in_window_heap
-                the node has an entry in the heap of WindowIndex.
+    windows     int32 [n]; the window page of each page, or ABSENT. Empty without window layers.
     """
 
     tokens: Int32Array
     pages: Int32Array
+    windows: Int32Array
     parent: "RadixNode | None"
     key: bytes
     last_use: int
@@ -59,9 +56,6 @@ class RadixNode:
     fence: int = 0
     in_heap: bool = False
     reused: bool = False
-    windows: Int32Array | None = None
-    window_use: int = 0
-    in_window_heap: bool = False
 
 
 class Match(NamedTuple):
@@ -132,7 +126,7 @@ class RadixCache:
         self,
         page_size: int,
         listener: CacheListener | None = None,
-        windows: WindowIndex | None = None,
+        windows: WindowPages | None = None,
     ) -> None:
         """listener: learns of each insertion and eviction. windows: of a model with window layers.
 
@@ -148,7 +142,7 @@ class RadixCache:
         self._void_entries = 0  # in heap 0
         self._reused_pages = 0  # evictable pages of reused nodes
         empty: Int32Array = np.empty(0, dtype=np.int32)
-        self._root = RadixNode(empty, empty, None, b"", last_use=0, node_id=0)
+        self._root = RadixNode(empty, empty, empty, None, b"", last_use=0, node_id=0)
         self.evictable_pages = 0
 
     def match(self, tokens: Int32Array, salt: str = "") -> Match:
@@ -166,15 +160,15 @@ class RadixCache:
                 self._mark_reused(node)
         return match
 
-    def _usable(self, match: Match, index: WindowIndex, tokens: Int32Array, salt: str) -> Match:
+    def _usable(self, match: Match, cached: WindowPages, tokens: Int32Array, salt: str) -> Match:
         """Return the part of a match up to the last page at which a window is complete."""
         node, pages, known = match.node, match.pages, len(match.pages)
-        parts = [part.windows for part in self._path(node) if part.windows is not None]
+        parts = [part.windows for part in self._path(node)]
         windows = np.concatenate([*parts[::-1], pages[:0]])
-        length = index.usable(windows)
+        length = cached.usable(windows)
         if length < known:
             node, _, _ = self._walk(tokens[: length * self._page_size], salt)
-        index.touch([*self._path(node)], self._clock)
+        cached.touch(self._path(node))
         return Match(node, pages[:length], windows[:length], known)
 
     def insert(
@@ -211,7 +205,7 @@ class RadixCache:
             node = leaf
             cached_pages.append(leaf.pages)
         if self._windows is not None and windows is not None:
-            self._windows.fill([*self._path(node)], windows, self._clock)
+            self._windows.fill(self._path(node), windows)
         match = Match(node, np.concatenate(cached_pages))
         if self._listener is not None:
             self._listener.stored(tokens, match.pages, salt)
@@ -292,14 +286,16 @@ class RadixCache:
         assert parent is not None, "the root must not be split; this is a bug"
         pages = node.pages[:num_pages].copy()
         upper = self._new_node(node.tokens[:cut].copy(), pages, parent, node.key)
+        upper.windows = node.windows[:num_pages].copy()
         upper.lock_count = node.lock_count
         upper.fence = node.fence
         upper.reused = node.reused
         if self._windows is not None:
-            self._windows.split(upper, node, num_pages)
+            self._windows.add(upper)
         parent.children[upper.key] = upper
         node.tokens = node.tokens[cut:].copy()
         node.pages = node.pages[num_pages:].copy()
+        node.windows = node.windows[num_pages:].copy()
         node.parent = upper
         node.key = self._key(upper, node.tokens, "")
         upper.children[node.key] = node
@@ -317,6 +313,7 @@ class RadixCache:
             self._listener.removed(taken)
         if kept:
             node.pages = node.pages[:kept]
+            node.windows = node.windows[:kept]
             node.tokens = node.tokens[: kept * self._page_size]
             self._push_if_evictable(node)
         else:
@@ -360,10 +357,10 @@ class RadixCache:
         self, tokens: Int32Array, pages: Int32Array, parent: RadixNode, key: bytes
     ) -> RadixNode:
         self._num_nodes += 1
-        node = RadixNode(tokens, pages, parent, key, self._clock, self._num_nodes)
+        windows = pages[:0]
         if self._windows is not None:
-            node.windows = np.full(len(pages), ABSENT, dtype=np.int32)
-        return node
+            windows = np.full(len(pages), ABSENT, dtype=np.int32)
+        return RadixNode(tokens, pages, windows, parent, key, self._clock, self._num_nodes)
 
     def _key(self, parent: RadixNode, tokens: Int32Array, salt: str) -> bytes:
         page = tokens[: self._page_size].tobytes()

@@ -1,7 +1,7 @@
 """The pages of window layers: their users, and their entries in the prefix cache."""
 
-import heapq
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,24 +16,36 @@ ABSENT = -1  # in place of a page id: the cache does not have the window page
 
 
 class WindowPages:
-    """Counts the users of each window page, and frees a page without users.
+    """The pages of window layers, their users, and their places in the prefix cache.
 
     The users of a page are the running requests whose window holds it. The prefix cache may have
-    the page too. Several requests use one page if they have matched the same cached prefix.
+    the page too. Several requests use one page if they have matched the same cached prefix. A page
+    is freed when it has no user and is not cached.
 
-    pool   the ids of the pages.
-    users  int32 [P]; number of running requests that use the page.
+    RadixNode.windows has one entry for each page of the node: the window page of the same tokens,
+    or ABSENT. A hit of m pages is usable if the last `span` pages before its end are present, or
+    all m pages if there are fewer.
+
+    span    pages that the window of the first token of a page reaches back: ceil((window - 1) /
+            page_size).
+    pool    the ids of the pages.
+    users   int32 [P]; number of running requests that use the page.
+    cached  bool [P]; the prefix cache has the page.
 
     I1  A page is allocated in the pool while it has a user or is cached.
     I2  The fence of a released page is no earlier than the last step of each request that has used
         the page.
+    I3  _lru holds each node with a window page, and only nodes of the tree. The least recently used
+        window is first.
     """
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, span: int) -> None:
+        self.span = span
         self.pool = FencedPool(num_pages)
         self.users: Int32Array = np.zeros(num_pages, dtype=np.int32)
         self.cached = np.zeros(num_pages, dtype=np.bool_)
         self._last_step = np.zeros(num_pages, dtype=np.int64)
+        self._lru: OrderedDict[RadixNode, None] = OrderedDict()
 
     def allocate(self, count: int) -> Int32Array:
         """Return `count` pages with one user each. The caller has checked that they are free."""
@@ -52,10 +64,6 @@ class WindowPages:
         self._last_step[pages] = np.maximum(self._last_step[pages], fence)
         self._release(pages[(self.users[pages] == 0) & ~self.cached[pages]])
 
-    def store(self, pages: Int32Array) -> None:
-        """Record that the prefix cache has these pages."""
-        self.cached[pages] = True
-
     def remove(self, pages: Int32Array) -> None:
         """Record that the prefix cache does not have these pages any more."""
         self.cached[pages] = False
@@ -65,28 +73,6 @@ class WindowPages:
         if len(pages):
             self.pool.release(pages, int(self._last_step[pages].max()))
 
-
-class WindowIndex:
-    """The window pages in the nodes of the prefix cache.
-
-    RadixNode.windows has one entry for each page of the node: the window page of the same tokens,
-    or ABSENT. A hit of m pages is usable if the last `span` pages before its end are present, or
-    all m pages if there are fewer.
-
-    span  pages that the window of the first token of a page reaches back: ceil((window - 1) /
-          page_size).
-
-    I1  Each node with a window page has an entry in the heap. The window_use in the entry may be
-        outdated; eviction then inserts the node again. The heap may also hold void entries, of
-        nodes that the cache has evicted.
-    """
-
-    def __init__(self, pages: WindowPages, span: int) -> None:
-        self.pages = pages
-        self.span = span
-        self._heap: list[tuple[int, int, RadixNode]] = []
-        self._void_entries = 0
-
     def usable(self, windows: Int32Array) -> int:
         """Return the length in pages of the longest usable hit. windows: of a matched path."""
         index = np.arange(len(windows), dtype=np.int32)
@@ -94,80 +80,56 @@ class WindowIndex:
         usable = index - last_absent >= np.minimum(self.span, index + 1)
         return int(usable.nonzero()[0][-1]) + 1 if usable.any() else 0
 
-    def touch(self, path: Sequence["RadixNode"], clock: int) -> None:
+    def touch(self, path: Iterable["RadixNode"]) -> None:
         """Mark the nodes with the last `span` pages of a hit as used. path: from its end up."""
         left = self.span
         for node in path:
             if left <= 0:
                 break
-            node.window_use = clock
+            self.add(node)
             left -= len(node.pages)
 
-    def fill(self, path: Sequence["RadixNode"], windows: Int32Array, clock: int) -> None:
+    def fill(self, path: Iterable["RadixNode"], windows: Int32Array) -> None:
         """Store the given pages where the cache has none. path: from the end of `windows` up."""
         end = len(windows)
         for node in path:
             given = windows[end - len(node.pages) : end]
             end -= len(node.pages)
-            entries = _entries(node)
-            new = (entries == ABSENT) & (given != ABSENT)
+            new = (node.windows == ABSENT) & (given != ABSENT)
             if new.any():
-                entries[new] = given[new]
-                node.window_use = clock
-                self.pages.store(given[new])
-                self._push(node)
+                node.windows[new] = given[new]
+                self.cached[given[new]] = True
+                self.add(node)
 
-    def split(self, upper: "RadixNode", lower: "RadixNode", num_pages: int) -> None:
-        """Divide the entries of `lower`: `upper` gets the first num_pages."""
-        windows = _entries(lower)
-        upper.windows, lower.windows = windows[:num_pages].copy(), windows[num_pages:].copy()
-        upper.window_use = lower.window_use
-        self._push(upper)
+    def add(self, node: "RadixNode") -> None:
+        """Mark the window pages of a node as used, if it has some."""
+        if (node.windows != ABSENT).any():
+            self._lru[node] = None
+            self._lru.move_to_end(node)
 
     def cut(self, node: "RadixNode", kept: int) -> None:
-        """Remove the entries after the first `kept` from the cache."""
-        gone = _entries(node)[kept:]
-        node.windows = _entries(node)[:kept]
-        self.pages.remove(gone[gone != ABSENT])
-        self._void_entries += node.in_window_heap and not kept
-        if 2 * self._void_entries > len(self._heap):
-            self._heap = [entry for entry in self._heap if len(_entries(entry[2]))]
-            heapq.heapify(self._heap)
-            self._void_entries = 0
+        """Remove the window pages after the first `kept` pages of a node from the cache."""
+        gone = node.windows[kept:]
+        self.remove(gone[gone != ABSENT])
+        if not kept:
+            self._lru.pop(node, None)
 
     def evict(self, count: int) -> None:
         """Remove up to `count` pages without users, of the least recently used windows first.
 
         The prefixes stay cached, but a hit cannot end where its window is absent.
         """
-        in_use: list[RadixNode] = []
-        while count > 0 and self._heap:
-            last_use, _, node = heapq.heappop(self._heap)
-            node.in_window_heap = False
-            windows = _entries(node)
-            if not len(windows):
-                self._void_entries -= 1
-                continue
-            if last_use != node.window_use:
-                self._push(node)
-                continue
-            present = np.flatnonzero(windows != ABSENT)
-            idle = present[self.pages.users[windows[present]] == 0][:count]
-            taken = windows[idle]
-            windows[idle] = ABSENT
-            self.pages.remove(taken)
+        empty: list[RadixNode] = []
+        for node in self._lru:
+            if count <= 0:
+                break
+            present = np.flatnonzero(node.windows != ABSENT)
+            idle = present[self.users[node.windows[present]] == 0][:count]
+            taken = node.windows[idle]
+            node.windows[idle] = ABSENT
+            self.remove(taken)
             count -= len(idle)
-            if len(idle) < len(present):
-                in_use.append(node)
-        for node in in_use:
-            self._push(node)
-
-    def _push(self, node: "RadixNode") -> None:
-        if not node.in_window_heap and (_entries(node) != ABSENT).any():
-            node.in_window_heap = True
-            heapq.heappush(self._heap, (node.window_use, node.node_id, node))
-
-
-def _entries(node: "RadixNode") -> Int32Array:
-    assert node.windows is not None, "a node must have window entries; this is a bug"
-    return node.windows
+            if len(idle) == len(present):
+                empty.append(node)
+        for node in empty:
+            del self._lru[node]

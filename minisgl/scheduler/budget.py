@@ -51,11 +51,11 @@ class PrefillBudget:
         most_tokens = self._config.prefill_budget_tokens + self._table.rows.size
         self._sizes = step_sizes(most_tokens + 1024)
 
-    def tokens(self, decode_rows: Int32Array, cost: StepCost | None) -> int:
+    def tokens(self, decode_rows: Int32Array, cost: StepCost | None, urgent: bool) -> int:
         """Return the largest number of prompt tokens that the next step may contain.
 
         decode_rows: int32, the rows that decode in this step. cost: predicts step times; None when
-        they are unknown.
+        they are unknown. urgent: the first priority in use has prompts.
         """
         budget = self._config.prefill_budget_tokens
         target_ms = self._config.target_step_ms
@@ -66,7 +66,7 @@ class PrefillBudget:
             return budget
         if target_ms is None:
             return min(self._even_tokens(decode_rows, cost), budget)
-        return min(self._timed_tokens(decode_rows, cost, target_ms / 1000), budget)
+        return min(self._timed_tokens(decode_rows, cost, target_ms / 1000, urgent), budget)
 
     def _even_tokens(self, decode_rows: Int32Array, cost: StepCost) -> int:
         """Spread prompts over the decode steps, in steps of equal size.
@@ -106,7 +106,9 @@ class PrefillBudget:
         separate_s = cost.predict_s(budget, 0, 0) * chunk / budget
         return chunk if mixed_s < separate_s else budget
 
-    def _timed_tokens(self, decode_rows: Int32Array, cost: StepCost, target_s: float) -> int:
+    def _timed_tokens(
+        self, decode_rows: Int32Array, cost: StepCost, target_s: float, urgent: bool
+    ) -> int:
         """Keep the predicted step time below a limit.
 
         The limit is the larger of the step-time target and MAX_SLOWDOWN times the predicted
@@ -124,16 +126,12 @@ class PrefillBudget:
         """
         num_decode = int(self._table.step_tokens[decode_rows].sum())
         keys = int(self._table.computed[decode_rows].sum())
-        slowdown = MAX_SLOWDOWN
-        if all(req.priority > self._waiting.highest_class for req in self._prefilling) and (
-            self._waiting.highest_class not in self._waiting.levels
-        ):
-            slowdown = LOW_SLOWDOWN
+        slowdown = MAX_SLOWDOWN if urgent else LOW_SLOWDOWN
         limit_s = max(target_s, slowdown * cost.predict_s(num_decode, keys, 0))
         queued = Counter({(req.priority, req.client): 0 for req in self._prefilling})
         for req in self._waiting:
             queued[req.priority, req.client] += req.uncached_tokens
-        if min(level for level, _ in queued) > self._waiting.highest_class:
+        if not urgent:
             queued[self._waiting.highest_class, ""] = 0
         queue_s = cost.predict_s(min(queued.values()), 0, 0)
         # A request that arrives during step n enters step n + 2, so it waits for two steps.

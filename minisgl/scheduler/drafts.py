@@ -7,7 +7,6 @@ from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, DraftLengths
 from minisgl.message.messages import DraftTotals
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.request import ReqState
-from minisgl.scheduler.request_table import RequestTable
 
 
 class DraftPlanner:
@@ -22,19 +21,19 @@ class DraftPlanner:
     totals    drafts and accepted drafts since the start.
     """
 
-    def __init__(self, lengths: DraftLengths, kv_manager: KVManager, table: RequestTable) -> None:
+    def __init__(self, lengths: DraftLengths, kv_manager: KVManager) -> None:
         assert kv_manager.windows is None, "rows with windows must have no drafts; this is a bug"
         self.lengths = lengths
         self.totals = DraftTotals()
         self._kv_manager = kv_manager
-        self._table = table
+        self._table = kv_manager.table
 
-    def add(self, rows: Int32Array, has_prompts: bool, cost: StepCost | None) -> bool:
+    def add(self, rows: Int32Array, cost: StepCost | None) -> bool:
         """Set table.step_tokens of decoding rows, and give the rows pages for these tokens.
 
-        rows: int32, all decoding rows. Drafts end before the last token that the request may
-        forward. Returns False if the step has no drafts, or if they need more pages than are left.
-        step_tokens is then 1.
+        rows: int32, all decoding rows. cost: as for DraftLengths.choose. Drafts end before the last
+        token that the request may forward. Returns False if the step has no drafts, or if they need
+        more pages than are left. step_tokens is then 1.
         """
         table, kv_manager = self._table, self._kv_manager
         table.step_tokens[rows] = 1
@@ -44,7 +43,7 @@ class DraftPlanner:
         computed, fitting = table.computed[rows], MAX_DRAFT_TOKENS // len(rows)
         limit = max(width for width in DRAFT_WIDTHS if width <= max(fitting, 1)) - 1
         keys = int(computed.sum())
-        most = self.lengths.choose(drafting, len(rows), keys, limit, has_prompts, cost)
+        most = self.lengths.choose(drafting, len(rows), keys, limit, cost)
         most_tokens = np.where(table.may_draft[rows], 1 + most, 1)
         tokens = np.minimum(most_tokens, table.max_total_tokens[rows] - 1 - computed)
         if tokens.max() == 1:
@@ -81,7 +80,7 @@ class DraftPlanner:
             self.totals.accepted[nth] += int((np.minimum(agreed, forwarded) > nth).sum())
 
     def resumed(self, batch: Batch, decode_rows: Int32Array) -> Int32Array:
-        """Return the rows of a resolved step that have steps left and are not in `decode_rows`.
+        """Return `decode_rows`, and after them the other rows of a resolved step with steps left.
 
         A row leaves decode_rows while the steps in flight may sample its last token. It comes back
         if they did not, because they rejected drafts.
@@ -90,4 +89,4 @@ class DraftPlanner:
         left = table.computed[rows] < table.max_total_tokens[rows] - 1
         left &= table.rows.allocated[rows] & ~np.isin(rows, decode_rows)
         back = [row for row in rows[left].tolist() if table.req_at(row).state is ReqState.DECODE]
-        return np.array(back, dtype=np.int32)
+        return np.concatenate([decode_rows, np.array(back, dtype=np.int32)])

@@ -1,26 +1,21 @@
 """Forced tokens: the constraint of a request allows no other token at their positions."""
 
+from itertools import zip_longest
+
 import numpy as np
 
-from minisgl.core import FinishReason, Int32Array
+from minisgl.core import Int32Array
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.policy import Planner
 from minisgl.scheduler.request import ReqState
-from minisgl.scheduler.request_table import RequestTable
-from minisgl.scheduler.results import append_tokens
+from minisgl.scheduler.request_table import NewTokens
 
 # The extra time of a step with a chunk, as a share of a decode-only step (approximate).
 CHUNK_SLOWDOWN = 0.5
 
 
-def append_forced(
-    sampled_rows: Int32Array,
-    table: RequestTable,
-    planner: Planner,
-    kv_manager: KVManager,
-    eos_token_ids: Int32Array,
-) -> tuple[Int32Array, Int32Array, dict[int, FinishReason]]:
-    """Append the tokens that must follow the sampled tokens. Returns the values of read_result.
+def append_forced(sampled_rows: Int32Array, planner: Planner, kv_manager: KVManager) -> NewTokens:
+    """Append the tokens that must follow the sampled tokens.
 
     The next step forwards the appended tokens of a request as one chunk. A step that is
     already in flight also samples tokens for the first of these positions; `read_result` drops
@@ -33,6 +28,7 @@ def append_forced(
 
     sampled_rows: int32, the rows that got a token in the step just resolved.
     """
+    table = kv_manager.table
     forced: dict[int, list[int]] = {}
     ending: set[int] = set()
     for row in sampled_rows.tolist():
@@ -44,31 +40,29 @@ def append_forced(
         known, limit = int(table.known[row]), int(table.max_total_tokens[row])
         ids = list(req.constraint.forced(table.tokens[row, :known]))[: limit - known]
         obeys_eos = table.obeys_eos[row] and known + len(ids) > table.stop_from[row]
-        if ids and (known + len(ids) == limit or (obeys_eos and ids[-1] in eos_token_ids)):
+        if ids and (known + len(ids) == limit or (obeys_eos and ids[-1] in table.eos_token_ids)):
             ending.add(row)
         if len(ids) > 1 or row in ending:
             forced[row] = ids
-    if not forced:
-        return sampled_rows[:0], sampled_rows[:0], {}
     saved = sum(len(ids) - 1 for ids in forced.values())
     delay = 0.0 if planner.prefilling else CHUNK_SLOWDOWN * len(planner.decode_rows)
     for row, ids in list(forced.items()):
         tokens = int(table.known[row]) + len(ids)
         if row not in ending and not (
-            saved > delay and kv_manager.try_extend(table.req_at(row), tokens, table)
+            saved > delay and kv_manager.try_extend(table.req_at(row), tokens)
         ):
             del forced[row]
+    if not forced:
+        return NewTokens(sampled_rows[:0], sampled_rows[:0], {})
     rows: Int32Array = np.array([*forced], dtype=np.int32)
     counts: Int32Array = np.array([len(ids) for ids in forced.values()], dtype=np.int32)
-    padded = np.zeros((len(rows), counts.max(initial=1)), dtype=np.int32)
-    for index, ids in enumerate(forced.values()):
-        padded[index, : len(ids)] = ids
-    known_before = table.known[rows]
-    table.computed[rows] = np.minimum(table.computed[rows], known_before)
+    columns = [*zip_longest(*forced.values(), fillvalue=0)]
+    padded: Int32Array = np.array(columns, dtype=np.int32).T
+    table.computed[rows] = np.minimum(table.computed[rows], table.known[rows])
     table.dropped_until[rows] = table.last_step[rows]
-    appended = append_tokens(table, rows, known_before, padded, counts, eos_token_ids)
+    appended = table.append_tokens(rows, padded, counts)
     for row in forced:
-        if row not in appended[2]:
+        if row not in appended.ended:
             table.prefill_end[row] = table.known[row]
             planner.recompute(table.req_at(row))
     return appended

@@ -27,15 +27,45 @@ class Inbox(Protocol):
         """
 
 
-class QueueInbox:
-    """The input of rank 0 of a server: the queue from the API server."""
+class LocalInbox:
+    """The input of rank 0: a deque that the caller fills in the same thread (LLM, tests).
 
-    def __init__(self, receiver: Receiver[ToScheduler]) -> None:
-        self._receiver = receiver
+    It also sends each iteration's messages to the other ranks.
+    """
+
+    def __init__(self, followers: Sequence[Sender[LeaderStep]] = ()) -> None:
+        self.messages: deque[ToScheduler] = deque()
+        self._followers = followers
+        self._iteration = 0
 
     def receive(
         self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
     ) -> Messages:
+        self._wait(wait_s)
+        messages = [*self.messages]
+        self.messages.clear()
+        if prepared:
+            messages.append(Prepared(uids=list(prepared)))
+        self._iteration += 1
+        for follower in self._followers:
+            step = LeaderStep(iteration=self._iteration, messages=messages, plan_hash=plan_hash)
+            follower.send(step)
+        return messages
+
+    def _wait(self, wait_s: float | None) -> None:
+        """Do not wait: no message can arrive in the meantime."""
+
+
+class QueueInbox(LocalInbox):
+    """The input of rank 0 of a server: the queue from the API server."""
+
+    def __init__(
+        self, receiver: Receiver[ToScheduler], followers: Sequence[Sender[LeaderStep]] = ()
+    ) -> None:
+        super().__init__(followers)
+        self._receiver = receiver
+
+    def _wait(self, wait_s: float | None) -> None:
         """Return as soon as one message has arrived, before wait_s is over.
 
         The host takes 5 to 8 ms to launch a step with a new prompt. If the
@@ -43,41 +73,7 @@ class QueueInbox:
         """
         if wait_s != 0.0:
             self._receiver.poll(wait_s)
-        return [*self._receiver.drain(), *_announce(prepared)]
-
-
-class LocalInbox:
-    """A deque that the caller fills, for a scheduler in the caller's process (LLM, tests)."""
-
-    def __init__(self) -> None:
-        self.messages: deque[ToScheduler] = deque()
-
-    def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
-    ) -> Messages:
-        """Return at once. The caller adds messages in this thread, so none can arrive in a wait."""
-        messages = [*self.messages, *_announce(prepared)]
-        self.messages.clear()
-        return messages
-
-
-class LeaderInbox:
-    """The input of rank 0. It also sends each iteration's messages to the other ranks."""
-
-    def __init__(self, source: Inbox, followers: Sequence[Sender[LeaderStep]]) -> None:
-        self._source = source
-        self._followers = followers
-        self._iteration = 0
-
-    def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
-    ) -> Messages:
-        messages = self._source.receive(wait_s, prepared=prepared)
-        self._iteration += 1
-        step = LeaderStep(iteration=self._iteration, messages=list(messages), plan_hash=plan_hash)
-        for follower in self._followers:
-            follower.send(step)
-        return messages
+        self.messages.extend(self._receiver.drain())
 
 
 class FollowerInbox:
@@ -85,7 +81,6 @@ class FollowerInbox:
 
     def __init__(self, receiver: Receiver[LeaderStep]) -> None:
         self._receiver = receiver
-        self._steps: deque[LeaderStep] = deque()
         self._iteration = 0
 
     def receive(
@@ -96,10 +91,8 @@ class FollowerInbox:
         Raises InvariantBroken when the ranks are at different iterations or planned different
         steps.
         """
-        while not self._steps:
+        while (step := next(self._receiver.drain(), None)) is None:
             self._receiver.poll(None)
-            self._steps.extend(self._receiver.drain())
-        step = self._steps.popleft()
         self._iteration += 1
         if (step.iteration, step.plan_hash) != (self._iteration, plan_hash):
             raise InvariantBroken(
@@ -108,7 +101,3 @@ class FollowerInbox:
                 f"{self._iteration} with plan hash {plan_hash}; this is a bug"
             )
         return step.messages
-
-
-def _announce(uids: Sequence[int]) -> list[Prepared]:
-    return [Prepared(uids=list(uids))] if uids else []

@@ -1,12 +1,16 @@
 """`KVManager`: moves KV pages between the page pool, the prefix cache and the running requests."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
-from minisgl.core import EngineLike, Int32Array, PageUpdates
-from minisgl.kvcache import CacheListener, FencedPool, Match, RadixCache
+from minisgl.core import EngineLike, Int32Array
+from minisgl.kvcache import CacheListener, FencedPool, Match, RadixCache, RadixNode, common_prefix
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.window_manager import WindowManager
+
+MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared prefix
 
 
 class KVManager:
@@ -18,7 +22,8 @@ class KVManager:
           +-------- release ---------+                          |
           +------------------------ evict ----------------------+
 
-    `match` finds the cached prefix of a waiting request. `try_admit` gives the request a row, locks
+    `match` finds the cached prefix of a waiting request. `shared_with_older` finds the prefix for
+    which it waits until another request has computed it. `try_admit` gives the request a row, locks
     that prefix and allocates pages for the other tokens. `publish` gives computed pages to the
     prefix cache while the request continues to use them. `release` takes the row and the pages
     back.
@@ -35,6 +40,7 @@ class KVManager:
     def __init__(
         self,
         engine: EngineLike,
+        table: RequestTable,
         use_prefix_cache: bool,
         listener: CacheListener | None = None,
     ) -> None:
@@ -42,12 +48,14 @@ class KVManager:
 
         `windows` is None if the model has no window layers.
         """
+        self.table = table
         self.page_size = engine.page_size
         self.pool = FencedPool(engine.num_pages)
-        self.windows = WindowManager.of(engine)
-        index = None if self.windows is None else self.windows.index
-        self.cache = RadixCache(self.page_size, listener, index)
+        self.windows = None if engine.window is None else WindowManager(engine.window, table)
+        window_pages = None if self.windows is None else self.windows.pages
+        self.cache = RadixCache(self.page_size, listener, window_pages)
         self._use_prefix_cache = use_prefix_cache
+        self._nodes: dict[int, RadixNode] = {}  # by row: the locked end of its cached prefix
         self.evicted_pages_total = 0
 
     def pages_for(self, tokens: int) -> int:
@@ -63,7 +71,38 @@ class KVManager:
         usable = 0 if req.sampling.prompt_logprobs is not None else len(req.tokens) - 1
         return self.cache.match(req.tokens[:usable], req.cache_salt)
 
-    def try_admit(self, req: Req, match: Match, table: RequestTable) -> bool:
+    def shared_with_older(self, req: Req, cached: int, others: Iterable[Req]) -> int:
+        """Return the number of leading tokens of `req` that an older request in `others` computes.
+
+        cached: the tokens of `req` that the cache has.
+        The result is 0 if fewer than half of the uncached tokens are shared: `req` does not wait
+        for so few. With this rule, the n choices of one prompt compute the prompt once. A burst of
+        requests with the same system prompt computes the system prompt once.
+
+        A request waits for older requests only, and these decrease in number. If it also waited for
+        newer requests, it could wait forever: a newer request is admitted before it, computes the
+        shared prefix and fails, then the next newer request does the same, and so on.
+        """
+        if req.sampling.prompt_logprobs is not None or not self._use_prefix_cache:
+            return 0
+        half = (len(req.tokens) - cached + 1) // 2
+        min_shared = self.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * self.page_size
+        # The first min_shared tokens have to be equal. Compare the last of these tokens first,
+        # because most prompts differ there. The slice is empty if the prompt has fewer tokens.
+        last_needed = req.tokens[min_shared - 1 : min_shared].tobytes()
+        if not last_needed:
+            return 0
+        for other in others:
+            older = other.arrival_index < req.arrival_index and other.cache_salt == req.cache_salt
+            if other.priority > req.priority or not older:
+                continue  # a request of a later priority may have to wait for `req`
+            if other.tokens[min_shared - 1 : min_shared].tobytes() == last_needed:
+                shared = common_prefix(req.tokens[:-1], other.tokens)
+                if shared >= min_shared:
+                    return shared // self.page_size * self.page_size
+        return 0
+
+    def try_admit(self, req: Req, match: Match) -> bool:
         """Give a waiting request a row, its cached prefix and pages for all its tokens.
 
         Returns False, and changes nothing, when pages are short. Admission leaves spare pages: one
@@ -74,6 +113,7 @@ class KVManager:
         A request can still need a page while its pages have room for fewer tokens than its
         max_total_tokens.
         """
+        table = self.table
         self.cache.lock(match.node)
         pages_in_all = self.pages_for(len(req.tokens))
         own_pages = pages_in_all - len(match.pages)
@@ -82,16 +122,15 @@ class KVManager:
         may_grow = table.rows.allocated & (capacities < table.max_total_tokens)
         needed = own_pages + spare + int(may_grow.sum())
         fits = needed <= self.pool.num_free + self.cache.evictable_pages
-        if self.windows is not None:
-            fits = fits and self.windows.fits(req)
+        fits = fits and (self.windows is None or self.windows.fits(req))
         pages = self.try_allocate(own_pages) if fits else None
         if pages is None:
             self.cache.unlock(match.node, 0)
             return False
-        req.cache_node = match.node
         req.shared_pages = len(match.pages)
         cached_tokens = req.shared_pages * self.page_size
         table.open_row(req, np.concatenate([match.pages, pages]), cached_tokens)
+        self._nodes[req.row] = match.node
         if self.windows is not None:
             self.windows.open_row(req, match)
         return True
@@ -107,31 +146,23 @@ class KVManager:
             return None
         return self.pool.allocate(count)
 
-    def try_extend(self, req: Req, tokens: int, table: RequestTable) -> bool:
+    def try_extend(self, req: Req, tokens: int) -> bool:
         """Give a running request pages for `tokens` tokens; return False when pages are short."""
-        missing = self.pages_for(tokens) - int(table.pages.counts[req.row])
+        missing = self.pages_for(tokens) - int(self.table.pages.counts[req.row])
         pages = self.try_allocate(max(missing, 0))
         if pages is not None:
-            table.pages.extend(req.row, pages)
+            self.table.pages.extend(req.row, pages)
         return pages is not None
 
-    def grow_windows(self, rows: Int32Array, table: RequestTable) -> Int32Array:
+    def grow_windows(self, rows: Int32Array) -> Int32Array:
         """Return the decoding rows that have a window page for their next token: usually all."""
-        return rows if self.windows is None else self.windows.grow(rows, table)
+        return rows if self.windows is None else self.windows.grow(rows)
 
-    def extend_window(self, req: Req, tokens: int, table: RequestTable) -> int:
+    def extend_window(self, req: Req, tokens: int) -> int:
         """Return how many of the next `tokens` tokens of a running request have window pages."""
-        return tokens if self.windows is None else self.windows.extend(req.row, tokens, table)
+        return tokens if self.windows is None else self.windows.extend(req.row, tokens)
 
-    def take_updates(self, rows: Int32Array, table: RequestTable) -> PageUpdates:
-        """As PageTable.take_updates, for the page tables of all layers."""
-        updates = table.pages.take_updates(rows)
-        if self.windows is None:
-            return updates
-        parts = zip(updates, self.windows.take_updates(rows), strict=True)
-        return PageUpdates(*map(np.concatenate, parts))
-
-    def publish(self, req: Req, table: RequestTable, tokens: int) -> None:
+    def publish(self, req: Req, tokens: int) -> None:
         """Give the whole pages of the row's first `tokens` tokens to the prefix cache.
 
         The request continues to use them. If the cache already has a page with the same tokens, the
@@ -139,50 +170,46 @@ class KVManager:
         """
         num_pages = tokens // self.page_size
         if num_pages > req.shared_pages and self._use_prefix_cache:
-            self._insert(req, table, num_pages)
+            self._insert(req, num_pages)
         if self.windows is not None:
-            self.windows.settle(req.row, table)
+            self.windows.settle(req.row)
 
-    def _insert(self, req: Req, table: RequestTable, num_pages: int) -> None:
-        row = req.row
+    def _insert(self, req: Req, num_pages: int) -> None:
+        table, row = self.table, req.row
         windows = None if self.windows is None else self.windows.windows_of(row, num_pages)
         key = table.tokens[row, : num_pages * self.page_size]
         row_pages = table.pages.entries[row, :num_pages]
         fence = int(table.last_step[row])
         node, pages, *_ = self.cache.insert(key, row_pages, req.cache_salt, windows)
         self.cache.lock(node)
-        assert req.cache_node is not None, "a cache node must be set; this is a bug"
-        self.cache.unlock(req.cache_node, fence)
-        own = np.arange(num_pages) >= req.shared_pages
-        duplicates = row_pages[own & (pages != row_pages)].copy()
+        self.cache.unlock(self._nodes[row], fence)
+        self._nodes[row] = node
+        duplicates = row_pages[pages != row_pages].copy()
         row_pages[:] = pages
         if len(duplicates):
             table.pages.sent[row] = min(int(table.pages.sent[row]), req.shared_pages)
-        req.cache_node = node
         req.shared_pages = num_pages
         self.pool.release(duplicates, fence)
 
-    def release(self, req: Req, table: RequestTable, cached_tokens: int) -> None:
+    def release(self, req: Req, cached_tokens: int) -> None:
         """Take row and pages from `req`. Its first `cached_tokens` tokens go to the prefix cache.
 
         The last step that contains the request fences the row and the pages: they are reused only
         after that step has been resolved.
         """
-        self.publish(req, table, cached_tokens)
-        row = req.row
+        self.publish(req, cached_tokens)
+        table, row = self.table, req.row
         fence = int(table.last_step[row])
-        own = table.pages.of_row(row)[req.shared_pages :].copy()
-        self.pool.release(own, fence)
+        own = table.pages.entries[row, req.shared_pages : table.pages.counts[row]]
+        self.pool.release(own.copy(), fence)
         if self.windows is not None:
-            self.windows.close_row(row, fence)
-        assert req.cache_node is not None, "a cache node must be set; this is a bug"
-        self.cache.unlock(req.cache_node, fence)
-        req.cache_node = None
-        req.shared_pages = 0
+            self.windows.close_row(row)
+        self.cache.unlock(self._nodes.pop(row), fence)
         table.close_row(req)
 
     def resolve(self, step: int) -> None:
-        """Free the pages whose fence is at most `step`. All steps up to `step` have completed."""
+        """Free the pages and rows whose fence is at most `step`, the newest completed step."""
+        self.table.rows.resolve(step)
         self.pool.resolve(step)
         if self.windows is not None:
             self.windows.pages.pool.resolve(step)

@@ -2,26 +2,19 @@
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from minisgl.core import (
-    Batch,
-    FinishReason,
-    Int32Array,
-    MinisglError,
-    RequestError,
-    StepResult,
-)
+from minisgl.core import Batch, FinishReason, Int32Array, MinisglError, RequestError, StepResult
 from minisgl.core.batch import HostLogprobs
 from minisgl.message.messages import AddReq, Finished, PrefillDone, StepOutput, TokenLogprobs
 from minisgl.scheduler.request import Req
-from minisgl.scheduler.request_table import RequestTable
+from minisgl.scheduler.request_table import NewTokens, RequestTable
 
 
 class OutputBuilder:
     """Collects messages in the next StepOutput until `take` returns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
         self._next = StepOutput(step_id=0)
 
     def open(self, req: Req) -> None:
@@ -38,48 +31,39 @@ class OutputBuilder:
         )
         self._next.prompt_logprobs.extend(req.held_logprobs)
 
-    def tokens(self, uids: NDArray[np.int64], token_ids: Int32Array) -> None:
-        """Add one token for each request: token_ids[i] is the next token of request uids[i]."""
-        self._next.uids.extend(uids.tolist())
-        self._next.token_ids.extend(token_ids.tolist())
+    def tokens(self, new: NewTokens) -> None:
+        """Add new tokens. Their rows still belong to the requests."""
+        self._next.uids.extend(self._table.uid[new.rows].tolist())
+        self._next.token_ids.extend(new.tokens.tolist())
 
-    def details(
-        self, batch: Batch, result: StepResult, table: RequestTable, token_rows: Int32Array
-    ) -> None:
-        """Add the log-probabilities of a step, and the numbers of its tokens that predictions had.
+    def predicted(self, batch: Batch, result: StepResult, token_rows: Int32Array) -> None:
+        """Add the numbers of tokens of a step that predictions had.
 
         token_rows: the row of each token that a request got in this step.
         """
-        self._add_predicted(batch, result, table, token_rows)
-        self._add_logprobs(batch, result, table, token_rows)
-
-    def _add_predicted(
-        self, batch: Batch, result: StepResult, table: RequestTable, token_rows: Int32Array
-    ) -> None:
         if result.predicted is None or result.agreed is None:
             return
         for index in np.flatnonzero(result.predicted & (result.agreed > 0)).tolist():
             row = batch.rows[index]
             count = min(int(result.agreed[index]), int((token_rows == row).sum()))
-            if count and len(table.req_at(row).prediction):
-                self._next.predicted.append((int(table.uid[row]), count))
+            if count and len(self._table.req_at(row).prediction):
+                self._next.predicted.append((int(self._table.uid[row]), count))
 
-    def _add_logprobs(
-        self, batch: Batch, result: StepResult, table: RequestTable, token_rows: Int32Array
-    ) -> None:
+    def logprobs(self, batch: Batch, result: StepResult, token_rows: Int32Array) -> None:
+        """Add the log-probabilities of a step. token_rows: as in `predicted`."""
         wanted, sampled = batch.logprobs, result.logprobs
         if wanted is None:
             return
         if sampled is not None:
             got_token = np.isin(batch.rows, token_rows)
             for index in np.flatnonzero(got_token & (wanted.sampled >= 0)).tolist():
-                uid = int(table.uid[batch.rows[index]])
+                uid = int(self._table.uid[batch.rows[index]])
                 position = int(batch.start[index] + batch.lengths[index])
                 row = slice(index, index + 1)
                 message = _token_logprobs(uid, position, sampled, row, wanted.sampled[index])
                 self._next.logprobs.append(message)
         for index, prompt in (result.prompt_logprobs or {}).items():
-            req = table.reqs[batch.rows[index]]
+            req = self._table.reqs[batch.rows[index]]
             if req is not None:
                 self._add_prompt(req, int(batch.start[index]) + 1, prompt, wanted.prompt[index])
 

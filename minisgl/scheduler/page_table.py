@@ -16,18 +16,15 @@ class PageTable:
     that a draft which the request cannot use overwrites no other page.
     """
 
-    def __init__(self, num_rows: int, max_pages: int, spare: int = 0, dummy_page: int = 0) -> None:
-        self._spare, self._dummy_page = spare, dummy_page
-        self.entries: Int32Array = np.zeros((num_rows, max_pages + spare), dtype=np.int32)
+    def __init__(self, engine: EngineLike, spare_tokens: int = 0) -> None:
+        """spare_tokens: tokens that must fit after the last page of a row."""
+        self.page_size = engine.page_size
+        self._spare = -(-spare_tokens // self.page_size)
+        num_rows, max_pages = engine.max_running_reqs, -(-engine.max_seq_len // self.page_size)
+        self._dummy_page = engine.num_pages
+        self.entries: Int32Array = np.zeros((num_rows, max_pages + self._spare), dtype=np.int32)
         self.counts: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.sent: Int32Array = np.zeros(num_rows, dtype=np.int32)
-
-    @classmethod
-    def of(cls, engine: EngineLike, spare_tokens: int = 0) -> "PageTable":
-        """Return the table of an engine. spare_tokens: tokens that must fit after the last page."""
-        size = engine.page_size
-        pages, spare = -(-engine.max_seq_len // size), -(-spare_tokens // size)
-        return cls(engine.max_running_reqs, pages, spare, engine.num_pages)
 
     def open_row(self, row: int, pages: Int32Array) -> None:
         """Replace the entries of a row."""
@@ -45,10 +42,6 @@ class PageTable:
         count = int(self.counts[row])
         self.entries[row, count : count + len(pages)] = pages
         self.counts[row] += len(pages)
-
-    def of_row(self, row: int) -> Int32Array:
-        """Return a view of the valid entries of a row."""
-        return self.entries[row, : self.counts[row]]
 
     def take_updates(self, rows: Int32Array) -> PageUpdates:
         """Return the entries of `rows` that the device does not have, and mark them as sent."""

@@ -4,20 +4,16 @@ A plan depends only on the scheduler's state, not on a clock, randomness or I/O,
 tensor-parallel ranks plan the same steps.
 """
 
-from collections.abc import Iterable
 from itertools import chain, islice
 
 import numpy as np
 
 from minisgl.core import Batch, Int32Array, InvariantBroken, SchedulerConfig, StepCost, StepResult
-from minisgl.scheduler.batches import build_batch
 from minisgl.scheduler.budget import PrefillBudget
 from minisgl.scheduler.drafts import DraftPlanner
 from minisgl.scheduler.kv_manager import KVManager
-from minisgl.scheduler.prefixes import shared_with_older
 from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.request import Req, ReqState
-from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.sharing import ClientShares
 
 MAX_DEFERRED = 64  # requests of a client that one round of a plan skips at most, to limit its time
@@ -69,16 +65,11 @@ class Planner:
     """
 
     def __init__(
-        self,
-        config: SchedulerConfig,
-        kv_manager: KVManager,
-        table: RequestTable,
-        drafts: DraftPlanner | None = None,
+        self, config: SchedulerConfig, kv_manager: KVManager, drafts: DraftPlanner | None
     ) -> None:
         self._drafts = drafts
-        self._config = config
         self._kv_manager = kv_manager
-        self._table = table
+        self._table = table = kv_manager.table
         self.cost: StepCost | None = None
         self.waiting = WaitingQueue()
         self._shares = ClientShares(table, kv_manager.pool.size)
@@ -87,24 +78,23 @@ class Planner:
             config, table, self.prefilling, self.waiting, self._shares.clients
         )
         self._overtakes = 0
-        self._delayed: Req | None = None  # WaitingQueue.longest_delayed of this plan
+        # Of this plan: WaitingQueue.longest_delayed, and a request that found no row or no pages
+        # although its client is within its share, or although a request of a later priority runs.
+        self._delayed: Req | None = None
+        self._blocked: Req | None = None
         self._pauses = 0  # steps in a row without the decoding requests of later priorities
         self.uncached: dict[Req, None] = {}  # a dict and not a set, because it keeps the order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
 
-    def predict_s(self, batch: Batch, chunks_too: bool = False) -> float:
-        """Predict the seconds of a batch in which all requests decode; 0.0 without known costs.
-
-        The result is too low for a batch with a chunk, except with `chunks_too`.
-        """
+    def predict_s(self, batch: Batch) -> float:
+        """Predict the seconds of a batch; 0.0 without known costs."""
         if self.cost is None:
             return 0.0
-        if not chunks_too:
-            tokens = batch.num_decode_tokens + batch.num_reqs - batch.num_decode
-            return self.cost.predict_s(tokens, int(batch.start.sum()), 0)
-        start, lengths = batch.start.astype(np.int64), batch.lengths.astype(np.int64)
-        pairs = int((lengths * (start + lengths // 2))[batch.num_decode :].sum())
-        return self.cost.predict_s(int(lengths.sum()), int(start[: batch.num_decode].sum()), pairs)
+        first = batch.num_decode
+        chunks = zip(batch.start[first:].tolist(), batch.lengths[first:].tolist(), strict=True)
+        pairs = sum(length * (start + length // 2) for start, length in chunks)
+        keys = int(batch.start[:first].sum())
+        return self.cost.predict_s(batch.num_decode_tokens + batch.num_prefill_tokens, keys, pairs)
 
     def plan(self, step_id: int, in_flight: bool) -> tuple[Batch | None, Req | None]:
         """Plan the next step.
@@ -117,19 +107,18 @@ class Planner:
         rows, victim = self._decode_rows_with_pages(in_flight)
         starved = victim is not None or len(rows) < len(self.decode_rows)
         first_rows = self._of_first_priority(rows)
-        chunks, blocked = self._choose_chunks(first_rows, admit=not starved)
+        chunks = self._choose_chunks(first_rows, admit=not starved)
         has_first = any(map(self._is_first, map(self._table.req_at, chunks)))
         pauses = has_first and len(first_rows) < len(rows) and self._pauses < MAX_PAUSES
         self._pauses = self._pauses + 1 if pauses else 0
         rows = first_rows if pauses else rows
-        if blocked is not None and victim is None:
-            victim = self._make_room(blocked)
+        if self._blocked is not None and victim is None:
+            victim = self._make_room(self._blocked)
             if victim is not None:
                 rows = rows[rows != victim.row]
                 chunks.pop(victim.row, None)
         if len(rows) or chunks:
-            drafting, table = self._drafts is not None, self._table
-            return build_batch(table, self._kv_manager, step_id, rows, chunks, drafting), victim
+            return self._table.build_batch(step_id, rows, chunks), victim
         if self.waiting and not in_flight and victim is None:
             raise InvariantBroken(
                 "no request runs, but no waiting request can be admitted; this is a bug"
@@ -139,9 +128,7 @@ class Planner:
     @property
     def has_urgent_prompts(self) -> bool:
         """A prompt of the first priority in use has no first token yet."""
-        return any(map(self._is_first, self.prefilling)) or (
-            self.waiting.highest_class in self.waiting.levels
-        )
+        return any(level <= self.waiting.highest_class for level in self._levels())
 
     def record_launch(self, batch: Batch) -> None:
         """Record that `batch` was launched: advance the lengths of its requests.
@@ -166,8 +153,7 @@ class Planner:
         """Record the drafts of a resolved step; requests whose last drafts it rejected go on."""
         if self._drafts is not None:
             self._drafts.record(batch, result)
-            rows = self._drafts.resumed(batch, self.decode_rows)
-            self.decode_rows = np.concatenate([self.decode_rows, rows])
+            self.decode_rows = self._drafts.resumed(batch, self.decode_rows)
 
     def recompute(self, req: Req) -> None:
         """Let a decoding request forward its forced tokens as a chunk of the next step.
@@ -193,7 +179,7 @@ class Planner:
         self._shares.clients.add(req.client)
         cached = len(self._kv_manager.match(req).pages) * self._kv_manager.page_size
         others = chain(self.uncached, islice(reversed(self.waiting), MAX_DEFERRED))
-        shared = self._shared(req, cached, others)
+        shared = self._kv_manager.shared_with_older(req, cached, others)
         req.uncached_tokens = len(req.tokens) - (shared or cached)
         self.waiting.append(req)
 
@@ -207,10 +193,10 @@ class Planner:
         """
         table, kv_manager = self._table, self._kv_manager
         rows = self.decode_rows
-        has_prompts = bool(self.prefilling or self.waiting)
-        if self._drafts is not None and self._drafts.add(rows, has_prompts, self.cost):
+        cost = None if self.prefilling or self.waiting else self.cost
+        if self._drafts is not None and self._drafts.add(rows, cost):
             return rows, None
-        rows = kv_manager.grow_windows(rows, table)
+        rows = kv_manager.grow_windows(rows)
         growing = rows[table.computed[rows] // kv_manager.page_size >= table.pages.counts[rows]]
         if not len(growing):
             return rows, None
@@ -255,85 +241,71 @@ class Planner:
 
     # --- prefill --------------------------------------------------------------------------------
 
-    def _choose_chunks(
-        self, decode_rows: Int32Array, admit: bool
-    ) -> tuple[dict[int, int], Req | None]:
-        """Return the number of prompt tokens of each row, and a request to make room for.
-
-        admit: waiting requests may start.
+    def _choose_chunks(self, decode_rows: Int32Array, admit: bool) -> dict[int, int]:
+        """Return the number of prompt tokens of each row. admit: waiting requests may start.
 
         The budget goes to the priorities in their order. Each client with prompts of a priority
         may first use an equal part of the rest, and in a second round all that remains, in turn.
         While requests of one priority wait for room, no request of a later priority is admitted.
-        The returned request found no row or no pages although its client is within its share, or
-        although a request of a later priority runs.
+        The longest delayed request gets the first priority if it was overtaken too often.
         """
-        self._advance_delayed()
-        levels = self.waiting.levels
-        for req in self.prefilling:
-            levels.setdefault(req.priority, set()).add(req.client)
-        budget = self._budget.tokens(decode_rows, self.cost)
+        self._blocked = None
+        if not (self.prefilling or self.waiting):
+            return {}
+        self._delayed = self.waiting.longest_delayed(self.prefilling)
+        if self._overtakes >= MAX_OVERTAKES and self._delayed is not None:
+            self._overtakes = 0
+            self.waiting.raise_to(self._delayed, self.waiting.highest_class)
+        levels = self._levels()
+        budget = self._budget.tokens(decode_rows, self.cost, self.has_urgent_prompts)
         chunks: dict[int, int] = {}
-        blocked: Req | None = None
         for level in sorted(levels):
             clients = self._shares.in_order(levels[level])
             rounds = [budget // len(clients), budget] if len(clients) > 1 else [budget]
             for part in rounds:
                 for client in clients:
-                    most = min(part, budget)
-                    used, refused = self._fill(client, level, most, chunks, admit, blocked)
-                    budget -= used
-                    blocked = blocked or refused
+                    budget -= self._fill(client, level, min(part, budget), chunks, admit)
             admit = admit and level not in self.waiting.levels
-        return chunks, blocked
+        return chunks
 
-    def _advance_delayed(self) -> None:
-        """Give the longest delayed request the first priority if it was overtaken too often."""
-        self._delayed = self.waiting.longest_delayed(self.prefilling)
-        if self._overtakes >= MAX_OVERTAKES and self._delayed is not None:
-            self._overtakes = 0
-            self.waiting.raise_to(self._delayed, self.waiting.highest_class)
+    def _levels(self) -> dict[int, set[str]]:
+        """The clients with waiting or admitted prompts, by priority."""
+        levels = self.waiting.levels
+        for req in self.prefilling:
+            levels[req.priority].add(req.client)
+        return levels
 
     def _fill(
-        self,
-        client: str,
-        level: int,
-        budget: int,
-        chunks: dict[int, int],
-        admit: bool,
-        blocked: Req | None,
-    ) -> tuple[int, Req | None]:
+        self, client: str, level: int, budget: int, chunks: dict[int, int], admit: bool
+    ) -> int:
         """Add up to `budget` prompt tokens of one client and priority to `chunks`.
 
-        blocked: a request of another client that waits for room. While a request is blocked, only
-        requests within their client's share are admitted.
-        Returns the number of tokens, and a request that found no room and may have another one
-        preempted.
+        While a request of another client is blocked, only requests within their client's share are
+        admitted. Returns the number of tokens.
         """
         left = budget
         for req in self.prefilling:
             if left > 0 and (req.client, req.priority) == (client, level):
                 left -= self._add_chunk(req, left, chunks)
         admitted: list[Req] = []
-        refused: Req | None = None
         deferred = 0
         for req in self.waiting.of(client, level) if admit and left > 0 else ():
             pages = self._kv_manager.pages_for(len(req.tokens))
             is_within = self._shares.is_within(req, pages)
             rows = self._table.rows
             reserved = 0 if self._is_first(req) else rows.size // RESERVED_ROWS
-            if rows.num_free <= reserved or not (is_within or blocked is None):
-                refused = self._refused(req, is_within)
+            if rows.num_free <= reserved or not (is_within or self._blocked is None):
+                self._block(req, is_within)
                 break
             match = self._kv_manager.match(req)
             cached = len(match.pages) * self._kv_manager.page_size
-            if self._shared(req, cached, self.uncached):
+            if self._kv_manager.shared_with_older(req, cached, self.uncached):
                 deferred += 1
                 if deferred == MAX_DEFERRED:
                     break
                 continue
-            if not self._kv_manager.try_admit(req, match, self._table):
-                refused = self._refused(req, is_within)
+            if not self._kv_manager.try_admit(req, match):
+                self._block(req, is_within)
                 break
             if self._drafts is not None:
                 self._drafts.lengths.open(req.row)
@@ -351,14 +323,14 @@ class Planner:
                 break
         for req in admitted:
             self.waiting.remove(req)
-        return budget - left, refused
+        return budget - left
 
     def _add_chunk(self, req: Req, budget: int, chunks: dict[int, int]) -> int:
         """Add up to `budget` tokens to the chunk of a running request. Returns their number."""
         chosen = chunks.get(req.row, 0)
         rest = int(self._table.prefill_end[req.row] - self._table.computed[req.row]) - chosen
         most = chosen + min(budget, rest)
-        tokens = self._kv_manager.extend_window(req, most, self._table) - chosen
+        tokens = self._kv_manager.extend_window(req, most) - chosen
         if tokens:
             chunks[req.row] = chosen + tokens
         return tokens
@@ -388,13 +360,8 @@ class Planner:
             self.remove(victim)
         return victim
 
-    def _refused(self, req: Req, is_within: bool) -> Req | None:
-        """Return `req`, which found no room, if another request may be preempted for it."""
+    def _block(self, req: Req, is_within: bool) -> None:
+        """Remember `req`, which found no room, if another request may be preempted for it."""
         others = (other for other in self._table.reqs if other is not None)
-        return req if is_within or any(o.priority > req.priority for o in others) else None
-
-    def _shared(self, req: Req, cached: int, others: Iterable[Req]) -> int:
-        """As `shared_with_older`; 0 without a prefix cache."""
-        if self._config.cache_type == "naive":
-            return 0
-        return shared_with_older(req, cached, others, self._kv_manager.page_size)
+        if is_within or any(other.priority > req.priority for other in others):
+            self._blocked = self._blocked or req

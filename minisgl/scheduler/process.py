@@ -18,7 +18,7 @@ from minisgl.engine import (
 )
 from minisgl.message.messages import LeaderStep, Ready, SchedulerStats, StepOutput, ToScheduler
 from minisgl.message.queues import Receiver, Sender, endpoint
-from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox, QueueInbox
+from minisgl.scheduler.inbox import FollowerInbox, Inbox, QueueInbox
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import log_event, process_age_s
 
@@ -114,6 +114,6 @@ def _discard(output: StepOutput) -> None:
 def _inbox(tp: TPInfo, socket_dir: str) -> Inbox:
     if tp.rank > 0:
         return FollowerInbox(Receiver(endpoint(socket_dir, f"rank-{tp.rank}"), LeaderStep))
-    source = QueueInbox(Receiver(endpoint(socket_dir, "scheduler"), ToScheduler))
     followers = [endpoint(socket_dir, f"rank-{rank}") for rank in range(1, tp.size)]
-    return LeaderInbox(source, [Sender(address) for address in followers])
+    receiver: Receiver[ToScheduler] = Receiver(endpoint(socket_dir, "scheduler"), ToScheduler)
+    return QueueInbox(receiver, [Sender(address) for address in followers])

@@ -1,8 +1,9 @@
 """`WaitingQueue`: the waiting requests of each client, in the order of service."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, zip_longest
+from operator import itemgetter
 
 from minisgl.scheduler.request import Req
 
@@ -20,7 +21,7 @@ class WaitingQueue:
 
     highest_class  the lowest priority number in use.
     has_classes    several priorities are in use.
-    _levels   by priority, by client, then by call: the waiting requests. The call that is served
+    _queues   by priority and client, then by call: the waiting requests. The call that is served
               next is first.
     _reqs     all requests in the order in which they began to wait. It is a dict and not a set,
               because it keeps the order.
@@ -29,7 +30,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self.highest_class = 0
         self.has_classes = False
-        self._levels: dict[int, dict[str, dict[int, deque[Req]]]] = {}
+        self._queues: dict[tuple[int, str], dict[int, deque[Req]]] = {}
         self._reqs: dict[Req, None] = {}
         self._recent: deque[int] = deque(maxlen=RECENT_REQS)
 
@@ -37,9 +38,8 @@ class WaitingQueue:
         return len(self._reqs)
 
     def __iter__(self) -> Iterator[Req]:
-        levels = sorted(self._levels)
-        pairs = ((client, level) for level in levels for client in self._levels[level])
-        return chain.from_iterable(self.of(*pair) for pair in pairs)
+        in_order = sorted(self._queues, key=itemgetter(0))
+        return chain.from_iterable(self.of(client, level) for level, client in in_order)
 
     def __reversed__(self) -> Iterator[Req]:
         """The request that began to wait last comes first."""
@@ -48,12 +48,15 @@ class WaitingQueue:
     @property
     def clients(self) -> set[str]:
         """The clients of the waiting requests."""
-        return set(chain.from_iterable(self._levels.values()))
+        return {client for _, client in self._queues}
 
     @property
-    def levels(self) -> dict[int, set[str]]:
+    def levels(self) -> defaultdict[int, set[str]]:
         """The clients of the waiting requests, by priority."""
-        return {level: set(clients) for level, clients in self._levels.items()}
+        levels: defaultdict[int, set[str]] = defaultdict(set)
+        for level, client in self._queues:
+            levels[level].add(client)
+        return levels
 
     def longest_delayed(self, prefilling: Iterable[Req]) -> Req | None:
         """The first admitted prompt of a later priority, or else the oldest waiting request.
@@ -65,7 +68,7 @@ class WaitingQueue:
 
     def of(self, client: str, level: int = 0) -> Iterator[Req]:
         """The waiting requests of one client and priority, in order: calls take turns."""
-        turns = zip_longest(*self._levels.get(level, {}).get(client, {}).values())
+        turns = zip_longest(*self._queues.get((level, client), {}).values())
         return (req for turn in turns for req in turn if req is not None)
 
     def append(self, req: Req) -> None:
@@ -91,23 +94,21 @@ class WaitingQueue:
         self._insert(req, first=True)
 
     def _insert(self, req: Req, first: bool) -> None:
-        clients = self._levels.setdefault(req.priority, {})
-        calls = clients.setdefault(req.client, {})
+        key = req.priority, req.client
+        calls = self._queues.setdefault(key, {})
         if first:
             call = calls.pop(req.call, deque())
             call.appendleft(req)
-            clients[req.client] = {req.call: call, **calls}
+            self._queues[key] = {req.call: call, **calls}
         else:
             calls.setdefault(req.call, deque()).append(req)
 
     def _take(self, req: Req) -> None:
-        clients = self._levels[req.priority]
-        calls = clients[req.client]
+        key = req.priority, req.client
+        calls = self._queues[key]
         call = calls.pop(req.call)
         call.remove(req)
         if call:
             calls[req.call] = call
         elif not calls:
-            del clients[req.client]
-            if not clients:
-                del self._levels[req.priority]
+            del self._queues[key]

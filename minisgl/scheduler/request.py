@@ -10,7 +10,6 @@ import numpy as np
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, PromptTooLong, SamplingParams
 from minisgl.core.sampling import MAX_SEED
 from minisgl.engine.logits_processing import Constraint
-from minisgl.kvcache import RadixNode
 from minisgl.message.messages import AddReq, TokenLogprobs
 
 
@@ -45,9 +44,8 @@ class Req:
                       and client, the planner preempts the highest index first.
     row               index in page table, token pool and RequestTable; -1 while the request owns no
                       row.
-    cache_node        end of the request's prefix in the prefix cache. The request locks it.
     shared_pages      the first shared_pages pages of the row belong to the prefix cache; the others
-                      belong to this request.
+                      belong to this request. Valid while the request owns a row.
     end_reason        set when the request is to end. A request in state ENDING without a reason is
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
@@ -83,7 +81,6 @@ class Req:
     state: ReqState = ReqState.WAITING
     uncached_tokens: int = 0
     row: int = -1
-    cache_node: RadixNode | None = None
     shared_pages: int = 0
     cached_tokens: int = 0
     admitted: bool = False
@@ -118,11 +115,10 @@ def accept_request(
     for param, ids in (("prompt", tokens), ("prediction", prediction)):
         if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
             raise InvalidRequest(f"a token id is outside 0..{vocab_size - 1}", param=param)
-    max_tokens = sampling.max_tokens
-    needed = len(tokens) + (1 if max_tokens is None else max_tokens)
+    needed = len(tokens) + (sampling.max_tokens or 1)
     if needed > capacity_tokens:
         raise PromptTooLong(
-            f"{len(tokens)} prompt tokens and {max_tokens or 1} output tokens exceed the "
+            f"{len(tokens)} prompt tokens and {sampling.max_tokens or 1} output tokens exceed the "
             f"{capacity_tokens} tokens that the context length and the KV pool allow",
             param="prompt",
         )
@@ -136,7 +132,7 @@ def accept_request(
         uid=message.uid + index,
         tokens=tokens,
         prompt_len=len(tokens),
-        max_total_tokens=capacity_tokens if max_tokens is None else needed,
+        max_total_tokens=capacity_tokens if sampling.max_tokens is None else needed,
         sampling=sampling,
         arrival_index=arrival_index,
         cache_salt=message.cache_salt,

@@ -3,26 +3,42 @@
 A step then uses a few array operations instead of Python loops over the requests.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import Column, Int32Array, InvariantBroken
-from minisgl.core.batch import EditedReq, History, LogprobsRequest
-from minisgl.core.columns import SamplingArrays
+from minisgl.core import Batch, EngineLike, FinishReason, Int32Array, InvariantBroken, StepResult
+from minisgl.core.batch import MAX_DRAFTS, EditedReq, History, LogprobsRequest, PageUpdates
+from minisgl.engine import Extensions
 from minisgl.engine.logits_processing import Constraint
 from minisgl.kvcache import FencedPool
 from minisgl.scheduler.page_table import PageTable
 from minisgl.scheduler.request import Req
 
 
+class NewTokens(NamedTuple):
+    """Tokens that have been appended to rows.
+
+    rows    int32 [n]; the row of each token.
+    tokens  int32 [n]; in the same order.
+    ended   the reason of each row that ends.
+    """
+
+    rows: Int32Array
+    tokens: Int32Array
+    ended: dict[int, FinishReason]
+
+
 class RequestTable:
     """Rows 0 to R-1 and their columns. A row belongs to at most one request.
 
+    eos_token_ids int32; the EOS ids of the model.
     rows          the free rows; rows.allocated[row] is True while the row belongs to a request.
-    pages         the page table of the rows.
+    pages         the page table of the rows, for layers with full attention.
+    window_pages  the page table for window layers; None if the model has none. On the device its
+                  rows follow those of the first table.
     reqs          the request of each row; None for a free row.
     uid           int64 [R]; uid of the request.
     tokens        int32 [R, max_seq_len]; prompt and known output tokens.
@@ -49,13 +65,17 @@ class RequestTable:
         to the same row of the token pool.
     """
 
-    def __init__(self, pages: PageTable, max_seq_len: int, columns: Sequence[Column]) -> None:
-        """columns: the sampling columns of the engine."""
-        num_rows = len(pages.counts)
+    def __init__(
+        self, engine: EngineLike, extensions: Extensions, eos_token_ids: tuple[int, ...]
+    ) -> None:
+        num_rows = engine.max_running_reqs
+        self.eos_token_ids: Int32Array = np.array(eos_token_ids, dtype=np.int32)
         self.rows = FencedPool(num_rows)
-        self.pages = pages
+        self._drafting = extensions.draft_lengths is not None
+        self.pages = PageTable(engine, MAX_DRAFTS if self._drafting else 0)
+        self.window_pages = engine.window and PageTable(engine)
         self.reqs: list[Req | None] = [None] * num_rows
-        self.tokens: Int32Array = np.zeros((num_rows, max_seq_len), dtype=np.int32)
+        self.tokens: Int32Array = np.zeros((num_rows, engine.max_seq_len), dtype=np.int32)
         self.uid = np.zeros(num_rows, dtype=np.int64)
         self.known: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.computed: Int32Array = np.zeros(num_rows, dtype=np.int32)
@@ -70,10 +90,8 @@ class RequestTable:
         self.has_logprobs = np.zeros(num_rows, dtype=np.bool_)
         self.may_draft = np.zeros(num_rows, dtype=np.bool_)
         self.step_tokens: Int32Array = np.ones(num_rows, dtype=np.int32)
-        self._columns = columns
-        self._sampling: dict[str, np.ndarray[Any, Any]] = {
-            column.name: np.full(num_rows, column.neutral, dtype=column.dtype) for column in columns
-        }
+        self._columns = extensions.sampling_columns
+        self._sampling = {c.name: np.zeros(num_rows, dtype=c.dtype) for c in self._columns}
 
     def req_at(self, row: int) -> Req:
         """Return the request that `row` belongs to."""
@@ -101,11 +119,9 @@ class RequestTable:
         self.has_stop_ids[row] = bool(sampling.stop_token_ids)
         self.edits_logits[row] = req.logit_states is not None
         self.has_logprobs[row] = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
-        self.may_draft[row] = not self.has_logprobs[row] and all(
-            isinstance(state, Constraint) and state.masks_drafts
-            for state in req.logit_states or ()
-            if state is not None
-        )
+        states = [state for state in req.logit_states or () if state is not None]
+        masks_drafts = all(isinstance(s, Constraint) and s.masks_drafts for s in states)
+        self.may_draft[row] = masks_drafts and not self.has_logprobs[row]
         if not self.may_draft[row]:
             req.prediction = req.prediction[:0]
         self.step_tokens[row] = 1
@@ -122,11 +138,97 @@ class RequestTable:
         self.reqs[row] = None
         self.rows.release(np.array([row], dtype=np.int32), int(self.last_step[row]))
 
-    def sampling(self, rows: Int32Array) -> SamplingArrays:
-        """Return copies of the sampling columns of `rows`."""
-        return {name: column[rows] for name, column in self._sampling.items()}
+    def read_result(self, batch: Batch, result: StepResult) -> NewTokens:
+        """Append the sampled tokens to their rows and find the requests that end, errors first.
 
-    def edited_reqs(
+        A row gets no token if its request ended in the previous step, while this step was in
+        flight. It gets no token either if forced tokens have taken the positions (dropped_until). A
+        row with non-finite logits ends with ERROR and gets no token. Draft tokens that the step did
+        not accept are subtracted from `computed`. The next step forwards tokens at their positions.
+        """
+        taken = batch.step_id > self.dropped_until[batch.rows]
+        if batch.drafting:
+            decoding = np.flatnonzero(taken[: batch.num_decode])
+            self.computed[batch.rows[decoding]] -= (batch.lengths - result.counts)[decoding]
+        sampled = batch.samples & self.rows.allocated[batch.rows] & taken
+        broken = dict.fromkeys(batch.rows[sampled & ~result.finite].tolist(), FinishReason.ERROR)
+        sampled &= result.finite
+        rows: Int32Array = batch.rows[sampled]
+        new = self.append_tokens(rows, result.tokens[sampled], result.counts[sampled])
+        return NewTokens(new.rows, new.tokens, broken | new.ended)
+
+    def append_tokens(self, rows: Int32Array, tokens: Int32Array, counts: Int32Array) -> NewTokens:
+        """Append tokens[i, : counts[i]] to row rows[i].
+
+        Tokens after the token that ends a request are dropped, and not counted in `counts`.
+        """
+        width = tokens.shape[1]
+        nth: Int32Array = np.arange(width, dtype=np.int32)
+        first = self.known[rows]
+        position: Int32Array = first[:, None] + nth
+        # A token stops its request if it is an EOS id or stop token id that the request obeys.
+        stops = (tokens[..., None] == self.eos_token_ids).any(axis=2) & self.obeys_eos[rows, None]
+        for index in np.flatnonzero(self.has_stop_ids[rows]).tolist():
+            stop_ids = self.req_at(rows[index]).sampling.stop_token_ids
+            stops[index] |= np.isin(tokens[index], stop_ids)
+        stops &= position >= self.stop_from[rows, None]
+        ends = stops | (position + 1 >= self.max_total_tokens[rows, None])
+        if width > 1:
+            ends &= nth < counts[:, None]
+            ending = ends.any(axis=1)
+            counts[ending] = ends[ending].argmax(axis=1) + 1
+            kept = nth < counts[:, None]
+            new_rows, new, positions = np.repeat(rows, counts), tokens[kept], position[kept]
+        else:
+            new_rows, new, positions = rows, tokens[:, 0], first
+        self.tokens[new_rows, positions] = new
+        self.known[rows] = first + counts
+        ended = {}
+        for index in np.flatnonzero(ends.any(axis=1)).tolist():
+            stopped = stops[index, counts[index] - 1]
+            ended[int(rows[index])] = FinishReason.STOP if stopped else FinishReason.LENGTH
+        return NewTokens(new_rows, new, ended)
+
+    def build_batch(
+        self, step_id: int, decode_rows: Int32Array, chunks: Mapping[int, int]
+    ) -> Batch:
+        """Return the batch of the decoding rows, with step_tokens tokens each, and the chunks.
+
+        chunks: the number of prompt tokens of each row. The page updates count as sent.
+        """
+        num_decode = len(decode_rows)
+        rows = np.concatenate([decode_rows, np.array([*chunks], dtype=np.int32)])
+        start = self.computed[rows]
+        lengths = self.step_tokens[rows]
+        lengths[num_decode:] = [*chunks.values()]
+        ends = start + lengths
+        chunk_ids = [
+            self.tokens[row, self.computed[row] : self.computed[row] + length]
+            for row, length in chunks.items()
+        ]
+        samples = ends >= self.prefill_end[rows]
+        updates = self.pages.take_updates(rows)
+        if self.window_pages is not None:
+            window_rows, *others = self.window_pages.take_updates(rows)
+            of_windows = window_rows + np.int32(len(self.reqs) + 1), *others
+            updates = PageUpdates(*map(np.concatenate, zip(updates, of_windows, strict=True)))
+        return Batch(
+            step_id=step_id,
+            num_decode=num_decode,
+            rows=rows,
+            start=start,
+            lengths=lengths,
+            samples=samples,
+            chunk_ids=np.concatenate([rows[:0], *chunk_ids]),
+            page_updates=updates,
+            sampling={name: column[rows] for name, column in self._sampling.items()},
+            logit_edits=self._edited_reqs(rows, ends, samples),
+            logprobs=self._logprobs_request(rows, start, ends, samples),
+            drafting=self._drafting,
+            histories=self._histories(rows, num_decode, samples) if self._drafting else (),
+        )
+
+    def _edited_reqs(
         self, rows: Int32Array, ends: Int32Array, samples: NDArray[np.bool_]
     ) -> tuple[EditedReq, ...] | None:
         """Return the requests that sample from edited logits; None if there are none.
@@ -143,25 +245,24 @@ class RequestTable:
             edited.append(EditedReq(index, position, req.prompt_len, history, req.logit_states))
         return tuple(edited) or None
 
-    def histories(
+    def _histories(
         self, rows: Int32Array, num_decode: int, samples: NDArray[np.bool_]
     ) -> tuple[History, ...]:
         """Return the tokens of the requests whose last chunk the batch contains."""
-        last_chunks = np.flatnonzero(samples[num_decode:] & self.may_draft[rows[num_decode:]])
-        completed = rows[num_decode:][last_chunks].tolist()
+        chunk_rows = rows[num_decode:]
         found = []
-        for row in completed:
+        for row in chunk_rows[samples[num_decode:] & self.may_draft[chunk_rows]].tolist():
             req, tokens = self.req_at(row), self.tokens[row, : self.known[row]].copy()
             most = req.max_total_tokens - req.prompt_len
             found.append(History(row, tokens, req.prediction[:most]))
         return tuple(found)
 
-    def logprobs_request(
+    def _logprobs_request(
         self, rows: Int32Array, start: Int32Array, ends: Int32Array, samples: NDArray[np.bool_]
     ) -> LogprobsRequest | None:
         """Return the log-probabilities that the batch asks for; None if it asks for none.
 
-        rows, start, ends, samples: columns [B] of the batch, as in edited_reqs.
+        rows, start, ends, samples: columns [B] of the batch, as in _edited_reqs.
         """
         indices = np.flatnonzero(self.has_logprobs[rows]).tolist()
         if not indices:

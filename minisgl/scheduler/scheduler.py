@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
 from minisgl.core import (
     Batch,
@@ -13,14 +12,12 @@ from minisgl.core import (
     EngineLike,
     FinishReason,
     GrammarFailed,
-    Int32Array,
     InvalidRequest,
     MinisglError,
     PendingStep,
     RequestError,
     SchedulerConfig,
 )
-from minisgl.core.batch import MAX_DRAFTS
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import Constraint
 from minisgl.message.kv_events import KVEventTotals
@@ -41,11 +38,9 @@ from minisgl.scheduler.forced import append_forced
 from minisgl.scheduler.inbox import Inbox
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.outputs import OutputBuilder
-from minisgl.scheduler.page_table import PageTable
 from minisgl.scheduler.policy import Planner
 from minisgl.scheduler.request import Req, ReqState, accept_request
-from minisgl.scheduler.request_table import RequestTable
-from minisgl.scheduler.results import read_result
+from minisgl.scheduler.request_table import NewTokens, RequestTable
 from minisgl.scheduler.stats import StepMeter
 
 MIN_LAUNCH_LEAD_S = 0.002  # plan and launch take 0.3 to 0.8 ms; 5 ms without a CUDA graph
@@ -98,26 +93,23 @@ class Scheduler:
         self._engine = engine
         self._config = config
         self._vocab_size = vocab_size
-        self._eos: Int32Array = np.array(eos_token_ids, dtype=np.int32)
         self._inbox = inbox
         self._extensions = extensions
         self._send = send
-        pages = PageTable.of(engine, MAX_DRAFTS if extensions.draft_lengths else 0)
-        self.table = RequestTable(pages, engine.max_seq_len, extensions.sampling_columns)
+        self.table = RequestTable(engine, extensions, eos_token_ids)
         use_prefix_cache = config.cache_type != "naive"
-        self._reporter = extensions.cache_reporter and extensions.cache_reporter(
-            engine.page_size, engine.num_pages
-        )
-        self.kv_manager = KVManager(engine, use_prefix_cache, self._reporter)
+        new_reporter = extensions.cache_reporter
+        self._reporter = new_reporter and new_reporter(engine.page_size, engine.num_pages)
+        self.kv_manager = KVManager(engine, self.table, use_prefix_cache, self._reporter)
         lengths = extensions.draft_lengths and extensions.draft_lengths(engine.max_running_reqs)
-        drafts = DraftPlanner(lengths, self.kv_manager, self.table) if lengths else None
-        self.planner = Planner(config, self.kv_manager, self.table, drafts)
+        drafts = DraftPlanner(lengths, self.kv_manager) if lengths else None
+        self.planner = Planner(config, self.kv_manager, drafts)
         self._capacity_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self._arrivals = 0
-        self._outputs = OutputBuilder()
+        self._outputs = OutputBuilder(self.table)
         self._meter = StepMeter(clock)
         self._reqs: dict[int, Req] = {}
-        self._preparing: dict[int, Req] = {}  # requests whose constraint is not prepared
+        self._preparing: dict[int, Constraint] = {}  # constraints that are not prepared, by uid
         # Requests to end or preempt once the step in flight that contains them is resolved.
         self._ending: list[Req] = []
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
@@ -195,12 +187,12 @@ class Scheduler:
         if self._config.target_step_ms is None:
             return 0.0  # without a target only throughput counts, so the scheduler never waits
         has_prompts = bool(self.planner.prefilling or self.planner.waiting)
-        if not self._in_flight or (has_prompts and self.planner.has_urgent_prompts):
+        if not self._in_flight or self.planner.has_urgent_prompts:
             return 0.0
         batch, pending = self._in_flight[0]
         if pending.done():
             return 0.0
-        predicted_s = self.planner.predict_s(batch, chunks_too=has_prompts)
+        predicted_s = self.planner.predict_s(batch)
         remaining_s = self._meter.remaining_s(predicted_s, of_decode=not has_prompts)
         # The next step must be launched before the device runs out of work. A launch with token
         # masks returns later, so the scheduler notices the end of the previous step later.
@@ -212,12 +204,9 @@ class Scheduler:
 
         While no other request is open, wait for at most PREPARING_WAIT_S for the oldest request.
         """
-        first = next(iter(self._preparing.values()))
-        assert first.constraint is not None, "a constraint must be set; this is a bug"
         if len(self._preparing) == len(self._reqs) and not self._in_flight:
-            first.constraint.prepared(PREPARING_WAIT_S)
-        reqs = self._preparing.items()
-        return [uid for uid, req in reqs if req.constraint is None or req.constraint.prepared()]
+            next(iter(self._preparing.values())).prepared(PREPARING_WAIT_S)
+        return [uid for uid, constraint in self._preparing.items() if constraint.prepared()]
 
     def _apply(self, message: ToScheduler) -> None:
         match message:
@@ -230,9 +219,9 @@ class Scheduler:
                     self._abort(req, message.reason)
             case Prepared():
                 for uid in message.uids:
-                    req = self._preparing.pop(uid, None)
-                    if req is not None:  # None: the request was aborted
-                        self._start(req)
+                    constraint = self._preparing.pop(uid, None)
+                    if constraint is not None:  # None: the request was aborted
+                        self._start(self._reqs[uid], constraint)
             case FlushCache():
                 self.kv_manager.flush()
             case Shutdown():
@@ -260,13 +249,12 @@ class Scheduler:
             self.planner.enqueue(req)
         else:
             req.state = ReqState.PREPARING
-            self._preparing[req.uid] = req
+            self._preparing[req.uid] = req.constraint
 
-    def _start(self, req: Req) -> None:
+    def _start(self, req: Req, constraint: Constraint) -> None:
         """Enqueue a request whose constraint is prepared on rank 0, or end it after a failure."""
-        assert req.constraint is not None, "a constraint must be set; this is a bug"
-        req.constraint.prepared(None)  # this rank may be later than rank 0
-        error = req.constraint.failure(len(req.tokens))
+        constraint.prepared(None)  # this rank may be later than rank 0
+        error = constraint.failure(len(req.tokens))
         if error is None:
             self.planner.enqueue(req)
         else:
@@ -308,7 +296,7 @@ class Scheduler:
         cacheable = error is None and table.known[row] > table.prefill_end[row]
         forwarded = int(table.computed[row]) - int(table.last_step[row] > self._resolved_step)
         forwarded = min(forwarded, int(table.known[row]) - 1)
-        self.kv_manager.release(req, table, forwarded if cacheable else 0)
+        self.kv_manager.release(req, forwarded if cacheable else 0)
         if req.end_reason is None:
             self.totals.preemptions_total += 1
             self.planner.enqueue(req)
@@ -349,42 +337,39 @@ class Scheduler:
         self._meter.record_result(batch, result.by_graph)
         self._resolved_step = batch.step_id
         self.kv_manager.resolve(batch.step_id)
-        self.table.rows.resolve(batch.step_id)
         chunks = slice(batch.num_decode, None)
         completed_rows = batch.rows[chunks][batch.samples[chunks]].tolist()
         prefilled = [req for row in completed_rows if (req := self.table.reqs[row]) is not None]
-        rows, tokens, ended = read_result(batch, result, self.table, self._eos)
+        new = self.table.read_result(batch, result)
         for req in prefilled:
-            if not req.prefill_done and ended.get(req.row) is not FinishReason.ERROR:
+            if not req.prefill_done and new.ended.get(req.row) is not FinishReason.ERROR:
                 self.totals.prompt_tokens_total += req.prompt_len
                 self.totals.cached_tokens_total += req.cached_tokens
                 self._outputs.open(req)
-        self._outputs.details(batch, result, self.table, rows)
-        self._take_tokens(rows, tokens, ended)
+        self._outputs.predicted(batch, result, new.rows)
+        self._outputs.logprobs(batch, result, new.rows)
+        self._take_tokens(new)
         self.planner.record_result(batch, result)
         # A prompt with non-finite logits has ended above. The logits of the prompts that are left
         # are finite, so other requests may now use their KV.
         for req in prefilled:
             if req in self.planner.uncached:  # False: the chunk held forced tokens, or `req` ends
                 del self.planner.uncached[req]
-                self.kv_manager.publish(req, self.table, int(self.table.prefill_end[req.row]))
+                self.kv_manager.publish(req, int(self.table.prefill_end[req.row]))
         ending, self._ending = self._ending, []
         for req in ending:
             if req.state is not ReqState.FINISHED:  # a token of this step may have ended it
                 self._end_when_resolved(req)
         if batch.logit_edits is not None:
-            state = self.table, self.planner, self.kv_manager
-            rows, tokens, ended = append_forced(rows, *state, self._eos)
-            self.totals.constraints.forced_tokens += len(rows)
-            self._take_tokens(rows, tokens, ended)
+            new = append_forced(new.rows, self.planner, self.kv_manager)
+            self.totals.constraints.forced_tokens += len(new.rows)
+            self._take_tokens(new)
 
-    def _take_tokens(
-        self, rows: Int32Array, tokens: Int32Array, ended: dict[int, FinishReason]
-    ) -> None:
-        """Send new tokens, and end the requests of the rows in `ended`."""
-        self.totals.output_tokens_total += len(rows)
-        self._outputs.tokens(self.table.uid[rows], tokens)
-        for row, reason in ended.items():
+    def _take_tokens(self, new: NewTokens) -> None:
+        """Send new tokens, and end the requests of the rows that have ended."""
+        self.totals.output_tokens_total += len(new.rows)
+        self._outputs.tokens(new)
+        for row, reason in new.ended.items():
             req = self.table.req_at(row)
             req.end_reason = reason
             error: MinisglError | None = None

@@ -60,6 +60,5 @@ class StepMeter:
         the prediction and the last two decode steps. It uses two steps because one measured time
         may be too long: the host may notice the end of a step late.
         """
-        if not of_decode:
-            return self._ended_s + predicted_s - self.clock()
-        return self._ended_s + min(predicted_s, *self._decode_s) - self.clock()
+        duration_s = min(predicted_s, *self._decode_s) if of_decode else predicted_s
+        return self._ended_s + duration_s - self.clock()

@@ -2,9 +2,8 @@
 
 import numpy as np
 
-from minisgl.core import EngineLike, Int32Array, PageUpdates, WindowLayers
-from minisgl.kvcache import ABSENT, Match, WindowIndex, WindowPages
-from minisgl.scheduler.page_table import PageTable
+from minisgl.core import Int32Array, WindowLayers
+from minisgl.kvcache import ABSENT, Match, WindowPages
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 
@@ -32,25 +31,20 @@ class WindowManager:
         row can therefore always get the pages of its reserve.
     """
 
-    def __init__(self, window: WindowLayers, page_size: int, table: PageTable) -> None:
-        self.span, self._full_reserve = window.span(page_size), window.reserve(page_size)
-        self.pages = WindowPages(window.num_pages)
-        self.index = WindowIndex(self.pages, self.span)
-        self.table, num_rows = table, len(table.counts)
+    def __init__(self, window: WindowLayers, reqs: RequestTable) -> None:
+        """reqs: has the lengths of the rows, and their page table for window layers."""
+        assert reqs.window_pages is not None, "rows must have window pages; this is a bug"
+        self._reqs, self.table = reqs, reqs.window_pages
+        num_rows, self._page_size = len(self.table.counts), self.table.page_size
+        self.span = window.span(self._page_size)
+        self._full_reserve = window.reserve(self._page_size)
+        self.pages = WindowPages(window.num_pages, self.span)
         self.first: Int32Array = np.zeros(num_rows, dtype=np.int32)
-        self._page_size = page_size
         self._reserve: Int32Array = np.zeros(num_rows, dtype=np.int32)
         # The row also holds the pages kept_first to kept_end - 1 that are behind its window.
         self._kept_first: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self._kept_end: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self._published = np.zeros(num_rows, dtype=np.bool_)
-
-    @classmethod
-    def of(cls, engine: EngineLike) -> "WindowManager | None":
-        """Return the manager of an engine; None if its model has no window layers."""
-        if engine.window is None:
-            return None
-        return cls(engine.window, engine.page_size, PageTable.of(engine))
 
     @property
     def held(self) -> Int32Array:
@@ -86,28 +80,28 @@ class WindowManager:
             self._kept_first[row] = max(match.known_pages - self.span, first)
             self._kept_end[row] = match.known_pages
 
-    def grow(self, rows: Int32Array, table: RequestTable) -> Int32Array:
+    def grow(self, rows: Int32Array) -> Int32Array:
         """Give each decoding row a page for its next token. Returns the rows that have one.
 
         A row without a page gets one when the step in flight has been resolved.
         """
-        pages = table.computed[rows] // self._page_size
+        pages = self._reqs.computed[rows] // self._page_size
         moved = (pages >= self.table.counts[rows]) | (pages - self.span > self.first[rows])
-        starved = [row for row in rows[moved].tolist() if not self.extend(row, 1, table)]
+        starved = [row for row in rows[moved].tolist() if not self.extend(row, 1)]
         return rows[~np.isin(rows, starved)] if starved else rows
 
-    def extend(self, row: int, tokens: int, table: RequestTable) -> int:
+    def extend(self, row: int, tokens: int) -> int:
         """Give a row pages for up to `tokens` tokens of the next step.
 
         Returns the number of tokens for which it has pages.
         """
-        start, fence = int(table.computed[row]), int(table.last_step[row])
-        if self._published[row] or start < table.prefill_end[row]:
-            self._drop_before(row, start // self._page_size - self.span, fence)
+        start = int(self._reqs.computed[row])
+        if self._published[row] or start < self._reqs.prefill_end[row]:
+            self._drop_before(row, start // self._page_size - self.span)
         missing = -(-(start + tokens) // self._page_size) - int(self.table.counts[row])
         if missing > 0:
             if not (room := self._room(row)):
-                self._forget(row, fence)
+                self._forget(row)
                 room = self._room(row)
             self.table.extend(row, self._allocate(min(missing, room)))
         return max(min(tokens, int(self.table.counts[row]) * self._page_size - start), 0)
@@ -125,24 +119,18 @@ class WindowManager:
             windows[part] = self.table.entries[row, :num_pages][part]
         return windows
 
-    def settle(self, row: int, table: RequestTable) -> None:
+    def settle(self, row: int) -> None:
         """Drop the pages behind the window of a row. Its prompt has been published."""
-        fence = int(table.last_step[row])
         self._published[row] = True
-        self._forget(row, fence)
-        self._drop_before(row, int(table.computed[row]) // self._page_size - self.span, fence)
+        self._forget(row)
+        self._drop_before(row, int(self._reqs.computed[row]) // self._page_size - self.span)
 
-    def close_row(self, row: int, fence: int) -> None:
-        """Drop all pages of a row."""
-        self._forget(row, fence)
-        self._drop_before(row, int(self.table.counts[row]), fence)
+    def close_row(self, row: int) -> None:
+        """Drop all pages of a row. The request table still has its last step."""
+        self._forget(row)
+        self._drop_before(row, int(self.table.counts[row]))
         self.table.counts[row] = self.first[row] = self._reserve[row] = 0
         self._published[row] = False
-
-    def take_updates(self, rows: Int32Array) -> PageUpdates:
-        """As PageTable.take_updates; the rows follow those of the first page table."""
-        updates = self.table.take_updates(rows)
-        return updates._replace(rows=updates.rows + np.int32(len(self.first) + 1))
 
     def _reserve_of(self, req: Req) -> int:
         return min(self._full_reserve, -(-req.max_total_tokens // self._page_size))
@@ -154,21 +142,22 @@ class WindowManager:
     def _allocate(self, count: int) -> Int32Array:
         """Allocate up to `count` pages; evict cached pages if needed."""
         pool = self.pages.pool
-        self.index.evict(count - pool.num_free)
+        self.pages.evict(count - pool.num_free)
         return self.pages.allocate(min(count, pool.num_free))
 
-    def _drop_before(self, row: int, end: int, fence: int) -> None:
+    def _drop_before(self, row: int, end: int) -> None:
         """Drop the pages of the window before page `end`, except for the kept ones."""
         first = int(self.first[row])
         if end <= first:
             return
         columns = np.arange(first, end)
         kept = (columns >= self._kept_first[row]) & (columns < self._kept_end[row])
-        self.pages.drop(self.table.entries[row, columns[~kept]], fence)
+        self.pages.drop(self.table.entries[row, columns[~kept]], int(self._reqs.last_step[row]))
         self.first[row] = end
 
-    def _forget(self, row: int, fence: int) -> None:
+    def _forget(self, row: int) -> None:
         """Drop the kept pages that are behind the window."""
         behind = min(int(self._kept_end[row]), int(self.first[row]))
-        self.pages.drop(self.table.entries[row, self._kept_first[row] : behind], fence)
+        kept = self.table.entries[row, self._kept_first[row] : behind]
+        self.pages.drop(kept, int(self._reqs.last_step[row]))
         self._kept_first[row] = self._kept_end[row] = 0

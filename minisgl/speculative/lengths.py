@@ -1,6 +1,7 @@
 """`PricedLengths`: the number of draft tokens that gives the most tokens per second."""
 
 import numpy as np
+from numpy.typing import NDArray
 
 from minisgl.core import Int32Array, StepCost
 from minisgl.core.batch import DRAFT_WIDTHS
@@ -32,15 +33,9 @@ class PricedLengths:
         self._all_accepted, self._all_compared = _FIRST_ACCEPTANCE * _PRIOR_DRAFTS, _PRIOR_DRAFTS
 
     def choose(
-        self,
-        rows: Int32Array,
-        num_reqs: int,
-        keys: int,
-        limit: int,
-        has_prompts: bool,
-        cost: StepCost | None,
+        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
     ) -> int:
-        if cost is None or has_prompts:
+        if cost is None:
             return 0
         chance = self.acceptance(rows)
         best, best_rate = 0, num_reqs / cost.predict_s(num_reqs, keys, 0) * _MARGIN
@@ -54,14 +49,12 @@ class PricedLengths:
                 best, best_rate = width - 1, rate
         return best
 
-    def acceptance(self, rows: Int32Array) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+    def acceptance(self, rows: Int32Array) -> NDArray[np.float64]:
         """Return the estimated probability with which each row accepts a draft, below 1."""
         mean = self._all_accepted / self._all_compared
         accepted = self._accepted[rows] + mean * _PRIOR_DRAFTS
-        chance: np.ndarray[tuple[int], np.dtype[np.float64]] = np.minimum(
-            accepted / (self._compared[rows] + _PRIOR_DRAFTS), 0.99
-        )
-        return chance
+        compared = self._compared[rows] + _PRIOR_DRAFTS
+        return np.minimum(accepted / compared, 0.99)
 
     def open(self, row: int) -> None:
         self._accepted[row] = self._compared[row] = 0.0

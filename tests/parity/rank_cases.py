@@ -14,7 +14,7 @@ from minisgl.engine import Engine
 from minisgl.message.messages import AbortReq, AddReq, LeaderStep, Shutdown
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, Scheduler
-from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox
+from minisgl.scheduler.inbox import FollowerInbox, Inbox
 from minisgl.utils.process import write_socket_key
 from tests.parity.driver import with_drafts
 from tests.parity.models import VOCAB_SIZE
@@ -140,7 +140,7 @@ def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome
         inbox = FollowerInbox(steps)
     elif names:
         senders = [Sender(name) for name in names]
-        inbox = LeaderInbox(source, senders)
+        inbox = source = LocalInbox(senders)
     scheduler = Scheduler(
         _Counted(engine, totals),  # type: ignore[arg-type]
         SchedulerConfig(

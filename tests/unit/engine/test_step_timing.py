@@ -170,7 +170,7 @@ def test_drafts_have_the_price_of_decode_steps(rows: int) -> None:
     lengths = PricedLengths(rows)
     for _ in range(20):
         lengths.record(reqs, counts, counts)
-    assert lengths.choose(reqs, rows, 500 * rows, 7, False, cost) == 7
+    assert lengths.choose(reqs, rows, 500 * rows, 7, cost) == 7
 
 
 def test_timings_of_the_same_engine_have_not_changed() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import Int32Array
-from minisgl.kvcache import ABSENT, RadixCache, WindowIndex, WindowPages
+from minisgl.kvcache import ABSENT, RadixCache, WindowPages
 
 SPAN = 2
 
@@ -13,18 +13,18 @@ def ids(*values: int) -> Int32Array:
     return np.array(values, dtype=np.int32)
 
 
-def new_cache(num_pages: int = 32) -> tuple[RadixCache, WindowIndex]:
+def new_cache(num_pages: int = 32) -> tuple[RadixCache, WindowPages]:
     """A cache with pages of one token, in which a hit needs the last two window pages."""
-    index = WindowIndex(WindowPages(num_pages), SPAN)
-    return RadixCache(1, windows=index), index
+    pages = WindowPages(num_pages, SPAN)
+    return RadixCache(1, windows=pages), pages
 
 
-def insert(cache: RadixCache, index: WindowIndex, tokens: Int32Array, first: int) -> Int32Array:
+def insert(cache: RadixCache, pages: WindowPages, tokens: Int32Array, first: int) -> Int32Array:
     """Insert `tokens` with window pages from page `first` on, as a request that has ended."""
     windows = np.full(len(tokens), ABSENT, dtype=np.int32)
-    windows[first:] = index.pages.allocate(len(tokens) - first)
+    windows[first:] = pages.allocate(len(tokens) - first)
     cache.insert(tokens, tokens, windows=windows)
-    index.pages.drop(windows[first:], 0)
+    pages.drop(windows[first:], 0)
     return windows
 
 
@@ -42,18 +42,18 @@ def insert(cache: RadixCache, index: WindowIndex, tokens: Int32Array, first: int
     ],
 )
 def test_a_hit_ends_after_a_complete_window(present: list[int], usable: int) -> None:
-    _, index = new_cache()
+    _, pages = new_cache()
     windows = np.where(np.array(present, dtype=bool), 7, ABSENT).astype(np.int32)
-    assert index.usable(windows) == usable
+    assert pages.usable(windows) == usable
 
 
 def test_a_window_of_one_token_needs_no_earlier_page() -> None:
-    assert WindowIndex(WindowPages(1), 0).usable(ids(ABSENT, ABSENT)) == 2
+    assert WindowPages(1, 0).usable(ids(ABSENT, ABSENT)) == 2
 
 
 def test_a_match_tells_the_usable_and_the_known_pages() -> None:
-    cache, index = new_cache()
-    windows = insert(cache, index, ids(1, 2, 3, 4, 5, 6), first=4)
+    cache, pages = new_cache()
+    windows = insert(cache, pages, ids(1, 2, 3, 4, 5, 6), first=4)
     whole = cache.match(ids(1, 2, 3, 4, 5, 6, 7))
     assert whole.pages.tolist() == [1, 2, 3, 4, 5, 6]
     assert whole.windows is not None
@@ -63,39 +63,39 @@ def test_a_match_tells_the_usable_and_the_known_pages() -> None:
 
 
 def test_an_insertion_adds_windows_that_were_absent_and_keeps_the_others() -> None:
-    cache, index = new_cache()
-    first = insert(cache, index, ids(1, 2, 3, 4), first=2)
-    second = insert(cache, index, ids(1, 2, 3, 4), first=0)
+    cache, pages = new_cache()
+    first = insert(cache, pages, ids(1, 2, 3, 4), first=2)
+    second = insert(cache, pages, ids(1, 2, 3, 4), first=0)
     found = cache.match(ids(1, 2, 3, 4)).windows
     assert found is not None
     assert found.tolist() == [*second[:2], *first[2:]]
-    free = index.pages.pool.size - index.pages.pool.num_free
+    free = pages.pool.size - pages.pool.num_free
     assert free == 4, "the two window pages that the cache had already are free again"
 
 
 def test_eviction_takes_the_least_recently_used_window_that_no_request_uses() -> None:
-    cache, index = new_cache(num_pages=6)
-    old, used, recent = (insert(cache, index, ids(key, key + 1), 0) for key in (10, 20, 30))
-    index.pages.use(used)
+    cache, pages = new_cache(num_pages=6)
+    old, used, recent = (insert(cache, pages, ids(key, key + 1), 0) for key in (10, 20, 30))
+    pages.use(used)
     cache.match(ids(10, 11))
-    index.evict(2)
-    assert not index.pages.cached[recent].any(), "the first window was matched, the second is used"
-    index.evict(3)
-    assert index.pages.cached.nonzero()[0].tolist() == sorted(used)
-    assert index.pages.pool.num_free == 4
+    pages.evict(2)
+    assert not pages.cached[recent].any(), "the first window was matched, the second is used"
+    pages.evict(3)
+    assert pages.cached.nonzero()[0].tolist() == sorted(used)
+    assert pages.pool.num_free == 4
     assert len(cache.match(ids(10, 11)).pages) == 0
     assert cache.evictable_pages == 6, "the prefixes stay cached"
-    index.pages.drop(used, fence=0)
-    index.evict(9)
-    assert index.pages.pool.num_free == 6
+    pages.drop(used, fence=0)
+    pages.evict(9)
+    assert pages.pool.num_free == 6
     assert old is not None
 
 
 def test_a_released_page_waits_for_the_last_step_of_all_its_users() -> None:
-    pages = WindowPages(1)
+    pages = WindowPages(1, SPAN)
     page = pages.allocate(1)
     pages.use(page)
-    pages.store(page)
+    pages.cached[page] = True
     pages.drop(page, fence=5)
     pages.drop(page, fence=3)
     pages.remove(page)
@@ -107,10 +107,10 @@ def test_a_released_page_waits_for_the_last_step_of_all_its_users() -> None:
 
 
 def test_evicted_prefixes_leave_no_entries_behind() -> None:
-    """Evicted nodes stayed in the heap of windows until a window was evicted."""
-    cache, index = new_cache(num_pages=2)
+    """Evicted nodes stayed in the pages of windows until a window was evicted."""
+    cache, pages = new_cache(num_pages=2)
     for key in range(100):
-        insert(cache, index, ids(key), 0)
+        insert(cache, pages, ids(key), 0)
         cache.evict(1)
-    assert len(index._heap) <= 2
-    assert index.pages.pool.num_free == 2
+    assert len(pages._lru) <= 2
+    assert pages.pool.num_free == 2

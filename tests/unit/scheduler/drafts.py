@@ -37,13 +37,7 @@ class ChangingDrafts:
         self.steps = self.drafted = self.agreed = 0
 
     def choose(
-        self,
-        rows: Int32Array,
-        num_reqs: int,
-        keys: int,
-        limit: int,
-        has_prompts: bool,
-        cost: StepCost | None,
+        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
     ) -> int:
         self.steps += 1
         most = (5 * self.steps) % (self.most + 1) if self.changing else self.most

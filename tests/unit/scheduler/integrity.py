@@ -22,7 +22,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     cached = check_cache(cache)
     check_table(table)
     running = [req for req in table.reqs if req is not None]
-    own = [table.pages.of_row(req.row)[req.shared_pages :] for req in running]
+    pages = table.pages
+    own = [pages.entries[req.row, req.shared_pages : pages.counts[req.row]] for req in running]
     owned = np.concatenate([np.empty(0, dtype=np.int32), *own])
     assert len(np.unique(owned)) == len(owned), "two requests own the same page"
     total = pool.num_free + pool.num_quarantined + cached + len(owned)
@@ -62,12 +63,11 @@ def check_windows(windows: WindowManager, cache: RadixCache, table: RequestTable
     assert len(np.unique(stored)) == len(stored), "a window page is cached twice"
     assert sorted(stored) == np.flatnonzero(pages.cached).tolist()
     assert (pages.pool.allocated == (pages.cached | (users > 0))).all(), "a window page is lost"
-    entries = [node for _, _, node in windows.index._heap]
-    live = [node for node in nodes_of(cache) if (node.windows != ABSENT).any()]
-    assert len(entries) == len(set(map(id, entries))), "a node is in the heap of windows twice"
-    assert set(map(id, live)) <= set(map(id, entries)), "a window page cannot be evicted"
-    assert sum(node.in_window_heap for node in entries) == len(entries)
-    assert sum(not len(node.windows) for node in entries) == windows.index._void_entries
+    nodes, entries = nodes_of(cache), pages._lru.keys()
+    live = {node for node in nodes if (node.windows != ABSENT).any()}
+    assert live <= entries, "a window page cannot be evicted"
+    assert entries <= set(nodes), "an evicted node is in the index of windows"
+    assert all(len(node.windows) == len(node.pages) for node in nodes)
 
 
 def check_held(scheduler: Scheduler, batch: Batch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from minisgl.core import FinishReason, SchedulerConfig
 from minisgl.message.messages import LeaderStep, Prepared
 from minisgl.message.queues import Receiver, Sender, endpoint
-from minisgl.scheduler.inbox import FollowerInbox, LeaderInbox, LocalInbox
+from minisgl.scheduler.inbox import FollowerInbox, LocalInbox
 from minisgl.scheduler.request import ReqState
 from minisgl.utils.process import write_socket_key
 from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
@@ -130,7 +130,7 @@ def test_every_rank_gets_the_uids_that_are_prepared_on_rank_0(tmp_path: Path) ->
     write_socket_key(str(tmp_path))
     address = endpoint(str(tmp_path), "rank-1")
     follower = FollowerInbox(Receiver(address, LeaderStep))
-    leader = LeaderInbox(LocalInbox(), [Sender(address)])
+    leader = LocalInbox([Sender(address)])
     expected = [Prepared(uids=[4, 7])]
     assert list(leader.receive(0.0, None, [4, 7])) == expected
     assert list(follower.receive(0.0, None, [9])) == expected

@@ -13,7 +13,7 @@ import pytest
 from minisgl.core import Batch, InvariantBroken, StepResult
 from minisgl.message.messages import AbortReq, LeaderStep, Shutdown, ToScheduler
 from minisgl.message.queues import Receiver, Sender, endpoint
-from minisgl.scheduler.inbox import FollowerInbox, LeaderInbox, LocalInbox, QueueInbox
+from minisgl.scheduler.inbox import FollowerInbox, LocalInbox, QueueInbox
 from minisgl.utils.process import write_socket_key
 from tests.unit.scheduler.fake_engine import EOS, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
@@ -33,11 +33,10 @@ def test_a_burst_reaches_the_other_ranks_whole(tmp_path: Path) -> None:
     address = _address(tmp_path)
     follower = FollowerInbox(Receiver(address, LeaderStep))
     sender: Sender[LeaderStep] = Sender(address)
-    local = LocalInbox()
-    leader = LeaderInbox(local, [sender])
+    leader = LocalInbox([sender])
     sent: list[Sequence[ToScheduler]] = []
     for uid in range(BURST):  # the follower reads nothing until then
-        local.messages.append(AbortReq(uid=uid))
+        leader.messages.append(AbortReq(uid=uid))
         sent.append(leader.receive(0.0))
     received = [follower.receive(0.0) for _ in range(BURST)]
     assert [list(step) for step in received] == [list(step) for step in sent]
@@ -55,7 +54,7 @@ def test_a_rank_that_missed_an_iteration_stops(tmp_path: Path) -> None:
 def test_ranks_that_plan_differently_stop(tmp_path: Path) -> None:
     address = _address(tmp_path)
     follower = FollowerInbox(Receiver(address, LeaderStep))
-    leader = LeaderInbox(LocalInbox(), [Sender(address)])
+    leader = LocalInbox([Sender(address)])
     hashes = []
     for prompt in ([1, 2, 3], [1, 2, 3, 4]):
         harness = Harness(FakeEngine(16, 4), config(check_plans=True))

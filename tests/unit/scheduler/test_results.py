@@ -2,7 +2,7 @@
 
 import pytest
 
-from minisgl.core import FinishReason, SchedulerConfig
+from minisgl.core import FinishReason, Int32Array, SchedulerConfig, StepCost
 from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import (
     VOCAB,
@@ -11,6 +11,7 @@ from tests.unit.scheduler.fake_engine import (
 )
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.integrity import check_cached_slots
+from tests.unit.scheduler.test_timed_steps import linear_cost
 
 PAGE_SIZE = 4
 
@@ -112,6 +113,35 @@ def test_a_step_without_drafts_starts_at_exact_positions() -> None:
         harness.run()
         batches.append([(b.rows.tolist(), b.start.tolist()) for b in engine.batches])
     assert batches[0] == batches[1]
+
+
+class RecordingDrafts(ChangingDrafts):
+    """Records the step times that each choice got."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.costs: list[StepCost | None] = []
+
+    def choose(
+        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
+    ) -> int:
+        self.costs.append(cost)
+        return super().choose(rows, num_reqs, keys, limit, cost)
+
+
+def test_the_lengths_get_no_step_times_while_a_prompt_waits_or_is_computed() -> None:
+    drafts, cost = RecordingDrafts(), linear_cost(0.005)
+    engine = FakeEngine(num_pages=64, page_size=PAGE_SIZE, drafter=DRAFTERS["wrong"])
+    config = SchedulerConfig(target_step_ms=None, prefill_budget_tokens=8)
+    harness = Harness(engine, config, drafts=drafts)
+    harness.scheduler.planner.cost = cost
+    harness.add([1, 2, 3], max_tokens=60, ignore_eos=True)
+    for _ in range(4):
+        harness.step()
+    harness.add([4] * 20, max_tokens=4, ignore_eos=True)
+    for _ in range(4):
+        harness.step()
+    assert [each is cost for each in drafts.costs] == [True] * 3 + [False] * 3 + [True]
 
 
 def test_a_later_prompt_reuses_the_cached_answer_of_accepted_drafts() -> None:

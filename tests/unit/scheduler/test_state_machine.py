@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from minisgl.core import FinishReason, SchedulerConfig, StepCost, WindowLayers
 from minisgl.message.messages import FlushCache
-from minisgl.scheduler import budget, policy, prefixes
+from minisgl.scheduler import budget, kv_manager, policy
 from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
@@ -211,5 +211,5 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
             "step_sizes": lambda largest: list(range(1, largest + 1)),
         }
         self.enterContext(patch.multiple(budget, **any_size))
-        self.enterContext(patch.object(prefixes, "MIN_SHARED_TOKENS", 4))
+        self.enterContext(patch.object(kv_manager, "MIN_SHARED_TOKENS", 4))
         self.enterContext(patch.object(policy, "MAX_OVERTAKES", 3))

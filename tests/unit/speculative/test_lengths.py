@@ -33,7 +33,7 @@ def measured(rows: int, chance: float, steps: int = 200) -> PricedLengths:
 
 
 def choose(lengths: PricedLengths, rows: int, **changes: object) -> int:
-    asked = {"num_reqs": rows, "keys": 500 * rows, "limit": MAX_DRAFTS, "has_prompts": False}
+    asked = {"num_reqs": rows, "keys": 500 * rows, "limit": MAX_DRAFTS}
     return lengths.choose(rows_of(rows), **asked | {"cost": COST} | changes)  # type: ignore[arg-type]
 
 
@@ -54,10 +54,10 @@ def test_more_drafts_are_forwarded_if_they_pay(rows: int, chance: float, expecte
     assert choose(measured(rows, chance), rows, limit=min(limit, MAX_DRAFTS)) == expected
 
 
-def test_no_drafts_are_forwarded_beside_prompts_or_without_step_times() -> None:
+def test_no_drafts_are_forwarded_without_step_times() -> None:
+    """The scheduler gives no step times beside prompts."""
     lengths = measured(1, 1.0)
     assert choose(lengths, 1) == 7
-    assert choose(lengths, 1, has_prompts=True) == 0
     assert choose(lengths, 1, cost=None) == 0
 
 

@@ -21,7 +21,7 @@ from minisgl.engine import Engine, drafting
 from minisgl.message.messages import AbortReq, AddReq, LeaderStep, SchedulerStats, Shutdown
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, Scheduler
-from minisgl.scheduler.inbox import FollowerInbox, Inbox, LeaderInbox
+from minisgl.scheduler.inbox import FollowerInbox, Inbox
 from minisgl.structured.processor import GrammarProcessor, with_grammars
 from tests.unit.scheduler.drafts import ChangingDrafts
 from tests.unit.scheduler.integrity import check_scheduler
@@ -198,7 +198,7 @@ def run_tasks(
         inbox = FollowerInbox(Receiver(names[comm.tp.rank - 1], LeaderStep))
     elif names:
         senders = [Sender(name) for name in names]
-        inbox = LeaderInbox(source, senders)
+        inbox = source = LocalInbox(senders)
     scheduler = Scheduler(
         engine,
         SchedulerConfig(
