@@ -15,7 +15,7 @@ import tokenizers
 from minisgl.core import ConfigError, InvalidRequest, TokenizerInfo
 from minisgl.core.hub import read_json
 from minisgl.tokenizer.convert import tokenizer_folder
-from minisgl.tokenizer.escape import SpecialTokenEscaper, escaped_tokens
+from minisgl.tokenizer.escape import SpecialTokenEscaper
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 from minisgl.tokenizer.vocab import Vocabulary
 
@@ -70,8 +70,7 @@ class TextTokenizer:
         self.vocabulary = Vocabulary.of(tokenizer)
         self._escaper = None
         if escape_special_tokens and self._template is not None:
-            escaped = escaped_tokens(tokenizer, self._template)
-            self._escaper = SpecialTokenEscaper(tokenizer, self._template, escaped)
+            self._escaper = SpecialTokenEscaper(tokenizer, self._template)
 
     @property
     def template_variables(self) -> tuple[str, ...]:
