@@ -24,7 +24,7 @@ class Constraints:
     def __init__(self, folder: str, tokenizer: TextTokenizer) -> None:
         self._folder = folder
         self._tokenizer = tokenizer
-        self._think_ids = tokenizer.vocabulary.think_ids or (-1, -1)
+        self._think_ids = tokenizer.vocabulary.think_ids
         self._source = lru_cache(_CACHED_GRAMMARS)(self._new_source)
 
     def compile(self, sampling: SamplingParams) -> SamplingParams:

@@ -120,14 +120,14 @@ class TextStream:
         return self._emit(self._decoder.decode(data))
 
     def finish(self) -> str:
-        """Return the withheld text after the last token. An incomplete character becomes U+FFFD."""
-        return self._emit(self._decoder.decode(b"", final=True)) + self.flush()
+        """Return the text that was withheld as a partial stop string, and stop withholding it.
 
-    def flush(self) -> str:
-        """Return the text that was withheld as a partial stop string, and stop withholding it."""
-        text = self._matcher.flush()
-        self.emitted_chars += len(text)
-        return text
+        An incomplete character becomes U+FFFD.
+        """
+        text = self._emit(self._decoder.decode(b"", final=True))
+        withheld = self._matcher.flush()
+        self.emitted_chars += len(withheld)
+        return text + withheld
 
     def _emit(self, text: str) -> str:
         self._decoded_chars += len(text)

@@ -127,11 +127,10 @@ class TextTokenizer:
         False if the template does not render thinking, if an option switches the thinking off, or
         if the prompt ends with a closed block of thinking.
         """
-        think_ids = self.vocabulary.think_ids
+        end = self.vocabulary.think_ids[1]
         options = [template_options.get(name) for name in ("enable_thinking", "thinking")]
-        if think_ids is None or not self._renders_thinking or False in options:
+        if end < 0 or not self._renders_thinking or False in options:
             return False
-        end = think_ids[1]
         after = prompt[len(prompt) - prompt[::-1].index(end) :] if end in prompt else None
         return after is None or bool(self.vocabulary.decode(after, False).strip())
 

@@ -22,12 +22,12 @@ _SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 class Vocabulary:
     """The bytes of each id, and the special ids. Ids beyond the table have no text.
 
-    think_ids: the ids of <think> and </think>, if the tokenizer has both as tokens.
+    think_ids: the ids of <think> and </think>; -1 if the tokenizer does not have both as tokens.
     """
 
     _table: list[bytes]
     _special_ids: frozenset[int]
-    think_ids: tuple[int, int] | None = None
+    think_ids: tuple[int, int] = (-1, -1)
 
     def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
         """The bytes of this token; b"" for an unknown id and for a special id that is skipped."""
@@ -81,8 +81,8 @@ class Vocabulary:
                 "supported are ByteLevel and SentencePiece with byte fallback"
             )
         special = frozenset(i for i, token in added.items() if token.special)
-        begin, end = vocab.get("<think>"), vocab.get("</think>")
-        return cls(table, special, None if begin is None or end is None else (begin, end))
+        think_ids = vocab.get("<think>", -1), vocab.get("</think>", -1)
+        return cls(table, special, (-1, -1) if -1 in think_ids else think_ids)
 
 
 def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
