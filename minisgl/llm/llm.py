@@ -27,7 +27,6 @@ from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
 from minisgl.message.messages import PROMPT_TAIL_TOKENS, AbortReq, AddReq, StepOutput, TextOptions
 from minisgl.tokenizer import TextStream, TextTokenizer
-from minisgl.tokenizer.template import TemplateError
 from minisgl.utils import near_names
 
 
@@ -146,7 +145,9 @@ class LLM:
         for the template. The other parameters, the result and the errors are as in `generate`.
         """
         single, listed = inputs.as_list(conversations, dict, inputs.NOT_A_CONVERSATION)
-        prompts = [self._encode_chat(each, template_options) for each in listed]
+        for conversation in listed:
+            inputs.check_conversation(conversation)
+        prompts = [self.tokenizer.encode_chat(list(each), template_options) for each in listed]
         params = self._params(sampling, len(prompts), parameters)
         options = template_options or {}
         pieces = self._stream(prompts, params, stop, not stop, options, prediction=prediction)
@@ -179,14 +180,6 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _encode_chat(self, chat: inputs.Conversation, options: dict[str, Any] | None) -> list[int]:
-        """Return the prompt of one conversation. Raises InvalidRequest if it is not valid."""
-        inputs.check_conversation(chat)
-        try:
-            return self.tokenizer.encode_chat(list(chat), options)
-        except TemplateError as error:
-            raise InvalidRequest(str(error), param="messages") from None
 
     def _stream(
         self,
