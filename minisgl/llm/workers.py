@@ -189,16 +189,13 @@ class RankWorkers:
         return [child for child in self.children if child.process.poll() is not None]
 
     def _await_ready(self) -> ModelFacts:
-        facts: ModelFacts | None = None
-        waiting = {child.role for child in self.children}
-        while waiting or facts is None:
+        ready: dict[str, ModelFacts | None] = {}  # by role; only rank 0 sends facts
+        while len(ready) < len(self.children):
             self._raise_if_lost()
             self._status.poll(_POLL_S)
-            for message in self._status.drain():
-                if isinstance(message, messages.Ready):
-                    waiting.discard(message.role)
-                    facts = message.facts or facts
-        return facts
+            found = [each for each in self._status.drain() if isinstance(each, messages.Ready)]
+            ready |= {message.role: message.facts for message in found}
+        return next(facts for facts in ready.values() if facts is not None)
 
     def _raise_if_lost(self) -> None:
         """Raise an error if a rank has ended. Every later call raises the same error."""

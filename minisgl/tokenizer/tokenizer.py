@@ -64,9 +64,8 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._special = special
         self._bos_token = special.get("bos_token", "")
-        self._prepends_bos = bool(self._bos_token) and (
-            tokenizer.encode("").ids[:1] == [tokenizer.token_to_id(self._bos_token)]
-        )
+        bos_id = tokenizer.token_to_id(self._bos_token)
+        self._prepends_bos = bos_id is not None and tokenizer.encode("").ids[:1] == [bos_id]
         self.vocabulary = Vocabulary.of(tokenizer)
         self._escaper = None
         if escape_special_tokens and self._template is not None:

@@ -40,8 +40,7 @@ class Vocabulary:
     def special_ids(self, texts: Collection[str]) -> dict[int, str]:
         """Map the id of each special token that has one of these texts to its text."""
         names = {text.encode(): text for text in texts}
-        found = ((i, names.get(self._table[i])) for i in self._special_ids)
-        return {token_id: text for token_id, text in found if text is not None}
+        return {i: names[self._table[i]] for i in self._special_ids if self._table[i] in names}
 
     def single_tokens(self, texts: Collection[str]) -> dict[str, int]:
         """Map each of these texts that is one token to the id of the token."""
@@ -109,9 +108,8 @@ def _byte_level_alphabet() -> dict[str, int]:
     """The characters that stand for the 256 bytes in byte-level BPE: bytes_to_unicode of GPT-2."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    alphabet.update({chr(256 + n): byte for n, byte in enumerate(others)})
-    return alphabet
+    others = (byte for byte in range(256) if byte not in printable)
+    return alphabet | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def _byte_level_bytes(text: str, alphabet: dict[str, int]) -> bytes:
