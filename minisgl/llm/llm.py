@@ -203,7 +203,7 @@ class LLM:
         predictions = inputs.prediction_list(prediction, len(prompts), self.tokenizer)
         # A second Ctrl-C may have left requests of the last call running.
         self.worker.abort_and_wait(())
-        running, vocabulary = self._running, self.tokenizer.vocabulary
+        running = self._running
         try:
             # `stream` explains this order.
             for index in sorted(range(len(params)), key=lambda i: -(params[i].max_tokens or inf)):
@@ -221,8 +221,8 @@ class LLM:
                     prediction=predictions[index] if self.facts.drafts else b"",
                     priority=priorities[index],
                 )
-                stream = TextStream(vocabulary, options)
-                running[uid] = Generation(index, stream, text_at_end, vocabulary, ids)
+                stream = TextStream(self.tokenizer.vocabulary, options)
+                running[uid] = Generation(index, stream, text_at_end, ids)
                 self.worker.send(message)
             while running:
                 for output in self.worker.step():

@@ -117,17 +117,14 @@ class Detokenizer:
             if prompt.uid in self._open:
                 touched[prompt.uid] = self._open[prompt.uid]
                 touched[prompt.uid].push_prompt(prompt)
-        predicted = [
-            (self._open[uid], count, self._open[uid].stream.tokens)
-            for uid, count in output.predicted
-            if uid in self._open
-        ]
+        predicted = dict(output.predicted)  # how many of the next tokens of a request
         ended = {finished.uid: finished for finished in output.finished}
         logprobs: dict[int, list[messages.TokenLogprobs]] = {}
         for found in output.logprobs:
             logprobs.setdefault(found.uid, []).append(found)
         # A step may hold several tokens of a request. Only the last one can be the stop token.
         last = {uid: index for index, uid in enumerate(output.uids)}
+        stopped = {end.uid for end in output.finished if end.reason is FinishReason.STOP}
         for index, (uid, token_id) in enumerate(zip(output.uids, output.token_ids, strict=True)):
             text = self._open.get(uid)
             logprob = logprobs[uid].pop(0) if logprobs and logprobs.get(uid) else None
@@ -137,11 +134,10 @@ class Detokenizer:
             if text is None or text.stream.stopped:
                 continue
             touched[uid] = text
-            end = ended.get(uid) if last[uid] == index else None
-            text.push(token_id, end is None or end.reason is not FinishReason.STOP, logprob)
-        for opened, count, tokens_before in predicted:
-            # The predicted tokens of a step come first. The text has none after a stop string.
-            opened.predicted += min(count, opened.stream.tokens - tokens_before)
+            text.push(token_id, uid not in stopped or last[uid] != index, logprob)
+            if predicted.get(uid):  # The predicted tokens of a step come first.
+                predicted[uid] -= 1
+                text.predicted += 1
         updates = [text.take(ended.get(uid)) for uid, text in touched.items()]
         for uid, finished in ended.items():
             text = self._open.pop(uid, None)
@@ -185,7 +181,6 @@ class RequestText:
     ) -> None:
         self.stream = TextStream(vocabulary, options)
         self.predicted = 0
-        self._vocabulary = vocabulary
         self._done = done
         self._options = options
         self._parser = parser
@@ -355,6 +350,6 @@ class RequestText:
     def _entry(
         self, token_id: int, logprob: float | None, offset: int, top: TopTokens, ends: bool = False
     ) -> messages.TokenLogprob:
-        token_bytes = self._vocabulary.token_bytes
+        token_bytes = self.stream.vocabulary.token_bytes
         top_bytes = [(token_bytes(top_id, False), value) for top_id, value in top]
         return messages.TokenLogprob(token_bytes(token_id, False), logprob, offset, top_bytes, ends)

@@ -71,7 +71,7 @@ class TextStream:
     """
 
     def __init__(self, vocabulary: Vocabulary, options: TextOptions) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._skip_special = options.skip_special_tokens
         self._min_tokens = options.min_tokens if options.stop else 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -99,7 +99,7 @@ class TextStream:
         """
         data = b"."
         if token_id is not None:
-            data = self._vocabulary.token_bytes(token_id, self._skip_special)
+            data = self.vocabulary.token_bytes(token_id, self._skip_special)
         incomplete, _ = self._decoder.getstate()
         # A byte that does not continue the incomplete character turns it into U+FFFD. The U+FFFD
         # then stands before this token.
@@ -116,7 +116,7 @@ class TextStream:
         self.tokens += 1
         if not is_text:
             return ""
-        data = self._vocabulary.token_bytes(token_id, self._skip_special)
+        data = self.vocabulary.token_bytes(token_id, self._skip_special)
         return self._emit(self._decoder.decode(data))
 
     def finish(self) -> str:
