@@ -1,9 +1,7 @@
 """`Constraints`: turns the constraints of SamplingParams into grammars for the engine."""
 
 from array import array
-from collections.abc import Mapping
 from functools import cached_property, lru_cache
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -18,7 +16,6 @@ from minisgl.structured.whitespace import whitespace_pattern
 from minisgl.tokenizer import TextTokenizer
 
 _CACHED_GRAMMARS = 64
-_CLEARED: Mapping[str, Any] = MappingProxyType(dict.fromkeys(CONSTRAINTS))
 
 
 class Constraints:
@@ -27,7 +24,7 @@ class Constraints:
     def __init__(self, folder: str, tokenizer: TextTokenizer) -> None:
         self._folder = folder
         self._tokenizer = tokenizer
-        self._think_ids = tokenizer.vocabulary.think_ids or (-1, -1)
+        self._think_ids = tokenizer.vocabulary.think_ids
         self._source = lru_cache(_CACHED_GRAMMARS)(self._new_source)
 
     def compile(self, sampling: SamplingParams) -> SamplingParams:
@@ -43,7 +40,8 @@ class Constraints:
         )
         start, end = self._think_ids
         grammar = Grammar(source=self._source(request), kind=kind, think_start=start, think_end=end)
-        return msgspec.structs.replace(sampling, **{**_CLEARED, "grammar": grammar})
+        cleared: dict[str, Any] = dict.fromkeys(CONSTRAINTS)
+        return msgspec.structs.replace(sampling, **(cleared | {"grammar": grammar}))
 
     def for_prompt(
         self, sampling: SamplingParams, ids: "array[int]", chat_options: dict[str, Any] | None

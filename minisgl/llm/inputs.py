@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from minisgl.core import InvalidRequest, SamplingParams
+from minisgl.tokenizer import TextTokenizer
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[dict[str, Any]]
@@ -34,7 +35,9 @@ def check_conversation(chat: Conversation) -> None:
         raise InvalidRequest(f"{NOT_A_CONVERSATION}; it has no message", param="messages")
 
 
-def as_list(given: Any, element: Any, expected: str) -> tuple[bool, list[Any]]:
+def as_list(
+    given: Any, element: Any, expected: str, param: str = "prompt"
+) -> tuple[bool, list[Any]]:
     """Return whether `given` is a single input, and the list of inputs.
 
     A single input is a text, or a sequence that begins with an `element`. Raises InvalidRequest
@@ -42,18 +45,19 @@ def as_list(given: Any, element: Any, expected: str) -> tuple[bool, list[Any]]:
     """
     sequences = (Sequence, np.ndarray)
     if not isinstance(given, sequences):
-        raise InvalidRequest(expected, param="prompt")
+        raise InvalidRequest(expected, param=param)
     single = isinstance(given, str) or (len(given) > 0 and isinstance(given[0], element))
     inputs = [given] if single else list(given)
     if not all(isinstance(each, sequences) for each in inputs):
-        raise InvalidRequest(expected, param="prompt")
+        raise InvalidRequest(expected, param=param)
     return single, inputs
 
 
-def as_ids(prompt: Sequence[int]) -> "array[int]":
-    """Return token ids as int32, as AddReq holds them. Raises InvalidRequest."""
+def as_ids(prompt: Prompt, tokenizer: TextTokenizer, add_special: bool = True) -> "array[int]":
+    """Return the token ids of a prompt as int32, as AddReq holds them. Raises InvalidRequest."""
+    ids = tokenizer.encode_text(prompt, add_special) if isinstance(prompt, str) else prompt
     try:
-        return array("i", iter(prompt))  # without iter, bytes would be read as raw int32
+        return array("i", iter(ids))  # without iter, bytes would be read as raw int32
     except OverflowError:
         raise InvalidRequest("a token id does not fit into 32 bits", param="prompt") from None
     except (TypeError, ValueError):
@@ -70,18 +74,18 @@ def priority_list(priority: Any, count: int) -> list[int]:
     return each
 
 
-def prediction_list(prediction: Any, count: int) -> list[Prompt]:
-    """Return the prediction of each of `count` prompts, "" for none. Raises InvalidRequest."""
+def prediction_list(prediction: Any, count: int, tokenizer: TextTokenizer) -> list[bytes]:
+    """Return the prediction of each of `count` prompts, as AddReq holds it. Raises InvalidRequest.
+
+    A prediction without text or ids is none.
+    """
     expected = f"prediction must be text or token ids for one prompt, or a list of {count} of them"
     if prediction is None:
-        return [""] * count
-    try:
-        _, listed = as_list(prediction, (int, np.integer), expected)
-    except InvalidRequest as error:
-        raise InvalidRequest(str(error), param="prediction") from None
+        return [b""] * count
+    _, listed = as_list(prediction, (int, np.integer), expected, "prediction")
     if len(listed) != count:
         raise InvalidRequest(expected, param="prediction")
-    return listed
+    return [as_ids(each, tokenizer, add_special=False).tobytes() for each in listed]
 
 
 def stop_list(stop: Any) -> list[str]:
@@ -93,10 +97,11 @@ def stop_list(stop: Any) -> list[str]:
 
 
 def checked(sampling: Any, changes: dict[str, Any]) -> SamplingParams:
-    """Return a copy with values of the declared types and ranges. Raises InvalidRequest."""
+    """Return a copy with a seed and values of the declared types. Raises InvalidRequest."""
     if not isinstance(sampling, SamplingParams):
         raise InvalidRequest("sampling must be SamplingParams or a list of them", param="sampling")
     try:
-        return msgspec.convert(msgspec.structs.asdict(sampling) | changes, SamplingParams)
+        given = msgspec.structs.asdict(sampling) | changes
+        return msgspec.convert(given, SamplingParams).seeded()
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"sampling parameters: {error}", param="sampling") from None

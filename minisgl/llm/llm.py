@@ -1,7 +1,8 @@
 """`LLM`: text generation without a server, on the scheduler and the engine of the server."""
 
-from array import array
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from math import inf
 from typing import Any, Self
 
@@ -20,29 +21,12 @@ from minisgl.core import (
 from minisgl.core.hub import resolve_model
 from minisgl.demo import model_path as demo_model_path
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
+from minisgl.llm import inputs
 from minisgl.llm.constraints import Constraints
-from minisgl.llm.inputs import (
-    NOT_A_CONVERSATION,
-    NOT_A_PROMPT,
-    Conversation,
-    Prediction,
-    Priority,
-    Prompt,
-    Sampling,
-    Stop,
-    as_ids,
-    as_list,
-    check_conversation,
-    checked,
-    prediction_list,
-    priority_list,
-    stop_list,
-)
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
 from minisgl.message.messages import PROMPT_TAIL_TOKENS, AbortReq, AddReq, StepOutput, TextOptions
 from minisgl.tokenizer import TextStream, TextTokenizer
-from minisgl.tokenizer.template import TemplateError
 from minisgl.utils import near_names
 
 
@@ -104,7 +88,7 @@ class LLM:
                 f"extensions need tp=1, not {tp}: start the ranks with scheduler.run_scheduler"
             )
         self.facts: ModelFacts = self.worker.facts
-        self._next_uid = 1
+        self._uids = itertools.count(1)
         self._running: dict[int, Generation] = {}
         self._closed = False
 
@@ -114,13 +98,13 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling: Sampling = None,
+        prompts: inputs.Prompt | Sequence[inputs.Prompt],
+        sampling: inputs.Sampling = None,
         *,
-        stop: Stop = (),
+        stop: inputs.Stop = (),
         progress: bool = True,
-        priority: Priority = 0,
-        prediction: Prediction = None,
+        priority: inputs.Priority = 0,
+        prediction: inputs.Prediction = None,
         **parameters: Any,
     ) -> Completion | list[Completion]:
         """Complete one prompt, or a list of prompts. A prompt is text, or a sequence of token ids.
@@ -139,22 +123,20 @@ class LLM:
         engine cannot serve a prompt, for example because it is too long, the Completion of this
         prompt has finish_reason ERROR. The other prompts are not affected.
         """
-        single, listed = as_list(prompts, (int, np.integer), NOT_A_PROMPT)
+        single, listed = inputs.as_list(prompts, (int, np.integer), inputs.NOT_A_PROMPT)
         params = self._params(sampling, len(listed), parameters)
-        completions = self._run(
-            listed, params, stop, progress, priority=priority, prediction=prediction
-        )
-        return completions[0] if single else completions
+        pieces = self._stream(listed, params, stop, not stop, None, priority, prediction)
+        return _collect(pieces, len(listed), single, progress)
 
     def chat(
         self,
-        conversations: Conversation | Sequence[Conversation],
-        sampling: Sampling = None,
+        conversations: inputs.Conversation | Sequence[inputs.Conversation],
+        sampling: inputs.Sampling = None,
         *,
-        stop: Stop = (),
+        stop: inputs.Stop = (),
         progress: bool = True,
         template_options: dict[str, Any] | None = None,
-        prediction: Prediction = None,
+        prediction: inputs.Prediction = None,
         **parameters: Any,
     ) -> Completion | list[Completion]:
         """Answer one conversation, or a list of conversations, with the model's chat template.
@@ -162,20 +144,21 @@ class LLM:
         A conversation is a list of messages with `role` and `content`. template_options: variables
         for the template. The other parameters, the result and the errors are as in `generate`.
         """
-        single, listed = as_list(conversations, dict, NOT_A_CONVERSATION)
-        prompts = [self._encode_chat(each, template_options) for each in listed]
+        single, listed = inputs.as_list(conversations, dict, inputs.NOT_A_CONVERSATION)
+        for conversation in listed:
+            inputs.check_conversation(conversation)
+        prompts = [self.tokenizer.encode_chat(list(each), template_options) for each in listed]
         params = self._params(sampling, len(prompts), parameters)
-        completions = self._run(
-            prompts, params, stop, progress, template_options or {}, prediction=prediction
-        )
-        return completions[0] if single else completions
+        options = template_options or {}
+        pieces = self._stream(prompts, params, stop, not stop, options, prediction=prediction)
+        return _collect(pieces, len(listed), single, progress)
 
     def stream(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling: Sampling = None,
+        prompts: inputs.Prompt | Sequence[inputs.Prompt],
+        sampling: inputs.Sampling = None,
         *,
-        stop: Stop = (),
+        stop: inputs.Stop = (),
         **parameters: Any,
     ) -> Iterator[Piece]:
         """Complete prompts as `generate` does, and yield the text in pieces as it is generated.
@@ -183,7 +166,7 @@ class LLM:
         Prompts with the highest max_tokens start first, so that no long answer is generated alone
         at the end. If the caller leaves the loop early, the unfinished prompts are aborted.
         """
-        _, listed = as_list(prompts, (int, np.integer), NOT_A_PROMPT)
+        _, listed = inputs.as_list(prompts, (int, np.integer), inputs.NOT_A_PROMPT)
         return self._stream(listed, self._params(sampling, len(listed), parameters), stop)
 
     def close(self) -> None:
@@ -198,45 +181,16 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _encode_chat(self, chat: Conversation, options: dict[str, Any] | None) -> list[int]:
-        """Return the prompt of one conversation. Raises InvalidRequest if it is not valid."""
-        check_conversation(chat)
-        try:
-            return self.tokenizer.encode_chat(list(chat), options)
-        except TemplateError as error:
-            raise InvalidRequest(str(error), param="messages") from None
-
-    def _run(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
-        stop: Stop,
-        progress: bool,
-        chat_options: dict[str, Any] | None = None,
-        priority: Priority = 0,
-        prediction: Prediction = None,
-    ) -> list[Completion]:
-        done: dict[int, Completion] = {}
-        with tqdm(total=len(prompts), unit="req", disable=not progress) as bar:
-            for piece in self._stream(
-                prompts, params, stop, not stop, chat_options, priority, prediction
-            ):
-                if piece.completion is not None:
-                    done[piece.index] = piece.completion
-                    bar.update()
-        assert len(done) == len(prompts), "every request must have ended; this is a bug"
-        return [done[index] for index in range(len(prompts))]
-
     def _stream(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[inputs.Prompt],
         params: Sequence[SamplingParams],
-        stop: Stop,
+        stop: inputs.Stop,
         text_at_end: bool = False,
         chat_options: dict[str, Any] | None = None,
-        priority: Priority = 0,
-        prediction: Prediction = None,
-    ) -> Iterator[Piece]:
+        priority: inputs.Priority = 0,
+        prediction: inputs.Prediction = None,
+    ) -> Generator[Piece, None, None]:
         """text_at_end: detokenise each generation once, when it ends.
 
         chat_options: the prompts are rendered chats, with these variables of the template.
@@ -244,24 +198,32 @@ class LLM:
         self._check_open()
         if self._running:
             raise InvalidRequest("one call at a time: read the open stream to its end or close it")
-        stop_strings = stop_list(stop)
-        priorities = priority_list(priority, len(prompts))
-        predictions = [
-            as_ids(self.tokenizer.encode_text(each, False) if isinstance(each, str) else each)
-            for each in prediction_list(prediction, len(prompts))
-        ]
+        stop_strings = inputs.stop_list(stop)
+        priorities = inputs.priority_list(priority, len(prompts))
+        predictions = inputs.prediction_list(prediction, len(prompts), self.tokenizer)
         # A second Ctrl-C may have left requests of the last call running.
         self.worker.abort_and_wait(())
         running = self._running
         try:
             # `stream` explains this order.
             for index in sorted(range(len(params)), key=lambda i: -(params[i].max_tokens or inf)):
-                each = prompts[index]
-                ids = as_ids(self.tokenizer.encode_text(each) if isinstance(each, str) else each)
-                final = self._constraints.for_prompt(params[index], ids, chat_options)
-                expected = predictions[index].tobytes() if self.facts.drafts else b""
-                more = {"priority": priorities[index], "prediction": expected}
-                self._submit(index, ids, final, stop_strings, text_at_end, **more)
+                ids = inputs.as_ids(prompts[index], self.tokenizer)
+                options = TextOptions(
+                    prompt_tail=ids[-PROMPT_TAIL_TOKENS:].tolist(),
+                    stop=stop_strings,
+                    min_tokens=params[index].min_tokens,
+                )
+                uid = next(self._uids)
+                message = AddReq(
+                    uid=uid,
+                    token_ids=ids.tobytes(),
+                    sampling=self._constraints.for_prompt(params[index], ids, chat_options),
+                    prediction=predictions[index] if self.facts.drafts else b"",
+                    priority=priorities[index],
+                )
+                stream = TextStream(self.tokenizer.vocabulary, options)
+                running[uid] = Generation(index, stream, text_at_end, ids)
+                self.worker.send(message)
             while running:
                 for output in self.worker.step():
                     yield from self._read(output)
@@ -270,25 +232,6 @@ class LLM:
             self._running = {}
             if not self._closed:
                 self.worker.abort_and_wait(running)
-
-    def _submit(
-        self,
-        index: int,
-        ids: "array[int]",
-        sampling: SamplingParams,
-        stop_strings: list[str],
-        text_at_end: bool,
-        **more: Any,
-    ) -> None:
-        """more: further fields of AddReq."""
-        tail = ids[-PROMPT_TAIL_TOKENS:].tolist()
-        options = TextOptions(prompt_tail=tail, stop=stop_strings, min_tokens=sampling.min_tokens)
-        stream = TextStream(self.tokenizer.vocabulary, options)
-        uid = self._next_uid
-        self._next_uid += 1
-        self._running[uid] = Generation(index, stream, text_at_end, self.tokenizer.vocabulary, ids)
-        message = AddReq(uid=uid, token_ids=ids.tobytes(), sampling=sampling, **more)
-        self.worker.send(message)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -318,7 +261,7 @@ class LLM:
                 yield piece
 
     def _params(
-        self, sampling: Sampling, count: int, changes: dict[str, Any]
+        self, sampling: inputs.Sampling, count: int, changes: dict[str, Any]
     ) -> list[SamplingParams]:
         """Return the parameters of each prompt. changes: fields to replace, for all prompts."""
         for name in changes:
@@ -329,4 +272,18 @@ class LLM:
         params = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
         if len(params) != count:
             raise InvalidRequest(f"sampling has {len(params)} entries for {count} prompts")
-        return [self._constraints.compile(checked(each, changes).seeded()) for each in params]
+        return [self._constraints.compile(inputs.checked(each, changes)) for each in params]
+
+
+def _collect(
+    pieces: Generator[Piece, None, None], count: int, single: bool, progress: bool
+) -> Completion | list[Completion]:
+    """Return the completion of a single prompt, or those of `count` prompts in their order."""
+    done: dict[int, Completion] = {}
+    with closing(pieces), tqdm(total=count, unit="req", disable=not progress) as bar:
+        for piece in pieces:
+            if piece.completion is not None:
+                done[piece.index] = piece.completion
+                bar.update()
+    assert len(done) == count, "every request must have ended; this is a bug"
+    return done[0] if single else [done[index] for index in range(count)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from minisgl.core import FinishReason
 from minisgl.message.messages import Finished, PrefillDone, TokenLogprobs
-from minisgl.tokenizer import TextStream, Vocabulary
+from minisgl.tokenizer import TextStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,6 @@ class Generation:
     index: int
     stream: TextStream
     text_at_end: bool
-    vocabulary: Vocabulary
     prompt_ids: Sequence[int]
     parts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -130,5 +129,5 @@ class Generation:
                 yield self._logprob(ids[position], logprob, tuple(self._logprob(*t) for t in top))
 
     def _logprob(self, token_id: int, logprob: float, top: tuple[Logprob, ...] = ()) -> Logprob:
-        text = self.vocabulary.decode([token_id], skip_special=False)
+        text = self.stream.vocabulary.decode([token_id], skip_special=False)
         return Logprob(token_id, text, logprob, top)

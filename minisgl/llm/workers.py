@@ -19,15 +19,7 @@ from minisgl.core import (
 )
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine, Extensions
-from minisgl.message.messages import (
-    AbortReq,
-    AddReq,
-    Ready,
-    Shutdown,
-    StepOutput,
-    ToApi,
-    ToScheduler,
-)
+from minisgl.message import messages
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.quantization import with_quantizations
 from minisgl.scheduler import LocalInbox, build_scheduler
@@ -74,7 +66,7 @@ class LocalWorker:
         self.extensions = with_speculation(engine.speculative, with_quantizations(grammars))
         self._engine = Engine(engine, SingleCommunicator(), budget, self.extensions)
         self._inbox = LocalInbox()
-        self._outputs: list[StepOutput] = []
+        self._outputs: list[messages.StepOutput] = []
         try:
             send = self._outputs.append
             self.scheduler = build_scheduler(self._engine, config, self._inbox, send)
@@ -83,7 +75,7 @@ class LocalWorker:
             raise
         self.facts = self._engine.facts()
 
-    def send(self, message: ToScheduler) -> None:
+    def send(self, message: messages.ToScheduler) -> None:
         """Queue a message.
 
         The first step starts once _FIRST_STEP_REQS messages are queued. The caller tokenises the
@@ -94,7 +86,7 @@ class LocalWorker:
             with _uninterrupted():
                 self.scheduler.iterate()
 
-    def step(self) -> list[StepOutput]:
+    def step(self) -> list[messages.StepOutput]:
         """Run one iteration and return all outputs since the last call. Raises EngineError."""
         with _uninterrupted():
             self.scheduler.iterate()
@@ -104,7 +96,7 @@ class LocalWorker:
 
     def abort_and_wait(self, uids: Collection[int]) -> None:
         """Abort the requests `uids`, and return when every request has ended."""
-        self._inbox.messages.extend(AbortReq(uid=uid) for uid in uids)
+        self._inbox.messages.extend(messages.AbortReq(uid=uid) for uid in uids)
         with _uninterrupted():
             while self._inbox.messages or not self.scheduler.idle:
                 self.step()
@@ -131,9 +123,9 @@ class RankWorkers:
         self.children: list[supervise.Child] = []
         self._lost: MinisglError | None = None
         self._unfinished: set[int] = set()  # uids whose last output has not been received
-        self._outputs = Receiver(endpoint(folder, "detokenizer"), StepOutput)
-        self._status: Receiver[ToApi] = Receiver(endpoint(folder, "api"), ToApi)
-        self._requests: Sender[ToScheduler] = Sender(endpoint(folder, "scheduler"))
+        self._outputs = Receiver(endpoint(folder, "detokenizer"), messages.StepOutput)
+        self._status: Receiver[messages.ToApi] = Receiver(endpoint(folder, "api"), messages.ToApi)
+        self._requests: Sender[messages.ToScheduler] = Sender(endpoint(folder, "scheduler"))
         self._reasons, reason_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._clean_up = weakref.finalize(self, _clean_up, self.children, self._reasons, folder)
         names = (engine.model_path,)
@@ -159,14 +151,14 @@ class RankWorkers:
             os.close(reason_fd)
 
     @_uninterrupted()
-    def send(self, message: ToScheduler) -> None:
+    def send(self, message: messages.ToScheduler) -> None:
         """Send a message to rank 0."""
-        if isinstance(message, AddReq):
+        if isinstance(message, messages.AddReq):
             self._unfinished.add(message.uid)
         self._requests.send(message)
 
     @_uninterrupted()
-    def step(self) -> list[StepOutput]:
+    def step(self) -> list[messages.StepOutput]:
         """Wait at most _POLL_S for outputs and return all that have arrived. Raises WorkerDied."""
         self._raise_if_lost()
         list(self._status.drain())  # the LLM does not use the statistics
@@ -177,13 +169,13 @@ class RankWorkers:
     def abort_and_wait(self, uids: Collection[int]) -> None:
         """Abort the requests `uids`, and return when every request has ended."""
         for uid in uids:
-            self.send(AbortReq(uid=uid))
+            self.send(messages.AbortReq(uid=uid))
         while self._unfinished:
             self.step()
 
     def close(self) -> None:
         """Send Shutdown to the ranks, and kill those that still run after _SHUTDOWN_S."""
-        self.send(Shutdown())
+        self.send(messages.Shutdown())
         end_s = time.monotonic() + (_SHUTDOWN_S if hasattr(self, "facts") else 0.0)
         while time.monotonic() < end_s and len(ended := self._ended()) < len(self.children):
             if any(child.exit_code for child in ended):
@@ -197,16 +189,13 @@ class RankWorkers:
         return [child for child in self.children if child.process.poll() is not None]
 
     def _await_ready(self) -> ModelFacts:
-        facts: ModelFacts | None = None
-        waiting = {child.role for child in self.children}
-        while waiting or facts is None:
+        ready: dict[str, ModelFacts | None] = {}  # by role; only rank 0 sends facts
+        while len(ready) < len(self.children):
             self._raise_if_lost()
             self._status.poll(_POLL_S)
-            for message in self._status.drain():
-                if isinstance(message, Ready):
-                    waiting.discard(message.role)
-                    facts = message.facts or facts
-        return facts
+            found = [each for each in self._status.drain() if isinstance(each, messages.Ready)]
+            ready |= {message.role: message.facts for message in found}
+        return next(facts for facts in ready.values() if facts is not None)
 
     def _raise_if_lost(self) -> None:
         """Raise an error if a rank has ended. Every later call raises the same error."""

@@ -7,7 +7,7 @@ scheduler  -- StepOutput ---------------> Detokenizer
 import array
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from minisgl.core import FinishReason
@@ -17,14 +17,15 @@ from minisgl.tokenizer.vocab import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-TopTokens = list[tuple[int, float]]  # pairs of id and log-probability, the most likely first
+TopTokens = Iterable[tuple[int, float]]  # pairs of id and log-probability, the most likely first
 
 
 class CallParser(Protocol):
     """Splits the text of one answer into content and tool calls.
 
     marker_ids    the special tokens that are markers of calls, with their texts.
-    failures      number of texts that began as a call and were not a complete call.
+    failures      number of texts that began as a call and were not a complete call. The caller sets
+                  it to 0 when it has read it.
     has_sections  the markers divide the answer into sections with headers. The parser then gets the
                   last tokens of the prompt first, gets headers apart from the text, and names the
                   sections that are reasoning.
@@ -32,12 +33,10 @@ class CallParser(Protocol):
     in_reasoning  the text that comes next is reasoning.
     """
 
-    @property
-    def marker_ids(self) -> Mapping[int, str]: ...
-    @property
-    def failures(self) -> int: ...
-    @property
-    def has_sections(self) -> bool: ...
+    marker_ids: Mapping[int, str]
+    failures: int
+    has_sections: bool
+
     @property
     def in_header(self) -> bool: ...
     @property
@@ -118,17 +117,14 @@ class Detokenizer:
             if prompt.uid in self._open:
                 touched[prompt.uid] = self._open[prompt.uid]
                 touched[prompt.uid].push_prompt(prompt)
-        predicted = [
-            (self._open[uid], count, self._open[uid].stream.tokens)
-            for uid, count in output.predicted
-            if uid in self._open
-        ]
+        predicted = dict(output.predicted)  # how many of the next tokens of a request
         ended = {finished.uid: finished for finished in output.finished}
         logprobs: dict[int, list[messages.TokenLogprobs]] = {}
         for found in output.logprobs:
             logprobs.setdefault(found.uid, []).append(found)
         # A step may hold several tokens of a request. Only the last one can be the stop token.
         last = {uid: index for index, uid in enumerate(output.uids)}
+        stopped = {end.uid for end in output.finished if end.reason is FinishReason.STOP}
         for index, (uid, token_id) in enumerate(zip(output.uids, output.token_ids, strict=True)):
             text = self._open.get(uid)
             logprob = logprobs[uid].pop(0) if logprobs and logprobs.get(uid) else None
@@ -138,11 +134,10 @@ class Detokenizer:
             if text is None or text.stream.stopped:
                 continue
             touched[uid] = text
-            end = ended.get(uid) if last[uid] == index else None
-            text.push(token_id, end is None or end.reason is not FinishReason.STOP, logprob)
-        for opened, count, tokens_before in predicted:
-            # The predicted tokens of a step come first. The text has none after a stop string.
-            opened.predicted += min(count, opened.stream.tokens - tokens_before)
+            text.push(token_id, uid not in stopped or last[uid] != index, logprob)
+            if predicted.get(uid):  # The predicted tokens of a step come first.
+                predicted[uid] -= 1
+                text.predicted += 1
         updates = [text.take(ended.get(uid)) for uid, text in touched.items()]
         for uid, finished in ended.items():
             text = self._open.pop(uid, None)
@@ -186,12 +181,10 @@ class RequestText:
     ) -> None:
         self.stream = TextStream(vocabulary, options)
         self.predicted = 0
-        self._vocabulary = vocabulary
         self._done = done
         self._options = options
         self._parser = parser
         self._marker_ids = {} if parser is None else parser.marker_ids
-        self._failures = 0  # failures of the parser that updates have reported
         self._has_update = False  # True after the first update of `take`.
         self._text = ""
         self._reasoning = ""
@@ -204,8 +197,7 @@ class RequestText:
         self._prompt_logprobs: list[messages.TokenLogprob] = []
         if self._prompt_ids:
             self._add_prompt_token(self._prompt_ids[0], None, [])
-        think_ids = vocabulary.think_ids if options.reasoning else None
-        self._think_ids = think_ids or (-1, -1)
+        self._think_ids = vocabulary.think_ids if options.reasoning else (-1, -1)
         # The template may have opened or closed the reasoning at the end of the prompt.
         marks = [token_id for token_id in options.prompt_tail if token_id in self._think_ids]
         self._is_reasoning = bool(marks) and marks[-1] == self._think_ids[0]
@@ -214,10 +206,8 @@ class RequestText:
         self._header = TextStream(vocabulary, messages.TextOptions())
         if self._sections is not None:
             for token_id in options.prompt_tail:
-                is_marker = token_id in self._marker_ids
-                self._sections.feed(
-                    self._marker_ids.get(token_id) or self._header.push(token_id), is_marker
-                )
+                marker = self._marker_ids.get(token_id)
+                self._sections.feed(marker or self._header.push(token_id), marker is not None)
             self._sections.begin()
             self._is_reasoning = options.reasoning and self._sections.in_reasoning
 
@@ -225,62 +215,48 @@ class RequestText:
         """Add one output token. is_text: False for a token that only ends the text."""
         if self._options.silent:
             return
-        stream = self.stream
         if self._options.token_ids:
             self._token_ids.append(token_id)
         if token_id in self._think_ids:
-            stream.push(token_id, is_text=False)
-            self._add_text(stream.flush())
+            self.stream.push(token_id, is_text=False)
+            self._add_text(self.stream.finish())
             self._is_reasoning = token_id == self._think_ids[0]
             self._strip_newlines = True
             return
-        if self._sections is not None and self._push_section(self._sections, token_id, is_text):
+        is_marker = is_text and token_id in self._marker_ids
+        # Stop strings and log-probabilities belong to the text of sections only.
+        if self._sections is not None and (is_marker or self._sections.in_header):
+            self._push_markup(self._sections, token_id, is_marker, is_text)
             return
         self._reasoning_tokens += self._is_reasoning
         if logprob is not None:
-            offset = self._prompt.offset(None) + stream.offset(token_id if is_text else None)
-            top = list(zip(logprob.top_ids[0], logprob.top_logprobs[0], strict=True))
+            offset = self._prompt.offset(None) + self.stream.offset(token_id if is_text else None)
+            top = zip(logprob.top_ids[0], logprob.top_logprobs[0], strict=True)
             entry = self._entry(token_id, logprob.logprobs[0], offset, top, ends=not is_text)
             self._logprobs.append(entry)
-        if token_id in self._marker_ids and is_text and not self._is_reasoning:
-            self._push_marker(token_id)
+        if self._parser is not None and is_marker and not self._is_reasoning:
+            self._push_markup(self._parser, token_id, is_marker, is_text)
         else:
-            self._add_text(stream.push(token_id, is_text))
+            self._add_text(self.stream.push(token_id, is_text))
 
-    def _push_marker(self, token_id: int) -> None:
-        """Pass a special token that may begin a call to the parser, even if the text omits it."""
-        stream = self.stream
-        stream.push(token_id, is_text=False)
-        self._add_text(stream.flush())
-        if self._parser is not None and not stream.stopped:
-            self._parser.feed(self._marker_ids[token_id], is_marker=True)
-
-    def _push_section(self, parser: CallParser, token_id: int, is_text: bool) -> bool:
-        """Pass a marker or a token of a header to the parser. False for all other tokens.
-
-        Stop strings and log-probabilities belong to the text of sections only.
-        """
-        is_marker = token_id in self._marker_ids and is_text
-        if not (is_marker or parser.in_header):
-            return False
+    def _push_markup(
+        self, parser: CallParser, token_id: int, is_marker: bool, is_text: bool
+    ) -> None:
+        """Pass a marker, even if the text omits it, or a token of a header to the parser."""
         self.stream.push(token_id, is_text=False)
         if is_marker:
-            self._add_text(self.stream.finish())  # An incomplete character ends with its section.
+            self._add_text(self.stream.finish())  # An incomplete character ends before the marker.
             if self.stream.stopped:
-                return True
-            text = self._marker_ids[token_id]
-        else:
-            text = self._header.push(token_id, is_text)
+                return
+        text = self._marker_ids[token_id] if is_marker else self._header.push(token_id, is_text)
         parser.feed(text, is_marker)
         self._is_reasoning = self._options.reasoning and parser.in_reasoning
-        return True
 
     def push_prompt(self, found: messages.TokenLogprobs) -> None:
         """Add the log-probabilities of the next prompt tokens."""
         for index, logprob in enumerate(found.logprobs):
             top = zip(found.top_ids[index], found.top_logprobs[index], strict=True)
-            token_id = self._prompt_ids[found.position + index]
-            self._add_prompt_token(token_id, logprob, list(top))
+            self._add_prompt_token(self._prompt_ids[found.position + index], logprob, top)
 
     def take(self, finished: messages.Finished | None) -> messages.TextUpdate | None:
         """Return the new output since the last call, or None if there is none.
@@ -291,17 +267,17 @@ class RequestText:
         if finished is not None:
             self._add_text(stream.finish())  # An incomplete character may complete a stop string.
         stopped = stream.stopped
-        calls, failures = self._take_calls(stopped or finished is not None)
-        logprobs = self._take_logprobs(everything=finished is not None and not stopped)
-        is_new = (
-            self._text
-            or self._reasoning
-            or calls
-            or self._token_ids
-            or logprobs
-            or self._prompt_logprobs
-        )
-        if not is_new and self._has_update and not stopped and finished is None:
+        finish = finished.reason if finished is not None else None
+        # A silent request (max_tokens 0) computes one token that the client does not see. Even if
+        # this token is EOS, the length limit ended the request.
+        if self._options.silent and finish is FinishReason.STOP:
+            finish = FinishReason.LENGTH
+        if stopped:
+            finish = FinishReason.STOP
+        calls, failures = self._take_calls(finish is not None)
+        logprobs = self._take_logprobs(everything=finish is not None and not stopped)
+        new = (self._text, self._reasoning, self._token_ids, self._prompt_logprobs, calls, logprobs)
+        if self._has_update and finish is None and not any(new):
             return None
         self._has_update = True
         update = messages.TextUpdate(
@@ -317,7 +293,7 @@ class RequestText:
             call_failures=failures,
             prompt_logprobs=self._prompt_logprobs,
             logprobs=logprobs,
-            finish=self._finish_reason(finished),
+            finish=finish,
             error=finished.error if finished is not None else None,
             error_kind=finished.error_kind if finished is not None else "",
             stopped=stopped and finished is None,
@@ -330,17 +306,6 @@ class RequestText:
         self._text = self._reasoning = ""
         self._token_ids, self._prompt_logprobs = [], []
         return update
-
-    def _finish_reason(self, finished: messages.Finished | None) -> FinishReason | None:
-        if self.stream.stopped:
-            return FinishReason.STOP
-        if finished is None:
-            return None
-        # A silent request (max_tokens 0) computes one token that the client does not see. Even if
-        # this token is EOS, the length limit ended the request.
-        if self._options.silent and finished.reason is FinishReason.STOP:
-            return FinishReason.LENGTH
-        return finished.reason
 
     def _add_text(self, text: str) -> None:
         if self._strip_newlines:
@@ -362,8 +327,7 @@ class RequestText:
             parser.finish()
         content, calls = parser.take()
         self._text += content
-        failures = parser.failures - self._failures
-        self._failures = parser.failures
+        failures, parser.failures = parser.failures, 0
         return calls, failures
 
     def _take_logprobs(self, everything: bool) -> list[messages.TokenLogprob]:
@@ -386,6 +350,6 @@ class RequestText:
     def _entry(
         self, token_id: int, logprob: float | None, offset: int, top: TopTokens, ends: bool = False
     ) -> messages.TokenLogprob:
-        token_bytes = self._vocabulary.token_bytes
+        token_bytes = self.stream.vocabulary.token_bytes
         top_bytes = [(token_bytes(top_id, False), value) for top_id, value in top]
         return messages.TokenLogprob(token_bytes(token_id, False), logprob, offset, top_bytes, ends)

@@ -4,7 +4,8 @@ A template joins its own text and the texts of the client to one string. In this
 token that the template wrote looks the same as one that a client wrote. Two steps tell them apart:
 
     mark    before rendering, each text of the client that spells a special token, or that ends
-            within one, gets a mark after the first character of that token
+            within one, gets a mark after the first character of that token. The mark is a lone
+            surrogate. The JSON of a chat never contains one, because UTF-8 cannot encode it
     encode  after rendering, the special tokens without a mark belong to the template. Each becomes
             a name that no client knows. Then the marks are removed. A second tokenizer encodes the
             whole string. It knows the special tokens by these names only
@@ -21,74 +22,62 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import tokenizers
 
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 
-# Code points for private use. Unicode gives them no meaning, so texts rarely contain them.
-_MARKS = tuple(chr(code) for code in range(0xE000, 0xF900))
-# The number of random marks to try. If a chat contains half of all marks, all 16 trials fail with
-# probability 2**-16.
-_TRIALS = 16
+_MARK = "\ud800"
+_OR_END = r"|\Z"
+_NOTHING = "(?!)"
 
 
 class SpecialTokenEscaper:
     """Renders and encodes the chats of one model. No text of a chat becomes a special token.
 
-    escaped: the special tokens, as text. Other added tokens, such as <think>, stay tokens in all
-    texts, because templates look for them in histories.
+    The special tokens are those of `_escaped_tokens`. Other added tokens, such as <think>, stay
+    tokens in all texts, because templates look for them in histories.
     """
 
-    def __init__(
-        self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate, escaped: Collection[str]
-    ) -> None:
+    def __init__(self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate) -> None:
         self._template = template
+        escaped = _escaped_tokens(tokenizer, template)
         nonce = secrets.token_hex(16)  # All names have one length: no name contains another.
         self._names = {text: f"{nonce}{n:06x}" for n, text in enumerate(sorted(escaped))}
         self._tokens = re.compile(_any_of(self._names))
-        self._beginnings = re.compile(_begins_any_of(self._names))
+        # The first character of a special token. The end of the text may cut the token off, because
+        # the next text of the client may complete it.
+        firsts = {text[0] for text in escaped}
+        rests = {first: [text[1:] for text in escaped if text[0] == first] for first in firsts}
+        beginnings = [
+            f"{re.escape(first)}(?={_any_of(words, _OR_END)})" for first, words in rests.items()
+        ]
+        self._beginnings = re.compile("|".join(beginnings) or _NOTHING)
         self._tokenizer = _renamed(tokenizer, self._names)
 
     def encode(
         self, messages: list[dict[str, Any]], options: dict[str, Any], timeout_s: float | None
     ) -> list[int]:
         """The ids of a chat. Raises TemplateError if the template cannot render it."""
-        mark = self._unused_mark(messages, options)
-        text = self._template.render(
-            self._marked(messages, mark), self._marked(options, mark), timeout_s
-        )
-        text = self._tokens.sub(lambda token: self._names[token[0]], text).replace(mark, "")
-        try:
-            return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        except TypeError:  # The text has a lone surrogate, which UTF-8 cannot encode.
-            raise TemplateError("the texts of a chat must not have a lone surrogate") from None
+        text = self._template.render(self._marked(messages), self._marked(options), timeout_s)
+        text = self._tokens.sub(lambda token: self._names[token[0]], text).replace(_MARK, "")
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
-    def _unused_mark(self, *values: Any) -> str:
-        """A character that neither the chat nor the template contains."""
-        texts = [self._template.source, *itertools.chain.from_iterable(map(_strings, values))]
-        for mark in secrets.SystemRandom().sample(_MARKS, _TRIALS):
-            if not any(mark in text for text in texts):
-                return mark
-        raise TemplateError(
-            "the chat has too many private characters between U+E000 and U+F8FF; remove them"
-        )
-
-    def _marked(self, value: Any, mark: str) -> Any:
+    def _marked(self, value: Any) -> Any:
         """A copy of a JSON value with marks in its strings."""
         match value:
             case str():
-                return self._beginnings.sub(lambda first: first[0] + mark, value)
+                return self._beginnings.sub(lambda first: first[0] + _MARK, value)
             case list():
-                return [self._marked(item, mark) for item in value]
+                return [self._marked(item) for item in value]
             case dict():
-                return {self._marked(k, mark): self._marked(v, mark) for k, v in value.items()}
+                return {self._marked(key): self._marked(item) for key, item in value.items()}
         return value
 
 
-def escaped_tokens(tokenizer: tokenizers.Tokenizer, template: ChatTemplate) -> set[str]:
+def _escaped_tokens(tokenizer: tokenizers.Tokenizer, template: ChatTemplate) -> set[str]:
     """The special tokens, and the other added tokens around the messages of a plain chat.
 
     The tokenizers of DeepSeek list their role tokens as added tokens that are not special. The
@@ -130,52 +119,16 @@ def _renamed(tokenizer: tokenizers.Tokenizer, names: dict[str, str]) -> tokenize
     return tokenizers.Tokenizer.from_str(json.dumps(description))
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Every string in a JSON value, the names of members included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        items = [*value, *value.values()] if isinstance(value, dict) else value
-        for item in items:
-            yield from _strings(item)
-
-
-def _any_of(words: Collection[str]) -> str:
+def _any_of(words: Collection[str], or_end: str = "") -> str:
     """A pattern of these words, in which the longest word comes first.
 
     The pattern is a tree by characters, so a search takes one step for each character.
+
+    or_end: _OR_END for a pattern that also matches the beginning of a word at the end of the text.
     """
-    if not words:
-        return r"(?!)"
     branches = [
-        re.escape(first) + (_any_of(rest) if any(rest) else "")
+        re.escape(first) + (_any_of(rest, or_end) if any(rest) else "")
         for first, group in itertools.groupby(sorted(filter(None, words)), lambda word: word[0])
         for rest in [[word[1:] for word in group]]
     ]
-    return f"(?:{'|'.join(branches)})" + ("?" if "" in words else "")
-
-
-def _begins_any_of(words: Collection[str]) -> str:
-    """A pattern that matches the first character of each word in a text, not the rest of it.
-
-    The pattern also matches if the text ends within the word: the next text of the client may
-    complete the word.
-    """
-    if not words:
-        return r"(?!)"
-    branches = [
-        f"{re.escape(first)}(?={_follows([word[1:] for word in group])})"
-        for first, group in itertools.groupby(sorted(words), lambda word: word[0])
-    ]
-    return "|".join(branches)
-
-
-def _follows(rests: list[str]) -> str:
-    """A pattern that matches one of `rests`, or the beginning of one at the end of the text."""
-    if "" in rests:
-        return ""
-    branches = [
-        re.escape(first) + _follows([rest[1:] for rest in group])
-        for first, group in itertools.groupby(rests, lambda rest: rest[0])
-    ]
-    return f"(?:{'|'.join(branches)}|\\Z)"
+    return f"(?:{'|'.join(branches) or _NOTHING}{or_end})" + ("?" if "" in words else "")

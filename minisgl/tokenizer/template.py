@@ -5,7 +5,6 @@ controls, `tojson` without escaping, `raise_exception`, `strftime_now`, the `gen
 """
 
 import json
-import secrets
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,18 +19,18 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from minisgl.core import InvalidRequest
+
 MAX_TEMPLATE_CHARS = 8 * 2**20  # The server's limit for the rendered text of one chat.
+# The end of a message that the model continues: a lone surrogate, which no encodable text contains.
+_END_MARK = "\ud801"
 
 
-class TemplateError(Exception):
-    """The chat cannot be rendered. The message is for the client.
-
-    limit: the name of the limit that the chat exceeded.
-    """
+class TemplateError(InvalidRequest):
+    """The chat cannot be rendered."""
 
     def __init__(self, message: str, limit: str | None = None) -> None:
-        super().__init__(message)
-        self.limit = limit
+        super().__init__(message, param="messages", limit=limit)
 
 
 class _TimeLimitExceeded(BaseException):
@@ -102,11 +101,10 @@ class ChatTemplate:
             **self._special_tokens,
             "messages": messages,
         }
-        mark = ""
-        if options.get("continue_final_message"):
+        continues = options.get("continue_final_message")
+        if continues:
             # The template writes the end of the message after the mark.
-            mark = secrets.token_hex(16)
-            final = {**messages[-1], "content": messages[-1]["content"] + mark}
+            final = {**messages[-1], "content": messages[-1]["content"] + _END_MARK}
             variables["messages"] = [*messages[:-1], final]
         try:
             with time_limit(timeout_s):
@@ -118,24 +116,21 @@ class ChatTemplate:
             raise TemplateError(f"the chat template refused this chat: {error}"[:500]) from None
         except (AttributeError, RecursionError, MemoryError) as error:
             raise TemplateError(f"the chat template failed: {type(error).__name__}") from None
-        if not mark:
-            return text
-        text, found, _ = text.rpartition(mark)
-        if not found:
-            message = "the chat template leaves out the last message, so it cannot be continued"
-            raise TemplateError(message)
+        if continues:
+            text, found, _ = text.rpartition(_END_MARK)
+            if not found:
+                message = "the chat template leaves out the last message, so it cannot be continued"
+                raise TemplateError(message)
         return text
 
     def _collect(self, variables: dict[str, Any]) -> str:
-        parts: list[str] = []
-        chars = 0
+        text = ""
         for part in self._template.generate(variables):
-            chars += len(part)
-            if chars > self._max_chars:
+            text += part
+            if len(text) > self._max_chars:
                 message = f"the chat template produced more than {self._max_chars} characters"
                 raise TemplateError(message, "max_template_chars")
-            parts.append(part)
-        return "".join(parts)
+        return text
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class TextStream:
     """
 
     def __init__(self, vocabulary: Vocabulary, options: TextOptions) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._skip_special = options.skip_special_tokens
         self._min_tokens = options.min_tokens if options.stop else 0
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -99,7 +99,7 @@ class TextStream:
         """
         data = b"."
         if token_id is not None:
-            data = self._vocabulary.token_bytes(token_id, self._skip_special)
+            data = self.vocabulary.token_bytes(token_id, self._skip_special)
         incomplete, _ = self._decoder.getstate()
         # A byte that does not continue the incomplete character turns it into U+FFFD. The U+FFFD
         # then stands before this token.
@@ -116,18 +116,18 @@ class TextStream:
         self.tokens += 1
         if not is_text:
             return ""
-        data = self._vocabulary.token_bytes(token_id, self._skip_special)
+        data = self.vocabulary.token_bytes(token_id, self._skip_special)
         return self._emit(self._decoder.decode(data))
 
     def finish(self) -> str:
-        """Return the withheld text after the last token. An incomplete character becomes U+FFFD."""
-        return self._emit(self._decoder.decode(b"", final=True)) + self.flush()
+        """Return the text that was withheld as a partial stop string, and stop withholding it.
 
-    def flush(self) -> str:
-        """Return the text that was withheld as a partial stop string, and stop withholding it."""
-        text = self._matcher.flush()
-        self.emitted_chars += len(text)
-        return text
+        An incomplete character becomes U+FFFD.
+        """
+        text = self._emit(self._decoder.decode(b"", final=True))
+        withheld = self._matcher.flush()
+        self.emitted_chars += len(withheld)
+        return text + withheld
 
     def _emit(self, text: str) -> str:
         self._decoded_chars += len(text)

@@ -15,7 +15,7 @@ import tokenizers
 from minisgl.core import ConfigError, InvalidRequest, TokenizerInfo
 from minisgl.core.hub import read_json
 from minisgl.tokenizer.convert import tokenizer_folder
-from minisgl.tokenizer.escape import SpecialTokenEscaper, escaped_tokens
+from minisgl.tokenizer.escape import SpecialTokenEscaper
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 from minisgl.tokenizer.vocab import Vocabulary
 
@@ -64,14 +64,12 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self._special = special
         self._bos_token = special.get("bos_token", "")
-        self._prepends_bos = bool(self._bos_token) and (
-            tokenizer.encode("").ids[:1] == [tokenizer.token_to_id(self._bos_token)]
-        )
+        bos_id = tokenizer.token_to_id(self._bos_token)
+        self._prepends_bos = bos_id is not None and tokenizer.encode("").ids[:1] == [bos_id]
         self.vocabulary = Vocabulary.of(tokenizer)
         self._escaper = None
         if escape_special_tokens and self._template is not None:
-            escaped = escaped_tokens(tokenizer, self._template)
-            self._escaper = SpecialTokenEscaper(tokenizer, self._template, escaped)
+            self._escaper = SpecialTokenEscaper(tokenizer, self._template)
 
     @property
     def template_variables(self) -> tuple[str, ...]:
@@ -128,11 +126,10 @@ class TextTokenizer:
         False if the template does not render thinking, if an option switches the thinking off, or
         if the prompt ends with a closed block of thinking.
         """
-        think_ids = self.vocabulary.think_ids
+        end = self.vocabulary.think_ids[1]
         options = [template_options.get(name) for name in ("enable_thinking", "thinking")]
-        if think_ids is None or not self._renders_thinking or False in options:
+        if end < 0 or not self._renders_thinking or False in options:
             return False
-        end = think_ids[1]
         after = prompt[len(prompt) - prompt[::-1].index(end) :] if end in prompt else None
         return after is None or bool(self.vocabulary.decode(after, False).strip())
 

@@ -22,12 +22,12 @@ _SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 class Vocabulary:
     """The bytes of each id, and the special ids. Ids beyond the table have no text.
 
-    think_ids: the ids of <think> and </think>, if the tokenizer has both as tokens.
+    think_ids: the ids of <think> and </think>; -1 if the tokenizer does not have both as tokens.
     """
 
     _table: list[bytes]
     _special_ids: frozenset[int]
-    think_ids: tuple[int, int] | None = None
+    think_ids: tuple[int, int] = (-1, -1)
 
     def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
         """The bytes of this token; b"" for an unknown id and for a special id that is skipped."""
@@ -40,8 +40,7 @@ class Vocabulary:
     def special_ids(self, texts: Collection[str]) -> dict[int, str]:
         """Map the id of each special token that has one of these texts to its text."""
         names = {text.encode(): text for text in texts}
-        found = ((i, names.get(self._table[i])) for i in self._special_ids)
-        return {token_id: text for token_id, text in found if text is not None}
+        return {i: names[self._table[i]] for i in self._special_ids if self._table[i] in names}
 
     def single_tokens(self, texts: Collection[str]) -> dict[str, int]:
         """Map each of these texts that is one token to the id of the token."""
@@ -81,8 +80,8 @@ class Vocabulary:
                 "supported are ByteLevel and SentencePiece with byte fallback"
             )
         special = frozenset(i for i, token in added.items() if token.special)
-        begin, end = vocab.get("<think>"), vocab.get("</think>")
-        return cls(table, special, None if begin is None or end is None else (begin, end))
+        think_ids = vocab.get("<think>", -1), vocab.get("</think>", -1)
+        return cls(table, special, (-1, -1) if -1 in think_ids else think_ids)
 
 
 def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:
@@ -109,9 +108,8 @@ def _byte_level_alphabet() -> dict[str, int]:
     """The characters that stand for the 256 bytes in byte-level BPE: bytes_to_unicode of GPT-2."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    alphabet.update({chr(256 + n): byte for n, byte in enumerate(others)})
-    return alphabet
+    others = (byte for byte in range(256) if byte not in printable)
+    return alphabet | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 def _byte_level_bytes(text: str, alphabet: dict[str, int]) -> bytes:

@@ -13,10 +13,11 @@ from collections.abc import Callable
 from types import UnionType
 from typing import Any, NoReturn
 
+from minisgl.core import InvalidRequest
 from minisgl.message import messages
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.tokenizer.detokenizer import Detokenizer, OpenCallParser
-from minisgl.tokenizer.template import MAX_TEMPLATE_CHARS, TemplateError
+from minisgl.tokenizer.template import MAX_TEMPLATE_CHARS
 from minisgl.tokenizer.tokenizer import TextTokenizer
 from minisgl.tokenizer.vocab import Vocabulary
 
@@ -99,8 +100,8 @@ def tokenize(
             thinks = tokenizer.thinks(ids, options)
         token_ids = array.array("i", ids).tobytes()
         return messages.TokenizeResult(uid=message.uid, token_ids=token_ids, thinks=thinks)
-    except TemplateError as error:
-        return messages.TokenizeResult(uid=message.uid, error=str(error), limit=error.limit)
+    except InvalidRequest as error:
+        return messages.TokenizeResult(uid=message.uid, error=error.message, limit=error.limit)
     except RecursionError:
         return messages.TokenizeResult(uid=message.uid, error="the chat is nested too deeply")
     # The tokenizers library raises the class Exception. The worker must send a result for this
@@ -129,8 +130,7 @@ def _serve_queue(
     while True:
         receiver.poll(None)
         for message in receiver.drain():
-            result = (
-                messages.Alive(role=name) if isinstance(message, messages.Ping) else handle(message)
-            )
+            is_ping = isinstance(message, messages.Ping)
+            result = messages.Alive(role=name) if is_ping else handle(message)
             if result is not None:
                 api.send(result)

@@ -86,15 +86,6 @@ def test_code_in_the_folder_does_not_run_if_the_user_types_yes(folder: Path, hub
     assert not ran.exists()
 
 
-def test_a_conversion_that_does_not_end_is_one_line(
-    hub: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("minisgl.tokenizer.convert._TIMEOUT_S", 0.001)
-    with pytest.raises(ConfigError, match=r"did not end within 0\.001 s"):
-        TextTokenizer(folder)
-    assert not [*(hub / "minisgl" / "tokenizers").iterdir()], "no leftovers"
-
-
 def test_a_cache_that_cannot_be_written_is_named(folder: Path, hub: Path) -> None:
     hub.write_text("a file")
     with pytest.raises(ConfigError, match="set HF_HOME to a folder that this user may write"):
