@@ -5,7 +5,7 @@ fault, for example `messages[3].content`. No message repeats more than 64 charac
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -22,18 +22,6 @@ Body = TypeVar("Body", bound=RequestBody)
 _ERROR = re.compile(r"(?P<text>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
 _TEXT_PART = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]")
 _EMPTY_FIELD = re.compile(rf"messages\[\d+\]\.(?:{'|'.join(requests.EMPTY_FIELDS)})\b")
-# The struct of each field that holds an object, for hints about an unknown field in it.
-_OBJECTS: dict[str, type[RequestBody]] = {
-    "messages": requests.Message,
-    "prediction": requests.Prediction,
-    "content": requests.TextPart,
-    "json_schema": requests.NamedSchema,
-    "response_format": requests.ResponseFormat,
-    "structured_outputs": requests.StructuredOutputs,
-    "stream_options": requests.StreamOptions,
-    "chat_template_kwargs": requests.TemplateOptions,
-    "tool_choice": requests.ToolChoice,
-}
 # Bounds of `protocol` by field and type, with their labels in minisgl_limits_exceeded_total.
 _LIMITS = {
     ("stop", "array"): "max_stop_strings",
@@ -189,11 +177,13 @@ def _refusal(error: str, given: Mapping[str, Any], kind: type[RequestBody]) -> R
         return reject(f"{param}.{name}" if param else name, "is required")
     if text.startswith("Object contains unknown field"):
         name = text.split("`")[1][:64]
-        field = re.sub(r"\[\d+\]$", "", param).rpartition(".")[2]
-        hint = near_names(name, _OBJECTS[field].__struct_fields__)
+        fields = [field.name for one in _types_at(kind, param) for field in _fields(one)]
+        hint = near_names(name, fields)
         return reject(param, f"has an unknown field '{name}'{hint}")
     if text.startswith("Invalid enum value"):  # the text of msgspec repeats the value
-        return reject(param, f"must be one of {', '.join(_values_at(kind, param))}")
+        arms = [one for one in _types_at(kind, param) if get_origin(one) is Literal]
+        values = [value for arm in arms for value in get_args(arm)]
+        return reject(param, f"must be one of {', '.join(values)}")
     over = re.match(r"Expected `(\w+)`(?: of length)? <= ", text)
     limit = _LIMITS.get((param.partition("[")[0], over[1])) if over else None
     message = f"{param}: {text[:1].lower()}{text[1:]}"
@@ -210,15 +200,17 @@ def _bias_at_fault(given: Mapping[str, Any]) -> str:
     return "logit_bias"
 
 
-def _values_at(kind: type[RequestBody], path: str) -> list[str]:
-    """The values that a field with a fixed set of values may have."""
+def _types_at(kind: type[RequestBody], path: str) -> list[Any]:
+    """The types that the value at this path may have."""
     types = [kind]
     for name in re.findall(r"[a-z_]+", path):
-        structs = [arm for one in types for arm in _arms(one) if hasattr(arm, "__struct_fields__")]
-        fields = [field for struct in structs for field in msgspec.structs.fields(struct)]
-        types = [field.type for field in fields if field.name == name]
-    arms = [arm for one in types for arm in _arms(one)]
-    return [value for arm in arms if get_origin(arm) is Literal for value in get_args(arm)]
+        fields = [field for one in types for field in _fields(one)]
+        types = [arm for field in fields if field.name == name for arm in _arms(field.type)]
+    return types
+
+
+def _fields(kind: Any) -> Sequence[msgspec.structs.FieldInfo]:
+    return msgspec.structs.fields(kind) if hasattr(kind, "__struct_fields__") else ()
 
 
 def _arms(kind: Any) -> list[Any]:
