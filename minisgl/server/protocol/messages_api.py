@@ -7,14 +7,9 @@ from msgspec import UNSET, Meta, UnsetType
 
 from minisgl.server.protocol.requests import RequestBody, StopString, ToolFunctionName, bounds
 
-BlockType = Annotated[
-    str,
-    Meta(
-        extra_json_schema={
-            "enum": ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
-        }
-    ),
-]
+# The translation refuses other types, because a type may be allowed in one place only.
+_BLOCK_TYPES = {"enum": ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]}
+BlockType = Annotated[str, Meta(extra_json_schema=_BLOCK_TYPES)]
 ToolName = Annotated[str, Meta(max_length=256)]
 
 

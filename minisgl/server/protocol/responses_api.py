@@ -13,14 +13,9 @@ from minisgl.server.protocol.requests import (
     bounds,
 )
 
-ItemType = Annotated[
-    str,
-    Meta(
-        extra_json_schema={
-            "enum": ["message", "function_call", "function_call_output", "reasoning"]
-        }
-    ),
-]
+# The translation refuses other types as features that the server does not have.
+_ITEM_TYPES = {"enum": ["message", "function_call", "function_call_output", "reasoning"]}
+ItemType = Annotated[str, Meta(extra_json_schema=_ITEM_TYPES)]
 Metadata = Annotated[dict[str, str], Meta(max_length=16)]
 ToolName = Annotated[str, Meta(max_length=256)]
 
