@@ -177,7 +177,7 @@ def _refusal(error: str, given: Mapping[str, Any], kind: type[RequestBody]) -> R
         return reject(f"{param}.{name}" if param else name, "is required")
     if text.startswith("Object contains unknown field"):
         name = text.split("`")[1][:64]
-        fields = [field.name for one in _types_at(kind, param) for field in _fields(one)]
+        fields = [field.encode_name for one in _types_at(kind, param) for field in _fields(one)]
         hint = near_names(name, fields)
         return reject(param, f"has an unknown field '{name}'{hint}")
     if text.startswith("Invalid enum value"):  # the text of msgspec repeats the value
@@ -205,7 +205,7 @@ def _types_at(kind: type[RequestBody], path: str) -> list[Any]:
     types = [kind]
     for name in re.findall(r"[a-z_]+", path):
         fields = [field for one in types for field in _fields(one)]
-        types = [arm for field in fields if field.name == name for arm in _arms(field.type)]
+        types = [arm for field in fields if field.encode_name == name for arm in _arms(field.type)]
     return types
 
 

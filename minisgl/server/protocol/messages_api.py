@@ -39,7 +39,7 @@ class MessagesTool(msgspec.Struct, kw_only=True):
     name: ToolFunctionName
     type: str | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    parameters: dict[str, Any] | None = msgspec.field(default=None, name="input_schema")
     strict: bool | None = None
 
 

@@ -64,6 +64,7 @@ Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)
 Empty = Annotated[str, Meta(max_length=0)] | Annotated[list[Any], Meta(max_length=0)] | None
 EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call", "reasoning")
 ToolFunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")]
+ToolMode = Literal["none", "auto", "required"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -276,7 +277,7 @@ class ChatBody(GenerationBody, kw_only=True):
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
     separate_reasoning: bool = True
     tools: Annotated[list[Tool], Meta(max_length=128)] = []
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: ToolMode | ToolChoice | None = None
     parallel_tool_calls: bool = True
     prediction: Prediction | None = None
 

@@ -10,6 +10,7 @@ from minisgl.server.protocol.requests import (
     RequestBody,
     Role,
     ToolFunctionName,
+    ToolMode,
     bounds,
 )
 
@@ -96,7 +97,7 @@ class ResponsesBody(RequestBody, kw_only=True):
     top_p: Annotated[float, bounds("top_p")] | None = None
     stream: bool = False
     tools: Annotated[list[ResponsesTool], Meta(max_length=1024)] = []
-    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice = "auto"
+    tool_choice: ToolMode | ResponsesToolChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
     reasoning: ResponsesReasoning | None = None
