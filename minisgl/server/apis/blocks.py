@@ -46,14 +46,17 @@ class Block:
 class BlockWriter(ABC):
     """Writes the answer to a request with one choice.
 
-    blocks: the blocks that have begun. All but the last are complete.
+    id: the id of the answer. blocks: the blocks that have begun. All but the last are complete.
     """
 
     keep_alive: bytes
+    id_prefix: str
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
+        self.id = self.id_prefix + uuid.uuid4().hex
         self.blocks: list[Block] = []
+        self._before = b""  # the bytes of an event with new text, up to its text
 
     async def whole(self, generation: Generation) -> bytes:
         """The JSON body of an answer without stream. The generation has finished."""
@@ -129,10 +132,6 @@ class BlockWriter(ABC):
         """The body of the whole answer."""
 
     @abstractmethod
-    def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
-        """The events before the first block."""
-
-    @abstractmethod
     def begun(self, block: Block) -> bytes:
         """The events that announce a block."""
 
@@ -147,10 +146,6 @@ class BlockWriter(ABC):
     @abstractmethod
     def ended(self, choice: Choice) -> bytes:
         """The events at the end of an answer."""
-
-    @abstractmethod
-    def error_chunk(self, error: BaseException) -> bytes:
-        """The events that end a stream after a failure."""
 
 
 def sse(kind: str, event: msgspec.Struct) -> bytes:
