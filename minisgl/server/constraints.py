@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from minisgl.core import Grammar, GrammarKind, Unsupported
-from minisgl.message.messages import CompileGrammar
+from minisgl.message.messages import CompileGrammar, TokenizeResult
 from minisgl.server.decode import reject
 from minisgl.server.protocol import requests
 from minisgl.structured.thinking import thinking_of
@@ -29,29 +29,19 @@ class ConstraintRequest(NamedTuple):
     param: str
     message: CompileGrammar
 
+    def grammar(self, compiled: TokenizeResult, prompt: Sequence[int], thinks: bool) -> Grammar:
+        """The grammar for an answer to this prompt.
 
-class CompiledConstraint(NamedTuple):
-    """A constraint that a tokenizer worker has accepted.
-
-    think_ids, trigger: as in TokenizeResult.
-    """
-
-    kind: GrammarKind
-    source: str
-    think_ids: tuple[int, int]
-    trigger: int
-
-    def grammar(self, prompt: Sequence[int], thinks: bool) -> Grammar:
-        """The grammar for an answer to this prompt. thinks: as in TokenizeResult."""
-        start, end = self.think_ids
-        thinking = thinking_of(prompt, self.think_ids, thinks)
+        compiled: the answer of a tokenizer worker to `message`. thinks: as in TokenizeResult.
+        """
+        start, end = compiled.think_ids
         return Grammar(
-            source=self.source,
-            kind=self.kind,
+            source=compiled.text,
+            kind=self.message.kind,
             think_start=start,
             think_end=end,
-            thinking=thinking,
-            trigger=self.trigger,
+            thinking=thinking_of(prompt, compiled.think_ids, thinks),
+            trigger=compiled.trigger,
         )
 
 

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import msgspec
 
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
-from minisgl.core.sampling import CONSTRAINTS
-from minisgl.message.messages import TextOptions, TokenizeChat, TokenizeText
+from minisgl.core.sampling import CONSTRAINTS, RANGES
+from minisgl.message.messages import DecodeIds, TextOptions, TokenizeChat, TokenizeText
 from minisgl.server.apis import Translation, messages_request, responses_request
 from minisgl.server.chat import check_effort, ending, harmony_chat, prepare_message
 from minisgl.server.config import ServerConfig
@@ -33,15 +33,11 @@ _CONVERTED = frozenset(
 )
 # Parameters with the same name and meaning in the body and in SamplingParams.
 _SAME_IN_SAMPLING = tuple(set(SamplingParams.__struct_fields__) - _CONVERTED)
-# The sampling parameters whose defaults /v1/models shows.
-_SHOWN_DEFAULTS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
+# The sampling parameters with a default of the model, which /v1/models shows.
+_MODEL_DEFAULTS = tuple(
+    field.name
+    for field in msgspec.structs.fields(requests.GenerationBody)
+    if field.name in RANGES and field.default is None and field.name != "seed"
 )
 # The bodies of other APIs by route, with the functions that translate them.
 _TRANSLATED: Mapping[
@@ -99,9 +95,7 @@ class RequestConverter:
     def __init__(self, config: ServerConfig) -> None:
         self.served_names = config.served_names
         self.limits = config.limits
-        self._use_model_defaults = not config.ignore_generation_config
-        self._allow_unknown = config.allow_unknown_params
-        self._max_json_whitespace = config.max_json_whitespace
+        self._config = config
 
     def read(self, route: str, raw: bytes, facts: ModelFacts) -> GenerateRequest:
         """The request in the body of a generating route.
@@ -113,9 +107,8 @@ class RequestConverter:
         if body.stream_options is not None and not body.stream:
             raise reject("stream_options", "is allowed only with stream set to true")
         max_tokens, max_tokens_param = body.max_tokens, "max_tokens"
-        tools: ToolRequest | None = None
+        tools = tools_of(body, facts)
         if isinstance(body, requests.ChatBody):
-            tools = tools_of(body, facts)
             if body.top_logprobs and not body.logprobs:
                 raise reject("top_logprobs", "is allowed only with logprobs set to true")
             logprobs = body.top_logprobs if body.logprobs else None
@@ -135,9 +128,9 @@ class RequestConverter:
             logprobs=logprobs,
             prompt_logprobs=logprobs if echo else None,
         )
-        grammar = constraint_of(body, self._max_json_whitespace)
+        grammar = constraint_of(body, self._config.max_json_whitespace)
         if tools is not None:
-            grammar = tools.constraint(grammar, self._max_json_whitespace)
+            grammar = tools.constraint(grammar, self._config.max_json_whitespace)
             continues = isinstance(body, requests.ChatBody) and body.continue_final_message
             if grammar is not None and tools.has_sections and continues:
                 raise reject("continue_final_message", f"cannot be combined with {grammar.param}")
@@ -175,9 +168,6 @@ class RequestConverter:
     def read_count_tokens(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
         """The name and the prompt of a body of /v1/messages/count_tokens."""
         translation = self._translate(requests.COUNT_TOKENS, raw, facts)
-        assert isinstance(translation.body, requests.ChatBody), (
-            "the body must become a chat: this is a bug"
-        )
         (prompt,) = self._prompts(translation, facts, tools_of(translation.body, facts))
         return prompt
 
@@ -198,7 +188,7 @@ class RequestConverter:
         return translation
 
     def _decode(self, raw: bytes, kind: type[Body]) -> Body:
-        return decode(raw, kind, self._check_sizes, self._allow_unknown)
+        return decode(raw, kind, self._check_sizes, self._config.allow_unknown_params)
 
     def read_tokenize(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt, bool]:
         """The name ("prompt" or "messages") and the prompt of a /tokenize body.
@@ -207,19 +197,24 @@ class RequestConverter:
         """
         body = decode(raw, requests.TokenizeBody, self._check_sizes)
         self.check_model(body.model)
-        if body.prompt is not None and body.messages is None:
-            prompt = self.text_prompt("prompt", body.prompt, facts, body.add_special_tokens)
-            return "prompt", prompt, body.return_token_strs
-        if body.prompt is not None or body.messages is None:
+        if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("either prompt or messages is required", param="prompt")
-        chat = self.chat_prompt(body.messages, body.chat_template_kwargs, facts)
-        return "messages", chat, body.return_token_strs
+        if body.prompt is not None:
+            prompt = self._text_prompt("prompt", body.prompt, facts, body.add_special_tokens)
+            return "prompt", prompt, body.return_token_strs
+        chat = requests.ChatBody(
+            model="",
+            messages=body.messages or [],
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        return "messages", self._chat_prompt(chat, "messages", facts, None), body.return_token_strs
 
-    def read_detokenize(self, raw: bytes, facts: ModelFacts) -> tuple[TokenArray, bool]:
-        """The token ids in a body of /detokenize, and True if the text omits special tokens."""
+    def read_detokenize(self, raw: bytes, facts: ModelFacts) -> DecodeIds:
+        """The request to a tokenizer worker in a body of /detokenize."""
         body = decode(raw, requests.DetokenizeBody, self._check_sizes)
         self.check_model(body.model)
-        return self.ids_prompt("tokens", body.tokens, facts), body.skip_special_tokens
+        token_ids = self._ids_prompt("tokens", body.tokens, facts).tobytes()
+        return DecodeIds(token_ids=token_ids, skip_special=body.skip_special_tokens)
 
     def read_abort(self, raw: bytes) -> str:
         """The request id in a body of /abort."""
@@ -230,19 +225,14 @@ class RequestConverter:
         if name is not None and name not in self.served_names:
             raise ModelNotFound(f"the model '{name[:128]}' does not exist", param="model")
 
-    def chat_prompt(
-        self,
-        messages: list[requests.Message],
-        options: requests.TemplateOptions,
-        facts: ModelFacts,
-        tools: ToolRequest | None = None,
-        param: str = "messages",
-        **more_options: bool,
+    def _chat_prompt(
+        self, chat: requests.ChatBody, param: str, facts: ModelFacts, tools: ToolRequest | None
     ) -> Prompt:
         """The messages in the form that chat templates expect, with the template's options.
 
-        param: the name of the messages in error messages. more_options: for the template too.
+        param: the name of the messages in error messages.
         """
+        options, end, messages = chat.chat_template_kwargs, ending(chat), chat.messages
         chars = sum([prepare_message(message, i) for i, message in enumerate(messages)])
         self._check_chars(param, chars, facts)
         rendered = b"null" if tools is None else tools.rendered
@@ -255,20 +245,18 @@ class RequestConverter:
             written = msgspec.json.encode(harmony_chat(msgspec.json.decode(written)))
         return TokenizeChat(
             messages_json=written,
-            template_kwargs_json=msgspec.json.encode(
-                {**msgspec.to_builtins(options), **more_options}
-            ),
+            template_kwargs_json=msgspec.json.encode(msgspec.to_builtins(options) | end),
             tools_json=rendered,
         )
 
-    def text_prompt(
+    def _text_prompt(
         self, param: str, text: str, facts: ModelFacts, add_special: bool = True
-    ) -> Prompt:
+    ) -> TokenizeText:
         """A prompt that is text. add_special: let the tokenizer add BOS."""
         self._check_chars(param, len(text), facts)
         return TokenizeText(text=text, add_special=add_special)
 
-    def ids_prompt(self, param: str, ids: list[Any], facts: ModelFacts) -> TokenArray:
+    def _ids_prompt(self, param: str, ids: list[Any], facts: ModelFacts) -> TokenArray:
         """Return a prompt of token ids as an array.
 
         Raises PromptTooLong, or InvalidRequest for an id that the model does not know.
@@ -295,11 +283,9 @@ class RequestConverter:
         """Each prompt with its path in the body."""
         body, param = translation.body, translation.messages
         if isinstance(body, requests.ChatBody):
-            messages, options = body.messages, body.chat_template_kwargs
-            end = ending(body)
-            return [(param, self.chat_prompt(messages, options, facts, tools, param, **end))]
+            return [(param, self._chat_prompt(body, param, facts, tools))]
         if isinstance(body, requests.GenerateBody):
-            return [("input_ids", self.ids_prompt("input_ids", body.input_ids, facts))]
+            return [("input_ids", self._ids_prompt("input_ids", body.input_ids, facts))]
         named: list[tuple[str, Any]] = [("prompt", body.prompt)]
         if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int):
             named = [(f"prompt[{index}]", one) for index, one in enumerate(body.prompt)]
@@ -307,18 +293,18 @@ class RequestConverter:
 
     def _prompt(self, param: str, prompt: str | int | list[Any], facts: ModelFacts) -> Prompt:
         if isinstance(prompt, str):
-            return self.text_prompt(param, prompt, facts)
+            return self._text_prompt(param, prompt, facts)
         if isinstance(prompt, int):
             raise reject(param, "must be text or a list of token ids")
-        return self.ids_prompt(param, prompt, facts)
+        return self._ids_prompt(param, prompt, facts)
 
     def _prediction(self, body: requests.GenerationBody, facts: ModelFacts) -> TokenizeText | None:
         if not isinstance(body, requests.ChatBody) or body.prediction is None:
             return None
         content = body.prediction.content
         text = content if isinstance(content, str) else "".join([part.text for part in content])
-        self._check_chars("prediction", len(text), facts)
-        return TokenizeText(text=text, add_special=False) if facts.drafts and text else None
+        prediction = self._text_prompt("prediction", text, facts, add_special=False)
+        return prediction if facts.drafts and text else None
 
     def _check_sizes(self, given: Mapping[str, Any]) -> None:
         """Refuse lists that are longer than this server allows."""
@@ -327,15 +313,16 @@ class RequestConverter:
             messages = given.get(param)
             if not isinstance(messages, list):
                 continue
-            counts = {"messages": len(messages)}
+            if len(messages) > limit:
+                raise reject(param, f"must have at most {limit} messages", "max_messages")
             for field in ("content", "tool_calls", "output", "summary"):
-                counts[f"entries of {field}"], inner = 0, messages
-                while inner and counts[f"entries of {field}"] <= limit:  # a part may have parts
-                    inner = _entries(inner[:limit], field)
-                    counts[f"entries of {field}"] += len(inner)
-            for name, count in counts.items():
+                count, entries = 0, messages
+                while entries and count <= limit:  # a part may have parts
+                    entries = _entries(entries, field)
+                    count += len(entries)
                 if count > limit:
-                    raise reject(param, f"must have at most {limit} {name}", "max_messages")
+                    rule = f"must have at most {limit} entries of {field}"
+                    raise reject(param, rule, "max_messages")
         max_bias, bias = self.limits.max_logit_bias, given.get("logit_bias")
         if isinstance(bias, dict) and len(bias) > max_bias:
             raise reject("logit_bias", f"must have at most {max_bias} entries", "max_logit_bias")
@@ -372,12 +359,11 @@ class RequestConverter:
 
     def sampling_defaults(self, facts: ModelFacts) -> dict[str, float]:
         """The value of each sampling parameter in a request that leaves it out."""
-        standard = {f.name: f.default for f in msgspec.structs.fields(SamplingParams)}
-        own = self._model_defaults(facts)
-        return {name: own.get(name, standard[name]) for name in _SHOWN_DEFAULTS}
+        defaults = SamplingParams(**self._model_defaults(facts))
+        return {name: getattr(defaults, name) for name in _MODEL_DEFAULTS}
 
     def _model_defaults(self, facts: ModelFacts) -> dict[str, Any]:
-        return dict(facts.sampling_defaults) if self._use_model_defaults else {}
+        return {} if self._config.ignore_generation_config else dict(facts.sampling_defaults)
 
     def _sampling(
         self, body: requests.AnyBody, facts: ModelFacts, **counts: int | None

@@ -4,6 +4,7 @@ The life of one call:
 
     open()       the call is admitted, with one queued Choice per answer    or Overloaded
     tokenize()   text or chat -> token ids, by a tokenizer process          or InvalidRequest
+    ask()        another request to a tokenizer process                     or InvalidRequest
     submit()     per choice: StartText to the detokenizer, then AddReq to the scheduler
     receive_text()
                  per step: a TextUpdate of each choice that has new text. The first update of a
@@ -29,7 +30,6 @@ from typing import NamedTuple
 from minisgl.core import DeadlineExceeded, FinishReason, InvalidRequest, Overloaded, RequestError
 from minisgl.message import messages
 from minisgl.server.config import DEFAULT_CLIENT, Limits
-from minisgl.server.constraints import CompiledConstraint, ConstraintRequest
 from minisgl.server.convert import Prompt, TokenArray
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.generation import Choice, Generation, priority_class
@@ -251,29 +251,11 @@ class EngineClient:
         """The token ids of a prompt. Raises InvalidRequest for `param` if tokenizing fails."""
         if isinstance(prompt, array.array):
             return Tokenized(prompt)
-        result = await self._ask_tokenizer(prompt, call, param)
+        result = await self.ask(prompt, call, param)
         return Tokenized(array.array("i", result.token_ids), result.thinks)
 
-    async def compile(self, grammar: ConstraintRequest, call: Generation) -> CompiledConstraint:
-        """Check a grammar and return it. Raises InvalidRequest if it cannot be enforced."""
-        result = await self._ask_tokenizer(grammar.message, call, grammar.param)
-        self.metrics.on_constraint(grammar.message.kind)
-        return CompiledConstraint(
-            grammar.message.kind, result.text, result.think_ids, result.trigger
-        )
-
-    async def detokenize(self, token_ids: TokenArray, skip_special: bool, call: Generation) -> str:
-        """The text of token ids."""
-        request = messages.DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
-        return (await self._ask_tokenizer(request, call, None)).text
-
-    async def token_bytes(self, token_ids: TokenArray, call: Generation) -> tuple[bytes, ...]:
-        """The bytes of each token."""
-        request = messages.DecodeIds(token_ids=token_ids.tobytes(), skip_special=False, each=True)
-        return (await self._ask_tokenizer(request, call, None)).pieces
-
-    async def _ask_tokenizer(
-        self, request: messages.TokenizeRequest, call: Generation, param: str | None
+    async def ask(
+        self, request: messages.TokenizeRequest, call: Generation, param: str | None = None
     ) -> messages.TokenizeResult:
         """Send a request to a tokenizer and wait for the result.
 
@@ -290,6 +272,8 @@ class EngineClient:
             if isinstance(request, messages.CompileGrammar):
                 error = f"{param}{'' if error.startswith('/') else ': '}{error}"
             raise kind(error, param=param, limit=result.limit)
+        if isinstance(request, messages.CompileGrammar):
+            self.metrics.on_constraint(request.kind)
         return result
 
     def receive_tokenize_result(self, message: messages.TokenizeResult) -> int:

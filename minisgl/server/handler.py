@@ -19,10 +19,9 @@ from starlette.requests import ClientDisconnect
 
 from minisgl import core
 from minisgl.core import ModelFacts, PromptTooLong, SamplingParams
-from minisgl.message.messages import PROMPT_TAIL_TOKENS, AddReq, SchedulerStats, TokenizeText
+from minisgl.message import messages
 from minisgl.server.config import DEFAULT_CLIENT, ServerConfig
 from minisgl.server.connection import KEPT
-from minisgl.server.constraints import CompiledConstraint
 from minisgl.server.convert import GenerateRequest, RequestConverter, TokenArray
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import NotReady, RendersOnly
@@ -39,7 +38,7 @@ class Service(Protocol):
     config: ServerConfig
     client: EngineClient
     lifecycle: Lifecycle
-    stats: SchedulerStats | None
+    stats: messages.SchedulerStats | None
 
     def hung_worker(self) -> str | None:
         """The name of a hung worker process (see Watchdog), or None."""
@@ -149,7 +148,8 @@ async def _submit_all(
     """Tokenize every prompt and submit its n choices; then add the echo if requested."""
     compiled = None
     if request.grammar is not None:
-        compiled = await client.compile(request.grammar, generation)
+        message, param = request.grammar.message, request.grammar.param
+        compiled = await client.ask(message, generation, param)
     prompts, tokens = await tokenized(client, generation, request, facts, compiled)
     prompt_tokens = sum(len(token_ids) for token_ids, _ in prompts)
     prediction = b""
@@ -160,13 +160,13 @@ async def _submit_all(
     predicted = len(prediction) // 4
     client.require_room(generation, prompt_tokens + predicted, tokens + predicted)
     for index, (token_ids, sampling) in enumerate(prompts):
-        tail = token_ids[-PROMPT_TAIL_TOKENS:].tolist()
+        tail = token_ids[-messages.PROMPT_TAIL_TOKENS :].tolist()
         others = msgspec.structs.replace(request.text, prompt_tail=tail)
         first = others
         if sampling.prompt_logprobs is not None:  # reported once, with the first choice
             first = msgspec.structs.replace(others, prompt_ids=token_ids.tobytes())
         choices = generation.choices[index * request.n : (index + 1) * request.n]
-        add_req = AddReq(
+        add_req = messages.AddReq(
             uid=choices[0].uid,
             token_ids=token_ids.tobytes(),
             sampling=sampling.seeded(),
@@ -181,13 +181,13 @@ async def _submit_all(
     if request.text.token_ids:
         generation.prompt_ids = [token_ids.tolist() for token_ids, _ in prompts]
     if request.echo:
-        skip_special = request.text.skip_special_tokens
-        generation.echoes = [
-            prompt.text
-            if isinstance(prompt, TokenizeText)
-            else await client.detokenize(token_ids, skip_special, generation)
-            for (_, prompt), (token_ids, _) in zip(request.prompts, prompts, strict=True)
-        ]
+        for (_, prompt), (token_ids, _) in zip(request.prompts, prompts, strict=True):
+            if isinstance(prompt, messages.TokenizeText):
+                generation.echoes.append(prompt.text)
+                continue
+            skip = request.text.skip_special_tokens
+            ids = messages.DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip)
+            generation.echoes.append((await client.ask(ids, generation)).text)
         for choice in generation.choices:
             if request.sampling.prompt_logprobs is not None and choice.index % request.n:
                 choice.offset = len(generation.echo(choice))
@@ -198,7 +198,7 @@ async def tokenized(
     generation: Generation,
     request: GenerateRequest,
     facts: ModelFacts,
-    compiled: CompiledConstraint | None = None,
+    compiled: messages.TokenizeResult | None = None,
 ) -> tuple[list[tuple[TokenArray, SamplingParams]], int]:
     """Tokenize every prompt. Returns the prompts and the number of tokens as `fit_call` does.
 
@@ -208,8 +208,8 @@ async def tokenized(
     for name, prompt in request.prompts:
         token_ids, thinks = await client.tokenize(prompt, name, generation)
         sampling = fit_max_tokens(request, token_ids, facts, name)
-        if compiled is not None:
-            grammar = compiled.grammar(token_ids, thinks)
+        if compiled is not None and request.grammar is not None:
+            grammar = request.grammar.grammar(compiled, token_ids, thinks)
             sampling = msgspec.structs.replace(sampling, grammar=grammar)
         prompts.append((token_ids, sampling))
     return fit_call(request, prompts, facts, client.limits.max_call_tokens)

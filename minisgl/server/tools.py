@@ -99,12 +99,14 @@ class ToolRequest(NamedTuple):
         return ConstraintRequest("tools", message)
 
 
-def tools_of(body: requests.ChatBody, facts: ModelFacts) -> ToolRequest | None:
-    """The tools that the answer to this chat may call; None if the answer is plain text.
+def tools_of(body: requests.AnyBody, facts: ModelFacts) -> ToolRequest | None:
+    """The tools that the answer to this body may call; None if the answer is plain text.
 
     Raises InvalidRequest, or Unsupported if the template renders no tools or the call format is
     unknown.
     """
+    if not isinstance(body, requests.ChatBody):
+        return None
     names = [tool.function.name for tool in body.tools]
     for index, name in enumerate(names):
         if name in names[:index]:
