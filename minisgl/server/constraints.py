@@ -20,6 +20,7 @@ from minisgl.structured.whitespace import is_json_whitespace, whitespace_pattern
 # checks a lower limit.
 _MAX_CHARS = 2**20
 
+_TOP_LEVEL = ("regex", "ebnf", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _Found = tuple[str, GrammarKind, Any]  # parameter, kind, value
 
 
@@ -51,7 +52,8 @@ def constraint_of(body: requests.GenerationBody, max_whitespace: int) -> Constra
     max_whitespace: the largest number of white-space characters between two tokens of JSON, for a
     body without whitespace_pattern. Raises InvalidRequest, or Unsupported for a structural tag.
     """
-    found = [*_response_format(body), *_structured_outputs(body), *_top_level(body)]
+    top_level = _named(body, "", *_TOP_LEVEL)
+    found = [*_response_format(body), *_structured_outputs(body), *top_level]
     if not found:
         return None
     param, kind, value = found[0]
@@ -99,11 +101,6 @@ def _structured_outputs(body: requests.GenerationBody) -> Iterator[_Found]:
     if not found:
         raise reject(param, "must have one of json, regex, choice, grammar, json_object")
     yield from found
-
-
-def _top_level(body: requests.GenerationBody) -> Iterator[_Found]:
-    yield from _named(body, "", "regex", "ebnf")
-    yield from _named(body, "", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 def _named(given: requests.RequestBody, prefix: str, *names: str) -> Iterator[_Found]:

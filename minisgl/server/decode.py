@@ -13,7 +13,7 @@ import msgspec
 
 from minisgl.core import InvalidRequest, RequestError, Unsupported
 from minisgl.server.protocol import requests
-from minisgl.server.protocol.requests import KnownParameters, RequestBody, known_parameters
+from minisgl.server.protocol.requests import RequestBody, known_parameters
 from minisgl.utils import near_names
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -61,7 +61,7 @@ def decode(
     known = {}
     for name, value in given.items():
         if name not in kind.__struct_fields__:
-            _check_unknown(name, given, kind, allow_unknown)
+            _check_unknown(name, value, kind, allow_unknown)
         elif value is not None:
             known[name] = value
     check_sizes(known)
@@ -129,30 +129,19 @@ def _without_strings(raw: bytes) -> bytes:
     return b"".join(outside)
 
 
-def _check_unknown(
-    name: str, given: Mapping[str, Any], kind: type[RequestBody], allow_unknown: bool
-) -> None:
+def _check_unknown(name: str, value: Any, kind: type[RequestBody], allow_unknown: bool) -> None:
     """Raise for a field that the struct lacks, unless the field cannot change the answer."""
     others = known_parameters(kind)
-    if others is not None and name in others.unsupported:
-        if not _is_neutral(name, given, others):
+    if name in others.unsupported:
+        # True equals 1 in Python, so booleans need a comparison of the types too.
+        neutral = [(one, isinstance(one, bool)) for one in (None, *others.unsupported[name])]
+        if (value, isinstance(value, bool)) not in neutral:
             rule = others.refusals.get(name, "is not supported")
             raise Unsupported(f"{name} {rule}", param=name)
-    elif others is None or not (allow_unknown or name in others.ignored):
-        shown = name[:64]
-        known = () if others is None else (*others.ignored, *others.unsupported)
-        hint = near_names(shown, (*kind.__struct_fields__, *known))
-        text = f"unknown parameter '{shown}'{hint}"
-        raise InvalidRequest(text, param=shown, code="unknown_parameter")
-
-
-def _is_neutral(name: str, given: Mapping[str, Any], others: KnownParameters) -> bool:
-    """True if the value of this unsupported parameter does not change the answer."""
-    value = given[name]
-    # True equals 1 in Python, so booleans need a comparison of the types too.
-    neutral = others.unsupported[name]
-    same = [value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral]
-    return value is None or any(same)
+    elif not (allow_unknown or name in others.ignored):
+        hint = near_names(name, (*kind.__struct_fields__, *others.ignored, *others.unsupported))
+        text = f"unknown parameter '{name[:64]}'{hint}"
+        raise InvalidRequest(text, param=name[:64], code="unknown_parameter")
 
 
 def _refusal(error: str, given: Mapping[str, Any], kind: type[RequestBody]) -> RequestError:

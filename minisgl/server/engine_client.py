@@ -27,6 +27,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from minisgl.core import DeadlineExceeded, FinishReason, InvalidRequest, Overloaded, RequestError
 from minisgl.message import messages
 from minisgl.server.config import DEFAULT_CLIENT, Limits
@@ -203,12 +205,10 @@ class EngineClient:
         max_call_tokens, and those of the prediction.
         """
         load, queue = self.loads[call.client], self.loads[_queue_key(call.client, call.priority)]
-        if queue.queued_tokens and queue.queued_tokens + prompt_tokens > (
-            self.limits.max_queued_tokens
-        ):
-            raise Overloaded(
-                "too many prompt tokens are queued; try again later", limit="max_queued_tokens"
-            )
+        queued = queue.queued_tokens
+        if queued and queued + prompt_tokens > self.limits.max_queued_tokens:
+            reason = "too many prompt tokens are queued; try again later"
+            raise Overloaded(reason, limit="max_queued_tokens")
         maximum = self.limits.max_key_tokens
         if maximum is not None and load.tokens and load.tokens + tokens > maximum:
             reason = "the open requests of this client have too many tokens; try again later"
@@ -217,16 +217,12 @@ class EngineClient:
         load.tokens += tokens
 
     def submit(
-        self,
-        choices: Sequence[Choice],
-        request: messages.AddReq,
-        options: Sequence[messages.TextOptions],
+        self, choices: Sequence[Choice], request: messages.AddReq, text: messages.TextOptions
     ) -> None:
         """Send the choices of one prompt to the engine, unless their call has ended.
 
         request: one message for all choices. The scheduler gives them consecutive uids, from
-        request.uid on.
-        options: text options of each choice.
+        request.uid on. The first choice reports the log-probabilities of the prompt.
         """
         if choices[0].uid not in self._choices:
             return
@@ -234,9 +230,12 @@ class EngineClient:
         first.prompt_share = len(request.token_ids) // 4
         first.queued_share = first.prompt_share + len(request.prediction) // 4
         self.loads[_queue_key(first.client, first.priority)].queued_tokens += first.queued_share
-        for choice, option in zip(choices, options, strict=True):
+        for choice in choices:
+            options = text
+            if choice is first and request.sampling.prompt_logprobs is not None:
+                options = msgspec.structs.replace(text, prompt_ids=request.token_ids)
             choice.submitted = True
-            self._to_detokenizer(messages.StartText(uid=choice.uid, options=option))
+            self._to_detokenizer(messages.StartText(uid=choice.uid, options=options))
         self._to_scheduler(request)
 
     def flush_cache(self) -> None:

@@ -161,10 +161,7 @@ async def _submit_all(
     client.require_room(generation, prompt_tokens + predicted, tokens + predicted)
     for index, (token_ids, sampling) in enumerate(prompts):
         tail = token_ids[-messages.PROMPT_TAIL_TOKENS :].tolist()
-        others = msgspec.structs.replace(request.text, prompt_tail=tail)
-        first = others
-        if sampling.prompt_logprobs is not None:  # reported once, with the first choice
-            first = msgspec.structs.replace(others, prompt_ids=token_ids.tobytes())
+        text = msgspec.structs.replace(request.text, prompt_tail=tail)
         choices = generation.choices[index * request.n : (index + 1) * request.n]
         add_req = messages.AddReq(
             uid=choices[0].uid,
@@ -177,7 +174,7 @@ async def _submit_all(
             call=generation.choices[0].uid,
             priority=generation.priority,
         )
-        client.submit(choices, add_req, [first, *[others] * (request.n - 1)])
+        client.submit(choices, add_req, text)
     if request.text.token_ids:
         generation.prompt_ids = [token_ids.tolist() for token_ids, _ in prompts]
     if request.echo:

@@ -156,17 +156,16 @@ def _read_choice(
         if choice == "required" and not names:
             raise reject("tool_choice", "is 'required', so tools must have at least one tool")
         return None, choice or "auto", names
-    if choice.type == "function":
-        if choice.function is None:
-            raise reject("tool_choice.function", "is required with type function")
-        _check_known(choice.function.name, names, "tool_choice.function.name")
-        return choice.function.name, "required", [choice.function.name]
-    if choice.allowed_tools is None:
-        raise reject("tool_choice.allowed_tools", "is required with type allowed_tools")
-    allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+    given = choice.function if choice.type == "function" else choice.allowed_tools
+    if given is None:
+        raise reject(f"tool_choice.{choice.type}", f"is required with type {choice.type}")
+    if isinstance(given, requests.FunctionName):
+        _check_known(given.name, names, "tool_choice.function.name")
+        return given.name, "required", [given.name]
+    allowed = [tool.function.name for tool in given.tools]
     for index, name in enumerate(allowed):
         _check_known(name, names, f"tool_choice.allowed_tools.tools[{index}].function.name")
-    return None, choice.allowed_tools.mode, allowed
+    return None, given.mode, allowed
 
 
 def _check_known(name: str, names: Sequence[str], param: str) -> None:

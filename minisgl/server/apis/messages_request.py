@@ -4,13 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minisgl.core import ModelFacts, Unsupported
-from minisgl.server.apis.translation import (
-    Translation,
-    Turn,
-    chat_tool,
-    named_tool,
-    shared_parameters,
-)
+from minisgl.server.apis.translation import Translation, Turn, chat_tool, shared_parameters
 from minisgl.server.decode import reject
 from minisgl.server.protocol import messages_api as api
 from minisgl.server.protocol import requests
@@ -20,7 +14,7 @@ from minisgl.server.protocol import requests
 _BILLING = "x-anthropic-billing-header:"
 _THINKING = ("enable_thinking", "thinking")  # the names of this option in templates
 _CUSTOM = (None, "custom")  # the types of a tool whose schema is in the request
-_CHOICES: Mapping[str, requests.ToolMode] = {"auto": "auto", "any": "required", "none": "none"}
+_CHOICES: Mapping[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
 # The types of blocks in the messages of each role. The result of a tool becomes a message.
 _KINDS: Mapping[requests.Role, Sequence[str]] = {
     "user": ("text", "tool_result"),
@@ -43,6 +37,7 @@ def translate(body: api.CountTokensBody, facts: ModelFacts) -> Translation:
         form = requests.ResponseFormat(type="json_schema", json_schema=schema)
         parameters["response_format"] = form
     choice = body.tool_choice or api.MessagesToolChoice(type="auto")
+    named = requests.ToolChoice(type="function", function=requests.FunctionName(name=choice.name))
     chat = requests.ChatBody(
         **parameters,
         messages=messages,
@@ -51,7 +46,7 @@ def translate(body: api.CountTokensBody, facts: ModelFacts) -> Translation:
         continue_final_message=messages[-1].role == "assistant" and bool(messages[-1].content),
         tools=[chat_tool(tool) for tool in body.tools if tool.type in _CUSTOM],
         parallel_tool_calls=not choice.disable_parallel_tool_use,
-        tool_choice=_CHOICES.get(choice.type) or named_tool(choice.name),
+        tool_choice=_CHOICES.get(choice.type, named),
     )
     ignored += tuple("tool" for tool in body.tools if tool.type not in _CUSTOM)
     return Translation(chat, ignored=ignored, fits_tokens=True)

@@ -8,13 +8,7 @@ items, so consecutive items of the assistant become one message.
 from typing import Any
 
 from minisgl.core import ModelFacts, Unsupported
-from minisgl.server.apis.translation import (
-    Translation,
-    Turn,
-    chat_tool,
-    named_tool,
-    shared_parameters,
-)
+from minisgl.server.apis.translation import Translation, Turn, chat_tool, shared_parameters
 from minisgl.server.decode import reject
 from minisgl.server.protocol import requests
 from minisgl.server.protocol import responses_api as api
@@ -118,7 +112,8 @@ def _tool_choice(
     if isinstance(given, str):
         return given
     if given.type == "function":
-        return named_tool(given.name)
+        function = requests.FunctionName(name=given.name)
+        return requests.ToolChoice(type="function", function=function)
     if given.type != "allowed_tools":
         raise Unsupported("tool_choice.type must be function or allowed_tools", "tool_choice.type")
     tools = [

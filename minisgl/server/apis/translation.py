@@ -59,8 +59,3 @@ def chat_tool(tool: msgspec.Struct) -> requests.Tool:
     """The tool of a chat with the name, the description and the schema of this tool."""
     function = msgspec.convert(tool, requests.FunctionTool, from_attributes=True)
     return requests.Tool(type="function", function=function)
-
-
-def named_tool(name: str) -> requests.ToolChoice:
-    """The choice of one tool."""
-    return requests.ToolChoice(type="function", function=requests.FunctionName(name=name))
