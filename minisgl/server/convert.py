@@ -106,7 +106,7 @@ class RequestConverter:
         body = translation.body
         if body.stream_options is not None and not body.stream:
             raise reject("stream_options", "is allowed only with stream set to true")
-        max_tokens, max_tokens_param = body.max_tokens, "max_tokens"
+        max_tokens, max_tokens_param = body.max_tokens, translation.max_tokens
         tools = tools_of(body, facts)
         if isinstance(body, requests.ChatBody):
             if body.top_logprobs and not body.logprobs:
@@ -152,9 +152,7 @@ class RequestConverter:
                 silent=silent,
                 tools=tools and tools.options,
             ),
-            max_tokens_param=None
-            if max_tokens is None or translation.fits_tokens
-            else translation.max_tokens or max_tokens_param,
+            max_tokens_param=None if max_tokens is None else max_tokens_param,
             stream=body.stream,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             echo=echo,

@@ -51,7 +51,7 @@ class Choice:
     started_s     time of admission, like first_s and last_s in seconds of CLOCK_MONOTONIC.
     client        the name of the key that sent the call.
     priority      the priority of the call.
-    text, delta   the output that has not been taken.
+    text, delta   the output that has not been taken. With echo the text begins with the prompt.
     latest        the last update, whose token counts are totals.
     finish        finish reason; None while the engine works on the choice.
     error         the error that ended the choice before its answer was complete.
@@ -131,7 +131,6 @@ class Generation:
     changed        set when any choice has changed; the handler waits for it.
     keep_alive     the call was woken without new output, so that an idle stream sends a comment.
     tokenizing     the tokenizer result that the call waits for.
-    echoes         the text of each prompt, if the answer repeats it.
     prompt_ids     the ids of each prompt, if the answer contains them.
     log            further fields of the call's log line.
     """
@@ -145,15 +144,8 @@ class Generation:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     keep_alive: bool = False
     tokenizing: asyncio.Future[TokenizeResult] | None = None
-    echoes: list[str] = field(default_factory=list)
     prompt_ids: list[list[int]] = field(default_factory=list)
     log: dict[str, object] = field(default_factory=dict)
-
-    def echo(self, choice: Choice) -> str:
-        """The prompt with which the text of this choice begins; "" without echo."""
-        if not self.echoes:
-            return ""
-        return self.echoes[choice.index * len(self.echoes) // len(self.choices)]
 
     def finished(self) -> bool:
         """True if all choices have ended."""

@@ -178,16 +178,19 @@ async def _submit_all(
     if request.text.token_ids:
         generation.prompt_ids = [token_ids.tolist() for token_ids, _ in prompts]
     if request.echo:
+        echoes = []
         for (_, prompt), (token_ids, _) in zip(request.prompts, prompts, strict=True):
             if isinstance(prompt, messages.TokenizeText):
-                generation.echoes.append(prompt.text)
+                echoes.append(prompt.text)
                 continue
             skip = request.text.skip_special_tokens
             ids = messages.DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip)
-            generation.echoes.append((await client.ask(ids, generation)).text)
+            echoes.append((await client.ask(ids, generation)).text)
         for choice in generation.choices:
-            if request.sampling.prompt_logprobs is not None and choice.index % request.n:
-                choice.offset = len(generation.echo(choice))
+            prompt_index, number = divmod(choice.index, request.n)
+            choice.text.insert(0, echoes[prompt_index])
+            if request.sampling.prompt_logprobs is not None and number:
+                choice.offset = len(echoes[prompt_index])
 
 
 async def tokenized(

@@ -90,7 +90,7 @@ class ResponseWriter:
         values = self._values(choice, delta, generation)
         values["finish_reason"] = self._finish_name(choice)
         if not self._is_chat:
-            return responses.TextChoice(text=generation.echo(choice) + text, **values)
+            return responses.TextChoice(text=text, **values)
         message = responses.AnswerMessage(
             content=text or (None if choice.has_calls else ""),
             reasoning_content=delta.reasoning or UNSET,

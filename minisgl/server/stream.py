@@ -39,13 +39,13 @@ async def events(generation: Generation, writer: Writer) -> AsyncIterator[bytes]
         await generation.wait_for_change()
         parts = []
         for choice in [*running]:
-            text, delta = choice.take()
+            # An echo of the prompt waits in a choice until the first output.
+            text, delta = choice.take() if choice.prefill_done else ("", None)
             # More output may arrive while a thread encodes this output. The next round takes it.
             finish, error, first = choice.finish, choice.error, None
             if choice.prefill_done and choice.index not in begun:
                 begun.add(choice.index)
                 first = generation
-                text = generation.echo(choice) + text
                 parts.append(writer.first_chunk(choice, generation))
             if delta is not None or (first and writer.request.text.token_ids):
                 delta = delta or ChoiceDelta()

@@ -12,7 +12,6 @@ from typing import Literal
 import msgspec
 
 from minisgl.core import FinishReason
-from minisgl.message.messages import ToolCallDelta
 from minisgl.server.convert import GenerateRequest
 from minisgl.server.generation import Choice, ChoiceDelta, Generation
 
@@ -87,7 +86,7 @@ class BlockWriter(ABC):
         if text:
             parts.append(self._add("text", text))
         for call in calls:
-            parts.append(self._begin("call", call) if call.name else b"")
+            parts.append(self._begin("call", call.id, call.name) if call.name else b"")
             parts.append(self._add("call", call.arguments) if call.arguments else b"")
         return b"".join(parts)
 
@@ -111,11 +110,9 @@ class BlockWriter(ABC):
         block.pieces.append(text)
         return begun + self.added(block, text)
 
-    def _begin(self, kind: Kind, call: ToolCallDelta | None = None) -> bytes:
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> bytes:
         closed = self._close(True)
-        block = Block(kind, len(self.blocks))
-        if call is not None:
-            block.call_id, block.name = call.id, call.name
+        block = Block(kind, len(self.blocks), call_id, name)
         self.blocks.append(block)
         return closed + self.begun(block)
 

@@ -49,7 +49,7 @@ def translate(body: api.CountTokensBody, facts: ModelFacts) -> Translation:
         tool_choice=_CHOICES.get(choice.type, named),
     )
     ignored += tuple("tool" for tool in body.tools if tool.type not in _CUSTOM)
-    return Translation(chat, ignored=ignored, fits_tokens=True)
+    return Translation(chat, max_tokens=None, ignored=ignored)
 
 
 def _template_options(

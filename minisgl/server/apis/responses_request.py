@@ -23,7 +23,7 @@ def translate(body: api.ResponsesBody, facts: ModelFacts) -> Translation:
         **shared_parameters(body),
         messages=_messages(body),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
-        max_completion_tokens=body.max_output_tokens,
+        max_tokens=body.max_output_tokens,
         tools=_tools(body),
         tool_choice=_tool_choice(body.tool_choice),
         response_format=_response_format(body.text),
