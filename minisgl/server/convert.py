@@ -13,7 +13,8 @@ import msgspec
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
 from minisgl.core.sampling import CONSTRAINTS, RANGES
 from minisgl.message.messages import DecodeIds, TextOptions, TokenizeChat, TokenizeText
-from minisgl.server.apis import Translation, messages_request, responses_request
+from minisgl.server.apis import messages_request, responses_request
+from minisgl.server.apis.translation import Translation
 from minisgl.server.chat import check_effort, ending, harmony_chat, prepare_message
 from minisgl.server.config import ServerConfig
 from minisgl.server.constraints import ConstraintRequest, constraint_of
@@ -28,11 +29,10 @@ Prompt: TypeAlias = "TokenizeChat | TokenizeText | array.array[int]"
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
 _CHARS_PER_CONTEXT_TOKEN = 32
-_CONVERTED = frozenset(
-    {"max_tokens", "stop_token_ids", "logprobs", "prompt_logprobs", "grammar"} | set(CONSTRAINTS)
-)
 # Parameters with the same name and meaning in the body and in SamplingParams.
-_SAME_IN_SAMPLING = tuple(set(SamplingParams.__struct_fields__) - _CONVERTED)
+_SAME_IN_SAMPLING = (
+    set(SamplingParams.__struct_fields__) & set(requests.GenerationBody.__struct_fields__)
+) - {"stop_token_ids", *CONSTRAINTS}
 # The sampling parameters with a default of the model, which /v1/models shows.
 _MODEL_DEFAULTS = tuple(
     field.name
@@ -40,9 +40,8 @@ _MODEL_DEFAULTS = tuple(
     if field.name in RANGES and field.default is None and field.name != "seed"
 )
 # The bodies of other APIs by route, with the functions that translate them.
-_TRANSLATED: Mapping[
-    str, tuple[type[requests.RequestBody], Callable[[Any, ModelFacts], Translation]]
-] = {
+_Translate: TypeAlias = Callable[[Any, ModelFacts], Translation]
+_TRANSLATED: Mapping[str, tuple[type[requests.RequestBody], _Translate]] = {
     requests.RESPONSES: (responses_api.ResponsesBody, responses_request.translate),
     requests.MESSAGES: (messages_api.MessagesBody, messages_request.translate),
     requests.COUNT_TOKENS: (messages_api.CountTokensBody, messages_request.translate),
@@ -200,11 +199,8 @@ class RequestConverter:
         if body.prompt is not None:
             prompt = self._text_prompt("prompt", body.prompt, facts, body.add_special_tokens)
             return "prompt", prompt, body.return_token_strs
-        chat = requests.ChatBody(
-            model="",
-            messages=body.messages or [],
-            chat_template_kwargs=body.chat_template_kwargs,
-        )
+        messages, options = body.messages or [], body.chat_template_kwargs
+        chat = requests.ChatBody(model="", messages=messages, chat_template_kwargs=options)
         return "messages", self._chat_prompt(chat, "messages", facts, None), body.return_token_strs
 
     def read_detokenize(self, raw: bytes, facts: ModelFacts) -> DecodeIds:

@@ -20,7 +20,6 @@ of them run in one event loop, so this module needs no lock.
 
 import array
 import itertools
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -37,8 +36,6 @@ from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.generation import Choice, Generation, priority_class
 from minisgl.server.metrics import Metrics
 from minisgl.server.tokenizer_pool import TokenizerPool
-
-logger = logging.getLogger(__name__)
 
 
 class Tokenized(NamedTuple):
@@ -128,20 +125,16 @@ class EngineClient:
         requests. Raises InvalidRequest when even an empty queue could not hold the call.
         """
         load, queue = self.loads[client], self.loads[_queue_key(client, priority)]
-        for limit, maximum, current in (
-            ("max_queued_reqs", self.limits.max_queued_reqs, queue.queued),
-            ("max_key_reqs", self.limits.max_key_reqs, load.choices),
+        for limit, maximum, current, state in (
+            ("max_queued_reqs", self.limits.max_queued_reqs, queue.queued, "waiting"),
+            ("max_key_reqs", self.limits.max_key_reqs, load.choices, "open"),
         ):
             if maximum is not None and num_choices > maximum:
-                raise InvalidRequest(
-                    f"one call may ask for at most {maximum} answers, not {num_choices}",
-                    limit=limit,
-                )
+                reason = f"one call may ask for at most {maximum} answers, not {num_choices}"
+                raise InvalidRequest(reason, limit=limit)
             if maximum is not None and current + num_choices > maximum:
-                state = "waiting" if limit == "max_queued_reqs" else "open"
-                raise Overloaded(
-                    f"too many requests of this client are {state}; try again later", limit=limit
-                )
+                reason = f"too many requests of this client are {state}; try again later"
+                raise Overloaded(reason, limit=limit)
         generation = Generation(request_id, client, priority, log={} if log is None else log)
         for index in range(num_choices):
             choice = Choice(

@@ -69,33 +69,27 @@ class ToolRequest(NamedTuple):
         is_free = not self.must_call and self.parallel and text_constraint is None
         if is_free and not any(tool.strict for tool in self.tools):
             return None
-        if text_constraint is not None and text_constraint.message.kind not in (
-            "json_schema",
-            "json_object",
-        ):
-            if not self.tools:
+        answer, pattern = None, whitespace_pattern(max_whitespace)
+        if text_constraint is not None:
+            param, given = text_constraint
+            if given.kind not in ("json_schema", "json_object"):
+                if self.tools:
+                    raise reject(param, "cannot be combined with tools; use a JSON schema")
                 raise Unsupported(
-                    f"{text_constraint.param}: an answer of this model has several parts "
-                    f"({self.format}), and only a JSON schema can constrain the final one",
-                    param=text_constraint.param,
+                    f"{param}: an answer of this model has several parts ({self.format}), and only "
+                    "a JSON schema can constrain the final one",
+                    param=param,
                 )
-            raise reject(text_constraint.param, "cannot be combined with tools; use a JSON schema")
+            answer, pattern = msgspec.json.decode(given.text), given.whitespace_pattern
         grammar = ToolGrammar(
             format=self.format,
             tools=[(tool.name, tool.parameters or _NO_PARAMETERS) for tool in self.tools],
             must_call=self.must_call,
             parallel=self.parallel and not self.is_named,
-            answer=None
-            if text_constraint is None
-            else msgspec.json.decode(text_constraint.message.text),
+            answer=answer,
         )
-        message = CompileGrammar(
-            kind="tool_calls",
-            text=msgspec.json.encode(grammar).decode(),
-            whitespace_pattern=whitespace_pattern(max_whitespace)
-            if text_constraint is None
-            else text_constraint.message.whitespace_pattern,
-        )
+        source = msgspec.json.encode(grammar).decode()
+        message = CompileGrammar(kind="tool_calls", text=source, whitespace_pattern=pattern)
         return ConstraintRequest("tools", message)
 
 
