@@ -33,13 +33,17 @@ def priority_class(priority: int) -> str:
 
 @dataclass(eq=False, slots=True)
 class ChoiceDelta:
-    """New output of a choice besides its text, since the last `Choice.take`."""
+    """New output of a choice besides its text, since the last `Choice.take`.
+
+    prompt_ids: the ids of the prompt in the first delta, if the answer contains them.
+    """
 
     reasoning: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -131,7 +135,6 @@ class Generation:
     changed        set when any choice has changed; the handler waits for it.
     keep_alive     the call was woken without new output, so that an idle stream sends a comment.
     tokenizing     the tokenizer result that the call waits for.
-    prompt_ids     the ids of each prompt, if the answer contains them.
     log            further fields of the call's log line.
     """
 
@@ -144,7 +147,6 @@ class Generation:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     keep_alive: bool = False
     tokenizing: asyncio.Future[TokenizeResult] | None = None
-    prompt_ids: list[list[int]] = field(default_factory=list)
     log: dict[str, object] = field(default_factory=dict)
 
     def finished(self) -> bool:

@@ -25,7 +25,7 @@ from minisgl.server.connection import KEPT
 from minisgl.server.convert import GenerateRequest, RequestConverter, TokenArray
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import NotReady, RendersOnly
-from minisgl.server.generation import Generation
+from minisgl.server.generation import ChoiceDelta, Generation
 from minisgl.server.lifecycle import Lifecycle
 
 T = TypeVar("T")
@@ -163,6 +163,10 @@ async def _submit_all(
         tail = token_ids[-messages.PROMPT_TAIL_TOKENS :].tolist()
         text = msgspec.structs.replace(request.text, prompt_tail=tail)
         choices = generation.choices[index * request.n : (index + 1) * request.n]
+        if request.text.token_ids:
+            prompt_ids = token_ids.tolist()
+            for choice in choices:
+                choice.delta = ChoiceDelta(prompt_ids=prompt_ids)
         add_req = messages.AddReq(
             uid=choices[0].uid,
             token_ids=token_ids.tobytes(),
@@ -175,8 +179,6 @@ async def _submit_all(
             priority=generation.priority,
         )
         client.submit(choices, add_req, text)
-    if request.text.token_ids:
-        generation.prompt_ids = [token_ids.tolist() for token_ids, _ in prompts]
     if request.echo:
         echoes = []
         for (_, prompt), (token_ids, _) in zip(request.prompts, prompts, strict=True):

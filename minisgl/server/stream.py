@@ -13,7 +13,7 @@ from minisgl.core import Cancelled
 from minisgl.server.apis.messages_answer import MessagesWriter
 from minisgl.server.apis.responses_answer import ResponsesWriter
 from minisgl.server.engine_client import EngineClient
-from minisgl.server.generation import ChoiceDelta, Generation
+from minisgl.server.generation import Generation
 from minisgl.server.handler import unless_disconnected
 from minisgl.server.response import ResponseWriter
 from minisgl.utils import log_event
@@ -42,17 +42,15 @@ async def events(generation: Generation, writer: Writer) -> AsyncIterator[bytes]
             # An echo of the prompt waits in a choice until the first output.
             text, delta = choice.take() if choice.prefill_done else ("", None)
             # More output may arrive while a thread encodes this output. The next round takes it.
-            finish, error, first = choice.finish, choice.error, None
+            finish, error = choice.finish, choice.error
             if choice.prefill_done and choice.index not in begun:
                 begun.add(choice.index)
-                first = generation
-                parts.append(writer.first_chunk(choice, generation))
-            if delta is not None or (first and writer.request.text.token_ids):
-                delta = delta or ChoiceDelta()
+                parts.append(writer.first_chunk(choice, delta))
+            if delta is not None:
                 if len(delta.prompt_logprobs) + len(delta.logprobs) < _LARGE_TOKENS:
-                    parts.append(writer.delta_chunk(choice, text, delta, first))
+                    parts.append(writer.delta_chunk(choice, text, delta))
                 else:
-                    encode = asyncio.to_thread(writer.delta_chunk, choice, text, delta, first)
+                    encode = asyncio.to_thread(writer.delta_chunk, choice, text, delta)
                     parts.append(await encode)
             elif text:
                 parts.append(writer.text_chunk(choice.index, text))

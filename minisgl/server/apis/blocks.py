@@ -61,7 +61,7 @@ class BlockWriter(ABC):
         """The JSON body of an answer without stream. The generation has finished."""
         (choice,) = generation.choices
         text, delta = choice.take()
-        self.delta_chunk(choice, text, delta or ChoiceDelta(), None)
+        self.delta_chunk(choice, text, delta or ChoiceDelta())
         self._close(choice.finish is FinishReason.STOP)
         return msgspec.json.encode(self.answer(choice))
 
@@ -69,9 +69,7 @@ class BlockWriter(ABC):
         """The events for new text and nothing else."""
         return self._add("text", text)
 
-    def delta_chunk(
-        self, choice: Choice, text: str, delta: ChoiceDelta, generation: Generation | None
-    ) -> bytes:
+    def delta_chunk(self, choice: Choice, text: str, delta: ChoiceDelta) -> bytes:
         """The events for new reasoning, text and tool calls.
 
         One delta may hold the output of several steps. The rest of a call that has begun comes

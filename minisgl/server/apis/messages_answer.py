@@ -7,7 +7,7 @@ import msgspec
 from minisgl.core import FinishReason
 from minisgl.server.apis.blocks import Block, BlockWriter, sse
 from minisgl.server.errors import messages_error
-from minisgl.server.generation import Choice, Generation
+from minisgl.server.generation import Choice, ChoiceDelta
 from minisgl.server.protocol import messages_api as api
 
 
@@ -24,7 +24,7 @@ class MessagesWriter(BlockWriter):
         message.stop_reason, message.stop_sequence = _end(choice)
         return message
 
-    def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
+    def first_chunk(self, choice: Choice, delta: ChoiceDelta | None) -> bytes:
         """The event before the first block."""
         return _event("message_start", message=self._message(choice))
 

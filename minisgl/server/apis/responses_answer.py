@@ -10,7 +10,7 @@ from minisgl.core import FinishReason
 from minisgl.server.apis.blocks import Block, BlockWriter, sse
 from minisgl.server.convert import GenerateRequest
 from minisgl.server.errors import public_message
-from minisgl.server.generation import Choice, Generation
+from minisgl.server.generation import Choice, ChoiceDelta
 from minisgl.server.protocol import responses_api as api
 
 
@@ -38,7 +38,7 @@ class ResponsesWriter(BlockWriter):
             usage=_usage(choice),
         )
 
-    def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
+    def first_chunk(self, choice: Choice, delta: ChoiceDelta | None) -> bytes:
         """The events before the first block."""
         response = self._response("in_progress")
         created = self._event("response.created", response=response)
