@@ -39,9 +39,9 @@ _MODEL_DEFAULTS = tuple(
     for field in msgspec.structs.fields(requests.GenerationBody)
     if field.name in RANGES and field.default is None and field.name != "seed"
 )
-# The bodies of other APIs by route, with the functions that translate them.
-_Translate: TypeAlias = Callable[[Any, ModelFacts], Translation]
-_TRANSLATED: Mapping[str, tuple[type[requests.RequestBody], _Translate]] = {
+# The body of each route, with the function that translates it.
+_BODIES: Mapping[str, tuple[type[requests.RequestBody], Callable[[Any], Translation]]] = {
+    **{route: (kind, Translation) for route, kind in requests.BODIES.items()},
     requests.RESPONSES: (responses_api.ResponsesBody, responses_request.translate),
     requests.MESSAGES: (messages_api.MessagesBody, messages_request.translate),
     requests.COUNT_TOKENS: (messages_api.CountTokensBody, messages_request.translate),
@@ -170,19 +170,21 @@ class RequestConverter:
 
     def _translate(self, route: str, raw: bytes, facts: ModelFacts) -> Translation:
         """Decode a body of this route, and translate it if it is of another API."""
-        if route in _TRANSLATED:
-            kind, translate = _TRANSLATED[route]
-            translation = translate(self._decode(raw, kind), facts)
-        else:
-            translation = Translation(self._decode(raw, requests.BODIES[route]))
+        kind, translate = _BODIES[route]
+        translation = translate(self._decode(raw, kind))
         body = translation.body
         self.check_model(body.model)
-        if isinstance(body, requests.ChatBody) and body.reasoning_effort is not None:
-            if "reasoning_effort" not in facts.template_variables:
-                return translation._replace(ignored=(*translation.ignored, "reasoning_effort"))
-            options = body.chat_template_kwargs
-            options.reasoning_effort = options.reasoning_effort or body.reasoning_effort
-        return translation
+        if not isinstance(body, requests.ChatBody):
+            return translation
+        given, ignored = body.chat_template_kwargs, []
+        options = {**translation.options, ("reasoning_effort",): body.reasoning_effort}
+        for names, value in options.items():
+            known = set(names) & set(facts.template_variables)
+            if value is not None and not known:
+                ignored.append(names[0])
+            for name in known if value is not None else ():
+                setattr(given, name, getattr(given, name) or value)
+        return translation._replace(ignored=(*ignored, *translation.ignored))
 
     def _decode(self, raw: bytes, kind: type[Body]) -> Body:
         return decode(raw, kind, self._check_sizes, self._config.allow_unknown_params)

@@ -49,15 +49,12 @@ class Tokenized(NamedTuple):
 class ClientLoad:
     """The open calls of one client, or the queue of one client and one class of priorities.
 
-    queued         choices without output.
-    queued_tokens  tokens of the prompts and predictions of the queued choices that have been
-                   submitted. If several choices share a prompt, it counts once.
-    choices        choices that the engine has not ended.
-    tokens         tokens of the open calls, as counted for max_call_tokens.
+    choices  choices that the engine has not ended; in a queue those without output.
+    tokens   tokens of the open calls, as counted for max_call_tokens. In a queue: tokens of the
+             prompts and predictions of the choices that have been submitted. If several choices
+             share a prompt, it counts once.
     """
 
-    queued: int = 0
-    queued_tokens: int = 0
     choices: int = 0
     tokens: int = 0
 
@@ -67,9 +64,9 @@ class EngineClient:
 
     I1  `_choices` holds the choices of open calls that the engine has not ended, and no others.
     I2  A submitted choice that is closed before its end is aborted, once.
-    I3  `loads` has the sums over the open calls of each client. Each client has one queue for each
-        class of priorities. The limits bound each queue, so a full queue does not affect other
-        clients or other classes.
+    I3  `loads` has the sums over the open calls of each client, and `queues` those over the choices
+        without output of each client and class of priorities. The limits bound each queue, so a
+        full queue does not affect other clients or other classes.
     """
 
     def __init__(
@@ -83,6 +80,7 @@ class EngineClient:
         self.limits = limits
         self.metrics = metrics
         self.loads: defaultdict[str, ClientLoad] = defaultdict(ClientLoad)
+        self.queues: defaultdict[tuple[str, str], ClientLoad] = defaultdict(ClientLoad)
         self._tokenizers = TokenizerPool(to_tokenizers)
         self._to_detokenizer = to_detokenizer
         self._to_scheduler = to_scheduler
@@ -96,9 +94,8 @@ class EngineClient:
 
     @property
     def open_choices(self) -> dict[str, int]:
-        """The number of open choices of each client, without the queues of single classes."""
-        loads = self.loads.items()
-        return {client: load.choices for client, load in loads if "\n" not in client}
+        """The number of open choices of each client."""
+        return {client: load.choices for client, load in self.loads.items()}
 
     @property
     def awaits_engine(self) -> bool:
@@ -124,9 +121,9 @@ class EngineClient:
         Raises Overloaded when the queue of the client is full, or the client has too many open
         requests. Raises InvalidRequest when even an empty queue could not hold the call.
         """
-        load, queue = self.loads[client], self.loads[_queue_key(client, priority)]
+        load, queue = self.loads[client], self.queues[client, priority_class(priority)]
         for limit, maximum, current, state in (
-            ("max_queued_reqs", self.limits.max_queued_reqs, queue.queued, "waiting"),
+            ("max_queued_reqs", self.limits.max_queued_reqs, queue.choices, "waiting"),
             ("max_key_reqs", self.limits.max_key_reqs, load.choices, "open"),
         ):
             if maximum is not None and num_choices > maximum:
@@ -142,7 +139,7 @@ class EngineClient:
             )
             generation.choices.append(choice)
             self._choices[choice.uid] = choice
-        queue.queued += num_choices
+        queue.choices += num_choices
         load.choices += num_choices
         self._generations.add(generation)
         return generation
@@ -197,8 +194,8 @@ class EngineClient:
         prompt_tokens: tokens of the call's prompts and of its prediction. tokens: as counted for
         max_call_tokens, and those of the prediction.
         """
-        load, queue = self.loads[call.client], self.loads[_queue_key(call.client, call.priority)]
-        queued = queue.queued_tokens
+        load = self.loads[call.client]
+        queued = self.queues[call.client, priority_class(call.priority)].tokens
         if queued and queued + prompt_tokens > self.limits.max_queued_tokens:
             reason = "too many prompt tokens are queued; try again later"
             raise Overloaded(reason, limit="max_queued_tokens")
@@ -222,7 +219,7 @@ class EngineClient:
         first = choices[0]
         first.prompt_share = len(request.token_ids) // 4
         first.queued_share = first.prompt_share + len(request.prediction) // 4
-        self.loads[_queue_key(first.client, first.priority)].queued_tokens += first.queued_share
+        self.queues[first.client, priority_class(first.priority)].tokens += first.queued_share
         for choice in choices:
             options = text
             if choice is first and request.sampling.prompt_logprobs is not None:
@@ -297,9 +294,9 @@ class EngineClient:
             generation.changed.set()
 
     def _leave_queue(self, choice: Choice) -> None:
-        load = self.loads[_queue_key(choice.client, choice.priority)]
-        load.queued -= 1
-        load.queued_tokens -= choice.queued_share
+        queue = self.queues[choice.client, priority_class(choice.priority)]
+        queue.choices -= 1
+        queue.tokens -= choice.queued_share
 
     def _abort(self, generation: Generation) -> None:
         for choice in generation.choices:
@@ -311,13 +308,3 @@ class EngineClient:
             if choice.submitted:
                 self.metrics.on_end(choice)
                 self._to_scheduler(messages.AbortReq(uid=choice.uid))
-
-
-def _queue_key(client: str, priority: int) -> str:
-    """Return the key in `loads` of the queue for this client and class of priorities.
-
-    A newline separates client and class, because no name of a client has one. The queue of the
-    default class is the load of the client itself.
-    """
-    name = priority_class(priority)
-    return client if name == "default" else f"{client}\n{name}"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from minisgl.core import ModelFacts, Unsupported
+from minisgl.core import Unsupported
 from minisgl.server.apis.translation import Translation, Turn, chat_tool, shared_parameters
 from minisgl.server.decode import reject
 from minisgl.server.protocol import messages_api as api
@@ -24,10 +24,13 @@ _KINDS: Mapping[requests.Role, Sequence[str]] = {
 }
 
 
-def translate(body: api.CountTokensBody, facts: ModelFacts) -> Translation:
+def translate(body: api.CountTokensBody) -> Translation:
     """The chat of this body. Raises InvalidRequest or Unsupported with the path in the body."""
     messages = _messages(body)
-    options, ignored = _template_options(body, facts)
+    options: dict[tuple[str, ...], Any] = {}
+    if body.thinking is not None:
+        options[_THINKING] = body.thinking.type != "disabled"
+        options["thinking_budget",] = body.thinking.budget_tokens
     parameters = shared_parameters(body)
     if isinstance(body, api.MessagesBody):
         parameters |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
@@ -41,29 +44,14 @@ def translate(body: api.CountTokensBody, facts: ModelFacts) -> Translation:
     chat = requests.ChatBody(
         **parameters,
         messages=messages,
-        chat_template_kwargs=options,
         reasoning_effort=config.effort,
         continue_final_message=messages[-1].role == "assistant" and bool(messages[-1].content),
         tools=[chat_tool(tool) for tool in body.tools if tool.type in _CUSTOM],
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         tool_choice=_CHOICES.get(choice.type, named),
     )
-    ignored += tuple("tool" for tool in body.tools if tool.type not in _CUSTOM)
-    return Translation(chat, max_tokens=None, ignored=ignored)
-
-
-def _template_options(
-    body: api.CountTokensBody, facts: ModelFacts
-) -> tuple[requests.TemplateOptions, tuple[str, ...]]:
-    """The options that the chat template of the model knows, and the names of the others."""
-    given: dict[str, Any] = {}
-    if body.thinking is not None:
-        names = set(_THINKING) & set(facts.template_variables) or _THINKING[:1]
-        given |= dict.fromkeys(names, body.thinking.type != "disabled")
-        if body.thinking.budget_tokens is not None:
-            given["thinking_budget"] = body.thinking.budget_tokens
-    known = {name: value for name, value in given.items() if name in facts.template_variables}
-    return requests.TemplateOptions(**known), tuple(name for name in given if name not in known)
+    ignored = tuple("tool" for tool in body.tools if tool.type not in _CUSTOM)
+    return Translation(chat, max_tokens=None, ignored=ignored, options=options)
 
 
 def _messages(body: api.CountTokensBody) -> list[requests.Message]:

@@ -7,7 +7,7 @@ items, so consecutive items of the assistant become one message.
 
 from typing import Any
 
-from minisgl.core import ModelFacts, Unsupported
+from minisgl.core import Unsupported
 from minisgl.server.apis.translation import Translation, Turn, chat_tool, shared_parameters
 from minisgl.server.decode import reject
 from minisgl.server.protocol import requests
@@ -17,7 +17,7 @@ _REPEATED = set(api.ModelResponse.__struct_fields__) & set(api.ResponsesBody.__s
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 
 
-def translate(body: api.ResponsesBody, facts: ModelFacts) -> Translation:
+def translate(body: api.ResponsesBody) -> Translation:
     """The chat of this body. Raises InvalidRequest or Unsupported with the path in the body."""
     chat = requests.ChatBody(
         **shared_parameters(body),

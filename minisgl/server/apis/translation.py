@@ -1,5 +1,6 @@
 """`Translation`: the body of a request as a body of OpenAI's chat or completions."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ class Translation(NamedTuple):
                 Otherwise a lack of room is an error.
     ignored     features of the request that `body` leaves out, as labels of the metric.
     repeated    parameters that the answer repeats.
+    options     values for the chat template, by the names that templates give to the variable.
     """
 
     body: AnyBody
@@ -27,6 +29,7 @@ class Translation(NamedTuple):
     max_tokens: str | None = "max_tokens"
     ignored: tuple[str, ...] = ()
     repeated: dict[str, Any] = {}
+    options: Mapping[tuple[str, ...], Any] = {}
 
 
 @dataclass(eq=False, slots=True)
