@@ -18,7 +18,7 @@ from minisgl.server.apis.translation import Translation
 from minisgl.server.chat import check_effort, ending, harmony_chat, prepare_message
 from minisgl.server.config import ServerConfig
 from minisgl.server.constraints import ConstraintRequest, constraint_of
-from minisgl.server.decode import Body, decode, reject
+from minisgl.server.decode import decode, reject
 from minisgl.server.errors import ModelNotFound
 from minisgl.server.protocol import messages_api, requests, responses_api
 from minisgl.server.tools import ToolRequest, shorten_ids, tools_of
@@ -171,23 +171,23 @@ class RequestConverter:
     def _translate(self, route: str, raw: bytes, facts: ModelFacts) -> Translation:
         """Decode a body of this route, and translate it if it is of another API."""
         kind, translate = _BODIES[route]
-        translation = translate(self._decode(raw, kind))
+        given = decode(raw, kind, self._check_sizes, self._config.allow_unknown_params)
+        translation = translate(given)
         body = translation.body
         self.check_model(body.model)
         if not isinstance(body, requests.ChatBody):
             return translation
-        given, ignored = body.chat_template_kwargs, []
+        own, ignored = body.chat_template_kwargs, []
         options = {**translation.options, ("reasoning_effort",): body.reasoning_effort}
         for names, value in options.items():
+            if value is None:
+                continue
             known = set(names) & set(facts.template_variables)
-            if value is not None and not known:
+            for name in known:
+                setattr(own, name, getattr(own, name) or value)
+            if not known:
                 ignored.append(names[0])
-            for name in known if value is not None else ():
-                setattr(given, name, getattr(given, name) or value)
         return translation._replace(ignored=(*ignored, *translation.ignored))
-
-    def _decode(self, raw: bytes, kind: type[Body]) -> Body:
-        return decode(raw, kind, self._check_sizes, self._config.allow_unknown_params)
 
     def read_tokenize(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt, bool]:
         """The name ("prompt" or "messages") and the prompt of a /tokenize body.

@@ -63,9 +63,9 @@ class ResponseWriter:
         self._after = b',"usage":null}\n\n' if request.include_usage else b"}\n\n"
         rest = b',"logprobs":null,"finish_reason":null}]' + self._after
         # The bytes between the values of a text chunk: index and text.
-        self._text_before = self._before + b'{"index":'
-        self._text_field = b',"delta":{"content":' if self._is_chat else b',"text":'
-        self._text_after = b"}" + rest if self._is_chat else rest
+        start = self._before + b'{"index":'
+        chat = start, b',"delta":{"content":', b"}" + rest
+        self._around_text = chat if self._is_chat else (start, b',"text":', rest)
 
     async def whole(self, generation: Generation) -> bytes:
         """The JSON body of an answer without stream. The generation has finished."""
@@ -113,9 +113,8 @@ class ResponseWriter:
 
     def text_chunk(self, index: int, text: str) -> bytes:
         """The event with new text of one choice and nothing else. It is the most frequent event."""
-        value = msgspec.json.encode(text)
-        before, field, after = self._text_before, self._text_field, self._text_after
-        return b"%b%d%b%b%b" % (before, index, field, value, after)
+        start, field, end = self._around_text
+        return b"%b%d%b%b%b" % (start, index, field, msgspec.json.encode(text), end)
 
     def delta_chunk(self, choice: Choice, text: str, delta: ChoiceDelta) -> bytes:
         """New text with reasoning, tool calls, token ids or log-probabilities."""

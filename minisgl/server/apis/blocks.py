@@ -100,9 +100,7 @@ class BlockWriter(ABC):
         """Add text to the last block, or to a new block if the last is of another kind."""
         begun = b""
         if not self.blocks or self.blocks[-1].kind != kind:
-            assert kind != "call", (
-                "the name of a call must come before its arguments: this is a bug"
-            )
+            assert kind != "call", "the name of a call must come first; this is a bug"
             begun = self._begin(kind)
         block = self.blocks[-1]
         block.pieces.append(text)
