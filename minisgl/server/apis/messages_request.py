@@ -58,15 +58,11 @@ def _messages(body: api.CountTokensBody) -> list[requests.Message]:
     """The messages of a chat. The results of tools become messages of their own."""
     messages: list[requests.Message] = []
     if body.system:
-        system = body.system
-        if not isinstance(system, str):
-            texts = _split("system", system, "system")[0].texts
-            system = "\n".join([text for text in texts if not text.startswith(_BILLING)])
-        messages.append(requests.Message(role="system", content=system))
+        turn, _ = _split("system", body.system, "system")
+        if isinstance(body.system, list):
+            turn.texts = [text for text in turn.texts if not text.startswith(_BILLING)]
+        messages.append(turn.message())
     for index, message in enumerate(body.messages):
-        if isinstance(message.content, str):
-            messages.append(requests.Message(role=message.role, content=message.content))
-            continue
         turn, results = _split(message.role, message.content, f"messages[{index}].content")
         messages += results
         if message.role == "assistant" or turn.texts or not results:
@@ -78,14 +74,16 @@ def _messages(body: api.CountTokensBody) -> list[requests.Message]:
 
 
 def _split(
-    role: requests.Role, blocks: Sequence[api.MessagesBlock], path: str
+    role: requests.Role, content: str | list[api.MessagesBlock], path: str
 ) -> tuple[Turn, list[requests.Message]]:
     """The parts of one message, and a message for each result of a tool.
 
     Raises Unsupported for a block of a type that the role does not have.
     """
+    if isinstance(content, str):
+        return Turn(role, [content]), []
     turn, results = Turn(role), []
-    for index, block in enumerate(blocks):
+    for index, block in enumerate(content):
         kind, kinds = block.type, _KINDS[role]
         if kind not in kinds:
             text = f"{path}[{index}]: blocks of type {kind[:64]!r} are not supported here"
@@ -100,11 +98,7 @@ def _split(
             function = requests.ParsedFunctionCall(name=block.name, arguments=block.input)
             turn.calls.append(requests.ToolCall(id=block.id, function=function))
         elif kind == "tool_result":
-            content = block.content or ""
-            if isinstance(content, str):
-                result = Turn("tool", [content])
-            else:
-                result, _ = _split("tool", content, f"{path}[{index}].content")
+            result, _ = _split("tool", block.content or "", f"{path}[{index}].content")
             result.call_id = block.tool_use_id
             results.append(result.message())
     return turn, results
