@@ -342,9 +342,7 @@ class RequestConverter:
             raise reject("n", f"times the number of prompts must be at most {limit}", "max_choices")
 
     def _check_chars(self, param: str, chars: int, facts: ModelFacts) -> None:
-        max_chars = self.limits.max_prompt_chars
-        if max_chars is None:
-            max_chars = _CHARS_PER_CONTEXT_TOKEN * facts.max_seq_len
+        max_chars = self.limits.max_prompt_chars or _CHARS_PER_CONTEXT_TOKEN * facts.max_seq_len
         if chars > max_chars:
             raise PromptTooLong(
                 f"{param} has {chars} characters; at most {max_chars} are accepted for a context "

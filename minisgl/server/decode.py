@@ -204,8 +204,6 @@ def _fields(kind: Any) -> Sequence[msgspec.structs.FieldInfo]:
 
 def _arms(kind: Any) -> list[Any]:
     """The types in a union, and the types of the entries of lists."""
-    if get_origin(kind) in (Annotated, list):
-        return _arms(get_args(kind)[0])
-    if get_origin(kind) in (Union, UnionType):
+    if get_origin(kind) in (Annotated, list, Union, UnionType):
         return [arm for one in get_args(kind) for arm in _arms(one)]
     return [kind]
