@@ -22,11 +22,7 @@ class ResponsesWriter(BlockWriter):
 
     def __init__(self, request: GenerateRequest) -> None:
         super().__init__(request)
-        self._head: dict[str, Any] = {
-            "id": self.id,
-            "created_at": int(time.time()),
-            **request.repeated,
-        }
+        self._head = {"id": self.id, "created_at": int(time.time()), **request.repeated}
         self._sequence = 0
 
     def answer(self, choice: Choice) -> api.ModelResponse:
