@@ -149,8 +149,8 @@ def _refusal(error: str, given: Mapping[str, Any], kind: type[RequestBody]) -> R
     found = _ERROR.fullmatch(error)
     assert found is not None, "the pattern matches every text; this is a bug"
     text, param = found["text"], found["path"] or ""
-    has_parts = issubclass(kind, (requests.ChatBody, requests.TokenizeBody))
-    if has_parts and (part := _TEXT_PART.match(param)):
+    part = _TEXT_PART.match(param)
+    if part is not None and requests.TextPart in _types_at(kind, part[0]):
         content = given["messages"][int(part[1])]["content"][int(part[2])]
         if isinstance(content, dict) and content.get("type") != "text":
             rule = "only parts of type text are supported"

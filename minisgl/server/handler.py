@@ -148,8 +148,7 @@ async def _submit_all(
     """Tokenize every prompt and submit its n choices; then add the echo if requested."""
     compiled = None
     if request.grammar is not None:
-        message, param = request.grammar.message, request.grammar.param
-        compiled = await client.ask(message, generation, param)
+        compiled = await client.ask(request.grammar.message, generation, request.grammar.param)
     prompts, tokens = await tokenized(client, generation, request, facts, compiled)
     prompt_tokens = sum(len(token_ids) for token_ids, _ in prompts)
     prediction = b""
@@ -231,8 +230,7 @@ def fit_max_tokens(
         raise core.InvalidRequest(f"{param} has no tokens", param=param)
     if max(token_ids) >= facts.vocab_size:
         raise core.InvalidRequest(f"{param} has a token that the model does not know", param=param)
-    sampling = request.sampling
-    wanted = sampling.max_tokens
+    wanted = request.sampling.max_tokens
     if size >= context:
         raise PromptTooLong(
             f"{param} has {size} tokens; the context length is {context} tokens, "
@@ -240,7 +238,7 @@ def fit_max_tokens(
             param=param,
         )
     if wanted is None or size + wanted <= context:
-        return sampling
+        return request.sampling
     if request.max_tokens_param is not None:
         raise PromptTooLong(
             f"{param} has {size} tokens and {request.max_tokens_param} is {wanted}, together "
@@ -248,7 +246,7 @@ def fit_max_tokens(
             "are left for the answer",
             param=request.max_tokens_param,
         )
-    return msgspec.structs.replace(sampling, max_tokens=context - size)
+    return msgspec.structs.replace(request.sampling, max_tokens=context - size)
 
 
 def fit_call(
