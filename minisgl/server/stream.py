@@ -50,8 +50,7 @@ async def events(generation: Generation, writer: Writer) -> AsyncIterator[bytes]
                 if len(delta.prompt_logprobs) + len(delta.logprobs) < _LARGE_TOKENS:
                     parts.append(writer.delta_chunk(choice, text, delta))
                 else:
-                    encode = asyncio.to_thread(writer.delta_chunk, choice, text, delta)
-                    parts.append(await encode)
+                    parts.append(await asyncio.to_thread(writer.delta_chunk, choice, text, delta))
             elif text:
                 parts.append(writer.text_chunk(choice.index, text))
             if error is not None:

@@ -14,7 +14,7 @@ from minisgl.server.protocol import requests
 _BILLING = "x-anthropic-billing-header:"
 _THINKING = ("enable_thinking", "thinking")  # the names of this option in templates
 _CUSTOM = (None, "custom")  # the types of a tool whose schema is in the request
-_CHOICES: Mapping[str, Any] = {"auto": "auto", "any": "required", "none": "none"}
+_CHOICES: Mapping[str, requests.ToolMode] = {"auto": "auto", "any": "required", "none": "none"}
 # The types of blocks in the messages of each role. The result of a tool becomes a message.
 _KINDS: Mapping[requests.Role, Sequence[str]] = {
     "user": ("text", "tool_result"),
