@@ -11,7 +11,7 @@ Bodies are not declared in signatures: `CallContext` reads the raw bytes and msg
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 from fastapi import Depends, Request
@@ -30,6 +30,7 @@ from minisgl.server.lifecycle import Lifecycle
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
+Prompts: TypeAlias = list[tuple[TokenArray, SamplingParams]]
 
 
 class Service(Protocol):
@@ -200,7 +201,7 @@ async def tokenized(
     request: GenerateRequest,
     facts: ModelFacts,
     compiled: messages.TokenizeResult | None = None,
-) -> tuple[list[tuple[TokenArray, SamplingParams]], int]:
+) -> tuple[Prompts, int]:
     """Tokenize every prompt. Returns the prompts and the number of tokens as `fit_call` does.
 
     Raises the errors of `fit_max_tokens` and of `fit_call`.
@@ -250,11 +251,8 @@ def fit_max_tokens(
 
 
 def fit_call(
-    request: GenerateRequest,
-    prompts: list[tuple[TokenArray, SamplingParams]],
-    facts: ModelFacts,
-    max_call_tokens: int,
-) -> tuple[list[tuple[TokenArray, SamplingParams]], int]:
+    request: GenerateRequest, prompts: Prompts, facts: ModelFacts, max_call_tokens: int
+) -> tuple[Prompts, int]:
     """The prompts with max_tokens within max_call_tokens, and the number of tokens of the call.
 
     A token counts once. With log-probabilities it counts once more for itself, and once for each
