@@ -86,18 +86,17 @@ def harmony_chat(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     call, as reasoning.
     """
     chat: list[dict[str, Any]] = []
-    at = 0
-    while at < len(messages):
-        message, at = messages[at], at + 1
+    rest = messages[::-1]
+    while rest:
+        message = rest.pop()
         calls = message.pop("tool_calls", None)
         reasoning = message.pop("reasoning_content", None)
         if not calls:
             chat.append(message)
             continue
         results: list[dict[str, Any]] = []
-        while at < len(messages) and messages[at]["role"] == "tool":
-            results.append(messages[at])
-            at += 1
+        while rest and rest[-1]["role"] == "tool":
+            results.append(rest.pop())
         thoughts = [text for text in (reasoning, message.pop("content", None)) if text]
         if thoughts:
             message["thinking"] = "\n\n".join(thoughts)

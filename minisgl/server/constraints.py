@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from minisgl.core import Grammar, GrammarKind, Unsupported
-from minisgl.message.messages import CompileGrammar
+from minisgl.message.messages import CompileGrammar, TokenizeResult
 from minisgl.server.decode import reject
 from minisgl.server.protocol import requests
 from minisgl.structured.thinking import thinking_of
@@ -20,6 +20,7 @@ from minisgl.structured.whitespace import is_json_whitespace, whitespace_pattern
 # checks a lower limit.
 _MAX_CHARS = 2**20
 
+_TOP_LEVEL = ("regex", "ebnf", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 _Found = tuple[str, GrammarKind, Any]  # parameter, kind, value
 
 
@@ -29,29 +30,19 @@ class ConstraintRequest(NamedTuple):
     param: str
     message: CompileGrammar
 
+    def grammar(self, compiled: TokenizeResult, prompt: Sequence[int], thinks: bool) -> Grammar:
+        """The grammar for an answer to this prompt.
 
-class CompiledConstraint(NamedTuple):
-    """A constraint that a tokenizer worker has accepted.
-
-    think_ids, trigger: as in TokenizeResult.
-    """
-
-    kind: GrammarKind
-    source: str
-    think_ids: tuple[int, int]
-    trigger: int
-
-    def grammar(self, prompt: Sequence[int], thinks: bool) -> Grammar:
-        """The grammar for an answer to this prompt. thinks: as in TokenizeResult."""
-        start, end = self.think_ids
-        thinking = thinking_of(prompt, self.think_ids, thinks)
+        compiled: the answer of a tokenizer worker to `message`. thinks: as in TokenizeResult.
+        """
+        start, end = compiled.think_ids
         return Grammar(
-            source=self.source,
-            kind=self.kind,
+            source=compiled.text,
+            kind=self.message.kind,
             think_start=start,
             think_end=end,
-            thinking=thinking,
-            trigger=self.trigger,
+            thinking=thinking_of(prompt, compiled.think_ids, thinks),
+            trigger=compiled.trigger,
         )
 
 
@@ -61,7 +52,8 @@ def constraint_of(body: requests.GenerationBody, max_whitespace: int) -> Constra
     max_whitespace: the largest number of white-space characters between two tokens of JSON, for a
     body without whitespace_pattern. Raises InvalidRequest, or Unsupported for a structural tag.
     """
-    found = [*_response_format(body), *_structured_outputs(body), *_top_level(body)]
+    top_level = _named(body, "", *_TOP_LEVEL)
+    found = [*_response_format(body), *_structured_outputs(body), *top_level]
     if not found:
         return None
     param, kind, value = found[0]
@@ -109,11 +101,6 @@ def _structured_outputs(body: requests.GenerationBody) -> Iterator[_Found]:
     if not found:
         raise reject(param, "must have one of json, regex, choice, grammar, json_object")
     yield from found
-
-
-def _top_level(body: requests.GenerationBody) -> Iterator[_Found]:
-    yield from _named(body, "", "regex", "ebnf")
-    yield from _named(body, "", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
 def _named(given: requests.RequestBody, prefix: str, *names: str) -> Iterator[_Found]:

@@ -11,13 +11,14 @@ from typing import Any, TypeAlias
 import msgspec
 
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
-from minisgl.core.sampling import CONSTRAINTS
-from minisgl.message.messages import TextOptions, TokenizeChat, TokenizeText
-from minisgl.server.apis import Translation, messages_request, responses_request
+from minisgl.core.sampling import CONSTRAINTS, RANGES
+from minisgl.message.messages import DecodeIds, TextOptions, TokenizeChat, TokenizeText
+from minisgl.server.apis import messages_request, responses_request
+from minisgl.server.apis.translation import Translation
 from minisgl.server.chat import check_effort, ending, harmony_chat, prepare_message
 from minisgl.server.config import ServerConfig
 from minisgl.server.constraints import ConstraintRequest, constraint_of
-from minisgl.server.decode import Body, decode, reject
+from minisgl.server.decode import decode, reject
 from minisgl.server.errors import ModelNotFound
 from minisgl.server.protocol import messages_api, requests, responses_api
 from minisgl.server.tools import ToolRequest, shorten_ids, tools_of
@@ -28,25 +29,19 @@ Prompt: TypeAlias = "TokenizeChat | TokenizeText | array.array[int]"
 
 COMPLETIONS_MAX_TOKENS = 16  # OpenAI's default for completions; a chat may fill the context
 _CHARS_PER_CONTEXT_TOKEN = 32
-_CONVERTED = frozenset(
-    {"max_tokens", "stop_token_ids", "logprobs", "prompt_logprobs", "grammar"} | set(CONSTRAINTS)
-)
 # Parameters with the same name and meaning in the body and in SamplingParams.
-_SAME_IN_SAMPLING = tuple(set(SamplingParams.__struct_fields__) - _CONVERTED)
-# The sampling parameters whose defaults /v1/models shows.
-_SHOWN_DEFAULTS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
+_SAME_IN_SAMPLING = (
+    set(SamplingParams.__struct_fields__) & set(requests.GenerationBody.__struct_fields__)
+) - {"stop_token_ids", *CONSTRAINTS}
+# The sampling parameters with a default of the model, which /v1/models shows.
+_MODEL_DEFAULTS = tuple(
+    field.name
+    for field in msgspec.structs.fields(requests.GenerationBody)
+    if field.name in RANGES and field.default is None and field.name != "seed"
 )
-# The bodies of other APIs by route, with the functions that translate them.
-_TRANSLATED: Mapping[
-    str, tuple[type[requests.RequestBody], Callable[[Any, ModelFacts], Translation]]
-] = {
+# The body of each route, with the function that translates it.
+_BODIES: Mapping[str, tuple[type[requests.RequestBody], Callable[[Any], Translation]]] = {
+    **{route: (kind, Translation) for route, kind in requests.BODIES.items()},
     requests.RESPONSES: (responses_api.ResponsesBody, responses_request.translate),
     requests.MESSAGES: (messages_api.MessagesBody, messages_request.translate),
     requests.COUNT_TOKENS: (messages_api.CountTokensBody, messages_request.translate),
@@ -99,9 +94,7 @@ class RequestConverter:
     def __init__(self, config: ServerConfig) -> None:
         self.served_names = config.served_names
         self.limits = config.limits
-        self._use_model_defaults = not config.ignore_generation_config
-        self._allow_unknown = config.allow_unknown_params
-        self._max_json_whitespace = config.max_json_whitespace
+        self._config = config
 
     def read(self, route: str, raw: bytes, facts: ModelFacts) -> GenerateRequest:
         """The request in the body of a generating route.
@@ -112,10 +105,9 @@ class RequestConverter:
         body = translation.body
         if body.stream_options is not None and not body.stream:
             raise reject("stream_options", "is allowed only with stream set to true")
-        max_tokens, max_tokens_param = body.max_tokens, "max_tokens"
-        tools: ToolRequest | None = None
+        max_tokens, max_tokens_param = body.max_tokens, translation.max_tokens
+        tools = tools_of(body, facts)
         if isinstance(body, requests.ChatBody):
-            tools = tools_of(body, facts)
             if body.top_logprobs and not body.logprobs:
                 raise reject("top_logprobs", "is allowed only with logprobs set to true")
             logprobs = body.top_logprobs if body.logprobs else None
@@ -135,9 +127,9 @@ class RequestConverter:
             logprobs=logprobs,
             prompt_logprobs=logprobs if echo else None,
         )
-        grammar = constraint_of(body, self._max_json_whitespace)
+        grammar = constraint_of(body, self._config.max_json_whitespace)
         if tools is not None:
-            grammar = tools.constraint(grammar, self._max_json_whitespace)
+            grammar = tools.constraint(grammar, self._config.max_json_whitespace)
             continues = isinstance(body, requests.ChatBody) and body.continue_final_message
             if grammar is not None and tools.has_sections and continues:
                 raise reject("continue_final_message", f"cannot be combined with {grammar.param}")
@@ -159,9 +151,7 @@ class RequestConverter:
                 silent=silent,
                 tools=tools and tools.options,
             ),
-            max_tokens_param=None
-            if max_tokens is None or translation.fits_tokens
-            else translation.max_tokens or max_tokens_param,
+            max_tokens_param=None if max_tokens is None else max_tokens_param,
             stream=body.stream,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             echo=echo,
@@ -175,30 +165,29 @@ class RequestConverter:
     def read_count_tokens(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
         """The name and the prompt of a body of /v1/messages/count_tokens."""
         translation = self._translate(requests.COUNT_TOKENS, raw, facts)
-        assert isinstance(translation.body, requests.ChatBody), (
-            "the body must become a chat: this is a bug"
-        )
         (prompt,) = self._prompts(translation, facts, tools_of(translation.body, facts))
         return prompt
 
     def _translate(self, route: str, raw: bytes, facts: ModelFacts) -> Translation:
         """Decode a body of this route, and translate it if it is of another API."""
-        if route in _TRANSLATED:
-            kind, translate = _TRANSLATED[route]
-            translation = translate(self._decode(raw, kind), facts)
-        else:
-            translation = Translation(self._decode(raw, requests.BODIES[route]))
+        kind, translate = _BODIES[route]
+        given = decode(raw, kind, self._check_sizes, self._config.allow_unknown_params)
+        translation = translate(given)
         body = translation.body
         self.check_model(body.model)
-        if isinstance(body, requests.ChatBody) and body.reasoning_effort is not None:
-            if "reasoning_effort" not in facts.template_variables:
-                return translation._replace(ignored=(*translation.ignored, "reasoning_effort"))
-            options = body.chat_template_kwargs
-            options.reasoning_effort = options.reasoning_effort or body.reasoning_effort
-        return translation
-
-    def _decode(self, raw: bytes, kind: type[Body]) -> Body:
-        return decode(raw, kind, self._check_sizes, self._allow_unknown)
+        if not isinstance(body, requests.ChatBody):
+            return translation
+        own, ignored = body.chat_template_kwargs, []
+        options = {**translation.options, ("reasoning_effort",): body.reasoning_effort}
+        for names, value in options.items():
+            if value is None:
+                continue
+            known = set(names) & set(facts.template_variables)
+            for name in known:
+                setattr(own, name, getattr(own, name) or value)
+            if not known:
+                ignored.append(names[0])
+        return translation._replace(ignored=(*ignored, *translation.ignored))
 
     def read_tokenize(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt, bool]:
         """The name ("prompt" or "messages") and the prompt of a /tokenize body.
@@ -207,19 +196,21 @@ class RequestConverter:
         """
         body = decode(raw, requests.TokenizeBody, self._check_sizes)
         self.check_model(body.model)
-        if body.prompt is not None and body.messages is None:
-            prompt = self.text_prompt("prompt", body.prompt, facts, body.add_special_tokens)
-            return "prompt", prompt, body.return_token_strs
-        if body.prompt is not None or body.messages is None:
+        if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("either prompt or messages is required", param="prompt")
-        chat = self.chat_prompt(body.messages, body.chat_template_kwargs, facts)
-        return "messages", chat, body.return_token_strs
+        if body.prompt is not None:
+            prompt = self._text_prompt("prompt", body.prompt, facts, body.add_special_tokens)
+            return "prompt", prompt, body.return_token_strs
+        messages, options = body.messages or [], body.chat_template_kwargs
+        chat = requests.ChatBody(model="", messages=messages, chat_template_kwargs=options)
+        return "messages", self._chat_prompt(chat, "messages", facts, None), body.return_token_strs
 
-    def read_detokenize(self, raw: bytes, facts: ModelFacts) -> tuple[TokenArray, bool]:
-        """The token ids in a body of /detokenize, and True if the text omits special tokens."""
+    def read_detokenize(self, raw: bytes, facts: ModelFacts) -> DecodeIds:
+        """The request to a tokenizer worker in a body of /detokenize."""
         body = decode(raw, requests.DetokenizeBody, self._check_sizes)
         self.check_model(body.model)
-        return self.ids_prompt("tokens", body.tokens, facts), body.skip_special_tokens
+        token_ids = self._ids_prompt("tokens", body.tokens, facts).tobytes()
+        return DecodeIds(token_ids=token_ids, skip_special=body.skip_special_tokens)
 
     def read_abort(self, raw: bytes) -> str:
         """The request id in a body of /abort."""
@@ -230,19 +221,14 @@ class RequestConverter:
         if name is not None and name not in self.served_names:
             raise ModelNotFound(f"the model '{name[:128]}' does not exist", param="model")
 
-    def chat_prompt(
-        self,
-        messages: list[requests.Message],
-        options: requests.TemplateOptions,
-        facts: ModelFacts,
-        tools: ToolRequest | None = None,
-        param: str = "messages",
-        **more_options: bool,
+    def _chat_prompt(
+        self, chat: requests.ChatBody, param: str, facts: ModelFacts, tools: ToolRequest | None
     ) -> Prompt:
         """The messages in the form that chat templates expect, with the template's options.
 
-        param: the name of the messages in error messages. more_options: for the template too.
+        param: the name of the messages in error messages.
         """
+        options, end, messages = chat.chat_template_kwargs, ending(chat), chat.messages
         chars = sum([prepare_message(message, i) for i, message in enumerate(messages)])
         self._check_chars(param, chars, facts)
         rendered = b"null" if tools is None else tools.rendered
@@ -255,20 +241,18 @@ class RequestConverter:
             written = msgspec.json.encode(harmony_chat(msgspec.json.decode(written)))
         return TokenizeChat(
             messages_json=written,
-            template_kwargs_json=msgspec.json.encode(
-                {**msgspec.to_builtins(options), **more_options}
-            ),
+            template_kwargs_json=msgspec.json.encode(msgspec.to_builtins(options) | end),
             tools_json=rendered,
         )
 
-    def text_prompt(
+    def _text_prompt(
         self, param: str, text: str, facts: ModelFacts, add_special: bool = True
-    ) -> Prompt:
+    ) -> TokenizeText:
         """A prompt that is text. add_special: let the tokenizer add BOS."""
         self._check_chars(param, len(text), facts)
         return TokenizeText(text=text, add_special=add_special)
 
-    def ids_prompt(self, param: str, ids: list[Any], facts: ModelFacts) -> TokenArray:
+    def _ids_prompt(self, param: str, ids: list[Any], facts: ModelFacts) -> TokenArray:
         """Return a prompt of token ids as an array.
 
         Raises PromptTooLong, or InvalidRequest for an id that the model does not know.
@@ -295,11 +279,9 @@ class RequestConverter:
         """Each prompt with its path in the body."""
         body, param = translation.body, translation.messages
         if isinstance(body, requests.ChatBody):
-            messages, options = body.messages, body.chat_template_kwargs
-            end = ending(body)
-            return [(param, self.chat_prompt(messages, options, facts, tools, param, **end))]
+            return [(param, self._chat_prompt(body, param, facts, tools))]
         if isinstance(body, requests.GenerateBody):
-            return [("input_ids", self.ids_prompt("input_ids", body.input_ids, facts))]
+            return [("input_ids", self._ids_prompt("input_ids", body.input_ids, facts))]
         named: list[tuple[str, Any]] = [("prompt", body.prompt)]
         if isinstance(body.prompt, list) and not isinstance(body.prompt[0], int):
             named = [(f"prompt[{index}]", one) for index, one in enumerate(body.prompt)]
@@ -307,18 +289,18 @@ class RequestConverter:
 
     def _prompt(self, param: str, prompt: str | int | list[Any], facts: ModelFacts) -> Prompt:
         if isinstance(prompt, str):
-            return self.text_prompt(param, prompt, facts)
+            return self._text_prompt(param, prompt, facts)
         if isinstance(prompt, int):
             raise reject(param, "must be text or a list of token ids")
-        return self.ids_prompt(param, prompt, facts)
+        return self._ids_prompt(param, prompt, facts)
 
     def _prediction(self, body: requests.GenerationBody, facts: ModelFacts) -> TokenizeText | None:
         if not isinstance(body, requests.ChatBody) or body.prediction is None:
             return None
         content = body.prediction.content
         text = content if isinstance(content, str) else "".join([part.text for part in content])
-        self._check_chars("prediction", len(text), facts)
-        return TokenizeText(text=text, add_special=False) if facts.drafts and text else None
+        prediction = self._text_prompt("prediction", text, facts, add_special=False)
+        return prediction if facts.drafts and text else None
 
     def _check_sizes(self, given: Mapping[str, Any]) -> None:
         """Refuse lists that are longer than this server allows."""
@@ -327,15 +309,16 @@ class RequestConverter:
             messages = given.get(param)
             if not isinstance(messages, list):
                 continue
-            counts = {"messages": len(messages)}
+            if len(messages) > limit:
+                raise reject(param, f"must have at most {limit} messages", "max_messages")
             for field in ("content", "tool_calls", "output", "summary"):
-                counts[f"entries of {field}"], inner = 0, messages
-                while inner and counts[f"entries of {field}"] <= limit:  # a part may have parts
-                    inner = _entries(inner[:limit], field)
-                    counts[f"entries of {field}"] += len(inner)
-            for name, count in counts.items():
+                count, entries = 0, messages
+                while entries and count <= limit:  # a part may have parts
+                    entries = _entries(entries, field)
+                    count += len(entries)
                 if count > limit:
-                    raise reject(param, f"must have at most {limit} {name}", "max_messages")
+                    rule = f"must have at most {limit} entries of {field}"
+                    raise reject(param, rule, "max_messages")
         max_bias, bias = self.limits.max_logit_bias, given.get("logit_bias")
         if isinstance(bias, dict) and len(bias) > max_bias:
             raise reject("logit_bias", f"must have at most {max_bias} entries", "max_logit_bias")
@@ -359,9 +342,7 @@ class RequestConverter:
             raise reject("n", f"times the number of prompts must be at most {limit}", "max_choices")
 
     def _check_chars(self, param: str, chars: int, facts: ModelFacts) -> None:
-        max_chars = self.limits.max_prompt_chars
-        if max_chars is None:
-            max_chars = _CHARS_PER_CONTEXT_TOKEN * facts.max_seq_len
+        max_chars = self.limits.max_prompt_chars or _CHARS_PER_CONTEXT_TOKEN * facts.max_seq_len
         if chars > max_chars:
             raise PromptTooLong(
                 f"{param} has {chars} characters; at most {max_chars} are accepted for a context "
@@ -372,12 +353,11 @@ class RequestConverter:
 
     def sampling_defaults(self, facts: ModelFacts) -> dict[str, float]:
         """The value of each sampling parameter in a request that leaves it out."""
-        standard = {f.name: f.default for f in msgspec.structs.fields(SamplingParams)}
-        own = self._model_defaults(facts)
-        return {name: own.get(name, standard[name]) for name in _SHOWN_DEFAULTS}
+        defaults = SamplingParams(**self._model_defaults(facts))
+        return {name: getattr(defaults, name) for name in _MODEL_DEFAULTS}
 
     def _model_defaults(self, facts: ModelFacts) -> dict[str, Any]:
-        return dict(facts.sampling_defaults) if self._use_model_defaults else {}
+        return {} if self._config.ignore_generation_config else dict(facts.sampling_defaults)
 
     def _sampling(
         self, body: requests.AnyBody, facts: ModelFacts, **counts: int | None

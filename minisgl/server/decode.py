@@ -5,7 +5,7 @@ fault, for example `messages[3].content`. No message repeats more than 64 charac
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -13,7 +13,7 @@ import msgspec
 
 from minisgl.core import InvalidRequest, RequestError, Unsupported
 from minisgl.server.protocol import requests
-from minisgl.server.protocol.requests import KnownParameters, RequestBody, known_parameters
+from minisgl.server.protocol.requests import RequestBody, known_parameters
 from minisgl.utils import near_names
 
 Body = TypeVar("Body", bound=RequestBody)
@@ -22,18 +22,6 @@ Body = TypeVar("Body", bound=RequestBody)
 _ERROR = re.compile(r"(?P<text>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?", re.DOTALL)
 _TEXT_PART = re.compile(r"messages\[(\d+)\]\.content\[(\d+)\]")
 _EMPTY_FIELD = re.compile(rf"messages\[\d+\]\.(?:{'|'.join(requests.EMPTY_FIELDS)})\b")
-# The struct of each field that holds an object, for hints about an unknown field in it.
-_OBJECTS: dict[str, type[RequestBody]] = {
-    "messages": requests.Message,
-    "prediction": requests.Prediction,
-    "content": requests.TextPart,
-    "json_schema": requests.NamedSchema,
-    "response_format": requests.ResponseFormat,
-    "structured_outputs": requests.StructuredOutputs,
-    "stream_options": requests.StreamOptions,
-    "chat_template_kwargs": requests.TemplateOptions,
-    "tool_choice": requests.ToolChoice,
-}
 # Bounds of `protocol` by field and type, with their labels in minisgl_limits_exceeded_total.
 _LIMITS = {
     ("stop", "array"): "max_stop_strings",
@@ -73,7 +61,7 @@ def decode(
     known = {}
     for name, value in given.items():
         if name not in kind.__struct_fields__:
-            _check_unknown(name, given, kind, allow_unknown)
+            _check_unknown(name, value, kind, allow_unknown)
         elif value is not None:
             known[name] = value
     check_sizes(known)
@@ -141,30 +129,19 @@ def _without_strings(raw: bytes) -> bytes:
     return b"".join(outside)
 
 
-def _check_unknown(
-    name: str, given: Mapping[str, Any], kind: type[RequestBody], allow_unknown: bool
-) -> None:
+def _check_unknown(name: str, value: Any, kind: type[RequestBody], allow_unknown: bool) -> None:
     """Raise for a field that the struct lacks, unless the field cannot change the answer."""
     others = known_parameters(kind)
-    if others is not None and name in others.unsupported:
-        if not _is_neutral(name, given, others):
+    if name in others.unsupported:
+        # True equals 1 in Python, so booleans need a comparison of the types too.
+        neutral = [(one, isinstance(one, bool)) for one in (None, *others.unsupported[name])]
+        if (value, isinstance(value, bool)) not in neutral:
             rule = others.refusals.get(name, "is not supported")
             raise Unsupported(f"{name} {rule}", param=name)
-    elif others is None or not (allow_unknown or name in others.ignored):
-        shown = name[:64]
-        known = () if others is None else (*others.ignored, *others.unsupported)
-        hint = near_names(shown, (*kind.__struct_fields__, *known))
-        text = f"unknown parameter '{shown}'{hint}"
-        raise InvalidRequest(text, param=shown, code="unknown_parameter")
-
-
-def _is_neutral(name: str, given: Mapping[str, Any], others: KnownParameters) -> bool:
-    """True if the value of this unsupported parameter does not change the answer."""
-    value = given[name]
-    # True equals 1 in Python, so booleans need a comparison of the types too.
-    neutral = others.unsupported[name]
-    same = [value == v and isinstance(value, bool) == isinstance(v, bool) for v in neutral]
-    return value is None or any(same)
+    elif not (allow_unknown or name in others.ignored):
+        hint = near_names(name, (*kind.__struct_fields__, *others.ignored, *others.unsupported))
+        text = f"unknown parameter '{name[:64]}'{hint}"
+        raise InvalidRequest(text, param=name[:64], code="unknown_parameter")
 
 
 def _refusal(error: str, given: Mapping[str, Any], kind: type[RequestBody]) -> RequestError:
@@ -172,8 +149,8 @@ def _refusal(error: str, given: Mapping[str, Any], kind: type[RequestBody]) -> R
     found = _ERROR.fullmatch(error)
     assert found is not None, "the pattern matches every text; this is a bug"
     text, param = found["text"], found["path"] or ""
-    has_parts = issubclass(kind, (requests.ChatBody, requests.TokenizeBody))
-    if has_parts and (part := _TEXT_PART.match(param)):
+    part = _TEXT_PART.match(param)
+    if part is not None and requests.TextPart in _types_at(kind, part[0]):
         content = given["messages"][int(part[1])]["content"][int(part[2])]
         if isinstance(content, dict) and content.get("type") != "text":
             rule = "only parts of type text are supported"
@@ -189,11 +166,13 @@ def _refusal(error: str, given: Mapping[str, Any], kind: type[RequestBody]) -> R
         return reject(f"{param}.{name}" if param else name, "is required")
     if text.startswith("Object contains unknown field"):
         name = text.split("`")[1][:64]
-        field = re.sub(r"\[\d+\]$", "", param).rpartition(".")[2]
-        hint = near_names(name, _OBJECTS[field].__struct_fields__)
+        fields = [field.encode_name for one in _types_at(kind, param) for field in _fields(one)]
+        hint = near_names(name, fields)
         return reject(param, f"has an unknown field '{name}'{hint}")
     if text.startswith("Invalid enum value"):  # the text of msgspec repeats the value
-        return reject(param, f"must be one of {', '.join(_values_at(kind, param))}")
+        arms = [one for one in _types_at(kind, param) if get_origin(one) is Literal]
+        values = [value for arm in arms for value in get_args(arm)]
+        return reject(param, f"must be one of {', '.join(values)}")
     over = re.match(r"Expected `(\w+)`(?: of length)? <= ", text)
     limit = _LIMITS.get((param.partition("[")[0], over[1])) if over else None
     message = f"{param}: {text[:1].lower()}{text[1:]}"
@@ -210,21 +189,21 @@ def _bias_at_fault(given: Mapping[str, Any]) -> str:
     return "logit_bias"
 
 
-def _values_at(kind: type[RequestBody], path: str) -> list[str]:
-    """The values that a field with a fixed set of values may have."""
+def _types_at(kind: type[RequestBody], path: str) -> list[Any]:
+    """The types that the value at this path may have."""
     types = [kind]
     for name in re.findall(r"[a-z_]+", path):
-        structs = [arm for one in types for arm in _arms(one) if hasattr(arm, "__struct_fields__")]
-        fields = [field for struct in structs for field in msgspec.structs.fields(struct)]
-        types = [field.type for field in fields if field.name == name]
-    arms = [arm for one in types for arm in _arms(one)]
-    return [value for arm in arms if get_origin(arm) is Literal for value in get_args(arm)]
+        fields = [field for one in types for field in _fields(one)]
+        types = [arm for field in fields if field.encode_name == name for arm in _arms(field.type)]
+    return types
+
+
+def _fields(kind: Any) -> Sequence[msgspec.structs.FieldInfo]:
+    return msgspec.structs.fields(kind) if hasattr(kind, "__struct_fields__") else ()
 
 
 def _arms(kind: Any) -> list[Any]:
     """The types in a union, and the types of the entries of lists."""
-    if get_origin(kind) in (Annotated, list):
-        return _arms(get_args(kind)[0])
-    if get_origin(kind) in (Union, UnionType):
+    if get_origin(kind) in (Annotated, list, Union, UnionType):
         return [arm for one in get_args(kind) for arm in _arms(one)]
     return [kind]

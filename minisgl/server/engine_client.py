@@ -4,6 +4,7 @@ The life of one call:
 
     open()       the call is admitted, with one queued Choice per answer    or Overloaded
     tokenize()   text or chat -> token ids, by a tokenizer process          or InvalidRequest
+    ask()        another request to a tokenizer process                     or InvalidRequest
     submit()     per choice: StartText to the detokenizer, then AddReq to the scheduler
     receive_text()
                  per step: a TextUpdate of each choice that has new text. The first update of a
@@ -19,24 +20,22 @@ of them run in one event loop, so this module needs no lock.
 
 import array
 import itertools
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from minisgl.core import DeadlineExceeded, FinishReason, InvalidRequest, Overloaded, RequestError
 from minisgl.message import messages
 from minisgl.server.config import DEFAULT_CLIENT, Limits
-from minisgl.server.constraints import CompiledConstraint, ConstraintRequest
 from minisgl.server.convert import Prompt, TokenArray
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.generation import Choice, Generation, priority_class
 from minisgl.server.metrics import Metrics
 from minisgl.server.tokenizer_pool import TokenizerPool
-
-logger = logging.getLogger(__name__)
 
 
 class Tokenized(NamedTuple):
@@ -50,15 +49,12 @@ class Tokenized(NamedTuple):
 class ClientLoad:
     """The open calls of one client, or the queue of one client and one class of priorities.
 
-    queued         choices without output.
-    queued_tokens  tokens of the prompts and predictions of the queued choices that have been
-                   submitted. If several choices share a prompt, it counts once.
-    choices        choices that the engine has not ended.
-    tokens         tokens of the open calls, as counted for max_call_tokens.
+    choices  choices that the engine has not ended; in a queue those without output.
+    tokens   tokens of the open calls, as counted for max_call_tokens. In a queue: tokens of the
+             prompts and predictions of the choices that have been submitted. If several choices
+             share a prompt, it counts once.
     """
 
-    queued: int = 0
-    queued_tokens: int = 0
     choices: int = 0
     tokens: int = 0
 
@@ -68,9 +64,9 @@ class EngineClient:
 
     I1  `_choices` holds the choices of open calls that the engine has not ended, and no others.
     I2  A submitted choice that is closed before its end is aborted, once.
-    I3  `loads` has the sums over the open calls of each client. Each client has one queue for each
-        class of priorities. The limits bound each queue, so a full queue does not affect other
-        clients or other classes.
+    I3  `loads` has the sums over the open calls of each client, and `queues` those over the choices
+        without output of each client and class of priorities. The limits bound each queue, so a
+        full queue does not affect other clients or other classes.
     """
 
     def __init__(
@@ -84,6 +80,7 @@ class EngineClient:
         self.limits = limits
         self.metrics = metrics
         self.loads: defaultdict[str, ClientLoad] = defaultdict(ClientLoad)
+        self.queues: defaultdict[tuple[str, str], ClientLoad] = defaultdict(ClientLoad)
         self._tokenizers = TokenizerPool(to_tokenizers)
         self._to_detokenizer = to_detokenizer
         self._to_scheduler = to_scheduler
@@ -97,9 +94,8 @@ class EngineClient:
 
     @property
     def open_choices(self) -> dict[str, int]:
-        """The number of open choices of each client, without the queues of single classes."""
-        loads = self.loads.items()
-        return {client: load.choices for client, load in loads if "\n" not in client}
+        """The number of open choices of each client."""
+        return {client: load.choices for client, load in self.loads.items()}
 
     @property
     def awaits_engine(self) -> bool:
@@ -125,21 +121,17 @@ class EngineClient:
         Raises Overloaded when the queue of the client is full, or the client has too many open
         requests. Raises InvalidRequest when even an empty queue could not hold the call.
         """
-        load, queue = self.loads[client], self.loads[_queue_key(client, priority)]
-        for limit, maximum, current in (
-            ("max_queued_reqs", self.limits.max_queued_reqs, queue.queued),
-            ("max_key_reqs", self.limits.max_key_reqs, load.choices),
+        load, queue = self.loads[client], self.queues[client, priority_class(priority)]
+        for limit, maximum, current, state in (
+            ("max_queued_reqs", self.limits.max_queued_reqs, queue.choices, "waiting"),
+            ("max_key_reqs", self.limits.max_key_reqs, load.choices, "open"),
         ):
             if maximum is not None and num_choices > maximum:
-                raise InvalidRequest(
-                    f"one call may ask for at most {maximum} answers, not {num_choices}",
-                    limit=limit,
-                )
+                reason = f"one call may ask for at most {maximum} answers, not {num_choices}"
+                raise InvalidRequest(reason, limit=limit)
             if maximum is not None and current + num_choices > maximum:
-                state = "waiting" if limit == "max_queued_reqs" else "open"
-                raise Overloaded(
-                    f"too many requests of this client are {state}; try again later", limit=limit
-                )
+                reason = f"too many requests of this client are {state}; try again later"
+                raise Overloaded(reason, limit=limit)
         generation = Generation(request_id, client, priority, log={} if log is None else log)
         for index in range(num_choices):
             choice = Choice(
@@ -147,7 +139,7 @@ class EngineClient:
             )
             generation.choices.append(choice)
             self._choices[choice.uid] = choice
-        queue.queued += num_choices
+        queue.choices += num_choices
         load.choices += num_choices
         self._generations.add(generation)
         return generation
@@ -202,13 +194,11 @@ class EngineClient:
         prompt_tokens: tokens of the call's prompts and of its prediction. tokens: as counted for
         max_call_tokens, and those of the prediction.
         """
-        load, queue = self.loads[call.client], self.loads[_queue_key(call.client, call.priority)]
-        if queue.queued_tokens and queue.queued_tokens + prompt_tokens > (
-            self.limits.max_queued_tokens
-        ):
-            raise Overloaded(
-                "too many prompt tokens are queued; try again later", limit="max_queued_tokens"
-            )
+        load = self.loads[call.client]
+        queued = self.queues[call.client, priority_class(call.priority)].tokens
+        if queued and queued + prompt_tokens > self.limits.max_queued_tokens:
+            reason = "too many prompt tokens are queued; try again later"
+            raise Overloaded(reason, limit="max_queued_tokens")
         maximum = self.limits.max_key_tokens
         if maximum is not None and load.tokens and load.tokens + tokens > maximum:
             reason = "the open requests of this client have too many tokens; try again later"
@@ -217,26 +207,25 @@ class EngineClient:
         load.tokens += tokens
 
     def submit(
-        self,
-        choices: Sequence[Choice],
-        request: messages.AddReq,
-        options: Sequence[messages.TextOptions],
+        self, choices: Sequence[Choice], request: messages.AddReq, text: messages.TextOptions
     ) -> None:
         """Send the choices of one prompt to the engine, unless their call has ended.
 
         request: one message for all choices. The scheduler gives them consecutive uids, from
-        request.uid on.
-        options: text options of each choice.
+        request.uid on. The first choice reports the log-probabilities of the prompt.
         """
         if choices[0].uid not in self._choices:
             return
         first = choices[0]
         first.prompt_share = len(request.token_ids) // 4
         first.queued_share = first.prompt_share + len(request.prediction) // 4
-        self.loads[_queue_key(first.client, first.priority)].queued_tokens += first.queued_share
-        for choice, option in zip(choices, options, strict=True):
+        self.queues[first.client, priority_class(first.priority)].tokens += first.queued_share
+        for choice in choices:
+            options = text
+            if choice is first and request.sampling.prompt_logprobs is not None:
+                options = msgspec.structs.replace(text, prompt_ids=request.token_ids)
             choice.submitted = True
-            self._to_detokenizer(messages.StartText(uid=choice.uid, options=option))
+            self._to_detokenizer(messages.StartText(uid=choice.uid, options=options))
         self._to_scheduler(request)
 
     def flush_cache(self) -> None:
@@ -251,29 +240,11 @@ class EngineClient:
         """The token ids of a prompt. Raises InvalidRequest for `param` if tokenizing fails."""
         if isinstance(prompt, array.array):
             return Tokenized(prompt)
-        result = await self._ask_tokenizer(prompt, call, param)
+        result = await self.ask(prompt, call, param)
         return Tokenized(array.array("i", result.token_ids), result.thinks)
 
-    async def compile(self, grammar: ConstraintRequest, call: Generation) -> CompiledConstraint:
-        """Check a grammar and return it. Raises InvalidRequest if it cannot be enforced."""
-        result = await self._ask_tokenizer(grammar.message, call, grammar.param)
-        self.metrics.on_constraint(grammar.message.kind)
-        return CompiledConstraint(
-            grammar.message.kind, result.text, result.think_ids, result.trigger
-        )
-
-    async def detokenize(self, token_ids: TokenArray, skip_special: bool, call: Generation) -> str:
-        """The text of token ids."""
-        request = messages.DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip_special)
-        return (await self._ask_tokenizer(request, call, None)).text
-
-    async def token_bytes(self, token_ids: TokenArray, call: Generation) -> tuple[bytes, ...]:
-        """The bytes of each token."""
-        request = messages.DecodeIds(token_ids=token_ids.tobytes(), skip_special=False, each=True)
-        return (await self._ask_tokenizer(request, call, None)).pieces
-
-    async def _ask_tokenizer(
-        self, request: messages.TokenizeRequest, call: Generation, param: str | None
+    async def ask(
+        self, request: messages.TokenizeRequest, call: Generation, param: str | None = None
     ) -> messages.TokenizeResult:
         """Send a request to a tokenizer and wait for the result.
 
@@ -290,6 +261,8 @@ class EngineClient:
             if isinstance(request, messages.CompileGrammar):
                 error = f"{param}{'' if error.startswith('/') else ': '}{error}"
             raise kind(error, param=param, limit=result.limit)
+        if isinstance(request, messages.CompileGrammar):
+            self.metrics.on_constraint(request.kind)
         return result
 
     def receive_tokenize_result(self, message: messages.TokenizeResult) -> int:
@@ -321,9 +294,9 @@ class EngineClient:
             generation.changed.set()
 
     def _leave_queue(self, choice: Choice) -> None:
-        load = self.loads[_queue_key(choice.client, choice.priority)]
-        load.queued -= 1
-        load.queued_tokens -= choice.queued_share
+        queue = self.queues[choice.client, priority_class(choice.priority)]
+        queue.choices -= 1
+        queue.tokens -= choice.queued_share
 
     def _abort(self, generation: Generation) -> None:
         for choice in generation.choices:
@@ -335,13 +308,3 @@ class EngineClient:
             if choice.submitted:
                 self.metrics.on_end(choice)
                 self._to_scheduler(messages.AbortReq(uid=choice.uid))
-
-
-def _queue_key(client: str, priority: int) -> str:
-    """Return the key in `loads` of the queue for this client and class of priorities.
-
-    A newline separates client and class, because no name of a client has one. The queue of the
-    default class is the load of the client itself.
-    """
-    name = priority_class(priority)
-    return client if name == "default" else f"{client}\n{name}"

@@ -13,7 +13,7 @@ Most choices have only text. Reasoning, token ids and log-probabilities are in a
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from minisgl import core
@@ -22,17 +22,8 @@ from minisgl.message.messages import TextUpdate, TokenizeResult, TokenLogprob, T
 from minisgl.server.config import DEFAULT_CLIENT
 from minisgl.server.errors import EngineFailure
 
-# The errors with which a scheduler refuses a request, by the `error_kind` of Finished.
-_REFUSALS: Mapping[str, type[core.RequestError]] = {
-    kind.__name__: kind
-    for kind in (
-        core.DeadlineExceeded,
-        core.GrammarFailed,
-        core.InvalidRequest,
-        core.Overloaded,
-        core.PromptTooLong,
-    )
-}
+# A scheduler refuses a request with the name of one of these errors, in `error_kind` of Finished.
+_REFUSALS = {kind.__name__: kind for kind in core.RequestError.__subclasses__()}
 
 
 def priority_class(priority: int) -> str:
@@ -42,13 +33,17 @@ def priority_class(priority: int) -> str:
 
 @dataclass(eq=False, slots=True)
 class ChoiceDelta:
-    """New output of a choice besides its text, since the last `Choice.take`."""
+    """New output of a choice besides its text, since the last `Choice.take`.
+
+    prompt_ids: the ids of the prompt in the first delta, if the answer contains them.
+    """
 
     reasoning: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
@@ -60,7 +55,7 @@ class Choice:
     started_s     time of admission, like first_s and last_s in seconds of CLOCK_MONOTONIC.
     client        the name of the key that sent the call.
     priority      the priority of the call.
-    text, delta   the output that has not been taken.
+    text, delta   the output that has not been taken. With echo the text begins with the prompt.
     latest        the last update, whose token counts are totals.
     finish        finish reason; None while the engine works on the choice.
     error         the error that ended the choice before its answer was complete.
@@ -140,8 +135,6 @@ class Generation:
     changed        set when any choice has changed; the handler waits for it.
     keep_alive     the call was woken without new output, so that an idle stream sends a comment.
     tokenizing     the tokenizer result that the call waits for.
-    echoes         the text of each prompt, if the answer repeats it.
-    prompt_ids     the ids of each prompt, if the answer contains them.
     log            further fields of the call's log line.
     """
 
@@ -154,15 +147,7 @@ class Generation:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     keep_alive: bool = False
     tokenizing: asyncio.Future[TokenizeResult] | None = None
-    echoes: list[str] = field(default_factory=list)
-    prompt_ids: list[list[int]] = field(default_factory=list)
     log: dict[str, object] = field(default_factory=dict)
-
-    def echo(self, choice: Choice) -> str:
-        """The prompt with which the text of this choice begins; "" without echo."""
-        if not self.echoes:
-            return ""
-        return self.echoes[choice.index * len(self.echoes) // len(self.choices)]
 
     def finished(self) -> bool:
         """True if all choices have ended."""

@@ -11,7 +11,7 @@ Bodies are not declared in signatures: `CallContext` reads the raw bytes and msg
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 from fastapi import Depends, Request
@@ -19,18 +19,18 @@ from starlette.requests import ClientDisconnect
 
 from minisgl import core
 from minisgl.core import ModelFacts, PromptTooLong, SamplingParams
-from minisgl.message.messages import PROMPT_TAIL_TOKENS, AddReq, SchedulerStats, TokenizeText
+from minisgl.message import messages
 from minisgl.server.config import DEFAULT_CLIENT, ServerConfig
 from minisgl.server.connection import KEPT
-from minisgl.server.constraints import CompiledConstraint
 from minisgl.server.convert import GenerateRequest, RequestConverter, TokenArray
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import NotReady, RendersOnly
-from minisgl.server.generation import Generation
+from minisgl.server.generation import ChoiceDelta, Generation
 from minisgl.server.lifecycle import Lifecycle
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
+Prompts: TypeAlias = list[tuple[TokenArray, SamplingParams]]
 
 
 class Service(Protocol):
@@ -39,7 +39,7 @@ class Service(Protocol):
     config: ServerConfig
     client: EngineClient
     lifecycle: Lifecycle
-    stats: SchedulerStats | None
+    stats: messages.SchedulerStats | None
 
     def hung_worker(self) -> str | None:
         """The name of a hung worker process (see Watchdog), or None."""
@@ -149,7 +149,7 @@ async def _submit_all(
     """Tokenize every prompt and submit its n choices; then add the echo if requested."""
     compiled = None
     if request.grammar is not None:
-        compiled = await client.compile(request.grammar, generation)
+        compiled = await client.ask(request.grammar.message, generation, request.grammar.param)
     prompts, tokens = await tokenized(client, generation, request, facts, compiled)
     prompt_tokens = sum(len(token_ids) for token_ids, _ in prompts)
     prediction = b""
@@ -160,13 +160,14 @@ async def _submit_all(
     predicted = len(prediction) // 4
     client.require_room(generation, prompt_tokens + predicted, tokens + predicted)
     for index, (token_ids, sampling) in enumerate(prompts):
-        tail = token_ids[-PROMPT_TAIL_TOKENS:].tolist()
-        others = msgspec.structs.replace(request.text, prompt_tail=tail)
-        first = others
-        if sampling.prompt_logprobs is not None:  # reported once, with the first choice
-            first = msgspec.structs.replace(others, prompt_ids=token_ids.tobytes())
+        tail = token_ids[-messages.PROMPT_TAIL_TOKENS :].tolist()
+        text = msgspec.structs.replace(request.text, prompt_tail=tail)
         choices = generation.choices[index * request.n : (index + 1) * request.n]
-        add_req = AddReq(
+        if request.text.token_ids:
+            prompt_ids = token_ids.tolist()
+            for choice in choices:
+                choice.delta = ChoiceDelta(prompt_ids=prompt_ids)
+        add_req = messages.AddReq(
             uid=choices[0].uid,
             token_ids=token_ids.tobytes(),
             sampling=sampling.seeded(),
@@ -177,20 +178,21 @@ async def _submit_all(
             call=generation.choices[0].uid,
             priority=generation.priority,
         )
-        client.submit(choices, add_req, [first, *[others] * (request.n - 1)])
-    if request.text.token_ids:
-        generation.prompt_ids = [token_ids.tolist() for token_ids, _ in prompts]
+        client.submit(choices, add_req, text)
     if request.echo:
-        skip_special = request.text.skip_special_tokens
-        generation.echoes = [
-            prompt.text
-            if isinstance(prompt, TokenizeText)
-            else await client.detokenize(token_ids, skip_special, generation)
-            for (_, prompt), (token_ids, _) in zip(request.prompts, prompts, strict=True)
-        ]
+        echoes = []
+        for (_, prompt), (token_ids, _) in zip(request.prompts, prompts, strict=True):
+            if isinstance(prompt, messages.TokenizeText):
+                echoes.append(prompt.text)
+                continue
+            skip = request.text.skip_special_tokens
+            ids = messages.DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip)
+            echoes.append((await client.ask(ids, generation)).text)
         for choice in generation.choices:
-            if request.sampling.prompt_logprobs is not None and choice.index % request.n:
-                choice.offset = len(generation.echo(choice))
+            prompt_index, number = divmod(choice.index, request.n)
+            choice.text.insert(0, echoes[prompt_index])
+            if request.sampling.prompt_logprobs is not None and number:
+                choice.offset = len(echoes[prompt_index])
 
 
 async def tokenized(
@@ -198,8 +200,8 @@ async def tokenized(
     generation: Generation,
     request: GenerateRequest,
     facts: ModelFacts,
-    compiled: CompiledConstraint | None = None,
-) -> tuple[list[tuple[TokenArray, SamplingParams]], int]:
+    compiled: messages.TokenizeResult | None = None,
+) -> tuple[Prompts, int]:
     """Tokenize every prompt. Returns the prompts and the number of tokens as `fit_call` does.
 
     Raises the errors of `fit_max_tokens` and of `fit_call`.
@@ -208,8 +210,8 @@ async def tokenized(
     for name, prompt in request.prompts:
         token_ids, thinks = await client.tokenize(prompt, name, generation)
         sampling = fit_max_tokens(request, token_ids, facts, name)
-        if compiled is not None:
-            grammar = compiled.grammar(token_ids, thinks)
+        if compiled is not None and request.grammar is not None:
+            grammar = request.grammar.grammar(compiled, token_ids, thinks)
             sampling = msgspec.structs.replace(sampling, grammar=grammar)
         prompts.append((token_ids, sampling))
     return fit_call(request, prompts, facts, client.limits.max_call_tokens)
@@ -229,8 +231,7 @@ def fit_max_tokens(
         raise core.InvalidRequest(f"{param} has no tokens", param=param)
     if max(token_ids) >= facts.vocab_size:
         raise core.InvalidRequest(f"{param} has a token that the model does not know", param=param)
-    sampling = request.sampling
-    wanted = sampling.max_tokens
+    wanted = request.sampling.max_tokens
     if size >= context:
         raise PromptTooLong(
             f"{param} has {size} tokens; the context length is {context} tokens, "
@@ -238,7 +239,7 @@ def fit_max_tokens(
             param=param,
         )
     if wanted is None or size + wanted <= context:
-        return sampling
+        return request.sampling
     if request.max_tokens_param is not None:
         raise PromptTooLong(
             f"{param} has {size} tokens and {request.max_tokens_param} is {wanted}, together "
@@ -246,15 +247,12 @@ def fit_max_tokens(
             "are left for the answer",
             param=request.max_tokens_param,
         )
-    return msgspec.structs.replace(sampling, max_tokens=context - size)
+    return msgspec.structs.replace(request.sampling, max_tokens=context - size)
 
 
 def fit_call(
-    request: GenerateRequest,
-    prompts: list[tuple[TokenArray, SamplingParams]],
-    facts: ModelFacts,
-    max_call_tokens: int,
-) -> tuple[list[tuple[TokenArray, SamplingParams]], int]:
+    request: GenerateRequest, prompts: Prompts, facts: ModelFacts, max_call_tokens: int
+) -> tuple[Prompts, int]:
     """The prompts with max_tokens within max_call_tokens, and the number of tokens of the call.
 
     A token counts once. With log-probabilities it counts once more for itself, and once for each

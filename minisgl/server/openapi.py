@@ -103,10 +103,10 @@ def component_schemas(converter: RequestConverter) -> dict[str, Schema]:
         for base in reversed(struct.__mro__):
             for name, text in parameters.descriptions.get(base.__name__, {}).items():
                 schema["properties"][name]["description"] = text
-        if (others := requests.known_parameters(struct)) is not None:
-            schema["properties"] |= {name: {} for name in sorted(others.ignored)}
-            neutral = others.unsupported.items()
-            schema["properties"] |= {name: {"enum": [*v, None]} for name, v in neutral}
+        others = requests.known_parameters(struct)
+        schema["properties"] |= {name: {} for name in sorted(others.ignored)}
+        neutral = others.unsupported.items()
+        schema["properties"] |= {name: {"enum": [*v, None]} for name, v in neutral}
     found["TokenizeBody"]["oneOf"] = [
         {"required": [name], "properties": {name: {"not": {"type": "null"}}}}
         for name in ("prompt", "messages")

@@ -63,9 +63,9 @@ class ResponseWriter:
         self._after = b',"usage":null}\n\n' if request.include_usage else b"}\n\n"
         rest = b',"logprobs":null,"finish_reason":null}]' + self._after
         # The bytes between the values of a text chunk: index and text.
-        self._text_before = self._before + b'{"index":'
-        self._text_field = b',"delta":{"content":' if self._is_chat else b',"text":'
-        self._text_after = b"}" + rest if self._is_chat else rest
+        start = self._before + b'{"index":'
+        chat = start, b',"delta":{"content":', b"}" + rest
+        self._around_text = chat if self._is_chat else (start, b',"text":', rest)
 
     async def whole(self, generation: Generation) -> bytes:
         """The JSON body of an answer without stream. The generation has finished."""
@@ -74,23 +74,22 @@ class ResponseWriter:
         return await asyncio.to_thread(self._whole, generation)
 
     def _whole(self, generation: Generation) -> bytes:
-        choices = [self._whole_choice(choice, generation) for choice in generation.choices]
+        first = generation.choices[0].delta
+        choices = [self._whole_choice(choice) for choice in generation.choices]
         body = {**self._head, "choices": choices, "usage": self._usage(generation)}
         if not self._is_chat:
             return msgspec.json.encode(responses.Completion(**body))
-        if generation.prompt_ids:
-            body["prompt_token_ids"] = generation.prompt_ids[0]
+        if first is not None and first.prompt_ids:
+            body["prompt_token_ids"] = first.prompt_ids
         return msgspec.json.encode(responses.ChatCompletion(**body))
 
-    def _whole_choice(
-        self, choice: Choice, generation: Generation
-    ) -> responses.ChatChoice | responses.TextChoice:
+    def _whole_choice(self, choice: Choice) -> responses.ChatChoice | responses.TextChoice:
         text, delta = choice.take()
         delta = delta or ChoiceDelta()
-        values = self._values(choice, delta, generation)
+        values = self._values(choice, delta)
         values["finish_reason"] = self._finish_name(choice)
         if not self._is_chat:
-            return responses.TextChoice(text=generation.echo(choice) + text, **values)
+            return responses.TextChoice(text=text, **values)
         message = responses.AnswerMessage(
             content=text or (None if choice.has_calls else ""),
             reasoning_content=delta.reasoning or UNSET,
@@ -98,31 +97,28 @@ class ResponseWriter:
         )
         return responses.ChatChoice(message=message, **values)
 
-    def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
-        """The event before any generated text: the role of a chat, nothing for a completion."""
+    def first_chunk(self, choice: Choice, delta: ChoiceDelta | None) -> bytes:
+        """The event before any generated text: the role of a chat, nothing for a completion.
+
+        delta: the first output, which has the ids of the prompt.
+        """
         if not self._is_chat:
             return b""
         ids = b""
-        if generation.prompt_ids:
-            ids = b',"prompt_token_ids":' + msgspec.json.encode(generation.prompt_ids[0])
+        if delta is not None and delta.prompt_ids:
+            ids = b',"prompt_token_ids":' + msgspec.json.encode(delta.prompt_ids)
         content = None if self.request.text.tools else ""
-        delta = responses.Delta(role="assistant", content=content)
-        return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=delta), ids)
+        role = responses.Delta(role="assistant", content=content)
+        return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=role), ids)
 
     def text_chunk(self, index: int, text: str) -> bytes:
         """The event with new text of one choice and nothing else. It is the most frequent event."""
-        value = msgspec.json.encode(text)
-        before, field, after = self._text_before, self._text_field, self._text_after
-        return b"%b%d%b%b%b" % (before, index, field, value, after)
+        start, field, end = self._around_text
+        return b"%b%d%b%b%b" % (start, index, field, msgspec.json.encode(text), end)
 
-    def delta_chunk(
-        self, choice: Choice, text: str, delta: ChoiceDelta, generation: Generation | None
-    ) -> bytes:
-        """New text with reasoning, tool calls, token ids or log-probabilities.
-
-        generation: given for the first event of a choice, which has the ids of the prompt.
-        """
-        values = self._values(choice, delta, generation)
+    def delta_chunk(self, choice: Choice, text: str, delta: ChoiceDelta) -> bytes:
+        """New text with reasoning, tool calls, token ids or log-probabilities."""
+        values = self._values(choice, delta)
         if not self._is_chat:
             return self._chunk(responses.TextChunkChoice(text=text, **values))
         # Reasoning, content and each part of a call are separate events: a client may ignore the
@@ -166,15 +162,13 @@ class ResponseWriter:
         """One event of one choice. ids: the field prompt_token_ids of a chat, or b""."""
         return b"%b%b]%b%b" % (self._before, msgspec.json.encode(choice), ids, self._after)
 
-    def _values(
-        self, choice: Choice, delta: ChoiceDelta, generation: Generation | None
-    ) -> dict[str, Any]:
+    def _values(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
         """The fields of a choice's struct, without its text."""
         values: dict[str, Any] = {"index": choice.index, "logprobs": self._logprobs(choice, delta)}
         if self.request.text.token_ids:
             values["token_ids"] = delta.token_ids
-            if generation is not None and not self._is_chat:
-                values["prompt_token_ids"] = generation.prompt_ids[choice.index // self.request.n]
+            if delta.prompt_ids and not self._is_chat:
+                values["prompt_token_ids"] = delta.prompt_ids
         return values
 
     def _logprobs(

@@ -15,6 +15,7 @@ from starlette.types import Scope
 
 import minisgl
 from minisgl.core import Cancelled, InvalidRequest
+from minisgl.message.messages import DecodeIds
 from minisgl.server import probes
 from minisgl.server.apis.messages_answer import MessagesWriter
 from minisgl.server.apis.responses_answer import ResponsesWriter
@@ -178,7 +179,8 @@ async def tokenize(call: CallDep) -> Response:
         )
     answer = responses.TokenizeResponse(len(ids), facts.max_seq_len, ids.tolist())
     if with_texts:
-        pieces = await _ask_tokenizer(call, lambda g: call.client.token_bytes(ids, g))
+        each = DecodeIds(token_ids=ids.tobytes(), skip_special=False, each=True)
+        pieces = (await _ask_tokenizer(call, lambda g: call.client.ask(each, g))).pieces
         texts: list[str] = []
         answer.token_strs = texts
         for start in range(0, len(pieces), _TEXTS_AT_ONCE):
@@ -191,9 +193,9 @@ async def tokenize(call: CallDep) -> Response:
 async def detokenize(call: CallDep) -> Response:
     """The text of token ids, in the format of vLLM."""
     raw, facts = await call.read()
-    token_ids, skip_special = call.converter.read_detokenize(raw, facts)
-    text = await _ask_tokenizer(call, lambda g: call.client.detokenize(token_ids, skip_special, g))
-    return json_response(responses.DetokenizeResponse(text))
+    ids = call.converter.read_detokenize(raw, facts)
+    found = await _ask_tokenizer(call, lambda g: call.client.ask(ids, g))
+    return json_response(responses.DetokenizeResponse(found.text))
 
 
 async def _ask_tokenizer(call: CallContext, ask: Callable[[Generation], Awaitable[T]]) -> T:

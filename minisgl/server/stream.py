@@ -4,16 +4,18 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeAlias
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.core import Cancelled
-from minisgl.server.convert import GenerateRequest
+from minisgl.server.apis.messages_answer import MessagesWriter
+from minisgl.server.apis.responses_answer import ResponsesWriter
 from minisgl.server.engine_client import EngineClient
-from minisgl.server.generation import Choice, ChoiceDelta, Generation
+from minisgl.server.generation import Generation
 from minisgl.server.handler import unless_disconnected
+from minisgl.server.response import ResponseWriter
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
@@ -26,39 +28,7 @@ _HEADERS = (
 _LARGE_TOKENS = 512  # tokens with log-probabilities that take up to 10 ms to encode
 
 
-class Writer(Protocol):
-    """Writes the answer to one request in the form of an API.
-
-    keep_alive: bytes without meaning that keep the connection of a stream open.
-    """
-
-    request: GenerateRequest
-
-    @property
-    def keep_alive(self) -> bytes: ...
-
-    async def whole(self, generation: Generation) -> bytes:
-        """The JSON body of an answer without stream. The generation has finished."""
-
-    def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
-        """The events of a choice before its output."""
-
-    def text_chunk(self, index: int, text: str) -> bytes:
-        """The events with new text of one choice and nothing else."""
-
-    def delta_chunk(
-        self, choice: Choice, text: str, delta: ChoiceDelta, generation: Generation | None
-    ) -> bytes:
-        """The events with new output of any kind. generation: given for the first of a choice."""
-
-    def last_chunk(self, choice: Choice) -> bytes:
-        """The events at the end of one choice."""
-
-    def end_chunk(self, generation: Generation) -> bytes:
-        """The events at the end of the stream."""
-
-    def error_chunk(self, error: BaseException) -> bytes:
-        """The events that end the stream after a failure."""
+Writer: TypeAlias = ResponseWriter | MessagesWriter | ResponsesWriter
 
 
 async def events(generation: Generation, writer: Writer) -> AsyncIterator[bytes]:
@@ -69,21 +39,18 @@ async def events(generation: Generation, writer: Writer) -> AsyncIterator[bytes]
         await generation.wait_for_change()
         parts = []
         for choice in [*running]:
-            text, delta = choice.take()
+            # An echo of the prompt waits in a choice until the first output.
+            text, delta = choice.take() if choice.prefill_done else ("", None)
             # More output may arrive while a thread encodes this output. The next round takes it.
-            finish, error, first = choice.finish, choice.error, None
+            finish, error = choice.finish, choice.error
             if choice.prefill_done and choice.index not in begun:
                 begun.add(choice.index)
-                first = generation
-                text = generation.echo(choice) + text
-                parts.append(writer.first_chunk(choice, generation))
-            if delta is not None or (first and writer.request.text.token_ids):
-                delta = delta or ChoiceDelta()
+                parts.append(writer.first_chunk(choice, delta))
+            if delta is not None:
                 if len(delta.prompt_logprobs) + len(delta.logprobs) < _LARGE_TOKENS:
-                    parts.append(writer.delta_chunk(choice, text, delta, first))
+                    parts.append(writer.delta_chunk(choice, text, delta))
                 else:
-                    encode = asyncio.to_thread(writer.delta_chunk, choice, text, delta, first)
-                    parts.append(await encode)
+                    parts.append(await asyncio.to_thread(writer.delta_chunk, choice, text, delta))
             elif text:
                 parts.append(writer.text_chunk(choice.index, text))
             if error is not None:

@@ -6,14 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from minisgl.message.messages import (
-    CompileGrammar,
-    TokenizeChat,
-    TokenizeRequest,
-    TokenizeResult,
-    TokenizeText,
-    ToTokenizer,
-)
+from minisgl.message.messages import TokenizeRequest, TokenizeResult, ToTokenizer
 
 # A request that has been sent to a tokenizer process cannot be withdrawn. A process therefore gets
 # new requests only while its unfinished ones have fewer bytes than this. The other requests wait in
@@ -84,11 +77,6 @@ class TokenizerPool:
 
 
 def _size(request: TokenizeRequest) -> int:
-    """The size of a request: characters of a text or grammar, or bytes of a chat or of ids."""
-    match request:
-        case TokenizeText() | CompileGrammar():
-            return len(request.text)
-        case TokenizeChat():
-            return len(request.messages_json)
-        case _:
-            return len(request.token_ids)
+    """The size of a request: the length of its longest text or bytes."""
+    fields = msgspec.structs.astuple(request)
+    return max(len(value) for value in fields if isinstance(value, (str, bytes)))

@@ -69,42 +69,38 @@ class ToolRequest(NamedTuple):
         is_free = not self.must_call and self.parallel and text_constraint is None
         if is_free and not any(tool.strict for tool in self.tools):
             return None
-        if text_constraint is not None and text_constraint.message.kind not in (
-            "json_schema",
-            "json_object",
-        ):
-            if not self.tools:
+        answer, pattern = None, whitespace_pattern(max_whitespace)
+        if text_constraint is not None:
+            param, given = text_constraint
+            if given.kind not in ("json_schema", "json_object"):
+                if self.tools:
+                    raise reject(param, "cannot be combined with tools; use a JSON schema")
                 raise Unsupported(
-                    f"{text_constraint.param}: an answer of this model has several parts "
-                    f"({self.format}), and only a JSON schema can constrain the final one",
-                    param=text_constraint.param,
+                    f"{param}: an answer of this model has several parts ({self.format}), and only "
+                    "a JSON schema can constrain the final one",
+                    param=param,
                 )
-            raise reject(text_constraint.param, "cannot be combined with tools; use a JSON schema")
+            answer, pattern = msgspec.json.decode(given.text), given.whitespace_pattern
         grammar = ToolGrammar(
             format=self.format,
             tools=[(tool.name, tool.parameters or _NO_PARAMETERS) for tool in self.tools],
             must_call=self.must_call,
             parallel=self.parallel and not self.is_named,
-            answer=None
-            if text_constraint is None
-            else msgspec.json.decode(text_constraint.message.text),
+            answer=answer,
         )
-        message = CompileGrammar(
-            kind="tool_calls",
-            text=msgspec.json.encode(grammar).decode(),
-            whitespace_pattern=whitespace_pattern(max_whitespace)
-            if text_constraint is None
-            else text_constraint.message.whitespace_pattern,
-        )
+        source = msgspec.json.encode(grammar).decode()
+        message = CompileGrammar(kind="tool_calls", text=source, whitespace_pattern=pattern)
         return ConstraintRequest("tools", message)
 
 
-def tools_of(body: requests.ChatBody, facts: ModelFacts) -> ToolRequest | None:
-    """The tools that the answer to this chat may call; None if the answer is plain text.
+def tools_of(body: requests.AnyBody, facts: ModelFacts) -> ToolRequest | None:
+    """The tools that the answer to this body may call; None if the answer is plain text.
 
     Raises InvalidRequest, or Unsupported if the template renders no tools or the call format is
     unknown.
     """
+    if not isinstance(body, requests.ChatBody):
+        return None
     names = [tool.function.name for tool in body.tools]
     for index, name in enumerate(names):
         if name in names[:index]:
@@ -154,17 +150,16 @@ def _read_choice(
         if choice == "required" and not names:
             raise reject("tool_choice", "is 'required', so tools must have at least one tool")
         return None, choice or "auto", names
-    if choice.type == "function":
-        if choice.function is None:
-            raise reject("tool_choice.function", "is required with type function")
-        _check_known(choice.function.name, names, "tool_choice.function.name")
-        return choice.function.name, "required", [choice.function.name]
-    if choice.allowed_tools is None:
-        raise reject("tool_choice.allowed_tools", "is required with type allowed_tools")
-    allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+    given = choice.function if choice.type == "function" else choice.allowed_tools
+    if given is None:
+        raise reject(f"tool_choice.{choice.type}", f"is required with type {choice.type}")
+    if isinstance(given, requests.FunctionName):
+        _check_known(given.name, names, "tool_choice.function.name")
+        return given.name, "required", [given.name]
+    allowed = [tool.function.name for tool in given.tools]
     for index, name in enumerate(allowed):
         _check_known(name, names, f"tool_choice.allowed_tools.tools[{index}].function.name")
-    return None, choice.allowed_tools.mode, allowed
+    return None, given.mode, allowed
 
 
 def _check_known(name: str, names: Sequence[str], param: str) -> None:

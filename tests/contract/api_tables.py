@@ -95,9 +95,7 @@ def api_parameters(struct: type[RequestBody]) -> str:
     for name in struct.__struct_fields__:
         schema = SCHEMAS[struct.__name__]["properties"][name]
         rows.append(f"| `{name}` | {values(schema)} | {default(schema)} | {meaning(schema)} |")
-    others = known_parameters(struct)
-    assert others is not None, "each API has a list of the other parameters"
-    return "\n".join(rows) + _others(others)
+    return "\n".join(rows) + _others(known_parameters(struct))
 
 
 def default(schema: dict[str, Any]) -> str:

@@ -5,6 +5,4 @@ The modules `*_request` translate a body of their API into the body of a chat. T
 same for a chat.
 """
 
-from minisgl.server.apis.translation import Translation
-
-__all__ = ["Translation"]
+__all__: list[str] = []

@@ -12,7 +12,6 @@ from typing import Literal
 import msgspec
 
 from minisgl.core import FinishReason
-from minisgl.message.messages import ToolCallDelta
 from minisgl.server.convert import GenerateRequest
 from minisgl.server.generation import Choice, ChoiceDelta, Generation
 
@@ -46,20 +45,23 @@ class Block:
 class BlockWriter(ABC):
     """Writes the answer to a request with one choice.
 
-    blocks: the blocks that have begun. All but the last are complete.
+    id: the id of the answer. blocks: the blocks that have begun. All but the last are complete.
     """
 
     keep_alive: bytes
+    id_prefix: str
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
+        self.id = self.id_prefix + uuid.uuid4().hex
         self.blocks: list[Block] = []
+        self._before = b""  # the bytes of an event with new text, up to its text
 
     async def whole(self, generation: Generation) -> bytes:
         """The JSON body of an answer without stream. The generation has finished."""
         (choice,) = generation.choices
         text, delta = choice.take()
-        self.delta_chunk(choice, text, delta or ChoiceDelta(), None)
+        self.delta_chunk(choice, text, delta or ChoiceDelta())
         self._close(choice.finish is FinishReason.STOP)
         return msgspec.json.encode(self.answer(choice))
 
@@ -67,9 +69,7 @@ class BlockWriter(ABC):
         """The events for new text and nothing else."""
         return self._add("text", text)
 
-    def delta_chunk(
-        self, choice: Choice, text: str, delta: ChoiceDelta, generation: Generation | None
-    ) -> bytes:
+    def delta_chunk(self, choice: Choice, text: str, delta: ChoiceDelta) -> bytes:
         """The events for new reasoning, text and tool calls.
 
         One delta may hold the output of several steps. The rest of a call that has begun comes
@@ -84,7 +84,7 @@ class BlockWriter(ABC):
         if text:
             parts.append(self._add("text", text))
         for call in calls:
-            parts.append(self._begin("call", call) if call.name else b"")
+            parts.append(self._begin("call", call.id, call.name) if call.name else b"")
             parts.append(self._add("call", call.arguments) if call.arguments else b"")
         return b"".join(parts)
 
@@ -100,19 +100,15 @@ class BlockWriter(ABC):
         """Add text to the last block, or to a new block if the last is of another kind."""
         begun = b""
         if not self.blocks or self.blocks[-1].kind != kind:
-            assert kind != "call", (
-                "the name of a call must come before its arguments: this is a bug"
-            )
+            assert kind != "call", "the name of a call must come first; this is a bug"
             begun = self._begin(kind)
         block = self.blocks[-1]
         block.pieces.append(text)
         return begun + self.added(block, text)
 
-    def _begin(self, kind: Kind, call: ToolCallDelta | None = None) -> bytes:
+    def _begin(self, kind: Kind, call_id: str = "", name: str = "") -> bytes:
         closed = self._close(True)
-        block = Block(kind, len(self.blocks))
-        if call is not None:
-            block.call_id, block.name = call.id, call.name
+        block = Block(kind, len(self.blocks), call_id, name)
         self.blocks.append(block)
         return closed + self.begun(block)
 
@@ -129,10 +125,6 @@ class BlockWriter(ABC):
         """The body of the whole answer."""
 
     @abstractmethod
-    def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
-        """The events before the first block."""
-
-    @abstractmethod
     def begun(self, block: Block) -> bytes:
         """The events that announce a block."""
 
@@ -147,10 +139,6 @@ class BlockWriter(ABC):
     @abstractmethod
     def ended(self, choice: Choice) -> bytes:
         """The events at the end of an answer."""
-
-    @abstractmethod
-    def error_chunk(self, error: BaseException) -> bytes:
-        """The events that end a stream after a failure."""
 
 
 def sse(kind: str, event: msgspec.Struct) -> bytes:

@@ -1,15 +1,13 @@
 """Writes answers in the form of Anthropic's Messages API."""
 
-import uuid
 from typing import Any
 
 import msgspec
 
 from minisgl.core import FinishReason
 from minisgl.server.apis.blocks import Block, BlockWriter, sse
-from minisgl.server.convert import GenerateRequest
 from minisgl.server.errors import messages_error
-from minisgl.server.generation import Choice, Generation
+from minisgl.server.generation import Choice, ChoiceDelta
 from minisgl.server.protocol import messages_api as api
 
 
@@ -18,60 +16,49 @@ class MessagesWriter(BlockWriter):
 
     keep_alive = b'event: ping\ndata: {"type": "ping"}\n\n'
 
-    def __init__(self, request: GenerateRequest) -> None:
-        super().__init__(request)
-        self._id = f"msg_{uuid.uuid4().hex}"
-        self._before = b""  # the bytes of an event with new text, up to its text
+    id_prefix = "msg_"
 
     def answer(self, choice: Choice) -> api.ModelMessage:
-        content = [_content(block, block.text) for block in self.blocks]
-        return self._message(choice, content, *_end(choice))
+        message = self._message(choice)
+        message.content = [_content(block, block.text) for block in self.blocks]
+        message.stop_reason, message.stop_sequence = _end(choice)
+        return message
 
-    def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
-        return sse(
-            "message_start",
-            api.MessagesEvent(type="message_start", message=self._message(choice, [])),
-        )
+    def first_chunk(self, choice: Choice, delta: ChoiceDelta | None) -> bytes:
+        """The event before the first block."""
+        return _event("message_start", message=self._message(choice))
 
     def begun(self, block: Block) -> bytes:
         delta, field = _DELTAS[block.kind]
         self._before = b'event: content_block_delta\ndata: {"type":"content_block_delta",'
         self._before += b'"index":%d,"delta":{"type":"%b","%b":' % (block.index, delta, field)
-        kind = "content_block_start"
         content = _content(block, "")
-        return sse(kind, api.MessagesEvent(type=kind, index=block.index, content_block=content))
+        return _event("content_block_start", index=block.index, content_block=content)
 
     def added(self, block: Block, text: str) -> bytes:
         return b"%b%b}}\n\n" % (self._before, msgspec.json.encode(text))
 
     def closed(self, block: Block) -> bytes:
-        kind = "content_block_stop"
-        return sse(kind, api.MessagesEvent(type=kind, index=block.index))
+        return _event("content_block_stop", index=block.index)
 
     def ended(self, choice: Choice) -> bytes:
         reason, text = _end(choice)
-        kind, delta = "message_delta", api.MessagesDelta(stop_reason=reason, stop_sequence=text)
-        end = sse(kind, api.MessagesEvent(type=kind, delta=delta, usage=_usage(choice)))
-        return end + sse("message_stop", api.MessagesEvent(type="message_stop"))
+        delta = api.MessagesDelta(stop_reason=reason, stop_sequence=text)
+        end = _event("message_delta", delta=delta, usage=_usage(choice))
+        return end + _event("message_stop")
 
     def error_chunk(self, error: BaseException) -> bytes:
+        """The event that ends a stream after a failure."""
         return sse("error", messages_error(error))
 
-    def _message(
-        self,
-        choice: Choice,
-        content: list[api.AnswerBlock],
-        stop_reason: api.StopName | None = None,
-        stop_sequence: str | None = None,
-    ) -> api.ModelMessage:
+    def _message(self, choice: Choice) -> api.ModelMessage:
         return api.ModelMessage(
-            id=self._id,
-            model=self.request.model,
-            content=content,
-            stop_reason=stop_reason,
-            stop_sequence=stop_sequence,
-            usage=_usage(choice),
+            id=self.id, model=self.request.model, content=[], usage=_usage(choice)
         )
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return sse(kind, api.MessagesEvent(type=kind, **fields))
 
 
 _DELTAS = {

@@ -1,7 +1,7 @@
 """Writes answers in the form of OpenAI's Responses API."""
 
 import time
-import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -10,7 +10,7 @@ from minisgl.core import FinishReason
 from minisgl.server.apis.blocks import Block, BlockWriter, sse
 from minisgl.server.convert import GenerateRequest
 from minisgl.server.errors import public_message
-from minisgl.server.generation import Choice, Generation
+from minisgl.server.generation import Choice, ChoiceDelta
 from minisgl.server.protocol import responses_api as api
 
 
@@ -18,17 +18,12 @@ class ResponsesWriter(BlockWriter):
     """Writes the answer to a request of the Responses API."""
 
     keep_alive = b": keep-alive\n\n"  # a comment that clients skip
+    id_prefix = "resp_"
 
     def __init__(self, request: GenerateRequest) -> None:
         super().__init__(request)
-        self._head: dict[str, Any] = {
-            "id": f"resp_{uuid.uuid4().hex}",
-            "created_at": int(time.time()),
-            "model": request.model,
-            **request.repeated,
-        }
+        self._head = {"id": self.id, "created_at": int(time.time()), **request.repeated}
         self._sequence = 0
-        self._before = b""  # the bytes of an event with new text, up to its text
 
     def answer(self, choice: Choice) -> api.ModelResponse:
         is_complete = choice.finish is FinishReason.STOP
@@ -39,27 +34,20 @@ class ResponsesWriter(BlockWriter):
             usage=_usage(choice),
         )
 
-    def first_chunk(self, choice: Choice, generation: Generation) -> bytes:
+    def first_chunk(self, choice: Choice, delta: ChoiceDelta | None) -> bytes:
+        """The events before the first block."""
         response = self._response("in_progress")
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
     def begun(self, block: Block) -> bytes:
-        added = self._event(
-            "response.output_item.added",
-            output_index=block.index,
-            item=_item(block, "in_progress", is_begun=False),
-        )
-        kind = "function_call_arguments"
-        place: dict[str, Any] = {"item_id": _item_id(block), "output_index": block.index}
+        item = _item(block, "in_progress")
+        added = self._event("response.output_item.added", output_index=block.index, item=item)
+        place = _place(block)
         if block.kind != "call":
-            place["content_index"] = 0
             added += self._event("response.content_part.added", part=_part(block), **place)
-            kind = "output_text" if block.kind == "text" else "reasoning_text"
-        kind = f"response.{kind}.delta"
-        if block.kind == "text":
-            place["logprobs"] = ()
-        fields = msgspec.json.encode({"type": kind, **place})
+        kind = f"response.{_NAMES[block.kind]}.delta"
+        fields = msgspec.json.encode({"type": kind, **place, **_LOGPROBS[block.kind]})
         self._before = b"event: %b\ndata: %b" % (kind.encode(), fields[:-1])
         return added
 
@@ -69,20 +57,14 @@ class ResponsesWriter(BlockWriter):
         return b'%b,"sequence_number":%d,"delta":%b}\n\n' % (before, number, delta)
 
     def closed(self, block: Block) -> bytes:
-        place: dict[str, Any] = {"item_id": _item_id(block), "output_index": block.index}
+        place, kind = _place(block), f"response.{_NAMES[block.kind]}.done"
         if block.kind == "call":
-            kind = "response.function_call_arguments.done"
             done = self._event(kind, name=block.name, arguments=block.text, **place)
         else:
-            place["content_index"] = 0
             part = _part(block)
-            if block.kind == "text":
-                kind = "response.output_text.done"
-                done = self._event(kind, text=part.text, logprobs=(), **place)
-            else:
-                done = self._event("response.reasoning_text.done", text=part.text, **place)
+            done = self._event(kind, text=part.text, **_LOGPROBS[block.kind], **place)
             done += self._event("response.content_part.done", part=part, **place)
-        item = _item(block, "completed" if block.is_complete else "incomplete")
+        item = _item(block)
         return done + self._event("response.output_item.done", output_index=block.index, item=item)
 
     def ended(self, choice: Choice) -> bytes:
@@ -90,14 +72,12 @@ class ResponsesWriter(BlockWriter):
         return self._event(f"response.{response.status}", response=response)
 
     def error_chunk(self, error: BaseException) -> bytes:
+        """The event that ends a stream after a failure."""
         failure = api.ResponseFailure("server_error", public_message(error))
         return self._event("response.failed", response=self._response("failed", error=failure))
 
     def _response(self, status: api.Status, **fields: Any) -> api.ModelResponse:
-        output = [
-            _item(block, "completed" if block.is_complete else "incomplete")
-            for block in self.blocks
-        ]
+        output = [_item(block) for block in self.blocks]
         return api.ModelResponse(**self._head, **fields, status=status, output=output)
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -106,21 +86,30 @@ class ResponsesWriter(BlockWriter):
         return sse(kind, event)
 
 
-def _item_id(block: Block) -> str:
-    return {"reasoning": "rs_", "text": "msg_", "call": "fc_"}[block.kind] + block.id
+_PREFIXES = {"reasoning": "rs_", "text": "msg_", "call": "fc_"}
+_NAMES = {"reasoning": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+# A further field of the events of a text.
+_LOGPROBS: Mapping[str, dict[str, Any]] = {"reasoning": {}, "text": {"logprobs": ()}, "call": {}}
 
 
-def _item(block: Block, status: api.ItemStatus, is_begun: bool = True) -> api.OutputItem:
-    """The item of a block. is_begun: False for the event that announces it without its content."""
-    ids: dict[str, Any] = {"id": _item_id(block), "status": status}
+def _place(block: Block) -> dict[str, Any]:
+    """The fields that name the part of the answer."""
+    place = {"item_id": _PREFIXES[block.kind] + block.id, "output_index": block.index}
+    return place if block.kind == "call" else {**place, "content_index": 0}
+
+
+def _item(block: Block, status: api.ItemStatus | None = None) -> api.OutputItem:
+    """The item of a block. status: given for the event that announces it without content."""
+    ended: api.ItemStatus = "completed" if block.is_complete else "incomplete"
+    ids: dict[str, Any] = {"id": _PREFIXES[block.kind] + block.id, "status": status or ended}
     if block.kind == "call":
         return api.FunctionCallItem(
             **ids, call_id=block.call_id, name=block.name, arguments=block.text
         )
-    part = _part(block)
-    if isinstance(part, api.OutputText):
-        return api.OutputMessage(**ids, content=[part] if is_begun else [])
-    return api.ReasoningItem(**ids, content=[part] if is_begun else [])
+    content: list[Any] = [] if status == "in_progress" else [_part(block)]
+    if block.kind == "text":
+        return api.OutputMessage(**ids, content=content)
+    return api.ReasoningItem(**ids, content=content)
 
 
 def _part(block: Block) -> api.OutputText | api.ReasoningText:

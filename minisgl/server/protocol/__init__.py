@@ -10,6 +10,4 @@ Bounds that the command line sets (such as --max-messages) are not in the struct
 them and `openapi` adds them to the schemas.
 """
 
-from minisgl.server.protocol import requests, responses
-
-__all__ = ["requests", "responses"]
+__all__: list[str] = []

@@ -7,14 +7,9 @@ from msgspec import UNSET, Meta, UnsetType
 
 from minisgl.server.protocol.requests import RequestBody, StopString, ToolFunctionName, bounds
 
-BlockType = Annotated[
-    str,
-    Meta(
-        extra_json_schema={
-            "enum": ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
-        }
-    ),
-]
+# The translation refuses other types, because a type may be allowed in one place only.
+_BLOCK_TYPES = {"enum": ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]}
+BlockType = Annotated[str, Meta(extra_json_schema=_BLOCK_TYPES)]
 ToolName = Annotated[str, Meta(max_length=256)]
 
 
@@ -44,7 +39,7 @@ class MessagesTool(msgspec.Struct, kw_only=True):
     name: ToolFunctionName
     type: str | None = None
     description: str | None = None
-    input_schema: dict[str, Any] | None = None
+    parameters: dict[str, Any] | None = msgspec.field(default=None, name="input_schema")
     strict: bool | None = None
 
 

@@ -25,12 +25,12 @@ Priority = Annotated[int, Meta(ge=-_INT32 - 1, le=_INT32)]
 class KnownParameters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Parameters that the server knows and that are not fields of a body; see parameters.toml."""
 
-    ignored: frozenset[str]
-    unsupported: dict[str, tuple[Any, ...]]
-    refusals: dict[str, str]
+    ignored: frozenset[str] = frozenset()
+    unsupported: dict[str, tuple[Any, ...]] = {}
+    refusals: dict[str, str] = {}
 
 
-class _Parameters(KnownParameters, frozen=True, forbid_unknown_fields=True):
+class _Parameters(KnownParameters, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """parameters.toml, which explains the fields. apis: by the name of the struct of the body."""
 
     descriptions: dict[str, dict[str, str]]
@@ -64,6 +64,7 @@ Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)
 Empty = Annotated[str, Meta(max_length=0)] | Annotated[list[Any], Meta(max_length=0)] | None
 EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call", "reasoning")
 ToolFunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")]
+ToolMode = Literal["none", "auto", "required"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -276,7 +277,7 @@ class ChatBody(GenerationBody, kw_only=True):
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
     separate_reasoning: bool = True
     tools: Annotated[list[Tool], Meta(max_length=128)] = []
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: ToolMode | ToolChoice | None = None
     parallel_tool_calls: bool = True
     prediction: Prediction | None = None
 
@@ -334,12 +335,9 @@ BODIES: dict[str, type[AnyBody]] = {
 }
 
 
-def known_parameters(kind: type[RequestBody]) -> KnownParameters | None:
-    """The known parameters besides the fields of this body.
-
-    None: every parameter that is not a field is an error.
-    """
+def known_parameters(kind: type[RequestBody]) -> KnownParameters:
+    """The known parameters besides the fields of this body."""
     if issubclass(kind, GenerationBody):
         return PARAMETERS
-    apis = PARAMETERS.apis
-    return next((apis[base.__name__] for base in kind.__mro__ if base.__name__ in apis), None)
+    found = (PARAMETERS.apis.get(base.__name__) for base in kind.__mro__)
+    return next(filter(None, found), KnownParameters())

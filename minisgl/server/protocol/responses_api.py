@@ -5,22 +5,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from minisgl.server.protocol.requests import (
-    Priority,
-    RequestBody,
-    Role,
-    ToolFunctionName,
-    bounds,
-)
+from minisgl.server.protocol import requests
+from minisgl.server.protocol.requests import bounds
 
-ItemType = Annotated[
-    str,
-    Meta(
-        extra_json_schema={
-            "enum": ["message", "function_call", "function_call_output", "reasoning"]
-        }
-    ),
-]
+# The translation refuses other types as features that the server does not have.
+_ITEM_TYPES = {"enum": ["message", "function_call", "function_call_output", "reasoning"]}
+ItemType = Annotated[str, Meta(extra_json_schema=_ITEM_TYPES)]
 Metadata = Annotated[dict[str, str], Meta(max_length=16)]
 ToolName = Annotated[str, Meta(max_length=256)]
 
@@ -39,7 +29,7 @@ class ResponsesItem(msgspec.Struct, kw_only=True):
     """One item of `input`. Further fields of an earlier answer, such as `status`, are ignored."""
 
     type: ItemType = "message"
-    role: Role | None = None
+    role: requests.Role | None = None
     content: Content = None
     call_id: str = ""
     name: ToolName = ""
@@ -52,7 +42,7 @@ class ResponsesTool(msgspec.Struct, kw_only=True):
     """A tool. Tools of other types than function are ignored, and so are further fields."""
 
     type: str
-    name: ToolFunctionName = ""
+    name: requests.ToolFunctionName = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -90,7 +80,7 @@ class ResponsesReasoning(msgspec.Struct, kw_only=True, omit_defaults=True):
     effort: Annotated[str, Meta(max_length=32)] | None = None
 
 
-class ResponsesBody(RequestBody, kw_only=True):
+class ResponsesBody(requests.RequestBody, kw_only=True):
     """POST /v1/responses."""
 
     model: str
@@ -101,12 +91,12 @@ class ResponsesBody(RequestBody, kw_only=True):
     top_p: Annotated[float, bounds("top_p")] | None = None
     stream: bool = False
     tools: Annotated[list[ResponsesTool], Meta(max_length=1024)] = []
-    tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice = "auto"
+    tool_choice: requests.ToolMode | ResponsesToolChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
     reasoning: ResponsesReasoning | None = None
     metadata: Metadata = {}
-    priority: Priority | None = None
+    priority: requests.Priority | None = None
 
 
 ItemStatus: TypeAlias = Literal["in_progress", "completed", "incomplete"]

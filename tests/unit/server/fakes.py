@@ -77,4 +77,5 @@ class World:
             and not client._tokenizers._sent
             and not any(client._tokenizers._outstanding_bytes)
             and all(load == ClientLoad() for load in client.loads.values())
+            and all(queue == ClientLoad() for queue in client.queues.values())
         )

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minisgl.core import InvalidRequest, PromptTooLong, RequestError, Unsupported
-from minisgl.message.messages import TokenizeChat, TokenizeText
+from minisgl.message.messages import DecodeIds, TokenizeChat, TokenizeText
 from minisgl.server import Limits
 from minisgl.server.convert import GenerateRequest, RequestConverter
 from minisgl.server.errors import ModelNotFound, error_reply
@@ -370,8 +370,8 @@ def test_bodies_of_the_other_routes() -> None:
     assert converter.read_tokenize(json.dumps({"messages": MESSAGES}).encode(), FACTS)[0] == (
         "messages"
     )
-    ids, skips_special = converter.read_detokenize(b'{"tokens":[1,2]}', FACTS)
-    assert (list(ids), skips_special) == ([1, 2], False)
+    expected_ids = DecodeIds(token_ids=b"\1\0\0\0\2\0\0\0", skip_special=False)
+    assert converter.read_detokenize(b'{"tokens":[1,2]}', FACTS) == expected_ids
     assert converter.read_abort(b'{"request_id":"x"}') == "x"
     for raw in (b"{}", b'{"prompt":"a","messages":[{"role":"user","content":"b"}]}'):
         with pytest.raises(InvalidRequest, match="either prompt or messages"):

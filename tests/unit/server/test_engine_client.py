@@ -259,7 +259,7 @@ def test_queued_prompt_tokens_are_bounded_but_a_single_prompt_is_not() -> None:
         await settle()
         world.answer(b"\1\0\0\0" * 9)  # More than the limit, but nothing else is queued.
         await settle()
-        assert world.client.loads["default"].queued_tokens == 9
+        assert world.client.queues["default", "default"].tokens == 9
         second = asyncio.create_task(start(world.client, request(), FACTS))
         await settle()
         world.answer()
@@ -291,9 +291,8 @@ def test_prediction_is_tokenized_cut_and_counted() -> None:
         await settle()
         (add,) = world.scheduler.sent
         assert add.prediction == b"\2\0\0\0" * 10
-        load = world.client.loads["default"]
-        assert load.queued_tokens == 100
-        assert load.tokens == 90 + 2 * 10 + 10
+        assert world.client.queues["default", "default"].tokens == 100
+        assert world.client.loads["default"].tokens == 90 + 2 * 10 + 10
         for uid, accepted in ((add.uid, 6), (add.uid + 1, 4)):
             world.update(
                 uid,

@@ -10,6 +10,7 @@ import pytest
 from minisgl.core import FinishReason
 from minisgl.message.messages import TokenLogprob
 from minisgl.server.convert import RequestConverter
+from minisgl.server.generation import ChoiceDelta
 from minisgl.server.protocol import responses
 from minisgl.server.protocol.requests import CHAT, COMPLETIONS
 from minisgl.server.response import ResponseWriter
@@ -30,7 +31,7 @@ def generation_of(world: World, **first: Any) -> Any:
     """A generation that has received two outputs, the second of which ended it."""
     generation = world.client.open(1)
     uid = generation.choices[0].uid
-    generation.prompt_ids = [[1, 2]]
+    generation.choices[0].delta = ChoiceDelta(prompt_ids=[1, 2])
     world.update(uid, "he", token_ids=[7], logprobs=[TOKEN], **first)
     world.update(uid, "llo", token_ids=[8], completion_tokens=2, finish=FinishReason.STOP)
     return generation
