@@ -89,14 +89,12 @@ def answer_in(chat: str, prompt: str) -> str:
 def _reads(name: str, answer: str) -> bool:
     """True if the parser of this format reads the probe's call to its end, and no text before."""
     format = FORMATS[name]
-    parser = format.open({_NAME: _PARAMETERS})
+    parser = format.open({_NAME: _PARAMETERS}, {})
     content = ""
     deltas: list[ToolCallDelta] = []
-    # The messages of a format with sections are found by their markers, which are special tokens.
-    markers = "|".join(map(re.escape, format.markers)) if parser.has_sections else ""
-    pieces = re.split(f"({markers})", answer) if markers else answer
-    for piece in pieces:
-        parser.feed(piece, bool(markers) and piece in format.markers)
+    markers = "|".join(map(re.escape, format.markers))
+    for piece in re.split(f"({markers})", answer):
+        parser.feed(piece, is_marker=piece in format.markers)
         text, new = parser.take()
         deltas += new
         content += "" if deltas else text

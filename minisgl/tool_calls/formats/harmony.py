@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from minisgl.message.messages import ToolCallDelta
 from minisgl.tool_calls.grammar import GrammarWriter, ToolGrammar, WrittenGrammar
-from minisgl.tool_calls.parser import Calls, Format, joined
+from minisgl.tool_calls.parser import Calls
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _END, _RETURN, _CALL = "<|end|>", "<|return|>", "<|call|>"
@@ -45,13 +44,11 @@ class HarmonyParser:
 
     has_sections = True
 
-    def __init__(
-        self, parameters: Mapping[str, Any], marker_ids: Mapping[int, str] | None = None
-    ) -> None:
-        self.marker_ids = marker_ids or {}
+    def __init__(self, parameters: Mapping[str, Any], marker_ids: Mapping[int, str]) -> None:
+        self.marker_ids = marker_ids
         self.failures = 0
-        self._calls = Calls(parameters, 0)
-        self._content: list[str] = []
+        self._calls = Calls(parameters)
+        self.take = self._calls.take
         self._section: Section = "header"
         self._header = ""
         self._arguments: list[str] = []
@@ -94,14 +91,8 @@ class HarmonyParser:
         """End the answer."""
         self._end_call()
         if self.in_header and not _MARKER.search(self._header) and "to=" not in self._header:
-            self._content.append(self._header)
+            self._calls.text(self._header)
         self._section = "content"
-
-    def take(self) -> tuple[str, list[ToolCallDelta]]:
-        """Return the content and the deltas of calls since the last call of this method."""
-        content, deltas = "".join(self._content), self._calls.deltas
-        self._content, self._calls.deltas = [], []
-        return content, joined(deltas)
 
     def _add(self, text: str) -> None:
         if self.in_header:
@@ -111,12 +102,12 @@ class HarmonyParser:
                 len(self._header) > _MAX_HEADER_CHARS
             ):
                 self._section = "content"
-                self._content.append(self._header)
+                self._calls.text(self._header)
         elif self._section == "call":
             self._arguments.append(text)
             self._calls.arguments(text)
         else:
-            self._content.append(text)
+            self._calls.text(text)
 
     def _open_message(self) -> None:
         """Find the kind of a message from its header."""
@@ -145,34 +136,39 @@ class HarmonyParser:
         self._section = "content"
 
 
-def _write(request: ToolGrammar, token_ids: Mapping[str, int]) -> WrittenGrammar:
-    """The grammar of an answer: reasoning and comments, then one call or the final message.
+class Harmony:
+    """The format, with the methods of Format."""
 
-    The model ends its turn after a call, so that there is never a second one. Reasoning and
-    comments are free.
-    """
-    writer = GrammarWriter(token_ids)
-    channel, message = writer.text(_CHANNEL), writer.text(_MESSAGE)
-    next_message = f'{writer.text(_END)} {writer.text(_START)} "assistant"'
-    free = writer.rule(f'{channel} ( "analysis" | "commentary" ) {message} TEXT? {next_message}')
-    last = [
-        f"{channel} {writer.text(f'commentary to={_NAMESPACE}{name} ')} "
-        f'{writer.text(_CONSTRAIN)} "json" {message} {writer.schema(schema)}'
-        for name, schema in request.tools
-    ]
-    if not request.must_call:
-        answer = "TEXT?" if request.answer is None else writer.schema(request.answer)
-        last.append(f'{channel} "final" {message} {answer}')
-    body = f"{free}* ( {' | '.join(f'( {one} )' for one in last)} )"
-    lark = "\n".join([f"start: {body}", *writer.rules, "TEXT: /(?s:.+)/"])
-    return WrittenGrammar(lark, writer.schemas, -1)
+    name = "harmony"
+    probe = f"{_CHANNEL}commentary"
+    markers = MARKERS
+
+    def open(self, parameters: Mapping[str, Any], marker_ids: Mapping[int, str]) -> HarmonyParser:
+        """As Format.open."""
+        return HarmonyParser(parameters, marker_ids)
+
+    def write(self, request: ToolGrammar, token_ids: Mapping[str, int]) -> WrittenGrammar:
+        """As Format.write: reasoning and comments, then one call or the final message.
+
+        The model ends its turn after a call, so that there is never a second one. Reasoning and
+        comments are free.
+        """
+        writer = GrammarWriter(token_ids)
+        channel, message = writer.text(_CHANNEL), writer.text(_MESSAGE)
+        next_message = f'{writer.text(_END)} {writer.text(_START)} "assistant"'
+        free = writer.rule(
+            f'{channel} ( "analysis" | "commentary" ) {message} TEXT? {next_message}'
+        )
+        last = [
+            f"{channel} {writer.text(f'commentary to={_NAMESPACE}{name} ')} "
+            f'{writer.text(_CONSTRAIN)} "json" {message} {writer.schema(schema)}'
+            for name, schema in request.tools
+        ]
+        if not request.must_call:
+            answer = "TEXT?" if request.answer is None else writer.schema(request.answer)
+            last.append(f'{channel} "final" {message} {answer}')
+        writer.rules.append("TEXT: /(?s:.+)/")
+        return writer.written(f"{free}* ( {' | '.join(f'( {one} )' for one in last)} )")
 
 
-HARMONY = Format(
-    name="harmony",
-    starts=(),
-    markers=MARKERS,
-    probe=f"{_CHANNEL}commentary",
-    parser=HarmonyParser,
-    write=_write,
-)
+HARMONY = Harmony()

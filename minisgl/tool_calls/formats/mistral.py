@@ -9,13 +9,13 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from minisgl.tool_calls.formats.json_calls import read_json_call
-from minisgl.tool_calls.grammar import CallGrammar, GrammarWriter, json_call
-from minisgl.tool_calls.parser import Calls, Format
+from minisgl.tool_calls.format import Format
+from minisgl.tool_calls.formats.json_calls import json_call, read_json_calls
+from minisgl.tool_calls.grammar import GrammarWriter
+from minisgl.tool_calls.parser import Calls
 from minisgl.tool_calls.reader import NotACall, Reader, Steps
 
 _START, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_MARKERS = (_START, _ID, _ARGUMENTS)
 _NAME = re.compile(r"[^\s\[{]*")
 _ID_CHARS = 9  # The templates refuse ids of another length.
 
@@ -23,7 +23,9 @@ _ID_CHARS = 9  # The templates refuse ids of another length.
 def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
     yield from reader.space()
     if (yield from reader.literal("[")):
-        yield from _read_list(reader, calls)
+        yield from read_json_calls(reader, calls, separator=",")
+        yield from reader.expect("]")
+        reader.commit()
         return
     name = yield from reader.run(_NAME)
     if (yield from reader.literal(_ID)):
@@ -37,37 +39,22 @@ def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
     calls.end()
 
 
-def _read_list(reader: Reader, calls: Calls) -> Steps[None]:
-    while True:
-        yield from reader.space()
-        yield from read_json_call(reader, calls)
-        yield from reader.space()
-        if (yield from reader.literal("]")):
-            reader.commit()
-            return
-        yield from reader.expect(",")
-
-
 def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:
     return f"{writer.text(name)} {writer.text(_ARGUMENTS)} {writer.schema(schema)}"
 
 
 MISTRAL = Format(
     name="mistral",
-    starts=(_START,),
-    markers=_MARKERS,
-    read=_read,
     probe=_START,
-    grammar=CallGrammar(
-        start=_START,
-        opening="[",
-        call=json_call("arguments"),
-        separator=", ",
-        end="]",
-        is_list=True,
-    ),
+    starts=(_START,),
+    markers=(_START, _ID, _ARGUMENTS),
+    read=_read,
+    call=json_call("arguments"),
+    opening="[",
+    separator=", ",
+    end="]",
     id_chars=_ID_CHARS,
 )
 MISTRAL_V11 = MISTRAL._replace(
-    name="mistral-v11", probe=_ARGUMENTS, grammar=CallGrammar(start=_START, call=_write_call)
+    name="mistral-v11", probe=_ARGUMENTS, call=_write_call, opening="", separator="", end=""
 )
