@@ -17,9 +17,11 @@ logger = logging.getLogger(__name__)
 
 MAX_CPU_S = 0.09  # to check and compile one grammar; an ordinary schema takes 0.001 s
 _CACHED_BYTES = 2**25
-_TOO_MUCH = (
-    f"the grammar takes more than {MAX_CPU_S:g} s to compile; use fewer properties, shorter lists "
-    "of choices, or fewer patterns for one value"
+_TOO_MUCH = TokenizeResult(
+    uid=0,
+    error=f"the grammar takes more than {MAX_CPU_S:g} s to compile; use fewer properties, shorter "
+    "lists of choices, or fewer patterns for one value",
+    limit="max_grammar_seconds",
 )
 
 
@@ -66,7 +68,8 @@ class GrammarService:
             self._accepted.move_to_end(key)
             result = TokenizeResult(uid=0, text=self._accepted[key])
         else:
-            result = self._ask(self._process, raw)
+            reply = self._process.call(raw)
+            result = _TOO_MUCH if reply is None else msgspec.json.decode(reply, type=TokenizeResult)
             if result.error is None:
                 self._remember(key, result.text)
         return msgspec.structs.replace(result, uid=request.uid, think_ids=self._think_ids)
@@ -75,12 +78,6 @@ class GrammarService:
         """End the process."""
         if self._process is not None:
             self._process.close()
-
-    def _ask(self, process: BoundedProcess, raw: bytes) -> TokenizeResult:
-        reply = process.call(raw)
-        if reply is None:
-            return TokenizeResult(uid=0, error=_TOO_MUCH, limit="max_grammar_seconds")
-        return msgspec.json.decode(reply, type=TokenizeResult)
 
     def _remember(self, key: bytes, source: str) -> None:
         self._accepted[key] = source
