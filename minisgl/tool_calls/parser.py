@@ -7,7 +7,6 @@ the format: neither the content nor the call contains it.
 
 import json
 import secrets
-import string
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 _SEARCHED_CHARS = 1024
 _PIECE_CHARS = 4096
 _MAX_SPACE = 256  # White space that is withheld because a call may follow.
-_ID_CHARS = string.ascii_letters + string.digits
 
 
 class Calls:
@@ -66,7 +64,9 @@ class Calls:
         if not name or (self.reader.is_bare and name not in self.parameters):
             raise NotACall
         self._join_pieces()
-        self._deltas.append(ToolCallDelta(self._count, "", _call_id(self._id_chars), name))
+        size = self._id_chars
+        identity = secrets.token_hex(size)[:size] if size else f"call_{secrets.token_hex(12)}"
+        self._deltas.append(ToolCallDelta(self._count, "", identity, name))
         self._count += 1
         self.is_open, self.is_last, self._rest = True, True, "{}"
         self.reader.commit()
@@ -223,8 +223,3 @@ class ToolCallParser:
             held = held[certain:]
         self._calls.is_open = False
         return held + rest
-
-
-def _call_id(chars: int) -> str:
-    text = "".join(secrets.choice(_ID_CHARS) for _ in range(chars or 24))
-    return text if chars else "call_" + text

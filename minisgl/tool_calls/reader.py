@@ -138,10 +138,9 @@ class Reader:
 
         yield from self._json_string(take)
         try:
-            value: str = json.loads(text)
+            return str(json.loads(text))
         except ValueError:
             raise NotACall from None
-        return value
 
     def json_value(self, take: Callable[[str], None]) -> Steps[None]:
         """Read a JSON value and pass it to `take` in pieces, unchanged.

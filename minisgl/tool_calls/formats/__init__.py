@@ -11,8 +11,7 @@ from minisgl.tokenizer.detokenizer import CallParser
 from minisgl.tokenizer.worker import CheckGrammar
 from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.formats.harmony import HARMONY, Harmony
-from minisgl.tool_calls.formats.json_calls import HERMES, LLAMA3
-from minisgl.tool_calls.formats.mistral import MISTRAL, MISTRAL_V11
+from minisgl.tool_calls.formats.json_calls import HERMES, LLAMA3, MISTRAL, MISTRAL_V11
 from minisgl.tool_calls.formats.pythonic import PYTHONIC
 from minisgl.tool_calls.formats.qwen3_coder import QWEN3_CODER
 from minisgl.tool_calls.grammar import ToolGrammar

@@ -23,7 +23,7 @@ MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _RETURN, _CALL)
 _MARKER = re.compile("|".join(map(re.escape, MARKERS)))
 _NAMESPACE = "functions."
 _RECIPIENT = re.compile(r"(?:\A|\s)to=(\S+)")
-_FIRST_WORD = re.compile(r"\s*(\w*)")
+_CHANNEL_NAME = re.compile(re.escape(_CHANNEL) + r"\s*(\w*)")
 # The prompt ends with the role of the first message. The answer may go on with a recipient.
 _MAY_BE_FIRST = re.compile(r"\s*(?:t|to|to=\S*\s*)?")
 _MAX_HEADER_CHARS = 1024
@@ -111,7 +111,6 @@ class HarmonyParser:
 
     def _open_message(self) -> None:
         """Find the kind of a message from its header."""
-        channel = self._header.rpartition(_CHANNEL)[2] if _CHANNEL in self._header else ""
         found = _RECIPIENT.search(_MARKER.sub(" ", self._header))
         recipient, tools = found[1] if found else "", self._calls.parameters
         if recipient.startswith(_NAMESPACE) or recipient in tools:
@@ -120,10 +119,9 @@ class HarmonyParser:
                 self._section, self._arguments = "call", []
                 self._calls.start(recipient.removeprefix(_NAMESPACE) or recipient)
         else:
-            word = _FIRST_WORD.match(channel)
-            name = word[1] if word is not None else ""
+            channel = _CHANNEL_NAME.findall(self._header)[-1:]
             # A message to a tool of the model's own, such as python, is a part of its reasoning.
-            is_thought = name == "analysis" or (recipient and name != "final")
+            is_thought = channel == ["analysis"] or (recipient and channel != ["final"])
             self._section = "reasoning" if is_thought else "content"
 
     def _end_call(self) -> None:

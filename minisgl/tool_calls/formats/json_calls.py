@@ -1,13 +1,18 @@
-"""Formats whose calls are JSON objects with the name and the arguments.
+"""Formats whose arguments are one JSON object, mostly beside the name in another object.
 
-hermes  <tool_call>{"name": "f", "arguments": {...}}</tool_call> per call, also Qwen2.5 and Qwen3
-llama3  {"name": "f", "parameters": {...}} as the whole answer or after a tag, Llama 3.1 to 3.3
+hermes       <tool_call>{"name": "f", "arguments": {...}}</tool_call> per call, as Qwen2.5 and Qwen3
+llama3       {"name": "f", "parameters": {...}} as the whole answer or after a tag; several calls
+             are separated by semicolons
+mistral      [TOOL_CALLS][{"name": "f", "arguments": {...}}]
+mistral-v11  [TOOL_CALLS]f[CALL_ID]123456789[ARGS]{...}; later versions write no id
 
-Several calls of llama3 are separated by semicolons.
+The number of Mistral's formats is the version of the model's tokenizer.
 """
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from minisgl.tool_calls.format import Format
@@ -17,11 +22,13 @@ from minisgl.tool_calls.reader import NotACall, Reader, Steps
 
 _START, _END = "<tool_call>", "</tool_call>"
 _TAG = "<|python_tag|>"
+_CALLS, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+_NAME = re.compile(r"[^\s\[{]*")
 # The key of the arguments. Hermes and Mistral write "arguments", Llama 3 writes "parameters".
 _ARGUMENTS = ("arguments", "parameters")
 
 
-def read_json_calls(reader: Reader, calls: Calls, separator: str = "") -> Steps[None]:
+def _read_calls(reader: Reader, calls: Calls, separator: str = "") -> Steps[None]:
     """Read one call, or with a separator several calls, and the white space around them."""
     while True:
         yield from reader.space()
@@ -31,14 +38,12 @@ def read_json_calls(reader: Reader, calls: Calls, separator: str = "") -> Steps[
             return
 
 
-def json_call(key: str, around: str = "") -> Callable[[GrammarWriter, str, Mapping[str, Any]], str]:
-    """Return `call` of Format for {"name": ..., key: {...}} between two equal texts."""
-
-    def write(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:
-        head = writer.text(f'{around}{{"name": {json.dumps(name)}, "{key}": ')
-        return f"{head} {writer.schema(schema)} {writer.text('}' + around)}"
-
-    return write
+def _write_call(
+    key: str, around: str, writer: GrammarWriter, name: str, schema: Mapping[str, Any]
+) -> str:
+    """As Format.call, for {"name": ..., key: {...}} between two equal texts."""
+    head = writer.text(f'{around}{{"name": {json.dumps(name)}, "{key}": ')
+    return f"{head} {writer.schema(schema)} {writer.text('}' + around)}"
 
 
 def _read_call(reader: Reader, calls: Calls) -> Steps[None]:
@@ -85,13 +90,36 @@ def _drop(piece: str) -> None:
 
 
 def _read_hermes(reader: Reader, calls: Calls, start: str) -> Steps[None]:
-    yield from read_json_calls(reader, calls)
+    yield from _read_calls(reader, calls)
     if (yield from reader.literal(_END)):
         reader.commit()
 
 
 def _read_llama3(reader: Reader, calls: Calls, start: str) -> Steps[None]:
-    yield from read_json_calls(reader, calls, separator=";")
+    yield from _read_calls(reader, calls, separator=";")
+
+
+def _read_mistral(reader: Reader, calls: Calls, start: str) -> Steps[None]:
+    yield from reader.space()
+    if (yield from reader.literal("[")):
+        yield from _read_calls(reader, calls, separator=",")
+        yield from reader.expect("]")
+        reader.commit()
+        return
+    name = yield from reader.run(_NAME)
+    if (yield from reader.literal(_ID)):
+        yield from reader.run(_NAME)
+    yield from reader.literal(_ARGS)
+    yield from reader.space()
+    if (yield from reader.char()) != "{":
+        raise NotACall
+    calls.start(name)
+    yield from reader.json_value(calls.arguments)
+    calls.end()
+
+
+def _write_mistral(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:
+    return f"{writer.text(name)} {writer.text(_ARGS)} {writer.schema(schema)}"
 
 
 HERMES = Format(
@@ -100,7 +128,7 @@ HERMES = Format(
     starts=(_START,),
     markers=(_START, _END),
     read=_read_hermes,
-    call=json_call("arguments", around="\n"),
+    call=partial(_write_call, "arguments", "\n"),
     separator="\n",
     end=_END,
 )
@@ -111,6 +139,21 @@ LLAMA3 = Format(
     markers=(_TAG,),
     bare="{",
     read=_read_llama3,
-    call=json_call("parameters"),
+    call=partial(_write_call, "parameters", ""),
     separator="; ",
+)
+MISTRAL = Format(
+    name="mistral",
+    probe=_CALLS,
+    starts=(_CALLS,),
+    markers=(_CALLS, _ID, _ARGS),
+    read=_read_mistral,
+    call=partial(_write_call, "arguments", ""),
+    opening="[",
+    separator=", ",
+    end="]",
+    id_chars=9,  # The templates refuse ids of another length.
+)
+MISTRAL_V11 = MISTRAL._replace(
+    name="mistral-v11", probe=_ARGS, call=_write_mistral, opening="", separator="", end=""
 )
