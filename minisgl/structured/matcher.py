@@ -208,17 +208,16 @@ class GrammarState(Constraint):
         _set(mask, self._ends, complete and self._may_end)
         if self._may_think:
             _set(mask, [self.grammar.think_start], True)
-        if not complete:
-            if params.stop_token_ids and not mask.any():
-                self._fail(mask, dead_end("the text can go on only with one of stop_token_ids"))
-        elif not self._may_end:
-            if not mask.any():
-                ended = f"the grammar ends the text before min_tokens={params.min_tokens}"
-                self._fail(mask, dead_end(ended))
-        elif params.ignore_eos:
-            _set(mask, self.eos_token_ids, False)
-            if not mask.any():
-                _set(mask, self.eos_token_ids, True)
+        if complete and self._may_end:
+            if params.ignore_eos:
+                _set(mask, self.eos_token_ids, False)
+                if not mask.any():
+                    _set(mask, self.eos_token_ids, True)
+        elif (complete or params.stop_token_ids) and not mask.any():
+            reason = "the text can go on only with one of stop_token_ids"
+            if complete:
+                reason = f"the grammar ends the text before min_tokens={params.min_tokens}"
+            self._fail(mask, dead_end(reason))
 
     @property
     def _trigger(self) -> int | None:
