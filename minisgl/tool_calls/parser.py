@@ -204,14 +204,12 @@ class ToolCallParser:
 
     def _advance(self, steps: Steps[None]) -> str:
         """Read on. Returns the text that belongs to no call; "" if the call needs more text."""
+        is_call = True
         try:
-            next(steps)
-        except StopIteration:
-            is_call = True
+            if next(steps, "ended") is None:
+                return ""
         except NotACall:
             is_call = False
-        else:
-            return ""
         self._steps = None
         reader = self._calls.reader
         held, rest = reader.split()

@@ -107,23 +107,28 @@ class Reader:
             parts.append(part)
         return "".join(parts)
 
-    def comes(self, literal: str) -> Steps[bool]:
+    def comes(self, text: str) -> Steps[bool]:
         """Return True if this text comes next. Reads nothing."""
         while True:
-            arrived = self._text[self._at : self._at + len(literal)]
-            if arrived == literal or self.ended or not literal.startswith(arrived):
-                return arrived == literal
+            arrived = self._text[self._at : self._at + len(text)]
+            if arrived == text or self.ended or not text.startswith(arrived):
+                return arrived == text
             yield
 
-    def literal(self, literal: str) -> Steps[bool]:
+    def literal(self, text: str) -> Steps[bool]:
         """Read this text if it comes next. Returns False, and reads nothing, if it does not."""
-        found = yield from self.comes(literal)
-        self._at += len(literal) if found else 0
+        found = yield from self.comes(text)
+        self._at += len(text) if found else 0
         return found
 
-    def expect(self, literal: str) -> Steps[None]:
-        """Read this text. Raises NotACall if it does not come next."""
-        if not (yield from self.literal(literal)):
+    def token(self, text: str) -> Steps[bool]:
+        """Read white space, and then as `literal`."""
+        yield from self.space()
+        return (yield from self.literal(text))
+
+    def expect(self, text: str) -> Steps[None]:
+        """Read white space and this text. Raises NotACall if the text does not come next."""
+        if not (yield from self.token(text)):
             raise NotACall
 
     def json_text(self) -> Steps[str]:

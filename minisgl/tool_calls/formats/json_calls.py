@@ -28,14 +28,11 @@ _NAME = re.compile(r"[^\s\[{]*")
 _ARGUMENTS = ("arguments", "parameters")
 
 
-def _read_calls(reader: Reader, calls: Calls, separator: str = "") -> Steps[None]:
-    """Read one call, or with a separator several calls, and the white space around them."""
-    while True:
-        yield from reader.space()
+def _read_calls(reader: Reader, calls: Calls, separator: str) -> Steps[None]:
+    """Read several calls with this separator between them."""
+    yield from _read_call(reader, calls)
+    while (yield from reader.token(separator)):
         yield from _read_call(reader, calls)
-        yield from reader.space()
-        if not separator or not (yield from reader.literal(separator)):
-            return
 
 
 def _write_call(
@@ -57,9 +54,7 @@ def _read_call(reader: Reader, calls: Calls) -> Steps[None]:
     has_arguments = False
     yield from reader.expect("{")
     while True:
-        yield from reader.space()
         key = yield from reader.json_text()
-        yield from reader.space()
         yield from reader.expect(":")
         yield from reader.space()
         if key == "name" and name is None:
@@ -75,9 +70,8 @@ def _read_call(reader: Reader, calls: Calls) -> Steps[None]:
                 calls.start(name)
             yield from reader.json_value(early.append if name is None else calls.arguments)
         else:
-            yield from reader.json_value(_drop)
-        yield from reader.space()
-        if (yield from reader.literal("}")):
+            yield from reader.json_value(lambda piece: None)
+        if (yield from reader.token("}")):
             break
         yield from reader.expect(",")
     if name is None or not has_arguments:
@@ -85,24 +79,19 @@ def _read_call(reader: Reader, calls: Calls) -> Steps[None]:
     calls.end()
 
 
-def _drop(piece: str) -> None:
-    pass
-
-
 def _read_hermes(reader: Reader, calls: Calls, start: str) -> Steps[None]:
-    yield from _read_calls(reader, calls)
-    if (yield from reader.literal(_END)):
+    yield from _read_call(reader, calls)
+    if (yield from reader.token(_END)):
         reader.commit()
 
 
 def _read_llama3(reader: Reader, calls: Calls, start: str) -> Steps[None]:
-    yield from _read_calls(reader, calls, separator=";")
+    yield from _read_calls(reader, calls, ";")
 
 
 def _read_mistral(reader: Reader, calls: Calls, start: str) -> Steps[None]:
-    yield from reader.space()
-    if (yield from reader.literal("[")):
-        yield from _read_calls(reader, calls, separator=",")
+    if (yield from reader.token("[")):
+        yield from _read_calls(reader, calls, ",")
         yield from reader.expect("]")
         reader.commit()
         return

@@ -32,15 +32,12 @@ _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
-    yield from reader.space()
-    if not (yield from reader.literal("[")) and start != "<function_calls>":
+    if not (yield from reader.token("[")) and start != "<function_calls>":
         raise NotACall
     while True:
         yield from _read_call(reader, calls)
-        yield from reader.space()
-        if (yield from reader.literal(",")):
-            yield from reader.space()
-        if (yield from reader.literal("]")):
+        yield from reader.token(",")
+        if (yield from reader.token("]")):
             reader.commit()
             yield from reader.space()
             break
@@ -55,21 +52,16 @@ def _read_call(reader: Reader, calls: Calls) -> Steps[None]:
     yield from reader.space()
     name = yield from reader.run(_NAME)
     yield from reader.expect("(")
-    yield from reader.space()
-    while not (yield from reader.literal(")")):
+    while not (yield from reader.token(")")):
         key = yield from reader.run(_KEY)
-        yield from reader.space()
         yield from reader.expect("=")
-        yield from reader.space()
         if not calls.is_open:
             calls.start(name)
         calls.argument(key)
         yield from _read_value(reader, calls.arguments)
-        yield from reader.space()
-        if not (yield from reader.literal(",")):
+        if not (yield from reader.token(",")):
             yield from reader.expect(")")
             break
-        yield from reader.space()
     if not calls.is_open:
         calls.start(name)
     calls.end()

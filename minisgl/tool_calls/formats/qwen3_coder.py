@@ -3,6 +3,7 @@
 A value is raw text between two newlines. The tool's schema gives the JSON type of the value.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -27,12 +28,11 @@ _CONSTANTS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
     if start == _START:
-        yield from reader.space()
         yield from reader.expect(_FUNCTION)
     name = yield from reader.run(_NAME)
-    yield from reader.expect(">")
-    yield from reader.space()
-    has_parameter = yield from reader.literal(_PARAMETER)
+    if not (yield from reader.literal(">")):
+        raise NotACall
+    has_parameter = yield from reader.token(_PARAMETER)
     if not has_parameter:
         yield from reader.expect(_FUNCTION_END)
     calls.start(name)
@@ -46,8 +46,7 @@ def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
     calls.end()
     yield from reader.literal(_FUNCTION_END)
     reader.commit()
-    yield from reader.space()
-    if (yield from reader.literal(_END)):
+    if (yield from reader.token(_END)):
         reader.commit()
 
 
@@ -99,11 +98,8 @@ def to_json(text: str, types: frozenset[str]) -> str:
     if constant and (not types or constant_type in types):
         return constant
     if "string" not in types:
-        try:
+        with contextlib.suppress(msgspec.MsgspecError, RecursionError):
             msgspec.json.decode(plain)
-        except (msgspec.MsgspecError, RecursionError):
-            pass
-        else:
             return plain
     return json.dumps(text, ensure_ascii=False)
 
