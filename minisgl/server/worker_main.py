@@ -60,7 +60,7 @@ def _run(spec: ChildSpec) -> None:
         from minisgl.tool_calls.formats import with_tool_grammars
 
         def start_grammars(vocabulary: Vocabulary) -> CheckGrammar:
-            service = GrammarService.start(model_path, vocabulary.think_ids)
+            service = GrammarService(model_path, vocabulary.think_ids)
             spec.report_checked()  # the tokenizer of the model has loaded
             return with_tool_grammars(vocabulary, service.compile)
 

@@ -145,17 +145,16 @@ class GrammarState(Constraint):
 
     def count(self, token: int) -> bool:
         """Count the next token of the output; return True if the matcher has to consume it."""
-        is_free = True
-        if self._may_think and token == self.grammar.think_start:
+        thinks = self._may_think and token == self.grammar.think_start
+        consumes = self._free_until is None and not thinks
+        if thinks:
             self._free_until = self.grammar.think_end
-        elif self._free_until is None:
-            is_free = False
         elif token == self._free_until:
             self._free_until = self._trigger if token == self.grammar.think_end else None
         self._seen += 1
-        if not is_free:
+        if consumes:
             self._followed.append(token)
-        return not is_free
+        return consumes
 
     def before(self, draft: int) -> "GrammarState | None":
         """Return the state for the position after a draft that the mask of this position allows.
@@ -166,12 +165,11 @@ class GrammarState(Constraint):
         """
         if self._renewed or draft in self._ends:
             return None
-        if not self._is_copy:
-            self._copied = True
-            self._drafts = [], self._seen
-        self._drafts[0].append(draft)
         if self._is_copy:
+            self._drafts[0].append(draft)
             return self
+        self._copied = True
+        self._drafts = [draft], self._seen
         matcher = self.matcher.deep_copy()
         return replace(self, _matcher=matcher, _followed=[], _is_copy=True, _copied=False)
 
