@@ -227,7 +227,7 @@ def main(argv: Sequence[str]) -> int:
         if random_weights:
             path = write_model(options.model, Path(folder), full_vocabulary=True)
         # The service forks, so it starts before the threads of the engine.
-        service = GrammarService.start(path, None)
+        service = GrammarService(path, None)
         llm = LLM(
             path,
             dummy_weight=random_weights,

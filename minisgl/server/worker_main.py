@@ -56,10 +56,11 @@ def _run(spec: ChildSpec) -> None:
         from minisgl.structured.service import GrammarService
         from minisgl.tokenizer import Vocabulary, run_tokenizer
         from minisgl.tokenizer.worker import CheckGrammar
-        from minisgl.tool_calls import detect_format, with_tool_grammars
+        from minisgl.tool_calls.detect import detect_format
+        from minisgl.tool_calls.formats import with_tool_grammars
 
         def start_grammars(vocabulary: Vocabulary) -> CheckGrammar:
-            service = GrammarService.start(model_path, vocabulary.think_ids)
+            service = GrammarService(model_path, vocabulary.think_ids)
             spec.report_checked()  # the tokenizer of the model has loaded
             return with_tool_grammars(vocabulary, service.compile)
 
@@ -74,7 +75,7 @@ def _run(spec: ChildSpec) -> None:
         )
     elif spec.role == "detokenizer":
         from minisgl.tokenizer import run_detokenizer
-        from minisgl.tool_calls import ToolCallParsers
+        from minisgl.tool_calls.formats import ToolCallParsers
 
         run_detokenizer(model_path, spec.socket_dir, ToolCallParsers)
     else:

@@ -4,9 +4,8 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable
-from typing import BinaryIO
-
-_LENGTH_BYTES = 4
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 
 
 class BoundedProcess:
@@ -26,78 +25,48 @@ class BoundedProcess:
     """
 
     def __init__(self, handle: Callable[[bytes], bytes], cpu_s: float) -> None:
-        """Fork. handle: takes and returns up to 4 GiB. It must not raise: an exception is a bug."""
-        request_fds, reply_fds = os.pipe(), os.pipe()
+        """Fork. handle: returns at least one byte. It must not raise: an exception is a bug."""
+        self._pipe, pipe = Pipe()
         if os.fork() == 0:
             # Close the owner's descriptors: with open copies, this process would not see it end.
-            kept = {request_fds[0], reply_fds[1]}
-            _close_others(kept)
-            _supervise(
-                handle, cpu_s, os.fdopen(request_fds[0], "rb"), os.fdopen(reply_fds[1], "wb")
-            )
-        os.close(request_fds[0])
-        os.close(reply_fds[1])
-        self._requests: BinaryIO = os.fdopen(request_fds[1], "wb")
-        self._replies: BinaryIO = os.fdopen(reply_fds[0], "rb")
+            last_fd = max(map(int, os.listdir("/proc/self/fd")))
+            os.closerange(3, pipe.fileno())
+            os.closerange(pipe.fileno() + 1, last_fd + 1)
+            _supervise(handle, cpu_s, pipe)
+        pipe.close()
 
     def call(self, request: bytes) -> bytes | None:
         """Return the reply of `handle`, or None if the call exceeded its CPU time."""
-        _write(self._requests, request)
-        status = self._replies.read(1)
-        if not status:
-            raise EOFError("the process for grammars has ended")
-        return _read(self._replies) if status == b"\x01" else None
+        self._pipe.send_bytes(request)
+        return self._pipe.recv_bytes() or None
 
     def close(self) -> None:
         """End the process. A second call does nothing."""
-        self._requests.close()
-        self._replies.close()
+        self._pipe.close()
 
 
-def _supervise(
-    handle: Callable[[bytes], bytes], cpu_s: float, requests: BinaryIO, replies: BinaryIO
-) -> None:
+def _supervise(handle: Callable[[bytes], bytes], cpu_s: float, pipe: Connection) -> None:
     """Fork a process that serves; if a signal ends it, reply in its place and fork again."""
     while True:
         pid = os.fork()
         if pid == 0:
             try:
-                _serve(handle, cpu_s, requests, replies)
+                _serve(handle, cpu_s, pipe)
             finally:  # The fork must not return into the code of its owner.
                 os._exit(1)
         _, status = os.waitpid(pid, 0)
         if not os.WIFSIGNALED(status):
             os._exit(os.waitstatus_to_exitcode(status))
-        replies.write(b"\x00")
-        replies.flush()
+        pipe.send_bytes(b"")
 
 
-def _serve(
-    handle: Callable[[bytes], bytes], cpu_s: float, requests: BinaryIO, replies: BinaryIO
-) -> None:
+def _serve(handle: Callable[[bytes], bytes], cpu_s: float, pipe: Connection) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    while request := _read(requests):
-        signal.setitimer(signal.ITIMER_PROF, cpu_s)
-        reply = handle(request)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        replies.write(b"\x01")
-        _write(replies, reply)
+    with contextlib.suppress(EOFError):
+        while True:
+            request = pipe.recv_bytes()
+            signal.setitimer(signal.ITIMER_PROF, cpu_s)
+            reply = handle(request)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            pipe.send_bytes(reply)
     os._exit(0)
-
-
-def _write(pipe: BinaryIO, data: bytes) -> None:
-    pipe.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
-    pipe.flush()
-
-
-def _read(pipe: BinaryIO) -> bytes:
-    """Return the next data; b"" at the end of the pipe."""
-    return pipe.read(int.from_bytes(pipe.read(_LENGTH_BYTES), "little"))
-
-
-def _close_others(kept: set[int]) -> None:
-    """Close all descriptors except these and the standard streams."""
-    for fd in map(int, os.listdir("/proc/self/fd")):
-        if fd > 2 and fd not in kept:
-            with contextlib.suppress(OSError):  # the descriptor of the listing itself
-                os.close(fd)

@@ -145,17 +145,16 @@ class GrammarState(Constraint):
 
     def count(self, token: int) -> bool:
         """Count the next token of the output; return True if the matcher has to consume it."""
-        is_free = True
-        if self._may_think and token == self.grammar.think_start:
+        thinks = self._may_think and token == self.grammar.think_start
+        consumes = self._free_until is None and not thinks
+        if thinks:
             self._free_until = self.grammar.think_end
-        elif self._free_until is None:
-            is_free = False
         elif token == self._free_until:
             self._free_until = self._trigger if token == self.grammar.think_end else None
         self._seen += 1
-        if not is_free:
+        if consumes:
             self._followed.append(token)
-        return not is_free
+        return consumes
 
     def before(self, draft: int) -> "GrammarState | None":
         """Return the state for the position after a draft that the mask of this position allows.
@@ -166,12 +165,11 @@ class GrammarState(Constraint):
         """
         if self._renewed or draft in self._ends:
             return None
-        if not self._is_copy:
-            self._copied = True
-            self._drafts = [], self._seen
-        self._drafts[0].append(draft)
         if self._is_copy:
+            self._drafts[0].append(draft)
             return self
+        self._copied = True
+        self._drafts = [draft], self._seen
         matcher = self.matcher.deep_copy()
         return replace(self, _matcher=matcher, _followed=[], _is_copy=True, _copied=False)
 
@@ -208,17 +206,16 @@ class GrammarState(Constraint):
         _set(mask, self._ends, complete and self._may_end)
         if self._may_think:
             _set(mask, [self.grammar.think_start], True)
-        if not complete:
-            if params.stop_token_ids and not mask.any():
-                self._fail(mask, dead_end("the text can go on only with one of stop_token_ids"))
-        elif not self._may_end:
-            if not mask.any():
-                ended = f"the grammar ends the text before min_tokens={params.min_tokens}"
-                self._fail(mask, dead_end(ended))
-        elif params.ignore_eos:
-            _set(mask, self.eos_token_ids, False)
-            if not mask.any():
-                _set(mask, self.eos_token_ids, True)
+        if complete and self._may_end:
+            if params.ignore_eos:
+                _set(mask, self.eos_token_ids, False)
+                if not mask.any():
+                    _set(mask, self.eos_token_ids, True)
+        elif (complete or params.stop_token_ids) and not mask.any():
+            reason = "the text can go on only with one of stop_token_ids"
+            if complete:
+                reason = f"the grammar ends the text before min_tokens={params.min_tokens}"
+            self._fail(mask, dead_end(reason))
 
     @property
     def _trigger(self) -> int | None:

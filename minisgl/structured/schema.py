@@ -60,7 +60,7 @@ def check_schema(text: str) -> dict[str, Any]:
     if "x-guidance" in schema:
         raise refusal("/x-guidance", "is not supported; use whitespace_pattern")
     checker = _Checker()
-    checked = checker.read(schema, "", _draft(schema, "", 2020))
+    checked: dict[str, Any] = checker.read(schema, "", 2020)
     if checker.enum_entries > MAX_ENUM_ENTRIES:
         reason = f"all enums together may have at most {MAX_ENUM_ENTRIES} entries"
         raise refusal("", reason, "max_enum_entries")
@@ -114,30 +114,28 @@ class _Checker:
     def __init__(self) -> None:
         self.enum_entries = 0
 
-    def read(self, schema: dict[str, Any], pointer: str, draft: int) -> dict[str, Any]:
-        """Return the copy of the schema at this pointer."""
-        draft = _draft(schema, pointer, draft)
-        copy: dict[str, Any] = {}
-        for key, value in schema.items():
-            here = pointer + _pointer(key)
-            if (key in _TEXTS and isinstance(value, str)) or _is_neutral(key, value):
-                continue
-            self._check(key, value, here, draft)
-            if key in _DATA:
-                copy[key] = value
-            elif key in _NAMED and isinstance(value, dict):
-                copy[key] = {name: self._child(v, here, name, draft) for name, v in value.items()}
-            elif isinstance(value, list):
-                copy[key] = [self._child(v, here, n, draft) for n, v in enumerate(value)]
-            else:
-                copy[key] = self.read(value, here, draft) if isinstance(value, dict) else value
-        _check_min_properties(schema, pointer)
-        return copy
-
-    def _child(self, value: Any, pointer: str, name: str | int, draft: int) -> Any:
+    def read(self, value: Any, pointer: str, draft: int, has_names: bool = False) -> Any:
+        """Return the copy of the value at this pointer. has_names: it maps names to schemas."""
+        if isinstance(value, list):
+            items = enumerate(value)
+            return [self.read(item, pointer + _pointer(number), draft) for number, item in items]
         if not isinstance(value, dict):
             return value
-        return self.read(value, pointer + _pointer(name), draft)
+        if has_names:
+            return {k: self.read(v, pointer + _pointer(k), draft) for k, v in value.items()}
+        draft = _draft(value, pointer, draft)
+        copy: dict[str, Any] = {}
+        for key, part in value.items():
+            here = pointer + _pointer(key)
+            # llguidance does not know uniqueItems, and false has no effect.
+            if (key in _TEXTS and isinstance(part, str)) or (
+                key == "uniqueItems" and part is False
+            ):
+                continue
+            self._check(key, part, here, draft)
+            copy[key] = part if key in _DATA else self.read(part, here, draft, key in _NAMED)
+        _check_min_properties(value, pointer)
+        return copy
 
     def _check(self, key: str, value: Any, pointer: str, draft: int) -> None:
         if _SINCE.get(key, 0) > draft:
@@ -153,11 +151,6 @@ class _Checker:
         if key == "patternProperties" and isinstance(value, dict):
             for pattern in value:
                 check_regex(pattern, pointer + _pointer(pattern))
-
-
-def _is_neutral(key: str, value: Any) -> bool:
-    """True if this value of a keyword that llguidance does not know has no effect."""
-    return key == "uniqueItems" and value is False
 
 
 def _check_depth(schema: Any) -> None:

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 from collections import OrderedDict
-from typing import Self
+from functools import partial
 
 import msgspec
 
@@ -17,43 +17,37 @@ logger = logging.getLogger(__name__)
 
 MAX_CPU_S = 0.09  # to check and compile one grammar; an ordinary schema takes 0.001 s
 _CACHED_BYTES = 2**25
-_TOO_MUCH = (
-    f"the grammar takes more than {MAX_CPU_S:g} s to compile; use fewer properties, shorter lists "
-    "of choices, or fewer patterns for one value"
+_TOO_MUCH = TokenizeResult(
+    uid=0,
+    error=f"the grammar takes more than {MAX_CPU_S:g} s to compile; use fewer properties, shorter "
+    "lists of choices, or fewer patterns for one value",
+    limit="max_grammar_seconds",
 )
 
 
 class GrammarService:
     """Checks grammars in a bounded process, and remembers the sources of accepted grammars.
 
-    service = GrammarService.start(model_folder, vocabulary.think_ids)
+    service = GrammarService(model_folder, vocabulary.think_ids)
     service.compile(CompileGrammar(kind="regex", text="[0-9]{4}")).text
     """
 
-    def __init__(self, process: BoundedProcess | None, think_ids: tuple[int, int]) -> None:
-        """process: None if the model's tokenizer cannot serve grammars."""
-        self._process = process
-        self._think_ids = think_ids
-        self._accepted: OrderedDict[bytes, str] = OrderedDict()
-        self._cached_bytes = 0
-
-    @classmethod
-    def start(cls, folder: str, think_ids: tuple[int, int] | None) -> Self:
+    def __init__(self, folder: str, think_ids: tuple[int, int] | None) -> None:
         """Load the tokenizer of a model folder and fork the process.
 
         think_ids: the ids that open and close thinking; None: the model does not think.
         """
+        self._think_ids = think_ids or (-1, -1)
+        self._accepted: OrderedDict[bytes, str] = OrderedDict()
+        self._cached_bytes = 0
+        self._process: BoundedProcess | None = None
         try:
             # The compilation does not depend on the EOS ids, so this uses one id of no meaning.
             compiler = GrammarCompiler(load_tokenizer(folder, (0,)))
         except ConfigError as error:
             logger.warning("structured output is not available: %s", error)
-            return cls(None, (-1, -1))
-
-        def handle(raw: bytes) -> bytes:
-            return msgspec.json.encode(_check(compiler, raw))
-
-        return cls(BoundedProcess(handle, MAX_CPU_S), think_ids or (-1, -1))
+        else:
+            self._process = BoundedProcess(partial(_check, compiler), MAX_CPU_S)
 
     def compile(self, request: CompileGrammar) -> TokenizeResult:
         """Return the source of this grammar, or the error for the client."""
@@ -66,9 +60,13 @@ class GrammarService:
             self._accepted.move_to_end(key)
             result = TokenizeResult(uid=0, text=self._accepted[key])
         else:
-            result = self._ask(self._process, raw)
+            reply = self._process.call(raw)
+            result = _TOO_MUCH if reply is None else msgspec.json.decode(reply, type=TokenizeResult)
             if result.error is None:
-                self._remember(key, result.text)
+                self._accepted[key] = result.text
+                self._cached_bytes += len(result.text)
+                while self._cached_bytes > _CACHED_BYTES:
+                    self._cached_bytes -= len(self._accepted.popitem(last=False)[1])
         return msgspec.structs.replace(result, uid=request.uid, think_ids=self._think_ids)
 
     def close(self) -> None:
@@ -76,25 +74,14 @@ class GrammarService:
         if self._process is not None:
             self._process.close()
 
-    def _ask(self, process: BoundedProcess, raw: bytes) -> TokenizeResult:
-        reply = process.call(raw)
-        if reply is None:
-            return TokenizeResult(uid=0, error=_TOO_MUCH, limit="max_grammar_seconds")
-        return msgspec.json.decode(reply, type=TokenizeResult)
 
-    def _remember(self, key: bytes, source: str) -> None:
-        self._accepted[key] = source
-        self._cached_bytes += len(source)
-        while self._cached_bytes > _CACHED_BYTES:
-            self._cached_bytes -= len(self._accepted.popitem(last=False)[1])
-
-
-def _check(compiler: GrammarCompiler, raw: bytes) -> TokenizeResult:
-    """Check one grammar, in the bounded process."""
+def _check(compiler: GrammarCompiler, raw: bytes) -> bytes:
+    """Check one grammar, in the bounded process. Returns the JSON of a TokenizeResult."""
     request = msgspec.json.decode(raw, type=CompileGrammar)
     try:
-        return TokenizeResult(uid=0, text=compiler.source(request))
+        result = TokenizeResult(uid=0, text=compiler.source(request))
     except InvalidRequest as error:
-        return TokenizeResult(uid=0, error=error.message, limit=error.limit)
+        result = TokenizeResult(uid=0, error=error.message, limit=error.limit)
     except RecursionError:
-        return TokenizeResult(uid=0, error="the grammar is nested too deeply")
+        result = TokenizeResult(uid=0, error="the grammar is nested too deeply")
+    return msgspec.json.encode(result)

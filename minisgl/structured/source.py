@@ -38,38 +38,22 @@ class GrammarCompiler:
 
         Raises InvalidRequest. Its message begins with the JSON pointer of the fault in a schema.
         """
-        if request.kind == "tool_calls":
-            return self._with_schemas(request)
-        if request.kind not in ("json_schema", "json_object"):
+        options = _json_options(request)
+        schema = None
+        if request.kind in ("json_schema", "json_object"):
+            schema = check_schema(request.text)
+            text = json.dumps(schema, ensure_ascii=False)
+            _check_chars(text, "the schema without titles and descriptions")
+            source = LLMatcher.grammar_from_json_schema(text, overrides=options)
+        elif request.kind == "tool_calls":
+            source = _with_schemas(request.text, options)
+            _check_chars(source, "the grammar of the tool calls")
+        else:
             _check_chars(request.text, "the constraint")
             source = _plain_source(request)
-            if error := self._error(source):
-                raise InvalidRequest(error)
-            return source
-        options = _json_options(request)
-        schema = check_schema(request.text)
-        text = json.dumps(schema, ensure_ascii=False)
-        _check_chars(text, "the schema without titles and descriptions")
-        source = LLMatcher.grammar_from_json_schema(text, overrides=options)
         if error := self._error(source):
-            raise refusal(self._locate(schema, error, options), error)
-        return source
-
-    def _with_schemas(self, request: CompileGrammar) -> str:
-        """Return the source of a Lark grammar that refers to JSON schemas by their names.
-
-        The text of the request is an object with `lark` and `schemas`.
-        """
-        options = _json_options(request)
-        given = json.loads(request.text)
-        schemas = {}
-        for name, schema in given["schemas"].items():
-            schemas[name] = {**check_schema(json.dumps(schema)), "x-guidance": options}
-        parts = [{"name": name, "json_schema": schema} for name, schema in schemas.items()]
-        source = json.dumps({"grammars": [{"lark_grammar": given["lark"]}, *parts]})
-        _check_chars(source, "the grammar of the tool calls")
-        if error := self._error(source):
-            raise InvalidRequest(error)
+            pointer = "" if schema is None else self._locate(schema, error, options)
+            raise refusal(pointer, error)
         return source
 
     def _error(self, source: str) -> str:
@@ -126,6 +110,19 @@ def _check_chars(text: str, name: str) -> None:
     if len(text) > MAX_CHARS:
         message = f"{name} has {len(text)} characters; at most {MAX_CHARS} are accepted"
         raise InvalidRequest(message, limit="max_grammar_chars")
+
+
+def _with_schemas(text: str, options: "JsonCompileOptions") -> str:
+    """Return the source of a Lark grammar that refers to JSON schemas by their names.
+
+    text: the JSON of an object with `lark` and `schemas`.
+    """
+    given = json.loads(text)
+    grammars = [{"lark_grammar": given["lark"]}]
+    for name, schema in given["schemas"].items():
+        checked = {**check_schema(json.dumps(schema)), "x-guidance": options}
+        grammars.append({"name": name, "json_schema": checked})
+    return json.dumps({"grammars": grammars})
 
 
 def _plain_source(request: CompileGrammar) -> str:

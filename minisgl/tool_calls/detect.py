@@ -11,8 +11,9 @@ from minisgl.core import ModelFacts
 from minisgl.message.messages import ToolCallDelta
 from minisgl.tokenizer import TextTokenizer
 from minisgl.tokenizer.template import TemplateError
+from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.formats import FORMATS
-from minisgl.tool_calls.formats.harmony import HARMONY
+from minisgl.tool_calls.formats.harmony import HARMONY, Harmony
 
 # Renders messages with template options, as TextTokenizer.render_chat.
 Render = Callable[[list[dict[str, Any]], dict[str, Any]], str]
@@ -28,17 +29,9 @@ _PARAMETERS = {
 _FUNCTION = {"name": _NAME, "description": "probe", "parameters": _PARAMETERS}
 _TOOLS = [{"type": "function", "function": _FUNCTION}]
 _QUESTION = {"role": "user", "content": "probe question"}
-_CALL = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [
-        {
-            "id": "probe0001",
-            "type": "function",
-            "function": {"name": _NAME, "arguments": _ARGUMENTS},
-        }
-    ],
-}
+_CALLED = {"name": _NAME, "arguments": _ARGUMENTS}
+_CALLS = [{"id": "probe0001", "type": "function", "function": _CALLED}]
+_CALL = {"role": "assistant", "content": "", "tool_calls": _CALLS}
 
 
 def detect_format(tokenizer: TextTokenizer, given: str) -> str:
@@ -71,8 +64,8 @@ def detect(render: Render) -> str:
     except TemplateError:
         return ModelFacts.UNKNOWN_TOOL_FORMAT
     answer = answer_in(chat, prompt)
-    found = (name for name, format in FORMATS.items() if format.probe in answer)
-    return next((n for n in found if _reads(n, answer)), ModelFacts.UNKNOWN_TOOL_FORMAT)
+    found = (format for format in FORMATS.values() if format.probe in answer)
+    return next((f.name for f in found if _reads(f, answer)), ModelFacts.UNKNOWN_TOOL_FORMAT)
 
 
 def answer_in(chat: str, prompt: str) -> str:
@@ -86,17 +79,14 @@ def answer_in(chat: str, prompt: str) -> str:
     return chat[len(prefix) :]
 
 
-def _reads(name: str, answer: str) -> bool:
+def _reads(format: Format | Harmony, answer: str) -> bool:
     """True if the parser of this format reads the probe's call to its end, and no text before."""
-    format = FORMATS[name]
-    parser = format.open({_NAME: _PARAMETERS})
+    parser = format.open({_NAME: _PARAMETERS}, {})
     content = ""
     deltas: list[ToolCallDelta] = []
-    # The messages of a format with sections are found by their markers, which are special tokens.
-    markers = "|".join(map(re.escape, format.markers)) if parser.has_sections else ""
-    pieces = re.split(f"({markers})", answer) if markers else answer
-    for piece in pieces:
-        parser.feed(piece, bool(markers) and piece in format.markers)
+    markers = "|".join(map(re.escape, format.markers))
+    for piece in re.split(f"({markers})", answer):
+        parser.feed(piece, is_marker=piece in format.markers)
         text, new = parser.take()
         deltas += new
         content += "" if deltas else text

@@ -5,94 +5,55 @@ Text that looked like a call and is no call becomes content. White space beside 
 the format: neither the content nor the call contains it.
 """
 
-import itertools
+import json
 import secrets
-import string
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from minisgl.message.messages import ToolCallDelta
-from minisgl.tokenizer.detokenizer import CallParser
 from minisgl.tokenizer.text_stream import partial_match
-from minisgl.tool_calls.grammar import CallGrammar, ToolGrammar, WrittenGrammar, write_grammar
 from minisgl.tool_calls.reader import NotACall, Reader, Steps
+
+if TYPE_CHECKING:
+    from minisgl.tool_calls.format import Format
 
 # The parser searches only _SEARCHED_CHARS of a failed call for further calls, and reads text in
 # pieces of at most _PIECE_CHARS. The cost is therefore linear for every text.
 _SEARCHED_CHARS = 1024
 _PIECE_CHARS = 4096
 _MAX_SPACE = 256  # White space that is withheld because a call may follow.
-_ID_CHARS = string.ascii_letters + string.digits
-
-
-class Format(NamedTuple):
-    """The form in which the models of a family write tool calls.
-
-    A format has either `read` and `grammar`, or a parser and a writer of its own.
-
-    starts   markers that begin a call or a list of calls, at any place of the answer.
-    markers  all markers that may be special tokens, the starts included. The parser
-             receives the text of these tokens also with skip_special_tokens.
-    read     reads the calls after this marker. At the beginning of an answer the marker may be
-             "". When `read` returns or raises NotACall, the text that it has read since its
-             last report to Calls is content.
-    bare     characters; an answer that begins with one of them may be a call without a marker.
-    probe    text that the template of such a model writes for a call.
-    grammar  describes constrained calls to llguidance.
-    id_chars length of the ids of calls without the prefix "call_"; 0: the ids have the prefix.
-    parser   makes the parser of an answer, as `open`.
-    write    writes the grammar of an answer, as `written`.
-    """
-
-    name: str
-    starts: tuple[str, ...]
-    probe: str
-    read: Callable[[Reader, "Calls", str], Steps[None]] | None = None
-    grammar: CallGrammar | None = None
-    markers: tuple[str, ...] = ()
-    bare: str = ""
-    id_chars: int = 0
-    parser: Callable[[Mapping[str, Any], Mapping[int, str] | None], CallParser] | None = None
-    write: Callable[[ToolGrammar, Mapping[str, int]], WrittenGrammar] | None = None
-
-    def open(
-        self, parameters: Mapping[str, Any], marker_ids: Mapping[int, str] | None = None
-    ) -> CallParser:
-        """Return the parser of one answer. The parameters are as in ToolCallParser."""
-        if self.parser is not None:
-            return self.parser(parameters, marker_ids)
-        return ToolCallParser(self, parameters, marker_ids)
-
-    def written(self, request: ToolGrammar, token_ids: Mapping[str, int]) -> WrittenGrammar:
-        """Return the grammar of an answer. token_ids: as in GrammarWriter."""
-        if self.write is not None:
-            return self.write(request, token_ids)
-        assert self.grammar is not None, f"the format {self.name} has no grammar: this is a bug"
-        return write_grammar(self.grammar, self.bare, request, token_ids)
 
 
 class Calls:
-    """The calls of one answer, as the reader of a format reports them.
+    """The content and the calls of one answer, as a parser and the reader of a format report them.
 
-    Each report commits the text that the reader has read.
+    Each report of a call commits the text that the reader has read.
 
     parameters  the JSON schema of the arguments of each tool, by its name.
-    deltas      reports that `ToolCallParser.take` has not returned yet.
-    count       number of calls that have begun.
     is_open     the last call has not ended.
     is_last     no content has followed the last call.
     reader      the text of the open call.
+    _pieces     the newest pieces of arguments. They are no delta yet.
+    _rest       the text that completes the arguments if the call ends here.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], id_chars: int) -> None:
+    def __init__(self, parameters: Mapping[str, Any], id_chars: int = 0) -> None:
         self.parameters = parameters
-        self.deltas: list[ToolCallDelta] = []
-        self.count = 0
         self.is_open = False
         self.is_last = False
         self.reader = Reader("")
         self._id_chars = id_chars
-        self._has_arguments = False
+        self._count = 0
+        self._content: list[str] = []
+        self._deltas: list[ToolCallDelta] = []
+        self._pieces: list[str] = []
+        self._rest = ""
+
+    def text(self, content: str) -> None:
+        """Add content, which stands outside of calls."""
+        if content:
+            self._content.append(content)
+            self.is_last = False
 
     def start(self, name: str) -> None:
         """Begin a call. Raises NotACall for an empty name.
@@ -102,30 +63,50 @@ class Calls:
         """
         if not name or (self.reader.is_bare and name not in self.parameters):
             raise NotACall
-        self.deltas.append(ToolCallDelta(self.count, "", _call_id(self._id_chars), name))
-        self.count += 1
-        self.is_open, self.is_last, self._has_arguments = True, True, False
+        self._join_pieces()
+        size = self._id_chars
+        identity = secrets.token_hex(size)[:size] if size else f"call_{secrets.token_hex(12)}"
+        self._deltas.append(ToolCallDelta(self._count, "", identity, name))
+        self._count += 1
+        self.is_open, self.is_last, self._rest = True, True, "{}"
         self.reader.commit()
+
+    def argument(self, key: str) -> None:
+        """Begin the next argument. The JSON text of its value follows as `arguments`."""
+        before = "{" if self._rest == "{}" else ", "
+        self.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
+        self._rest = "}"
 
     def arguments(self, piece: str) -> None:
         """Add a piece of the JSON text of the arguments."""
         if piece:
-            self._has_arguments = True
-            self.deltas.append(ToolCallDelta(self.count - 1, piece))
+            self._pieces.append(piece)
+            if self._rest == "{}":
+                self._rest = ""
         self.reader.commit()
 
     def end(self) -> None:
         """Complete the call. A call without arguments gets {}."""
-        if not self._has_arguments:
-            self.arguments("{}")
+        self.arguments(self._rest)
         self.is_open = False
-        self.reader.commit()
+
+    def take(self) -> tuple[str, list[ToolCallDelta]]:
+        """Return the content and the deltas of calls since the last call of this method."""
+        self._join_pieces()
+        content, deltas = "".join(self._content), self._deltas
+        self._content, self._deltas = [], []
+        return content, deltas
+
+    def _join_pieces(self) -> None:
+        if self._pieces:
+            self._deltas.append(ToolCallDelta(self._count - 1, "".join(self._pieces)))
+            self._pieces = []
 
 
 class ToolCallParser:
-    """Splits the text of one answer into content and tool calls.
+    """Splits the text of one answer into content and tool calls. Implements CallParser.
 
-        parser = ToolCallParser(HERMES, {"now": {}})
+        parser = HERMES.open({"now": {}})
         parser.feed('Let me see.\n<tool_call>{"name": "now", "arguments": {}}</tool_call>')
         parser.finish()
         parser.take()      # "Let me see.", [ToolCallDelta(0, "", "call_...", "now"), ...]
@@ -137,21 +118,16 @@ class ToolCallParser:
     has_sections = in_header = in_reasoning = False
 
     def __init__(
-        self,
-        format: Format,
-        parameters: Mapping[str, Any],
-        marker_ids: Mapping[int, str] | None = None,
+        self, format: "Format", parameters: Mapping[str, Any], marker_ids: Mapping[int, str]
     ) -> None:
-        assert format.read is not None, f"{format.name} has a parser of its own: this is a bug"
-        self.marker_ids = marker_ids or {}
+        self.marker_ids = marker_ids
         self.failures = 0
-        self._read = format.read
         self._format = format
-        special = self.marker_ids.values()
+        special = marker_ids.values()
         # A start that is a special token counts only as this token, and not as text.
         self._starts = tuple(start for start in format.starts if start not in special)
         self._calls = Calls(parameters, format.id_chars)
-        self._content: list[str] = []
+        self.take = self._calls.take
         self._withheld = ""
         self._may_be_bare = bool(format.bare)
         self._steps: Steps[None] | None = None
@@ -160,10 +136,8 @@ class ToolCallParser:
         """Add text. is_marker: it is the whole text of a special token of `marker_ids`."""
         if is_marker and text in self._format.starts:
             self._end_call()  # A start does not occur inside of a call.
-            content = self._withheld.rstrip()
-            space, self._withheld = self._withheld[len(content) :], ""
-            self._emit(content)
-            self._open(Reader(space + text), text, "")
+            before, self._withheld = self._withheld, ""
+            self._open(before, text, "")
             return
         for begin in range(0, len(text), _PIECE_CHARS):
             self._feed(text[begin : begin + _PIECE_CHARS])
@@ -175,16 +149,8 @@ class ToolCallParser:
         """End the answer: withheld text becomes content."""
         self._end_call()
         if not (self._calls.is_last and self._withheld.isspace()):
-            self._emit(self._withheld)
+            self._calls.text(self._withheld)
         self._withheld = ""
-
-    def take(self) -> tuple[str, list[ToolCallDelta]]:
-        """Return the content and the deltas of calls since the last call of this method."""
-        if not self._content and not self._calls.deltas:
-            return "", []
-        content, deltas = "".join(self._content), self._calls.deltas
-        self._content, self._calls.deltas = [], []
-        return content, joined(deltas) if len(deltas) > 1 else deltas
 
     def _feed(self, text: str) -> None:
         rest = text
@@ -212,42 +178,38 @@ class ToolCallParser:
                 return ""
             self._may_be_bare = False
             if answer[:1] and answer[0] in self._format.bare:
-                space = text[: len(text) - len(answer)]
-                return self._open(Reader(space, is_bare=True), "", answer)
+                return self._open(text[: len(text) - len(answer)], "", answer)
         begins = [(at, -len(s), s) for s in self._starts if (at := text.find(s)) >= 0]
         if begins:
             at, _, start = min(begins)
-            content = text[:at].rstrip()
-            self._emit(content)
-            prefix = text[len(content) : at + len(start)]
-            return self._open(Reader(prefix), start, text[at + len(start) :])
+            return self._open(text[:at], start, text[at + len(start) :])
         partial = max((partial_match(start, text) for start in self._starts), default=0)
         certain = text[: len(text) - partial]
         content = certain.rstrip()
         if len(certain) - len(content) > _MAX_SPACE:
             content = certain
-        self._emit(content)
+        self._calls.text(content)
         self._withheld = text[len(content) :]
         return ""
 
-    def _open(self, reader: Reader, start: str, rest: str) -> str:
-        """Begin to read calls. Returns the part of `rest` that follows them."""
+    def _open(self, before: str, start: str, rest: str) -> str:
+        """Begin to read calls after this text. Returns the part of `rest` that follows them."""
+        content = before.rstrip()
+        self._calls.text(content)
         self._may_be_bare = False
-        self._calls.reader = reader
-        self._steps = self._read(reader, self._calls, start)
+        reader = self._calls.reader = Reader(before[len(content) :] + start, is_bare=not start)
+        self._steps = self._format.read(reader, self._calls, start)
         reader.feed(rest)
         return self._advance(self._steps)
 
     def _advance(self, steps: Steps[None]) -> str:
         """Read on. Returns the text that belongs to no call; "" if the call needs more text."""
+        is_call = True
         try:
-            next(steps)
-        except StopIteration:
-            is_call = True
+            if next(steps, "ended") is None:
+                return ""
         except NotACall:
             is_call = False
-        else:
-            return ""
         self._steps = None
         reader = self._calls.reader
         held, rest = reader.split()
@@ -255,30 +217,7 @@ class ToolCallParser:
             self.failures += self._calls.is_open or not reader.is_bare
             # At least the marker becomes content, so that the search cannot find it again.
             certain = len(reader.prefix) if len(held) <= _SEARCHED_CHARS else len(held)
-            self._emit(held[:certain])
+            self._calls.text(held[:certain])
             held = held[certain:]
         self._calls.is_open = False
         return held + rest
-
-    def _emit(self, content: str) -> None:
-        if content:
-            self._content.append(content)
-            self._calls.is_last = False
-
-
-def joined(deltas: list[ToolCallDelta]) -> list[ToolCallDelta]:
-    """Join the pieces of arguments that follow each other. The beginnings of calls stay apart."""
-    joined: list[ToolCallDelta] = []
-    for is_start, group in itertools.groupby(deltas, lambda delta: bool(delta.id)):
-        pieces = list(group)
-        if is_start:
-            joined += pieces
-        else:
-            arguments = "".join(piece.arguments for piece in pieces)
-            joined.append(ToolCallDelta(pieces[0].index, arguments))
-    return joined
-
-
-def _call_id(chars: int) -> str:
-    text = "".join(secrets.choice(_ID_CHARS) for _ in range(chars or 24))
-    return text if chars else "call_" + text

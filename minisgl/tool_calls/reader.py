@@ -16,8 +16,8 @@ Steps: TypeAlias = Generator[None, None, T]
 
 MAX_NAME_CHARS = 256
 _SPACE = re.compile(r"[ \t\r\n]*")
-_STRING_PART = re.compile(r'["\\]')
-_STRUCTURE = re.compile(r'["{}\[\]]')
+_STRING_TEXT = re.compile(r'[^"\\]*')
+_VALUE_TEXT = re.compile(r'[^"{}\[\]]*')
 _SCALAR = re.compile(r"[^\s,}\]]*")
 
 
@@ -63,21 +63,17 @@ class Reader:
         held = "".join(self._held) + self._text[self._start : self._at]
         return held, self._text[self._at :]
 
-    def text(self) -> Steps[str]:
-        """Wait for unread text. Returns all of it without reading it; "" at the end."""
-        while self._at == len(self._text) and not self.ended:
-            yield
-        return self._text[self._at :]
-
     def char(self) -> Steps[str]:
         """Return the next character without reading it; "" at the end."""
         while self._at == len(self._text) and not self.ended:
             yield
         return self._text[self._at : self._at + 1]
 
-    def skip(self, count: int) -> None:
-        """Read this number of characters, which have arrived."""
-        self._at += count
+    def next(self) -> Steps[str]:
+        """Read the next character; "" at the end."""
+        char = yield from self.char()
+        self._at += len(char)
+        return char
 
     def piece(self, pattern: re.Pattern[str]) -> Steps[str]:
         """Read the text that has arrived, up to the first character that `pattern` does not match.
@@ -104,75 +100,83 @@ class Reader:
                 raise NotACall
         return "".join(parts)
 
-    def space(self) -> Steps[None]:
+    def space(self) -> Steps[str]:
         """Read white space."""
-        while (yield from self.piece(_SPACE)):
-            pass
+        parts: list[str] = []
+        while part := (yield from self.piece(_SPACE)):
+            parts.append(part)
+        return "".join(parts)
 
-    def literal(self, literal: str) -> Steps[bool]:
-        """Read this text if it comes next. Returns False, and reads nothing, if it does not."""
+    def comes(self, text: str) -> Steps[bool]:
+        """Return True if this text comes next. Reads nothing."""
         while True:
-            arrived = self._text[self._at : self._at + len(literal)]
-            if arrived == literal:
-                self._at += len(literal)
-                return True
-            if self.ended or not literal.startswith(arrived):
-                return False
+            arrived = self._text[self._at : self._at + len(text)]
+            if arrived == text or self.ended or not text.startswith(arrived):
+                return arrived == text
             yield
 
-    def expect(self, literal: str) -> Steps[None]:
-        """Read this text. Raises NotACall if it does not come next."""
-        if not (yield from self.literal(literal)):
+    def literal(self, text: str) -> Steps[bool]:
+        """Read this text if it comes next. Returns False, and reads nothing, if it does not."""
+        found = yield from self.comes(text)
+        self._at += len(text) if found else 0
+        return found
+
+    def token(self, text: str) -> Steps[bool]:
+        """Read white space, and then as `literal`."""
+        yield from self.space()
+        return (yield from self.literal(text))
+
+    def expect(self, text: str) -> Steps[None]:
+        """Read white space and this text. Raises NotACall if the text does not come next."""
+        if not (yield from self.token(text)):
             raise NotACall
 
     def json_text(self) -> Steps[str]:
-        """Read a JSON string and return its value. Raises NotACall."""
-        parts: list[str] = []
-        if (yield from self.char()) != '"':
-            raise NotACall
-        yield from self.json_value(parts.append, MAX_NAME_CHARS)
+        """Read a JSON string of at most MAX_NAME_CHARS and return its value. Raises NotACall."""
+        text = ""
+
+        def take(piece: str) -> None:
+            nonlocal text
+            text += piece
+            if len(text) > MAX_NAME_CHARS:
+                raise NotACall
+
+        yield from self._json_string(take)
         try:
-            value: str = json.loads("".join(parts))
+            return str(json.loads(text))
         except ValueError:
             raise NotACall from None
-        return value
 
-    def json_value(self, take: Callable[[str], None], max_chars: int | None = None) -> Steps[None]:
+    def json_value(self, take: Callable[[str], None]) -> Steps[None]:
         """Read a JSON value and pass it to `take` in pieces, unchanged.
 
         The value of an object, list or string ends where its brackets or quotes close. Its inside
-        is not validated. Raises NotACall if the text ends first, or after more than max_chars.
+        is not validated. Raises NotACall if the text ends first.
         """
         if (yield from self.char()) not in ('"', "{", "["):
             take((yield from self.run(_SCALAR)))
             return
-        depth, in_string, escaped, count = 0, False, False, 0
-        while (yield from self.char()):
-            text, at = self._text, self._at
-            while at < len(text):
-                if escaped:
-                    at += 1
-                    escaped = False
-                    continue
-                found = (_STRING_PART if in_string else _STRUCTURE).search(text, at)
-                at = len(text) if found is None else found.end()
-                part = "" if found is None else found[0]
-                if part == '"':
-                    in_string = not in_string
-                elif part == "\\":
-                    escaped = True
-                elif part:
-                    depth += 1 if part in "{[" else -1
-                if part and not depth and not in_string:
-                    break
+        depth = 0
+        while char := (yield from self.char()):
+            if char == '"':
+                yield from self._json_string(take)
             else:
-                part = ""
-            piece = text[self._at : at]
-            count += len(piece)
-            self._at = at
-            take(piece)
-            if max_chars is not None and count > max_chars:
-                raise NotACall
-            if part:
+                depth += (char in "{[") - (char in "}]")
+                take((yield from self.next()))
+            if not depth:
                 return
+            take((yield from self.piece(_VALUE_TEXT)))
         raise NotACall
+
+    def _json_string(self, take: Callable[[str], None]) -> Steps[None]:
+        yield from self.expect('"')
+        take('"')
+        while True:
+            part = (yield from self.piece(_STRING_TEXT)) or (yield from self.next())
+            take(part)
+            if part == '"':
+                return
+            if not part:
+                raise NotACall
+            if part == "\\":
+                take((yield from self.next()))

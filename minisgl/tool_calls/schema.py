@@ -11,17 +11,15 @@ def property_types(schema: Any, key: str) -> frozenset[str]:
 
     schema: the schema of all parameters. A client has sent it, so it may be invalid.
     """
-    properties = schema.get("properties") if isinstance(schema, dict) else None
-    if not isinstance(properties, dict) or key not in properties:
-        return _ANY
-    return _types(properties[key], schema, _MAX_DEPTH)
+    return _types(_inside(schema, "properties", key), schema, _MAX_DEPTH)
 
 
 def _types(schema: Any, root: dict[str, Any], depth: int) -> frozenset[str]:
     if not isinstance(schema, dict) or not depth:
         return _ANY
     if isinstance(reference := schema.get("$ref"), str):
-        return _types(_resolve(reference, root), root, depth - 1)
+        names = reference.removeprefix("#/").split("/")
+        return _types(_inside(root, *names), root, depth - 1)
     declared = schema.get("type")
     if isinstance(declared, str):
         return frozenset({declared})
@@ -37,12 +35,11 @@ def _types(schema: Any, root: dict[str, Any], depth: int) -> frozenset[str]:
     return _ANY
 
 
-def _resolve(reference: str, root: dict[str, Any]) -> Any:
-    """The schema at a reference such as #/$defs/City; None if there is none."""
-    found: Any = root
-    for name in reference.removeprefix("#/").split("/"):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+def _inside(value: Any, *names: str) -> Any:
+    """The value at these nested names; None if there is none."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _type_of(value: Any) -> str:

@@ -14,9 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from minisgl.message.messages import ToolCallDelta
 from minisgl.tool_calls.grammar import GrammarWriter, ToolGrammar, WrittenGrammar
-from minisgl.tool_calls.parser import Calls, Format, joined
+from minisgl.tool_calls.parser import Calls
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _END, _RETURN, _CALL = "<|end|>", "<|return|>", "<|call|>"
@@ -24,7 +23,7 @@ MARKERS = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _RETURN, _CALL)
 _MARKER = re.compile("|".join(map(re.escape, MARKERS)))
 _NAMESPACE = "functions."
 _RECIPIENT = re.compile(r"(?:\A|\s)to=(\S+)")
-_FIRST_WORD = re.compile(r"\s*(\w*)")
+_CHANNEL_NAME = re.compile(re.escape(_CHANNEL) + r"\s*(\w*)")
 # The prompt ends with the role of the first message. The answer may go on with a recipient.
 _MAY_BE_FIRST = re.compile(r"\s*(?:t|to|to=\S*\s*)?")
 _MAX_HEADER_CHARS = 1024
@@ -45,13 +44,11 @@ class HarmonyParser:
 
     has_sections = True
 
-    def __init__(
-        self, parameters: Mapping[str, Any], marker_ids: Mapping[int, str] | None = None
-    ) -> None:
-        self.marker_ids = marker_ids or {}
+    def __init__(self, parameters: Mapping[str, Any], marker_ids: Mapping[int, str]) -> None:
+        self.marker_ids = marker_ids
         self.failures = 0
-        self._calls = Calls(parameters, 0)
-        self._content: list[str] = []
+        self._calls = Calls(parameters)
+        self.take = self._calls.take
         self._section: Section = "header"
         self._header = ""
         self._arguments: list[str] = []
@@ -94,14 +91,8 @@ class HarmonyParser:
         """End the answer."""
         self._end_call()
         if self.in_header and not _MARKER.search(self._header) and "to=" not in self._header:
-            self._content.append(self._header)
+            self._calls.text(self._header)
         self._section = "content"
-
-    def take(self) -> tuple[str, list[ToolCallDelta]]:
-        """Return the content and the deltas of calls since the last call of this method."""
-        content, deltas = "".join(self._content), self._calls.deltas
-        self._content, self._calls.deltas = [], []
-        return content, joined(deltas)
 
     def _add(self, text: str) -> None:
         if self.in_header:
@@ -111,16 +102,15 @@ class HarmonyParser:
                 len(self._header) > _MAX_HEADER_CHARS
             ):
                 self._section = "content"
-                self._content.append(self._header)
+                self._calls.text(self._header)
         elif self._section == "call":
             self._arguments.append(text)
             self._calls.arguments(text)
         else:
-            self._content.append(text)
+            self._calls.text(text)
 
     def _open_message(self) -> None:
         """Find the kind of a message from its header."""
-        channel = self._header.rpartition(_CHANNEL)[2] if _CHANNEL in self._header else ""
         found = _RECIPIENT.search(_MARKER.sub(" ", self._header))
         recipient, tools = found[1] if found else "", self._calls.parameters
         if recipient.startswith(_NAMESPACE) or recipient in tools:
@@ -129,10 +119,9 @@ class HarmonyParser:
                 self._section, self._arguments = "call", []
                 self._calls.start(recipient.removeprefix(_NAMESPACE) or recipient)
         else:
-            word = _FIRST_WORD.match(channel)
-            name = word[1] if word is not None else ""
+            channel = _CHANNEL_NAME.findall(self._header)[-1:]
             # A message to a tool of the model's own, such as python, is a part of its reasoning.
-            is_thought = name == "analysis" or (recipient and name != "final")
+            is_thought = channel == ["analysis"] or (recipient and channel != ["final"])
             self._section = "reasoning" if is_thought else "content"
 
     def _end_call(self) -> None:
@@ -145,34 +134,36 @@ class HarmonyParser:
         self._section = "content"
 
 
-def _write(request: ToolGrammar, token_ids: Mapping[str, int]) -> WrittenGrammar:
-    """The grammar of an answer: reasoning and comments, then one call or the final message.
+class Harmony:
+    """The format, with the methods of Format."""
 
-    The model ends its turn after a call, so that there is never a second one. Reasoning and
-    comments are free.
-    """
-    writer = GrammarWriter(token_ids)
-    channel, message = writer.text(_CHANNEL), writer.text(_MESSAGE)
-    next_message = f'{writer.text(_END)} {writer.text(_START)} "assistant"'
-    free = writer.rule(f'{channel} ( "analysis" | "commentary" ) {message} TEXT? {next_message}')
-    last = [
-        f"{channel} {writer.text(f'commentary to={_NAMESPACE}{name} ')} "
-        f'{writer.text(_CONSTRAIN)} "json" {message} {writer.schema(schema)}'
-        for name, schema in request.tools
-    ]
-    if not request.must_call:
-        answer = "TEXT?" if request.answer is None else writer.schema(request.answer)
-        last.append(f'{channel} "final" {message} {answer}')
-    body = f"{free}* ( {' | '.join(f'( {one} )' for one in last)} )"
-    lark = "\n".join([f"start: {body}", *writer.rules, "TEXT: /(?s:.+)/"])
-    return WrittenGrammar(lark, writer.schemas, -1)
+    name = "harmony"
+    probe = f"{_CHANNEL}commentary"
+    markers = MARKERS
+    open = HarmonyParser
+
+    def write(self, request: ToolGrammar, token_ids: Mapping[str, int]) -> WrittenGrammar:
+        """As Format.write: reasoning and comments, then one call or the final message.
+
+        The model ends its turn after a call, so that there is never a second one. Reasoning and
+        comments are free.
+        """
+        writer = GrammarWriter(token_ids)
+        channel, message = writer.text(_CHANNEL), writer.text(_MESSAGE)
+        next_message = f'{writer.text(_END)} {writer.text(_START)} "assistant"'
+        free = writer.rule(
+            f'{channel} ( "analysis" | "commentary" ) {message} TEXT? {next_message}'
+        )
+        last = [
+            f"{channel} {writer.text(f'commentary to={_NAMESPACE}{name} ')} "
+            f'{writer.text(_CONSTRAIN)} "json" {message} {writer.schema(schema)}'
+            for name, schema in request.tools
+        ]
+        if not request.must_call:
+            answer = "TEXT?" if request.answer is None else writer.schema(request.answer)
+            last.append(f'{channel} "final" {message} {answer}')
+        writer.rules.append("TEXT: /(?s:.+)/")
+        return writer.written(f"{free}* ( {' | '.join(f'( {one} )' for one in last)} )")
 
 
-HARMONY = Format(
-    name="harmony",
-    starts=(),
-    markers=MARKERS,
-    probe=f"{_CHANNEL}commentary",
-    parser=HarmonyParser,
-    write=_write,
-)
+HARMONY = Harmony()

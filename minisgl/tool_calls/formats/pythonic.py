@@ -8,8 +8,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from minisgl.tool_calls.grammar import CallGrammar, GrammarWriter, properties_of
-from minisgl.tool_calls.parser import Calls, Format
+from minisgl.tool_calls.format import Format
+from minisgl.tool_calls.grammar import GrammarWriter, properties_of
+from minisgl.tool_calls.parser import Calls
 from minisgl.tool_calls.reader import NotACall, Reader, Steps, inside_quotes
 
 # The list stands between these markers, or is the whole answer. OLMo 3 writes no brackets.
@@ -23,23 +24,20 @@ _KEY = re.compile(r"\w*")
 _WORD = re.compile(r"[^\s,:()\[\]{}'\"]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 _PLAIN = re.compile(r"[^'\"\\]*")
-_HEX = re.compile(r"[0-9a-fA-F]*")
+_HEX = re.compile(r"[0-9a-fA-F]")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
-_CLOSING = {"[": "]", "(": ")", "{": "}"}
+_BRACKETS = {"[": "[]", "(": "[]", "{": "{}"}  # in Python and in JSON
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
 
 def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
-    yield from reader.space()
-    if not (yield from reader.literal("[")) and start != "<function_calls>":
+    if not (yield from reader.token("[")) and start != "<function_calls>":
         raise NotACall
     while True:
         yield from _read_call(reader, calls)
-        yield from reader.space()
-        if (yield from reader.literal(",")):
-            yield from reader.space()
-        if (yield from reader.literal("]")):
+        yield from reader.token(",")
+        if (yield from reader.token("]")):
             reader.commit()
             yield from reader.space()
             break
@@ -54,29 +52,18 @@ def _read_call(reader: Reader, calls: Calls) -> Steps[None]:
     yield from reader.space()
     name = yield from reader.run(_NAME)
     yield from reader.expect("(")
-    before = "{"
-    while True:
-        yield from reader.space()
-        if (yield from reader.literal(")")):
-            break
-        if before != "{":
-            yield from reader.expect(",")
-            yield from reader.space()
-            if (yield from reader.literal(")")):  # after a comma at the end of the list
-                break
+    while not (yield from reader.token(")")):
         key = yield from reader.run(_KEY)
-        yield from reader.space()
         yield from reader.expect("=")
-        yield from reader.space()
-        if before == "{":
+        if not calls.is_open:
             calls.start(name)
-        calls.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-        before = ", "
+        calls.argument(key)
         yield from _read_value(reader, calls.arguments)
-    if before == "{":
+        if not (yield from reader.token(",")):
+            yield from reader.expect(")")
+            break
+    if not calls.is_open:
         calls.start(name)
-    else:
-        calls.arguments("}")
     calls.end()
 
 
@@ -85,28 +72,28 @@ def _read_value(reader: Reader, take: Callable[[str], None]) -> Steps[None]:
 
     A tuple becomes a list. A word that is no JSON value becomes a string.
     """
-    open_brackets: list[str] = []
+    closing: list[str] = []  # the brackets that close the open lists and objects
     separator = ""  # a comma, which JSON does not allow before a closing bracket
     while char := (yield from reader.char()):
         if char.isspace():
-            reader.skip(1)
+            yield from reader.next()
             continue
-        if char in ",:" or char in ")]}":
-            if not open_brackets:
+        if char in ",:)]}":
+            if not closing:
                 return
-            reader.skip(1)
+            yield from reader.next()
             if char in ",:":
                 separator = f"{char} "
                 continue
-            take("}" if _CLOSING[open_brackets.pop()] == "}" else "]")
             separator = ""
+            take(closing.pop())
         else:
             take(separator)
             separator = ""
-            if char in _CLOSING:
-                reader.skip(1)
-                open_brackets.append(char)
-                take("{" if char == "{" else "[")
+            if char in _BRACKETS:
+                yield from reader.next()
+                take(_BRACKETS[char][0])
+                closing.append(_BRACKETS[char][1])
             elif char in "'\"":
                 yield from _read_string(reader, take)
             else:
@@ -114,45 +101,37 @@ def _read_value(reader: Reader, take: Callable[[str], None]) -> Steps[None]:
                 constant = _CONSTANTS.get(word, word)
                 is_json = constant in ("true", "false", "null") or _NUMBER.fullmatch(word)
                 take(constant if is_json else json.dumps(word, ensure_ascii=False))
-        if not open_brackets:
+        if not closing:
             return
     raise NotACall
 
 
 def _read_string(reader: Reader, take: Callable[[str], None]) -> Steps[None]:
-    quote = yield from reader.char()
-    reader.skip(1)
+    quote = yield from reader.next()
     take('"')
     while char := (yield from reader.char()):
+        if char not in "'\"\\":
+            take(inside_quotes((yield from reader.piece(_PLAIN))))
+            continue
+        yield from reader.next()
         if char == quote:
-            reader.skip(1)
             take('"')
             return
-        if char == "\\":
-            reader.skip(1)
-            take((yield from _read_escape(reader)))
-        elif char in "'\"":
-            reader.skip(1)
-            take(inside_quotes(char))
-        else:
-            text = yield from reader.piece(_PLAIN)
-            take(inside_quotes(text))
+        take((yield from _read_escape(reader)) if char == "\\" else inside_quotes(char))
     raise NotACall
 
 
 def _read_escape(reader: Reader) -> Steps[str]:
     """Convert the characters after a backslash to the inside of a JSON string."""
-    char = yield from reader.char()
-    reader.skip(len(char))
+    char = yield from reader.next()
     if char == "\n":
         return ""
     if char not in _HEX_DIGITS:
         kept = char if char in "'\"\\/" else f"\\{char}"
         return inside_quotes(_ESCAPES.get(char, kept))
     digits = ""
-    while len(digits) < _HEX_DIGITS[char] and _HEX.fullmatch((yield from reader.char()) or "-"):
-        digits += yield from reader.char()
-        reader.skip(1)
+    while len(digits) < _HEX_DIGITS[char] and _HEX.match((yield from reader.char())):
+        digits += yield from reader.next()
     if len(digits) < _HEX_DIGITS[char] or int(digits, 16) > 0x10FFFF:
         return inside_quotes(f"\\{char}{digits}")
     # JSON has the escape \u too, which may also stand for half of a character.
@@ -176,10 +155,13 @@ def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> 
 
 PYTHONIC = Format(
     name="pythonic",
+    probe="(",
     starts=tuple(_ENDS),
     markers=(*_ENDS, *_ENDS.values()),
-    read=_read,
-    probe="(",
-    grammar=CallGrammar(call=_write_call, opening="[", separator=", ", end="]", is_list=True),
     bare="[",
+    read=_read,
+    call=_write_call,
+    opening="[",
+    separator=", ",
+    end="]",
 )

@@ -3,6 +3,7 @@
 A value is raw text between two newlines. The tool's schema gives the JSON type of the value.
 """
 
+import contextlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -10,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from minisgl.tool_calls.grammar import CallGrammar, GrammarWriter, properties_of
-from minisgl.tool_calls.parser import Calls, Format
+from minisgl.tool_calls.format import Format
+from minisgl.tool_calls.grammar import GrammarWriter, properties_of
+from minisgl.tool_calls.parser import Calls
 from minisgl.tool_calls.reader import NotACall, Reader, Steps, inside_quotes
 from minisgl.tool_calls.schema import property_types
 
@@ -20,51 +22,36 @@ _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _NAME = re.compile(r"[^\s<>]*")
 _KEY = re.compile(r"[^\n>]*")
-_MAX_SPACE = 8  # between the end of a value and the next tag
-# The end of a value: </parameter> before <parameter= or </function>. A </parameter> before other
-# text belongs to the value.
-_VALUE_END = re.compile(
-    rf"\n?{_PARAMETER_END}(?=\s{{0,{_MAX_SPACE}}}(?:{_PARAMETER}|{_FUNCTION_END}))"
-)
-_LAST_VALUE_END = re.compile(rf"{_VALUE_END.pattern}|\n?{_PARAMETER_END}\s*\Z")
-_END_CHARS = 1 + len(_PARAMETER_END) + _MAX_SPACE + len(_PARAMETER)  # The longest _VALUE_END.
-_MAY_END = re.compile(r"[\n<]")
+_TEXT = re.compile(r"[^\n<]*")  # of a value; it cannot belong to an end tag
 _CONSTANTS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
 def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
     if start == _START:
-        yield from reader.space()
         yield from reader.expect(_FUNCTION)
     name = yield from reader.run(_NAME)
-    yield from reader.expect(">")
-    yield from reader.space()
-    has_parameter = yield from reader.literal(_PARAMETER)
+    if not (yield from reader.literal(">")):
+        raise NotACall
+    has_parameter = yield from reader.token(_PARAMETER)
     if not has_parameter:
         yield from reader.expect(_FUNCTION_END)
     calls.start(name)
     schema = calls.parameters.get(name)
-    before = "{"
     while has_parameter:
         key = yield from reader.run(_KEY)
         yield from reader.expect(">")
-        calls.arguments(f"{before}{json.dumps(key, ensure_ascii=False)}: ")
-        before = ", "
+        calls.argument(key)
         yield from _read_value(reader, calls, property_types(schema, key))
-        yield from reader.space()
         has_parameter = yield from reader.literal(_PARAMETER)
-    if before != "{":
-        calls.arguments("}")
     calls.end()
     yield from reader.literal(_FUNCTION_END)
     reader.commit()
-    yield from reader.space()
-    if (yield from reader.literal(_END)):
+    if (yield from reader.token(_END)):
         reader.commit()
 
 
 def _read_value(reader: Reader, calls: Calls, types: frozenset[str]) -> Steps[None]:
-    """Read a value up to its end tag. Passes on a string in pieces, other values as a whole."""
+    """Read a value up to the next tag. Passes on a string in pieces, other values as a whole."""
     yield from reader.literal("\n")
     if types == {"string"}:
         calls.arguments('"')
@@ -77,39 +64,26 @@ def _read_value(reader: Reader, calls: Calls, types: frozenset[str]) -> Steps[No
 
 
 def _read_text(reader: Reader, take: Callable[[str], None]) -> Steps[None]:
-    """Pass the text before the end of a value to `take` in pieces."""
-    while text := (yield from reader.text()):
-        found = (_LAST_VALUE_END if reader.ended else _VALUE_END).search(text)
-        certain = len(text) if reader.ended else _certain(text)
-        if found is not None:
-            take(text[: found.start()])
-            reader.skip(found.end())
-            return
-        reader.skip(certain)
-        take(text[:certain])
-        if not certain:
-            yield
+    """Pass the text of a value to `take` in pieces, and read its end and the white space behind it.
+
+    A </parameter> ends the value before a tag and at the end of the answer. A </parameter> before
+    other text belongs to the value. One line break before the end belongs to the format.
+    """
+    line_break = ""  # has been read, and belongs to the value unless the end follows
+    while (yield from reader.char()):
+        text = yield from reader.piece(_TEXT)
+        if not text and (yield from reader.literal(_PARAMETER_END)):
+            space = yield from reader.space()
+            is_end = yield from reader.comes(_PARAMETER)
+            is_end = is_end or (yield from reader.comes(_FUNCTION_END))
+            if is_end or not (yield from reader.char()):
+                return
+            text = _PARAMETER_END + space
+        text = line_break + (text or (yield from reader.next()))
+        line_break = "\n" if text.endswith("\n") else ""
+        take(text.removesuffix("\n"))
+    take(line_break)
     raise NotACall
-
-
-def _certain(text: str) -> int:
-    """The length of the beginning of `text` that cannot belong to the end tag of this value."""
-    for found in _MAY_END.finditer(text, max(len(text) - _END_CHARS, 0)):
-        if _is_partial_end(text[found.start() :].removeprefix("\n")):
-            return found.start()
-    return len(text)
-
-
-def _is_partial_end(text: str) -> bool:
-    if len(text) <= len(_PARAMETER_END):
-        return _PARAMETER_END.startswith(text)
-    after = text.removeprefix(_PARAMETER_END)
-    if after == text:
-        return False
-    tag = after.lstrip()
-    return len(after) - len(tag) <= _MAX_SPACE and (
-        _PARAMETER.startswith(tag) or _FUNCTION_END.startswith(tag)
-    )
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
@@ -124,11 +98,8 @@ def to_json(text: str, types: frozenset[str]) -> str:
     if constant and (not types or constant_type in types):
         return constant
     if "string" not in types:
-        try:
+        with contextlib.suppress(msgspec.MsgspecError, RecursionError):
             msgspec.json.decode(plain)
-        except (msgspec.MsgspecError, RecursionError):
-            pass
-        else:
             return plain
     return json.dumps(text, ensure_ascii=False)
 
@@ -152,9 +123,11 @@ def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> 
 
 QWEN3_CODER = Format(
     name="qwen3-coder",
+    probe=_FUNCTION,
     starts=(_START, _FUNCTION),
     markers=(_START, _END),
     read=_read,
-    probe=_FUNCTION,
-    grammar=CallGrammar(start=_START, call=_write_call, separator="\n", end=_END),
+    call=_write_call,
+    separator="\n",
+    end=_END,
 )

@@ -14,7 +14,7 @@ from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.protocol.requests import CHAT
 from minisgl.server.response import ResponseWriter
 from minisgl.server.stream import events
-from minisgl.tool_calls import ToolGrammar
+from minisgl.tool_calls.grammar import ToolGrammar
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 KNOWS = msgspec.structs.replace(FACTS, tool_format="hermes")

@@ -32,7 +32,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def hostile(path: str) -> list[Grammar]:
     """The hostile grammars that a tokenizer worker accepts."""
-    service = GrammarService.start(path, None)
+    service = GrammarService(path, None)
     results = [service.compile(request(kind, value)) for kind, value, _ in HOSTILE]
     service.close()
     return [Grammar(source=result.text, kind="regex") for result in results if not result.error]

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,7 +63,7 @@ HOSTILE: list[tuple[GrammarKind, Any, str | None]] = [
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[GrammarService]:
-    service = GrammarService.start(str(model_path()), (7, 8))
+    service = GrammarService(str(model_path()), (7, 8))
     yield service
     service.close()
 
@@ -102,8 +103,9 @@ def test_accepted_grammar_is_remembered(service: GrammarService) -> None:
         service._process = process
 
 
-def test_model_without_a_usable_tokenizer_refuses_by_a_sentence() -> None:
-    service = GrammarService(None, (-1, -1))
+def test_model_without_a_usable_tokenizer_refuses_by_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    service = GrammarService(str(tmp_path), None)
     assert "does not support structured output" in str(service.compile(request("regex", "a")).error)
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from minisgl.tokenizer.detokenizer import CallParser
 from minisgl.tokenizer.template import ChatTemplate
+from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.formats import FORMATS
-from minisgl.tool_calls.parser import Format
 
 TEMPLATES = Path(__file__).with_name("templates")
 # The formats whose answers are text with calls in it. The others consist of sections.
-TEXT_FORMATS = tuple(name for name, format in FORMATS.items() if format.read is not None)
+TEXT_FORMATS = tuple(name for name, format in FORMATS.items() if isinstance(format, Format))
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
@@ -53,7 +53,7 @@ def parse(
     parser = format.open(parameters or {}, marker_ids)
     answer = Answer()
     if parser.has_sections:
-        marker_ids, pieces = dict(enumerate(format.markers)), _at_markers(format, list(pieces))
+        marker_ids, pieces = dict(enumerate(format.markers)), _at_markers(format.markers, pieces)
     for piece in pieces:
         parser.feed(piece, piece in marker_ids.values())
         _take(parser, answer)
@@ -63,9 +63,9 @@ def parse(
     return answer
 
 
-def _at_markers(format: Format, pieces: list[str]) -> Iterator[str]:
+def _at_markers(texts: Iterable[str], given: Iterable[str]) -> Iterator[str]:
     """The pieces, cut before and after each marker. A marker that was cut is whole again."""
-    markers = "|".join(map(re.escape, format.markers))
+    pieces, markers = list(given), "|".join(map(re.escape, texts))
     text = "".join(pieces)
     borders = set(itertools.accumulate(map(len, pieces)))
     for found in re.finditer(markers, text):

@@ -19,7 +19,7 @@ from minisgl.message.messages import (
 )
 from minisgl.tokenizer import Vocabulary
 from minisgl.tokenizer.detokenizer import Detokenizer
-from minisgl.tool_calls import ToolCallParsers
+from minisgl.tool_calls.formats import ToolCallParsers
 
 THINK, THINK_END, CALLS, ARGS, EOS = range(256, 261)
 ADDED = ["<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "</s>"]

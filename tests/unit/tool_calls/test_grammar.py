@@ -67,7 +67,7 @@ def vocabulary(folder: Path) -> tokenizers.Tokenizer:
 def write(name: str, token_ids: dict[str, int] | None = None, **request: Any) -> WrittenGrammar:
     values = {"must_call": True, "parallel": True, "tools": list(SCHEMAS.items()), **request}
     tool_grammar = ToolGrammar(format=name, **values)
-    return FORMATS[name].written(tool_grammar, token_ids or {})
+    return FORMATS[name].write(tool_grammar, token_ids or {})
 
 
 def matcher_of(tokenizer: LLTokenizer, written: WrittenGrammar) -> LLMatcher:

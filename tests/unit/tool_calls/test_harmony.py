@@ -22,7 +22,7 @@ from minisgl.message.messages import (
 )
 from minisgl.tokenizer import Vocabulary
 from minisgl.tokenizer.detokenizer import Detokenizer
-from minisgl.tool_calls import ToolCallParsers
+from minisgl.tool_calls.formats import ToolCallParsers
 from minisgl.tool_calls.formats.harmony import MARKERS
 from tests.unit.tool_calls.answers import load_template, parse
 

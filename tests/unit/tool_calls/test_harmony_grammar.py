@@ -15,8 +15,7 @@ from minisgl.demo import model_path
 from minisgl.message.messages import CompileGrammar, TokenizeResult
 from minisgl.structured.library import load_tokenizer
 from minisgl.tokenizer import Vocabulary
-from minisgl.tool_calls import with_tool_grammars
-from minisgl.tool_calls.formats import FORMATS
+from minisgl.tool_calls.formats import FORMATS, with_tool_grammars
 from minisgl.tool_calls.formats.harmony import MARKERS
 from minisgl.tool_calls.grammar import ToolGrammar, WrittenGrammar
 from tests.unit.tool_calls.answers import parse
@@ -56,7 +55,7 @@ def vocabulary(folder: Path) -> tokenizers.Tokenizer:
 def write(vocabulary: tokenizers.Tokenizer, **request: Any) -> WrittenGrammar:
     values = {"must_call": True, "parallel": True, "tools": list(SCHEMAS.items()), **request}
     ids = {marker: vocabulary.token_to_id(marker) for marker in MARKERS}
-    return FORMATS["harmony"].written(ToolGrammar(format="harmony", **values), ids)
+    return FORMATS["harmony"].write(ToolGrammar(format="harmony", **values), ids)
 
 
 class Accepts:

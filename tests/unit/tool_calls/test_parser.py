@@ -211,6 +211,8 @@ def xml(key: str, value: str) -> str:
         ("city", "42", "42"),
         ("city", "\nRom\n\n", "\nRom\n\n"),
         ("city", 'a "b" \\ <c> </parameter> d', 'a "b" \\ <c> </parameter> d'),
+        ("city", "</parameter>", "</parameter>"),
+        ("city", "</parameter>\n\n", "</parameter>\n\n"),
         ("city", "", ""),
         ("days", "42", 42),
         ("days", "soon", "soon"),
