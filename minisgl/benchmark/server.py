@@ -126,9 +126,7 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
     """Return CPU seconds, elapsed seconds, and the summary of the clients."""
     service = _Service()
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    protocol = limited_protocol(
-        service.config.limits, service.client.metrics.on_limit, lambda: service.lifecycle.leaving
-    )
+    protocol = limited_protocol(service.config.limits, service.client.metrics.on_limit)
     app = build_app(service)
     server = ServerWithoutSignals(
         uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", http=protocol)

@@ -60,7 +60,7 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    return RequestContextMiddleware(guarded, metrics)
+    return RequestContextMiddleware(guarded, metrics, lambda: service.lifecycle.leaving)
 
 
 def _routed_app(service: Service) -> FastAPI:

@@ -4,11 +4,12 @@ The layers are pure ASGI, since a BaseHTTPMiddleware would hide disconnects from
 scopes are HTTP: uvicorn runs without WebSockets and lifespan.
 """
 
+import asyncio
 import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -18,7 +19,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.core import Overloaded, RequestError
 from minisgl.server.config import DEFAULT_CLIENT, Limits
-from minisgl.server.connection import PROBE_PATHS
 from minisgl.server.errors import BodyTooLarge, error_reply
 from minisgl.server.metrics import Metrics
 from minisgl.utils import log_event
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_ID_CHARS = 128
 _MAX_PATH_CHARS = 128  # in a log line
+PROBE_PATHS = frozenset({"/livez", "/readyz", "/health"})
 # These paths need no key, are never refused for a limit, and do not count as requests.
 OPEN_PATHS = PROBE_PATHS | {"/ping", "/metrics"}
 
@@ -53,12 +54,23 @@ class RequestContextMiddleware:
     The id is the x-request-id of the request if that is short and printable. Otherwise the server
     makes a new id. Each request has one log line, at its end, except on OPEN_PATHS. A handler adds
     fields to the line in the dict `log` of the state.
+
+    At most one request begins in each iteration of the event loop, in order of arrival. Between two
+    requests, the loop accepts and reads other connections, so that hundreds of connections with
+    requests do not delay a probe by hundreds of handlers.
+
+    _leaving: returns True during a drain; a response that begins then closes its connection.
     """
 
     _app: ASGIApp
     _metrics: Metrics
+    _leaving: Callable[[], bool]
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
+        if scope["path"] not in PROBE_PATHS:
+            await self._turn.acquire()
+            asyncio.get_running_loop().call_soon(self._turn.release)
         request_id = Headers(scope=scope).get("x-request-id", "")
         fits = 0 < len(request_id) <= _MAX_ID_CHARS and request_id.isascii()
         if not (fits and request_id.isprintable()):
@@ -73,7 +85,8 @@ class RequestContextMiddleware:
                 route = getattr(scope.get("route"), "path", "other")
                 self._metrics.on_http(route, scope["method"], message["status"])
                 header = (b"x-request-id", request_id.encode())
-                message["headers"] = [*message.get("headers", ()), header]
+                closes = [(b"connection", b"close")] if self._leaving() else []
+                message["headers"] = [*message.get("headers", ()), header, *closes]
             await send(message)
 
         is_counted = scope["path"] not in OPEN_PATHS

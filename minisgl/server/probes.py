@@ -13,10 +13,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.server.config import Limits
-from minisgl.server.connection import PROBE_PATHS, limited_protocol
+from minisgl.server.connection import limited_protocol
 from minisgl.server.errors import RETRY_AFTER, RouteNotFound
 from minisgl.server.lifecycle import Lifecycle, Phase
-from minisgl.server.middleware import error_response, json_response
+from minisgl.server.middleware import PROBE_PATHS, error_response, json_response
 from minisgl.server.protocol.responses import StatusResponse
 
 _MAX_SILENCE_S = 10.0  # each probe answers 503 if the service's event loop is blocked for longer
@@ -67,7 +67,7 @@ class ProbePort:
 
     def serve(self, listener: socket.socket) -> None:
         """Start the thread. It ends with the process."""
-        protocol = limited_protocol(_LIMITS, lambda name: None, lambda: False)
+        protocol = limited_protocol(_LIMITS, lambda name: None)
         config = uvicorn.Config(
             self,
             log_config=None,

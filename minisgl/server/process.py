@@ -144,9 +144,7 @@ class ApiServer:
                 access_log=False,
                 server_header=False,
                 lifespan="off",
-                http=limited_protocol(
-                    self.config.limits, self.client.metrics.on_limit, lambda: self.lifecycle.leaving
-                ),
+                http=limited_protocol(self.config.limits, self.client.metrics.on_limit),
                 ws="none",
                 loop="uvloop",
                 ssl_context_factory=self._tls_context if self.config.ssl_certfile else None,
