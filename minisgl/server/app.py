@@ -2,9 +2,9 @@
 
     client -> RequestContextMiddleware   request id, HTTP metrics
            -> CORSMiddleware             only with --allow-origin
-           -> Auth                       401 and 403
-           -> Guard                      403 and 415: Host, Origin, Content-Type
-           -> LimitMiddleware            connections and body bytes
+           -> GateMiddleware             Auth:  401 and 403
+                                         Guard: 403 and 415: Host, Origin, Content-Type
+                                         limits of connections and body bytes
            -> FastAPI                    routes
 
 The middleware wraps the application from outside, so that the response to an unexpected exception
@@ -26,12 +26,11 @@ from starlette.types import ASGIApp
 import minisgl
 from minisgl.core import RequestError
 from minisgl.server.auth import Auth
-from minisgl.server.config import DEFAULT_CLIENT
 from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
 from minisgl.server.guard import Guard
 from minisgl.server.handler import Service
-from minisgl.server.middleware import LimitMiddleware, RequestContextMiddleware, error_response
+from minisgl.server.middleware import GateMiddleware, RequestContextMiddleware, error_response
 from minisgl.server.openapi import openapi_document
 from minisgl.server.routes import router
 from minisgl.utils import near_names
@@ -45,13 +44,10 @@ _NOT_OFFERED = {
 
 def build_app(service: Service) -> ASGIApp:
     """The ASGI application of one service, with all its middleware."""
-    config, metrics = service.config, service.client.metrics
-
-    def on_refused(error: RequestError) -> None:
-        metrics.on_refused(error, service.lifecycle.phase)
-
-    limited = LimitMiddleware(_routed_app(service), config.limits, on_refused)
-    guarded: ASGIApp = Auth(Guard(limited, config), config.api_key_hashes, config.admin_key_hashes)
+    config = service.config
+    auth, guard = Auth(config.api_key_hashes, config.admin_key_hashes), Guard(config)
+    checks = (auth.check, guard.check)
+    guarded: ASGIApp = GateMiddleware(_routed_app(service), checks, config.limits)
     if config.allowed_origins:  # Outside of Auth, because a browser's preflight carries no key.
         guarded = CORSMiddleware(
             guarded,
@@ -60,7 +56,7 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    return RequestContextMiddleware(guarded, metrics, lambda: service.lifecycle.leaving)
+    return RequestContextMiddleware(guarded, service.client.metrics, service.lifecycle)
 
 
 def _routed_app(service: Service) -> FastAPI:
@@ -103,8 +99,4 @@ async def _on_error(request: Request, error: Exception) -> Response:
             paths = [route.path for route in router.routes if isinstance(route, APIRoute)]
             near = near_names(path, [path for path in paths if "{" not in path])
             error = RouteNotFound(f"{call} does not exist{near or ';'} /docs lists all paths")
-    elif isinstance(error, RequestError):
-        service = request.app.state.service
-        client = request.scope["state"].get("client", DEFAULT_CLIENT)
-        service.client.metrics.on_refused(error, service.lifecycle.phase, client)
     return error_response(error, request.scope, **headers)

@@ -11,14 +11,17 @@ pyproject.toml pins the versions that it was tested with.
 """
 
 import asyncio
+import contextlib
 import logging
 import re
 import ssl
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httptools
+import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from minisgl.core import InvalidRequest, Overloaded, RequestError
@@ -233,6 +236,30 @@ def limited_protocol(limits: Limits, exceeded: Callable[[str], None]) -> type[as
             self.transport.close()
 
     return HttpConnection
+
+
+class HttpServer(uvicorn.Server):
+    """A uvicorn server with `limited_protocol`. The process of the server handles signals."""
+
+    def __init__(
+        self, app: ASGIApp, limits: Limits, exceeded: Callable[[str], None], **options: Any
+    ) -> None:
+        """options: further options of uvicorn."""
+        config = uvicorn.Config(
+            app,
+            http=limited_protocol(limits, exceeded),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            **options,
+        )
+        super().__init__(config)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 class TlsContext(ssl.SSLContext):

@@ -14,12 +14,10 @@ import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
-from minisgl.core import RequestError
 from minisgl.server.config import ServerConfig
 from minisgl.server.errors import ForbiddenHost, ForbiddenOrigin, UnsupportedMediaType
-from minisgl.server.middleware import error_response
 
 
 class Guard:
@@ -29,8 +27,7 @@ class Guard:
     without keys. Content-Type is checked always, if the request has a body.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app = app
+    def __init__(self, config: ServerConfig) -> None:
         self._has_keys = bool(config.api_key_hashes)
         self._hosts = {_plain(name) for name in ("localhost", config.host, *config.allowed_hosts)}
         self._origins = frozenset(config.allowed_origins)
@@ -38,12 +35,8 @@ class Guard:
         # reach it by names that it does not know, so Host is not checked.
         self._listens_on_all = config.host in ("", "0.0.0.0", "::")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
-        error = self._refusal(scope)
-        app = self._app if error is None else error_response(error, scope)
-        await app(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> RequestError | None:
+    def check(self, scope: Scope) -> None:
+        """Raise ForbiddenHost, ForbiddenOrigin or UnsupportedMediaType."""
         headers = Headers(scope=scope)
         if not self._has_keys:
             host, origin = headers.get("host", ""), headers.get("origin")
@@ -51,22 +44,21 @@ class Guard:
             if not self._listens_on_all and _is_loopback(address):
                 name = _hostname(host)
                 if name not in self._hosts and not _is_loopback(name):
-                    return ForbiddenHost(
+                    raise ForbiddenHost(
                         f"the Host header names {host[:64]!r}, which is not a name of this server; "
                         "use localhost, or start the server with --allow-host NAME or with a key"
                     )
             if origin is not None and not self._is_allowed(origin, host):
-                return ForbiddenOrigin(
+                raise ForbiddenOrigin(
                     f"web pages of {origin[:64]!r} may not call this server; start it with "
                     "--allow-origin ORIGIN or with a key"
                 )
         has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
         if has_body and not _is_json(headers.get("content-type", "")):
-            return UnsupportedMediaType(
+            raise UnsupportedMediaType(
                 "the header Content-Type of a request with a body must be application/json, not "
                 f"{headers.get('content-type', '')[:64]!r}"
             )
-        return None
 
     def _is_allowed(self, origin: str, host: str) -> bool:
         """Whether pages of this origin may call: the server's own pages, and the allowed origins.

@@ -8,12 +8,11 @@ import socket
 import threading
 import time
 
-import uvicorn
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.server.config import Limits
-from minisgl.server.connection import limited_protocol
+from minisgl.server.connection import HttpServer
 from minisgl.server.errors import RETRY_AFTER, RouteNotFound
 from minisgl.server.lifecycle import Lifecycle, Phase
 from minisgl.server.middleware import PROBE_PATHS, error_response, json_response
@@ -67,19 +66,7 @@ class ProbePort:
 
     def serve(self, listener: socket.socket) -> None:
         """Start the thread. It ends with the process."""
-        protocol = limited_protocol(_LIMITS, lambda name: None)
-        config = uvicorn.Config(
-            self,
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            lifespan="off",
-            http=protocol,
-            ws="none",
-            loop="asyncio",
-            timeout_keep_alive=5,
-        )
-        run = uvicorn.Server(config).run
+        run = HttpServer(self, _LIMITS, lambda name: None, loop="asyncio").run
         threading.Thread(target=run, args=([listener],), name="probes", daemon=True).start()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -17,9 +17,6 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterator
-
-import uvicorn
 
 from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
 from minisgl.message import messages
@@ -29,8 +26,8 @@ from minisgl.server.config import ChildSpec, ServerConfig
 from minisgl.server.connection import (
     MAX_TLS_CONNECTIONS,
     SPARE_CONNECTIONS,
+    HttpServer,
     TlsContext,
-    limited_protocol,
 )
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
@@ -55,14 +52,6 @@ _SEND_BUFFER_BYTES = 128 * 2**10
 _OTHER_FILES = 1024
 _ERROR_EVENTS_S = 2.0  # Time for the error events of open streams to leave after a failure.
 _LATE_CALLS_S = 1.0  # Time for one more call of a client that does not know of the drain.
-
-
-class ServerWithoutSignals(uvicorn.Server):
-    """A uvicorn server without its signal handlers. The process of the server handles signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 class ApiServer:
@@ -137,20 +126,13 @@ class ApiServer:
         lost_worker = loop.create_future()  # The launcher sends SIGUSR1 when a worker has ended.
         lost = EngineError("another process of the service has ended")
         loop.add_signal_handler(signal.SIGUSR1, lost_worker.set_exception, lost)
-        server = ServerWithoutSignals(
-            uvicorn.Config(
-                build_app(self),
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                lifespan="off",
-                http=limited_protocol(self.config.limits, self.client.metrics.on_limit),
-                ws="none",
-                loop="uvloop",
-                ssl_context_factory=self._tls_context if self.config.ssl_certfile else None,
-                timeout_keep_alive=_IDLE_CONNECTION_S,
-                timeout_graceful_shutdown=3,
-            )
+        server = HttpServer(
+            build_app(self),
+            self.config.limits,
+            self.client.metrics.on_limit,
+            ssl_context_factory=self._tls_context if self.config.ssl_certfile else None,
+            timeout_keep_alive=_IDLE_CONNECTION_S,
+            timeout_graceful_shutdown=3,
         )
         loops = (self._receive, self._watch, self._beat, self._drain)
         tasks = {lost_worker, *(asyncio.create_task(run()) for run in loops)}

@@ -18,6 +18,7 @@ from minisgl.server.connection import (
     TlsContext,
     limited_protocol,
 )
+from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.metrics import Metrics
 from minisgl.server.middleware import RequestContextMiddleware
 from tests.unit.server.wires import LIMITS, MOST, POST, Wire, Wired, answers, echo
@@ -281,7 +282,7 @@ class Opened:
         self.served: list[str] = []
         self.exceeded: list[str] = []
         protocol: Any = limited_protocol(limits, self.exceeded.append)
-        app = RequestContextMiddleware(self, Metrics("m"), lambda: False)
+        app = RequestContextMiddleware(self, Metrics("m"), Lifecycle(frozenset()))
         config = uvicorn.Config(app, log_config=None, lifespan="off", http=protocol)
         config.load()
         state = ServerState()
