@@ -2,7 +2,8 @@
 
     client -> RequestContextMiddleware   request id, HTTP metrics
            -> CORSMiddleware             only with --allow-origin
-           -> GateMiddleware             Auth:  401 and 403
+           -> GateMiddleware             a path with a final newline: 404
+                                         Auth:  401 and 403
                                          Guard: 403 and 415: Host, Origin, Content-Type
                                          limits of connections and body bytes
            -> FastAPI                    routes
@@ -21,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 import minisgl
 from minisgl.core import RequestError
@@ -46,7 +47,7 @@ def build_app(service: Service) -> ASGIApp:
     """The ASGI application of one service, with all its middleware."""
     config = service.config
     auth, guard = Auth(config.api_key_hashes, config.admin_key_hashes), Guard(config)
-    checks = (auth.check, guard.check)
+    checks = (_check_path, auth.check, guard.check)
     guarded: ASGIApp = GateMiddleware(_routed_app(service), checks, config.limits)
     if config.allowed_origins:  # Outside of Auth, because a browser's preflight carries no key.
         guarded = CORSMiddleware(
@@ -57,6 +58,16 @@ def build_app(service: Service) -> ASGIApp:
             expose_headers=["x-request-id"],
         )
     return RequestContextMiddleware(guarded, service.client.metrics, service.lifecycle)
+
+
+def _check_path(scope: Scope) -> None:
+    """Refuse a path with a final newline.
+
+    The pattern of a route ends in `$`, which a newline may follow. The path "/abort\\n" would reach
+    the admin route /abort, but `Auth` would not see it as an admin path.
+    """
+    if scope["path"].endswith("\n"):
+        raise RouteNotFound("no path ends with a newline; /docs lists all paths")
 
 
 def _routed_app(service: Service) -> FastAPI:

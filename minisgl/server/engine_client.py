@@ -257,7 +257,7 @@ class EngineClient:
     async def compile(self, grammar: ConstraintRequest, call: Generation) -> CompiledConstraint:
         """Check a grammar and return it. Raises InvalidRequest if it cannot be enforced."""
         result = await self._ask_tokenizer(grammar.message, call, grammar.param)
-        self.metrics.on_constraint(grammar.message.kind)
+        self.metrics.count("structured_requests_total", 1, grammar.message.kind)
         return CompiledConstraint(
             grammar.message.kind, result.text, result.think_ids, result.trigger
         )
@@ -284,7 +284,7 @@ class EngineClient:
         result = await call.tokenizing
         if result.error is not None:
             if result.internal:
-                self.metrics.on_failed()
+                self.metrics.count("requests_total", 1, "error")
             kind = EngineFailure if result.internal else InvalidRequest
             error = result.error
             if isinstance(request, messages.CompileGrammar):

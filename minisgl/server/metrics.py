@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -37,7 +38,11 @@ _OPENMETRICS = "application/openmetrics-text"
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 _REJECT_REASONS = {Phase.LOADING: "loading", Phase.FAILED: "failed"}
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-
+_FAMILIES: Mapping[str, Any] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 _Labels = tuple[str, ...]  # the values of a metric's labels
 
@@ -94,26 +99,21 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._scrapes: dict[bool, tuple[float, bytes]] = {}
-        self._open_http = 0
+        self.open_http = 0  # requests without a complete response, probes excluded
         self._recent: deque[tuple[int, int]] = deque(maxlen=_HIT_RATIO_REQS)
         self._stats = messages.SchedulerStats()
         self._page_size = 0
         self._tool_format = ModelFacts.NO_TOOLS
-        numbers = self._declared.gauge | self._declared.counter
-        self._numbers: dict[str, defaultdict[_Labels, float]] = {
-            name: defaultdict(float, dict.fromkeys(product(*metric.labels.values()), 0.0))
-            for name, metric in numbers.items()
-        }
+        self._clients = frozenset(sorted({DEFAULT_CLIENT, *clients})[:_MAX_CLIENTS])
+        known = {"limit": LIMIT_NAMES, "key": self._clients}
+        self._numbers: dict[str, defaultdict[_Labels, float]] = {}
+        for name, metric in (self._declared.gauge | self._declared.counter).items():
+            series = product(*(known.get(label, names) for label, names in metric.labels.items()))
+            self._numbers[name] = defaultdict(float, dict.fromkeys(series, 0.0))
         self._histograms: dict[str, dict[_Labels, _Histogram]] = {}
         for name, metric in self._declared.histogram.items():
             bounds = self._declared.buckets.get(metric.buckets or "", [])
             self._histograms[name] = {(): _Histogram(bounds, [0] * (len(bounds) + 1))}
-        for name in LIMIT_NAMES:
-            self._count("limits_exceeded_total", 0, name)
-        self._clients = frozenset(sorted({DEFAULT_CLIENT, *clients})[:_MAX_CLIENTS])
-        for name in (name for name, metric in numbers.items() if "key" in metric.labels):
-            for client in self._clients:
-                self._count(name, 0, client)
         self._set("scheduler_last_step_timestamp_seconds", self._started_s)
         self._set("build_info", 1, minisgl.__version__, commit)
 
@@ -128,8 +128,8 @@ class Metrics(Collector):
             self._count_calls(0, 0)
 
     def _count_calls(self, calls: int, failures: int) -> None:
-        self._count("tool_calls_total", calls, self._tool_format)
-        self._count("tool_call_failures_total", failures, self._tool_format)
+        self.count("tool_calls_total", calls, self._tool_format)
+        self.count("tool_call_failures_total", failures, self._tool_format)
 
     def on_started(self, seconds: Mapping[str, float]) -> None:
         """Record the seconds of each phase of the start."""
@@ -144,8 +144,8 @@ class Metrics(Collector):
     def on_update(self, choice: Choice, update: messages.TextUpdate, now_s: float) -> None:
         """Count an update of the engine. Call this before the choice applies the update."""
         if not choice.prefill_done and update.admitted_s:
-            self._count("prompt_tokens_total", choice.prompt_share)
-            self._count("key_prompt_tokens_total", choice.prompt_share, self._key(choice.client))
+            self.count("prompt_tokens_total", choice.prompt_share)
+            self.count("key_prompt_tokens_total", choice.prompt_share, self._key(choice.client))
             self._recent.append((update.prompt_tokens, update.cached_tokens))
             self._observe("request_queue_seconds", update.admitted_s - choice.started_s)
         if update.calls or update.call_failures:
@@ -153,16 +153,16 @@ class Metrics(Collector):
         tokens = update.completion_tokens - choice.latest.completion_tokens
         if tokens <= 0:
             return
-        self._count("generation_tokens_total", tokens)
-        self._count("key_generation_tokens_total", tokens, self._key(choice.client))
+        self.count("generation_tokens_total", tokens)
+        self.count("key_generation_tokens_total", tokens, self._key(choice.client))
         if choice.first_s:
             self._observe("inter_token_latency_seconds", now_s - choice.last_s)
         else:
             choice.first_s = now_s
             wait_s = now_s - choice.started_s
             self._observe("time_to_first_token_seconds", wait_s)
-            self._count("key_wait_seconds_total", wait_s, self._key(choice.client))
-            self._count("class_wait_seconds_total", wait_s, priority_class(choice.priority))
+            self.count("key_wait_seconds_total", wait_s, self._key(choice.client))
+            self.count("class_wait_seconds_total", wait_s, priority_class(choice.priority))
             if update.admitted_s:
                 self._observe("request_prefill_seconds", now_s - update.admitted_s)
         choice.last_s = now_s
@@ -172,9 +172,9 @@ class Metrics(Collector):
         if choice.error is not None and error_reply(choice.error).status < 499:
             return
         finish = choice.finish or FinishReason.ABORT
-        self._count("requests_total", 1, finish.value)
-        self._count("key_requests_total", 1, self._key(choice.client))
-        self._count("class_requests_total", 1, priority_class(choice.priority))
+        self.count("requests_total", 1, finish.value)
+        self.count("key_requests_total", 1, self._key(choice.client))
+        self.count("class_requests_total", 1, priority_class(choice.priority))
         if finish not in _COMPLETE or not choice.first_s:
             return
         decode_s, later_tokens = choice.last_s - choice.first_s, choice.latest.completion_tokens - 1
@@ -185,16 +185,8 @@ class Metrics(Collector):
         if later_tokens > 0:
             self._observe("time_per_output_token_seconds", decode_s / later_tokens)
 
-    def on_constraint(self, kind: str) -> None:
-        """Count a request whose constraint a tokenizer worker has accepted."""
-        self._count("structured_requests_total", 1, kind)
-
     def on_limit(self, name: str) -> None:
-        self._count("limits_exceeded_total", 1, name)
-
-    def on_ignored(self, feature: str) -> None:
-        """Count a feature that a request asked for and the server leaves out."""
-        self._count("ignored_features_total", 1, feature)
+        self.count("limits_exceeded_total", 1, name)
 
     def on_refused(self, error: RequestError, phase: Phase, client: str = DEFAULT_CLIENT) -> None:
         """Count a call of a client that ended with this error response."""
@@ -203,21 +195,13 @@ class Metrics(Collector):
         if isinstance(error, Overloaded):
             closed = _REJECT_REASONS.get(phase, "draining")
             reason = closed if isinstance(error, NotReady) else "queue_full"
-            self._count("requests_rejected_total", 1, reason)
-            self._count("requests_total", 1, "rejected")
-            self._count("key_rejected_total", 1, self._key(client))
-
-    def on_failed(self) -> None:
-        """Count a call that failed in the server before it reached the engine."""
-        self._count("requests_total", 1, "error")
+            self.count("requests_rejected_total", 1, reason)
+            self.count("requests_total", 1, "rejected")
+            self.count("key_rejected_total", 1, self._key(client))
 
     def on_http(self, route: str, method: str, code: int) -> None:
         known = method if method in _METHODS else "other"
-        self._count("http_requests_total", 1, route, known, str(code))
-
-    def on_http_open(self, change: int) -> None:
-        """+1: a request has arrived; -1: its response is complete; 0: a probe."""
-        self._open_http += change
+        self.count("http_requests_total", 1, route, known, str(code))
 
     def render(
         self, accept: str, phase: Phase, is_stalled: bool, open_choices: Mapping[str, int]
@@ -244,7 +228,7 @@ class Metrics(Collector):
         """Set the gauges that show the present state of the server."""
         self._set("ready", phase is Phase.READY and not is_stalled)
         self._set("draining", phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED))
-        self._set("http_requests_in_flight", self._open_http)
+        self._set("http_requests_in_flight", self.open_http)
         looked_up = sum(tokens for tokens, _ in self._recent)
         found = sum(tokens for _, tokens in self._recent)
         self._set("prefix_cache_hit_ratio", found / looked_up if looked_up else 0)
@@ -307,25 +291,20 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every metric with its series, for the encoders of prometheus_client."""
-        declared, model = self._declared, {"model_name": self._model_name}
-        series: Mapping[str, Mapping[_Labels, float | _Histogram]]
-        series = {**self._numbers, **self._histograms}
-        for kind in ("gauge", "counter", "histogram"):
-            entries: dict[str, _Metric] = getattr(declared, kind)
+        series: Mapping[str, Mapping[_Labels, Any]] = {**self._numbers, **self._histograms}
+        for kind, family in _FAMILIES.items():
+            entries: dict[str, _Metric] = getattr(self._declared, kind)
             for name, entry in entries.items():
-                full_name = f"minisgl_{name}"
-                metric = Metric(full_name.removesuffix("_total"), entry.help, kind)
+                model = {"model_name": self._model_name} if entry.of_model else {}
+                metric = family(f"minisgl_{name}", entry.help, labels=[*entry.labels, *model])
                 for values, value in series[name].items():
-                    labels = dict(zip(entry.labels, values, strict=True))
-                    labels |= model if entry.of_model else {}
-                    if not isinstance(value, _Histogram):
-                        metric.add_sample(full_name, labels, value)
-                        continue
-                    limits = [*(str(float(bound)) for bound in value.bounds), "+Inf"]
-                    for limit, count in zip(limits, accumulate(value.counts), strict=True):
-                        metric.add_sample(f"{full_name}_bucket", labels | {"le": limit}, count)
-                    metric.add_sample(f"{full_name}_count", labels, sum(value.counts))
-                    metric.add_sample(f"{full_name}_sum", labels, value.total)
+                    labels = [*values, *model.values()]
+                    if kind == "histogram":
+                        bounds = [*(str(float(bound)) for bound in value.bounds), "+Inf"]
+                        buckets = [*zip(bounds, accumulate(value.counts), strict=True)]
+                        metric.add_metric(labels, buckets, value.total)
+                    else:
+                        metric.add_metric(labels, value)
                 yield metric
         text = "Unix time of the start of the API process."
         yield GaugeMetricFamily("process_start_time_seconds", text, self._started_s)
@@ -336,7 +315,8 @@ class Metrics(Collector):
     def _set(self, name: str, value: float, *labels: str) -> None:
         self._numbers[name][labels] = value
 
-    def _count(self, name: str, amount: float, *labels: str) -> None:
+    def count(self, name: str, amount: float, *labels: str) -> None:
+        """Add to a counter. labels: the values of its labels without model_name."""
         self._numbers[name][labels] += amount
 
     def _observe(self, name: str, value: float) -> None:

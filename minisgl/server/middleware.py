@@ -94,11 +94,11 @@ class RequestContextMiddleware:
             await send(message)
 
         is_counted = scope["path"] not in OPEN_PATHS
-        self._metrics.on_http_open(int(is_counted))
+        self._metrics.open_http += is_counted
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            self._metrics.on_http_open(-int(is_counted))
+            self._metrics.open_http -= is_counted
             if is_counted:
                 _log_call(scope, status, time.monotonic() - started_s)
 
