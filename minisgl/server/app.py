@@ -3,8 +3,8 @@
     client -> RequestContextMiddleware   request id, HTTP metrics
            -> CORSMiddleware             only with --allow-origin
            -> GateMiddleware             a path with a final newline: 404
-                                         Auth:  401 and 403
-                                         Guard: 403 and 415: Host, Origin, Content-Type
+                                         keys: 401 and 403
+                                         Host, Origin, Content-Type: 403 and 415
                                          limits of connections and body bytes
            -> FastAPI                    routes
 
@@ -15,6 +15,7 @@ disconnect.
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -26,10 +27,10 @@ from starlette.types import ASGIApp, Scope
 
 import minisgl
 from minisgl.core import RequestError
-from minisgl.server.auth import Auth
+from minisgl.server.auth import check_key
 from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
-from minisgl.server.guard import Guard
+from minisgl.server.guard import check_page
 from minisgl.server.handler import Service
 from minisgl.server.middleware import GateMiddleware, RequestContextMiddleware, error_response
 from minisgl.server.openapi import openapi_document
@@ -46,10 +47,9 @@ _NOT_OFFERED = {
 def build_app(service: Service) -> ASGIApp:
     """The ASGI application of one service, with all its middleware."""
     config = service.config
-    auth, guard = Auth(config.api_key_hashes, config.admin_key_hashes), Guard(config)
-    checks = (_check_path, auth.check, guard.check)
+    checks = (_check_path, partial(check_key, config), partial(check_page, config))
     guarded: ASGIApp = GateMiddleware(_routed_app(service), checks, config.limits)
-    if config.allowed_origins:  # Outside of Auth, because a browser's preflight carries no key.
+    if config.allowed_origins:  # Outside of the gate, because a browser's preflight carries no key.
         guarded = CORSMiddleware(
             guarded,
             config.allowed_origins,
@@ -64,7 +64,7 @@ def _check_path(scope: Scope) -> None:
     """Refuse a path with a final newline.
 
     The pattern of a route ends in `$`, which a newline may follow. The path "/abort\\n" would reach
-    the admin route /abort, but `Auth` would not see it as an admin path.
+    the admin route /abort, but `check_key` would not see it as an admin path.
     """
     if scope["path"].endswith("\n"):
         raise RouteNotFound("no path ends with a newline; /docs lists all paths")
@@ -77,8 +77,6 @@ def _routed_app(service: Service) -> FastAPI:
         version=minisgl.__version__,
         # `routes` serves /openapi.json and /docs without files from other hosts.
         openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
         exception_handlers=dict.fromkeys((RequestError, HTTPException, Exception), _on_error),

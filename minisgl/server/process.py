@@ -17,6 +17,7 @@ import socket
 import ssl
 import sys
 import time
+from typing import Any
 
 from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
 from minisgl.message import messages
@@ -67,9 +68,7 @@ class ApiServer:
         tokenizers: dict[str, Sender[messages.ToTokenizer]] = {
             name: Sender(endpoint(directory, name)) for name in names
         }
-        self._workers: dict[str, Sender[messages.ToTokenizer] | Sender[messages.ToDetokenizer]] = {
-            **tokenizers
-        }
+        self._workers: dict[str, Sender[Any]] = {**tokenizers}
         roles, facts = {*names}, facts_of(config.engine) if config.render_only else None
         if not config.render_only:
             self._workers["detokenizer"] = detokenizer
@@ -141,9 +140,8 @@ class ApiServer:
             # The process ends as soon as one of these tasks ends, so that no task fails unnoticed
             # (bug W27 in docs/bugs.md: the task that receives messages ended, and every client
             # hung).
-            await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)
-            ended = next((task for task in {*tasks, serving} if task.done()), serving)
-            if (failure := ended.exception()) is not None:
+            ended, _ = await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if (failure := ended.pop().exception()) is not None:
                 self._fail(failure)
                 await self._settle(_ERROR_EVENTS_S)
                 raise failure
