@@ -81,12 +81,6 @@ class _Service:
         self.lifecycle.on_ready(Ready(role="scheduler", facts=facts))
         self.stats: SchedulerStats | None = None
 
-    def hung_worker(self) -> None:
-        return None
-
-    def stalled_worker(self) -> None:
-        return None
-
 
 async def _all_submitted(
     service: _Service, streams: int, clients: "subprocess.Popen[bytes]"

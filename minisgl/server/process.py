@@ -34,7 +34,7 @@ from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
-from minisgl.server.probes import ProbePort
+from minisgl.server.probes import serve_probes
 from minisgl.server.render import facts_of
 from minisgl.utils import log_event, process_age_s, supervise
 from minisgl.utils.startup import startup_table, whole_start
@@ -85,7 +85,6 @@ class ApiServer:
         self.lifecycle = Lifecycle(frozenset(roles), facts)
         self.stats: messages.SchedulerStats | None = None
         self._watchdog = Watchdog(config.step_timeout_s)
-        self._probe_port = ProbePort(self.lifecycle)
         self._messages: AsyncReceiver[messages.ToApi] = AsyncReceiver(
             endpoint(directory, "api"), messages.ToApi
         )
@@ -93,11 +92,6 @@ class ApiServer:
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
         self._patience = asyncio.Timeout(None)  # a second signal lets it expire
-
-    def stalled_worker(self) -> str | None:
-        """The name of a hung worker or of a stalled scheduler, or None. See Watchdog."""
-        stalled = self._watchdog.stalled("scheduler", time.monotonic())
-        return self.hung_worker() or ("scheduler" if stalled else None)
 
     def hung_worker(self) -> str | None:
         """The name of a worker that has work and sends nothing for step_timeout_s, or None."""
@@ -116,7 +110,7 @@ class ApiServer:
         listener, probe_listeners: the sockets of --port and, if given, of --probe-port.
         """
         for probe_listener in probe_listeners:
-            self._probe_port.serve(probe_listener)
+            serve_probes(self.lifecycle, probe_listener)
         loop = asyncio.get_running_loop()
         # SIGTERM comes from an orchestrator, which needs the grace period. For a Ctrl-C the
         # launcher sends SIGUSR2, because this process ignores SIGINT (worker_main).
@@ -237,7 +231,10 @@ class ApiServer:
                     if self._watchdog.expect(role, time.monotonic()):
                         sender.send(messages.Ping())
             hung = self.hung_worker()
-            self._probe_port.renew(hung, self.stalled_worker())
+            now_s = self.lifecycle.renewed_s = time.monotonic()
+            is_stalled = self._watchdog.stalled("scheduler", now_s)
+            self.lifecycle.hung = hung
+            self.lifecycle.stalled = hung or ("scheduler" if is_stalled else None)
             if hung is not None:
                 timeout_s = self.config.step_timeout_s
                 reason = f"the {hung} made no progress for {timeout_s:g} s (--step-timeout)"

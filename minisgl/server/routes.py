@@ -261,7 +261,7 @@ async def flush_cache(call: CallDep) -> Response:
 @_get("/livez", tags=["probes"])
 async def livez(call: CallDep) -> Response:
     """200 while every process runs and makes progress; otherwise 503."""
-    return probes.live(call.service.lifecycle.phase, call.service.hung_worker())
+    return probes.answer(call.service.lifecycle, call.request.scope["path"])
 
 
 @_get("/readyz", tags=["probes"])
@@ -269,15 +269,16 @@ async def livez(call: CallDep) -> Response:
 @_get("/ping", name="ping", tags=["probes"])
 async def readyz(call: CallDep) -> Response:
     """200 while the model is loaded and the server does not drain; otherwise 503."""
-    return probes.ready(call.service.lifecycle.phase, call.service.stalled_worker())
+    return probes.answer(call.service.lifecycle, call.request.scope["path"])
 
 
 @_get("/metrics", tags=["probes"])
 async def metrics(call: CallDep) -> Response:
     """All metrics in the text format of Prometheus, or in OpenMetrics if the client accepts it."""
     client, accept = call.client, call.request.headers.get("accept", "")
-    phase, is_stalled = call.service.lifecycle.phase, call.service.stalled_worker() is not None
-    body, media_type = client.metrics.render(accept, phase, is_stalled, client.open_choices)
+    lifecycle, choices = call.service.lifecycle, client.open_choices
+    is_stalled = lifecycle.stalled is not None
+    body, media_type = client.metrics.render(accept, lifecycle.phase, is_stalled, choices)
     return Response(body, headers={"content-type": media_type})
 
 
