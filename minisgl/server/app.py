@@ -38,10 +38,6 @@ from minisgl.server.routes import router
 from minisgl.utils import near_names
 
 _MAX_PATH_CHARS = 128  # in an error message
-# Paths of other servers, with the reason why this server does not have them.
-_NOT_OFFERED = {
-    "/v1/embeddings": "this server has no embeddings, because its models only generate text",
-}
 
 
 def build_app(service: Service) -> ASGIApp:
@@ -102,8 +98,9 @@ async def _on_error(request: Request, error: Exception) -> Response:
         call = f"{request.method} {path}"
         if error.status_code == 405:
             error = MethodNotAllowed(f"{call} is not allowed; use {headers.get('Allow')}")
-        elif path in _NOT_OFFERED:
-            error = RouteNotFound(f"{call} does not exist: {_NOT_OFFERED[path]}")
+        elif path == "/v1/embeddings":
+            reason = "this server has no embeddings, because its models only generate text"
+            error = RouteNotFound(f"{call} does not exist: {reason}")
         else:
             paths = [route.path for route in router.routes if isinstance(route, APIRoute)]
             near = near_names(path, [path for path in paths if "{" not in path])

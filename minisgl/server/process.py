@@ -198,17 +198,14 @@ class ApiServer:
         """Tell the user that the server is ready, with its URL and the times of the start."""
         if self.config.shell:
             return
-        if self.config.render_only:
-            line = (
-                f"minisgl renders prompts of {self.config.served_names[0]} at {self._spec.url}/v1 "
-                f"(context {facts.max_seq_len:,} tokens, tool format {facts.tool_format})"
-            )
-        else:
-            line = (
-                f"minisgl serves {self.config.served_names[0]} at {self._spec.url}/v1 "
-                f"({facts.device}, {facts.dtype}, context {facts.max_seq_len:,} tokens, "
-                f"KV capacity {facts.kv_capacity_tokens:,} tokens, tool format {facts.tool_format})"
-            )
+        does, details = "renders prompts of", f"context {facts.max_seq_len:,} tokens"
+        if not self.config.render_only:
+            capacity = f"KV capacity {facts.kv_capacity_tokens:,} tokens"
+            does, details = "serves", f"{facts.device}, {facts.dtype}, {details}, {capacity}"
+        line = (
+            f"minisgl {does} {self.config.served_names[0]} at {self._spec.url}/v1 "
+            f"({details}, tool format {facts.tool_format})"
+        )
         if self.config.log_format == "json":
             seconds = {f"{phase}_s": round(phase_s, 2) for phase, phase_s in started.items()}
             log_event(logger, logging.INFO, "started", **seconds)
