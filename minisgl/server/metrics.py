@@ -7,7 +7,7 @@ come from the latest SchedulerStats at each scrape. The table for readers is in 
 
 import time
 from bisect import bisect_left
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import inf
@@ -219,43 +219,41 @@ class Metrics(Collector):
         made_s, body = self._scrapes.get(is_openmetrics, (-inf, b""))
         if now_s - made_s >= CACHED_S:
             self._refresh(phase, is_stalled, open_choices)
-            self._read_stats()
             body = encode(self._registry)
             self._scrapes[is_openmetrics] = now_s, body
         return body, content_type
 
     def _refresh(self, phase: Phase, is_stalled: bool, open_choices: Mapping[str, int]) -> None:
-        """Set the gauges that show the present state of the server."""
+        """Set the gauges of the server, and the metrics of the engine to its latest stats.
+
+        The first values of the engine are 0.
+        """
         self._set("ready", phase is Phase.READY and not is_stalled)
         self._set("draining", phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED))
         self._set("http_requests_in_flight", self.open_http)
         looked_up = sum(tokens for tokens, _ in self._recent)
-        found = sum(tokens for _, tokens in self._recent)
-        self._set("prefix_cache_hit_ratio", found / looked_up if looked_up else 0)
+        hits = sum(tokens for _, tokens in self._recent)
+        self._set("prefix_cache_hit_ratio", hits / looked_up if looked_up else 0)
         # The number of open choices is current. The number of running requests is up to 50 ms old.
         total = sum(open_choices.values())
         running = min(self._stats.running_reqs, total)
         self._set("requests_running", running)
         self._set("requests_waiting", total - running)
-        by_key = Counter(dict.fromkeys((*self._clients, "other"), 0))
+        for key in (*self._clients, "other"):
+            self._set("key_requests_open", 0, key)
         for client, count in open_choices.items():
-            by_key[self._key(client)] += count
-        for key, count in by_key.items():
-            self._set("key_requests_open", count, key)
-
-    def _read_stats(self) -> None:
-        """Set the metrics of the engine to the latest SchedulerStats. The first values are 0."""
+            self.count("key_requests_open", count, self._key(client))
         stats, size = self._stats, self._page_size
         used, pages = stats.locked_pages, stats.total_pages
         self._set("kv_cache_usage_ratio", used / pages if pages else 0)
         self._set("kv_cache_page_size_tokens", size)
         self._set("kv_cache_pages", pages)
-        self._set("kv_cache_tokens", used * size, "used")
-        self._set("kv_cache_tokens", stats.evictable_pages * size, "evictable")
-        self._set("kv_cache_tokens", stats.free_pages * size, "free")
+        held = used, stats.evictable_pages, stats.free_pages
         of_windows = stats.window_pages or (0, 0, 0)
-        for state, count in zip(("used", "evictable", "free"), of_windows, strict=True):
-            self._set("kv_window_tokens", count * size, state)
+        states = ("used", "evictable", "free")
+        for state, count, of_window in zip(states, held, of_windows, strict=True):
+            self._set("kv_cache_tokens", count * size, state)
+            self._set("kv_window_tokens", of_window * size, state)
         self._set("prefix_cache_query_tokens_total", stats.prompt_tokens_total)
         self._set("prefix_cache_hit_tokens_total", stats.cached_tokens_total)
         self._set("prefix_cache_evicted_tokens_total", stats.evicted_pages_total * size)
@@ -277,17 +275,15 @@ class Metrics(Collector):
         for reason, count in totals.failures.items():
             self._set("grammar_failures_total", count, reason)
         sizes, tokens = messages.BATCH_SIZE_BOUNDS, messages.BATCH_TOKENS_BOUNDS
-        unused = messages.PhaseStats()
-        self._histograms |= {"batch_size": {}, "batch_tokens": {}}
+        self._histograms["batch_size"] = of_sizes = {}
+        self._histograms["batch_tokens"] = of_tokens = {}
         for name in messages.STEP_PHASES:
-            phase = stats.phases.get(name, unused)
-            self._set("forward_passes_total", phase.graph_steps, name, "true")
-            self._set("forward_passes_total", phase.eager_steps, name, "false")
-            self._set("forward_seconds_total", phase.seconds, name)
-            batch_size = _Histogram(sizes, phase.reqs_counts, phase.reqs)
-            self._histograms["batch_size"][name,] = batch_size
-            batch_tokens = _Histogram(tokens, phase.tokens_counts, phase.tokens)
-            self._histograms["batch_tokens"][name,] = batch_tokens
+            found = stats.phases.get(name, messages.PhaseStats())
+            self._set("forward_passes_total", found.graph_steps, name, "true")
+            self._set("forward_passes_total", found.eager_steps, name, "false")
+            self._set("forward_seconds_total", found.seconds, name)
+            of_sizes[name,] = _Histogram(sizes, found.reqs_counts, found.reqs)
+            of_tokens[name,] = _Histogram(tokens, found.tokens_counts, found.tokens)
 
     def collect(self) -> Iterator[Metric]:
         """Every metric with its series, for the encoders of prometheus_client."""
