@@ -263,15 +263,15 @@ class HttpServer(uvicorn.Server):
 
 
 class TlsContext(ssl.SSLContext):
-    """Refuses a TLS connection while `most` others are open.
+    """Refuses a TLS connection while too many others are open.
 
     uvicorn counts a connection after its handshake. An unfinished handshake takes an open file and
     60 KiB of memory too.
     """
 
-    def __init__(self, _: int, most: int, exceeded: Callable[[str], None]) -> None:
+    def __init__(self, _: int, limits: Limits, exceeded: Callable[[str], None]) -> None:
         """exceeded: see `limited_protocol`."""
-        self._most = most
+        self._most = min(limits.max_connections + SPARE_CONNECTIONS, MAX_TLS_CONNECTIONS)
         self._exceeded = exceeded
         self._open: weakref.WeakSet[ssl.SSLObject] = weakref.WeakSet()
 

@@ -24,12 +24,7 @@ from minisgl.message import messages
 from minisgl.message.queues import AsyncReceiver, Sender, endpoint
 from minisgl.server.app import build_app
 from minisgl.server.config import ChildSpec, ServerConfig
-from minisgl.server.connection import (
-    MAX_TLS_CONNECTIONS,
-    SPARE_CONNECTIONS,
-    HttpServer,
-    TlsContext,
-)
+from minisgl.server.connection import SPARE_CONNECTIONS, HttpServer, TlsContext
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
@@ -152,8 +147,8 @@ class ApiServer:
             self._scheduler.close(linger_ms=0 if self.config.render_only else 500)
 
     def _tls_context(self, *_: object) -> ssl.SSLContext:
-        most = min(self.config.limits.max_connections + SPARE_CONNECTIONS, MAX_TLS_CONNECTIONS)
-        context = TlsContext(ssl.PROTOCOL_TLS_SERVER, most, self.client.metrics.on_limit)
+        limits, exceeded = self.config.limits, self.client.metrics.on_limit
+        context = TlsContext(ssl.PROTOCOL_TLS_SERVER, limits, exceeded)
         assert self.config.ssl_certfile is not None, "TLS must have a certificate; this is a bug"
         context.load_cert_chain(self.config.ssl_certfile, self.config.ssl_keyfile)
         return context
@@ -321,9 +316,7 @@ def run_api(spec: ChildSpec) -> None:
     listeners = [socket.socket(fileno=fd) for fd in spec.listen_fds]
     timeout_ms = round(spec.config.limits.read_timeout_s * 1000)
     for listener in listeners:
-        # Events are small and must leave at once, without Nagle's delay. Accepted sockets inherit
-        # the options of the listener.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Accepted sockets inherit the options of the listener. uvloop sets TCP_NODELAY by itself.
         # Data that a client does not read stays in a buffer of this size. After read_timeout_s the
         # kernel closes the connection.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
