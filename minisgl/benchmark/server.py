@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import uvicorn
 import uvloop
 
 from minisgl.benchmark.flag_types import positive_int
@@ -35,11 +34,10 @@ from minisgl.message.messages import (
 )
 from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
-from minisgl.server.connection import limited_protocol
+from minisgl.server.connection import HttpServer
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.metrics import Metrics
-from minisgl.server.process import ServerWithoutSignals
 
 
 class _Outbox:
@@ -83,12 +81,6 @@ class _Service:
         self.lifecycle.on_ready(Ready(role="scheduler", facts=facts))
         self.stats: SchedulerStats | None = None
 
-    def hung_worker(self) -> None:
-        return None
-
-    def stalled_worker(self) -> None:
-        return None
-
 
 async def _all_submitted(
     service: _Service, streams: int, clients: "subprocess.Popen[bytes]"
@@ -126,13 +118,7 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
     """Return CPU seconds, elapsed seconds, and the summary of the clients."""
     service = _Service()
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    protocol = limited_protocol(
-        service.config.limits, service.client.metrics.on_limit, lambda: service.lifecycle.leaving
-    )
-    app = build_app(service)
-    server = ServerWithoutSignals(
-        uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", http=protocol)
-    )
+    server = HttpServer(build_app(service), service.config.limits, service.client.metrics.on_limit)
     serving = asyncio.create_task(server.serve([listener]))
     load = (
         f"--requests {streams} --concurrency {streams} --prompt-tokens 4 4 --largest-id 9 --quiet"

@@ -2,9 +2,10 @@
 
     client -> RequestContextMiddleware   request id, HTTP metrics
            -> CORSMiddleware             only with --allow-origin
-           -> Auth                       401 and 403
-           -> Guard                      403 and 415: Host, Origin, Content-Type
-           -> LimitMiddleware            connections and body bytes
+           -> GateMiddleware             a path with a final newline: 404
+                                         keys: 401 and 403
+                                         Host, Origin, Content-Type: 403 and 415
+                                         limits of connections and body bytes
            -> FastAPI                    routes
 
 The middleware wraps the application from outside, so that the response to an unexpected exception
@@ -14,6 +15,7 @@ disconnect.
 
 import warnings
 from collections.abc import Mapping
+from functools import partial
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -21,38 +23,29 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 import minisgl
 from minisgl.core import RequestError
-from minisgl.server.auth import Auth
-from minisgl.server.config import DEFAULT_CLIENT
+from minisgl.server.auth import check_key
 from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
-from minisgl.server.guard import Guard
+from minisgl.server.guard import check_page
 from minisgl.server.handler import Service
-from minisgl.server.middleware import LimitMiddleware, RequestContextMiddleware, error_response
+from minisgl.server.middleware import GateMiddleware, RequestContextMiddleware, error_response
 from minisgl.server.openapi import openapi_document
 from minisgl.server.routes import router
 from minisgl.utils import near_names
 
 _MAX_PATH_CHARS = 128  # in an error message
-# Paths of other servers, with the reason why this server does not have them.
-_NOT_OFFERED = {
-    "/v1/embeddings": "this server has no embeddings, because its models only generate text",
-}
 
 
 def build_app(service: Service) -> ASGIApp:
     """The ASGI application of one service, with all its middleware."""
-    config, metrics = service.config, service.client.metrics
-
-    def on_refused(error: RequestError) -> None:
-        metrics.on_refused(error, service.lifecycle.phase)
-
-    limited = LimitMiddleware(_routed_app(service), config.limits, on_refused)
-    guarded: ASGIApp = Auth(Guard(limited, config), config.api_key_hashes, config.admin_key_hashes)
-    if config.allowed_origins:  # Outside of Auth, because a browser's preflight carries no key.
+    config = service.config
+    checks = (_check_path, partial(check_key, config), partial(check_page, config))
+    guarded: ASGIApp = GateMiddleware(_routed_app(service), checks, config.limits)
+    if config.allowed_origins:  # Outside of the gate, because a browser's preflight carries no key.
         guarded = CORSMiddleware(
             guarded,
             config.allowed_origins,
@@ -60,7 +53,17 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    return RequestContextMiddleware(guarded, metrics)
+    return RequestContextMiddleware(guarded, service.client.metrics, service.lifecycle)
+
+
+def _check_path(scope: Scope) -> None:
+    """Refuse a path with a final newline.
+
+    The pattern of a route ends in `$`, which a newline may follow. The path "/abort\\n" would reach
+    the admin route /abort, but `check_key` would not see it as an admin path.
+    """
+    if scope["path"].endswith("\n"):
+        raise RouteNotFound("no path ends with a newline; /docs lists all paths")
 
 
 def _routed_app(service: Service) -> FastAPI:
@@ -70,8 +73,6 @@ def _routed_app(service: Service) -> FastAPI:
         version=minisgl.__version__,
         # `routes` serves /openapi.json and /docs without files from other hosts.
         openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,
         exception_handlers=dict.fromkeys((RequestError, HTTPException, Exception), _on_error),
@@ -97,14 +98,11 @@ async def _on_error(request: Request, error: Exception) -> Response:
         call = f"{request.method} {path}"
         if error.status_code == 405:
             error = MethodNotAllowed(f"{call} is not allowed; use {headers.get('Allow')}")
-        elif path in _NOT_OFFERED:
-            error = RouteNotFound(f"{call} does not exist: {_NOT_OFFERED[path]}")
+        elif path == "/v1/embeddings":
+            reason = "this server has no embeddings, because its models only generate text"
+            error = RouteNotFound(f"{call} does not exist: {reason}")
         else:
             paths = [route.path for route in router.routes if isinstance(route, APIRoute)]
             near = near_names(path, [path for path in paths if "{" not in path])
             error = RouteNotFound(f"{call} does not exist{near or ';'} /docs lists all paths")
-    elif isinstance(error, RequestError):
-        service = request.app.state.service
-        client = request.scope["state"].get("client", DEFAULT_CLIENT)
-        service.client.metrics.on_refused(error, service.lifecycle.phase, client)
     return error_response(error, request.scope, **headers)

@@ -255,14 +255,14 @@ class EngineClient:
         result = await call.tokenizing
         if result.error is not None:
             if result.internal:
-                self.metrics.on_failed()
+                self.metrics.count("requests_total", 1, "error")
             kind = EngineFailure if result.internal else InvalidRequest
             error = result.error
             if isinstance(request, messages.CompileGrammar):
                 error = f"{param}{'' if error.startswith('/') else ': '}{error}"
             raise kind(error, param=param, limit=result.limit)
         if isinstance(request, messages.CompileGrammar):
-            self.metrics.on_constraint(request.kind)
+            self.metrics.count("structured_requests_total", 1, request.kind)
         return result
 
     def receive_tokenize_result(self, message: messages.TokenizeResult) -> int:

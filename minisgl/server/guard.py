@@ -14,67 +14,48 @@ import ipaddress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
-from minisgl.core import RequestError
 from minisgl.server.config import ServerConfig
 from minisgl.server.errors import ForbiddenHost, ForbiddenOrigin, UnsupportedMediaType
-from minisgl.server.middleware import error_response
 
 
-class Guard:
-    """Checks the Host, Origin and Content-Type headers of each request, the probes included.
+def check_page(config: ServerConfig, scope: Scope) -> None:
+    """Check the Host, Origin and Content-Type headers of a request, the probes included.
 
     Host is checked without keys, if the server listens on a loopback address. Origin is checked
-    without keys. Content-Type is checked always, if the request has a body.
+    without keys. Content-Type is checked always, if the request has a body. Raises ForbiddenHost,
+    ForbiddenOrigin or UnsupportedMediaType.
     """
-
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app = app
-        self._has_keys = bool(config.api_key_hashes)
-        self._hosts = {_plain(name) for name in ("localhost", config.host, *config.allowed_hosts)}
-        self._origins = frozenset(config.allowed_origins)
+    headers = Headers(scope=scope)
+    if not config.api_key_hashes:
+        host, origin = headers.get("host", ""), headers.get("origin")
+        address, _ = scope.get("server") or ("", None)
         # A server on all addresses also accepts connections to 127.0.0.1. Other machines
         # reach it by names that it does not know, so Host is not checked.
-        self._listens_on_all = config.host in ("", "0.0.0.0", "::")
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
-        error = self._refusal(scope)
-        app = self._app if error is None else error_response(error, scope)
-        await app(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> RequestError | None:
-        headers = Headers(scope=scope)
-        if not self._has_keys:
-            host, origin = headers.get("host", ""), headers.get("origin")
-            address, _ = scope.get("server") or ("", None)
-            if not self._listens_on_all and _is_loopback(address):
-                name = _hostname(host)
-                if name not in self._hosts and not _is_loopback(name):
-                    return ForbiddenHost(
-                        f"the Host header names {host[:64]!r}, which is not a name of this server; "
-                        "use localhost, or start the server with --allow-host NAME or with a key"
-                    )
-            if origin is not None and not self._is_allowed(origin, host):
-                return ForbiddenOrigin(
+        if config.host not in ("", "0.0.0.0", "::") and _is_loopback(address):
+            name = _hostname(host)
+            own = map(_plain, ("localhost", config.host, *config.allowed_hosts))
+            if name not in own and not _is_loopback(name):
+                raise ForbiddenHost(
+                    f"the Host header names {host[:64]!r}, which is not a name of this server; "
+                    "use localhost, or start the server with --allow-host NAME or with a key"
+                )
+        if origin is not None:
+            # The scheme of the server's own pages is not compared, because a proxy may end TLS.
+            is_own = origin.partition("://")[2].lower() == host.lower()
+            if not is_own and not {origin, "*"} & {*config.allowed_origins}:
+                raise ForbiddenOrigin(
                     f"web pages of {origin[:64]!r} may not call this server; start it with "
                     "--allow-origin ORIGIN or with a key"
                 )
-        has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
-        if has_body and not _is_json(headers.get("content-type", "")):
-            return UnsupportedMediaType(
-                "the header Content-Type of a request with a body must be application/json, not "
-                f"{headers.get('content-type', '')[:64]!r}"
-            )
-        return None
-
-    def _is_allowed(self, origin: str, host: str) -> bool:
-        """Whether pages of this origin may call: the server's own pages, and the allowed origins.
-
-        The scheme of the server's own origin is not compared, because a proxy may end TLS.
-        """
-        own = origin.partition("://")[2].lower() == host.lower()
-        return own or origin in self._origins or "*" in self._origins
+    kind = headers.get("content-type", "")
+    has_body = "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+    if has_body and not _is_json(kind):
+        raise UnsupportedMediaType(
+            "the header Content-Type of a request with a body must be application/json, not "
+            f"{kind[:64]!r}"
+        )
 
 
 def _plain(name: str) -> str:

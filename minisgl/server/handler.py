@@ -41,12 +41,6 @@ class Service(Protocol):
     lifecycle: Lifecycle
     stats: messages.SchedulerStats | None
 
-    def hung_worker(self) -> str | None:
-        """The name of a hung worker process (see Watchdog), or None."""
-
-    def stalled_worker(self) -> str | None:
-        """The name of a hung worker process or of a stalled scheduler, or None."""
-
 
 class CallContext:
     """One HTTP call: its request, its id, and the objects that its handler uses."""

@@ -71,8 +71,7 @@ def _read_file(file: str) -> list[tuple[str, str, int | None]]:
                 "key; expected 1 to 63 letters, digits, dots, dashes and underscores"
             )
         if line:
-            client, key = (named["name"], named["key"]) if named else (DEFAULT_CLIENT, line)
-            lowest = named["lowest"] if named else None
+            client, lowest, key = named.groups() if named else (DEFAULT_CLIENT, None, line)
             found.append((client, key, None if lowest is None else int(lowest)))
     if not found:
         raise ConfigError(f"the key file {file} has no key; expected one per line")

@@ -1,8 +1,9 @@
 """The phases of the service and the detection of hung workers. Nothing here does I/O.
 
-The clock is an argument everywhere, so that tests do not depend on time.
+The clock is an argument of Watchdog, so that its tests do not depend on time.
 """
 
+import time
 from enum import StrEnum
 from math import inf
 
@@ -25,9 +26,14 @@ class Phase(StrEnum):
 
 
 class Lifecycle:
-    """The phase of the service, and the roles that have not sent Ready yet.
+    """The phase of the service, and the state of its processes.
 
-    facts, tokenizer: None until a process has sent them.
+    missing           the roles that have not sent Ready yet.
+    facts, tokenizer  None until a process has sent them.
+    hung              name of a hung worker (see Watchdog), or None.
+    stalled           name of a hung worker or of a stalled scheduler, or None.
+    renewed_s         time at which the event loop of the service renewed the two names, on
+                      CLOCK_MONOTONIC. It renews them every half second.
     """
 
     def __init__(self, roles: frozenset[str], facts: ModelFacts | None = None) -> None:
@@ -38,6 +44,9 @@ class Lifecycle:
         self._tool_format = ModelFacts.NO_TOOLS
         self._template_variables: tuple[str, ...] = ()
         self.phase = Phase.LOADING
+        self.hung: str | None = None
+        self.stalled: str | None = None
+        self.renewed_s = time.monotonic()
 
     def on_ready(self, message: Ready) -> ModelFacts | None:
         """Record a Ready. Returns the facts of the model if all roles are ready."""

@@ -7,15 +7,16 @@ come from the latest SchedulerStats at each scrape. The table for readers is in 
 
 import time
 from bisect import bisect_left
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
@@ -37,7 +38,11 @@ _OPENMETRICS = "application/openmetrics-text"
 _METHODS = frozenset({"GET", "HEAD", "POST", "OPTIONS"})
 _REJECT_REASONS = {Phase.LOADING: "loading", Phase.FAILED: "failed"}
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH)
-
+_FAMILIES: Mapping[str, Any] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
+    "histogram": HistogramMetricFamily,
+}
 
 _Labels = tuple[str, ...]  # the values of a metric's labels
 
@@ -94,26 +99,21 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._scrapes: dict[bool, tuple[float, bytes]] = {}
-        self._open_http = 0
+        self.open_http = 0  # requests without a complete response, probes excluded
         self._recent: deque[tuple[int, int]] = deque(maxlen=_HIT_RATIO_REQS)
         self._stats = messages.SchedulerStats()
         self._page_size = 0
         self._tool_format = ModelFacts.NO_TOOLS
-        numbers = self._declared.gauge | self._declared.counter
-        self._numbers: dict[str, defaultdict[_Labels, float]] = {
-            name: defaultdict(float, dict.fromkeys(product(*metric.labels.values()), 0.0))
-            for name, metric in numbers.items()
-        }
+        self._clients = frozenset(sorted({DEFAULT_CLIENT, *clients})[:_MAX_CLIENTS])
+        known = {"limit": LIMIT_NAMES, "key": self._clients}
+        self._numbers: dict[str, defaultdict[_Labels, float]] = {}
+        for name, metric in (self._declared.gauge | self._declared.counter).items():
+            series = product(*(known.get(label, names) for label, names in metric.labels.items()))
+            self._numbers[name] = defaultdict(float, dict.fromkeys(series, 0.0))
         self._histograms: dict[str, dict[_Labels, _Histogram]] = {}
         for name, metric in self._declared.histogram.items():
             bounds = self._declared.buckets.get(metric.buckets or "", [])
             self._histograms[name] = {(): _Histogram(bounds, [0] * (len(bounds) + 1))}
-        for name in LIMIT_NAMES:
-            self._count("limits_exceeded_total", 0, name)
-        self._clients = frozenset(sorted({DEFAULT_CLIENT, *clients})[:_MAX_CLIENTS])
-        for name in (name for name, metric in numbers.items() if "key" in metric.labels):
-            for client in self._clients:
-                self._count(name, 0, client)
         self._set("scheduler_last_step_timestamp_seconds", self._started_s)
         self._set("build_info", 1, minisgl.__version__, commit)
 
@@ -128,8 +128,8 @@ class Metrics(Collector):
             self._count_calls(0, 0)
 
     def _count_calls(self, calls: int, failures: int) -> None:
-        self._count("tool_calls_total", calls, self._tool_format)
-        self._count("tool_call_failures_total", failures, self._tool_format)
+        self.count("tool_calls_total", calls, self._tool_format)
+        self.count("tool_call_failures_total", failures, self._tool_format)
 
     def on_started(self, seconds: Mapping[str, float]) -> None:
         """Record the seconds of each phase of the start."""
@@ -144,8 +144,8 @@ class Metrics(Collector):
     def on_update(self, choice: Choice, update: messages.TextUpdate, now_s: float) -> None:
         """Count an update of the engine. Call this before the choice applies the update."""
         if not choice.prefill_done and update.admitted_s:
-            self._count("prompt_tokens_total", choice.prompt_share)
-            self._count("key_prompt_tokens_total", choice.prompt_share, self._key(choice.client))
+            self.count("prompt_tokens_total", choice.prompt_share)
+            self.count("key_prompt_tokens_total", choice.prompt_share, self._key(choice.client))
             self._recent.append((update.prompt_tokens, update.cached_tokens))
             self._observe("request_queue_seconds", update.admitted_s - choice.started_s)
         if update.calls or update.call_failures:
@@ -153,16 +153,16 @@ class Metrics(Collector):
         tokens = update.completion_tokens - choice.latest.completion_tokens
         if tokens <= 0:
             return
-        self._count("generation_tokens_total", tokens)
-        self._count("key_generation_tokens_total", tokens, self._key(choice.client))
+        self.count("generation_tokens_total", tokens)
+        self.count("key_generation_tokens_total", tokens, self._key(choice.client))
         if choice.first_s:
             self._observe("inter_token_latency_seconds", now_s - choice.last_s)
         else:
             choice.first_s = now_s
             wait_s = now_s - choice.started_s
             self._observe("time_to_first_token_seconds", wait_s)
-            self._count("key_wait_seconds_total", wait_s, self._key(choice.client))
-            self._count("class_wait_seconds_total", wait_s, priority_class(choice.priority))
+            self.count("key_wait_seconds_total", wait_s, self._key(choice.client))
+            self.count("class_wait_seconds_total", wait_s, priority_class(choice.priority))
             if update.admitted_s:
                 self._observe("request_prefill_seconds", now_s - update.admitted_s)
         choice.last_s = now_s
@@ -172,9 +172,9 @@ class Metrics(Collector):
         if choice.error is not None and error_reply(choice.error).status < 499:
             return
         finish = choice.finish or FinishReason.ABORT
-        self._count("requests_total", 1, finish.value)
-        self._count("key_requests_total", 1, self._key(choice.client))
-        self._count("class_requests_total", 1, priority_class(choice.priority))
+        self.count("requests_total", 1, finish.value)
+        self.count("key_requests_total", 1, self._key(choice.client))
+        self.count("class_requests_total", 1, priority_class(choice.priority))
         if finish not in _COMPLETE or not choice.first_s:
             return
         decode_s, later_tokens = choice.last_s - choice.first_s, choice.latest.completion_tokens - 1
@@ -185,16 +185,8 @@ class Metrics(Collector):
         if later_tokens > 0:
             self._observe("time_per_output_token_seconds", decode_s / later_tokens)
 
-    def on_constraint(self, kind: str) -> None:
-        """Count a request whose constraint a tokenizer worker has accepted."""
-        self._count("structured_requests_total", 1, kind)
-
     def on_limit(self, name: str) -> None:
-        self._count("limits_exceeded_total", 1, name)
-
-    def on_ignored(self, feature: str) -> None:
-        """Count a feature that a request asked for and the server leaves out."""
-        self._count("ignored_features_total", 1, feature)
+        self.count("limits_exceeded_total", 1, name)
 
     def on_refused(self, error: RequestError, phase: Phase, client: str = DEFAULT_CLIENT) -> None:
         """Count a call of a client that ended with this error response."""
@@ -203,21 +195,13 @@ class Metrics(Collector):
         if isinstance(error, Overloaded):
             closed = _REJECT_REASONS.get(phase, "draining")
             reason = closed if isinstance(error, NotReady) else "queue_full"
-            self._count("requests_rejected_total", 1, reason)
-            self._count("requests_total", 1, "rejected")
-            self._count("key_rejected_total", 1, self._key(client))
-
-    def on_failed(self) -> None:
-        """Count a call that failed in the server before it reached the engine."""
-        self._count("requests_total", 1, "error")
+            self.count("requests_rejected_total", 1, reason)
+            self.count("requests_total", 1, "rejected")
+            self.count("key_rejected_total", 1, self._key(client))
 
     def on_http(self, route: str, method: str, code: int) -> None:
         known = method if method in _METHODS else "other"
-        self._count("http_requests_total", 1, route, known, str(code))
-
-    def on_http_open(self, change: int) -> None:
-        """+1: a request has arrived; -1: its response is complete; 0: a probe."""
-        self._open_http += change
+        self.count("http_requests_total", 1, route, known, str(code))
 
     def render(
         self, accept: str, phase: Phase, is_stalled: bool, open_choices: Mapping[str, int]
@@ -235,43 +219,41 @@ class Metrics(Collector):
         made_s, body = self._scrapes.get(is_openmetrics, (-inf, b""))
         if now_s - made_s >= CACHED_S:
             self._refresh(phase, is_stalled, open_choices)
-            self._read_stats()
             body = encode(self._registry)
             self._scrapes[is_openmetrics] = now_s, body
         return body, content_type
 
     def _refresh(self, phase: Phase, is_stalled: bool, open_choices: Mapping[str, int]) -> None:
-        """Set the gauges that show the present state of the server."""
+        """Set the gauges of the server, and the metrics of the engine to its latest stats.
+
+        The first values of the engine are 0.
+        """
         self._set("ready", phase is Phase.READY and not is_stalled)
         self._set("draining", phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED))
-        self._set("http_requests_in_flight", self._open_http)
+        self._set("http_requests_in_flight", self.open_http)
         looked_up = sum(tokens for tokens, _ in self._recent)
-        found = sum(tokens for _, tokens in self._recent)
-        self._set("prefix_cache_hit_ratio", found / looked_up if looked_up else 0)
+        hits = sum(tokens for _, tokens in self._recent)
+        self._set("prefix_cache_hit_ratio", hits / looked_up if looked_up else 0)
         # The number of open choices is current. The number of running requests is up to 50 ms old.
         total = sum(open_choices.values())
         running = min(self._stats.running_reqs, total)
         self._set("requests_running", running)
         self._set("requests_waiting", total - running)
-        by_key = Counter(dict.fromkeys((*self._clients, "other"), 0))
+        for key in (*self._clients, "other"):
+            self._set("key_requests_open", 0, key)
         for client, count in open_choices.items():
-            by_key[self._key(client)] += count
-        for key, count in by_key.items():
-            self._set("key_requests_open", count, key)
-
-    def _read_stats(self) -> None:
-        """Set the metrics of the engine to the latest SchedulerStats. The first values are 0."""
+            self.count("key_requests_open", count, self._key(client))
         stats, size = self._stats, self._page_size
         used, pages = stats.locked_pages, stats.total_pages
         self._set("kv_cache_usage_ratio", used / pages if pages else 0)
         self._set("kv_cache_page_size_tokens", size)
         self._set("kv_cache_pages", pages)
-        self._set("kv_cache_tokens", used * size, "used")
-        self._set("kv_cache_tokens", stats.evictable_pages * size, "evictable")
-        self._set("kv_cache_tokens", stats.free_pages * size, "free")
+        held = used, stats.evictable_pages, stats.free_pages
         of_windows = stats.window_pages or (0, 0, 0)
-        for state, count in zip(("used", "evictable", "free"), of_windows, strict=True):
-            self._set("kv_window_tokens", count * size, state)
+        states = ("used", "evictable", "free")
+        for state, count, of_window in zip(states, held, of_windows, strict=True):
+            self._set("kv_cache_tokens", count * size, state)
+            self._set("kv_window_tokens", of_window * size, state)
         self._set("prefix_cache_query_tokens_total", stats.prompt_tokens_total)
         self._set("prefix_cache_hit_tokens_total", stats.cached_tokens_total)
         self._set("prefix_cache_evicted_tokens_total", stats.evicted_pages_total * size)
@@ -293,39 +275,32 @@ class Metrics(Collector):
         for reason, count in totals.failures.items():
             self._set("grammar_failures_total", count, reason)
         sizes, tokens = messages.BATCH_SIZE_BOUNDS, messages.BATCH_TOKENS_BOUNDS
-        unused = messages.PhaseStats()
-        self._histograms |= {"batch_size": {}, "batch_tokens": {}}
+        self._histograms["batch_size"] = of_sizes = {}
+        self._histograms["batch_tokens"] = of_tokens = {}
         for name in messages.STEP_PHASES:
-            phase = stats.phases.get(name, unused)
-            self._set("forward_passes_total", phase.graph_steps, name, "true")
-            self._set("forward_passes_total", phase.eager_steps, name, "false")
-            self._set("forward_seconds_total", phase.seconds, name)
-            batch_size = _Histogram(sizes, phase.reqs_counts, phase.reqs)
-            self._histograms["batch_size"][name,] = batch_size
-            batch_tokens = _Histogram(tokens, phase.tokens_counts, phase.tokens)
-            self._histograms["batch_tokens"][name,] = batch_tokens
+            found = stats.phases.get(name, messages.PhaseStats())
+            self._set("forward_passes_total", found.graph_steps, name, "true")
+            self._set("forward_passes_total", found.eager_steps, name, "false")
+            self._set("forward_seconds_total", found.seconds, name)
+            of_sizes[name,] = _Histogram(sizes, found.reqs_counts, found.reqs)
+            of_tokens[name,] = _Histogram(tokens, found.tokens_counts, found.tokens)
 
     def collect(self) -> Iterator[Metric]:
         """Every metric with its series, for the encoders of prometheus_client."""
-        declared, model = self._declared, {"model_name": self._model_name}
-        series: Mapping[str, Mapping[_Labels, float | _Histogram]]
-        series = {**self._numbers, **self._histograms}
-        for kind in ("gauge", "counter", "histogram"):
-            entries: dict[str, _Metric] = getattr(declared, kind)
+        series: Mapping[str, Mapping[_Labels, Any]] = {**self._numbers, **self._histograms}
+        for kind, family in _FAMILIES.items():
+            entries: dict[str, _Metric] = getattr(self._declared, kind)
             for name, entry in entries.items():
-                full_name = f"minisgl_{name}"
-                metric = Metric(full_name.removesuffix("_total"), entry.help, kind)
+                model = {"model_name": self._model_name} if entry.of_model else {}
+                metric = family(f"minisgl_{name}", entry.help, labels=[*entry.labels, *model])
                 for values, value in series[name].items():
-                    labels = dict(zip(entry.labels, values, strict=True))
-                    labels |= model if entry.of_model else {}
-                    if not isinstance(value, _Histogram):
-                        metric.add_sample(full_name, labels, value)
-                        continue
-                    limits = [*(str(float(bound)) for bound in value.bounds), "+Inf"]
-                    for limit, count in zip(limits, accumulate(value.counts), strict=True):
-                        metric.add_sample(f"{full_name}_bucket", labels | {"le": limit}, count)
-                    metric.add_sample(f"{full_name}_count", labels, sum(value.counts))
-                    metric.add_sample(f"{full_name}_sum", labels, value.total)
+                    labels = [*values, *model.values()]
+                    if kind == "histogram":
+                        bounds = [*(str(float(bound)) for bound in value.bounds), "+Inf"]
+                        buckets = [*zip(bounds, accumulate(value.counts), strict=True)]
+                        metric.add_metric(labels, buckets, value.total)
+                    else:
+                        metric.add_metric(labels, value)
                 yield metric
         text = "Unix time of the start of the API process."
         yield GaugeMetricFamily("process_start_time_seconds", text, self._started_s)
@@ -336,7 +311,8 @@ class Metrics(Collector):
     def _set(self, name: str, value: float, *labels: str) -> None:
         self._numbers[name][labels] = value
 
-    def _count(self, name: str, amount: float, *labels: str) -> None:
+    def count(self, name: str, amount: float, *labels: str) -> None:
+        """Add to a counter. labels: the values of its labels without model_name."""
         self._numbers[name][labels] += amount
 
     def _observe(self, name: str, value: float) -> None:

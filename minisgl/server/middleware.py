@@ -4,11 +4,13 @@ The layers are pure ASGI, since a BaseHTTPMiddleware would hide disconnects from
 scopes are HTTP: uvicorn runs without WebSockets and lifespan.
 """
 
+import asyncio
 import logging
+import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -18,15 +20,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.core import Overloaded, RequestError
 from minisgl.server.config import DEFAULT_CLIENT, Limits
-from minisgl.server.connection import PROBE_PATHS
 from minisgl.server.errors import BodyTooLarge, error_reply
+from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.metrics import Metrics
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
 
-_MAX_ID_CHARS = 128
+_REQUEST_ID = re.compile(r"[ -~]{1,128}")  # short, printable ASCII
 _MAX_PATH_CHARS = 128  # in a log line
+PROBE_PATHS = frozenset({"/livez", "/readyz", "/health"})
 # These paths need no key, are never refused for a limit, and do not count as requests.
 OPEN_PATHS = PROBE_PATHS | {"/ping", "/metrics"}
 
@@ -53,17 +56,28 @@ class RequestContextMiddleware:
     The id is the x-request-id of the request if that is short and printable. Otherwise the server
     makes a new id. Each request has one log line, at its end, except on OPEN_PATHS. A handler adds
     fields to the line in the dict `log` of the state.
+
+    At most one request begins in each iteration of the event loop, in order of arrival. Between two
+    requests, the loop accepts and reads other connections, so that hundreds of connections with
+    requests do not delay a probe by hundreds of handlers.
+
+    A response that begins during a drain closes its connection.
     """
 
     _app: ASGIApp
     _metrics: Metrics
+    _lifecycle: Lifecycle
+    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
+        if scope["path"] not in PROBE_PATHS:
+            await self._turn.acquire()
+            asyncio.get_running_loop().call_soon(self._turn.release)
         request_id = Headers(scope=scope).get("x-request-id", "")
-        fits = 0 < len(request_id) <= _MAX_ID_CHARS and request_id.isascii()
-        if not (fits and request_id.isprintable()):
+        if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
-        scope.setdefault("state", {}).update(request_id=request_id, log={})
+        state = scope.setdefault("state", {})
+        state.update(request_id=request_id, client=DEFAULT_CLIENT, log={})
         started_s, status = time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:
@@ -71,17 +85,20 @@ class RequestContextMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 route = getattr(scope.get("route"), "path", "other")
-                self._metrics.on_http(route, scope["method"], message["status"])
+                self._metrics.on_http(route, scope["method"], status)
+                if isinstance(error := state.get("error"), RequestError):
+                    self._metrics.on_refused(error, self._lifecycle.phase, state["client"])
                 header = (b"x-request-id", request_id.encode())
-                message["headers"] = [*message.get("headers", ()), header]
+                closes = [(b"connection", b"close")] if self._lifecycle.leaving else []
+                message["headers"] = [*message.get("headers", ()), header, *closes]
             await send(message)
 
         is_counted = scope["path"] not in OPEN_PATHS
-        self._metrics.on_http_open(int(is_counted))
+        self._metrics.open_http += is_counted
         try:
             await self._app(scope, receive, send_with_id)
         finally:
-            self._metrics.on_http_open(-int(is_counted))
+            self._metrics.open_http -= is_counted
             if is_counted:
                 _log_call(scope, status, time.monotonic() - started_s)
 
@@ -102,7 +119,7 @@ def _log_call(scope: Scope, status: int, duration_s: float) -> None:
         level,
         event,
         request_id=state["request_id"],
-        key=state.get("client", DEFAULT_CLIENT),
+        key=state["client"],
         method=scope["method"],
         path=scope["path"][:_MAX_PATH_CHARS],
         status=status,
@@ -112,29 +129,33 @@ def _log_call(scope: Scope, status: int, duration_s: float) -> None:
 
 
 @dataclass(eq=False, slots=True)
-class LimitMiddleware:
-    """Refuses concurrent requests above max_connections, and bodies above max_body_bytes.
+class GateMiddleware:
+    """Refuses a request that a check refuses, and a request over a limit.
 
-    A Content-Length above the limit is refused at once; other bodies are counted as they arrive.
+    The limits are max_connections for concurrent requests, and max_body_bytes for a body. A
+    Content-Length above the limit is refused at once; other bodies are counted as they arrive.
 
+    _checks: raise RequestError for a request that they refuse. They run in this order.
     _partial_bytes: bytes of all incomplete bodies. If they exceed max_bodies_bytes, the body that
     receives more bytes is refused, unless it is the only incomplete body.
     """
 
     _app: ASGIApp
+    _checks: Sequence[Callable[[Scope], None]]
     _limits: Limits
-    _refused: Callable[[RequestError], None]
     _open: int = 0
     _partial_bytes: int = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
-        if scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
-        error = self._refusal(scope)
-        if error is not None:
-            self._refused(error)
-            await error_response(error, scope, connection="close")(scope, receive, send)
+        is_limited = scope["path"] not in OPEN_PATHS
+        try:
+            for check in self._checks:
+                check(scope)
+            if is_limited:
+                self._check_limits(scope)
+        except RequestError as error:
+            headers = {} if error.limit is None else {"connection": "close"}
+            await error_response(error, scope, **headers)(scope, receive, send)
             return
         received = partial = 0
 
@@ -151,20 +172,19 @@ class LimitMiddleware:
                 raise Overloaded(reason, limit="max_bodies_bytes")
             return message
 
-        self._open += 1
+        self._open += is_limited
         try:
             await self._app(scope, counted, send)
         finally:
-            self._open -= 1
+            self._open -= is_limited
             self._partial_bytes -= partial
 
-    def _refusal(self, scope: Scope) -> RequestError | None:
+    def _check_limits(self, scope: Scope) -> None:
         if self._open >= self._limits.max_connections:
             reason = "too many open connections; try again later"
-            return Overloaded(reason, limit="max_connections")
-        declared = Headers(scope=scope).get("content-length", "0")
-        too_large = declared.isdecimal() and int(declared[:20]) > self._limits.max_body_bytes
-        return self._too_large() if too_large else None
+            raise Overloaded(reason, limit="max_connections")
+        if int(Headers(scope=scope).get("content-length", 0)) > self._limits.max_body_bytes:
+            raise self._too_large()
 
     def _too_large(self) -> BodyTooLarge:
         return BodyTooLarge(f"the body exceeds {self._limits.max_body_bytes} bytes")

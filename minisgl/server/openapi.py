@@ -125,7 +125,7 @@ def _configure(name: str, schema: Schema, converter: RequestConverter) -> None:
 
 
 def _operation(path: str) -> Schema:
-    """Request body, parameters and responses of one route."""
+    """Request body and responses of one route."""
     bodies = _ROUTES.get(path, _Bodies())
     answer = _ref(bodies.answer) if bodies.answer else {"type": "object"}
     content = _content({"type": "array", "items": answer} if path in _LISTS else answer)
@@ -144,9 +144,6 @@ def _operation(path: str) -> Schema:
         found["responses"] |= {"405": _errors(path)["405"]}
     if bodies.request is not None:
         found["requestBody"] = {"required": True, "content": _content(_ref(bodies.request))}
-    if "{model_id}" in path:
-        name = {"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}
-        found["parameters"] = [name]
     return found
 
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import minisgl
 
 _PACKAGE = Path(minisgl.__file__).parent
+_SUFFIXES = (".js", ".css", ".svg")  # The folders also have licenses, which are not served.
 
 
 class WebPage(NamedTuple):
@@ -21,9 +22,10 @@ class WebPage(NamedTuple):
     headers: Mapping[str, str]
 
 
-def _page(path: str, prefix: str, folder: Path, names: str, policy: str) -> WebPage:
-    """A page with index.html at `path`, and each file of `names` at the prefix plus its name."""
-    files = {path: folder / "index.html"} | {prefix + name: folder / name for name in names.split()}
+def _page(path: str, prefix: str, folder: Path, policy: str) -> WebPage:
+    """A page with index.html at `path`, and the other files at the prefix plus their names."""
+    files = {prefix + file.name: file for file in folder.iterdir() if file.suffix in _SUFFIXES}
+    files[path] = folder / "index.html"
     headers = {
         "cache-control": "no-cache",
         "content-security-policy": f"default-src 'none'; script-src 'self'; connect-src 'self'; "
@@ -38,7 +40,6 @@ DOCS = _page(
     "/docs",
     "/docs/",
     _PACKAGE / "server" / "docs_page",
-    "page.js swagger-ui-bundle.js swagger-ui.css",
     # Swagger UI sets style attributes, and draws its icons from data: URLs.
     "style-src 'self' 'unsafe-inline'; img-src 'self' data:",
 )
@@ -46,8 +47,6 @@ PLAYGROUND = _page(
     "/",
     "/playground/",
     _PACKAGE / "playground",
-    "api.js app.js chat.js conversations.js dom.js engine.js icon.svg markdown.js marked.esm.js "
-    "message.js metrics.js parameters.js plot.js request.js style.css tokenizer.js tokens.js",
     # Without a Trusted Types policy, the browser refuses to parse any string as HTML.
     "style-src 'self'; img-src 'self'; require-trusted-types-for 'script'; trusted-types 'none'",
 )

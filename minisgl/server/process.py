@@ -17,26 +17,19 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Iterator
-
-import uvicorn
+from typing import Any
 
 from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
 from minisgl.message import messages
 from minisgl.message.queues import AsyncReceiver, Sender, endpoint
 from minisgl.server.app import build_app
 from minisgl.server.config import ChildSpec, ServerConfig
-from minisgl.server.connection import (
-    MAX_TLS_CONNECTIONS,
-    SPARE_CONNECTIONS,
-    TlsContext,
-    limited_protocol,
-)
+from minisgl.server.connection import SPARE_CONNECTIONS, HttpServer, TlsContext
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
-from minisgl.server.probes import ProbePort
+from minisgl.server.probes import serve_probes
 from minisgl.server.render import facts_of
 from minisgl.utils import log_event, process_age_s, supervise
 from minisgl.utils.startup import startup_table, whole_start
@@ -57,14 +50,6 @@ _ERROR_EVENTS_S = 2.0  # Time for the error events of open streams to leave afte
 _LATE_CALLS_S = 1.0  # Time for one more call of a client that does not know of the drain.
 
 
-class ServerWithoutSignals(uvicorn.Server):
-    """A uvicorn server without its signal handlers. The process of the server handles signals."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class ApiServer:
     """The state of the process. It is the `Service` that the routes read."""
 
@@ -78,9 +63,7 @@ class ApiServer:
         tokenizers: dict[str, Sender[messages.ToTokenizer]] = {
             name: Sender(endpoint(directory, name)) for name in names
         }
-        self._workers: dict[str, Sender[messages.ToTokenizer] | Sender[messages.ToDetokenizer]] = {
-            **tokenizers
-        }
+        self._workers: dict[str, Sender[Any]] = {**tokenizers}
         roles, facts = {*names}, facts_of(config.engine) if config.render_only else None
         if not config.render_only:
             self._workers["detokenizer"] = detokenizer
@@ -97,7 +80,6 @@ class ApiServer:
         self.lifecycle = Lifecycle(frozenset(roles), facts)
         self.stats: messages.SchedulerStats | None = None
         self._watchdog = Watchdog(config.step_timeout_s)
-        self._probe_port = ProbePort(self.lifecycle)
         self._messages: AsyncReceiver[messages.ToApi] = AsyncReceiver(
             endpoint(directory, "api"), messages.ToApi
         )
@@ -105,11 +87,6 @@ class ApiServer:
         self._drain_asked = asyncio.Event()
         self._drain_grace_s = 0.0
         self._patience = asyncio.Timeout(None)  # a second signal lets it expire
-
-    def stalled_worker(self) -> str | None:
-        """The name of a hung worker or of a stalled scheduler, or None. See Watchdog."""
-        stalled = self._watchdog.stalled("scheduler", time.monotonic())
-        return self.hung_worker() or ("scheduler" if stalled else None)
 
     def hung_worker(self) -> str | None:
         """The name of a worker that has work and sends nothing for step_timeout_s, or None."""
@@ -128,7 +105,7 @@ class ApiServer:
         listener, probe_listeners: the sockets of --port and, if given, of --probe-port.
         """
         for probe_listener in probe_listeners:
-            self._probe_port.serve(probe_listener)
+            serve_probes(self.lifecycle, probe_listener)
         loop = asyncio.get_running_loop()
         # SIGTERM comes from an orchestrator, which needs the grace period. For a Ctrl-C the
         # launcher sends SIGUSR2, because this process ignores SIGINT (worker_main).
@@ -137,22 +114,13 @@ class ApiServer:
         lost_worker = loop.create_future()  # The launcher sends SIGUSR1 when a worker has ended.
         lost = EngineError("another process of the service has ended")
         loop.add_signal_handler(signal.SIGUSR1, lost_worker.set_exception, lost)
-        server = ServerWithoutSignals(
-            uvicorn.Config(
-                build_app(self),
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                lifespan="off",
-                http=limited_protocol(
-                    self.config.limits, self.client.metrics.on_limit, lambda: self.lifecycle.leaving
-                ),
-                ws="none",
-                loop="uvloop",
-                ssl_context_factory=self._tls_context if self.config.ssl_certfile else None,
-                timeout_keep_alive=_IDLE_CONNECTION_S,
-                timeout_graceful_shutdown=3,
-            )
+        server = HttpServer(
+            build_app(self),
+            self.config.limits,
+            self.client.metrics.on_limit,
+            ssl_context_factory=self._tls_context if self.config.ssl_certfile else None,
+            timeout_keep_alive=_IDLE_CONNECTION_S,
+            timeout_graceful_shutdown=3,
         )
         loops = (self._receive, self._watch, self._beat, self._drain)
         tasks = {lost_worker, *(asyncio.create_task(run()) for run in loops)}
@@ -161,9 +129,8 @@ class ApiServer:
             # The process ends as soon as one of these tasks ends, so that no task fails unnoticed
             # (bug W27 in docs/bugs.md: the task that receives messages ended, and every client
             # hung).
-            await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)
-            ended = next((task for task in {*tasks, serving} if task.done()), serving)
-            if (failure := ended.exception()) is not None:
+            ended, _ = await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)
+            if (failure := ended.pop().exception()) is not None:
                 self._fail(failure)
                 await self._settle(_ERROR_EVENTS_S)
                 raise failure
@@ -180,8 +147,8 @@ class ApiServer:
             self._scheduler.close(linger_ms=0 if self.config.render_only else 500)
 
     def _tls_context(self, *_: object) -> ssl.SSLContext:
-        most = min(self.config.limits.max_connections + SPARE_CONNECTIONS, MAX_TLS_CONNECTIONS)
-        context = TlsContext(ssl.PROTOCOL_TLS_SERVER, most, self.client.metrics.on_limit)
+        limits, exceeded = self.config.limits, self.client.metrics.on_limit
+        context = TlsContext(ssl.PROTOCOL_TLS_SERVER, limits, exceeded)
         assert self.config.ssl_certfile is not None, "TLS must have a certificate; this is a bug"
         context.load_cert_chain(self.config.ssl_certfile, self.config.ssl_keyfile)
         return context
@@ -226,17 +193,14 @@ class ApiServer:
         """Tell the user that the server is ready, with its URL and the times of the start."""
         if self.config.shell:
             return
-        if self.config.render_only:
-            line = (
-                f"minisgl renders prompts of {self.config.served_names[0]} at {self._spec.url}/v1 "
-                f"(context {facts.max_seq_len:,} tokens, tool format {facts.tool_format})"
-            )
-        else:
-            line = (
-                f"minisgl serves {self.config.served_names[0]} at {self._spec.url}/v1 "
-                f"({facts.device}, {facts.dtype}, context {facts.max_seq_len:,} tokens, "
-                f"KV capacity {facts.kv_capacity_tokens:,} tokens, tool format {facts.tool_format})"
-            )
+        does, details = "renders prompts of", f"context {facts.max_seq_len:,} tokens"
+        if not self.config.render_only:
+            capacity = f"KV capacity {facts.kv_capacity_tokens:,} tokens"
+            does, details = "serves", f"{facts.device}, {facts.dtype}, {details}, {capacity}"
+        line = (
+            f"minisgl {does} {self.config.served_names[0]} at {self._spec.url}/v1 "
+            f"({details}, tool format {facts.tool_format})"
+        )
         if self.config.log_format == "json":
             seconds = {f"{phase}_s": round(phase_s, 2) for phase, phase_s in started.items()}
             log_event(logger, logging.INFO, "started", **seconds)
@@ -259,7 +223,10 @@ class ApiServer:
                     if self._watchdog.expect(role, time.monotonic()):
                         sender.send(messages.Ping())
             hung = self.hung_worker()
-            self._probe_port.renew(hung, self.stalled_worker())
+            now_s = self.lifecycle.renewed_s = time.monotonic()
+            is_stalled = self._watchdog.stalled("scheduler", now_s)
+            self.lifecycle.hung = hung
+            self.lifecycle.stalled = hung or ("scheduler" if is_stalled else None)
             if hung is not None:
                 timeout_s = self.config.step_timeout_s
                 reason = f"the {hung} made no progress for {timeout_s:g} s (--step-timeout)"
@@ -349,9 +316,7 @@ def run_api(spec: ChildSpec) -> None:
     listeners = [socket.socket(fileno=fd) for fd in spec.listen_fds]
     timeout_ms = round(spec.config.limits.read_timeout_s * 1000)
     for listener in listeners:
-        # Events are small and must leave at once, without Nagle's delay. Accepted sockets inherit
-        # the options of the listener.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Accepted sockets inherit the options of the listener. uvloop sets TCP_NODELAY by itself.
         # Data that a client does not read stays in a buffer of this size. After read_timeout_s the
         # kernel closes the connection.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)

@@ -3,15 +3,13 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 from fastapi import APIRouter
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
-from starlette.routing import Match
-from starlette.types import Scope
 
 import minisgl
 from minisgl.core import Cancelled, InvalidRequest
@@ -33,31 +31,11 @@ from minisgl.server.stream import EventStream, Writer
 T = TypeVar("T")
 
 
-class ExactRoute(APIRoute):
-    """A route that matches its whole path, and accepts HEAD if it accepts GET.
-
-    A route of Starlette also matches its path with a final newline, because the `$` in its pattern
-    matches there. With such a route, the path "/abort\\n" would reach the admin route /abort, but
-    `Auth` would not see it as an admin path. This class refuses a final newline.
-    """
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        if self.methods is not None and "GET" in self.methods:
-            self.methods.add("HEAD")
-
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        if scope["path"].endswith("\n"):
-            return Match.NONE, {}
-        return super().matches(scope)
-
-
-router = APIRouter(route_class=ExactRoute, redirect_slashes=False)
+router = APIRouter(redirect_slashes=False)
+_get = partial(router.api_route, methods=["GET", "HEAD"])
 
 _STARTED_AT = int(time.time())
-# The texts of 131,072 tokens take 150 ms of the event loop, so other calls run between the parts.
-_MAX_TOKEN_STRS = 2**17
-_TEXTS_AT_ONCE = 2**13
+_MAX_TOKEN_STRS = 2**17  # A thread makes their texts in 150 ms.
 
 
 @router.post("/v1/chat/completions", tags=["generation"])
@@ -116,7 +94,7 @@ async def _generate(route: str, call: CallContext) -> Response:
     client = call.client
     priority = call.allowed_priority(request.priority)
     for feature in request.ignored:
-        client.metrics.on_ignored(feature)
+        client.metrics.count("ignored_features_total", 1, feature)
     if call.service.config.cache_isolation == "key":
         # No name has a newline, so the salts of two names always differ.
         salt = f"{call.client_name}\n{request.cache_salt}"
@@ -181,11 +159,7 @@ async def tokenize(call: CallDep) -> Response:
     if with_texts:
         each = DecodeIds(token_ids=ids.tobytes(), skip_special=False, each=True)
         pieces = (await _ask_tokenizer(call, lambda g: call.client.ask(each, g))).pieces
-        texts: list[str] = []
-        answer.token_strs = texts
-        for start in range(0, len(pieces), _TEXTS_AT_ONCE):
-            texts += map(text_of_token, pieces[start : start + _TEXTS_AT_ONCE])
-            await asyncio.sleep(0)
+        answer.token_strs = await asyncio.to_thread(lambda: [*map(text_of_token, pieces)])
     return json_response(answer)
 
 
@@ -210,31 +184,29 @@ async def _ask_tokenizer(call: CallContext, ask: Callable[[Generation], Awaitabl
         call.client.close(generation)
 
 
-@router.get("/tokenizer_info", tags=["tokens"])
+@_get("/tokenizer_info", tags=["tokens"])
 async def tokenizer_info(call: CallDep) -> Response:
     """The special tokens, the chat template and the vocabulary size, in the format of vLLM."""
     call.service.lifecycle.require_accepting()
     return json_response(call.service.lifecycle.tokenizer)
 
 
-@router.get("/version", tags=["models"])
+@_get("/version", tags=["models"])
 async def version(call: CallDep) -> Response:
     """The version of minisgl."""
     return json_response(responses.VersionResponse(minisgl.__version__))
 
 
-@router.get("/v1/models", tags=["models"])
+@_get("/v1/models", tags=["models"])
 async def list_models(call: CallDep) -> Response:
     """Every name under which the model is served."""
     cards = [_model_card(call, name) for name in call.service.config.served_names]
     return json_response(responses.ModelList(data=cards))
 
 
-@router.get("/v1/models/{model_id:path}", tags=["models"])
-async def get_model(call: CallDep) -> Response:
+@_get("/v1/models/{model_id:path}", tags=["models"])
+async def get_model(call: CallDep, model_id: str) -> Response:
     """One served name. Model ids may contain slashes."""
-    # Not a parameter of this function: FastAPI would validate it with pydantic.
-    model_id = call.request.path_params["model_id"]
     call.converter.check_model(model_id)
     return json_response(_model_card(call, model_id))
 
@@ -249,8 +221,8 @@ def _model_card(call: CallContext, name: str) -> responses.ModelCard:
     )
 
 
-# `Auth` lets only the admin keys pass to the three admin paths.
-@router.get("/server_info", tags=["admin"])
+# `check_key` lets only the admin keys pass to the three admin paths.
+@_get("/server_info", tags=["admin"])
 async def server_info(call: CallDep) -> Response:
     """Version, limits, the model's facts and the live state. It holds no paths and no secrets."""
     service = call.service
@@ -288,39 +260,40 @@ async def flush_cache(call: CallDep) -> Response:
     return json_response(responses.StatusResponse("ok"))
 
 
-@router.get("/livez", tags=["probes"])
+@_get("/livez", tags=["probes"])
 async def livez(call: CallDep) -> Response:
     """200 while every process runs and makes progress; otherwise 503."""
-    return probes.live(call.service.lifecycle.phase, call.service.hung_worker())
+    return probes.answer(call.service.lifecycle, call.request.scope["path"])
 
 
-@router.get("/readyz", tags=["probes"])
-@router.get("/health", name="health", tags=["probes"])
-@router.get("/ping", name="ping", tags=["probes"])
+@_get("/readyz", tags=["probes"])
+@_get("/health", name="health", tags=["probes"])
+@_get("/ping", name="ping", tags=["probes"])
 async def readyz(call: CallDep) -> Response:
     """200 while the model is loaded and the server does not drain; otherwise 503."""
-    return probes.ready(call.service.lifecycle.phase, call.service.stalled_worker())
+    return probes.answer(call.service.lifecycle, call.request.scope["path"])
 
 
-@router.get("/metrics", tags=["probes"])
+@_get("/metrics", tags=["probes"])
 async def metrics(call: CallDep) -> Response:
     """All metrics in the text format of Prometheus, or in OpenMetrics if the client accepts it."""
     client, accept = call.client, call.request.headers.get("accept", "")
-    phase, is_stalled = call.service.lifecycle.phase, call.service.stalled_worker() is not None
-    body, media_type = client.metrics.render(accept, phase, is_stalled, client.open_choices)
+    lifecycle, choices = call.service.lifecycle, client.open_choices
+    is_stalled = lifecycle.stalled is not None
+    body, media_type = client.metrics.render(accept, lifecycle.phase, is_stalled, choices)
     return Response(body, headers={"content-type": media_type})
 
 
-@router.get("/openapi.json", include_in_schema=False)
+@_get("/openapi.json", include_in_schema=False)
 async def openapi_document(call: CallDep) -> Response:
     """The OpenAPI document of this server."""
     return json_response(call.request.app.openapi())
 
 
-@router.get("/", include_in_schema=False)
-@router.get("/playground/{name}", include_in_schema=False)
-@router.get("/docs", include_in_schema=False)
-@router.get("/docs/{name}", include_in_schema=False)
+@_get("/", include_in_schema=False)
+@_get("/playground/{name}", include_in_schema=False)
+@_get("/docs", include_in_schema=False)
+@_get("/docs/{name}", include_in_schema=False)
 async def web_page(call: CallDep) -> Response:
     """A page, or a script or style sheet of a page."""
     path = call.request.scope["path"]

@@ -31,14 +31,7 @@ class FakeService:
         self.client = world.client
         self.lifecycle = Lifecycle(frozenset({"scheduler"}))
         self.lifecycle.on_ready(Ready(role="scheduler", facts=FACTS))
-        self.hangs = False
         self.stats = None
-
-    def hung_worker(self) -> str | None:
-        return "scheduler" if self.hangs else None
-
-    def stalled_worker(self) -> str | None:
-        return self.hung_worker()
 
 
 async def answer_all(world: World) -> None:
@@ -61,7 +54,8 @@ def call(
     async def main() -> httpx.Response:
         world = World()
         service = FakeService(world, config)
-        service.hangs = hangs
+        if hangs:
+            service.lifecycle.hung = service.lifecycle.stalled = "scheduler"
         engine = asyncio.create_task(answer_all(world))
         transport = httpx.ASGITransport(build_app(service), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:

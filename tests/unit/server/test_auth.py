@@ -66,7 +66,7 @@ def test_admin_routes_are_closed_without_an_admin_key_and_to_other_keys() -> Non
 @pytest.mark.parametrize("end", ["%0A", "%0D%0A", "%00", "%20", "/", ";", "%2F", "%3F", "#%0A"])
 @pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
 def test_other_spellings_of_an_admin_path_are_closed(path: str, end: str) -> None:
-    """Regression: the router took /abort%0A for /abort, and `Auth` took it for an open path."""
+    """Regression: the router took /abort%0A for /abort, and the keys took it for an open path."""
     for config in (KEYED, CONFIG):
         assert get(path + end, "second", config).status_code in (401, 403, 404)
 

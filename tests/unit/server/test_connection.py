@@ -18,6 +18,9 @@ from minisgl.server.connection import (
     TlsContext,
     limited_protocol,
 )
+from minisgl.server.lifecycle import Lifecycle
+from minisgl.server.metrics import Metrics
+from minisgl.server.middleware import RequestContextMiddleware
 from tests.unit.server.wires import LIMITS, MOST, POST, Wire, Wired, answers, echo
 
 
@@ -155,16 +158,16 @@ def test_number_of_headers_is_bounded(count: int) -> None:
 
 
 @pytest.mark.parametrize("line", [b"a:b\r\n", b"upgrade: h2c\r\n", b"x"])
-def test_incomplete_head_takes_no_more_memory_than_its_bytes(line: bytes) -> None:
-    """No object is made for a header before the head is complete."""
+def test_memory_of_an_incomplete_head_is_bounded(line: bytes) -> None:
+    """At most MAX_HEADERS objects are made for the headers."""
 
     async def feed() -> None:
         wired = Wired(Limits(max_head_bytes=2**16))
         await wired.receive(b"GET / HTTP/1.1\r\nhost: x\r\nx: y")
         for _ in range(1000):
             await wired.receive(line)
-            assert len(wired.connection._held) <= 2**16
-            assert not wired.connection.headers
+            assert len(wired.connection._head) <= 2**16
+            assert len(wired.connection.headers) <= MAX_HEADERS
         wired.close()
 
     asyncio.run(feed())
@@ -179,7 +182,7 @@ def test_incomplete_head_takes_no_more_memory_than_its_bytes(line: bytes) -> Non
         (b"GET /\r\n", b"METHOD PATH"),
         (b"GET / HTTP/0.9\r\nhost: a\r\n", b"METHOD PATH"),
         (b"GET / HTTP/2.0\r\nhost: a\r\n", b"METHOD PATH"),
-        (b"PRI * HTTP/2.0\r\n", b"METHOD PATH"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n", b"not valid HTTP"),
         (b"GET / RTSP/1.0\r\nhost: a\r\n", b"METHOD PATH"),
         (POST + b"authorization: Bearer a\r\nAuthorization: b\r\n", b"at most one Authorization"),
         (b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n", b"METHOD PATH"),
@@ -196,7 +199,7 @@ def test_http_1_0_needs_no_host() -> None:
     assert answers([b"GET / HTTP/1.0\r\n\r\n"]).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.parametrize("start", [b"\x16\x03\x01", b"get / HTTP/1.1", b"\r\n\r\nGET", b"A" * 33])
+@pytest.mark.parametrize("start", [b"\x16\x03\x01", b"get / HTTP/1.1", b"A" * 33])
 def test_bytes_that_begin_no_request_are_refused_at_once(start: bytes) -> None:
     assert answers([start]).startswith(b"HTTP/1.1 400")
 
@@ -238,7 +241,7 @@ def test_chunks_of_one_byte_reach_the_application_once() -> None:
 def test_connections_above_the_limit_are_aborted() -> None:
     async def connect() -> tuple[list[bool], list[str]]:
         exceeded: list[str] = []
-        protocol: Any = limited_protocol(Limits(max_connections=2), exceeded.append, lambda: False)
+        protocol: Any = limited_protocol(Limits(max_connections=2), exceeded.append)
         config = uvicorn.Config(echo, log_config=None, lifespan="off", http=protocol, ws="none")
         config.load()
         state, wires = ServerState(), [Wire() for _ in range(SPARE_CONNECTIONS + 4)]
@@ -259,7 +262,8 @@ def test_unfinished_tls_handshakes_are_bounded() -> None:
     """Regression: uvicorn counts a connection after its handshake, so 900 handshakes did not
     count, and took all files of the process."""
     exceeded: list[str] = []
-    context = TlsContext(ssl.PROTOCOL_TLS_SERVER, 2, exceeded.append)
+    limits = Limits(max_connections=2 - SPARE_CONNECTIONS)
+    context = TlsContext(ssl.PROTOCOL_TLS_SERVER, limits, exceeded.append)
 
     def begin() -> ssl.SSLObject:
         return context.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_side=True)
@@ -278,8 +282,9 @@ class Opened:
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.served: list[str] = []
         self.exceeded: list[str] = []
-        protocol: Any = limited_protocol(limits, self.exceeded.append, lambda: False)
-        config = uvicorn.Config(self, log_config=None, lifespan="off", http=protocol)
+        protocol: Any = limited_protocol(limits, self.exceeded.append)
+        app = RequestContextMiddleware(self, Metrics("m"), Lifecycle(frozenset()))
+        config = uvicorn.Config(app, log_config=None, lifespan="off", http=protocol)
         config.load()
         state = ServerState()
         self._open = lambda: protocol(config=config, server_state=state, app_state={})
@@ -307,16 +312,15 @@ def test_one_handler_begins_in_each_iteration_of_the_loop_and_probes_at_once() -
         opened = Opened()
         connections = [opened.request(f"/{number}") for number in range(200)]
         most = 0
-        for _ in range(300):
+        for _ in range(500):
             before = len(opened.served)
             await asyncio.sleep(0)
             most = max(most, len(opened.served) - before)
-            if len(opened.served) == 50:
-                connections[60].connection_lost(None)
+            if len(opened.served) == 50 and len(connections) == 200:
                 connections.append(opened.request("/livez"))
         for connection in connections:
             connection.connection_lost(None)
-        expected = [f"/{number}" for number in range(200) if number != 60]
+        expected = [f"/{number}" for number in range(200)]
         place = opened.served.index("/livez")
         assert place <= 52, "at most the handlers of one iteration began before the probe"
         assert [path for path in opened.served if path != "/livez"] == expected

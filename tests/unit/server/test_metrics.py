@@ -145,13 +145,13 @@ def test_scrape_is_encoded_once_in_a_tenth_of_a_second() -> None:
     failed = "minisgl_requests_total{model_name=m,outcome=error}"
 
     def counted() -> float:
-        metrics.on_failed()
+        metrics.count("requests_total", 1, "error")
         return scraped(metrics)[failed]
 
     assert (counted(), counted()) == (1, 1)
     metrics.on_limit("max_head_bytes")
-    metrics.on_http_open(1)
-    metrics.on_http_open(-1)
+    metrics.open_http += 1
+    metrics.open_http -= 1
     assert counted() == 1
     time_s = CACHED_S
     assert (counted(), counted()) == (4, 4)

@@ -7,7 +7,7 @@ import pytest
 
 from minisgl.message.messages import Ready
 from minisgl.server.lifecycle import Lifecycle, Phase
-from minisgl.server.probes import ProbePort
+from minisgl.server.probes import serve_probes
 from tests.unit.server.fakes import FACTS
 
 
@@ -16,32 +16,30 @@ def lifecycle() -> Lifecycle:
     return Lifecycle(frozenset({"scheduler"}))
 
 
-def asked(port: ProbePort, *paths: str) -> list[int]:
+def asked(lifecycle: Lifecycle, *paths: str) -> list[int]:
     """The statuses of requests to a served port. This thread blocks in each request."""
     listener = socket.create_server(("127.0.0.1", 0))
     host, number = listener.getsockname()
-    port.serve(listener)
+    serve_probes(lifecycle, listener)
     return [httpx.get(f"http://{host}:{number}{path}", timeout=60).status_code for path in paths]
 
 
 def test_probes_follow_the_phase(lifecycle: Lifecycle) -> None:
-    port = ProbePort(lifecycle)
-    assert asked(port, "/livez", "/readyz", "/health") == [200, 503, 503]
+    assert asked(lifecycle, "/livez", "/readyz", "/health") == [200, 503, 503]
     lifecycle.on_ready(Ready(role="scheduler", facts=FACTS))
-    assert asked(port, "/livez", "/readyz", "/health") == [200, 200, 200]
+    assert asked(lifecycle, "/livez", "/readyz", "/health") == [200, 200, 200]
     lifecycle.phase = Phase.GRACE
-    assert asked(port, "/livez", "/readyz") == [200, 503]
+    assert asked(lifecycle, "/livez", "/readyz") == [200, 503]
     lifecycle.phase = Phase.FAILED
-    assert asked(port, "/livez", "/readyz") == [503, 503]
+    assert asked(lifecycle, "/livez", "/readyz") == [503, 503]
 
 
 def test_probes_fail_while_a_worker_makes_no_progress(lifecycle: Lifecycle) -> None:
     lifecycle.on_ready(Ready(role="scheduler", facts=FACTS))
-    port = ProbePort(lifecycle)
-    port.renew(None, "scheduler")
-    assert asked(port, "/livez", "/readyz") == [200, 503]
-    port.renew("scheduler", "scheduler")
-    assert asked(port, "/livez", "/readyz") == [503, 503]
+    lifecycle.stalled = "scheduler"
+    assert asked(lifecycle, "/livez", "/readyz") == [200, 503]
+    lifecycle.hung = "scheduler"
+    assert asked(lifecycle, "/livez", "/readyz") == [503, 503]
 
 
 def test_probes_fail_while_the_event_loop_of_the_service_stands_still(
@@ -49,12 +47,11 @@ def test_probes_fail_while_the_event_loop_of_the_service_stands_still(
 ) -> None:
     """The port has a loop of its own, so that its answer alone says nothing about the service."""
     lifecycle.on_ready(Ready(role="scheduler", facts=FACTS))
-    port = ProbePort(lifecycle)
     monkeypatch.setattr("minisgl.server.probes._MAX_SILENCE_S", -1.0)
-    assert asked(port, "/livez", "/readyz") == [503, 503]
+    assert asked(lifecycle, "/livez", "/readyz") == [503, 503]
     monkeypatch.undo()
-    assert asked(port, "/livez", "/readyz") == [200, 200]
+    assert asked(lifecycle, "/livez", "/readyz") == [200, 200]
 
 
 def test_other_paths_are_not_served(lifecycle: Lifecycle) -> None:
-    assert asked(ProbePort(lifecycle), "/metrics", "/v1/models", "/docs") == [404] * 3
+    assert asked(lifecycle, "/metrics", "/v1/models", "/docs") == [404] * 3

@@ -52,7 +52,15 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         message = await receive()
         body += message.get("body", b"")
         more = message.get("more_body", False)
-    known = {b"host", b"content-length", b"transfer-encoding", b"user-agent", b"connection", b"x"}
+    known = {
+        b"host",
+        b"content-length",
+        b"transfer-encoding",
+        b"user-agent",
+        b"connection",
+        b"upgrade",
+        b"x",
+    }
     names = (name + b" " for name, _ in scope["headers"] if name not in known)
     body = scope["path"].encode() + b" " + b"".join(names) + body
     headers = [(b"content-length", b"%d" % len(body))]
@@ -65,7 +73,7 @@ class Wired:
 
     def __init__(self, limits: Limits = LIMITS) -> None:
         self.exceeded: list[str] = []
-        protocol: Any = limited_protocol(limits, self.exceeded.append, lambda: False)
+        protocol: Any = limited_protocol(limits, self.exceeded.append)
         config = uvicorn.Config(echo, log_config=None, lifespan="off", http=protocol, ws="none")
         config.load()
         self.wire = Wire()
