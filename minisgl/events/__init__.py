@@ -5,6 +5,5 @@ The prefix cache (kvcache/) calls a `CacheListener` at each insertion and evicti
 """
 
 from minisgl.events.cache_events import CacheEvents, publish_events
-from minisgl.events.index import BlockIndex
 
-__all__ = ["BlockIndex", "CacheEvents", "publish_events"]
+__all__ = ["CacheEvents", "publish_events"]

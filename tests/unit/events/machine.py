@@ -4,8 +4,9 @@ import random
 
 import msgspec
 import numpy as np
+from k8s_harness.incluster.kv_index import BlockIndex
 
-from minisgl.events import BlockIndex, CacheEvents
+from minisgl.events import CacheEvents
 from minisgl.kvcache import FencedPool, RadixCache
 from minisgl.message.kv_events import EventBatch, KVEvent, KVEventTotals
 

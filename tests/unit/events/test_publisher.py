@@ -11,9 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from k8s_harness.incluster.kv_index import BlockIndex
 
 from minisgl.core import ConfigError
-from minisgl.events import BlockIndex, publish_events
+from minisgl.events import publish_events
 from minisgl.kvcache import RadixCache
 from minisgl.message import publisher as module
 from minisgl.message.kv_events import BlockRemoved, BlockStored, EventBatch, KVEvent
