@@ -10,7 +10,7 @@ from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.core.sampling import MAX_JSON_WHITESPACE, MAX_LOGPROBS
 from minisgl.utils import supervise
 
-# The launcher appends two arguments: the name of the process, and the descriptor of its pipe.
+# The launcher appends two arguments: the name of the process, and the pid of the launcher.
 CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.worker_main")
 
 DEMO_NAME = "minisgl-demo"  # the served name of the embedded model
@@ -121,7 +121,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of the launcher to each child, through an inherited pipe.
+    """What the launcher writes to the standard input of each child.
 
     role        api, tokenizer, detokenizer or scheduler.
     index       number of the process within its role, from 0.
@@ -135,7 +135,6 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     role: str
     index: int
-    parent_pid: int
     socket_dir: str
     reason_fd: int
     config: ServerConfig
@@ -149,11 +148,6 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The unique name of the child, such as scheduler, scheduler-1 or tokenizer-0."""
         many = self.role == "tokenizer" or (self.role == "scheduler" and self.index > 0)
         return f"{self.role}-{self.index}" if many else self.role
-
-    @property
-    def checks(self) -> bool:
-        """Whether the launcher waits for the byte of this child before it says "listening"."""
-        return self.role == "tokenizer" or (self.role == "scheduler" and self.index == 0)
 
     def report_checked(self) -> None:
         """In the child: tell the launcher that the configuration has no fault."""

@@ -73,8 +73,8 @@ def launch(
         (name, *_), default = config.served_names, (DEMO_NAME,)
         named = [] if config.served_names == default else ["--model", name]
         os.execve(sys.executable, [*_SHELL_COMMAND, "--url", url, *named], dict(environ))
-    shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else None
-    if shell_key is not None:
+    shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else ""
+    if shell_key:
         hashes = config.api_key_hashes | key_hashes([shell_key], None)
         config = msgspec.structs.replace(config, api_key_hashes=hashes)
     try:
@@ -93,7 +93,6 @@ def launch(
             template = ChildSpec(
                 role="",
                 index=0,
-                parent_pid=os.getpid(),
                 socket_dir=socket_dir,
                 reason_fd=reason_write,
                 checked_fd=checked_write,
@@ -129,9 +128,7 @@ class _Service:
     _api: supervise.Child = field(init=False)
     _unchecked: int = 0
 
-    def start(
-        self, listeners: Sequence[socket.socket], shell_key: str | None, checked_fd: int
-    ) -> None:
+    def start(self, listeners: Sequence[socket.socket], shell_key: str, checked_fd: int) -> None:
         """Start all children, the schedulers first, because they take the longest to load.
 
         The API server starts next, so that /livez answers while the others load. The children
@@ -143,6 +140,7 @@ class _Service:
         lines = [f"listening on {self._template.url} (not ready yet)"]
         lines += [f"listening for probes on {_url(probe, 'http')}" for probe in listeners[1:]]
         self._supervisor.watch(checked_fd, partial(self._on_checked, checked_fd, lines))
+        self._unchecked = config.num_tokenizers + (not config.render_only)
         for rank in range(0 if config.render_only else config.engine.tp_size):
             self._spawn("scheduler", rank)
         self._api = self._spawn("api", 0, *(listener.fileno() for listener in listeners))
@@ -158,20 +156,14 @@ class _Service:
             # receives Ctrl-C.
             command = [*_SHELL_COMMAND, "--url", self._template.url]
             command += ["--model", config.served_names[0]]
-            # Standard input is the terminal, so the key has a pipe of its own.
-            read_end, write_end = os.pipe()
-            with open(write_end, "w") as pipe:
-                pipe.write(shell_key or "")
-            command += ["--key-fd", str(read_end)]
-            shell = subprocess.Popen(command, pass_fds=[read_end])
-            os.close(read_end)
+            environ = {**os.environ, "MINISGL_API_KEY": shell_key}
+            shell = subprocess.Popen(command, env=environ)
             self._shell = self._supervisor.adopt(supervise.Child("shell", shell))
 
     def _spawn(self, role: str, index: int, *listen_fds: int) -> supervise.Child:
         changed = {"role": role, "index": index, "listen_fds": listen_fds}
         spec = msgspec.structs.replace(self._template, **changed)
         command = self._scheduler_command if role == "scheduler" else CHILD_COMMAND
-        self._unchecked += spec.checks
         return self._supervisor.adopt(spec.spawn(command))
 
     def _on_checked(self, fd: int, lines: Sequence[str]) -> None:

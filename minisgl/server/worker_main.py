@@ -1,7 +1,7 @@
-"""Main of every child process: `python -m minisgl.server.worker_main NAME FD`.
+"""Main of every child process: `python -m minisgl.server.worker_main NAME PARENT_PID`.
 
-FD is a pipe. It holds a ChildSpec as JSON and stays open: its end of file means that the launcher
-has ended. Only the scheduler loads torch; the other roles import only their own modules.
+Standard input holds a ChildSpec as JSON. Only the scheduler loads torch; the other roles import
+only their own modules.
 """
 
 import gc
@@ -24,9 +24,8 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     """Run one role until the launcher ends it. A fatal error goes to the launcher as one line."""
-    life_fd = int(sys.argv[-1])
-    spec = msgspec.json.decode(supervise.read_payload(life_fd), type=ChildSpec)
-    supervise.bind_to_parent(spec.parent_pid, life_fd)
+    supervise.bind_to_parent()
+    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildSpec)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     setup_logging(spec.name, spec.config.log_level, spec.config.log_format)
     try:

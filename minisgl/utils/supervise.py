@@ -3,8 +3,8 @@
 Parent side: `Supervisor`. It has one thread and no asyncio: signals and exits arrive through one
 wake-up pipe. It reaps every child and every orphan, so it works as PID 1 without an init.
 
-Child side: the main function of a child first calls `read_payload` and `bind_to_parent`. It calls
-`write_reason` before it ends with an error.
+Child side: the main function of a child first calls `bind_to_parent`, and reads its payload from
+standard input. It calls `write_reason` before it ends with an error.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import os
 import select
 import signal
 import subprocess
-import threading
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,31 +25,14 @@ _PR_SET_PDEATHSIG = 1
 _MAX_REASON_BYTES = 1500  # less than PIPE_BUF (one atomic write) and Kubernetes' limit of 2,048
 
 
-def read_payload(fd: int) -> bytes:
-    """Read the one line that the parent sent. The pipe stays open for `bind_to_parent`."""
-    with open(fd, "rb", closefd=False) as pipe:
-        payload = pipe.readline()
-    if not payload.endswith(b"\n"):
-        os._exit(1)  # the parent ended while it started this process
-    return payload
+def bind_to_parent() -> None:
+    """Let Linux kill this process when its parent ends, even if this process is stuck.
 
-
-def bind_to_parent(parent_pid: int, death_fd: int) -> None:
-    """End this process when `parent_pid` ends: by a signal, and by end of file on `death_fd`.
-
-    The signal ends a process that is stuck. The pipe works where prctl is not permitted.
+    `spawn_child` has given the pid of the parent as the last argument.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # the parent ended before prctl took effect
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(sys.argv[-1]):  # the parent ended before prctl took effect
         os._exit(1)
-
-    def wait_for_eof() -> None:
-        while os.read(death_fd, 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait_for_eof, name="death-pipe", daemon=True).start()
 
 
 def describe_exit(code: int) -> str:
@@ -84,14 +67,10 @@ def read_reasons(fd: int) -> dict[str, str]:
 
 @dataclass(eq=False, slots=True)
 class Child:
-    """One spawned process.
-
-    life_fd: the parent's end of the death pipe; -1 for a process without one.
-    """
+    """One spawned process."""
 
     role: str
     process: subprocess.Popen[bytes]
-    life_fd: int = -1
 
     @property
     def exit_code(self) -> int | None:
@@ -110,37 +89,30 @@ class Child:
 def spawn_child(
     role: str, argv: Sequence[str], payload: bytes, pass_fds: Sequence[int] = ()
 ) -> Child:
-    """Start `argv` with the number of a pipe as its last argument, and send `payload` as one line.
+    """Start `argv` with the pid of this process as its last argument, and `payload` as its stdin.
 
     The child has its own process group, so that Ctrl-C in a terminal reaches only the parent.
     """
-    read_end, write_end = os.pipe2(os.O_CLOEXEC)
-    try:
-        process = subprocess.Popen(
-            [*argv, str(read_end)],
-            pass_fds=[*pass_fds, read_end],
-            stdin=subprocess.DEVNULL,
-            # Threads of libgomp otherwise spin at each barrier. On cores that other processes use
-            # too, a step of the demo model then takes 60 ms instead of 4 ms.
-            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
-            process_group=0,
-        )
-    finally:
-        os.close(read_end)
-    with (
-        contextlib.suppress(BrokenPipeError),  # the child has ended; `wait` reports its exit
-        open(write_end, "wb", closefd=False) as pipe,
-    ):
-        pipe.write(payload + b"\n")
-    return Child(role, process, write_end)
+    process = subprocess.Popen(
+        [*argv, str(os.getpid())],
+        pass_fds=pass_fds,
+        stdin=subprocess.PIPE,
+        # Threads of libgomp otherwise spin at each barrier. On cores that other processes use too,
+        # a step of the demo model then takes 60 ms instead of 4 ms.
+        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+        process_group=0,
+    )
+    assert process.stdin is not None, "the child must have a pipe; this is a bug"
+    # BrokenPipeError: the child has ended; `wait` reports its exit.
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(payload)
+    return Child(role, process)
 
 
 class Supervisor:
     """Turns exits of children, and signals to this process, into events.
 
     I1  A child in `children` with exit_code None has not been reaped.
-    I2  Every child of `spawn_child` holds the read end of a pipe. Only this process holds the write
-        end.
     """
 
     def __init__(self) -> None:
@@ -213,8 +185,6 @@ class Supervisor:
                 child = next((c for c in self.running() if c.process.pid == pid), None)
                 if child is not None:  # PID 1 inherits orphans of other processes
                     child.process.returncode = os.waitstatus_to_exitcode(status)
-                    if child.life_fd >= 0:
-                        os.close(child.life_fd)
                     ended.append(child)
         return ended
 

@@ -10,11 +10,11 @@ import pytest
 from minisgl.utils import near_names
 from minisgl.utils.supervise import Child, Supervisor, describe_exit, spawn_child
 
-READ = "import sys, os\nfrom minisgl.utils.supervise import read_payload\nfd = int(sys.argv[-1])\n"
+IMPORTS = "import sys, os\n"
 
 
 def child(code: str) -> list[str]:
-    return [sys.executable, "-c", READ + code]
+    return [sys.executable, "-c", IMPORTS + code]
 
 
 def next_exit(supervisor: Supervisor) -> Child:
@@ -27,7 +27,7 @@ def next_exit(supervisor: Supervisor) -> Child:
 def test_child_gets_its_payload_and_its_exit_is_seen() -> None:
     payload = b"x" * 200_000  # more than a pipe holds
     with Supervisor() as supervisor:
-        code = "sys.exit(7 if read_payload(fd).strip() == b'x' * 200_000 else 1)"
+        code = "sys.exit(7 if sys.stdin.buffer.read() == b'x' * 200_000 else 1)"
         made = supervisor.adopt(spawn_child("a", child(code), payload))
         assert next_exit(supervisor) is made
         assert made.exit_code == 7
