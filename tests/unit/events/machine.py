@@ -4,13 +4,24 @@ import random
 
 import msgspec
 import numpy as np
+import zmq
 from k8s_harness.incluster.kv_index import BlockIndex
 
 from minisgl.events import CacheEvents
 from minisgl.kvcache import FencedPool, RadixCache
 from minisgl.message.kv_events import EventBatch, KVEvent, KVEventTotals
+from minisgl.message.publisher import Publisher
 
 BLOCK = 4
+
+
+def addresses(publisher: Publisher) -> tuple[str, str]:
+    """The bound addresses of the stream and of the replay."""
+    assert publisher._replay is not None
+    return (
+        publisher._pub.get_string(zmq.LAST_ENDPOINT),
+        publisher._replay.get_string(zmq.LAST_ENDPOINT),
+    )
 
 
 class Replica:

@@ -10,6 +10,7 @@ from k8s_harness.client import SCRIPTS
 from minisgl.events import publish_events
 from minisgl.kvcache import RadixCache
 from minisgl.message.publisher import Publisher
+from tests.unit.events.machine import addresses
 
 
 def test_the_script_reports_the_blocks_of_the_cache() -> None:
@@ -22,12 +23,9 @@ def test_the_script_reports_the_blocks_of_the_cache() -> None:
         reporter.flush()
     cache.evict(7)
     reporter.flush()
-    argument = json.dumps({"replay": publisher.addresses[1]})
+    argument = json.dumps({"replay": addresses(publisher)[1]})
     command = [sys.executable, str(SCRIPTS / "kv_index.py"), argument]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    finally:
-        publisher.close()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     totals = reporter.totals
     assert totals.removed > 0
     assert json.loads(done.stdout) == {
