@@ -109,8 +109,7 @@ def make_plan(
     spec = local_kv_spec(model, LoneRank(tp), dtype, fp8_kv)
     of_pools = [kv_page_bytes(spec, len(layers), 1) for layers in model.pools]
     token_bytes, window_bytes = of_pools[0], sum(of_pools[1:])
-    keys = _copied_keys(model, gpu.copies, fp8_kv, context, max_chunk_tokens)
-    remainder = _remainder_bytes(config, model, keys, context, dtype, max_chunk_tokens)
+    remainder = _remainder_bytes(config, model, gpu, dtype, max_chunk_tokens)
     # The remainder includes the memory that is not free when the engine starts.
     available = memory.kv_bytes_left(config, gpu.memory_bytes, weights + remainder)
     pages, window_pages = _pages(config, model, available, (token_bytes, window_bytes), context)
@@ -178,31 +177,11 @@ def _pages(
     return min(pages, given or pages), min(windows, given or windows)
 
 
-def _copied_keys(
-    model: ModelConfig, copies: bool, fp8_kv: bool, context: int, max_chunk_tokens: int
-) -> int:
-    """Predict the keys for which a rank has room in copies of contexts (kernel/contexts.py).
-
-    Layers of one rule share a copy. copies: attention of long prompts copies contexts. Attention of
-    prompts reads an FP8 pool by copies only.
-    """
-    group = model.q_heads // model.kv_heads
-    return sum(
-        context if rule.window is None else min(context, max_chunk_tokens + rule.window)
-        for rule in set(model.rules)
-        if fp8_kv or (copies and ContextCopy.may_pay(rule.window, group))
-    )
-
-
 def _remainder_bytes(
-    config: EngineConfig,
-    model: ModelConfig,
-    copied_keys: int,
-    context: int,
-    dtype: torch.dtype,
-    max_chunk_tokens: int,
+    config: EngineConfig, model: ModelConfig, gpu: Gpu, dtype: torch.dtype, max_chunk_tokens: int
 ) -> int:
-    """Predict the memory of a rank besides weights and KV pages. copied_keys: _copied_keys."""
+    """Predict the memory of a rank besides weights and KV pages."""
+    context = memory.resolve_max_seq_len(config, model)
     tp, rows, item = config.tp_size, config.max_running_reqs + 1, dtype.itemsize
     page_table = len(model.pools) * rows * -(-context // config.page_size)
     token_pool = rows * (context + 1)
@@ -215,6 +194,15 @@ def _remainder_bytes(
     graph_tokens = max((reqs * width for reqs, width in most[0]), default=0)
     logits = graph_tokens * (model.vocab_size // tp) * item
     kv_heads = max(model.kv_heads // tp, 1)
+    # Layers of one rule share a copy of a context (kernel/contexts.py). Attention of prompts reads
+    # an FP8 pool by copies only.
+    group = model.q_heads // model.kv_heads
+    copied_keys = sum(
+        context if rule.window is None else min(context, max_chunk_tokens + rule.window)
+        for rule in set(model.rules)
+        if config.kv_cache_dtype == "fp8"
+        or (gpu.copies and ContextCopy.may_pay(rule.window, group))
+    )
     copied = 2 * copied_keys * kv_heads * model.head_dim * item
     shared = _PEER_BYTES if tp > 1 else 0
     activations = int(_ACTIVATION_SHARE * max_chunk_tokens * _widest(model, tp) * item)
