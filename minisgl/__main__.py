@@ -16,8 +16,8 @@ from minisgl.core import ConfigError
 from minisgl.utils import near_names, setup_logging, supervise
 from minisgl.utils.bytecode import keep_bytecode
 
-# Commands with a module of their own, which has the function `main`.
-_MODULES = {"plan": "minisgl.planning", "doctor": "minisgl.doctor", "bench": "minisgl.benchmark"}
+# Commands with a module of their own below minisgl, which has the function `main`.
+_MODULES = {"plan": "planning.command", "doctor": "doctor", "bench": "benchmark.cli"}
 _COMMANDS = ("serve", "chat", "run", "compile", *_MODULES)
 
 
@@ -48,7 +48,7 @@ def _run(arguments: Sequence[str]) -> int:
         case "compile":
             return _compile(arguments[1:])
         case "plan" | "doctor" | "bench":
-            code: int = importlib.import_module(_MODULES[word]).main(arguments[1:])
+            code: int = importlib.import_module(f"minisgl.{_MODULES[word]}").main(arguments[1:])
             return code
     # A hub id without an owner is rare, and it resembles no command.
     is_model = "/" in word or Path(word).is_dir()
