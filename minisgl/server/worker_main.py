@@ -84,7 +84,7 @@ def _run(spec: ChildSpec) -> None:
             hash_triton_early()
         from dataclasses import replace
 
-        from minisgl.events import publish_events
+        from minisgl.events import CacheEvents
         from minisgl.message.publisher import Publisher
         from minisgl.quantization import with_quantizations
         from minisgl.scheduler import run_scheduler
@@ -96,7 +96,9 @@ def _run(spec: ChildSpec) -> None:
         if events.endpoint is not None and spec.index == 0:
             topic = f"kv@{events.pod or socket.gethostname()}@{model}"
             publisher = Publisher(events.endpoint, events.replay_endpoint, topic)
-            reporter = publish_events(publisher, events.block_size, model)
+            publisher.start()
+            put, totals = publisher.put, publisher.totals
+            reporter = partial(CacheEvents, events.block_size, model, put, totals)
             extensions = replace(extensions, cache_reporter=reporter)
         run_scheduler(
             config.engine,

@@ -24,6 +24,14 @@ def addresses(publisher: Publisher) -> tuple[str, str]:
     )
 
 
+def started(
+    publisher: Publisher, block_size: int, model: str, page_size: int, num_pages: int
+) -> CacheEvents:
+    """Start the publisher, and return a listener that it publishes."""
+    publisher.start()
+    return CacheEvents(block_size, model, publisher.put, publisher.totals, page_size, num_pages)
+
+
 class Replica:
     """A cache of `num_pages` pages, whose events one subscriber receives as bytes.
 
@@ -35,7 +43,7 @@ class Replica:
         self.page_size = page_size
         self.full = False
         self.index = BlockIndex()
-        self.events = CacheEvents(page_size, num_pages, BLOCK, "model", self._put, KVEventTotals())
+        self.events = CacheEvents(BLOCK, "model", self._put, KVEventTotals(), page_size, num_pages)
         self.cache = RadixCache(page_size, self.events)
 
     def insert(self, tokens: list[int], salt: str) -> None:

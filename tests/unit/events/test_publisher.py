@@ -13,13 +13,12 @@ import zmq
 from k8s_harness.incluster.kv_index import BlockIndex
 
 from minisgl.core import ConfigError
-from minisgl.events import publish_events
 from minisgl.kvcache import RadixCache
 from minisgl.message import publisher as module
 from minisgl.message.kv_events import BlockRemoved, BlockStored, EventBatch, KVEvent
 from minisgl.message.publisher import Publisher
 from tests.unit.events import golden
-from tests.unit.events.machine import addresses
+from tests.unit.events.machine import addresses, started
 
 DEADLINE_MS = 60_000
 
@@ -87,7 +86,7 @@ def test_the_messages_are_those_that_the_decoder_of_llm_d_has_read() -> None:
 
 
 def test_a_subscriber_rebuilds_the_cache_from_the_stream(publisher: Publisher) -> None:
-    events = publish_events(publisher, 4, "model")(2, 60)
+    events = started(publisher, 4, "model", 2, 60)
     cache, index = RadixCache(2, events), BlockIndex()
     socket = subscribe(publisher)
     draw = random.Random(0)
