@@ -1,6 +1,5 @@
 """The configuration of all processes. The launcher builds it once and sends it to each child."""
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -129,8 +128,8 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     reason_fd   a pipe; the child writes a fatal error there as one line.
     url         URL of the main port, for messages to the user.
     download_s  seconds in which the launcher found or downloaded the model.
-    checked_fd  a pipe; the first scheduler and each tokenizer write a byte there when they have
-                found no fault in the configuration. -1: nothing waits for it.
+    report_fd   a pipe; the first scheduler and each tokenizer report that they have found no fault
+                in the configuration. -1: nothing waits for it.
     """
 
     role: str
@@ -139,7 +138,7 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     reason_fd: int
     config: ServerConfig
     listen_fds: tuple[int, ...] = ()
-    checked_fd: int = -1
+    report_fd: int = -1
     url: str = ""
     download_s: float = 0.0
 
@@ -151,11 +150,11 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     def report_checked(self) -> None:
         """In the child: tell the launcher that the configuration has no fault."""
-        if self.checked_fd >= 0:
-            os.write(self.checked_fd, b".")
+        if self.report_fd >= 0:
+            supervise.write_report(self.report_fd)
 
     def spawn(self, command: Sequence[str] = CHILD_COMMAND) -> supervise.Child:
         """Start the child, which reads this spec. Its name is an argument, so `ps` shows it."""
         argv, payload = [*command, self.name], msgspec.json.encode(self)
-        fds = [fd for fd in (self.reason_fd, self.checked_fd, *self.listen_fds) if fd >= 0]
+        fds = [fd for fd in (self.reason_fd, self.report_fd, *self.listen_fds) if fd >= 0]
         return supervise.spawn_child(self.name, argv, payload, fds)
