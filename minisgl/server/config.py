@@ -20,7 +20,7 @@ DEFAULT_CLIENT = "default"
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on one request and on all requests together. flags.toml explains each of them.
 
-    The names of the fields are the labels of minisgl_limits_exceeded_total.
+    The names of the fields are labels of minisgl_limits_exceeded_total (metrics.toml).
     """
 
     max_body_bytes: int = 8 * 2**20
@@ -51,28 +51,6 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     replay_endpoint: str | None = None
     block_size: int = 64
     pod: str | None = None
-
-
-# The labels of minisgl_limits_exceeded_total. max_choices bounds n (max_n), the number of prompts
-# (max_prompts), and their product. The other names without a field are constants in the modules
-# that check them, except max_seq_len, the context length of the model.
-LIMIT_NAMES = (
-    *Limits.__struct_fields__,
-    "max_headers",
-    "max_small_chunks",
-    "max_n",
-    "max_prompts",
-    "max_body_values",
-    "max_stop_strings",
-    "max_stop_chars",
-    "max_stop_token_ids",
-    "max_template_chars",
-    "max_grammar_chars",
-    "max_grammar_depth",
-    "max_enum_entries",
-    "max_grammar_seconds",
-    "max_seq_len",
-)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 import minisgl
 from minisgl.core import FinishReason, ModelFacts, Overloaded, RequestError
 from minisgl.message import messages
-from minisgl.server.config import DEFAULT_CLIENT, LIMIT_NAMES
+from minisgl.server.config import DEFAULT_CLIENT
 from minisgl.server.errors import NotReady, error_reply
 from minisgl.server.generation import Choice, priority_class
 from minisgl.server.lifecycle import Phase
@@ -108,8 +108,6 @@ class Metrics(Collector):
         for name, metric in self._declared.histogram.items():
             bounds = self._declared.buckets.get(metric.buckets or "", [])
             self._histograms[name] = {(): _Histogram(bounds, [0] * (len(bounds) + 1))}
-        for name in LIMIT_NAMES:
-            self._count("limits_exceeded_total", 0, name)
         self._clients = frozenset(sorted({DEFAULT_CLIENT, *clients})[:_MAX_CLIENTS])
         for name in (name for name, metric in numbers.items() if "key" in metric.labels):
             for client in self._clients:

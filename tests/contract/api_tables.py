@@ -13,7 +13,6 @@ from typing import Any
 from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.server import ServerConfig
 from minisgl.server.cli import build_parser
-from minisgl.server.config import LIMIT_NAMES
 from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import status_table
 from minisgl.server.openapi import component_schemas
@@ -34,6 +33,8 @@ __all__ = ["PAGE", "with_tables"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 PACKAGE = Path(__file__).resolve().parents[2] / "minisgl"
+METRICS = tomllib.loads((PACKAGE / "server" / "metrics.toml").read_text())
+LIMIT_NAMES = METRICS["counter"]["limits_exceeded_total"]["labels"]["limit"]
 CONFIG = ServerConfig(
     engine=EngineConfig(model_path="."), scheduler=SchedulerConfig(), served_names=()
 )
