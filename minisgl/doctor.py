@@ -105,8 +105,7 @@ def _flashinfer() -> Check:
     if _FLASHINFER[0] not in installed and _has_gpu():
         remedy = "pip install 'minisgl[gpu]'; attention runs on torch until then, and is slow"
         return Check("FlashInfer", _WARNING, "not installed", remedy)
-    found = found or "not installed; only a GPU needs it"
-    return Check("FlashInfer", _OK, found)
+    return Check("FlashInfer", _OK, found or "not installed; only a GPU needs it")
 
 
 def _compilers() -> Check:

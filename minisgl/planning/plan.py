@@ -12,7 +12,6 @@ import torch
 
 from minisgl.benchmark.floor import (
     MEASURED_TP,
-    Cost,
     cost_of,
     step_s,
     weight_format,
@@ -57,7 +56,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     requests           number of requests that fit, by the tokens of one request.
     floor_ms           shortest time of a token, by the number of requests that decode together.
                        Each request has 1,024 tokens, or the context if it is shorter. None: this
-                       number of requests does not fit.
+                       number of requests does not fit. Empty: the rates of the GPU are unknown.
     settings           flags that differ from the defaults.
     """
 
@@ -130,6 +129,11 @@ def make_plan(
     # The bytes of a window, spread over all keys of a context.
     read = window_bytes * min(model.window or 0, typical) // typical
     cost = cost._replace(kv_bytes=token_bytes + read, reduces=reduces)
+    floor_ms: dict[int, float | None] = {}
+    if gpu.ceilings is not None:
+        for batch in _BATCHES:
+            floor_s = step_s(cost, batch, batch * typical, gpu.ceilings, tp.size)
+            floor_ms[batch] = 1e3 * floor_s if batch <= requests_of(typical) else None
     sizes = sorted({size for size in (_TYPICAL_TOKENS, 4096, 16_384) if size < context} | {context})
     return Plan(
         gpu=gpu.name,
@@ -149,7 +153,7 @@ def make_plan(
         pages=pages,
         tokens=tokens,
         requests={each: min(requests_of(each), config.max_running_reqs) for each in sizes},
-        floor_ms=_floor_ms(cost, gpu, tp.size, requests_of(typical), typical),
+        floor_ms=floor_ms,
         settings=flags + _settings(config, context, tokens, requests_of),
     )
 
@@ -223,19 +227,6 @@ def _widest(model: ModelConfig, tp: int) -> int:
         width = moe.moe_intermediate_size // tp + model.hidden_size
         experts = moe.num_experts_per_tok * width
     return max(3 * inner // tp, experts) + 2 * model.hidden_size
-
-
-def _floor_ms(cost: Cost, gpu: Gpu, tp: int, most: int, context: int) -> dict[int, float | None]:
-    """The floor of a token by the number of requests; empty if the rates of the GPU are unknown.
-
-    most: number of requests of `context` tokens that fit.
-    """
-    if gpu.ceilings is None:
-        return {}
-    return {
-        size: 1e3 * step_s(cost, size, size * context, gpu.ceilings, tp) if size <= most else None
-        for size in _BATCHES
-    }
 
 
 def _settings(

@@ -8,6 +8,7 @@ import logging
 import math
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,13 +34,9 @@ from minisgl.utils import log_event, near_names
 
 logger = logging.getLogger(__name__)
 
-_SECTIONS: Mapping[str, type[msgspec.Struct]] = {
-    "engine": EngineConfig,
-    "scheduler": SchedulerConfig,
-    "limits": Limits,
-    "kv_events": KVEventsConfig,
-    "server": ServerConfig,
-}
+# The structs inside ServerConfig, by the section of `to` in flags.toml. All other fields of
+# ServerConfig belong to the section "server".
+_SECTIONS = {field.name: field.type for field in msgspec.structs.fields(ServerConfig)}
 # The largest value of a flag without `high`, by type. Each float flag without `high` is a time in
 # seconds. Its limit is 1e6 s (12 days), because --read-timeout goes to Linux as milliseconds in 31
 # bits.
@@ -159,20 +156,19 @@ def _argument(flag: dict[str, Any]) -> dict[str, Any]:
     default: Any = None
     if "to" in flag:
         section, field = flag["to"].split(".")
-        fields = msgspec.structs.fields(_SECTIONS[section])
+        fields = msgspec.structs.fields(_SECTIONS.get(section, ServerConfig))
         default = next(f.default for f in fields if f.name == field)
         argument["dest"] = flag["to"]
     shown = "" if default in (None, ()) or default is False else f" Default: {default}."
     argument["help"] = flag["help"] + shown if "help" in flag else argparse.SUPPRESS
     argument["default"] = default
-    if "choices" in flag:
-        return argument | {"choices": flag["choices"]}
     if is_switch(flag):
-        return {**argument, "action": "store_true", "default": False}
-    if flag["type"] in ("int", "float"):
+        return argument | {"action": "store_true"}
+    if "low" in flag:
         kind = int if flag["type"] == "int" else float
         argument["type"] = _bounded(kind, flag["low"], flag.get("high", _HIGHEST[kind]))
-    return {**argument, "metavar": flag["unit"], "nargs": "+" if flag.get("many") else None}
+    nargs = "+" if flag.get("many") else None
+    return argument | {"choices": flag.get("choices"), "metavar": flag.get("unit"), "nargs": nargs}
 
 
 def _bounded(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:
@@ -222,7 +218,7 @@ def resolve(
     parser.place = ""
     options = parser.parse_strictly(argv, settings)
     warn_of_unknown(environ)
-    given: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    given: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in vars(options).items():
         section, _, field = name.partition(".")
         if field:

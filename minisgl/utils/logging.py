@@ -4,7 +4,6 @@ A thread writes the lines. A full disk, or a stderr that no process reads, there
 nor ends the process. The process loses lines instead, and reports their number.
 """
 
-import copy
 import json
 import logging
 import os
@@ -29,7 +28,6 @@ class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = record.args
         if isinstance(fields, Mapping):
-            record = copy.copy(record)  # Other handlers get the plain values.
             record.args = {name: _quoted(value) for name, value in fields.items()}
         return super().format(record)
 
