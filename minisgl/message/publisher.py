@@ -61,11 +61,10 @@ class Publisher:
         self._log: list[bytes] = []
         self._log_bytes = self._snapshot_bytes = 0
         self._blocks: dict[int, msgspec.Raw] = {}
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._pub = _bind(context, zmq.PUB, endpoint, _SUBSCRIBER_QUEUE)
+        self._pub = _bind(zmq.PUB, endpoint, _SUBSCRIBER_QUEUE)
         self._replay: zmq.Socket[bytes] | None = None
         if replay_endpoint is not None:
-            self._replay = _bind(context, zmq.ROUTER, replay_endpoint, 2 * MAX_REPLAYED)
+            self._replay = _bind(zmq.ROUTER, replay_endpoint, 2 * MAX_REPLAYED)
         self._bell = os.eventfd(0)  # wakes the thread
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
 
@@ -160,11 +159,9 @@ class Publisher:
         socket.send_multipart((*head, b"", _END, b""))
 
 
-def _bind(
-    context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str, max_queued: int
-) -> "zmq.Socket[bytes]":
+def _bind(kind: int, address: str, max_queued: int) -> "zmq.Socket[bytes]":
     """Bind a socket that queues `max_queued` messages for each peer. Raises ConfigError."""
-    socket = context.socket(kind)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.set_hwm(max_queued)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
     socket.setsockopt(zmq.LINGER, 0)
