@@ -10,13 +10,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from minisgl.benchmark.floor import (
-    MEASURED_TP,
-    cost_of,
-    step_s,
-    weight_format,
-    with_weights,
-)
+from minisgl.benchmark.floor import MEASURED_TP, cost_of, step_s, weight_format, with_weights
 from minisgl.core import EngineConfig, WindowLayers
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory

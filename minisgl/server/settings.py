@@ -71,12 +71,7 @@ def file_words(path: str) -> Iterator[tuple[str, list[str]]]:
         content = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the file {path} of --config cannot be read: {error}") from None
-    known = {
-        name.lstrip("-"): (names[0], flag)
-        for names, flag in _settings()
-        for name in names
-        if name.startswith("--")
-    }
+    known = {name.lstrip("-"): (names[0], flag) for names, flag in _settings() for name in names}
     for key, value in content.items():
         place, spelled = f"{path}: {key}", key.replace("_", "-")
         if spelled not in known:
