@@ -1,7 +1,7 @@
 """Main of every child process: `python -m minisgl.server.worker_main NAME PARENT_PID`.
 
-Standard input holds a ChildSpec as JSON. Only the scheduler loads torch; the other roles import
-only their own modules.
+The first line of standard input is a ChildSpec as JSON. Only the scheduler loads torch; the other
+roles import only their own modules.
 """
 
 import gc
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def main() -> None:
     """Run one role until the launcher ends it. A fatal error goes to the launcher as one line."""
     supervise.bind_to_parent()
-    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildSpec)
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     setup_logging(spec.name, spec.config.log_level, spec.config.log_format)
     try:

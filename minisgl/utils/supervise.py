@@ -4,8 +4,8 @@ Parent side: `Supervisor`. It has one thread and no asyncio: signals, exits and 
 through one wake-up pipe. It reaps every child and every orphan, so it works as PID 1 without an
 init.
 
-Child side: the main function of a child first calls `bind_to_parent`, and reads its payload from
-standard input. It calls `write_reason` before it ends with an error.
+Child side: the main function of a child first calls `bind_to_parent`, and reads its payload, the
+first line of standard input. It calls `write_reason` before it ends with an error.
 """
 
 import contextlib
@@ -91,8 +91,10 @@ class Child:
 def spawn_child(
     role: str, argv: Sequence[str], payload: bytes, pass_fds: Sequence[int] = ()
 ) -> Child:
-    """Start `argv` with the pid of this process as its last argument, and `payload` as its stdin.
+    """Start `argv` with the pid of this process as its last argument, and send `payload`.
 
+    The payload is the first line of the child's standard input. A line needs no end of file, which
+    would not arrive while another process holds a copy of the pipe.
     The child has its own process group, so that Ctrl-C in a terminal reaches only the parent.
     """
     process = subprocess.Popen(
@@ -107,7 +109,7 @@ def spawn_child(
     assert process.stdin is not None, "the child must have a pipe; this is a bug"
     # BrokenPipeError: the child has ended; `wait` reports its exit.
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-        pipe.write(payload)
+        pipe.write(payload + b"\n")
     return Child(role, process)
 
 

@@ -157,7 +157,7 @@ class StubScheduler:
 def main() -> None:
     bind_to_parent()
     mode = sys.argv[1]
-    spec = msgspec.json.decode(sys.stdin.buffer.read(), type=ChildSpec)
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
     if mode == "broken":
         os.write(spec.reason_fd, b"scheduler\tthe model is upside down\n")
         os._exit(CONFIG_EXIT)

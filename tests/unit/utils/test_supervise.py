@@ -28,7 +28,7 @@ def next_exit(supervisor: Supervisor) -> Child:
 def test_child_gets_its_payload_and_its_exit_is_seen() -> None:
     payload = b"x" * 200_000  # more than a pipe holds
     with supervising() as supervisor:
-        code = "sys.exit(7 if sys.stdin.buffer.read() == b'x' * 200_000 else 1)"
+        code = "sys.exit(7 if sys.stdin.buffer.readline().strip() == b'x' * 200_000 else 1)"
         made = supervisor.adopt(spawn_child("a", child(code), payload))
         assert next_exit(supervisor) is made
         assert made.exit_code == 7
