@@ -66,11 +66,10 @@ class Publisher:
         if replay_endpoint is not None:
             self._replay = _bind(zmq.ROUTER, replay_endpoint, 2 * MAX_REPLAYED)
         self._bell = os.eventfd(0)  # wakes the thread
-        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
 
     def start(self) -> None:
         """Start the thread, which runs until the process ends. Only the thread uses the sockets."""
-        self._thread.start()
+        threading.Thread(target=self._run, name="kv-events", daemon=True).start()
 
     def put(self, events: list[KVEvent]) -> bool:
         """Queue the events of one message; return False, and drop them, when the queue is full."""

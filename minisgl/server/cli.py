@@ -224,6 +224,9 @@ def resolve(
         if field:
             given[section][field] = tuple(value) if isinstance(value, list) else value
     engine, scheduler, server = given["engine"], given["scheduler"], given["server"]
+    scheduler["target_step_ms"] = scheduler["target_step_ms"] or None
+    scheduler["overlap"] = not is_on(environ, _NO_OVERLAP)
+    scheduler["check_plans"] = is_on(environ, _CHECK_PLANS)
     if server["render_only"] and server["shell"]:
         raise ConfigError("--shell needs an engine; remove --shell or --render-only")
     _check_certificate(server["ssl_certfile"], server["ssl_keyfile"], server["shell"])
@@ -236,18 +239,13 @@ def resolve(
     else:
         needs_weights = weights and not (engine["dummy_weight"] or server["render_only"])
         folder = find_model(options.model, options.revision, needs_weights)
-    scheduler["target_step_ms"] = scheduler["target_step_ms"] or None
     for most in (options.max_n, options.max_prompts):  # flags of earlier versions
         if most is not None:
             given["limits"]["max_choices"] = min(given["limits"]["max_choices"], most)
     _log_warnings(typed)
     return ServerConfig(
         engine=EngineConfig(model_path=folder, **engine),
-        scheduler=SchedulerConfig(
-            **scheduler,
-            overlap=not is_on(environ, _NO_OVERLAP),
-            check_plans=is_on(environ, _CHECK_PLANS),
-        ),
+        scheduler=SchedulerConfig(**scheduler),
         limits=Limits(**given["limits"]),
         kv_events=KVEventsConfig(**given["kv_events"]),
         commit=environ.get(_COMMIT, "").strip() or _commit(),
