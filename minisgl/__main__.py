@@ -1,28 +1,31 @@
 """`minisgl` and `python -m minisgl`: serve a model, or run a subcommand."""
 
 import argparse
-import importlib.util
+import importlib
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from minisgl.core import ConfigError
-from minisgl.core.hub import resolve_model
 from minisgl.utils import near_names, setup_logging, supervise
 from minisgl.utils.bytecode import keep_bytecode
+
+# Commands with a module of their own below minisgl, which has the function `main`.
+_MODULES = {"plan": "planning.command", "doctor": "doctor", "bench": "benchmark.cli"}
+_COMMANDS = ("serve", "chat", "run", "compile", *_MODULES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code. A ConfigError prints one line to stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _command(*arguments[:1])(arguments)
+        return _run(arguments)
     except ConfigError as error:
         logging.shutdown()  # The error is the last line.
         sys.stderr.write(f"minisgl: error: {error}\n")
@@ -31,25 +34,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _command(word: str = "") -> Callable[[list[str]], int]:
-    """Return the function that runs a command line whose first word is `word`.
+def _run(arguments: Sequence[str]) -> int:
+    """Run the command that the first word names, or the server if the first word is no command.
 
-    Without a command, the server runs. Raises ConfigError for a misspelt command.
+    Raises ConfigError for a misspelt command.
     """
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "serve": lambda words: _serve(words[1:]),
-        "chat": lambda words: _serve([*words[1:], "--shell"]),
-        "run": lambda words: _serve([*words[1:], "--shell"]),  # as Ollama calls it
-        "plan": lambda words: _plan(words[1:]),
-        "doctor": lambda words: _doctor(words[1:]),
-        "compile": lambda words: _compile(words[1:]),
-        "bench": lambda words: _bench(words[1:]),
-    }
+    word = arguments[0] if arguments else ""
+    match word:
+        case "serve":
+            return _serve(arguments[1:])
+        case "chat" | "run":  # Ollama calls it run
+            return _serve([*arguments[1:], "--shell"])
+        case "compile":
+            return _compile(arguments[1:])
+        case "plan" | "doctor" | "bench":
+            code: int = importlib.import_module(f"minisgl.{_MODULES[word]}").main(arguments[1:])
+            return code
     # A hub id without an owner is rare, and it resembles no command.
     is_model = "/" in word or Path(word).is_dir()
-    if word not in commands and not is_model and (near := near_names(word, commands)):
+    if not is_model and (near := near_names(word, _COMMANDS)):
         raise ConfigError(f"there is no command {word!r}{near}")
-    return commands.get(word, _serve)
+    return _serve(arguments)
 
 
 def _serve(arguments: Sequence[str]) -> int:
@@ -65,7 +70,7 @@ def _serve(arguments: Sequence[str]) -> int:
     for name in KEY_VARIABLES:  # Child processes, such as git and the workers, inherit os.environ.
         os.environ.pop(name, None)
     began_s = time.monotonic()
-    config = resolve(arguments, environ, resolve_model, _demo_path)
+    config = resolve(arguments, environ)
     return launch(config, download_s=time.monotonic() - began_s, environ=environ)
 
 
@@ -93,7 +98,7 @@ def _compile(arguments: Sequence[str]) -> int:
     parser.add_argument("--arch", nargs="+", default=[], type=_arch, metavar="X.Y", help=help_text)
     options, flags = parser.parse_known_args(arguments)
     setup_logging("compile", "info")
-    config = resolve(flags, os.environ, resolve_model, _demo_path, weights=False)
+    config = resolve(flags, os.environ, weights=False)
     from minisgl.compile.kernels import compile_kernels
     from minisgl.quantization import with_quantizations
     from minisgl.speculative import with_speculation
@@ -104,41 +109,12 @@ def _compile(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _plan(arguments: Sequence[str]) -> int:
-    from minisgl.planning import main as plan
-
-    setup_logging("plan", "warning")
-    return plan(arguments, os.environ, _demo_path)
-
-
-def _doctor(arguments: Sequence[str]) -> int:
-    from minisgl.doctor import main as doctor
-
-    return doctor(arguments)
-
-
 def _arch(text: str) -> int:
     """Parse a compute capability: 90 for 9.0."""
     major, _, minor = text.partition(".")
     if not (major.isdigit() and len(minor) == 1 and minor.isdigit()):
         raise argparse.ArgumentTypeError("must be a compute capability such as 9.0")
     return 10 * int(major) + int(minor)
-
-
-def _demo_path() -> Path:
-    if importlib.util.find_spec("minisgl.demo") is None:
-        raise ConfigError("no --model is given, and the demo model is not installed; give --model")
-    from minisgl.demo import model_path
-
-    return model_path()
-
-
-def _bench(arguments: list[str]) -> int:
-    if importlib.util.find_spec("minisgl.benchmark") is None:
-        raise ConfigError("minisgl bench is not part of this installation")
-    from minisgl.benchmark import main as bench
-
-    return bench(arguments)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
 import msgspec
+from huggingface_hub import constants
 
 from minisgl.utils.toolchain import find_c_compiler, find_nvcc
 
-_TIMEOUT_S = 3.0  # for the hub, and for nvidia-smi
+_TIMEOUT_S = 3.0  # for nvidia-smi, and for the hub after the look-up of its name
 _GIB = 2**30
 _OK, _WARNING, _FAILED = "ok", "warning", "failed"
 # FlashInfer, and its packages of compiled kernels. With them, a start compiles fewer kernels.
@@ -43,7 +44,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     options = parser.parse_args(argv)
     checks = [_driver(), _torch(), _gpu(), _flashinfer(), _compilers(), _memory_lock()]
-    checks += [_shared_memory(), _sockets(), _model_cache(), _kernel_cache(), _hub()]
+    kernels = os.environ.get("TRITON_CACHE_DIR") or "~/.triton"
+    checks += [_shared_memory(), _sockets()]
+    checks += [_writable("model cache", constants.HF_HUB_CACHE, "HF_HOME")]
+    checks += [_writable("kernel cache", kernels, "TRITON_CACHE_DIR"), _hub(constants.ENDPOINT)]
     if options.json:
         sys.stdout.write(msgspec.json.encode(checks).decode() + "\n")
     else:
@@ -101,8 +105,7 @@ def _flashinfer() -> Check:
     if _FLASHINFER[0] not in installed and _has_gpu():
         remedy = "pip install 'minisgl[gpu]'; attention runs on torch until then, and is slow"
         return Check("FlashInfer", _WARNING, "not installed", remedy)
-    found = found or "not installed; only a GPU needs it"
-    return Check("FlashInfer", _OK, found)
+    return Check("FlashInfer", _OK, found or "not installed; only a GPU needs it")
 
 
 def _compilers() -> Check:
@@ -149,45 +152,20 @@ def _sockets() -> Check:
         return Check("socket folder", _FAILED, str(error), "mount a writable /tmp or set TMPDIR")
 
 
-def _model_cache() -> Check:
-    from huggingface_hub import constants
-
-    return _writable("model cache", Path(constants.HF_HUB_CACHE), "HF_HOME")
-
-
-def _kernel_cache() -> Check:
-    folder = os.environ.get("TRITON_CACHE_DIR") or Path("~/.triton").expanduser()
-    return _writable("kernel cache", Path(folder), "TRITON_CACHE_DIR")
-
-
-def _hub() -> Check:
-    import httpx
-    from huggingface_hub import constants
-
-    address = constants.ENDPOINT
+def _hub(address: str) -> Check:
     if constants.HF_HUB_OFFLINE:
         return Check("hub", _OK, "switched off by HF_HUB_OFFLINE")
-    faults = [f"no answer within {_TIMEOUT_S:g} s"]
-
-    def ask() -> None:
-        try:
-            httpx.head(address, timeout=_TIMEOUT_S)
-            faults.clear()
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            faults[:] = [str(error)]
-
-    # httpx.head cannot limit the DNS look-up, so a thread with a limit makes the request.
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(_TIMEOUT_S)
-    if faults:
+    try:
+        httpx.head(address, timeout=_TIMEOUT_S)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         remedy = "the server can load only models that are on this machine"
-        return Check("hub", _WARNING, f"{address} is not reachable: {faults[0]}", remedy)
+        return Check("hub", _WARNING, f"{address} is not reachable: {error}", remedy)
     return Check("hub", _OK, f"{address} answers")
 
 
-def _writable(name: str, folder: Path, variable: str) -> Check:
+def _writable(name: str, path: str, variable: str) -> Check:
     """Check that this user can write to a folder, or can create it."""
+    folder = Path(path).expanduser()
     try:
         existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
         with tempfile.TemporaryFile(dir=existing):

@@ -148,10 +148,10 @@ def _run_nothing(q: Tensor, *keys_and_values: object, out: Tensor, return_lse: b
 
 def without_flashinfer(name: str, needs: AttentionNeeds) -> str:
     """Return the setting for the backends of `name`, with MetaAttention in place of FlashInfer."""
-    names = []
-    for phase in resolve_phases(name, needs):
-        names.append(MetaAttention.name if issubclass(phase, FlashInferAttention) else phase.name)
-    return ",".join(names)
+    return ",".join(
+        MetaAttention.name if issubclass(phase, FlashInferAttention) else phase.name
+        for phase in resolve_phases(name, needs)
+    )
 
 
 class DryRunEngine(Engine):

@@ -12,13 +12,11 @@ from pathlib import Path
 
 from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_modules
 
-_PACKAGE = """from pathlib import Path
-
-__version__ = "{version}"
+_PACKAGE = """__version__ = "{version}"
 
 
 def get_jit_cache_dir() -> str:
-    return str(Path(__file__).parent / "modules")
+    return __file__.removesuffix("__init__.py") + "modules"
 """
 
 

@@ -9,6 +9,7 @@ FlashInfer's kernels: minisgl.attention.registry names the modules that its back
 flashinfer.py builds them.
 """
 
+import importlib.util
 import logging
 import time
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from minisgl.attention.registry import attention_kernels
 from minisgl.compile.dry_run import attention_needs, dry_run
 from minisgl.compile.flashinfer import compile_attention_kernels
 from minisgl.compile.manifest import filling
-from minisgl.compile.triton_driver import compiling, require_triton
+from minisgl.compile.triton_driver import compiling
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
@@ -62,7 +63,8 @@ def compile_kernels(
     attention = attention_kernels(config.attention_backend, needs, archs)
     # This check precedes `filling`, which removes the manifest. If Triton is missing, the folder
     # keeps its manifest.
-    require_triton()
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("triton is not installed (pip install minisgl[gpu])")
     log = CompileLog()
     with filling(folder, archs, [str(kernel) for kernel in attention]):
         for arch in archs:

@@ -5,21 +5,12 @@ loads the kernel into the GPU and calls the launcher. This driver names the arch
 given and skips the last two steps.
 """
 
-import importlib.util
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from minisgl.core import ConfigError
-
-
-def require_triton() -> None:
-    """Raises ConfigError when Triton is not installed."""
-    if importlib.util.find_spec("triton") is None:
-        raise ConfigError("triton is not installed (pip install minisgl[gpu])")
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the scheduler. server/flags.toml and server.cli.EnvSettings describe them."""
+    """Settings of the scheduler. server/flags.toml and server/cli.py describe them."""
 
     prefill_budget_tokens: int = 8192
     target_step_ms: float | None = 16.0

@@ -4,7 +4,6 @@ The prefix cache (kvcache/) calls a `CacheListener` at each insertion and evicti
 (server/worker_main.py) registers this package; the core does not import it.
 """
 
-from minisgl.events.cache_events import CacheEvents, publish_events
-from minisgl.events.index import BlockIndex
+from minisgl.events.cache_events import CacheEvents
 
-__all__ = ["BlockIndex", "CacheEvents", "publish_events"]
+__all__ = ["CacheEvents"]

@@ -14,7 +14,6 @@ from minisgl.message.kv_events import (
     KVEvent,
     KVEventTotals,
 )
-from minisgl.message.publisher import Publisher
 
 
 class CacheEvents:
@@ -36,12 +35,12 @@ class CacheEvents:
 
     def __init__(
         self,
-        page_size: int,
-        num_pages: int,
         block_size: int,
         model: str,
         put: Callable[[list[KVEvent]], bool],
         totals: KVEventTotals,
+        page_size: int,
+        num_pages: int,
     ) -> None:
         """block_size: in tokens. totals: the object in which the listener counts.
 
@@ -124,24 +123,6 @@ class CacheEvents:
     def _count(self, hashes: list[int], sign: int) -> None:
         self.totals.blocks += sign * len(hashes)
         self.totals.checksum ^= int(np.bitwise_xor.reduce(np.array(hashes, dtype=np.uint64)))
-
-
-def publish_events(
-    publisher: Publisher, block_size: int, model: str
-) -> Callable[[int, int], CacheEvents]:
-    """Return a function of page size and number of pages that makes the listener.
-
-    The function also starts the publisher.
-    """
-
-    def start(page_size: int, num_pages: int) -> CacheEvents:
-        events = CacheEvents(
-            page_size, num_pages, block_size, model, publisher.put, publisher.totals
-        )
-        publisher.start()
-        return events
-
-    return start
 
 
 def _digest(data: bytes, key: bytes) -> int:

@@ -137,7 +137,6 @@ class RankWorkers:
                 spec = ChildSpec(
                     role="scheduler",
                     index=rank,
-                    parent_pid=os.getpid(),
                     socket_dir=folder,
                     reason_fd=reason_fd,
                     config=server,
@@ -224,6 +223,5 @@ def _clean_up(children: list[supervise.Child], reasons_fd: int, folder: str) -> 
     for child in children:
         child.process.kill()
         child.process.wait()
-        os.close(child.life_fd)
     os.close(reasons_fd)
     shutil.rmtree(folder, ignore_errors=True)

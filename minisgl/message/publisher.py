@@ -61,24 +61,15 @@ class Publisher:
         self._log: list[bytes] = []
         self._log_bytes = self._snapshot_bytes = 0
         self._blocks: dict[int, msgspec.Raw] = {}
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
-        self._pub = _bind(context, zmq.PUB, endpoint, _SUBSCRIBER_QUEUE)
+        self._pub = _bind(zmq.PUB, endpoint, _SUBSCRIBER_QUEUE)
         self._replay: zmq.Socket[bytes] | None = None
         if replay_endpoint is not None:
-            self._replay = _bind(context, zmq.ROUTER, replay_endpoint, 2 * MAX_REPLAYED)
+            self._replay = _bind(zmq.ROUTER, replay_endpoint, 2 * MAX_REPLAYED)
         self._bell = os.eventfd(0)  # wakes the thread
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
-
-    @property
-    def addresses(self) -> tuple[str, str]:
-        """The bound addresses of the stream and of the replay; "" without a replay socket."""
-        replay = "" if self._replay is None else self._replay.get_string(zmq.LAST_ENDPOINT)
-        return self._pub.get_string(zmq.LAST_ENDPOINT), replay
 
     def start(self) -> None:
-        """Start the thread. From now on, only the thread uses the sockets."""
-        self._thread.start()
+        """Start the thread, which runs until the process ends. Only the thread uses the sockets."""
+        threading.Thread(target=self._run, name="kv-events", daemon=True).start()
 
     def put(self, events: list[KVEvent]) -> bool:
         """Queue the events of one message; return False, and drop them, when the queue is full."""
@@ -88,20 +79,12 @@ class Publisher:
         os.eventfd_write(self._bell, 1)
         return True
 
-    def close(self) -> None:
-        """Send the queued events, and close the sockets."""
-        self._stopping = True
-        os.eventfd_write(self._bell, 1)
-        if self._thread.ident is not None:
-            self._thread.join()
-        os.close(self._bell)
-
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._bell, zmq.POLLIN)
         if self._replay is not None:
             poller.register(self._replay, zmq.POLLIN)
-        while not self._stopping:
+        while True:
             ready = dict(poller.poll())
             if self._bell in ready:
                 os.eventfd_read(self._bell)
@@ -109,9 +92,6 @@ class Publisher:
                     self._publish(self._queue.popleft())
             if self._replay is not None and self._replay in ready:
                 self._send_replay(self._replay)
-        for socket in (self._pub, self._replay):
-            if socket is not None:
-                socket.close(linger=1000)
 
     def _publish(self, events: list[KVEvent]) -> None:
         if self._replay is None:
@@ -178,11 +158,9 @@ class Publisher:
         socket.send_multipart((*head, b"", _END, b""))
 
 
-def _bind(
-    context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str, max_queued: int
-) -> "zmq.Socket[bytes]":
+def _bind(kind: int, address: str, max_queued: int) -> "zmq.Socket[bytes]":
     """Bind a socket that queues `max_queued` messages for each peer. Raises ConfigError."""
-    socket = context.socket(kind)
+    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.set_hwm(max_queued)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
     socket.setsockopt(zmq.LINGER, 0)

@@ -65,10 +65,11 @@ class Sender(Generic[T]):
 class _Reader(Generic[T]):
     """The receiving end of a queue. It binds the address."""
 
-    def __init__(self, context: zmq.Context[Any], address: str, union: type[T] | UnionType) -> None:
-        self._socket = context.socket(zmq.PULL)
+    _context: type[zmq.Context[Any]] = zmq.Context
+
+    def __init__(self, address: str, union: type[T] | UnionType) -> None:
+        self._socket = self._context.instance().socket(zmq.PULL)
         self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(address)
         self._decoder = msgspec.msgpack.Decoder(union)
         self._key = _key_of(address)
@@ -93,9 +94,6 @@ class _Reader(Generic[T]):
 class Receiver(_Reader[T]):
     """The receiving end in a process without an event loop."""
 
-    def __init__(self, address: str, union: type[T] | UnionType) -> None:
-        super().__init__(zmq.Context.instance(), address, union)
-
     def poll(self, timeout_s: float | None) -> bool:
         """Wait for a message. Returns False if none arrives within `timeout_s`.
 
@@ -118,8 +116,7 @@ class Receiver(_Reader[T]):
 class AsyncReceiver(_Reader[T]):
     """The receiving end in a process with an asyncio event loop."""
 
-    def __init__(self, address: str, union: type[T] | UnionType) -> None:
-        super().__init__(zmq.asyncio.Context.instance(), address, union)
+    _context = zmq.asyncio.Context
 
     async def recv(self) -> T:
         """Wait for the next message that can be decoded."""

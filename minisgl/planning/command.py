@@ -1,24 +1,25 @@
 """The command `minisgl plan`: its flags, and a plan as text or as JSON."""
 
+import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
 from minisgl.core import EngineConfig
-from minisgl.core.hub import resolve_model
 from minisgl.models.config import ModelConfig, load_model_config
 from minisgl.planning.gpus import GPUS, Gpu, find_gpu
 from minisgl.planning.plan import Plan, make_plan
 from minisgl.server.cli import ArgumentParser, resolve
+from minisgl.utils import setup_logging
 
 _GIB = 2**30
 
 
-def main(argv: Sequence[str], environ: Mapping[str, str], demo_path: Callable[[], Path]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Print a plan for each GPU. Returns 1 if the model fits on none. Raises ConfigError."""
+    setup_logging("plan", "warning")
     parser = ArgumentParser(
         prog="minisgl plan",
         description="Compute from the config.json of a model: the tokens and requests that fit on "
@@ -35,7 +36,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str], demo_path: Callable[[]
     options, flags = parser.parse_known_args(argv)
     if options.context is not None:
         flags.append(f"--max-seq-len-override={options.context}")
-    config = resolve(flags, environ, resolve_model, demo_path, weights=False)
+    config = resolve(flags, os.environ, weights=False)
     model = load_model_config(config.engine.model_path)
     chunk = config.scheduler.prefill_budget_tokens
     plan_on = partial(make_plan, model=model, max_chunk_tokens=chunk)

@@ -10,14 +10,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from minisgl.benchmark.floor import (
-    MEASURED_TP,
-    Cost,
-    cost_of,
-    step_s,
-    weight_format,
-    with_weights,
-)
+from minisgl.benchmark.floor import MEASURED_TP, cost_of, step_s, weight_format, with_weights
 from minisgl.core import EngineConfig, WindowLayers
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory
@@ -56,7 +49,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     requests           number of requests that fit, by the tokens of one request.
     floor_ms           shortest time of a token, by the number of requests that decode together.
                        Each request has 1,024 tokens, or the context if it is shorter. None: this
-                       number of requests does not fit.
+                       number of requests does not fit. Empty: the rates of the GPU are unknown.
     settings           flags that differ from the defaults.
     """
 
@@ -104,8 +97,7 @@ def make_plan(
     weights = sum(parameter.numel() * parameter.itemsize for parameter in share.parameters())
     of_pools = [kv_page_bytes(spec, len(layers), 1) for layers in model.pools]
     token_bytes, window_bytes = of_pools[0], sum(of_pools[1:])
-    keys = _copied_keys(model, gpu.copies, fp8_kv, context, max_chunk_tokens)
-    remainder = _remainder_bytes(config, model, keys, context, dtype, max_chunk_tokens)
+    remainder = _remainder_bytes(config, model, gpu, dtype, max_chunk_tokens)
     # The remainder includes the memory that is not free when the engine starts.
     available = memory.kv_bytes_left(config, gpu.memory_bytes, weights + remainder)
     pages, window_pages = _pages(config, model, available, (token_bytes, window_bytes), context)
@@ -126,6 +118,11 @@ def make_plan(
     # The bytes of a window, spread over all keys of a context.
     read = window_bytes * min(model.window or 0, typical) // typical
     cost = cost._replace(kv_bytes=token_bytes + read, reduces=reduces)
+    floor_ms: dict[int, float | None] = {}
+    if gpu.ceilings is not None:
+        for batch in _BATCHES:
+            floor_s = step_s(cost, batch, batch * typical, gpu.ceilings, tp.size)
+            floor_ms[batch] = 1e3 * floor_s if batch <= requests_of(typical) else None
     sizes = sorted({size for size in (_TYPICAL_TOKENS, 4096, 16_384) if size < context} | {context})
     return Plan(
         gpu=gpu.name,
@@ -145,7 +142,7 @@ def make_plan(
         pages=pages,
         tokens=tokens,
         requests={each: min(requests_of(each), config.max_running_reqs) for each in sizes},
-        floor_ms=_floor_ms(cost, gpu, tp.size, requests_of(typical), typical),
+        floor_ms=floor_ms,
         settings=flags + _settings(config, context, tokens, requests_of),
     )
 
@@ -171,31 +168,11 @@ def _pages(
     return min(pages, given or pages), min(windows, given or windows)
 
 
-def _copied_keys(
-    model: ModelConfig, copies: bool, fp8_kv: bool, context: int, max_chunk_tokens: int
-) -> int:
-    """Predict the keys for which a rank has room in copies of contexts (kernel/contexts.py).
-
-    Layers of one rule share a copy. copies: attention of long prompts copies contexts. Attention of
-    prompts reads an FP8 pool by copies only.
-    """
-    group = model.q_heads // model.kv_heads
-    return sum(
-        context if rule.window is None else min(context, max_chunk_tokens + rule.window)
-        for rule in set(model.rules)
-        if fp8_kv or (copies and ContextCopy.may_pay(rule.window, group))
-    )
-
-
 def _remainder_bytes(
-    config: EngineConfig,
-    model: ModelConfig,
-    copied_keys: int,
-    context: int,
-    dtype: torch.dtype,
-    max_chunk_tokens: int,
+    config: EngineConfig, model: ModelConfig, gpu: Gpu, dtype: torch.dtype, max_chunk_tokens: int
 ) -> int:
-    """Predict the memory of a rank besides weights and KV pages. copied_keys: _copied_keys."""
+    """Predict the memory of a rank besides weights and KV pages."""
+    context = memory.resolve_max_seq_len(config, model)
     tp, rows, item = config.tp_size, config.max_running_reqs + 1, dtype.itemsize
     page_table = len(model.pools) * rows * -(-context // config.page_size)
     token_pool = rows * (context + 1)
@@ -208,6 +185,15 @@ def _remainder_bytes(
     graph_tokens = max((reqs * width for reqs, width in most[0]), default=0)
     logits = graph_tokens * (model.vocab_size // tp) * item
     kv_heads = max(model.kv_heads // tp, 1)
+    # Layers of one rule share a copy of a context (kernel/contexts.py). Attention of prompts reads
+    # an FP8 pool by copies only.
+    group = model.q_heads // model.kv_heads
+    copied_keys = sum(
+        context if rule.window is None else min(context, max_chunk_tokens + rule.window)
+        for rule in set(model.rules)
+        if config.kv_cache_dtype == "fp8"
+        or (gpu.copies and ContextCopy.may_pay(rule.window, group))
+    )
     copied = 2 * copied_keys * kv_heads * model.head_dim * item
     shared = _PEER_BYTES if tp > 1 else 0
     activations = int(_ACTIVATION_SHARE * max_chunk_tokens * _widest(model, tp) * item)
@@ -228,19 +214,6 @@ def _widest(model: ModelConfig, tp: int) -> int:
         width = moe.moe_intermediate_size // tp + model.hidden_size
         experts = moe.num_experts_per_tok * width
     return max(3 * inner // tp, experts) + 2 * model.hidden_size
-
-
-def _floor_ms(cost: Cost, gpu: Gpu, tp: int, most: int, context: int) -> dict[int, float | None]:
-    """The floor of a token by the number of requests; empty if the rates of the GPU are unknown.
-
-    most: number of requests of `context` tokens that fit.
-    """
-    if gpu.ceilings is None:
-        return {}
-    return {
-        size: 1e3 * step_s(cost, size, size * context, gpu.ceilings, tp) if size <= most else None
-        for size in _BATCHES
-    }
 
 
 def _settings(

@@ -6,9 +6,9 @@ The flags are data in flags.toml. settings.py reads their variables and their ke
 import argparse
 import logging
 import math
-import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,27 +17,26 @@ import msgspec
 
 import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
+from minisgl.core.hub import resolve_model
+from minisgl.demo import model_path
 from minisgl.server.config import DEMO_NAME, KVEventsConfig, Limits, ServerConfig
 from minisgl.server.keys import key_hashes, lowest_priorities
 from minisgl.server.settings import (
-    WITHOUT_EFFECT,
+    environment_words,
+    file_words,
     flag_variables,
     is_injected,
+    is_on,
     is_switch,
-    outer_settings,
     read_flags,
 )
 from minisgl.utils import log_event, near_names
 
 logger = logging.getLogger(__name__)
 
-_SECTIONS: Mapping[str, type[msgspec.Struct]] = {
-    "engine": EngineConfig,
-    "scheduler": SchedulerConfig,
-    "limits": Limits,
-    "kv_events": KVEventsConfig,
-    "server": ServerConfig,
-}
+# The structs inside ServerConfig, by the section of `to` in flags.toml. All other fields of
+# ServerConfig belong to the section "server".
+_SECTIONS = {field.name: field.type for field in msgspec.structs.fields(ServerConfig)}
 # The largest value of a flag without `high`, by type. Each float flag without `high` is a time in
 # seconds. Its limit is 1e6 s (12 days), because --read-timeout goes to Linux as milliseconds in 31
 # bits.
@@ -112,25 +111,16 @@ class ArgumentParser(argparse.ArgumentParser):
         return options
 
 
-class EnvSettings(msgspec.Struct, frozen=True, rename=lambda field: f"MINISGL_{field.upper()}"):
-    """The settings that only the environment has, and the keys. Variable: MINISGL_ and the name.
-
-    disable_overlap_scheduling  plan a step only after reading the result of the previous step.
-    check_plans                 for debugging: tensor-parallel ranks compare a hash of each plan,
-                                and stop if one differs.
-    api_key, admin_api_key      as the flags of these names; set by Secrets of Kubernetes.
-    commit                      the commit of the source in an image; not needed in a Git checkout.
-    """
-
-    disable_overlap_scheduling: bool = False
-    check_plans: bool = False
-    api_key: str | None = None
-    admin_api_key: str | None = None
-    commit: str | None = None
-
-
-# Variables that hold keys. The launcher removes them before it starts other processes.
+# Variables that hold keys, set by Secrets of Kubernetes. The launcher removes them before it starts
+# other processes. A key of the environment does not replace the key of a flag: both are valid.
 KEY_VARIABLES = ("MINISGL_API_KEY", "MINISGL_ADMIN_API_KEY")
+# Plan a step only after reading the result of the previous step.
+_NO_OVERLAP = "MINISGL_DISABLE_OVERLAP_SCHEDULING"
+# For debugging: tensor-parallel ranks compare a hash of each plan, and stop if one differs.
+_CHECK_PLANS = "MINISGL_CHECK_PLANS"
+# The commit of the source in an image. It is not needed in a Git checkout.
+_COMMIT = "MINISGL_COMMIT"
+VARIABLES_WITHOUT_FLAG = ("MINISGL_CONFIG", *KEY_VARIABLES, _NO_OVERLAP, _CHECK_PLANS, _COMMIT)
 
 
 def build_parser() -> ArgumentParser:
@@ -151,8 +141,7 @@ def build_parser() -> ArgumentParser:
     for title, flags in read_flags().items():
         group = parser.add_argument_group(title)
         for names, flag in flags.items():
-            hidden = {"help": argparse.SUPPRESS} if title in WITHOUT_EFFECT else {}
-            action = group.add_argument(*names.split(), **_argument(flag) | hidden)
+            action = group.add_argument(*names.split(), **_argument(flag))
             if is_switch(flag):
                 off = f"--no-{names.split()[0].removeprefix('--')}"
                 group.add_argument(
@@ -167,31 +156,19 @@ def _argument(flag: dict[str, Any]) -> dict[str, Any]:
     default: Any = None
     if "to" in flag:
         section, field = flag["to"].split(".")
-        fields = msgspec.structs.fields(_SECTIONS[section])
+        fields = msgspec.structs.fields(_SECTIONS.get(section, ServerConfig))
         default = next(f.default for f in fields if f.name == field)
         argument["dest"] = flag["to"]
     shown = "" if default in (None, ()) or default is False else f" Default: {default}."
-    argument |= {"help": _sentences(flag["help"]) + shown, "default": default}
-    if "choices" in flag:
-        return argument | {"choices": flag["choices"]}
+    argument["help"] = flag["help"] + shown if "help" in flag else argparse.SUPPRESS
+    argument["default"] = default
     if is_switch(flag):
-        return {**argument, "action": "store_true", "default": False}
-    if flag["type"] in ("int", "float"):
+        return argument | {"action": "store_true"}
+    if "low" in flag:
         kind = int if flag["type"] == "int" else float
         argument["type"] = _bounded(kind, flag["low"], flag.get("high", _HIGHEST[kind]))
-    return {**argument, "metavar": flag["unit"], "nargs": "+" if flag.get("many") else None}
-
-
-def _sentences(text: str) -> str:
-    """Write each part of a help text, which semicolons separate, as a sentence.
-
-    A part such as "auto: ..." begins with a value of the flag, which keeps its case.
-    """
-    parts = (part.strip().removesuffix(".") for part in text.replace("%", "%%").split("; "))
-    return " ".join(
-        f"{part if re.match('[a-z0-9]+:', part) else part[:1].upper() + part[1:]}."
-        for part in parts
-    )
+    nargs = "+" if flag.get("many") else None
+    return argument | {"choices": flag.get("choices"), "metavar": flag.get("unit"), "nargs": nargs}
 
 
 def _bounded(kind: type[int] | type[float], low: float, high: float) -> Callable[[str], float]:
@@ -209,80 +186,69 @@ def _bounded(kind: type[int] | type[float], low: float, high: float) -> Callable
     return parse
 
 
-def read_env(environ: Mapping[str, str]) -> EnvSettings:
-    """Parse all MINISGL_* variables, and log a warning for each unknown one.
-
-    Raises ConfigError for a bad value.
-    """
-    known = {field.encode_name: field for field in msgspec.structs.fields(EnvSettings)}
-    names = [*known, *flag_variables()]
-    values: dict[str, str] = {}
+def warn_of_unknown(environ: Mapping[str, str]) -> None:
+    """Log a warning for each unknown MINISGL_* variable."""
+    known = [*VARIABLES_WITHOUT_FLAG, *flag_variables()]
     for name, text in environ.items():
-        if name in known:
-            # An empty switch is off. An empty key stays empty, because `key_hashes` must refuse it.
-            values[name] = text.strip() or ("0" if known[name].default is False else "")
-        elif name.startswith("MINISGL_") and name not in names and not is_injected(name, text):
-            event = f"unknown environment variable ignored{near_names(name, names)}"
+        if name.startswith("MINISGL_") and name not in known and not is_injected(name, text):
+            event = f"unknown environment variable ignored{near_names(name, known)}"
             log_event(logger, logging.WARNING, event, name=name)
-    try:
-        return msgspec.convert(values, EnvSettings, strict=False)
-    except msgspec.ValidationError as error:
-        name = str(error).rpartition("$.")[2].rstrip("`")
-        raise ConfigError(f"{name} must be 1 or 0, not {values[name][:40]!r}") from None
 
 
 def resolve(
     argv: Sequence[str],
     environ: Mapping[str, str],
-    resolve_model: Callable[[str, str | None, bool], str],
-    demo_path: Callable[[], Path],
     weights: bool = True,
+    find_model: Callable[[str, str | None, bool], str] = resolve_model,
 ) -> ServerConfig:
     """Parse flags and environment, find the model, and return the complete configuration.
 
-    resolve_model: returns the folder of a model from its name, its revision, and a flag that is
-    True if the command needs the weights. weights: False for commands that need no weights.
-    --dummy-weight needs none either.
+    weights: False for commands that need no weights. --dummy-weight needs none either.
+    find_model: returns the folder of a model from its name, its revision, and a flag that is True
+    if the command needs the weights; tests pass a function that downloads nothing.
 
     Exits with 2 for a wrong flag. Raises ConfigError for a model or setting that cannot be used.
     """
     parser = build_parser()
     typed = parser.parse_strictly(argv)
     settings = argparse.Namespace()
-    for parser.place, words in outer_settings(typed.config, environ):
+    file = typed.config or environ.get("MINISGL_CONFIG", "").strip()
+    for parser.place, words in [*(file_words(file) if file else ()), *environment_words(environ)]:
         parser.parse_strictly(words, settings)
     parser.place = ""
     options = parser.parse_strictly(argv, settings)
-    env = read_env(environ)
-    given: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+    warn_of_unknown(environ)
+    given: dict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in vars(options).items():
         section, _, field = name.partition(".")
         if field:
             given[section][field] = tuple(value) if isinstance(value, list) else value
     engine, scheduler, server = given["engine"], given["scheduler"], given["server"]
+    scheduler["target_step_ms"] = scheduler["target_step_ms"] or None
+    scheduler["overlap"] = not is_on(environ, _NO_OVERLAP)
+    scheduler["check_plans"] = is_on(environ, _CHECK_PLANS)
     if server["render_only"] and server["shell"]:
         raise ConfigError("--shell needs an engine; remove --shell or --render-only")
     _check_certificate(server["ssl_certfile"], server["ssl_keyfile"], server["shell"])
-    keys = key_hashes([options.api_key, env.api_key], options.api_key_file)
-    admin_keys = [options.admin_api_key, env.admin_api_key]
-    admin_hashes = key_hashes(admin_keys, options.admin_api_key_file)
+    key, admin_key = map(environ.get, KEY_VARIABLES)
+    keys = key_hashes([options.api_key, key], options.api_key_file)
+    admin_hashes = key_hashes([options.admin_api_key, admin_key], options.admin_api_key_file)
     lowest = lowest_priorities(options.api_key_file, options.admin_api_key_file)
     if options.model is None:
-        folder = str(demo_path())
+        folder = str(model_path())
     else:
         needs_weights = weights and not (engine["dummy_weight"] or server["render_only"])
-        folder = resolve_model(options.model, options.revision, needs_weights)
-    scheduler["target_step_ms"] = scheduler["target_step_ms"] or None
-    _apply_replaced_flags(options, given["limits"])
-    _warn_of_visible_keys(typed)
+        folder = find_model(options.model, options.revision, needs_weights)
+    for most in (options.max_n, options.max_prompts):  # flags of earlier versions
+        if most is not None:
+            given["limits"]["max_choices"] = min(given["limits"]["max_choices"], most)
+    _log_warnings(typed)
     return ServerConfig(
         engine=EngineConfig(model_path=folder, **engine),
-        scheduler=SchedulerConfig(
-            **scheduler, overlap=not env.disable_overlap_scheduling, check_plans=env.check_plans
-        ),
+        scheduler=SchedulerConfig(**scheduler),
         limits=Limits(**given["limits"]),
         kv_events=KVEventsConfig(**given["kv_events"]),
-        commit=env.commit or _commit(),
+        commit=environ.get(_COMMIT, "").strip() or _commit(),
         served_names=tuple(options.served_model_name or [_served_name(options.model)]),
         log_level=options.log_level or ("warning" if server["shell"] else "info"),
         api_key_hashes=keys,
@@ -292,30 +258,13 @@ def resolve(
     )
 
 
-def _warn_of_visible_keys(options: argparse.Namespace) -> None:
-    for flag, key in (("--api-key", options.api_key), ("--admin-api-key", options.admin_api_key)):
-        if key is not None:
-            logger.warning(
-                "%s shows the key to every user of this machine, in the list of processes, and the "
-                "server cannot hide it; use %s-file",
-                flag,
-                flag,
-            )
-
-
-def _apply_replaced_flags(options: argparse.Namespace, limits: dict[str, Any]) -> None:
-    """Log a warning for each flag of an earlier version, and of another server.
-
-    --max-n and --max-prompts still lower max_choices.
-    """
-    for title, verb in zip(WITHOUT_EFFECT, ("has been replaced", "is ignored"), strict=True):
-        for name, flag in read_flags()[title].items():
-            value = getattr(options, name[2:].replace("-", "_"))
-            if value is None or value is False:
-                continue
-            logger.warning("the flag %s %s: %s", name, verb, flag["help"])
-            if name in ("--max-n", "--max-prompts"):
-                limits["max_choices"] = min(limits["max_choices"], value)
+def _log_warnings(typed: argparse.Namespace) -> None:
+    """Log the text `warn` of each flag on the command line that has one."""
+    for flags in read_flags().values():
+        for name, flag in flags.items():  # a flag with `warn` has one name, and no `to`
+            value = getattr(typed, name[2:].replace("-", "_")) if "warn" in flag else None
+            if value is not None and value is not False:
+                logger.warning("the flag %s %s", name, flag["warn"])
 
 
 def _check_certificate(certfile: str | None, keyfile: str | None, shell: bool) -> None:
@@ -347,10 +296,8 @@ def _served_name(model: str | None) -> str:
 
 def _commit() -> str:
     """The commit of the Git checkout that this process runs from, or "unknown"."""
-    root = Path(minisgl.__file__).parents[1]
-    if not (root / ".git").exists():
-        return "unknown"
-    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    folder = Path(minisgl.__file__).parents[1] / ".git"
+    command = ["git", f"--git-dir={folder}", "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -1,6 +1,5 @@
 """The configuration of all processes. The launcher builds it once and sends it to each child."""
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -10,7 +9,7 @@ from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.core.sampling import MAX_JSON_WHITESPACE, MAX_LOGPROBS
 from minisgl.utils import supervise
 
-# The launcher appends two arguments: the name of the process, and the descriptor of its pipe.
+# The launcher appends two arguments: the name of the process, and the pid of the launcher.
 CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.worker_main")
 
 DEMO_NAME = "minisgl-demo"  # the served name of the embedded model
@@ -21,7 +20,7 @@ DEFAULT_CLIENT = "default"
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits on one request and on all requests together. flags.toml explains each of them.
 
-    The names of the fields are the labels of minisgl_limits_exceeded_total.
+    The names of the fields are labels of minisgl_limits_exceeded_total (metrics.toml).
     """
 
     max_body_bytes: int = 8 * 2**20
@@ -52,28 +51,6 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     replay_endpoint: str | None = None
     block_size: int = 64
     pod: str | None = None
-
-
-# The labels of minisgl_limits_exceeded_total. max_choices bounds n (max_n), the number of prompts
-# (max_prompts), and their product. The other names without a field are constants in the modules
-# that check them, except max_seq_len, the context length of the model.
-LIMIT_NAMES = (
-    *Limits.__struct_fields__,
-    "max_headers",
-    "max_small_chunks",
-    "max_n",
-    "max_prompts",
-    "max_body_values",
-    "max_stop_strings",
-    "max_stop_chars",
-    "max_stop_token_ids",
-    "max_template_chars",
-    "max_grammar_chars",
-    "max_grammar_depth",
-    "max_enum_entries",
-    "max_grammar_seconds",
-    "max_seq_len",
-)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,7 +98,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The first message of the launcher to each child, through an inherited pipe.
+    """What the launcher writes to the standard input of each child.
 
     role        api, tokenizer, detokenizer or scheduler.
     index       number of the process within its role, from 0.
@@ -129,18 +106,17 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     reason_fd   a pipe; the child writes a fatal error there as one line.
     url         URL of the main port, for messages to the user.
     download_s  seconds in which the launcher found or downloaded the model.
-    checked_fd  a pipe; the first scheduler and each tokenizer write a byte there when they have
-                found no fault in the configuration. -1: nothing waits for it.
+    report_fd   a pipe; the first scheduler and each tokenizer report that they have found no fault
+                in the configuration. -1: nothing waits for it.
     """
 
     role: str
     index: int
-    parent_pid: int
     socket_dir: str
     reason_fd: int
     config: ServerConfig
     listen_fds: tuple[int, ...] = ()
-    checked_fd: int = -1
+    report_fd: int = -1
     url: str = ""
     download_s: float = 0.0
 
@@ -150,18 +126,13 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
         many = self.role == "tokenizer" or (self.role == "scheduler" and self.index > 0)
         return f"{self.role}-{self.index}" if many else self.role
 
-    @property
-    def checks(self) -> bool:
-        """Whether the launcher waits for the byte of this child before it says "listening"."""
-        return self.role == "tokenizer" or (self.role == "scheduler" and self.index == 0)
-
     def report_checked(self) -> None:
         """In the child: tell the launcher that the configuration has no fault."""
-        if self.checked_fd >= 0:
-            os.write(self.checked_fd, b".")
+        if self.report_fd >= 0:
+            supervise.write_report(self.report_fd)
 
     def spawn(self, command: Sequence[str] = CHILD_COMMAND) -> supervise.Child:
         """Start the child, which reads this spec. Its name is an argument, so `ps` shows it."""
         argv, payload = [*command, self.name], msgspec.json.encode(self)
-        fds = [fd for fd in (self.reason_fd, self.checked_fd, *self.listen_fds) if fd >= 0]
+        fds = [fd for fd in (self.reason_fd, self.report_fd, *self.listen_fds) if fd >= 0]
         return supervise.spawn_child(self.name, argv, payload, fds)

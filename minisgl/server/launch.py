@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -73,8 +73,8 @@ def launch(
         (name, *_), default = config.served_names, (DEMO_NAME,)
         named = [] if config.served_names == default else ["--model", name]
         os.execve(sys.executable, [*_SHELL_COMMAND, "--url", url, *named], dict(environ))
-    shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else None
-    if shell_key is not None:
+    shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else ""
+    if shell_key:
         hashes = config.api_key_hashes | key_hashes([shell_key], None)
         config = msgspec.structs.replace(config, api_key_hashes=hashes)
     try:
@@ -83,31 +83,26 @@ def launch(
         raise ConfigError(
             f"no folder for the sockets can be made: {error}; mount a writable /tmp or set TMPDIR"
         ) from None
-    reason_read, reason_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    checked_read, checked_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        with contextlib.ExitStack() as stack:
-            ports = [port for port in (config.port, config.probe_port) if port is not None]
-            listeners = [stack.enter_context(_bind(config.host, port)) for port in ports]
-            supervisor = stack.enter_context(supervise.Supervisor())
-            template = ChildSpec(
-                role="",
-                index=0,
-                parent_pid=os.getpid(),
-                socket_dir=socket_dir,
-                reason_fd=reason_write,
-                checked_fd=checked_write,
-                config=config,
-                url=_url(listeners[0], "https" if config.ssl_certfile else "http"),
-                download_s=download_s,
-            )
-            service = _Service(supervisor, template, reason_read, scheduler_command)
-            service.start(listeners, shell_key, checked_read)
-            return service.run()
-    finally:
-        for end in (reason_read, reason_write, checked_read, checked_write):
-            os.close(end)
-        shutil.rmtree(socket_dir, ignore_errors=True)
+    with contextlib.ExitStack() as stack:
+        stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
+        reason_read, reason_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        ports = [port for port in (config.port, config.probe_port) if port is not None]
+        listeners = [stack.enter_context(_bind(config.host, port)) for port in ports]
+        supervisor = supervise.Supervisor()
+        stack.callback(supervisor.kill)
+        template = ChildSpec(
+            role="",
+            index=0,
+            socket_dir=socket_dir,
+            reason_fd=reason_write,
+            report_fd=supervisor.report_fd,
+            config=config,
+            url=_url(listeners[0].getsockname(), "https" if config.ssl_certfile else "http"),
+            download_s=download_s,
+        )
+        service = _Service(supervisor, template, reason_read, scheduler_command)
+        service.start(listeners, shell_key)
+        return service.run()
 
 
 @dataclass(eq=False)
@@ -117,6 +112,7 @@ class _Service:
     _stop_asked_s: time of the first request to stop, on CLOCK_MONOTONIC; None before it.
     _stop_signal: the signal that requested the stop; None if the end of the shell requested it.
     _unchecked: number of children that have not reported that the configuration has no fault.
+    _listening: lines to log when all have reported this.
     """
 
     _supervisor: supervise.Supervisor
@@ -127,22 +123,22 @@ class _Service:
     _stop_signal: signal.Signals | None = None
     _shell: supervise.Child | None = None
     _api: supervise.Child = field(init=False)
+    _listening: list[str] = field(default_factory=list)
     _unchecked: int = 0
 
-    def start(
-        self, listeners: Sequence[socket.socket], shell_key: str | None, checked_fd: int
-    ) -> None:
+    def start(self, listeners: Sequence[socket.socket], shell_key: str) -> None:
         """Start all children, the schedulers first, because they take the longest to load.
 
         The API server starts next, so that /livez answers while the others load. The children
-        check the configuration. If they find no fault, they write to the other end of checked_fd,
-        and the log says "listening".
+        check the configuration. When all have reported that they found no fault, the log says
+        "listening".
         """
         config = self._template.config
         logger.info(f"loading {config.served_names[0]} from {config.engine.model_path}")
-        lines = [f"listening on {self._template.url} (not ready yet)"]
-        lines += [f"listening for probes on {_url(probe, 'http')}" for probe in listeners[1:]]
-        self._supervisor.watch(checked_fd, partial(self._on_checked, checked_fd, lines))
+        self._listening = [f"listening on {self._template.url} (not ready yet)"]
+        probes = (_url(listener.getsockname()) for listener in listeners[1:])
+        self._listening += [f"listening for probes on {url}" for url in probes]
+        self._unchecked = config.num_tokenizers + (not config.render_only)
         for rank in range(0 if config.render_only else config.engine.tp_size):
             self._spawn("scheduler", rank)
         self._api = self._spawn("api", 0, *(listener.fileno() for listener in listeners))
@@ -158,26 +154,20 @@ class _Service:
             # receives Ctrl-C.
             command = [*_SHELL_COMMAND, "--url", self._template.url]
             command += ["--model", config.served_names[0]]
-            # Standard input is the terminal, so the key has a pipe of its own.
-            read_end, write_end = os.pipe()
-            with open(write_end, "w") as pipe:
-                pipe.write(shell_key or "")
-            command += ["--key-fd", str(read_end)]
-            shell = subprocess.Popen(command, pass_fds=[read_end])
-            os.close(read_end)
+            environ = {**os.environ, "MINISGL_API_KEY": shell_key}
+            shell = subprocess.Popen(command, env=environ)
             self._shell = self._supervisor.adopt(supervise.Child("shell", shell))
 
     def _spawn(self, role: str, index: int, *listen_fds: int) -> supervise.Child:
         changed = {"role": role, "index": index, "listen_fds": listen_fds}
         spec = msgspec.structs.replace(self._template, **changed)
         command = self._scheduler_command if role == "scheduler" else CHILD_COMMAND
-        self._unchecked += spec.checks
         return self._supervisor.adopt(spec.spawn(command))
 
-    def _on_checked(self, fd: int, lines: Sequence[str]) -> None:
-        self._unchecked -= len(os.read(fd, 64))
+    def _on_report(self) -> None:
+        self._unchecked -= 1
         if not self._unchecked:
-            for line in lines:
+            for line in self._listening:
                 logger.info(line)
 
     def run(self) -> int:
@@ -189,14 +179,18 @@ class _Service:
                 drained_by_s = self._stop_asked_s + allowed_s
             events = self._supervisor.wait(drained_by_s)
             if not events:
-                self._supervisor.kill(self._supervisor.children)
+                self._supervisor.kill()
                 logger.error("error: the API server did not end by its drain deadline")
                 return _FAILED_EXIT
             for event in events:
-                if isinstance(event, supervise.Child):
-                    code = self._on_exit(event)
-                else:
-                    code = self._on_signal(event)
+                match event:
+                    case supervise.Child():
+                        code = self._on_exit(event)
+                    case signal.Signals():
+                        code = self._on_signal(event)
+                    case None:
+                        self._on_report()
+                        continue
                 if code is not None:
                     return code
 
@@ -224,7 +218,7 @@ class _Service:
         # The API server first sends error events to the open streams.
         self._supervisor.send_signal(self._api, signal.SIGUSR2)
         self._supervisor.join([self._api], _API_FAILURE_EXIT_S)
-        self._supervisor.kill(self._supervisor.children)
+        self._supervisor.kill()
         return 128 + number
 
     def _on_exit(self, child: supervise.Child) -> int | None:
@@ -243,11 +237,11 @@ class _Service:
 
         It is 0 after a drain, and 128 + signal if the signal came while the model was loading.
         """
-        running = self._supervisor.running()
         if not stopped_while_loading:
-            schedulers = [child for child in running if child.role.startswith("scheduler")]
+            children = self._supervisor.children
+            schedulers = [child for child in children if child.role.startswith("scheduler")]
             self._supervisor.join(schedulers, _SCHEDULER_GRACE_S)
-        self._supervisor.stop(running, _TERM_GRACE_S)
+        self._supervisor.stop(_TERM_GRACE_S)
         if not stopped_while_loading or self._stop_signal is None:
             return 0
         if self._stop_signal is signal.SIGTERM:
@@ -266,7 +260,7 @@ class _Service:
         if child is not self._api and self._api.exit_code is None:
             self._supervisor.send_signal(self._api, signal.SIGUSR1)
             self._supervisor.join([self._api], _API_FAILURE_EXIT_S)
-        self._supervisor.stop(self._supervisor.running(), _TERM_GRACE_S)
+        self._supervisor.stop(_TERM_GRACE_S)
         logger.error("error: %s", reason)
         return supervise.CONFIG_EXIT if child.exit_code == supervise.CONFIG_EXIT else _FAILED_EXIT
 
@@ -275,7 +269,7 @@ def _running_server(host: str, port: int) -> str | None:
     """The URL of the minisgl server at this address; None without one. Asks for /readyz."""
     import httpx  # slow to import, and needed with --shell only
 
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = _url((host, port))
     try:
         answer = httpx.get(url + "/readyz", timeout=_PROBE_TIMEOUT_S, trust_env=False)
         return url if "status" in answer.json() else None
@@ -296,7 +290,7 @@ def _bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _url(listener: socket.socket, scheme: str) -> str:
-    """Return the URL of the listener. Linux connects 0.0.0.0 and [::] to this host."""
-    host, port = listener.getsockname()[:2]
+def _url(address: tuple[Any, ...], scheme: str = "http") -> str:
+    """Return the URL of a socket's address. Linux connects 0.0.0.0 and [::] to this host."""
+    host, port = address[:2]
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 import minisgl
 from minisgl.core import FinishReason, ModelFacts, Overloaded, RequestError
 from minisgl.message import messages
-from minisgl.server.config import DEFAULT_CLIENT, LIMIT_NAMES
+from minisgl.server.config import DEFAULT_CLIENT
 from minisgl.server.errors import NotReady, error_reply
 from minisgl.server.generation import Choice, priority_class
 from minisgl.server.lifecycle import Phase
@@ -105,7 +105,7 @@ class Metrics(Collector):
         self._page_size = 0
         self._tool_format = ModelFacts.NO_TOOLS
         self._clients = frozenset(sorted({DEFAULT_CLIENT, *clients})[:_MAX_CLIENTS])
-        known = {"limit": LIMIT_NAMES, "key": self._clients}
+        known = {"key": self._clients}
         self._numbers: dict[str, defaultdict[_Labels, float]] = {}
         for name, metric in (self._declared.gauge | self._declared.counter).items():
             series = product(*(known.get(label, names) for label, names in metric.labels.items()))

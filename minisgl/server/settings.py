@@ -19,22 +19,19 @@ from typing import Any
 from minisgl.core import ConfigError
 from minisgl.utils import near_names
 
-# Sections of flags.toml whose flags log a warning. --max-n and --max-prompts also limit choices.
-WITHOUT_EFFECT = ("replaced", "of other servers")
-
 _INJECTED_NAME = re.compile(
     r"MINISGL_(PORT|SERVICE_)|MINISGL_\w+_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP))"
 )
 _INJECTED_VALUE = re.compile(r"(tcp|udp|sctp)://")
-# EnvSettings reads the variables of these flags, because a key of the environment does not replace
-# the key of the flag. Both keys are valid.
+# `resolve` reads the variables of these flags, because a key of the environment does not replace
+# the key of the flag.
 _KEYS = ("--api-key", "--admin-api-key")
 _SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}
 
-Flags = dict[str, dict[str, dict[str, Any]]]
+Flag = dict[str, Any]
 
 
-def read_flags() -> Flags:
+def read_flags() -> dict[str, dict[str, Flag]]:
     """Return the flags of flags.toml: section, names and properties."""
     return tomllib.loads(Path(__file__).with_name("flags.toml").read_text())
 
@@ -50,11 +47,18 @@ def is_injected(name: str, value: str) -> bool:
     return bool(_INJECTED_NAME.match(name) or is_address)
 
 
-def flag_variables() -> dict[str, str]:
-    """Return the variable of each flag, and the flag."""
-    return {_variable(names[0]): names[0] for names, _ in _settings() if names[0] not in _KEYS} | {
-        "MINISGL_CONFIG": "--config"
-    }
+def flag_variables() -> dict[str, tuple[str, Flag]]:
+    """Return the variable of each flag, with the first name and the properties of the flag."""
+    flags = {names[0]: flag for names, flag in _settings() if names[0] not in _KEYS}
+    return {_variable(name): (name, flag) for name, flag in flags.items()}
+
+
+def is_on(environ: Mapping[str, str], variable: str) -> bool:
+    """Whether a variable switches something on. Raises ConfigError for a value but 1 and 0."""
+    text = environ.get(variable, "").strip().lower() or "0"
+    if text not in _SWITCH_WORDS:
+        raise ConfigError(f"{variable} must be 1 or 0, not {text[:40]!r}")
+    return _SWITCH_WORDS[text]
 
 
 def file_words(path: str) -> Iterator[tuple[str, list[str]]]:
@@ -67,12 +71,7 @@ def file_words(path: str) -> Iterator[tuple[str, list[str]]]:
         content = tomllib.loads(Path(path).expanduser().read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"the file {path} of --config cannot be read: {error}") from None
-    known = {
-        name.lstrip("-"): (names[0], flag)
-        for names, flag in _settings()
-        for name in names
-        if name.startswith("--")
-    }
+    known = {name.lstrip("-"): (names[0], flag) for names, flag in _settings() for name in names}
     for key, value in content.items():
         place, spelled = f"{path}: {key}", key.replace("_", "-")
         if spelled not in known:
@@ -92,33 +91,21 @@ def environment_words(environ: Mapping[str, str]) -> Iterator[tuple[str, list[st
     An empty variable is no setting. A comma separates the values of a flag with several values.
     Raises ConfigError for a switch that is neither 1 nor 0.
     """
-    for names, flag in _settings():
-        variable = _variable(names[0])
+    for variable, (name, flag) in flag_variables().items():
         text = environ.get(variable, "").strip()
-        if not text or names[0] in _KEYS or is_injected(variable, text):
+        if not text or is_injected(variable, text):
             continue
         value: Any = [part.strip() for part in text.split(",")] if flag.get("many") else text
         if is_switch(flag):
-            if text.lower() not in _SWITCH_WORDS:
-                raise ConfigError(f"{variable} must be 1 or 0, not {text[:40]!r}")
-            value = _SWITCH_WORDS[text.lower()]
-        yield variable, _words(names[0], flag, value)
+            value = is_on(environ, variable)
+        yield variable, _words(name, flag, value)
 
 
-def outer_settings(path: str | None, environ: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield the settings of the file, if there is one, and then those of the environment.
-
-    path: the value of --config; None: the variable MINISGL_CONFIG may name the file.
-    """
-    if path := path or environ.get("MINISGL_CONFIG", "").strip():
-        yield from file_words(path)
-    yield from environment_words(environ)
-
-
-def _settings() -> Iterator[tuple[list[str], dict[str, Any]]]:
-    for title, flags in read_flags().items():
-        if title not in WITHOUT_EFFECT:
-            for names, flag in flags.items():
+def _settings() -> Iterator[tuple[list[str], Flag]]:
+    """Yield names and properties of each flag that has a variable and a key in the file."""
+    for flags in read_flags().values():
+        for names, flag in flags.items():
+            if "help" in flag:
                 yield names.split(), flag
 
 

@@ -1,7 +1,7 @@
-"""Main of every child process: `python -m minisgl.server.worker_main NAME FD`.
+"""Main of every child process: `python -m minisgl.server.worker_main NAME PARENT_PID`.
 
-FD is a pipe. It holds a ChildSpec as JSON and stays open: its end of file means that the launcher
-has ended. Only the scheduler loads torch; the other roles import only their own modules.
+The first line of standard input is a ChildSpec as JSON. Only the scheduler loads torch; the other
+roles import only their own modules.
 """
 
 import gc
@@ -24,9 +24,8 @@ logger = logging.getLogger(__name__)
 
 def main() -> None:
     """Run one role until the launcher ends it. A fatal error goes to the launcher as one line."""
-    life_fd = int(sys.argv[-1])
-    spec = msgspec.json.decode(supervise.read_payload(life_fd), type=ChildSpec)
-    supervise.bind_to_parent(spec.parent_pid, life_fd)
+    supervise.bind_to_parent()
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     setup_logging(spec.name, spec.config.log_level, spec.config.log_format)
     try:
@@ -86,7 +85,7 @@ def _run(spec: ChildSpec) -> None:
             hash_triton_early()
         from dataclasses import replace
 
-        from minisgl.events import publish_events
+        from minisgl.events import CacheEvents
         from minisgl.message.publisher import Publisher
         from minisgl.quantization import with_quantizations
         from minisgl.scheduler import run_scheduler
@@ -98,7 +97,9 @@ def _run(spec: ChildSpec) -> None:
         if events.endpoint is not None and spec.index == 0:
             topic = f"kv@{events.pod or socket.gethostname()}@{model}"
             publisher = Publisher(events.endpoint, events.replay_endpoint, topic)
-            reporter = publish_events(publisher, events.block_size, model)
+            publisher.start()
+            put, totals = publisher.put, publisher.totals
+            reporter = partial(CacheEvents, events.block_size, model, put, totals)
             extensions = replace(extensions, cache_reporter=reporter)
         run_scheduler(
             config.engine,

@@ -18,17 +18,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     url = "http://127.0.0.1:1919"
     parser.add_argument("--url", default=url, help=f"URL of the server. Default: {url}.")
     parser.add_argument("--model", help="Name of a served model. Default: the first one.")
-    parser.add_argument("--key-fd", type=int, help="Pipe with the key. Default: MINISGL_API_KEY.")
     options = parser.parse_args(argv)
-    key = os.environ.get("MINISGL_API_KEY", "")
-    if options.key_fd is not None:
-        with open(options.key_fd) as pipe:
-            key = pipe.read()
     # Both signals raise exceptions, so that prompt_toolkit restores the mode of the terminal. A
     # process that a script starts in the background ignores SIGINT until it sets a handler.
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        key = os.environ.get("MINISGL_API_KEY", "")
         client = ChatClient(options.url, options.model, key)
         client.wait_ready()
         if not sys.stdin.isatty():

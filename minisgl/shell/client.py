@@ -8,6 +8,8 @@ from typing import Any
 import httpx
 
 Message = dict[str, str]
+_QUIET_S = 600.0  # the longest time between two parts of a response
+_POLL_S = 0.2  # between two requests to a server that is not ready
 _KEY_HINT = "; set MINISGL_API_KEY to the key of the server"
 
 
@@ -20,32 +22,28 @@ class ChatClient:
 
     model: the name of a served model; None: the first one that the server lists.
     key: the API key, sent with each chat without its outer white space; "" for a server without
-    keys. timeout_s: the longest time between two parts of a response.
+    keys.
     """
 
-    def __init__(
-        self, url: str, model: str | None, key: str = "", timeout_s: float = 600.0
-    ) -> None:
+    def __init__(self, url: str, model: str | None, key: str = "") -> None:
         """Raises ServerError if `url` is not an address such as http://127.0.0.1:1919."""
         try:
             address = httpx.URL(url)
-        except httpx.InvalidURL as error:
-            raise ServerError(f"{url} is not an address: {error}") from None
-        has_port = 0 < (address.port or 80) < 2**16
-        if address.scheme != "http" or not address.host or not has_port:
+            is_address = address.scheme == "http" and 0 < (address.port or 80) < 2**16
+        except httpx.InvalidURL:
+            is_address = False
+        if not is_address or not address.host:
             raise ServerError(f"{url} is not an address such as http://127.0.0.1:1919")
         headers = {"authorization": f"Bearer {key.strip()}"} if key.strip() else {}
         # trust_env=False: a proxy from the environment could not reach a server on this machine.
-        self._http = httpx.Client(
-            base_url=address, headers=headers, timeout=timeout_s, trust_env=False
-        )
+        self._http = httpx.Client(base_url=url, headers=headers, timeout=_QUIET_S, trust_env=False)
         self._model = model
 
-    def wait_ready(self, poll_s: float = 0.2) -> None:
+    def wait_ready(self) -> None:
         """Return once /readyz answers 200. Raises ServerError if no server answers."""
         try:
             while self._http.get("/readyz").status_code != 200:
-                time.sleep(poll_s)
+                time.sleep(_POLL_S)
             if self._model is None:
                 listed = self._http.get("/v1/models")
                 if listed.status_code != 200:

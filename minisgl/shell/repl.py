@@ -1,8 +1,7 @@
 """The loop of the shell: a conversation and four commands. Ctrl-C stops only the answer."""
 
-import sys
 from collections.abc import Callable
-from typing import TextIO
+from dataclasses import dataclass, field
 
 from minisgl.shell.client import ChatClient, Message, ServerError
 from minisgl.utils import near_names
@@ -15,6 +14,7 @@ COMMANDS = {
 }
 
 
+@dataclass(eq=False)
 class Shell:
     """A conversation between a user and a served model.
 
@@ -23,28 +23,20 @@ class Shell:
     is_terminal: False for piped input. The output is then the answers only.
     """
 
-    def __init__(
-        self,
-        client: ChatClient,
-        prompt: Callable[[str], str],
-        out: TextIO = sys.stdout,
-        is_terminal: bool = True,
-    ) -> None:
-        self._client = client
-        self._prompt = prompt
-        self._out = out
-        self._is_terminal = is_terminal
-        self._messages: list[Message] = []
+    client: ChatClient
+    prompt: Callable[[str], str]
+    is_terminal: bool = True
+    _messages: list[Message] = field(default_factory=list)
 
     def run(self) -> None:
         """Read and answer lines until /exit or the end of the input."""
-        if self._is_terminal:
-            self._say("Type a message; /help lists the commands, Ctrl-C stops an answer.")
+        if self.is_terminal:
+            _say("Type a message; /help lists the commands, Ctrl-C stops an answer.")
         while True:
             try:
-                line = self._prompt("> ").strip()
+                line = self.prompt("> ").strip()
             except KeyboardInterrupt:
-                self._say("(Ctrl-D or /exit leaves)")
+                _say("(Ctrl-D or /exit leaves)")
                 continue
             except EOFError:
                 return
@@ -61,33 +53,31 @@ class Shell:
             return False
         if name == "/reset":
             self._messages.clear()
-            self._say("(conversation forgotten)")
+            _say("(conversation forgotten)")
         elif name == "/history":
             for message in self._messages:
-                self._say(f"{message['role']}: {message['content']}")
+                _say(f"{message['role']}: {message['content']}")
         elif name == "/help":
             for command, description in COMMANDS.items():
-                self._say(f"{command:<10}{description}")
+                _say(f"{command:<10}{description}")
         else:
-            self._say(
-                f"unknown command {name}{near_names(name, COMMANDS)} (/help lists the commands)"
-            )
+            _say(f"unknown command {name}{near_names(name, COMMANDS)} (/help lists the commands)")
         return True
 
     def _answer(self, line: str) -> None:
         """Stream one answer. The text before Ctrl-C stays part of the conversation."""
         self._messages.append({"role": "user", "content": line})
         parts: list[str] = []
-        stream = self._client.stream(self._messages)
+        stream = self.client.stream(self._messages)
         try:
             for part in stream:
                 parts.append(part)
-                self._say(part, end="")
-            self._say("")
+                _say(part, end="")
+            _say("")
         except KeyboardInterrupt:
-            self._say("\n(stopped)")
+            _say("\n(stopped)")
         except ServerError as error:
-            self._say(f"\nerror: {error}")
+            _say(f"\nerror: {error}")
         finally:
             stream.close()
         if parts:
@@ -95,5 +85,6 @@ class Shell:
         else:
             self._messages.pop()
 
-    def _say(self, text: str, end: str = "\n") -> None:
-        print(text, end=end, file=self._out, flush=True)
+
+def _say(text: str, end: str = "\n") -> None:
+    print(text, end=end, flush=True)

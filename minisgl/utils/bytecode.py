@@ -5,6 +5,7 @@ This happens in an image that sets PYTHONDONTWRITEBYTECODE, and with a read-only
 was made without bytecode. The import of torch then takes more than twice as long.
 """
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -35,10 +36,8 @@ def keep_bytecode() -> None:
     lacking = [spec.name for spec in specs if spec is not None and not _needs_no_folder(spec)]
     if not lacking:
         return
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return
     if os.access(folder, os.W_OK):
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -4,7 +4,6 @@ A thread writes the lines. A full disk, or a stderr that no process reads, there
 nor ends the process. The process loses lines instead, and reports their number.
 """
 
-import copy
 import json
 import logging
 import os
@@ -29,7 +28,6 @@ class _OneLine(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         fields = record.args
         if isinstance(fields, Mapping):
-            record = copy.copy(record)  # Other handlers get the plain values.
             record.args = {name: _quoted(value) for name, value in fields.items()}
         return super().format(record)
 
@@ -68,27 +66,6 @@ class _Json(logging.Formatter):
         return json.dumps(entry, default=str)
 
 
-class _Throttle(logging.Filter):
-    """Passes one "call refused" line per reason and second. held_back counts the other lines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._passed: dict[object, tuple[float, int]] = {}
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        fields = record.args
-        if not isinstance(fields, Mapping) or not record.msg.startswith("call refused"):
-            return True
-        passed_s, held_back = self._passed.get(fields["reason"], (0.0, 0))
-        passes = record.created - passed_s >= 1
-        entry = (record.created, 0) if passes else (passed_s, held_back + 1)
-        self._passed[fields["reason"]] = entry
-        if passes and held_back:
-            record.msg += " held_back=%(held_back)s"
-            record.args = {**fields, "held_back": held_back}
-        return passes
-
-
 class _LineHandler(logging.Handler):
     """Gives each line to a thread, which writes it to stderr.
 
@@ -101,7 +78,22 @@ class _LineHandler(logging.Handler):
         self.setFormatter(formatter)
         self._lines: queue.Queue[str] = queue.Queue(_MAX_LINES)
         self._dropped = 0
+        self._passed: dict[object, tuple[float, int]] = {}
         threading.Thread(target=self._write, name="log", daemon=True).start()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Pass one "call refused" line per reason and second. held_back counts the other lines."""
+        fields = record.args
+        if not isinstance(fields, Mapping) or not record.msg.startswith("call refused"):
+            return True
+        passed_s, held_back = self._passed.get(fields["reason"], (0.0, 0))
+        passes = record.created - passed_s >= 1
+        entry = (record.created, 0) if passes else (passed_s, held_back + 1)
+        self._passed[fields["reason"]] = entry
+        if passes and held_back:
+            record.msg += " held_back=%(held_back)s"
+            record.args = {**fields, "held_back": held_back}
+        return passes
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -141,7 +133,6 @@ def setup_logging(role: str, level: str, log_format: str = "text") -> None:
     """
     text_formatter = _OneLine(_FORMAT.format(role=role))
     handler = _LineHandler(_Json(role) if log_format == "json" else text_formatter)
-    handler.addFilter(_Throttle())
     logging.root.handlers[:] = [handler]
     package_logger = logging.getLogger("minisgl")
     package_logger.setLevel(level.upper())

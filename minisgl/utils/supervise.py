@@ -1,10 +1,11 @@
 """Child processes that never outlive their parent, and a parent that sees the end of each child.
 
-Parent side: `Supervisor`. It has one thread and no asyncio: signals and exits arrive through one
-wake-up pipe. It reaps every child and every orphan, so it works as PID 1 without an init.
+Parent side: `Supervisor`. It has one thread and no asyncio: signals, exits and reports arrive
+through one wake-up pipe. It reaps every child and every orphan, so it works as PID 1 without an
+init.
 
-Child side: the main function of a child first calls `read_payload` and `bind_to_parent`. It calls
-`write_reason` before it ends with an error.
+Child side: the main function of a child first calls `bind_to_parent`, and reads its payload, the
+first line of standard input. It calls `write_reason` before it ends with an error.
 """
 
 import contextlib
@@ -13,54 +14,38 @@ import os
 import select
 import signal
 import subprocess
-import threading
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Self
 
 CONFIG_EXIT = 2  # the exit code after a ConfigError, as after a wrong command line
 _PR_SET_PDEATHSIG = 1
 _MAX_REASON_BYTES = 1500  # less than PIPE_BUF (one atomic write) and Kubernetes' limit of 2,048
 
 
-def read_payload(fd: int) -> bytes:
-    """Read the one line that the parent sent. The pipe stays open for `bind_to_parent`."""
-    with open(fd, "rb", closefd=False) as pipe:
-        payload = pipe.readline()
-    if not payload.endswith(b"\n"):
-        os._exit(1)  # the parent ended while it started this process
-    return payload
+def bind_to_parent() -> None:
+    """Let Linux kill this process when its parent ends, even if this process is stuck.
 
-
-def bind_to_parent(parent_pid: int, death_fd: int) -> None:
-    """End this process when `parent_pid` ends: by a signal, and by end of file on `death_fd`.
-
-    The signal ends a process that is stuck. The pipe works where prctl is not permitted.
+    `spawn_child` has given the pid of the parent as the last argument.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # the parent ended before prctl took effect
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != int(sys.argv[-1]):  # the parent ended before prctl took effect
         os._exit(1)
-
-    def wait_for_eof() -> None:
-        while os.read(death_fd, 1):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait_for_eof, name="death-pipe", daemon=True).start()
 
 
 def describe_exit(code: int) -> str:
     """Describe an exit code in words. A negative code is the number of a signal."""
     if code >= 0:
         return f"exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
+    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
     return f"was killed by {name}"
+
+
+def write_report(fd: int) -> None:
+    """Send the parent an event without a value. fd: the report_fd of the parent's Supervisor."""
+    os.write(fd, b"\0")  # 0 is the number of no signal
 
 
 def write_reason(fd: int, role: str, reason: str) -> None:
@@ -84,14 +69,10 @@ def read_reasons(fd: int) -> dict[str, str]:
 
 @dataclass(eq=False, slots=True)
 class Child:
-    """One spawned process.
-
-    life_fd: the parent's end of the death pipe; -1 for a process without one.
-    """
+    """One spawned process."""
 
     role: str
     process: subprocess.Popen[bytes]
-    life_fd: int = -1
 
     @property
     def exit_code(self) -> int | None:
@@ -110,96 +91,73 @@ class Child:
 def spawn_child(
     role: str, argv: Sequence[str], payload: bytes, pass_fds: Sequence[int] = ()
 ) -> Child:
-    """Start `argv` with the number of a pipe as its last argument, and send `payload` as one line.
+    """Start `argv` with the pid of this process as its last argument, and send `payload`.
 
+    The payload is the first line of the child's standard input. A line needs no end of file, which
+    would not arrive while another process holds a copy of the pipe.
     The child has its own process group, so that Ctrl-C in a terminal reaches only the parent.
     """
-    read_end, write_end = os.pipe2(os.O_CLOEXEC)
-    try:
-        process = subprocess.Popen(
-            [*argv, str(read_end)],
-            pass_fds=[*pass_fds, read_end],
-            stdin=subprocess.DEVNULL,
-            # Threads of libgomp otherwise spin at each barrier. On cores that other processes use
-            # too, a step of the demo model then takes 60 ms instead of 4 ms.
-            env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
-            process_group=0,
-        )
-    finally:
-        os.close(read_end)
-    with (
-        contextlib.suppress(BrokenPipeError),  # the child has ended; `wait` reports its exit
-        open(write_end, "wb", closefd=False) as pipe,
-    ):
+    process = subprocess.Popen(
+        [*argv, str(os.getpid())],
+        pass_fds=pass_fds,
+        stdin=subprocess.PIPE,
+        # Threads of libgomp otherwise spin at each barrier. On cores that other processes use too,
+        # a step of the demo model then takes 60 ms instead of 4 ms.
+        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+        process_group=0,
+    )
+    assert process.stdin is not None, "the child must have a pipe; this is a bug"
+    # BrokenPipeError: the child has ended; `wait` reports its exit.
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
         pipe.write(payload + b"\n")
-    return Child(role, process, write_end)
+    return Child(role, process)
+
+
+# The end of a child, a signal to this process, or None: a child has called `write_report`.
+Event = Child | signal.Signals | None
 
 
 class Supervisor:
-    """Turns exits of children, and signals to this process, into events.
+    """Turns exits of children, and signals to this process, into events, until the process ends.
+
+    report_fd  the end of the wake-up pipe for `write_report`. Python writes signals to it.
 
     I1  A child in `children` with exit_code None has not been reaped.
-    I2  Every child of `spawn_child` holds the read end of a pipe. Only this process holds the write
-        end.
     """
 
     def __init__(self) -> None:
         self.children: list[Child] = []
-        self._watched: dict[int, Callable[[], None]] = {}
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._wake_read, self.report_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         numbers = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup sets SIG_IGN
             numbers.add(signal.SIGHUP)
-        self._previous = {number: signal.signal(number, _ignore) for number in numbers}
-        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.kill(self.children)
-        signal.set_wakeup_fd(-1)
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        for number in numbers:
+            signal.signal(number, _ignore)
+        signal.set_wakeup_fd(self.report_fd, warn_on_full_buffer=False)
 
     def adopt(self, child: Child) -> Child:
         """Report the end of this child from now on."""
         self.children.append(child)
         return child
 
-    def watch(self, fd: int, react: Callable[[], None]) -> None:
-        """Call `react` in `wait` whenever `fd` is readable. `react` reads from `fd`."""
-        self._watched[fd] = react
-
-    def running(self) -> list[Child]:
-        return [child for child in self.children if child.exit_code is None]
-
     def send_signal(self, child: Child, number: int) -> None:
         """Signal a child that has not been reaped. The pid of a reaped child may be reused (I1)."""
         if child.exit_code is None:
             os.kill(child.process.pid, number)
 
-    def wait(self, until_s: float | None) -> list[signal.Signals | Child]:
-        """Wait for signals and for ends of children.
+    def wait(self, until_s: float | None) -> list[Event]:
+        """Wait for signals, for reports of children and for their ends.
 
         until_s: the CLOCK_MONOTONIC time at which the wait ends with an empty list. None: no limit.
         A SIGCHLD of an orphan, or of a child that is already reaped, does not end the wait.
         """
-        events: list[signal.Signals | Child] = [*self._reap()]
+        events: list[Event] = [*self._reap()]
         while not events:
             left_s = None if until_s is None else max(0.0, until_s - time.monotonic())
-            readable = select.select([self._wake_read, *self._watched], [], [], left_s)[0]
-            if not readable:
+            if not select.select([self._wake_read], [], [], left_s)[0]:
                 break
-            for fd in readable:
-                if fd != self._wake_read:
-                    self._watched[fd]()
-                    continue
-                for number in os.read(fd, 4096):
-                    if number != signal.SIGCHLD:
-                        events.append(signal.Signals(number))
+            numbers = os.read(self._wake_read, 4096)
+            events += [signal.Signals(n) if n else None for n in numbers if n != signal.SIGCHLD]
             events += self._reap()
         return events
 
@@ -210,20 +168,18 @@ class Supervisor:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     break
-                child = next((c for c in self.running() if c.process.pid == pid), None)
-                if child is not None:  # PID 1 inherits orphans of other processes
-                    child.process.returncode = os.waitstatus_to_exitcode(status)
-                    if child.life_fd >= 0:
-                        os.close(child.life_fd)
-                    ended.append(child)
+                for child in self.children:  # none for an orphan, which PID 1 inherits
+                    if child.process.pid == pid and child.exit_code is None:
+                        child.process.returncode = os.waitstatus_to_exitcode(status)
+                        ended.append(child)
         return ended
 
-    def stop(self, children: Sequence[Child], grace_s: float) -> None:
+    def stop(self, grace_s: float) -> None:
         """Send SIGTERM, and after `grace_s` SIGKILL to children that still run. Reaps all."""
-        for child in children:
+        for child in self.children:
             self.send_signal(child, signal.SIGTERM)
-        self.join(children, grace_s)
-        self.kill(children)
+        self.join(self.children, grace_s)
+        self.kill()
 
     def join(self, children: Sequence[Child], timeout_s: float | None) -> None:
         """Wait until these children have ended. With a timeout, a signal also ends the wait."""
@@ -234,11 +190,11 @@ class Supervisor:
             if until_s is not None and (signalled or not events):
                 return
 
-    def kill(self, children: Sequence[Child]) -> None:
+    def kill(self) -> None:
         """Send SIGKILL to the children that still run, and reap them."""
-        for child in children:
+        for child in self.children:
             self.send_signal(child, signal.SIGKILL)
-        self.join(children, None)
+        self.join(self.children, None)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

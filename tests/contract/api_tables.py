@@ -13,7 +13,6 @@ from typing import Any
 from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.server import ServerConfig
 from minisgl.server.cli import build_parser
-from minisgl.server.config import LIMIT_NAMES
 from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import status_table
 from minisgl.server.openapi import component_schemas
@@ -34,26 +33,28 @@ __all__ = ["PAGE", "with_tables"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 PACKAGE = Path(__file__).resolve().parents[2] / "minisgl"
+METRICS = tomllib.loads((PACKAGE / "server" / "metrics.toml").read_text())
+LIMIT_NAMES = METRICS["counter"]["limits_exceeded_total"]["labels"]["limit"]
 CONFIG = ServerConfig(
     engine=EngineConfig(model_path="."), scheduler=SchedulerConfig(), served_names=()
 )
 SCHEMAS = component_schemas(RequestConverter(CONFIG))
 ROUTES = {CHAT: "chat", COMPLETIONS: "completions", GENERATE: "/generate"}
 FIXED_LIMITS = (
-    "| none | 100 | `max_headers` | headers of one request; more get 431 |",
-    "| none | 1,024 | `max_small_chunks` | chunks that a body may have beyond one for each 64 "
-    "bytes; more get 400 |",
-    "| none | 65,536 and 524,288 | `max_body_values` | lists, objects and fields of one body; "
-    "all values of one body |",
-    "| none | 16 | `max_stop_strings` | stop strings of one request |",
-    "| none | 256 chars | `max_stop_chars` | characters of one stop string |",
-    "| none | 128 | `max_stop_token_ids` | stop token ids of one request |",
-    "| none | 8,388,608 chars | `max_template_chars` | text that a chat may render to |",
-    "| none | 262,144 chars | `max_grammar_chars` | text of a grammar, and of a schema without "
-    "titles and descriptions; with them 1,048,576 |",
-    "| none | 64 | `max_grammar_depth` | nested objects and lists of a schema |",
-    "| none | 10,000 | `max_enum_entries` | entries of all enums of a schema |",
-    "| none | 0.09 s | `max_grammar_seconds` | CPU time of compiling a grammar |",
+    "| none | 100 | `max_headers` | Headers of one request. More get 431. |",
+    "| none | 1,024 | `max_small_chunks` | Chunks that a body may have beyond one for each 64 "
+    "bytes. More get 400. |",
+    "| none | 65,536 and 524,288 | `max_body_values` | Lists, objects and fields of one body, and "
+    "all values of one body. |",
+    "| none | 16 | `max_stop_strings` | Stop strings of one request. |",
+    "| none | 256 chars | `max_stop_chars` | Characters of one stop string. |",
+    "| none | 128 | `max_stop_token_ids` | Stop token ids of one request. |",
+    "| none | 8,388,608 chars | `max_template_chars` | Text that a chat may render to. |",
+    "| none | 262,144 chars | `max_grammar_chars` | Text of a grammar, and of a schema without "
+    "titles and descriptions. With them 1,048,576. |",
+    "| none | 64 | `max_grammar_depth` | Nested objects and lists of a schema. |",
+    "| none | 10,000 | `max_enum_entries` | Entries of all enums of a schema. |",
+    "| none | 0.09 s | `max_grammar_seconds` | CPU time of compiling a grammar. |",
 )
 
 
@@ -187,7 +188,7 @@ def limits() -> str:
         if name == "--max-choices":
             label += ", `max_n` (n), `max_prompts` (prompts)"
         rows.append(f"| `{name}` | {shown} | {label} | {flag['help']} |")
-    text = "tokens of prompt and answer together"
+    text = "Tokens of prompt and answer together."
     rows.append(f"| `--max-seq-len-override` | the model's | `max_seq_len` | {text} |")
     rows += FIXED_LIMITS
     found = {name for row in rows[2:] for name in re.findall(r"`(\w+)`", row.split("|")[3])}

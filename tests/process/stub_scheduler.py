@@ -36,7 +36,7 @@ from minisgl.message.messages import (
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.server.config import ChildSpec
 from minisgl.tokenizer import TextTokenizer
-from minisgl.utils.supervise import CONFIG_EXIT, bind_to_parent, read_payload
+from minisgl.utils.supervise import CONFIG_EXIT, bind_to_parent
 
 STEP_S = 0.005
 FACTS = ModelFacts(
@@ -155,9 +155,9 @@ class StubScheduler:
 
 
 def main() -> None:
-    mode, life_fd = sys.argv[1], int(sys.argv[-1])
-    spec = msgspec.json.decode(read_payload(life_fd), type=ChildSpec)
-    bind_to_parent(spec.parent_pid, life_fd)
+    bind_to_parent()
+    mode = sys.argv[1]
+    spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
     if mode == "broken":
         os.write(spec.reason_fd, b"scheduler\tthe model is upside down\n")
         os._exit(CONFIG_EXIT)

@@ -89,12 +89,12 @@ def test_foreign_messages_on_the_private_sockets_change_nothing(stub_server: Ser
 
 @pytest.mark.parametrize("flag", ["--api-key", "--admin-api-key"])
 def test_key_on_the_command_line_is_a_warning_that_names_the_file(
-    tmp_path: Path, flag: str, caplog: pytest.LogCaptureFixture
+    flag: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     from minisgl.server.cli import resolve
 
     with caplog.at_level(logging.WARNING):
-        resolve([flag, "secret"], {}, lambda *_: ".", lambda: tmp_path)
+        resolve([flag, "secret"], {})
     assert f"use {flag}-file" in caplog.text
     assert "secret" not in caplog.text
 

@@ -10,8 +10,8 @@ import numpy as np
 import psutil
 import pytest
 import zmq
+from k8s_harness.incluster.kv_index import BlockIndex
 
-from minisgl.events import BlockIndex
 from minisgl.message.kv_events import EventBatch
 from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
 

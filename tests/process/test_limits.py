@@ -18,7 +18,7 @@ import pytest
 
 from minisgl.message.messages import Ready
 from minisgl.message.queues import Sender, endpoint
-from minisgl.server.config import LIMIT_NAMES
+from tests.contract.api_tables import LIMIT_NAMES
 from tests.process.harness import DEADLINE_S, JSON_BODY, ServerProcess, run_server, wait_for
 from tests.process.stub_scheduler import FACTS
 

@@ -113,7 +113,7 @@ def test_killed_child_of_the_real_engine_ends_the_service(
 
 @pytest.mark.parametrize("phase", ["loading", "idle", "decode", "draining"])
 def test_killed_launcher_leaves_no_orphans(tiny_model: Path, phase: str) -> None:
-    """W28: a signal and a pipe end the children with the launcher."""
+    """W28: a signal ends the children with the launcher."""
     stub = {"loading": "loading", "draining": None}.get(phase, "echo")
     with run_server("--model", str(tiny_model), *DRAIN, stub=stub) as server:
         _bring_into(server, phase)

@@ -115,8 +115,8 @@ def test_folder_below_a_private_folder_of_another_user_fails_with_a_remedy(tmp_p
     """The container's user has no access to /root, if HOME is still /root."""
     tmp_path.chmod(0)
     program = (
-        "import os, pathlib, sys; from minisgl import doctor; os.geteuid() or os.setuid(65534);"
-        "check = doctor._writable('model cache', pathlib.Path(sys.argv[1]), 'HF_HOME');"
+        "import os, sys; from minisgl import doctor; os.geteuid() or os.setuid(65534);"
+        "check = doctor._writable('model cache', sys.argv[1], 'HF_HOME');"
         "print(check.state, check.found, check.remedy)"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "hub")]

@@ -17,7 +17,7 @@ def messages() -> list[bytes]:
     """The payloads: stored blocks, a continued and a salted prompt, removed and cleared blocks."""
     batches: list[list[KVEvent]] = []
     events = CacheEvents(
-        2, 20, 4, "minisgl-demo", lambda batch: batches.append(batch) or True, KVEventTotals()
+        4, "minisgl-demo", lambda batch: batches.append(batch) or True, KVEventTotals(), 2, 20
     )
     tokens = np.array([1, 127, 128, 70_000, 5, 6, 7, 8, 9, 10, 11, 12], dtype=np.int32)
     pages = np.arange(6, dtype=np.int32)

@@ -4,12 +4,32 @@ import random
 
 import msgspec
 import numpy as np
+import zmq
+from k8s_harness.incluster.kv_index import BlockIndex
 
-from minisgl.events import BlockIndex, CacheEvents
+from minisgl.events import CacheEvents
 from minisgl.kvcache import FencedPool, RadixCache
 from minisgl.message.kv_events import EventBatch, KVEvent, KVEventTotals
+from minisgl.message.publisher import Publisher
 
 BLOCK = 4
+
+
+def addresses(publisher: Publisher) -> tuple[str, str]:
+    """The bound addresses of the stream and of the replay."""
+    assert publisher._replay is not None
+    return (
+        publisher._pub.get_string(zmq.LAST_ENDPOINT),
+        publisher._replay.get_string(zmq.LAST_ENDPOINT),
+    )
+
+
+def started(
+    publisher: Publisher, block_size: int, model: str, page_size: int, num_pages: int
+) -> CacheEvents:
+    """Start the publisher, and return a listener that it publishes."""
+    publisher.start()
+    return CacheEvents(block_size, model, publisher.put, publisher.totals, page_size, num_pages)
 
 
 class Replica:
@@ -23,7 +43,7 @@ class Replica:
         self.page_size = page_size
         self.full = False
         self.index = BlockIndex()
-        self.events = CacheEvents(page_size, num_pages, BLOCK, "model", self._put, KVEventTotals())
+        self.events = CacheEvents(BLOCK, "model", self._put, KVEventTotals(), page_size, num_pages)
         self.cache = RadixCache(page_size, self.events)
 
     def insert(self, tokens: list[int], salt: str) -> None:

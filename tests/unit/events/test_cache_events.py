@@ -21,7 +21,7 @@ import numpy as np
 from minisgl.events import CacheEvents
 from minisgl.message.kv_events import KVEventTotals
 batches = []
-events = CacheEvents(2, 9, 4, "model", lambda batch: batches.append(batch) or True, KVEventTotals())
+events = CacheEvents(4, "model", lambda batch: batches.append(batch) or True, KVEventTotals(), 2, 9)
 for salt in ("", "salt"):
     first = 4 * bool(salt)
     events.stored(np.arange(8, dtype=np.int32), np.arange(first, first + 4, dtype=np.int32), salt)
@@ -94,7 +94,7 @@ def test_hashes_are_equal_after_a_restart_and_differ_between_salts() -> None:
 def test_a_block_of_several_pages_is_announced_with_its_last_page() -> None:
     batches: list[list[KVEvent]] = []
     events = CacheEvents(
-        2, 9, 8, "model", lambda batch: batches.append(batch) or True, KVEventTotals()
+        8, "model", lambda batch: batches.append(batch) or True, KVEventTotals(), 2, 9
     )
     cache = RadixCache(2, events)
     tokens = np.arange(18, dtype=np.int32)
@@ -131,7 +131,7 @@ def test_after_a_full_queue_blocks_are_cleared_and_announced_at_their_next_use()
 
 def test_a_block_size_that_pages_do_not_fill_is_refused() -> None:
     with pytest.raises(ConfigError, match="multiple of the page size 16"):
-        CacheEvents(16, 9, 24, "model", lambda _: True, KVEventTotals())
+        CacheEvents(24, "model", lambda _: True, KVEventTotals(), 16, 9)
 
 
 def test_a_cleared_stream_begins_with_all_blocks_cleared() -> None:
@@ -139,11 +139,11 @@ def test_a_cleared_stream_begins_with_all_blocks_cleared() -> None:
     accept = [False, True]
     events = CacheEvents(
         4,
-        9,
-        4,
         "model",
         lambda batch: accept.pop(0) and (batches.append(batch) or True),
         KVEventTotals(),
+        4,
+        9,
     )
     for first in (0, 1):
         events.stored(np.full(4, first, dtype=np.int32), np.array([first]), "")

@@ -3,7 +3,6 @@
 import json
 import random
 import socket
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,23 +10,22 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from k8s_harness.incluster.kv_index import BlockIndex
 
 from minisgl.core import ConfigError
-from minisgl.events import BlockIndex, publish_events
 from minisgl.kvcache import RadixCache
 from minisgl.message import publisher as module
 from minisgl.message.kv_events import BlockRemoved, BlockStored, EventBatch, KVEvent
 from minisgl.message.publisher import Publisher
 from tests.unit.events import golden
+from tests.unit.events.machine import addresses, started
 
 DEADLINE_MS = 60_000
 
 
 @pytest.fixture
-def publisher() -> Iterator[Publisher]:
-    made = Publisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", golden.TOPIC)
-    yield made
-    made.close()
+def publisher() -> Publisher:
+    return Publisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", golden.TOPIC)
 
 
 def subscribe(publisher: Publisher) -> "zmq.Socket[bytes]":
@@ -37,7 +35,7 @@ def subscribe(publisher: Publisher) -> "zmq.Socket[bytes]":
     socket.setsockopt(zmq.RCVTIMEO, DEADLINE_MS)
     monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     socket.subscribe(b"kv@")
-    socket.connect(publisher.addresses[0])
+    socket.connect(addresses(publisher)[0])
     assert monitor.poll(DEADLINE_MS)
     socket.disable_monitor()
     return socket
@@ -88,7 +86,7 @@ def test_the_messages_are_those_that_the_decoder_of_llm_d_has_read() -> None:
 
 
 def test_a_subscriber_rebuilds_the_cache_from_the_stream(publisher: Publisher) -> None:
-    events = publish_events(publisher, 4, "model")(2, 60)
+    events = started(publisher, 4, "model", 2, 60)
     cache, index = RadixCache(2, events), BlockIndex()
     socket = subscribe(publisher)
     draw = random.Random(0)
@@ -111,7 +109,7 @@ def test_a_subscriber_rebuilds_the_cache_from_the_stream(publisher: Publisher) -
             index.apply(event)
     assert (index.blocks, index.checksum) == (events.totals.blocks, events.totals.checksum)
     assert index.blocks > 0
-    assert [number for number, _ in replay(publisher.addresses[1], sent - 2)] == [
+    assert [number for number, _ in replay(addresses(publisher)[1], sent - 2)] == [
         sent - 2,
         sent - 1,
     ]
@@ -139,7 +137,7 @@ def test_a_long_stream_begins_anew_with_a_snapshot(
         for event in msgspec.msgpack.decode(payload, type=EventBatch).events:
             live.apply(event)
     assert restarts >= 2
-    messages = replay(publisher.addresses[1], 0)
+    messages = replay(addresses(publisher)[1], 0)
     assert [number for number, _ in messages] == [*range(len(messages))]
     late = BlockIndex()
     for _, batch in messages:
@@ -175,21 +173,21 @@ def test_the_publisher_does_not_wait_for_a_subscriber_that_reads_nothing(
     )
     for _ in range(500):  # 10 MB, more than the buffers of the connection
         assert publisher.put([large])
-    assert len(replay(publisher.addresses[1], 0)) <= 500
+    assert len(replay(addresses(publisher)[1], 0)) <= 500
     idle.close()
 
 
 def test_a_request_that_is_no_replay_request_gets_no_answer(publisher: Publisher) -> None:
     publisher.start()
     with zmq.Context.instance().socket(zmq.DEALER) as socket:
-        socket.connect(publisher.addresses[1])
+        socket.connect(addresses(publisher)[1])
         socket.send_multipart([b"", b"short"])
         socket.send_multipart([b"alone"])
-    assert replay(publisher.addresses[1], 0) == []
+    assert replay(addresses(publisher)[1], 0) == []
 
 
 def test_a_taken_address_is_an_error_that_names_it(publisher: Publisher) -> None:
-    address = publisher.addresses[0]
+    address = addresses(publisher)[0]
     with pytest.raises(ConfigError, match=r"cannot be published at tcp://127\.0\.0\.1:"):
         Publisher(address, None, "kv@a@b")
 
@@ -200,7 +198,7 @@ def test_a_peer_that_sends_a_large_message_is_disconnected(
 ) -> None:
     """zmq would hold the message in the memory of the scheduler."""
     publisher.start()
-    host, port = publisher.addresses[index].removeprefix("tcp://").split(":")
+    host, port = addresses(publisher)[index].removeprefix("tcp://").split(":")
     kind = (b"SUB", b"DEALER")[index]
     ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4) + kind
     with socket.create_connection((host, int(port)), timeout=DEADLINE_MS / 1000) as peer:
@@ -210,4 +208,4 @@ def test_a_peer_that_sends_a_large_message_is_disconnected(
         with suppress(ConnectionResetError):
             while peer.recv(4096):
                 pass
-    assert replay(publisher.addresses[1], 0) == []
+    assert replay(addresses(publisher)[1], 0) == []

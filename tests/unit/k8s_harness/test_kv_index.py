@@ -7,14 +7,14 @@ import sys
 import numpy as np
 from k8s_harness.client import SCRIPTS
 
-from minisgl.events import publish_events
 from minisgl.kvcache import RadixCache
 from minisgl.message.publisher import Publisher
+from tests.unit.events.machine import addresses, started
 
 
 def test_the_script_reports_the_blocks_of_the_cache() -> None:
     publisher = Publisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "kv@10.0.0.7:1919@minisgl-demo")
-    reporter = publish_events(publisher, 4, "minisgl-demo")(2, 100)
+    reporter = started(publisher, 4, "minisgl-demo", 2, 100)
     cache = RadixCache(2, reporter)
     for first in range(5):
         tokens = np.array([first, *range(20, 31)], dtype=np.int32)
@@ -22,12 +22,9 @@ def test_the_script_reports_the_blocks_of_the_cache() -> None:
         reporter.flush()
     cache.evict(7)
     reporter.flush()
-    argument = json.dumps({"replay": publisher.addresses[1]})
+    argument = json.dumps({"replay": addresses(publisher)[1]})
     command = [sys.executable, str(SCRIPTS / "kv_index.py"), argument]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    finally:
-        publisher.close()
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
     totals = reporter.totals
     assert totals.removed > 0
     assert json.loads(done.stdout) == {

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.core import ConfigError
+from minisgl.demo import model_path
 from minisgl.server import ServerConfig
 from minisgl.server.cli import build_parser, resolve
 
@@ -15,14 +16,14 @@ def config(*flags: str, **environ: str) -> ServerConfig:
     def find(name: str, revision: str | None, weights: bool) -> str:
         return f"/models/{name}" if weights else f"/without-weights/{name}"
 
-    return resolve(flags, environ, find, lambda: Path("/demo"))
+    return resolve(flags, environ, find_model=find)
 
 
 def test_without_flags_the_demo_is_served_on_loopback() -> None:
     found = config()
     assert (found.host, found.port) == ("127.0.0.1", 1919)
     assert found.served_names == ("minisgl-demo",)
-    assert found.engine.model_path == "/demo"
+    assert found.engine.model_path == str(model_path())
 
 
 def test_flag_names_of_mini_sglang_mean_the_same() -> None:

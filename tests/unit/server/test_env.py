@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from minisgl.core import ConfigError
-from minisgl.server.cli import read_env
+from minisgl.server.cli import resolve, warn_of_unknown
 from minisgl.server.settings import environment_words, flag_variables, is_injected
 
 
@@ -13,26 +13,27 @@ from minisgl.server.settings import environment_words, flag_variables, is_inject
     ("text", "value"), [("1", True), ("true", True), ("0", False), ("", False)]
 )
 def test_switch_is_parsed(text: str, value: bool) -> None:
-    found = read_env({"MINISGL_DISABLE_OVERLAP_SCHEDULING": text})
-    assert found.disable_overlap_scheduling is value
+    found = resolve([], {"MINISGL_DISABLE_OVERLAP_SCHEDULING": text})
+    assert found.scheduler.overlap is not value
 
 
 def test_bad_value_names_the_variable() -> None:
     """Fault of mini-sglang: it ignored bad values without a message."""
     with pytest.raises(ConfigError, match="MINISGL_DISABLE_OVERLAP_SCHEDULING"):
-        read_env({"MINISGL_DISABLE_OVERLAP_SCHEDULING": "2"})
+        resolve([], {"MINISGL_DISABLE_OVERLAP_SCHEDULING": "2"})
 
 
 @pytest.mark.parametrize("text", ["", " "])
-def test_empty_key_is_kept_so_that_it_is_refused(text: str) -> None:
+def test_empty_key_is_refused(text: str) -> None:
     """An empty Secret must not open a server that should be closed."""
-    assert read_env({"MINISGL_API_KEY": text}).api_key == ""
-    assert read_env({}).api_key is None
+    with pytest.raises(ConfigError, match="an API key is empty"):
+        resolve([], {"MINISGL_API_KEY": text})
+    assert resolve([], {}).api_key_hashes == {}
 
 
 def test_unknown_variable_warns(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        read_env({"MINISGL_DISABLE_OVERLAP": "1"})
+        warn_of_unknown({"MINISGL_DISABLE_OVERLAP": "1"})
     assert "MINISGL_DISABLE_OVERLAP" in caplog.text
 
 
@@ -47,8 +48,9 @@ def test_injected_variables_are_ignored_without_a_warning(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        read_env({name: "tcp://10.0.0.1:1919"})
-        read_env({"MINISGL_API_SERVICE_HOST": "10.0.0.1", "MINISGL_API_PORT_80_TCP_PROTO": "tcp"})
+        warn_of_unknown({name: "tcp://10.0.0.1:1919"})
+        other = {"MINISGL_API_SERVICE_HOST": "10.0.0.1", "MINISGL_API_PORT_80_TCP_PROTO": "tcp"}
+        warn_of_unknown(other)
     assert caplog.text == ""
     assert list(environment_words({name: "tcp://10.0.0.1:1919"})) == []
 
@@ -63,12 +65,12 @@ def test_each_flag_has_a_variable_that_kubernetes_does_not_inject() -> None:
     variables = flag_variables()
     assert len(variables) > 50
     assert not [name for name in variables if is_injected(name, "")]
-    assert variables["MINISGL_HTTP_PORT"] == "--port"
-    assert variables["MINISGL_KERNEL_CACHE"] == "--kernel-cache"
+    assert variables["MINISGL_HTTP_PORT"][0] == "--port"
+    assert variables["MINISGL_KERNEL_CACHE"][0] == "--kernel-cache"
 
 
 def test_misspelt_variable_of_a_flag_is_named_with_the_nearest_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    read_env({"MINISGL_MAX_RUNNING_REQUEST": "8"})
+    warn_of_unknown({"MINISGL_MAX_RUNNING_REQUEST": "8"})
     assert "did you mean 'MINISGL_MAX_RUNNING_REQUESTS'" in caplog.text

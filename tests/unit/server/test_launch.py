@@ -12,6 +12,7 @@ from minisgl.server import launch
 from minisgl.server.config import ChildSpec
 from minisgl.utils.supervise import Child, Supervisor
 from tests.unit.server.fakes import CONFIG
+from tests.unit.utils.supervising import supervising
 
 
 def test_unwritable_socket_folder_is_one_line(
@@ -35,10 +36,10 @@ def test_repeated_sighup_does_not_end_a_drain(monkeypatch: pytest.MonkeyPatch) -
     """A terminal that closes sends SIGHUP from its shell, and again from the kernel at the end of
     the shell, possibly seconds later. The second one cut all answers."""
     monkeypatch.setattr(launch, "_SAME_SIGNAL_S", 0.0)
-    spec = ChildSpec(role="", index=0, parent_pid=0, socket_dir="", reason_fd=-1, config=CONFIG)
+    spec = ChildSpec(role="", index=0, socket_dir="", reason_fd=-1, config=CONFIG)
     sent: list[int] = []
     monkeypatch.setattr(Supervisor, "send_signal", lambda self, child, number: sent.append(number))
-    with Supervisor() as supervisor:
+    with supervising() as supervisor:
         service = launch._Service(supervisor, spec, -1, ())
         service._api = supervisor.adopt(Child("api", subprocess.Popen(["true"])))
         heard = [signal.SIGHUP, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM]

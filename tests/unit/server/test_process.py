@@ -4,7 +4,6 @@ The W-numbers are rows of docs/bugs.md.
 """
 
 import asyncio
-import os
 import socket
 from pathlib import Path
 
@@ -26,7 +25,6 @@ def api_server(folder: Path, **changed: object) -> ApiServer:
     spec = ChildSpec(
         role="api",
         index=0,
-        parent_pid=os.getpid(),
         socket_dir=str(folder),
         reason_fd=-1,
         config=msgspec.structs.replace(CONFIG, **changed),

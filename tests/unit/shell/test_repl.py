@@ -1,5 +1,6 @@
 """The conversation, with a scripted user and a scripted server."""
 
+import contextlib
 import io
 from collections.abc import Generator, Iterator
 
@@ -32,7 +33,8 @@ def run(client: FakeClient, *lines: str | BaseException) -> str:
             raise line
         return line
 
-    Shell(client, prompt, output).run()  # type: ignore[arg-type]
+    with contextlib.redirect_stdout(output):
+        Shell(client, prompt).run()  # type: ignore[arg-type]
     return output.getvalue()
 
 

@@ -9,12 +9,13 @@ import pytest
 
 from minisgl.utils import near_names
 from minisgl.utils.supervise import Child, Supervisor, describe_exit, spawn_child
+from tests.unit.utils.supervising import supervising
 
-READ = "import sys, os\nfrom minisgl.utils.supervise import read_payload\nfd = int(sys.argv[-1])\n"
+IMPORTS = "import sys, os\n"
 
 
 def child(code: str) -> list[str]:
-    return [sys.executable, "-c", READ + code]
+    return [sys.executable, "-c", IMPORTS + code]
 
 
 def next_exit(supervisor: Supervisor) -> Child:
@@ -26,12 +27,11 @@ def next_exit(supervisor: Supervisor) -> Child:
 
 def test_child_gets_its_payload_and_its_exit_is_seen() -> None:
     payload = b"x" * 200_000  # more than a pipe holds
-    with Supervisor() as supervisor:
-        code = "sys.exit(7 if read_payload(fd).strip() == b'x' * 200_000 else 1)"
+    with supervising() as supervisor:
+        code = "sys.exit(7 if sys.stdin.buffer.readline().strip() == b'x' * 200_000 else 1)"
         made = supervisor.adopt(spawn_child("a", child(code), payload))
         assert next_exit(supervisor) is made
         assert made.exit_code == 7
-        assert supervisor.running() == []
 
 
 def test_sighup_is_ignored_under_nohup() -> None:
@@ -39,10 +39,9 @@ def test_sighup_is_ignored_under_nohup() -> None:
     try:
         for before, hears in ((signal.SIG_DFL, [signal.SIGHUP]), (signal.SIG_IGN, [])):
             signal.signal(signal.SIGHUP, before)
-            with Supervisor() as supervisor:
+            with supervising() as supervisor:
                 os.kill(os.getpid(), signal.SIGHUP)
                 assert supervisor.wait(time.monotonic()) == hears
-            assert signal.getsignal(signal.SIGHUP) is before
     finally:
         signal.signal(signal.SIGHUP, previous)
 
@@ -54,7 +53,7 @@ def test_idle_threads_of_a_child_sleep_unless_the_user_sets_a_policy(
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     if given is not None:
         monkeypatch.setenv("OMP_WAIT_POLICY", given)
-    with Supervisor() as supervisor:
+    with supervising() as supervisor:
         code = f"sys.exit(os.environ['OMP_WAIT_POLICY'] != {found!r})"
         supervisor.adopt(spawn_child("a", child(code), b""))
         assert next_exit(supervisor).exit_code == 0
@@ -62,7 +61,7 @@ def test_idle_threads_of_a_child_sleep_unless_the_user_sets_a_policy(
 
 def test_exit_of_an_orphan_does_not_end_a_wait() -> None:
     """Regression: as PID 1, SIGCHLD of an orphan was taken for the deadline of a drain."""
-    with Supervisor() as supervisor:
+    with supervising() as supervisor:
         end_s = time.monotonic() + 0.1
         os.kill(os.getpid(), signal.SIGCHLD)
         assert supervisor.wait(end_s) == []
@@ -73,7 +72,7 @@ def test_exit_of_an_orphan_does_not_end_a_wait() -> None:
 
 
 def test_killed_child_is_reported_by_its_signal() -> None:
-    with Supervisor() as supervisor:
+    with supervising() as supervisor:
         made = supervisor.adopt(spawn_child("a", child("import time; time.sleep(600)"), b""))
         supervisor.send_signal(made, signal.SIGKILL)
         assert next_exit(supervisor).exit_code == -signal.SIGKILL
@@ -91,10 +90,10 @@ def test_stop_kills_a_child_that_ignores_term() -> None:
     stdout = os.dup(1)
     os.dup2(write_end, 1)
     try:
-        with Supervisor() as supervisor:
+        with supervising() as supervisor:
             made = supervisor.adopt(spawn_child("a", child(code), b""))
             os.read(read_end, 1)
-            supervisor.stop([made], grace_s=0.05)
+            supervisor.stop(grace_s=0.05)
             assert made.exit_code == -signal.SIGKILL
     finally:
         os.dup2(stdout, 1)
@@ -102,12 +101,10 @@ def test_stop_kills_a_child_that_ignores_term() -> None:
             os.close(fd)
 
 
-def test_signals_are_events_and_handlers_are_restored() -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with Supervisor() as supervisor:
+def test_signals_are_events() -> None:
+    with supervising() as supervisor:
         os.kill(os.getpid(), signal.SIGTERM)
         assert supervisor.wait(time.monotonic() + 30) == [signal.SIGTERM]
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(
