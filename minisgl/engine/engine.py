@@ -128,6 +128,10 @@ class Engine:
             graph_bytes,
             memory.free_bytes(self._device),
         )
+        if self._kv_spec.fp8:
+            unquantised = self._kv_spec._replace(fp8=False)
+            gain = unquantised.token_bytes / self._kv_spec.token_bytes
+            logger.info("KV cache in fp8: %.2f times as many tokens fit into the same memory", gain)
 
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start the step. On a CPU it is done on return; on a GPU it is queued on the stream."""

@@ -16,7 +16,7 @@ from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory
 from minisgl.engine.check import share_of
 from minisgl.kernel import ContextCopy
-from minisgl.kvcache.pool import kv_page_bytes
+from minisgl.kvcache.pool import KVSpec, kv_page_bytes
 from minisgl.models.config import ModelConfig
 from minisgl.models.loader import materialise
 from minisgl.planning.gpus import Gpu
@@ -97,7 +97,7 @@ def make_plan(
     weights = sum(parameter.numel() * parameter.itemsize for parameter in share.parameters())
     of_pools = [kv_page_bytes(spec, len(layers), 1) for layers in model.pools]
     token_bytes, window_bytes = of_pools[0], sum(of_pools[1:])
-    remainder = _remainder_bytes(config, model, gpu, dtype, max_chunk_tokens)
+    remainder = _remainder_bytes(config, model, gpu, context, spec, max_chunk_tokens)
     # The remainder includes the memory that is not free when the engine starts.
     available = memory.kv_bytes_left(config, gpu.memory_bytes, weights + remainder)
     pages, window_pages = _pages(config, model, available, (token_bytes, window_bytes), context)
@@ -169,11 +169,15 @@ def _pages(
 
 
 def _remainder_bytes(
-    config: EngineConfig, model: ModelConfig, gpu: Gpu, dtype: torch.dtype, max_chunk_tokens: int
+    config: EngineConfig,
+    model: ModelConfig,
+    gpu: Gpu,
+    context: int,
+    spec: KVSpec,
+    max_chunk_tokens: int,
 ) -> int:
     """Predict the memory of a rank besides weights and KV pages."""
-    context = memory.resolve_max_seq_len(config, model)
-    tp, rows, item = config.tp_size, config.max_running_reqs + 1, dtype.itemsize
+    tp, rows, item = config.tp_size, config.max_running_reqs + 1, spec.dtype.itemsize
     page_table = len(model.pools) * rows * -(-context // config.page_size)
     token_pool = rows * (context + 1)
     rotary = len(model.ropes) * context * model.head_dim
@@ -191,8 +195,7 @@ def _remainder_bytes(
     copied_keys = sum(
         context if rule.window is None else min(context, max_chunk_tokens + rule.window)
         for rule in set(model.rules)
-        if config.kv_cache_dtype == "fp8"
-        or (gpu.copies and ContextCopy.may_pay(rule.window, group))
+        if spec.fp8 or (gpu.copies and ContextCopy.may_pay(rule.window, group))
     )
     copied = 2 * copied_keys * kv_heads * model.head_dim * item
     shared = _PEER_BYTES if tp > 1 else 0

@@ -1,5 +1,6 @@
 """The engine: sizes, rejected settings, token pool, facts, warm-up and calibration."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,14 @@ def test_facts_describe_the_loaded_model(path: str) -> None:
     assert plain.facts().kv_dtype == "bfloat16"
 
 
-def test_more_tokens_fit_into_the_same_memory_in_fp8(path: str) -> None:
+def test_more_tokens_fit_into_the_same_memory_in_fp8(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
     room: dict[str, Any] = {"num_pages": None, "cpu_kv_bytes": 64 * 2**10, "dtype": "bfloat16"}
-    pages = [make_engine(path, **room, kv_cache_dtype=kv).num_pages for kv in ("auto", "fp8")]
+    with caplog.at_level(logging.INFO, "minisgl"):
+        pages = [make_engine(path, **room, kv_cache_dtype=kv).num_pages for kv in ("auto", "fp8")]
     assert pages == [32, 60]  # 2 * 2 * 2 heads * 64 or 34 bytes, for 4 tokens
+    assert "KV cache in fp8: 1.88 times as many tokens fit" in caplog.text
 
 
 @pytest.mark.parametrize(
