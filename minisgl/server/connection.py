@@ -41,7 +41,8 @@ MAX_SMALL_CHUNKS = 1024
 MAX_HELD_BYTES = 2**24  # of all unfinished heads together; their parsed headers take as much again
 # A TLS connection takes 50 KiB, and up to 110 KiB more after a large head: 160 MiB in all.
 MAX_TLS_CONNECTIONS = 1024
-_REQUEST_LINE = re.compile(rb"[A-Z]{1,32} [/Hh*][^\r\n]* HTTP/1\.[01]\r\n")
+# CONNECT is refused: the parser would take all bytes after its head for another protocol.
+_REQUEST_LINE = re.compile(rb"(?!CONNECT )[A-Z]{1,32} [/Hh*][^\r\n]* HTTP/1\.[01]\r\n")
 KEPT = "kept"  # key in the state of a request: its connection carried an earlier request
 
 
@@ -178,7 +179,10 @@ def limited_protocol(limits: Limits, exceeded: Callable[[str], None]) -> type[as
         def on_headers_complete(self) -> None:
             """Refuse a head that proxies and servers read differently, or begin the request."""
             line = self._request_line
-            if not _REQUEST_LINE.fullmatch(line) or line not in self._head:
+            # The parser also accepts other white space. The value of a header may be equal to the
+            # line.
+            copies = sum(value.endswith(line[:-2]) for _, value in self.headers)
+            if not _REQUEST_LINE.fullmatch(line) or self._head.count(line) <= copies:
                 raise _invalid(
                     "the request line must be METHOD PATH HTTP/1.1 or METHOD PATH HTTP/1.0"
                 )

@@ -185,7 +185,10 @@ def test_memory_of_an_incomplete_head_is_bounded(line: bytes) -> None:
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n", b"not valid HTTP"),
         (b"GET / RTSP/1.0\r\nhost: a\r\n", b"METHOD PATH"),
         (POST + b"authorization: Bearer a\r\nAuthorization: b\r\n", b"at most one Authorization"),
+        (b"GET  / HTTP/1.1\r\nhost: a\r\n", b"METHOD PATH"),
+        (b"GET  / HTTP/1.1\r\nhost: a\r\nx: GET / HTTP/1.1\r\n", b"METHOD PATH"),
         (b"CONNECT a:80 HTTP/1.1\r\nhost: a\r\n", b"METHOD PATH"),
+        (b"CONNECT h:80 HTTP/1.1\r\nhost: h\r\n", b"METHOD PATH"),  # was read without end
     ],
 )
 def test_ambiguous_head_is_a_400(head: bytes, reason: bytes) -> None:
@@ -193,6 +196,13 @@ def test_ambiguous_head_is_a_400(head: bytes, reason: bytes) -> None:
     assert given.startswith(b"HTTP/1.1 400")
     assert reason in given
     assert b"connection: close" in given
+
+
+def test_a_header_may_have_the_request_line_as_its_value() -> None:
+    for value in (b"POST /path HTTP/1.1", b"POST /path HTTP/1.1 "):
+        assert answers([POST + b"x: " + value + b"\r\ncontent-length: 4\r\n\r\nbody"]).endswith(
+            b"/path body"
+        )
 
 
 def test_http_1_0_needs_no_host() -> None:
