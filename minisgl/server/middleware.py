@@ -183,7 +183,9 @@ class GateMiddleware:
         if self._open >= self._limits.max_connections:
             reason = "too many open connections; try again later"
             raise Overloaded(reason, limit="max_connections")
-        if int(Headers(scope=scope).get("content-length", 0)) > self._limits.max_body_bytes:
+        # The parser refuses numbers of 2**64 and more, but not zeros before a number.
+        declared = Headers(scope=scope).get("content-length", "0")
+        if int(declared[-20:]) > self._limits.max_body_bytes:
             raise self._too_large()
 
     def _too_large(self) -> BodyTooLarge:
