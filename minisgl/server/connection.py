@@ -237,7 +237,10 @@ def limited_protocol(limits: Limits, exceeded: Callable[[str], None]) -> type[as
                 head = b"content-type: application/json\r\ncontent-length: %d\r\n" % len(reply.body)
                 start = STATUS_LINE[reply.status] + head + b"connection: close\r\n\r\n"
                 self.transport.write(start + reply.body)
-            self.transport.close()
+            if self._drops:
+                self.transport.abort()  # A client may read its response slowly or never.
+            else:
+                self.transport.close()
 
     return HttpConnection
 

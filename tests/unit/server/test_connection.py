@@ -111,6 +111,15 @@ def test_endless_pipelined_requests_are_not_parsed() -> None:
     first = PIPELINED[: PIPELINED.index(b"GET /1 ")]
     assert answers([first, PIPELINED]).count(b"HTTP/1.1 ") == 2
 
+    async def feed() -> None:
+        wired = Wired()
+        wired.connection.data_received(PIPELINED * 1000)
+        assert wired.wire.aborted, "a client that reads nothing could keep the connection"
+        assert wired.exceeded == ["max_head_bytes"]
+        wired.close()
+
+    asyncio.run(feed())
+
 
 def test_request_behind_a_chunked_body_is_not_parsed() -> None:
     chunked = POST + b"transfer-encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n"

@@ -24,6 +24,7 @@ class Wire(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
+        self.aborted = False
         self._closing = False
 
     def write(self, data: Any) -> None:
@@ -36,7 +37,7 @@ class Wire(asyncio.Transport):
         self._closing = True
 
     def abort(self) -> None:
-        self._closing = True
+        self._closing = self.aborted = True
 
     def pause_reading(self) -> None:
         """Does nothing: the test delivers the bytes."""
