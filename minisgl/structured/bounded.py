@@ -38,7 +38,10 @@ class BoundedProcess:
     def call(self, request: bytes) -> bytes | None:
         """Return the reply of `handle`, or None if the call exceeded its CPU time."""
         self._pipe.send_bytes(request)
-        return self._pipe.recv_bytes() or None
+        try:
+            return self._pipe.recv_bytes() or None
+        except EOFError:
+            raise EOFError("the process for grammars has ended") from None
 
     def close(self) -> None:
         """End the process. A second call does nothing."""

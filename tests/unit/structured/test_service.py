@@ -153,6 +153,6 @@ def test_processes_end_with_their_owner() -> None:
 
 def test_failure_of_the_process_is_an_error_of_the_owner() -> None:
     process = BoundedProcess(lambda raw: bytes(raw[9:10].hex(), "x"), 1.0)  # LookupError
-    with pytest.raises(EOFError):
+    with pytest.raises(EOFError, match="the process for grammars has ended"):
         process.call(b"x")
     process.close()
