@@ -47,7 +47,7 @@ def _run(arguments: Sequence[str]) -> int:
             return _serve([*arguments[1:], "--shell"])
         case "compile":
             return _compile(arguments[1:])
-        case "plan" | "doctor" | "bench":
+        case _ if word in _MODULES:
             code: int = importlib.import_module(f"minisgl.{_MODULES[word]}").main(arguments[1:])
             return code
     # A hub id without an owner is rare, and it resembles no command.
