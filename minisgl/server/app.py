@@ -30,7 +30,7 @@ from minisgl.core import RequestError
 from minisgl.server.auth import check_key
 from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
-from minisgl.server.guard import check_page
+from minisgl.server.guard import check_headers
 from minisgl.server.handler import Service
 from minisgl.server.middleware import GateMiddleware, RequestContextMiddleware, error_response
 from minisgl.server.openapi import openapi_document
@@ -43,7 +43,7 @@ _MAX_PATH_CHARS = 128  # in an error message
 def build_app(service: Service) -> ASGIApp:
     """The ASGI application of one service, with all its middleware."""
     config = service.config
-    checks = (_check_path, partial(check_key, config), partial(check_page, config))
+    checks = (_check_path, partial(check_key, config), partial(check_headers, config))
     guarded: ASGIApp = GateMiddleware(_routed_app(service), checks, config.limits)
     if config.allowed_origins:  # Outside of the gate, because a browser's preflight carries no key.
         guarded = CORSMiddleware(

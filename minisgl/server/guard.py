@@ -20,7 +20,7 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.errors import ForbiddenHost, ForbiddenOrigin, UnsupportedMediaType
 
 
-def check_page(config: ServerConfig, scope: Scope) -> None:
+def check_headers(config: ServerConfig, scope: Scope) -> None:
     """Check the Host, Origin and Content-Type headers of a request, the probes included.
 
     Host is checked without keys, if the server listens on a loopback address. Origin is checked
