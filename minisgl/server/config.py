@@ -98,7 +98,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What the launcher writes to the standard input of each child.
+    """The configuration of one child. The launcher writes it to the child's standard input.
 
     role        api, tokenizer, detokenizer or scheduler.
     index       number of the process within its role, from 0.

@@ -61,16 +61,17 @@ def limited_protocol(limits: Limits, exceeded: Callable[[str], None]) -> type[as
     class HttpConnection(HttpToolsProtocol):
         """Checks the limits while the parser reads the bytes of a connection.
 
-        uvicorn has one timer of a connection. It runs for head_timeout_s while a head, or the rest
-        of a rejected body, is incomplete. It is off while a response is being sent. Between two
-        requests it ends an idle connection.
+        Each connection has one timer, that of uvicorn. It runs for head_timeout_s while a head, or
+        the rest of a rejected body, is incomplete. It is off while a response is being sent.
+        Between two requests it ends an idle connection.
 
         _in_head      the parser reads a head
         _in_request   the parser reads a head or a body
         _head         the bytes of the head that have arrived
         _held_size    length of `_head`, as counted in held_bytes
-        _surplus      number of bytes of the head, or since the last part of the body: chunk
-                      extensions and trailers, and bytes that arrive before the response is complete
+        _surplus      in a head: number of its bytes. In a body: number of bytes since its last
+                      part, such as chunk extensions and trailers. After a request: number of
+                      bytes that arrive before the response is complete
         _small_chunks chunks of the body beyond one for each 64 bytes
         """
 

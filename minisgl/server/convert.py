@@ -169,7 +169,11 @@ class RequestConverter:
         return prompt
 
     def _translate(self, route: str, raw: bytes, facts: ModelFacts) -> Translation:
-        """Decode a body of this route, and translate it if it is of another API."""
+        """Decode a body of this route, and translate it to a body of OpenAI's chat or completions.
+
+        Sets the options of the chat template that the translation found. An option of the body
+        itself comes first. `ignored` then has the options that the template does not know.
+        """
         kind, translate = _BODIES[route]
         given = decode(raw, kind, self._check_sizes, self._config.allow_unknown_params)
         translation = translate(given)

@@ -112,7 +112,7 @@ class _Service:
     _stop_asked_s: time of the first request to stop, on CLOCK_MONOTONIC; None before it.
     _stop_signal: the signal that requested the stop; None if the end of the shell requested it.
     _unchecked: number of children that have not reported that the configuration has no fault.
-    _listening: lines to log when all have reported this.
+    _listening: lines that are logged when all these children have reported.
     """
 
     _supervisor: supervise.Supervisor
@@ -138,7 +138,7 @@ class _Service:
         self._listening = [f"listening on {self._template.url} (not ready yet)"]
         probes = (_url(listener.getsockname()) for listener in listeners[1:])
         self._listening += [f"listening for probes on {url}" for url in probes]
-        self._unchecked = config.num_tokenizers + (not config.render_only)
+        self._unchecked = config.num_tokenizers + (0 if config.render_only else 1)
         for rank in range(0 if config.render_only else config.engine.tp_size):
             self._spawn("scheduler", rank)
         self._api = self._spawn("api", 0, *(listener.fileno() for listener in listeners))

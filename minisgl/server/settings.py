@@ -54,7 +54,10 @@ def flag_variables() -> dict[str, tuple[str, Flag]]:
 
 
 def is_on(environ: Mapping[str, str], variable: str) -> bool:
-    """Whether a variable switches something on. Raises ConfigError for a value but 1 and 0."""
+    """Return True if the variable is 1 or true. An empty variable is 0.
+
+    Raises ConfigError for a value other than 1, true, 0 and false.
+    """
     text = environ.get(variable, "").strip().lower() or "0"
     if text not in _SWITCH_WORDS:
         raise ConfigError(f"{variable} must be 1 or 0, not {text[:40]!r}")

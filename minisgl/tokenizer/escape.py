@@ -5,7 +5,7 @@ token that the template wrote looks the same as one that a client wrote. Two ste
 
     mark    before rendering, each text of the client that spells a special token, or that ends
             within one, gets a mark after the first character of that token. The mark is a lone
-            surrogate. The JSON of a chat never contains one, because UTF-8 cannot encode it
+            surrogate. No chat contains one: msgspec refuses it in the JSON of a request
     encode  after rendering, the special tokens without a mark belong to the template. Each becomes
             a name that no client knows. Then the marks are removed. A second tokenizer encodes the
             whole string. It knows the special tokens by these names only

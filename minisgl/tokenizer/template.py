@@ -22,7 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from minisgl.core import InvalidRequest
 
 MAX_TEMPLATE_CHARS = 8 * 2**20  # The server's limit for the rendered text of one chat.
-# The end of a message that the model continues: a lone surrogate, which no encodable text contains.
+# Marks the end of a message that the model continues. It is a lone surrogate. UTF-8 cannot encode
+# one, so no other text that becomes tokens contains it.
 _END_MARK = "\ud801"
 
 

@@ -12,9 +12,8 @@ class Format(NamedTuple):
     """A format whose answers are text with calls in it.
 
     probe      text that the template of such a model writes for a call.
-    starts     markers that begin a call or a list of calls, at any place of the answer. A
-               constrained answer has the first of them before each call, or before its list of
-               calls; none if there is a `bare`.
+    starts     markers that begin a call or a list of calls, at any place of the answer. The
+               grammar of an answer uses the first of them only, and none if the format has `bare`.
     markers    all markers that may be special tokens, the starts included. The parser receives the
                text of these tokens also with skip_special_tokens.
     bare       characters; an answer that begins with one of them may be a call without a marker.

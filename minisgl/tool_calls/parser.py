@@ -206,7 +206,7 @@ class ToolCallParser:
         """Read on. Returns the text that belongs to no call; "" if the call needs more text."""
         is_call = True
         try:
-            if next(steps, "ended") is None:
+            if next(steps, "ended") is None:  # a step yields None
                 return ""
         except NotACall:
             is_call = False

@@ -122,7 +122,7 @@ class Reader:
         return found
 
     def token(self, text: str) -> Steps[bool]:
-        """Read white space, and then as `literal`."""
+        """Read white space, and then this text as `literal` does."""
         yield from self.space()
         return (yield from self.literal(text))
 

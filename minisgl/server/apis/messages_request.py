@@ -30,7 +30,7 @@ def translate(body: api.CountTokensBody) -> Translation:
     options: dict[tuple[str, ...], Any] = {}
     if body.thinking is not None:
         options[_THINKING] = body.thinking.type != "disabled"
-        options["thinking_budget",] = body.thinking.budget_tokens
+        options[("thinking_budget",)] = body.thinking.budget_tokens
     parameters = shared_parameters(body)
     if isinstance(body, api.MessagesBody):
         parameters |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}

@@ -17,11 +17,12 @@ class Translation(NamedTuple):
     """The body of a request as a body of OpenAI's chat or completions.
 
     messages    the parameter of the request with the messages of a chat, for error messages.
-    max_tokens  the same for max_tokens. None: max_tokens shrinks to the room in the context.
-                Otherwise a lack of room is an error.
+    max_tokens  the parameter of the request with the number of tokens, for the error if the context
+                has no room for them. None: no error, the number shrinks to the room.
     ignored     features of the request that `body` leaves out, as labels of the metric.
     repeated    parameters that the answer repeats.
-    options     values for the chat template, by the names that templates give to the variable.
+    options     values for the chat template. The key has all names that templates use for the
+                variable.
     """
 
     body: AnyBody

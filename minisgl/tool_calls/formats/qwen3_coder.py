@@ -22,7 +22,7 @@ _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _NAME = re.compile(r"[^\s<>]*")
 _KEY = re.compile(r"[^\n>]*")
-_TEXT = re.compile(r"[^\n<]*")  # of a value; it cannot belong to an end tag
+_TEXT = re.compile(r"[^\n<]*")  # the part of a value that cannot belong to an end tag
 _CONSTANTS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 
 
