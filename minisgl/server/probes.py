@@ -29,7 +29,8 @@ def answer(lifecycle: Lifecycle, path: str) -> Response:
     the model is loaded and the server does not drain; otherwise 503.
     """
     is_live = path == "/livez"
-    worker, phase = lifecycle.hung if is_live else lifecycle.stalled, lifecycle.phase
+    worker = lifecycle.hung if is_live else lifecycle.stalled
+    phase = lifecycle.phase
     silent_s = time.monotonic() - lifecycle.renewed_s
     if silent_s > _MAX_SILENCE_S:
         problem = f"the API server has made no progress for {silent_s:.0f} s"
@@ -52,8 +53,9 @@ def serve_probes(lifecycle: Lifecycle, listener: socket.socket) -> None:
     """
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        response = answer(lifecycle, scope["path"])
-        if scope["path"] not in PROBE_PATHS:
+        if scope["path"] in PROBE_PATHS:
+            response = answer(lifecycle, scope["path"])
+        else:
             text = "this port serves only /livez, /readyz and /health; use --port for other paths"
             response = error_response(RouteNotFound(text), scope)
         await response(scope, receive, send)

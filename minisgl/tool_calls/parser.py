@@ -65,8 +65,8 @@ class Calls:
             raise NotACall
         self._join_pieces()
         size = self._id_chars
-        identity = secrets.token_hex(size)[:size] if size else f"call_{secrets.token_hex(12)}"
-        self._deltas.append(ToolCallDelta(self._count, "", identity, name))
+        call_id = secrets.token_hex(size)[:size] if size else f"call_{secrets.token_hex(12)}"
+        self._deltas.append(ToolCallDelta(self._count, "", call_id, name))
         self._count += 1
         self.is_open, self.is_last, self._rest = True, True, "{}"
         self.reader.commit()
@@ -106,7 +106,7 @@ class Calls:
 class ToolCallParser:
     """Splits the text of one answer into content and tool calls. Implements CallParser.
 
-        parser = HERMES.open({"now": {}})
+        parser = HERMES.open({"now": {}}, {})
         parser.feed('Let me see.\n<tool_call>{"name": "now", "arguments": {}}</tool_call>')
         parser.finish()
         parser.take()      # "Let me see.", [ToolCallDelta(0, "", "call_...", "now"), ...]
