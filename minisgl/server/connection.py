@@ -128,6 +128,8 @@ def limited_protocol(limits: Limits, exceeded: Callable[[str], None]) -> type[as
                 self.parser.feed_data(part)
             except httptools.HttpParserUpgrade as offer:
                 again = self._head_without_offer() + part[offer.args[0] :]
+                # A parser reads nothing after a head that closes its connection.
+                self.parser = httptools.HttpRequestParser(self)
             except httptools.HttpParserError as error:
                 if not self._drops:
                     reason = error.__context__  # the error of a callback

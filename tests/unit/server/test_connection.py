@@ -45,6 +45,19 @@ def test_upgrade_header_of_a_later_request_keeps_its_body() -> None:
     assert answers([POST + b"\r\n", POST + offer]).endswith(b"/path body")
 
 
+@pytest.mark.parametrize("version", [b"1.0", b"1.1"])
+def test_upgrade_header_of_the_last_request_of_a_connection_is_ignored(version: bytes) -> None:
+    """Regression: such a request had no response."""
+    start = b"POST /path HTTP/" + version + b"\r\nhost: x\r\nconnection: close\r\n"
+    offer = b"upgrade: h2c\r\nconnection: Upgrade\r\n"
+    request = start + offer + b"content-length: 4\r\n\r\nbody"
+    for parts in ([request], *in_two(request)):
+        given = answers(parts)
+        assert given.endswith(b"/path body"), parts
+        assert b"connection: close" in given
+    assert answers([start.replace(b"POST", b"GET") + offer + b"\r\n"]).endswith(b"/path ")
+
+
 @pytest.mark.parametrize("start", [b"x: ", b"user-agent: "])
 def test_head_in_parts_is_bounded(start: bytes) -> None:
     room = MOST - len(POST + start + b"\r\n\r\n")
