@@ -208,7 +208,7 @@ def model_config_from(
         raise ConfigError(f"head_dim {head_dim} is not even; rotary embedding needs pairs")
     full, window = ropes_from(fields, family, head_dim)
     dtype = fields.dtype or fields.torch_dtype or "float32"
-    check_supported("dtype", dtype, _DTYPES)
+    check_supported("the checkpoint's dtype", dtype, _DTYPES)
     recommended = read_fields(generation or {}, HfGeneration, "generation_config.json")
     attention_bias = family.reads_attention_bias and fields.attention_bias
     out_bias = fields.attention_out_bias
