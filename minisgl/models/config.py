@@ -245,9 +245,10 @@ def _layers(
     """
     count, interval = fields.num_layers, fields.no_rope_layer_interval
     windows = _windows(fields, family)
-    rotates = [1] * count
+    rotates = [True] * count
     if family.no_rope_interval:
-        rotates = fields.no_rope_layers or [(layer + 1) % interval for layer in range(count)]
+        rotates = [bool(value) for value in fields.no_rope_layers or ()]
+        rotates = rotates or [(layer + 1) % interval != 0 for layer in range(count)]
         if len(rotates) != count:
             raise ConfigError(
                 f"no_rope_layers in config.json has {len(rotates)} entries; expected {count}, one "
