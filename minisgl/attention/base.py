@@ -134,7 +134,7 @@ class StepAttention(Protocol):
 
 
 class InTurn(NamedTuple):
-    """Implements StepAttention for the parts of a step, of which the last runs first.
+    """Implements StepAttention with an attention for each part of a step. The last part runs first.
 
     parts: the index of the first token of each part, and its attention, in the order of the tokens.
     """

@@ -83,7 +83,7 @@ class Communicator:
 
 
 class SingleCommunicator(Communicator):
-    """The communicator of one rank without other ranks. It exchanges no data."""
+    """The communicator of a rank of `tp` without the other ranks. It exchanges no data."""
 
 
 class GroupCommunicator(Communicator):

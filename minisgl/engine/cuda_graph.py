@@ -160,8 +160,9 @@ class DecodeGraphs:
         views = layout.views(self.buffer[: layout.size].copy_(host))
         drafts = draft_step(runner, views, size, width)
         # A graph of width 1 reads views.lengths: 1 for each request, also for the padding.
-        reqs = (views if drafts is None else drafts.forwarded_views())[:3]  # rows, start, lengths
-        step = AttentionStep(size, np.zeros_like(lengths), lengths, *reqs, *runner.page_tables)
+        reqs = views if drafts is None else drafts.forwarded_views()
+        on_device = reqs.rows, reqs.start, reqs.lengths, *runner.page_tables
+        step = AttentionStep(size, np.zeros_like(lengths), lengths, *on_device)
         attention = runner.attention.decode_graph(size, step)
         if attention is None:
             return None

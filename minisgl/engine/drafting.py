@@ -82,7 +82,7 @@ class DraftStep(NamedTuple):
             )
 
     def forwarded_views(self) -> StepViews[Tensor]:
-        """Return `views` with the number of tokens that the engine forwards of each request."""
+        """Return `views`, whose lengths are the tokens that the engine forwards of each request."""
         if self.width == 1:
             return self.views
         lengths = self.views.lengths.clone()

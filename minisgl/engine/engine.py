@@ -217,7 +217,10 @@ class Engine:
             self._wait_for_kernels = compile_missing(needed)
 
     def _assemble(self, counts: Sequence[int]) -> StepLauncher:
-        """Allocate all device memory except for graphs. counts: the pages of each KV pool."""
+        """Allocate all device memory except for graphs, and set num_pages and window.
+
+        counts: the pages of each KV pool.
+        """
         config, model, window = self._config, self._model_config, self._model_config.window
         self.num_pages = counts[0]
         self.window = None if window is None else WindowLayers(window, counts[-1])

@@ -68,8 +68,8 @@ def resolve(
     max_seq_len: None in the config means the model's context. A longer context is refused, because
     later positions have no meaning.
 
-    drafting: whether the engine runs steps with drafts. It runs none of a model with windows. A row
-    drops window pages behind its length. The host has only an upper bound of the length while
+    drafting: whether the engine runs steps with drafts. A model with windows cannot have them: a
+    row drops window pages behind its length. The host has only an upper bound of the length while
     the result of a step with drafts is open. If the step rejects its drafts, the next step reads
     pages that the row has dropped.
     """

@@ -111,7 +111,8 @@ class StepLauncher:
         self, inputs: StepInputs, views: StepViews[Tensor], drafts: DraftStep | None
     ) -> list[Edit]:
         """Return the edits of the step, in the order in which they apply."""
-        reqs, edits = inputs.batch.logit_edits, list[Edit]()
+        edits: list[Edit] = []
+        reqs = inputs.batch.logit_edits
         if reqs is None:
             return edits
         step = ProcessingStep(
@@ -142,8 +143,9 @@ class StepLauncher:
         runner, batch, num_decode = self.runner, inputs.batch, inputs.num_decode
         num_decode_tokens = num_decode * inputs.width
         num_tokens = num_decode_tokens + batch.num_prefill_tokens
-        reqs = (views if drafts is None else drafts.forwarded_views())[:3]  # rows, start, lengths
-        step = AttentionStep(num_decode, inputs.start, inputs.lengths, *reqs, *runner.page_tables)
+        reqs = views if drafts is None else drafts.forwarded_views()
+        on_device = reqs.rows, reqs.start, reqs.lengths, *runner.page_tables
+        step = AttentionStep(num_decode, inputs.start, inputs.lengths, *on_device)
         attention = runner.attention.prepare(step)
         piece = None if self.pieces is None else self.pieces.pick(num_tokens)
         if piece is None:

@@ -23,7 +23,7 @@ _SETTLED_NS = 60 * 10**6
 _HEAT_S = 0.3  # duration of untimed steps with prompt tokens, which warm up the GPU
 _SCATTER = 1.1  # two durations agree if the longer one is at most this many times the shorter one
 _LONGEST_STEP_S = 0.06  # shapes with a longer predicted time are left out
-_LONGEST_CHECK_S = 0.016  # limit of a step that a check times
+_LONGEST_CHECK_S = 0.016  # limit of the long step of a check
 _CHECK_ROUNDS = 5  # limit of the rounds for one step of a check
 _SMALL = (8, 32, 64, 128)  # tokens; with enough rows, such a shape has only decode requests
 
@@ -95,8 +95,8 @@ def change_of(
     times no further round after a factor of at most largest_change: other work on the machine
     disturbs some rounds, but a change of the device shows in each round.
 
-    timings: the result of an earlier time_steps. The other arguments are those of time_steps. All
-    ranks return the same factor.
+    timings: the result of an earlier time_steps. The arguments after largest_change are those of
+    time_steps. All ranks return the same factor.
     """
     steps = _batches(engine, max_chunk_tokens, vocab_size, drafting)
     batches = {_work(batch): batch for _, batch in steps}

@@ -14,7 +14,7 @@ word shifted right by 2.
 
 A chunk is 4 blocks of a row: 64 bytes of codes, and 4 scales. A checkpoint stores a matrix row
 after row. The engine stores it chunk after chunk, and in a chunk row after row (`by_chunks`). A
-program reads one chunk of many rows at a time, and so neighbouring bytes.
+program reads one chunk of many rows at a time, and these chunks are neighbours in memory.
 """
 
 from typing import Final
@@ -33,7 +33,7 @@ _STEP_WORDS = 2**24  # words that are recoded at once, to bound the memory
 
 
 def num_chunks(columns: int) -> int:
-    """The chunks of a row with this number of weights."""
+    """Return the number of chunks of a row with `columns` weights."""
     return -(-columns // (BLOCK * CHUNK_BLOCKS))
 
 

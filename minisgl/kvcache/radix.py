@@ -160,15 +160,17 @@ class RadixCache:
                 self._mark_reused(node)
         return match
 
-    def _usable(self, match: Match, cached: WindowPages, tokens: Int32Array, salt: str) -> Match:
+    def _usable(
+        self, match: Match, window_pages: WindowPages, tokens: Int32Array, salt: str
+    ) -> Match:
         """Return the part of a match up to the last page at which a window is complete."""
         node, pages, known = match.node, match.pages, len(match.pages)
         parts = [part.windows for part in self._path(node)]
         windows = np.concatenate([*parts[::-1], pages[:0]])
-        length = cached.usable(windows)
+        length = window_pages.usable(windows)
         if length < known:
             node, _, _ = self._walk(tokens[: length * self._page_size], salt)
-        cached.touch(self._path(node))
+        window_pages.touch(self._path(node))
         return Match(node, pages[:length], windows[:length], known)
 
     def insert(
@@ -291,7 +293,7 @@ class RadixCache:
         upper.fence = node.fence
         upper.reused = node.reused
         if self._windows is not None:
-            self._windows.add(upper)
+            self._windows.mark_used(upper)
         parent.children[upper.key] = upper
         node.tokens = node.tokens[cut:].copy()
         node.pages = node.pages[num_pages:].copy()

@@ -86,7 +86,7 @@ class WindowPages:
         for node in path:
             if left <= 0:
                 break
-            self.add(node)
+            self.mark_used(node)
             left -= len(node.pages)
 
     def fill(self, path: Iterable["RadixNode"], windows: Int32Array) -> None:
@@ -99,10 +99,10 @@ class WindowPages:
             if new.any():
                 node.windows[new] = given[new]
                 self.cached[given[new]] = True
-                self.add(node)
+                self.mark_used(node)
 
-    def add(self, node: "RadixNode") -> None:
-        """Mark the window pages of a node as used, if it has some."""
+    def mark_used(self, node: "RadixNode") -> None:
+        """Make the window of a node the most recently used one, if the node has window pages."""
         if (node.windows != ABSENT).any():
             self._lru[node] = None
             self._lru.move_to_end(node)

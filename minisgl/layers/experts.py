@@ -46,7 +46,7 @@ class ExpertShards(NamedTuple):
         return [name for matrix in matrices for name in matrix.names]
 
     def matrices(self, expert: int) -> dict[str, LinearShards]:
-        """The two matrices of an expert, by the parameters that stack those of all experts."""
+        """The two matrices of an expert, by the parameter that has this matrix of all experts."""
         parent = f"{self.parent}.experts.{expert}"
         gate = self.inner._replace(name="gate_proj")
         up, hidden = gate._replace(name="up_proj"), Shard("", self.hidden_size, 0, self.hidden_size)

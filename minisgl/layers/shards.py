@@ -124,10 +124,10 @@ class LinearShards(NamedTuple):
         """Yield the placements of one parameter of a linear method, one for each merged linear.
 
         name       the full name of the method: model.layers.0.self_attn.qkv_proj.method.
-        parameter  the name of the parameter in the method and in the checkpoint: weight.
+        parameter  the name of the parameter in the method: weight.
         per_row    False: the parameter has an entry for each weight, [rows, columns].
                    True: it has one for each output feature, [rows].
-        source     the name of the parameter in the checkpoint, if the method has another name.
+        source     the name of the parameter in the checkpoint. Empty: the name in the method.
         """
         inputs, offset = self.inputs, 0
         cut_columns = not per_row and (inputs.begin, inputs.local) != (0, inputs.full)

@@ -208,7 +208,7 @@ def model_config_from(
         raise ConfigError(f"head_dim {head_dim} is not even; rotary embedding needs pairs")
     full, window = ropes_from(fields, family, head_dim)
     dtype = fields.dtype or fields.torch_dtype or "float32"
-    check_supported("dtype", dtype, _DTYPES)
+    check_supported("the checkpoint's dtype", dtype, _DTYPES)
     recommended = read_fields(generation or {}, HfGeneration, "generation_config.json")
     attention_bias = family.reads_attention_bias and fields.attention_bias
     out_bias = fields.attention_out_bias
@@ -245,9 +245,10 @@ def _layers(
     """
     count, interval = fields.num_layers, fields.no_rope_layer_interval
     windows = _windows(fields, family)
-    rotates = [1] * count
+    rotates = [True] * count
     if family.no_rope_interval:
-        rotates = fields.no_rope_layers or [(layer + 1) % interval for layer in range(count)]
+        rotates = [bool(value) for value in fields.no_rope_layers or ()]
+        rotates = rotates or [(layer + 1) % interval != 0 for layer in range(count)]
         if len(rotates) != count:
             raise ConfigError(
                 f"no_rope_layers in config.json has {len(rotates)} entries; expected {count}, one "

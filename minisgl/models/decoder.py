@@ -220,6 +220,7 @@ class NormAfterLayer(DecoderLayer):
         super().__init__(parts, layer)
         config, comm = parts.config, parts.comm
         size, offset = config.hidden_size, config.family.offset_norms
+        # These norms replace those of DecoderLayer.
         self.post_attention_layernorm = ResidualNorm(size, config.norm_eps, comm, offset)
         self.post_feedforward_layernorm = ResidualNorm(size, config.norm_eps, comm, offset)
         if config.family.norms is Norms.BOTH:

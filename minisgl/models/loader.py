@@ -27,9 +27,7 @@ logger = logging.getLogger(__name__)
 _DUMMY_STD = 0.02  # the initialisation range of most checkpoints; keeps activations finite
 _DUMMY_SCALE = 120  # 2^-7 as an e8m0 byte: random 4-bit weights then have a similar deviation
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# Endings of unexpected tensors that the loader ignores: rotary tables, and the head's copy of tied
-# embeddings.
-_NEVER_USED = ("rotary_emb.inv_freq", _HEAD)
+_ROTARY_TABLE = "rotary_emb.inv_freq"  # the ending of tensors that are computed and not loaded
 # Prefixes of the language model beside a vision encoder, in the old and the new spelling of
 # transformers, with the prefix of the same tensors in a checkpoint without an encoder.
 _TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."))
@@ -136,7 +134,9 @@ def load_weights(
         by_file[files[source]].append(placement._replace(source=source))
     expected = {placement.source for placement in placements}
     surplus = sorted(stored.keys() - expected)
-    if unknown := [name for name in surplus if not name.endswith((*unused, *_NEVER_USED))]:
+    # The head is unexpected only if it is a copy of tied embeddings, which is checked below.
+    others, endings = [name for name in surplus if name != _HEAD], (*unused, _ROTARY_TABLE)
+    if unknown := [name for name in others if not name.endswith(endings)]:
         raise ConfigError(
             f"checkpoint {folder} has {len(unknown)} tensors that the model does not use, "
             f"such as {unknown[0]}"

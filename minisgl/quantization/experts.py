@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from minisgl.layers.experts import ExpertShards, ExpertsMethod
 from minisgl.layers.shards import Placement
 from minisgl.moe.base import ExpertWeights
-from minisgl.quantization.format import Fp8Format, empty, fp8_placements
+from minisgl.quantization.format import Fp8Format, empty_matrix, fp8_placements
 
 
 class Fp8Experts(ExpertsMethod):
@@ -19,8 +19,8 @@ class Fp8Experts(ExpertsMethod):
         self.shards = shards
         self.form = form
         matrices = shards.matrices(0)
-        gate_up, self._gate_up_blocks = empty(matrices["gate_up"], form, shards.num_experts)
-        down, self._down_blocks = empty(matrices["down"], form, shards.num_experts)
+        gate_up, self._gate_up_blocks = empty_matrix(matrices["gate_up"], form, shards.num_experts)
+        down, self._down_blocks = empty_matrix(matrices["down"], form, shards.num_experts)
         self.gate_up = nn.Parameter(gate_up, requires_grad=False)
         self.down = nn.Parameter(down, requires_grad=False)
         self.gate_up_scales = nn.Parameter(self._gate_up_blocks.values, requires_grad=False)

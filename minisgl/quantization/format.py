@@ -35,7 +35,7 @@ class Fp8Format(NamedTuple):
     scale: str = "weight_scale"
 
 
-def empty(shards: LinearShards, form: Fp8Format, *experts: int) -> tuple[Tensor, Scales]:
+def empty_matrix(shards: LinearShards, form: Fp8Format, *experts: int) -> tuple[Tensor, Scales]:
     """Return an empty weight [*experts, rows, columns] and its empty scales.
 
     A block of the checkpoint may span two ranks or two merged linears. The blocks in memory are
@@ -57,7 +57,7 @@ def fp8_placements(
     """Yield the placements of a matrix and its scales.
 
     name: the full name of the method. targets: its parameters with the weight and the scales.
-    blocks: the scales, as `empty` returned them.
+    blocks: the scales, as `empty_matrix` returned them.
     """
     online = form.strategy == "online"
     stored = FLOATS if online else _STORED

@@ -10,7 +10,7 @@ from minisgl.kernel.fp8_weights import Scales
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.norm import ResidualStream
 from minisgl.layers.shards import LinearShards, Placement
-from minisgl.quantization.format import Fp8Format, empty, fp8_placements
+from minisgl.quantization.format import Fp8Format, empty_matrix, fp8_placements
 
 
 class Fp8Linear(LinearMethod):
@@ -23,7 +23,7 @@ class Fp8Linear(LinearMethod):
     def __init__(self, shards: LinearShards, dtype: torch.dtype, form: Fp8Format) -> None:
         super().__init__(shards, dtype)
         self.form = form
-        weight, self._blocks = empty(shards, form)
+        weight, self._blocks = empty_matrix(shards, form)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scales = nn.Parameter(self._blocks.values, requires_grad=False)
         self.norm_weight: Tensor | None = None

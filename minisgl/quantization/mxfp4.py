@@ -64,10 +64,10 @@ class Mxfp4Experts(StackedExperts):
         down = (experts, hidden, inner.full // BLOCK)
         cut = (2, inner.begin // BLOCK, inner.end // BLOCK)
         place = partial(Placement, stored=_STORED)
-        rows, source = partial(_by_chunks, inner=inner), self.source
+        source, deinterleaved = self.source, partial(_by_chunks, inner=inner)
         for part, suffix, block in (("blocks", "", (BLOCK_BYTES,)), ("scales", "_scales", ())):
             tensor, target = f"{source}.gate_up_proj_{part}", f"{name}.gate_up{suffix}"
-            yield place(tensor, (*gate_up, *block), target, convert=rows)
+            yield place(tensor, (*gate_up, *block), target, convert=deinterleaved)
             tensor, target = f"{source}.down_proj_{part}", f"{name}.down{suffix}"
             yield place(tensor, (*down, *block), target, *cut, convert=_by_chunks)
         yield from super().placements(name)

@@ -1,7 +1,7 @@
 """The choice of the quantised linears of a checkpoint, from its lists of ignored modules."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import translate
 
 import torch
@@ -23,7 +23,7 @@ _UNUSED = (
 )
 
 
-# Linears of one format, selected as `_pattern` describes it. None: they are not quantised.
+# Linears of one format, selected as `_selector` describes it. None: they are not quantised.
 Group = tuple[Sequence[str], Fp8Format | None]
 
 
@@ -33,10 +33,10 @@ def fp8_quantization(*groups: Group) -> Quantization:
     Raises ConfigError for an entry that is no regular expression. The methods raise it if linears
     that the model merges, or the experts of a layer, have different formats.
     """
-    rules = [(_pattern(entry), form) for entries, form in groups for entry in entries]
+    rules = [(_selector(entry), form) for entries, form in groups for entry in entries]
 
     def format_of(name: str) -> Fp8Format | None:
-        return next((form for pattern, form in rules if pattern.match(name)), None)
+        return next((form for selects, form in rules if selects(name)), None)
 
     def common(parent: str, names: Sequence[str]) -> Fp8Format | None:
         forms = {format_of(name) for name in names}
@@ -60,21 +60,21 @@ def fp8_quantization(*groups: Group) -> Quantization:
     return Quantization(linear, experts, _UNUSED)
 
 
-def _pattern(entry: str) -> re.Pattern[str]:
-    """Return the pattern that matches the full names of the linears that an entry selects.
+def _selector(entry: str) -> Callable[[str], object]:
+    """Return a function that tells whether an entry selects the linear with a full name.
 
     An entry is a full name, or whole parts of one: "lm_head", "mlp.gate", "model.layers.0". An
     entry with * for any characters is a full name (ModelOpt). "re:" begins a regular expression,
     and "Linear" selects all linears (compressed-tensors).
     """
-    if entry.startswith("re:"):
-        text = entry[3:]
-    elif "*" in entry:
-        text = translate(entry)
-    else:
-        text = "" if entry == "Linear" else rf"(.*\.)?{re.escape(entry)}(\.|$)"
+    if entry == "Linear":
+        return lambda name: True
+    is_expression = entry.startswith("re:")
+    if not is_expression and "*" not in entry:
+        parts = f".{entry}."
+        return lambda name: parts in f".{name}."
     try:
-        return re.compile(text)
+        return re.compile(entry[3:] if is_expression else translate(entry)).match
     except re.error as error:
         raise ConfigError(
             f"quantization_config: {entry!r} is no regular expression: {error}"

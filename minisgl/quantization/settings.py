@@ -125,9 +125,7 @@ def compressed_tensors(settings: Mapping[str, Any]) -> Quantization:
     check_supported(f"{_WHERE}: transform_config", fields.transform_config, [{}])
     sparsity = fields.sparsity_config.get("format", "dense")
     check_supported(f"{_WHERE}: format of sparsity_config", sparsity, ["dense"])
-    groups = [
-        _group(f"{_WHERE}.config_groups.{name}", x) for name, x in fields.config_groups.items()
-    ]
+    groups = [_group(name, group) for name, group in fields.config_groups.items()]
     return fp8_quantization((fields.ignore, None), *groups)
 
 

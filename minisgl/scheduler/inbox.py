@@ -41,7 +41,7 @@ class LocalInbox:
     def receive(
         self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
     ) -> Messages:
-        self._wait(wait_s)
+        self._collect(wait_s)
         messages = [*self.messages]
         self.messages.clear()
         if prepared:
@@ -52,8 +52,8 @@ class LocalInbox:
             follower.send(step)
         return messages
 
-    def _wait(self, wait_s: float | None) -> None:
-        """Do not wait: no message can arrive in the meantime."""
+    def _collect(self, wait_s: float | None) -> None:
+        """Do nothing: the caller has filled `messages`, and none can arrive during a wait."""
 
 
 class QueueInbox(LocalInbox):
@@ -65,11 +65,12 @@ class QueueInbox(LocalInbox):
         super().__init__(followers)
         self._receiver = receiver
 
-    def _wait(self, wait_s: float | None) -> None:
-        """Return as soon as one message has arrived, before wait_s is over.
+    def _collect(self, wait_s: float | None) -> None:
+        """Move the messages that have arrived to `messages`.
 
-        The host takes 5 to 8 ms to launch a step with a new prompt. If the
-        launch began only at the end of the wait, the GPU would be idle during the launch.
+        The wait ends as soon as one message has arrived. The host takes 5 to 8 ms to launch a step
+        with a new prompt. If the launch began only after wait_s, the GPU would be idle during the
+        launch.
         """
         if wait_s != 0.0:
             self._receiver.poll(wait_s)

@@ -22,11 +22,11 @@ class KVManager:
           +-------- release ---------+                          |
           +------------------------ evict ----------------------+
 
-    `match` finds the cached prefix of a waiting request. `shared_with_older` finds the prefix for
-    which it waits until another request has computed it. `try_admit` gives the request a row, locks
-    that prefix and allocates pages for the other tokens. `publish` gives computed pages to the
-    prefix cache while the request continues to use them. `release` takes the row and the pages
-    back.
+    `match` finds the cached prefix of a waiting request. `shared_with_older` finds a prefix that an
+    older request computes, so that the request waits for it. `try_admit` gives the request a row,
+    locks the cached prefix and allocates pages for the other tokens. `publish` gives computed pages
+    to the prefix cache while the request continues to use them. `release` takes the row and the
+    pages back.
 
     In a model with window layers, `windows` does the same with the pages of these layers.
 

@@ -37,7 +37,7 @@ class OutputBuilder:
         self._next.token_ids.extend(new.tokens.tolist())
 
     def predicted(self, batch: Batch, result: StepResult, token_rows: Int32Array) -> None:
-        """Add the numbers of tokens of a step that predictions had.
+        """Add the number of new tokens of each request that its prediction contained.
 
         token_rows: the row of each token that a request got in this step.
         """

@@ -78,9 +78,9 @@ class Planner:
             config, table, self.prefilling, self.waiting, self._shares.clients
         )
         self._overtakes = 0
-        # Of this plan: WaitingQueue.longest_delayed, and a request that found no row or no pages
-        # although its client is within its share, or although a request of a later priority runs.
-        self._delayed: Req | None = None
+        self._delayed: Req | None = None  # WaitingQueue.longest_delayed
+        # The first request of a plan that found no row or no pages, although its client is within
+        # its share or a request of a later priority runs.
         self._blocked: Req | None = None
         self._pauses = 0  # steps in a row without the decoding requests of later priorities
         self.uncached: dict[Req, None] = {}  # a dict and not a set, because it keeps the order

@@ -73,7 +73,7 @@ class RequestTable:
         self.rows = FencedPool(num_rows)
         self._drafting = extensions.draft_lengths is not None
         self.pages = PageTable(engine, MAX_DRAFTS if self._drafting else 0)
-        self.window_pages = engine.window and PageTable(engine)
+        self.window_pages = None if engine.window is None else PageTable(engine)
         self.reqs: list[Req | None] = [None] * num_rows
         self.tokens: Int32Array = np.zeros((num_rows, engine.max_seq_len), dtype=np.int32)
         self.uid = np.zeros(num_rows, dtype=np.int64)
@@ -160,7 +160,7 @@ class RequestTable:
     def append_tokens(self, rows: Int32Array, tokens: Int32Array, counts: Int32Array) -> NewTokens:
         """Append tokens[i, : counts[i]] to row rows[i].
 
-        Tokens after the token that ends a request are dropped, and not counted in `counts`.
+        Drops the tokens after the token that ends a request, and lowers its entry of `counts`.
         """
         width = tokens.shape[1]
         nth: Int32Array = np.arange(width, dtype=np.int32)

@@ -31,10 +31,10 @@ class WindowManager:
         row can therefore always get the pages of its reserve.
     """
 
-    def __init__(self, window: WindowLayers, reqs: RequestTable) -> None:
-        """reqs: has the lengths of the rows, and their page table for window layers."""
-        assert reqs.window_pages is not None, "rows must have window pages; this is a bug"
-        self._reqs, self.table = reqs, reqs.window_pages
+    def __init__(self, window: WindowLayers, req_table: RequestTable) -> None:
+        """req_table: has the lengths of the rows, and their page table for window layers."""
+        assert req_table.window_pages is not None, "rows must have window pages; this is a bug"
+        self._req_table, self.table = req_table, req_table.window_pages
         num_rows, self._page_size = len(self.table.counts), self.table.page_size
         self.span = window.span(self._page_size)
         self._full_reserve = window.reserve(self._page_size)
@@ -85,7 +85,7 @@ class WindowManager:
 
         A row without a page gets one when the step in flight has been resolved.
         """
-        pages = self._reqs.computed[rows] // self._page_size
+        pages = self._req_table.computed[rows] // self._page_size
         moved = (pages >= self.table.counts[rows]) | (pages - self.span > self.first[rows])
         starved = [row for row in rows[moved].tolist() if not self.extend(row, 1)]
         return rows[~np.isin(rows, starved)] if starved else rows
@@ -95,8 +95,8 @@ class WindowManager:
 
         Returns the number of tokens for which it has pages.
         """
-        start = int(self._reqs.computed[row])
-        if self._published[row] or start < self._reqs.prefill_end[row]:
+        start = int(self._req_table.computed[row])
+        if self._published[row] or start < self._req_table.prefill_end[row]:
             self._drop_before(row, start // self._page_size - self.span)
         missing = -(-(start + tokens) // self._page_size) - int(self.table.counts[row])
         if missing > 0:
@@ -123,7 +123,7 @@ class WindowManager:
         """Drop the pages behind the window of a row. Its prompt has been published."""
         self._published[row] = True
         self._forget(row)
-        self._drop_before(row, int(self._reqs.computed[row]) // self._page_size - self.span)
+        self._drop_before(row, int(self._req_table.computed[row]) // self._page_size - self.span)
 
     def close_row(self, row: int) -> None:
         """Drop all pages of a row. The request table still has its last step."""
@@ -152,12 +152,13 @@ class WindowManager:
             return
         columns = np.arange(first, end)
         kept = (columns >= self._kept_first[row]) & (columns < self._kept_end[row])
-        self.pages.drop(self.table.entries[row, columns[~kept]], int(self._reqs.last_step[row]))
+        dropped = self.table.entries[row, columns[~kept]]
+        self.pages.drop(dropped, int(self._req_table.last_step[row]))
         self.first[row] = end
 
     def _forget(self, row: int) -> None:
         """Drop the kept pages that are behind the window."""
         behind = min(int(self._kept_end[row]), int(self.first[row]))
         kept = self.table.entries[row, self._kept_first[row] : behind]
-        self.pages.drop(kept, int(self._reqs.last_step[row]))
+        self.pages.drop(kept, int(self._req_table.last_step[row]))
         self._kept_first[row] = self._kept_end[row] = 0

@@ -51,7 +51,7 @@ def _total(
 
     Warp w computes part w % SPLITS of the product at place w // SPLITS. The places from COUNT on
     repeat place COUNT - 1. weight: int32 words of experts with `chunks` chunks of `height` rows.
-    rows: for each load, in the order of mxfp4.operand, the row in the first chunk of its expert.
+    rows: the row of each load in the first chunk of its expert, in the order of mxfp4.operand.
     The vector of a place is the row first_x + place of x, which has `columns` columns.
     """
     SIZE: tl.constexpr = rows.shape[0]
@@ -185,7 +185,7 @@ def _down(
     first = token * TOP_K
     own = first + tl.minimum(r // 8 % WARPS // SPLITS, TOP_K - 1)
     rows = tl.load(experts + own).to(tl.int64) * chunks * width + tl.minimum(n, width - 1)
-    if EARLY:  # the width is a multiple of 16
+    if EARLY:  # The width is a multiple of 16, so 16 rows of a chunk are always 1,024 bytes.
         flat = tl.arange(0, PLACES * PREFETCHED)
         expert = tl.load(experts + first + tl.minimum(flat // PREFETCHED, TOP_K - 1)).to(tl.int64)
         row = (expert * chunks + tl.minimum(flat % PREFETCHED, chunks - 1)) * width

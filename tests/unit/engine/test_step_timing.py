@@ -207,7 +207,7 @@ def test_other_work_during_the_check_is_no_change() -> None:
 
 
 def test_a_step_that_the_host_bounds_is_not_checked() -> None:
-    """The time of short steps with a chunk differs between two starts, so it shows no change."""
+    """The time of short steps with a chunk differs from start to start without any change."""
     timings = timed(VirtualEngine())
     later = VirtualEngine(lambda tokens, _: 2.0 if 256 <= tokens <= 384 else 1.0)
     assert changed(timings, later) == pytest.approx(1.0, rel=0.01)

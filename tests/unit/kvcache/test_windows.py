@@ -107,7 +107,7 @@ def test_a_released_page_waits_for_the_last_step_of_all_its_users() -> None:
 
 
 def test_evicted_prefixes_leave_no_entries_behind() -> None:
-    """Evicted nodes stayed in the pages of windows until a window was evicted."""
+    """Regression: evicted nodes kept their entries until a window was evicted."""
     cache, pages = new_cache(num_pages=2)
     for key in range(100):
         insert(cache, pages, ids(key), 0)

@@ -139,9 +139,10 @@ def test_missing_tensor_is_named(checkpoint: Path) -> None:
         load(checkpoint)
 
 
-def test_unknown_tensor_is_named(checkpoint: Path) -> None:
-    write(checkpoint, read(checkpoint) | {"model.layers.0.adapter.weight": torch.ones(2)})
-    with pytest.raises(ConfigError, match=r"such as model\.layers\.0\.adapter\.weight"):
+@pytest.mark.parametrize("name", ["model.layers.0.adapter.weight", "mtp.0.lm_head.weight"])
+def test_unknown_tensor_is_named(checkpoint: Path, name: str) -> None:
+    write(checkpoint, read(checkpoint) | {name: torch.ones(2)})
+    with pytest.raises(ConfigError, match=f"such as {re.escape(name)}"):
         load(checkpoint)
 
 

@@ -53,7 +53,11 @@ def weights(**changes: Any) -> Settings:
         (compressed_tensors, {"format": "pack-quantized"}, "format 'pack-quantized'"),
         (compressed_tensors, {"transform_config": {"a": 1}}, "transform_config"),
         (compressed_tensors, {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
-        (compressed_tensors, weights(num_bits=4), "num_bits 4"),
+        (
+            compressed_tensors,
+            weights(num_bits=4),
+            r"^quantization_config\.config_groups\.group_0\.weights: num_bits 4",
+        ),
         (compressed_tensors, weights(type="int"), "type int"),
         (compressed_tensors, weights(symmetric=False), "symmetric False"),
         (compressed_tensors, weights(strategy="group"), "strategy 'group'"),
