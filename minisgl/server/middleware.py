@@ -4,13 +4,12 @@ The layers are pure ASGI, since a BaseHTTPMiddleware would hide disconnects from
 scopes are HTTP: uvicorn runs without WebSockets and lifespan.
 """
 
-import asyncio
 import logging
 import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -57,22 +56,14 @@ class RequestContextMiddleware:
     makes a new id. Each request has one log line, at its end, except on OPEN_PATHS. A handler adds
     fields to the line in the dict `log` of the state.
 
-    At most one request begins in each iteration of the event loop, in order of arrival. Between two
-    requests, the loop accepts and reads other connections, so that hundreds of connections with
-    requests do not delay a probe by hundreds of handlers.
-
     A response that begins during a drain closes its connection.
     """
 
     _app: ASGIApp
     _metrics: Metrics
     _lifecycle: Lifecycle
-    _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
-        if scope["path"] not in PROBE_PATHS:
-            await self._turn.acquire()
-            asyncio.get_running_loop().call_soon(self._turn.release)
         request_id = Headers(scope=scope).get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex
