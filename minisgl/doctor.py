@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from huggingface_hub import constants
 
 from minisgl.utils.toolchain import find_c_compiler, find_nvcc
 
-_TIMEOUT_S = 3.0  # for nvidia-smi, and for the hub after the look-up of its name
+_TIMEOUT_S = 3.0  # for the hub, and for nvidia-smi
 _GIB = 2**30
 _OK, _WARNING, _FAILED = "ok", "warning", "failed"
 # FlashInfer, and its packages of compiled kernels. With them, a start compiles fewer kernels.
@@ -155,11 +156,22 @@ def _sockets() -> Check:
 def _hub(address: str) -> Check:
     if constants.HF_HUB_OFFLINE:
         return Check("hub", _OK, "switched off by HF_HUB_OFFLINE")
-    try:
-        httpx.head(address, timeout=_TIMEOUT_S)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    faults = [f"no answer within {_TIMEOUT_S:g} s"]
+
+    def ask() -> None:
+        try:
+            httpx.head(address, timeout=_TIMEOUT_S)
+            faults.clear()
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            faults[:] = [str(error)]
+
+    # httpx.head cannot limit the DNS look-up, so a thread with a limit makes the request.
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_TIMEOUT_S)
+    if faults:
         remedy = "the server can load only models that are on this machine"
-        return Check("hub", _WARNING, f"{address} is not reachable: {error}", remedy)
+        return Check("hub", _WARNING, f"{address} is not reachable: {faults[0]}", remedy)
     return Check("hub", _OK, f"{address} answers")
 
 

@@ -13,7 +13,7 @@ Most choices have only text. Reasoning, token ids and log-probabilities are in a
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from minisgl import core
@@ -22,8 +22,17 @@ from minisgl.message.messages import TextUpdate, TokenizeResult, TokenLogprob, T
 from minisgl.server.config import DEFAULT_CLIENT
 from minisgl.server.errors import EngineFailure
 
-# A scheduler refuses a request with the name of one of these errors, in `error_kind` of Finished.
-_REFUSALS = {kind.__name__: kind for kind in core.RequestError.__subclasses__()}
+# The errors with which a scheduler refuses a request, by the `error_kind` of Finished.
+_REFUSALS: Mapping[str, type[core.RequestError]] = {
+    kind.__name__: kind
+    for kind in (
+        core.DeadlineExceeded,
+        core.GrammarFailed,
+        core.InvalidRequest,
+        core.Overloaded,
+        core.PromptTooLong,
+    )
+}
 
 
 def priority_class(priority: int) -> str:

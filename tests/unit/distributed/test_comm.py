@@ -6,7 +6,13 @@ from pathlib import Path
 
 import torch
 
-from minisgl.distributed.comm import Communicator, SingleCommunicator, TPInfo, connect
+from minisgl.distributed.comm import (
+    Communicator,
+    GroupCommunicator,
+    SingleCommunicator,
+    TPInfo,
+    connect,
+)
 from tests.unit.distributed.ranks import run_ranks
 
 
@@ -45,6 +51,13 @@ def exercise(comm: Communicator) -> tuple[object, ...]:
     taken = comm.take_rows(scattered, torch.tensor([2, 1, 1], dtype=torch.int32))
     norms = [normed.tolist(), twice.tolist()]
     return total.tolist(), norms, gathered.tolist(), smallest, taken.tolist(), own_listeners()
+
+
+def test_a_group_replaces_each_method_of_a_single_rank() -> None:
+    """An inherited collective would silently return the data of one rank."""
+    methods = {name for name in vars(Communicator) if not name.startswith("_")}
+    assert methods >= {"reduce_norm", "take_rows", "gather", "agree_min", "close"}
+    assert methods <= vars(GroupCommunicator).keys()
 
 
 def test_two_ranks_exchange_over_loopback_only(tmp_path: Path) -> None:
