@@ -20,7 +20,7 @@ from minisgl.attention.base import (
 )
 from minisgl.attention.flashinfer import FlashInferAttention, FlashInferFa2, FlashInferFa3
 from minisgl.attention.torch import TorchAttention
-from minisgl.core import ConfigError
+from minisgl.core.config import select_backend
 from minisgl.kernel import AttentionKernel
 from minisgl.kvcache.pool import KVPool
 
@@ -95,27 +95,14 @@ def resolve_phases(
     name: str, needs: AttentionNeeds, added: Sequence[type[AttentionBackend]] = ()
 ) -> tuple[type[AttentionBackend], type[AttentionBackend]]:
     """The backends of prefill and of decode, with auto replaced by the selected backend."""
-    known = (*ATTENTION_BACKENDS, *added)
+    known = {backend.name: backend for backend in (*ATTENTION_BACKENDS, *added)}
     prefill_name, _, decode_name = name.partition(",")
-    prefill = _resolve(prefill_name, known, needs)
+    prefill = select_backend("attention", prefill_name, known, lambda one: one.obstacle(needs))
     decode_name = decode_name or prefill.decode_with or prefill.name
-    decoding = [backend for backend in known if backend.decode_with is None]
-    return prefill, _resolve(decode_name, decoding, needs)
-
-
-def _resolve(
-    name: str, known: Sequence[type[AttentionBackend]], needs: AttentionNeeds
-) -> type[AttentionBackend]:
-    """The backend of this name, or for auto the first that can run. Raises ConfigError."""
-    for backend in known:
-        if name in ("auto", backend.name):
-            obstacle = backend.obstacle(needs)
-            if obstacle is None:
-                return backend
-            if name == backend.name:
-                raise ConfigError(f"attention backend {name!r} cannot be used: {obstacle}")
-    names = ", ".join(backend.name for backend in known)
-    raise ConfigError(f"attention backend {name!r} is not known; known: auto, {names}")
+    decoding = {name: backend for name, backend in known.items() if backend.decode_with is None}
+    return prefill, select_backend(
+        "attention", decode_name, decoding, lambda one: one.obstacle(needs)
+    )
 
 
 class PhasedAttention(AttentionBackend):

@@ -1,10 +1,13 @@
 """Settings of the engine and the scheduler. Each object is built once and is immutable."""
 
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import ClassVar, TypeVar
 
 import msgspec
 
 from minisgl.core.errors import ConfigError
+
+T = TypeVar("T")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,3 +126,22 @@ class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):
     pad_token: str | None = None
     unk_token: str | None = None
     chat_template: str | None = None
+
+
+def select_backend(
+    kind: str, name: str, known: Mapping[str, T], obstacle: Callable[[T], str | None]
+) -> T:
+    """Return the backend called `name`, or for auto the first that can run.
+
+    kind: a word for messages. known: the backends by name, in the order of preference. obstacle:
+    returns the reason why a backend cannot run, or None. Raises ConfigError for an unknown name,
+    and for a named backend that cannot run.
+    """
+    for known_name, backend in known.items():
+        if name in ("auto", known_name):
+            reason = obstacle(backend)
+            if reason is None:
+                return backend
+            if name == known_name:
+                raise ConfigError(f"{kind} backend {name!r} cannot be used: {reason}")
+    raise ConfigError(f"{kind} backend {name!r} is not known; known: auto, {', '.join(known)}")

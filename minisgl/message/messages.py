@@ -14,12 +14,8 @@ need no compatibility rules. Each queue has a decoder for its own union only.
 import msgspec
 
 from minisgl.core import FinishReason, GrammarKind, ModelFacts, SamplingParams, TokenizerInfo
-from minisgl.message.stats import BATCH_SIZE_BOUNDS as BATCH_SIZE_BOUNDS
-from minisgl.message.stats import BATCH_TOKENS_BOUNDS as BATCH_TOKENS_BOUNDS
-from minisgl.message.stats import STEP_PHASES as STEP_PHASES
 from minisgl.message.stats import ConstraintTotals as ConstraintTotals
 from minisgl.message.stats import DraftTotals as DraftTotals
-from minisgl.message.stats import PhaseStats as PhaseStats
 from minisgl.message.stats import SchedulerStats as SchedulerStats
 from minisgl.message.text import TokenLogprob as TokenLogprob
 from minisgl.message.text import ToolCallDelta as ToolCallDelta

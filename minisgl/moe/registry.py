@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from minisgl.core import ConfigError
+from minisgl.core.config import select_backend
 from minisgl.moe.base import MoeBackend
 from minisgl.moe.torch_backend import TorchMoe
 from minisgl.moe.triton_backend import TritonMoe
@@ -28,13 +28,5 @@ def resolve_moe_backend(
     added: backends of other packages. Raises ConfigError for an unknown name, and for a
     named backend that cannot run on `device`.
     """
-    known = (*MOE_BACKENDS, *added)
-    for backend in known:
-        if name in ("auto", backend.name):
-            obstacle = backend.obstacle(device)
-            if obstacle is None:
-                return backend
-            if name == backend.name:
-                raise ConfigError(f"MoE backend {name!r} cannot be used: {obstacle}")
-    names = ", ".join(backend.name for backend in known)
-    raise ConfigError(f"MoE backend {name!r} is not known; known: auto, {names}")
+    known = {backend.name: backend for backend in (*MOE_BACKENDS, *added)}
+    return select_backend("MoE", name, known, lambda one: one.obstacle(device))

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from minisgl.core import Batch
-from minisgl.message.messages import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, STEP_PHASES, PhaseStats
+from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, STEP_PHASES, PhaseStats
 
 
 class StepMeter:

@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 import minisgl
 from minisgl.core import FinishReason, ModelFacts, Overloaded, RequestError
 from minisgl.message import messages
+from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, STEP_PHASES, PhaseStats
 from minisgl.server.config import DEFAULT_CLIENT
 from minisgl.server.errors import NotReady, error_reply
 from minisgl.server.generation import Choice, priority_class
@@ -274,16 +275,15 @@ class Metrics(Collector):
         self._set("kv_event_batches_dropped_total", stats.kv_events.dropped)
         for reason, count in totals.failures.items():
             self._set("grammar_failures_total", count, reason)
-        sizes, tokens = messages.BATCH_SIZE_BOUNDS, messages.BATCH_TOKENS_BOUNDS
         self._histograms["batch_size"] = of_sizes = {}
         self._histograms["batch_tokens"] = of_tokens = {}
-        for name in messages.STEP_PHASES:
-            found = stats.phases.get(name, messages.PhaseStats())
+        for name in STEP_PHASES:
+            found = stats.phases.get(name, PhaseStats())
             self._set("forward_passes_total", found.graph_steps, name, "true")
             self._set("forward_passes_total", found.eager_steps, name, "false")
             self._set("forward_seconds_total", found.seconds, name)
-            of_sizes[name,] = _Histogram(sizes, found.reqs_counts, found.reqs)
-            of_tokens[name,] = _Histogram(tokens, found.tokens_counts, found.tokens)
+            of_sizes[name,] = _Histogram(BATCH_SIZE_BOUNDS, found.reqs_counts, found.reqs)
+            of_tokens[name,] = _Histogram(BATCH_TOKENS_BOUNDS, found.tokens_counts, found.tokens)
 
     def collect(self) -> Iterator[Metric]:
         """Every metric with its series, for the encoders of prometheus_client."""

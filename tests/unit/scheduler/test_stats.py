@@ -3,7 +3,7 @@
 import numpy as np
 
 from minisgl.core import Batch, PageUpdates
-from minisgl.message.messages import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS
+from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS
 from minisgl.scheduler.stats import StepMeter
 from tests.unit.scheduler.fake_engine import FakeEngine
 from tests.unit.scheduler.harness import Harness
