@@ -37,11 +37,11 @@ def read_fields(values: Mapping[str, Any], fields: type[_Fields], where: str) ->
         raise ConfigError(f"{where}: {found}{problem}") from None
 
 
-def check_supported(what: str, value: object, supported: Collection[object]) -> None:
+def check_supported(setting: str, value: object, supported: Collection[object]) -> None:
     """Raise ConfigError with the supported values if `value` is not one of them."""
     if value not in supported:
         names = ", ".join(str(each) for each in supported) or "none"
-        raise ConfigError(f"{what} {value!r} is not supported; supported: {names}")
+        raise ConfigError(f"{setting} {value!r} is not supported; supported: {names}")
 
 
 class AddedToken(msgspec.Struct, frozen=True):

@@ -111,6 +111,10 @@ BLOCK, TENSOR, CHANNEL = (
             compressed_tensors({**_COMPRESSED, "ignore": [r"re:.*\.down$", "model.layers.1.a.q"]}),
             [CHANNEL, None, None, CHANNEL],
         ),
+        (
+            compressed_tensors({**_COMPRESSED, "ignore": ["mlp.down", "layers.1"]}),
+            [CHANNEL, None, None, CHANNEL],
+        ),
         (compressed_tensors(group(targets=[r"re:.*\.a\.q"])), [CHANNEL, None, CHANNEL, None]),
         (compressed_tensors({"config_groups": {}}), [None, None, None, None]),
     ],
