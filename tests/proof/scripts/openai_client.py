@@ -78,7 +78,7 @@ for streamed in (False, True):
 for wrong, kind, param in [
     ({"temperature": 9}, openai.BadRequestError, "temperature"),
     ({"model": "none"}, openai.NotFoundError, "model"),
-    ({"max_tokens": 10**6}, openai.BadRequestError, "messages"),
+    ({"max_tokens": 10**6}, openai.BadRequestError, "max_tokens"),
     ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice"),
 ]:
     try:
