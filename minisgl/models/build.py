@@ -17,7 +17,7 @@ from minisgl.models.decoder import CausalLM, ModelParts
 from minisgl.models.hf_config import check_supported
 from minisgl.models.loader import fill_random, load_weights, materialise
 from minisgl.moe.base import MoeBackend
-from minisgl.moe.registry import create_moe_backend
+from minisgl.moe.registry import resolve_moe_backend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,9 @@ def build_model(
     a device without memory. Raises ConfigError.
     """
     extensions = extensions or ModelExtensions()
-    moe = create_moe_backend(moe_backend, device, extensions.moe_backends)
+    backend = resolve_moe_backend(moe_backend, device, extensions.moe_backends)
+    # A backend loads its kernels, which takes 0.1 s. Only a model with experts needs them.
+    moe = None if config.moe is None else backend(device)
     model, unused = empty_model(config, dtype, comm, moe, extensions, quantization)
     materialise(model, device, dtype)
     share_split_k_semaphores(model, device)
@@ -78,15 +80,15 @@ def empty_model(
     config: ModelConfig,
     dtype: torch.dtype,
     comm: Communicator,
-    moe: MoeBackend,
+    moe: MoeBackend | None,
     extensions: ModelExtensions,
     quantization: str | None = None,
 ) -> tuple[CausalLM, tuple[str, ...]]:
     """Build this rank's share of the model on the meta device.
 
-    dtype: of activations and unquantised weights. quantization: the value of --quantization.
-    Returns the model and the endings of the tensor names that its format leaves unused. Raises
-    ConfigError.
+    dtype: of activations and unquantised weights. moe: None for a model without experts.
+    quantization: the value of --quantization. Returns the model and the endings of the tensor names
+    that its format leaves unused. Raises ConfigError.
     """
     methods = _quantization(config.quantization, quantization, extensions)
     stacked = config.family.stacked_experts

@@ -37,14 +37,14 @@ class ModelParts(NamedTuple):
     comm         the collectives between the tensor-parallel ranks.
     linear       the dtype and the method of all linear layers.
     experts      stores the experts of sparse layers.
-    moe_backend  computes the experts of sparse layers.
+    moe_backend  computes the experts of sparse layers; None for a model without such layers.
     """
 
     config: ModelConfig
     comm: Communicator
     linear: LinearBuild
     experts: ExpertsFactory
-    moe_backend: MoeBackend
+    moe_backend: MoeBackend | None
 
 
 class ForwardContext(NamedTuple):
@@ -171,6 +171,7 @@ class DecoderLayer(nn.Module):
         linear = parts.linear._replace(parent=f"model.layers.{layer}.mlp")
         self.mlp: nn.Module
         if config.moe is not None and config.moe.has_experts(layer):
+            assert parts.moe_backend is not None, "sparse layers need a backend: this is a bug"
             self.mlp = MoeBlock(size, config.moe, linear, parts.experts, parts.moe_backend)
         else:
             self.mlp = GatedMlp(
