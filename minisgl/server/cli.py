@@ -234,17 +234,13 @@ def resolve(
     keys = key_hashes([options.api_key, key], options.api_key_file)
     admin_hashes = key_hashes([options.admin_api_key, admin_key], options.admin_api_key_file)
     lowest = lowest_priorities(options.api_key_file, options.admin_api_key_file)
-    if options.model is None:
-        folder = str(model_path())
-    else:
-        needs_weights = weights and not (engine["dummy_weight"] or server["render_only"])
-        folder = find_model(options.model, options.revision, needs_weights)
     for most in (options.max_n, options.max_prompts):  # flags of earlier versions
         if most is not None:
             given["limits"]["max_choices"] = min(given["limits"]["max_choices"], most)
     _log_warnings(typed)
-    return ServerConfig(
-        engine=EngineConfig(model_path=folder, **engine),
+    # A wrong value raises an error here, before the download of a model.
+    config = ServerConfig(
+        engine=EngineConfig(model_path="", **engine),
         scheduler=SchedulerConfig(**scheduler),
         limits=Limits(**given["limits"]),
         kv_events=KVEventsConfig(**given["kv_events"]),
@@ -256,6 +252,13 @@ def resolve(
         lowest_priorities=lowest,
         **server,
     )
+    if options.model is None:
+        folder = str(model_path())
+    else:
+        needs_weights = weights and not (engine["dummy_weight"] or server["render_only"])
+        folder = find_model(options.model, options.revision, needs_weights)
+    found = msgspec.structs.replace(config.engine, model_path=folder)
+    return msgspec.structs.replace(config, engine=found)
 
 
 def _log_warnings(typed: argparse.Namespace) -> None:

@@ -94,9 +94,14 @@ def test_flags_of_earlier_versions_are_obeyed_or_ignored_with_a_warning(
     assert "--max-n," not in build_parser().format_help()
 
 
-def test_page_size_is_a_power_of_two() -> None:
+def test_wrong_page_size_is_refused_before_the_model_is_looked_up() -> None:
+    """Regression: the error came after the download."""
+
+    def find(name: str, revision: str | None, weights: bool) -> str:
+        pytest.fail(f"{name} was looked up")
+
     with pytest.raises(ConfigError, match="page_size 12 is not a power of two"):
-        config("--page-size", "12")
+        resolve(["--page-size", "12", "--model", "Qwen/Qwen3-0.6B"], {}, find_model=find)
 
 
 def test_certificate_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
