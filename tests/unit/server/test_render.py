@@ -34,6 +34,15 @@ def test_the_context_is_that_of_the_engine(
     assert facts(tmp_path, {**FIELDS, "rope_scaling": rope}, max_seq_len=16) == (320, 16)
 
 
+def test_the_layers_with_full_attention_give_the_context_of_a_model_with_windows(
+    tmp_path: Path,
+) -> None:
+    """Regression: the settings of each kind of layers were ignored."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    kinds = {"full_attention": yarn, "sliding_attention": {"rope_type": "default"}}
+    assert facts(tmp_path, {**FIELDS, "rope_parameters": kinds}) == (320, 512)
+
+
 def test_the_language_model_beside_an_encoder_has_a_config_of_its_own(tmp_path: Path) -> None:
     config = {
         "architectures": ["Mistral3ForConditionalGeneration"],
