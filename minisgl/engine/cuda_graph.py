@@ -69,7 +69,9 @@ class DecodeGraph:
     forward      writes `logits`, [size * shape.width, n], for the n vocabulary ids of this rank.
     finish       writes `logits` for the first `size` rows of DecodeGraphs.attended; None if
                  shape.width is above 1.
-    samplers     the sampler without and with filters: read `logits`, write `next_tokens`.
+    sampler      samples from `logits` without filters, and writes `next_tokens`.
+    filtering_sampler
+                 like `sampler`, but with top_k, top_p and min_p.
     next_tokens  int32 [2 or more, size], as sampler.sample_tokens returns it.
     """
 
@@ -79,12 +81,13 @@ class DecodeGraph:
     forward: torch.cuda.CUDAGraph
     finish: torch.cuda.CUDAGraph | None
     logits: Tensor
-    samplers: tuple[torch.cuda.CUDAGraph, ...]
+    sampler: torch.cuda.CUDAGraph
+    filtering_sampler: torch.cuda.CUDAGraph
     next_tokens: Tensor
 
     def sample(self, filters: bool) -> Tensor:
         """Sample from `logits`, and return next_tokens."""
-        self.samplers[filters].replay()
+        (self.filtering_sampler if filters else self.sampler).replay()
         return self.next_tokens
 
 
@@ -183,7 +186,7 @@ class DecodeGraphs:
             heads, residual = (part[:size] for part in self.attended)
             runner.model.logits(Attended(heads, residual.clone()), out=logits)
 
-        def sampler(filters: bool) -> None:
+        def sample(filters: bool) -> None:
             kind = SamplingKind(any_random=True, filters=filters)
             next_tokens.copy_(sample_tokens(runner, logits, views, kind, drafts=drafts))
 
@@ -194,7 +197,8 @@ class DecodeGraphs:
             forward=self._capture(forward, partial(forward, self.rehearsed)),
             finish=self._capture(finish) if width == 1 else None,
             logits=logits,
-            samplers=tuple(self._capture(partial(sampler, each)) for each in (False, True)),
+            sampler=self._capture(partial(sample, False)),
+            filtering_sampler=self._capture(partial(sample, True)),
             next_tokens=next_tokens,
         )
 

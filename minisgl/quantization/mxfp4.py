@@ -64,12 +64,12 @@ class Mxfp4Experts(StackedExperts):
         down = (experts, hidden, inner.full // BLOCK)
         cut = (2, inner.begin // BLOCK, inner.end // BLOCK)
         place = partial(Placement, stored=_STORED)
-        source, deinterleaved = self.source, partial(_by_chunks, inner=inner)
+        source, of_gate_and_up = self.source, partial(_in_engine_order, interleaved=inner)
         for part, suffix, block in (("blocks", "", (BLOCK_BYTES,)), ("scales", "_scales", ())):
             tensor, target = f"{source}.gate_up_proj_{part}", f"{name}.gate_up{suffix}"
-            yield place(tensor, (*gate_up, *block), target, convert=deinterleaved)
+            yield place(tensor, (*gate_up, *block), target, convert=of_gate_and_up)
             tensor, target = f"{source}.down_proj_{part}", f"{name}.down{suffix}"
-            yield place(tensor, (*down, *block), target, *cut, convert=_by_chunks)
+            yield place(tensor, (*down, *block), target, *cut, convert=_in_engine_order)
         yield from super().placements(name)
 
     def weights(self, router: Tensor) -> ExpertWeights:
@@ -81,13 +81,13 @@ def _bytes(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
 
 
-def _by_chunks(stored: Tensor, inner: Shard | None = None) -> Tensor:
+def _in_engine_order(stored: Tensor, interleaved: Shard | None = None) -> Tensor:
     """Return codes or scales in the order of the engine.
 
-    stored: codes [E, rows, blocks, 16] or scales [E, rows, blocks]. inner: given if the rows are
-    those of gate and up, interleaved.
+    stored: codes [E, rows, blocks, 16] or scales [E, rows, blocks]. interleaved: this rank's share
+    of the rows if they are those of gate and up, one of each in turn; None for other rows.
     """
-    ordered = stored if inner is None else gate_then_up(stored, inner)
+    ordered = stored if interleaved is None else gate_then_up(stored, interleaved)
     if ordered.dim() == 3:
         return by_chunks(ordered, 1)
     return by_chunks(recode(ordered.flatten(2)), BLOCK_BYTES)

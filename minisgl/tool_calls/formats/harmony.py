@@ -140,7 +140,10 @@ class Harmony:
     name = "harmony"
     probe = f"{_CHANNEL}commentary"
     markers = MARKERS
-    open = HarmonyParser
+
+    def open(self, parameters: Mapping[str, Any], marker_ids: Mapping[int, str]) -> HarmonyParser:
+        """As Format.open."""
+        return HarmonyParser(parameters, marker_ids)
 
     def write(self, request: ToolGrammar, token_ids: Mapping[str, int]) -> WrittenGrammar:
         """As Format.write: reasoning and comments, then one call or the final message.
