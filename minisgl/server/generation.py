@@ -44,10 +44,11 @@ def priority_class(priority: int) -> str:
 class ChoiceDelta:
     """New output of a choice besides its text, since the last `Choice.take`.
 
+    reasoning: the pieces of the reasoning, like `Choice.text`.
     prompt_ids: the ids of the prompt in the first delta, if the answer contains them.
     """
 
-    reasoning: str = ""
+    reasoning: list[str] = field(default_factory=list)
     calls: list[ToolCallDelta] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -64,7 +65,8 @@ class Choice:
     started_s     time of admission, like first_s and last_s in seconds of CLOCK_MONOTONIC.
     client        the name of the key that sent the call.
     priority      the priority of the call.
-    text, delta   the output that has not been taken. With echo the text begins with the prompt.
+    text, delta   the output that has not been taken. `take` joins the pieces of the text. With echo
+                  the first piece is the prompt.
     latest        the last update, whose token counts are totals.
     finish        finish reason; None while the engine works on the choice.
     error         the error that ended the choice before its answer was complete.
@@ -121,7 +123,8 @@ class Choice:
             or update.prompt_logprobs
         ):
             delta = self.delta = self.delta or ChoiceDelta()
-            delta.reasoning += update.reasoning
+            if update.reasoning:
+                delta.reasoning.append(update.reasoning)
             delta.calls += update.calls
             self.has_calls = self.has_calls or bool(update.calls)
             delta.token_ids += update.token_ids

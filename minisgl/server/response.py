@@ -92,7 +92,7 @@ class ResponseWriter:
             return responses.TextChoice(text=text, **values)
         message = responses.AnswerMessage(
             content=text or (None if choice.has_calls else ""),
-            reasoning_content=delta.reasoning or UNSET,
+            reasoning_content="".join(delta.reasoning) or UNSET,
             tool_calls=_whole_calls(delta.calls) or UNSET,
         )
         return responses.ChatChoice(message=message, **values)
@@ -128,7 +128,8 @@ class ResponseWriter:
         if text:
             deltas.insert(0, responses.Delta(content=text))
         if delta.reasoning:
-            deltas.insert(0, responses.Delta(reasoning_content=delta.reasoning))
+            reasoning = "".join(delta.reasoning)
+            deltas.insert(0, responses.Delta(reasoning_content=reasoning))
         *before, last = deltas or [responses.Delta(content="")]
         parts = [responses.ChatChunkChoice(index=choice.index, delta=each) for each in before]
         parts.append(responses.ChatChunkChoice(delta=last, **values))

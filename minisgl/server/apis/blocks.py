@@ -80,7 +80,7 @@ class BlockWriter(ABC):
         while calls and not calls[0].name:
             parts.append(self._add("call", calls.pop(0).arguments))
         if delta.reasoning:
-            parts.append(self._add("reasoning", delta.reasoning))
+            parts.append(self._add("reasoning", "".join(delta.reasoning)))
         if text:
             parts.append(self._add("text", text))
         for call in calls:
