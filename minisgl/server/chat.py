@@ -62,14 +62,19 @@ def _parse_arguments(message: requests.Message, index: int) -> int:
         if isinstance(call.function, requests.ParsedFunctionCall):
             chars += len(call.id) + len(name) + len(msgspec.json.encode(arguments))
             continue
-        try:
-            parsed = msgspec.json.decode(arguments or "{}")
-        except (msgspec.MsgspecError, RecursionError):
-            param = f"messages[{index}].tool_calls[{number}].function.arguments"
-            raise reject(param, "must be JSON in a string") from None
+        param = f"messages[{index}].tool_calls[{number}].function.arguments"
+        parsed = parse_arguments(arguments, param)
         call.function = requests.ParsedFunctionCall(name=name, arguments=parsed)
         chars += len(call.id) + len(name) + len(arguments)
     return chars
+
+
+def parse_arguments(arguments: str, param: str) -> Any:
+    """The arguments of a tool call. Raises InvalidRequest with this param if they are not JSON."""
+    try:
+        return msgspec.json.decode(arguments or "{}")
+    except (msgspec.MsgspecError, RecursionError):
+        raise reject(param, "must be JSON in a string") from None
 
 
 def check_effort(effort: str | None) -> None:

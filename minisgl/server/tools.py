@@ -90,7 +90,8 @@ class ToolRequest(NamedTuple):
         )
         source = msgspec.json.encode(grammar).decode()
         message = CompileGrammar(kind="tool_calls", text=source, whitespace_pattern=pattern)
-        return ConstraintRequest("tools", message)
+        param = text_constraint.param if text_constraint and not self.tools else "tools"
+        return ConstraintRequest(param, message)
 
 
 def tools_of(body: requests.AnyBody, facts: ModelFacts) -> ToolRequest | None:
@@ -148,7 +149,7 @@ def _read_choice(
     """The name of the tool to call (or None), the mode, and the names of the allowed tools."""
     if not isinstance(choice, requests.ToolChoice):
         if choice == "required" and not names:
-            raise reject("tool_choice", "is 'required', so tools must have at least one tool")
+            raise reject("tool_choice", "requires a call, so tools must have at least one tool")
         return None, choice or "auto", names
     given = choice.function if choice.type == "function" else choice.allowed_tools
     if given is None:

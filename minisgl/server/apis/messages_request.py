@@ -4,7 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minisgl.core import Unsupported
-from minisgl.server.apis.translation import Translation, Turn, chat_tool, shared_parameters
+from minisgl.server.apis.translation import (
+    Translation,
+    Turn,
+    chat_tool,
+    function_paths,
+    shared_parameters,
+)
 from minisgl.server.decode import reject
 from minisgl.server.protocol import messages_api as api
 from minisgl.server.protocol import requests
@@ -14,6 +20,12 @@ from minisgl.server.protocol import requests
 _BILLING = "x-anthropic-billing-header:"
 _THINKING = ("enable_thinking", "thinking")  # the names of this option in templates
 _CUSTOM = (None, "custom")  # the types of a tool whose schema is in the request
+# Paths in a chat, each with its path in a body of Messages; see Translation.
+_PATHS = {
+    "reasoning_effort": "output_config.effort",
+    "response_format.json_schema": "output_config.format",
+    "tool_choice.function": "tool_choice",
+}
 _CHOICES: Mapping[str, requests.ToolMode] = {"auto": "auto", "any": "required", "none": "none"}
 # The types of blocks in the messages of each role. The result of a tool becomes a message.
 _KINDS: Mapping[requests.Role, Sequence[str]] = {
@@ -51,7 +63,12 @@ def translate(body: api.CountTokensBody) -> Translation:
         tool_choice=_CHOICES.get(choice.type, named),
     )
     ignored = tuple("tool" for tool in body.tools if tool.type not in _CUSTOM)
-    return Translation(chat, max_tokens=None, ignored=ignored, options=options)
+    paths = {
+        **_PATHS,
+        **function_paths("tools", "tools", [tool.type in _CUSTOM for tool in body.tools]),
+        "continue_final_message": f"messages[{len(body.messages) - 1}]",
+    }
+    return Translation(chat, paths, shrinks=True, ignored=ignored, options=options)
 
 
 def _messages(body: api.CountTokensBody) -> list[requests.Message]:

@@ -8,11 +8,28 @@ items, so consecutive items of the assistant become one message.
 from typing import Any
 
 from minisgl.core import Unsupported
-from minisgl.server.apis.translation import Translation, Turn, chat_tool, shared_parameters
+from minisgl.server.apis.translation import (
+    Translation,
+    Turn,
+    chat_tool,
+    function_paths,
+    shared_parameters,
+)
+from minisgl.server.chat import parse_arguments
 from minisgl.server.decode import reject
 from minisgl.server.protocol import requests
 from minisgl.server.protocol import responses_api as api
 
+# Paths in a chat, each with its path in a body of Responses; see Translation.
+_PATHS = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format.schema",
+    "response_format.json_schema.schema": "text.format.schema",
+    "tool_choice.function": "tool_choice",
+}
 _REPEATED = set(api.ModelResponse.__struct_fields__) & set(api.ResponsesBody.__struct_fields__)
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 
@@ -29,7 +46,14 @@ def translate(body: api.ResponsesBody) -> Translation:
         response_format=_response_format(body.text),
     )
     ignored = tuple("tool" for tool in body.tools if tool.type != "function")
-    return Translation(chat, "input", "max_output_tokens", ignored, _repeated(body))
+    named = [] if isinstance(body.tool_choice, str) else body.tool_choice.tools
+    allowed = "tool_choice.allowed_tools.tools"
+    paths = {
+        **_PATHS,
+        **function_paths("tools", "tools", [tool.type == "function" for tool in body.tools]),
+        **function_paths(allowed, "tool_choice.tools", [tool.type == "function" for tool in named]),
+    }
+    return Translation(chat, paths, ignored=ignored, repeated=_repeated(body))
 
 
 def _messages(body: api.ResponsesBody) -> list[requests.Message]:
@@ -83,7 +107,8 @@ def _turn(turns: list[Turn], role: requests.Role) -> Turn:
 def _call(item: api.ResponsesItem, path: str) -> requests.ToolCall:
     if not item.name:
         raise reject(f"{path}.name", "is required")
-    function = requests.FunctionCall(name=item.name, arguments=item.arguments)
+    arguments = parse_arguments(item.arguments, f"{path}.arguments")
+    function = requests.ParsedFunctionCall(name=item.name, arguments=arguments)
     return requests.ToolCall(id=item.call_id, function=function)
 
 

@@ -1,11 +1,13 @@
 """`Translation`: the body of a request as a body of OpenAI's chat or completions."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 
+from minisgl.core import RequestError
 from minisgl.server.protocol import requests
 from minisgl.server.protocol.requests import AnyBody
 
@@ -16,9 +18,9 @@ _SHARED = ("model", "temperature", "top_p", "top_k", "stream", "parallel_tool_ca
 class Translation(NamedTuple):
     """The body of a request as a body of OpenAI's chat or completions.
 
-    messages    the parameter of the request with the messages of a chat, for error messages.
-    max_tokens  the parameter of the request with the number of tokens, for the error if the context
-                has no room for them. None: no error, the number shrinks to the room.
+    paths       for error messages: paths in `body`, each with its path in the request. An entry
+                also holds for all fields below its path. Other paths are the same in both.
+    shrinks     max_tokens shrinks to the room in the context. False: a larger number is refused.
     ignored     features of the request that `body` leaves out, as labels of the metric.
     repeated    parameters that the answer repeats.
     options     values for the chat template. The key has all names that templates use for the
@@ -26,11 +28,30 @@ class Translation(NamedTuple):
     """
 
     body: AnyBody
-    messages: str = "messages"
-    max_tokens: str | None = "max_tokens"
+    paths: Mapping[str, str] = {}
+    shrinks: bool = False
     ignored: tuple[str, ...] = ()
     repeated: dict[str, Any] = {}
     options: Mapping[tuple[str, ...], Any] = {}
+
+    def path(self, path: str) -> str:
+        """The path in the request of a path in `body`."""
+        for end in range(len(path), 0, -1):
+            if path[:end] in self.paths and path[end : end + 1] in ("", ".", "["):
+                return self.paths[path[:end]] + path[end:]
+        return path
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """In errors of the block, replace the path in `body` by the path in the request."""
+        try:
+            yield
+        except RequestError as error:
+            if error.param is None:
+                raise
+            param = self.path(error.param)
+            message = error.message.replace(error.param, param, 1)
+            raise type(error)(message, param, error.code, error.limit) from None
 
 
 @dataclass(eq=False, slots=True)
@@ -56,6 +77,12 @@ class Turn:
 def shared_parameters(body: requests.RequestBody) -> dict[str, Any]:
     """The parameters of this body that a chat has under the same name."""
     return {name: getattr(body, name) for name in _SHARED if name in body.__struct_fields__}
+
+
+def function_paths(ours: str, theirs: str, is_function: Iterable[bool]) -> dict[str, str]:
+    """Entries of `Translation.paths` for a list of tools. The chat has only its functions."""
+    indices = [index for index, kept in enumerate(is_function) if kept]
+    return {f"{ours}[{i}].function": f"{theirs}[{index}]" for i, index in enumerate(indices)}
 
 
 def chat_tool(tool: msgspec.Struct) -> requests.Tool:

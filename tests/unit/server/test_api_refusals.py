@@ -1,0 +1,148 @@
+"""Refusals of Responses and Messages name the path of the field in the body of the client."""
+
+import array
+from typing import Any
+
+import msgspec
+import pytest
+
+from minisgl.core import InvalidRequest, RequestError, SamplingParams, Unsupported
+from minisgl.server.handler import fit_call
+from minisgl.server.protocol.requests import MESSAGES, RESPONSES
+from tests.unit.server.test_api_requests import (
+    KNOWS,
+    SCHEMA,
+    TOOL_F,
+    messages,
+    read,
+    responses,
+    user,
+)
+
+IMAGE = {"type": "input_image", "image_url": "data:"}
+REFUSED_RESPONSES: list[tuple[dict[str, Any], str, type[RequestError]]] = [
+    ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", Unsupported),
+    ({"input": "a", "conversation": "c"}, "conversation", Unsupported),
+    ({"input": "a", "background": True}, "background", Unsupported),
+    ({"input": []}, "input", InvalidRequest),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", Unsupported),
+    ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0]", Unsupported),
+    ({"input": [{"role": "user"}]}, "input[0].content", InvalidRequest),
+    ({"input": [{"content": "a"}]}, "input[0].role", InvalidRequest),
+    ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role", InvalidRequest),
+    ({"input": [{"type": "function_call", "arguments": ""}]}, "input[0].name", InvalidRequest),
+    ({"input": "a", "tools": [{"type": "function"}]}, "tools[0].name", InvalidRequest),
+    ({"input": "a", "tool_choice": {"type": "mcp"}}, "tool_choice.type", Unsupported),
+    ({"input": "a", "tool_choice": "required"}, "tool_choice", InvalidRequest),
+    ({"input": "a", "metadata": {"a": 1}}, "metadata[...]", InvalidRequest),
+    ({"input": "a", "max_output_tokens": 0}, "max_output_tokens", InvalidRequest),
+    ({"input": "a", "inputs": "a"}, "inputs", InvalidRequest),
+    ({}, "input", InvalidRequest),
+]
+REFUSED_MESSAGES: list[tuple[dict[str, Any], str, type[RequestError]]] = [
+    ({"messages": []}, "messages", InvalidRequest),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", InvalidRequest),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        "messages[0].content[0]",
+        Unsupported,
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
+        "messages[0].content[0].text",
+        InvalidRequest,
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}]},
+        "messages[0]",
+        InvalidRequest,
+    ),
+    ({"messages": [user("a")], "max_tokens": 0}, "max_tokens", InvalidRequest),
+    ({"messages": [user("a")], "thinking": {"type": "x"}}, "thinking.type", InvalidRequest),
+    ({"messages": [user("a")], "mcp_servers": [{}]}, "mcp_servers", Unsupported),
+    ({"messages": [user("a")], "n": 2}, "n", InvalidRequest),
+]
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param", "kind"),
+    [(RESPONSES, *case) for case in REFUSED_RESPONSES]
+    + [(MESSAGES, *case) for case in REFUSED_MESSAGES],
+)
+def test_refusals_name_the_field(
+    route: str, body: dict[str, Any], param: str, kind: type[RequestError]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        read(route, **body)
+    assert type(caught.value) is kind
+    assert caught.value.param == param
+
+
+ASKED = [user("a")]
+BEGUN = [*ASKED, {"role": "assistant", "content": "b"}]
+F = {"name": "f"}
+ONLY = {"type": "allowed_tools", "mode": "auto"}
+WEB = {"type": "web_search", "name": "w"}
+CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
+LONG = {"type": "json_schema", "schema": {"title": "a" * 2**20}}
+FORMAT = {"type": "json_schema", "schema": SCHEMA}
+ANY = {"type": "any"}
+# A body whose chat is refused, the path in the body, and a further path that the message names.
+REFUSED_CHATS: list[tuple[str, dict[str, Any], str, str]] = [
+    (RESPONSES, {"input": [*ASKED, CALL, {**CALL, "arguments": "{"}]}, "input[2].arguments", ""),
+    (RESPONSES, {"tools": [WEB, TOOL_F, TOOL_F]}, "tools[2].name", ""),
+    (RESPONSES, {"tool_choice": TOOL_F}, "tool_choice.name", ""),
+    (RESPONSES, {"tool_choice": {**ONLY, "tools": [WEB, TOOL_F]}}, "tool_choice.tools[1].name", ""),
+    (RESPONSES, {"text": {"format": {"type": "x"}}}, "text.format.type", ""),
+    (RESPONSES, {"text": {"format": {"type": "structural_tag"}}}, "text.format", ""),
+    (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema", ""),
+    (RESPONSES, {"text": {"format": LONG}}, "text.format.schema", ""),
+    (RESPONSES, {"reasoning": {"effort": "x"}}, "reasoning.effort", ""),
+    (MESSAGES, {"tools": [WEB, F, F]}, "tools[2].name", ""),
+    (MESSAGES, {"tools": [F], "tool_choice": {"type": "tool"}}, "tool_choice.name", ""),
+    (MESSAGES, {"tool_choice": ANY}, "tool_choice", "tools"),
+    (MESSAGES, {"output_config": {"format": LONG}}, "output_config.format.schema", ""),
+    (MESSAGES, {"output_config": {"effort": "x"}}, "output_config.effort", ""),
+    (MESSAGES, {"messages": BEGUN, "tools": [F], "tool_choice": ANY}, "messages[1]", "tools"),
+    (
+        MESSAGES,
+        {"messages": BEGUN, "output_config": {"format": FORMAT}},
+        "messages[1]",
+        "output_config.format.schema",
+    ),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "param", "other"), REFUSED_CHATS)
+def test_refusals_of_the_chat_name_paths_of_the_body(
+    route: str, body: dict[str, Any], param: str, other: str
+) -> None:
+    body = {"input" if route == RESPONSES else "messages": ASKED, **body}
+    with pytest.raises(RequestError) as caught:
+        read(route, facts=msgspec.structs.replace(KNOWS, tool_format="harmony"), **body)
+    assert caught.value.param == param
+    assert caught.value.message.startswith(param)
+    assert other in caught.value.message
+
+
+def test_later_errors_name_paths_of_the_body() -> None:
+    """The tokenizer workers check schemas, and the lengths of prompts are known after them."""
+    harmony = msgspec.structs.replace(KNOWS, tool_format="harmony")
+    for facts in (KNOWS, harmony):
+        request = responses(input="a", text={"format": FORMAT}, facts=facts)
+        assert (request.grammar.param, request.prompts[0][0]) == ("text.format.schema", "input")
+        request = messages(user("a"), output_config={"format": FORMAT}, facts=facts)
+        assert request.grammar.param == "output_config.format.schema"
+    ids = array.array("i", [1] * 10)
+    with pytest.raises(InvalidRequest, match=r"lower max_output_tokens$") as caught:
+        fit_call(responses(input="a"), [(ids, SamplingParams())], KNOWS, 10)
+    assert caught.value.param == "max_output_tokens"
+
+
+def test_refusals_say_what_to_do() -> None:
+    with pytest.raises(Unsupported, match="send the whole history in input"):
+        responses(input="a", previous_response_id="resp_1")
+    with pytest.raises(InvalidRequest, match="must be one of enabled, disabled, adaptive"):
+        messages(user("a"), thinking={"type": "x"})
+    with pytest.raises(InvalidRequest, match="must be one of user, assistant, system"):
+        messages({"role": "tool", "content": "a"})
