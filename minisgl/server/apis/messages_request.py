@@ -103,7 +103,7 @@ def _split(
     for index, block in enumerate(content):
         kind, kinds = block.type, _KINDS[role]
         if kind not in kinds:
-            text = f"{path}[{index}]: blocks of type {kind[:64]!r} are not supported here"
+            text = f"{path}[{index}]: blocks of type {kind!r} are not supported here"
             raise Unsupported(f"{text}; expected {', '.join(kinds)}", f"{path}[{index}]")
         if kind == "text":
             turn.texts.append(block.text)

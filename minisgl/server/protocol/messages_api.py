@@ -7,9 +7,8 @@ from msgspec import UNSET, Meta, UnsetType
 
 from minisgl.server.protocol.requests import RequestBody, StopString, ToolFunctionName, bounds
 
-# The translation refuses other types, because a type may be allowed in one place only.
-_BLOCK_TYPES = {"enum": ["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]}
-BlockType = Annotated[str, Meta(extra_json_schema=_BLOCK_TYPES)]
+# The translation refuses a type in a place where it is not allowed.
+BlockType = Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
 ToolName = Annotated[str, Meta(max_length=256)]
 
 

@@ -44,8 +44,18 @@ REFUSED_MESSAGES: list[tuple[dict[str, Any], str, type[RequestError]]] = [
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", InvalidRequest),
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        "messages[0].content[0].type",
+        InvalidRequest,
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
         "messages[0].content[0]",
         Unsupported,
+    ),
+    (
+        {"messages": [user("a")], "system": [{"type": "text", "content": [{"type": "x"}]}]},
+        "system[0].content[0].type",
+        InvalidRequest,
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": 1}]}]},
