@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import llguidance
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
 
 from minisgl.core import InvalidRequest
 from minisgl.message.messages import CompileGrammar
@@ -133,5 +133,9 @@ def _plain_source(request: CompileGrammar) -> str:
         return llguidance.grammar_from("choice", request.text)
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(request.text))
-    except GbnfToLarkError as error:
-        raise InvalidRequest(f"the grammar is neither Lark nor GBNF: {error}") from None
+    except RecursionError:
+        raise
+    # For a rule that is missing, the library raises the class Exception and no subclass.
+    except Exception as error:  # noqa: BLE001
+        reason = str(error)[:_MAX_REASON_CHARS]
+        raise InvalidRequest(f"the grammar is neither Lark nor GBNF: {reason}") from None
