@@ -107,12 +107,14 @@ def tools_of(body: requests.AnyBody, facts: ModelFacts) -> ToolRequest | None:
         if name in names[:index]:
             raise reject(f"tools[{index}].function.name", "must differ from the other names")
     named, mode, allowed = _read_choice(body.tool_choice, names)
-    if not body.tools or mode == "none":
+    tools = [tool.function for tool in body.tools if tool.function.name in allowed]
+    if mode == "required" and not tools:
+        raise reject("tool_choice", "requires a call, so a function of tools must be allowed")
+    if not tools or mode == "none":
         has_format = facts.tool_format in ANSWER_FORMATS
         return ToolRequest([], False, False, True, facts.tool_format) if has_format else None
     if facts.tool_format in (ModelFacts.NO_TOOLS, ModelFacts.UNKNOWN_TOOL_FORMAT):
         raise Unsupported(_UNSUPPORTED[facts.tool_format], param="tools")
-    tools = [tool.function for tool in body.tools if tool.function.name in allowed]
     for tool in tools:
         tool.parameters = tool.parameters or _NO_PARAMETERS
     return ToolRequest(
@@ -148,8 +150,6 @@ def _read_choice(
 ) -> tuple[str | None, str, Sequence[str]]:
     """The name of the tool to call (or None), the mode, and the names of the allowed tools."""
     if not isinstance(choice, requests.ToolChoice):
-        if choice == "required" and not names:
-            raise reject("tool_choice", "requires a call, so tools must have at least one tool")
         return None, choice or "auto", names
     given = choice.function if choice.type == "function" else choice.allowed_tools
     if given is None:

@@ -92,6 +92,7 @@ ASKED = [user("a")]
 BEGUN = [*ASKED, {"role": "assistant", "content": "b"}]
 F = {"name": "f"}
 ONLY = {"type": "allowed_tools", "mode": "auto"}
+REQUIRED = {"mode": "required", "tools": []}
 WEB = {"type": "web_search", "name": "w"}
 CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
 LONG = {"type": "json_schema", "schema": {"title": "a" * 2**20}}
@@ -103,6 +104,13 @@ REFUSED_CHATS: list[tuple[str, dict[str, Any], str, str]] = [
     (RESPONSES, {"tools": [WEB, TOOL_F, TOOL_F]}, "tools[2].name", ""),
     (RESPONSES, {"tool_choice": TOOL_F}, "tool_choice.name", ""),
     (RESPONSES, {"tool_choice": {**ONLY, "tools": [WEB, TOOL_F]}}, "tool_choice.tools[1].name", ""),
+    (RESPONSES, {"tools": [TOOL_F], "tool_choice": {**ONLY, **REQUIRED}}, "tool_choice", "tools"),
+    (
+        RESPONSES,
+        {"tools": [TOOL_F], "tool_choice": {**ONLY, **REQUIRED, "tools": [WEB]}},
+        "tool_choice",
+        "tools",
+    ),
     (RESPONSES, {"text": {"format": {"type": "x"}}}, "text.format.type", ""),
     (RESPONSES, {"text": {"format": {"type": "structural_tag"}}}, "text.format", ""),
     (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema", ""),
@@ -133,6 +141,13 @@ def test_refusals_of_the_chat_name_paths_of_the_body(
     assert caught.value.param == param
     assert caught.value.message.startswith(param)
     assert other in caught.value.message
+
+
+def test_a_choice_without_known_tools_is_as_without_tools() -> None:
+    """Regression: the grammar of the answer had no call to choose from."""
+    request = responses(input="a", tools=[TOOL_F], tool_choice={**ONLY, "tools": [WEB]})
+    assert request.prompts == responses(input="a").prompts
+    assert request.text.tools is None
 
 
 def test_later_errors_name_paths_of_the_body() -> None:
