@@ -239,8 +239,9 @@ def resolve(
             given["limits"]["max_choices"] = min(given["limits"]["max_choices"], most)
     _log_warnings(typed)
     # A wrong value raises an error here, before the download of a model.
+    engine_config = EngineConfig(model_path="", **engine)
     config = ServerConfig(
-        engine=EngineConfig(model_path="", **engine),
+        engine=engine_config,
         scheduler=SchedulerConfig(**scheduler),
         limits=Limits(**given["limits"]),
         kv_events=KVEventsConfig(**given["kv_events"]),
@@ -257,8 +258,8 @@ def resolve(
     else:
         needs_weights = weights and not (engine["dummy_weight"] or server["render_only"])
         folder = find_model(options.model, options.revision, needs_weights)
-    found = msgspec.structs.replace(config.engine, model_path=folder)
-    return msgspec.structs.replace(config, engine=found)
+    engine_config = msgspec.structs.replace(engine_config, model_path=folder)
+    return msgspec.structs.replace(config, engine=engine_config)
 
 
 def _log_warnings(typed: argparse.Namespace) -> None:

@@ -22,19 +22,22 @@ class _Config(msgspec.Struct):
 def facts_of(engine: EngineConfig) -> ModelFacts:
     """Read the facts of a model from its folder. Raises ConfigError.
 
-    The context length of a YaRN model is computed as in models/rope.py, which loads torch. In a
-    model with windows, the rotary settings of the layers with full attention give it.
+    The context length of a YaRN model is computed as in models/rope.py, which loads torch. If the
+    rotary settings differ by kind of layer, those of `full_attention` count.
     """
     try:
         settings = text_part(read_json(Path(engine.model_path) / "config.json"))
         config = msgspec.convert(settings, _Config)
-        new = config.rope_parameters or {}
-        rope = new.get("full_attention") or {**(config.rope_scaling or {}), **new}
+        given = config.rope_parameters or {}
+        kinds = [given.get(kind) for kind in ("full_attention", "sliding_attention")]
+        rope = {**(config.rope_scaling or {}), **given}
+        if any(isinstance(kind, dict) for kind in kinds):
+            rope = kinds[0] or {}
         context = config.max_position_embeddings
         original = rope.get("original_max_position_embeddings")
         if rope.get("rope_type", rope.get("type")) == "yarn" and original is not None:
             context = max(context, int(original * rope.get("factor", 1)))
-    except (msgspec.ValidationError, TypeError, AttributeError) as error:
+    except (msgspec.ValidationError, TypeError) as error:
         raise ConfigError(f"config.json: {error}") from None
     length = context if engine.max_seq_len is None else min(engine.max_seq_len, context)
     return ModelFacts(

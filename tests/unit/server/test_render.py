@@ -41,6 +41,8 @@ def test_the_layers_with_full_attention_give_the_context_of_a_model_with_windows
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     kinds = {"full_attention": yarn, "sliding_attention": {"rope_type": "default"}}
     assert facts(tmp_path, {**FIELDS, "rope_parameters": kinds}) == (320, 512)
+    only_windows = {"rope_scaling": yarn, "rope_parameters": {"sliding_attention": yarn}}
+    assert facts(tmp_path, {**FIELDS, **only_windows}) == (320, 128)
 
 
 def test_the_language_model_beside_an_encoder_has_a_config_of_its_own(tmp_path: Path) -> None:
