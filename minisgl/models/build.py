@@ -60,7 +60,7 @@ def build_model(
     """
     extensions = extensions or ModelExtensions()
     backend = resolve_moe_backend(moe_backend, device, extensions.moe_backends)
-    # A backend loads its kernels, which takes 0.1 s. Only a model with experts needs them.
+    # The Triton backend imports its kernels, which takes 0.1 s. Only models with experts need them.
     moe = None if config.moe is None else backend(device)
     model, unused = empty_model(config, dtype, comm, moe, extensions, quantization)
     materialise(model, device, dtype)
@@ -86,7 +86,7 @@ def empty_model(
 ) -> tuple[CausalLM, tuple[str, ...]]:
     """Build this rank's share of the model on the meta device.
 
-    dtype: of activations and unquantised weights. moe: None for a model without experts.
+    dtype: of activations and unquantised weights. moe: may be None if the model has no experts.
     quantization: the value of --quantization. Returns the model and the endings of the tensor names
     that its format leaves unused. Raises ConfigError.
     """

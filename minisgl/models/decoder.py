@@ -37,7 +37,7 @@ class ModelParts(NamedTuple):
     comm         the collectives between the tensor-parallel ranks.
     linear       the dtype and the method of all linear layers.
     experts      stores the experts of sparse layers.
-    moe_backend  computes the experts of sparse layers; None for a model without such layers.
+    moe_backend  computes the experts of sparse layers. May be None without such layers.
     """
 
     config: ModelConfig

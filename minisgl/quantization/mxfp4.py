@@ -64,10 +64,10 @@ class Mxfp4Experts(StackedExperts):
         down = (experts, hidden, inner.full // BLOCK)
         cut = (2, inner.begin // BLOCK, inner.end // BLOCK)
         place = partial(Placement, stored=_STORED)
-        source, of_gate_and_up = self.source, partial(_in_engine_order, interleaved=inner)
+        source, convert_gate_up = self.source, partial(_in_engine_order, gate_up=inner)
         for part, suffix, block in (("blocks", "", (BLOCK_BYTES,)), ("scales", "_scales", ())):
             tensor, target = f"{source}.gate_up_proj_{part}", f"{name}.gate_up{suffix}"
-            yield place(tensor, (*gate_up, *block), target, convert=of_gate_and_up)
+            yield place(tensor, (*gate_up, *block), target, convert=convert_gate_up)
             tensor, target = f"{source}.down_proj_{part}", f"{name}.down{suffix}"
             yield place(tensor, (*down, *block), target, *cut, convert=_in_engine_order)
         yield from super().placements(name)
@@ -81,13 +81,13 @@ def _bytes(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape, dtype=torch.uint8), requires_grad=False)
 
 
-def _in_engine_order(stored: Tensor, interleaved: Shard | None = None) -> Tensor:
+def _in_engine_order(stored: Tensor, gate_up: Shard | None = None) -> Tensor:
     """Return codes or scales in the order of the engine.
 
-    stored: codes [E, rows, blocks, 16] or scales [E, rows, blocks]. interleaved: this rank's share
-    of the rows if they are those of gate and up, one of each in turn; None for other rows.
+    stored: codes [E, rows, blocks, 16] or scales [E, rows, blocks]. gate_up: this rank's range of
+    the intermediate size, for tensors whose rows alternate between gate and up.
     """
-    ordered = stored if interleaved is None else gate_then_up(stored, interleaved)
+    ordered = stored if gate_up is None else gate_then_up(stored, gate_up)
     if ordered.dim() == 3:
         return by_chunks(ordered, 1)
     return by_chunks(recode(ordered.flatten(2)), BLOCK_BYTES)

@@ -58,7 +58,7 @@ def layer(experts: int, width: int, inner: int) -> ExpertWeights:
     """Random weights. The logits of the router are mostly below 1.
 
     The kernels and the reference add the products of the router in different orders, so the logits
-    may differ by one bfloat16 step. Above 2, one step changes the routing weights by 1.6 %.
+    may differ by one bfloat16 step. A step of a logit above 2 is 1/64 or more.
     """
     gate_up, gate_up_scales = codes_and_scales(experts, 2 * inner, width)
     down, down_scales = codes_and_scales(experts, width, inner)

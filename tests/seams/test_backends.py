@@ -71,7 +71,16 @@ class CountingMoe(TorchMoe):
         return super().forward(x, weights, top_k, renormalise)
 
 
-ADDED = Extensions(attention_backends=(PlainAttention,), moe_backends=(CountingMoe,))
+class FailingMoe(TorchMoe):
+    """A backend that must not be made."""
+
+    name = "failing"
+
+    def __init__(self, device: torch.device) -> None:
+        pytest.fail("a model without experts needs no backend for them")
+
+
+ADDED = Extensions(attention_backends=(PlainAttention,), moe_backends=(CountingMoe, FailingMoe))
 
 
 def engine(path: str, **settings: object) -> Engine:
@@ -136,3 +145,7 @@ def test_a_moe_backend_from_outside_runs(tmp_path: Path) -> None:
     assert issubclass(CountingMoe, MoeBackend)
     assert driver.generate(0, PROMPT, 3) == transformers_greedy(path, PROMPT, 3)
     assert CountingMoe.calls == 2 * 3, "two layers in three steps"
+
+
+def test_a_model_without_experts_makes_no_moe_backend(tmp_path: Path) -> None:
+    engine(build_model("qwen3", tmp_path), moe_backend="failing")
