@@ -135,7 +135,9 @@ def _plain_source(request: CompileGrammar) -> str:
         return LLMatcher.grammar_from_lark(any_to_lark(request.text))
     except RecursionError:
         raise
-    # For a rule that is missing, the library raises the class Exception and no subclass.
+    except (IndexError, ValueError):
+        reason = "an escape or a count is wrong"
+    # The converter raises the class Exception for a rule that is missing.
     except Exception as error:  # noqa: BLE001
         reason = str(error)[:_MAX_REASON_CHARS]
-        raise InvalidRequest(f"the grammar is neither Lark nor GBNF: {reason}") from None
+    raise InvalidRequest(f"the grammar is neither valid Lark nor valid GBNF: {reason}")
