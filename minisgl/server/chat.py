@@ -60,7 +60,7 @@ def _parse_arguments(message: requests.Message, index: int) -> int:
     for number, call in enumerate(message.tool_calls or ()):
         name, arguments = call.function.name, call.function.arguments
         if isinstance(call.function, requests.ParsedFunctionCall):
-            chars += len(call.id) + len(name) + len(msgspec.json.encode(arguments))
+            chars += len(call.id) + len(name) + len(msgspec.json.encode(arguments).decode())
             continue
         param = f"messages[{index}].tool_calls[{number}].function.arguments"
         parsed = parse_arguments(arguments, param)

@@ -59,9 +59,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prediction: the expected output, for a tokenizer worker; None without one, or without drafts.
     text: the detokenizer's options, without the prompt. text.silent: the client wants no output
     (max_tokens 0), only the echo with its log-probabilities.
-    max_tokens_param: the parameter of the body for sampling.max_tokens.
-    shrinks: max_tokens shrinks to the room that the prompt leaves. False: the server refuses the
-    request if there is less room.
+    max_tokens_param: the client's name of sampling.max_tokens, for error messages.
+    shrinks_max_tokens: sampling.max_tokens shrinks to the room that the prompt leaves. False: the
+    server refuses the request if there is less room.
     named_tool: the client named the tool that the answer calls.
     ignored, repeated: as in Translation.
     """
@@ -75,7 +75,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prediction: TokenizeText | None
     text: TextOptions
     max_tokens_param: str
-    shrinks: bool
+    shrinks_max_tokens: bool
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
@@ -104,14 +104,14 @@ class RequestConverter:
         Raises a RequestError; its class, `param` and `limit` name the fault.
         """
         translation = self._translate(route, raw, facts)
-        with translation.errors():
+        with translation.errors_with_client_paths():
             return self._request(route, translation, facts)
 
     def _request(self, route: str, translation: Translation, facts: ModelFacts) -> GenerateRequest:
         body = translation.body
         if body.stream_options is not None and not body.stream:
             raise reject("stream_options", "is allowed only with stream set to true")
-        max_tokens, max_tokens_param = body.max_tokens, translation.path("max_tokens")
+        max_tokens, max_tokens_param = body.max_tokens, translation.client_path("max_tokens")
         tools = tools_of(body, facts)
         if isinstance(body, requests.ChatBody):
             if body.top_logprobs and not body.logprobs:
@@ -135,7 +135,7 @@ class RequestConverter:
         )
         grammar = constraint_of(body, self._config.max_json_whitespace)
         if grammar is not None:
-            grammar = grammar._replace(param=translation.path(grammar.param))
+            grammar = grammar._replace(param=translation.client_path(grammar.param))
         if tools is not None:
             grammar = tools.constraint(grammar, self._config.max_json_whitespace)
             continues = isinstance(body, requests.ChatBody) and body.continue_final_message
@@ -160,7 +160,7 @@ class RequestConverter:
                 tools=tools and tools.options,
             ),
             max_tokens_param=max_tokens_param,
-            shrinks=max_tokens is None or translation.shrinks,
+            shrinks_max_tokens=max_tokens is None or translation.shrinks_max_tokens,
             stream=body.stream,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             echo=echo,
@@ -174,7 +174,7 @@ class RequestConverter:
     def read_count_tokens(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
         """The name and the prompt of a body of /v1/messages/count_tokens."""
         translation = self._translate(requests.COUNT_TOKENS, raw, facts)
-        with translation.errors():
+        with translation.errors_with_client_paths():
             (prompt,) = self._prompts(translation, facts, tools_of(translation.body, facts))
         return prompt
 
@@ -291,7 +291,7 @@ class RequestConverter:
         self, translation: Translation, facts: ModelFacts, tools: ToolRequest | None
     ) -> list[tuple[str, Prompt]]:
         """Each prompt with its path in the body."""
-        body, param = translation.body, translation.path("messages")
+        body, param = translation.body, translation.client_path("messages")
         if isinstance(body, requests.ChatBody):
             return [(param, self._chat_prompt(body, param, facts, tools))]
         if isinstance(body, requests.GenerateBody):

@@ -172,7 +172,8 @@ def _refusal(error: str, given: Mapping[str, Any], kind: type[RequestBody]) -> R
     if text.startswith("Invalid enum value"):  # the text of msgspec repeats the value
         arms = [one for one in _types_at(kind, param) if get_origin(one) is Literal]
         values = [value for arm in arms for value in get_args(arm)]
-        return reject(param, f"must be one of {', '.join(values)}")
+        value = text.removeprefix("Invalid enum value ")[:64]
+        return reject(param, f"must be one of {', '.join(values)}, not {value}")
     over = re.match(r"Expected `(\w+)`(?: of length)? <= ", text)
     limit = _LIMITS.get((param.partition("[")[0], over[1])) if over else None
     message = f"{param}: {text[:1].lower()}{text[1:]}"

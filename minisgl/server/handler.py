@@ -234,7 +234,7 @@ def fit_max_tokens(
         )
     if wanted is None or size + wanted <= context:
         return request.sampling
-    if not request.shrinks:
+    if not request.shrinks_max_tokens:
         raise PromptTooLong(
             f"{param} has {size} tokens and {request.max_tokens_param} is {wanted}, together "
             f"{size + wanted}; the context length is {context} tokens, so at most {context - size} "
@@ -263,12 +263,13 @@ def fit_call(
     if tokens <= max_call_tokens:
         return prompts, tokens
     most = (max_call_tokens - prompt_tokens) // (weight * len(prompts))
-    if not request.shrinks or most < 1:
+    if not request.shrinks_max_tokens or most < 1:
         lower = request.max_tokens_param + (", n or logprobs" if weight > 1 else "")
+        remedy = f"lower {lower}" if most > 0 else "shorten the prompts"
         raise core.InvalidRequest(
             f"the call counts {tokens} tokens, {prompt_tokens} of its prompts and "
             f"{tokens - prompt_tokens} of its {request.num_choices} answers; at most "
-            f"{max_call_tokens} are accepted: lower {lower}",
+            f"{max_call_tokens} are accepted: {remedy}",
             param=request.max_tokens_param,
             limit="max_call_tokens",
         )

@@ -109,7 +109,7 @@ def tools_of(body: requests.AnyBody, facts: ModelFacts) -> ToolRequest | None:
     named, mode, allowed = _read_choice(body.tool_choice, names)
     tools = [tool.function for tool in body.tools if tool.function.name in allowed]
     if mode == "required" and not tools:
-        raise reject("tool_choice", "requires a call, so a function of tools must be allowed")
+        raise reject("tool_choice", "requires a call, but it allows no function of tools: add one")
     if not tools or mode == "none":
         has_format = facts.tool_format in ANSWER_FORMATS
         return ToolRequest([], False, False, True, facts.tool_format) if has_format else None

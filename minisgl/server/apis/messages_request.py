@@ -68,7 +68,7 @@ def translate(body: api.CountTokensBody) -> Translation:
         **function_paths("tools", "tools", [tool.type in _CUSTOM for tool in body.tools]),
         "continue_final_message": f"messages[{len(body.messages) - 1}]",
     }
-    return Translation(chat, paths, shrinks=True, ignored=ignored, options=options)
+    return Translation(chat, paths, shrinks_max_tokens=True, ignored=ignored, options=options)
 
 
 def _messages(body: api.CountTokensBody) -> list[requests.Message]:

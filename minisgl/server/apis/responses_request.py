@@ -26,7 +26,7 @@ _PATHS = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
-    "response_format.json_schema": "text.format.schema",
+    "response_format.json_schema": "text.format.schema",  # for an error that it is missing
     "response_format.json_schema.schema": "text.format.schema",
     "tool_choice.function": "tool_choice",
 }

@@ -18,9 +18,11 @@ _SHARED = ("model", "temperature", "top_p", "top_k", "stream", "parallel_tool_ca
 class Translation(NamedTuple):
     """The body of a request as a body of OpenAI's chat or completions.
 
-    paths       for error messages: paths in `body`, each with its path in the request. An entry
-                also holds for all fields below its path. Other paths are the same in both.
-    shrinks     max_tokens shrinks to the room in the context. False: a larger number is refused.
+    client_paths
+                for error messages: the path in the client's body of each field of `body` with
+                another path there. The longest matching entry also counts for the fields below it.
+    shrinks_max_tokens
+                max_tokens shrinks to the room in the context. False: a larger number is refused.
     ignored     features of the request that `body` leaves out, as labels of the metric.
     repeated    parameters that the answer repeats.
     options     values for the chat template. The key has all names that templates use for the
@@ -28,30 +30,32 @@ class Translation(NamedTuple):
     """
 
     body: AnyBody
-    paths: Mapping[str, str] = {}
-    shrinks: bool = False
+    client_paths: Mapping[str, str] = {}
+    shrinks_max_tokens: bool = False
     ignored: tuple[str, ...] = ()
     repeated: dict[str, Any] = {}
     options: Mapping[tuple[str, ...], Any] = {}
 
-    def path(self, path: str) -> str:
-        """The path in the request of a path in `body`."""
-        for end in range(len(path), 0, -1):
-            if path[:end] in self.paths and path[end : end + 1] in ("", ".", "["):
-                return self.paths[path[:end]] + path[end:]
+    def client_path(self, path: str) -> str:
+        """Return the path in the client's body of a field of `body`."""
+        end = len(path)
+        while end > 0:
+            if path[:end] in self.client_paths:
+                return self.client_paths[path[:end]] + path[end:]
+            end = max(path.rfind(".", 0, end), path.rfind("[", 0, end))
         return path
 
     @contextmanager
-    def errors(self) -> Iterator[None]:
-        """In errors of the block, replace the path in `body` by the path in the request."""
+    def errors_with_client_paths(self) -> Iterator[None]:
+        """In errors of the block, replace the path in `body` by the path in the client's body."""
         try:
             yield
         except RequestError as error:
-            if error.param is None:
-                raise
-            param = self.path(error.param)
-            message = error.message.replace(error.param, param, 1)
-            raise type(error)(message, param, error.code, error.limit) from None
+            if error.param is not None:
+                param = self.client_path(error.param)
+                error.message = error.message.replace(error.param, param, 1)
+                error.param = param
+            raise
 
 
 @dataclass(eq=False, slots=True)
@@ -79,10 +83,16 @@ def shared_parameters(body: requests.RequestBody) -> dict[str, Any]:
     return {name: getattr(body, name) for name in _SHARED if name in body.__struct_fields__}
 
 
-def function_paths(ours: str, theirs: str, is_function: Iterable[bool]) -> dict[str, str]:
-    """Entries of `Translation.paths` for a list of tools. The chat has only its functions."""
-    indices = [index for index, kept in enumerate(is_function) if kept]
-    return {f"{ours}[{i}].function": f"{theirs}[{index}]" for i, index in enumerate(indices)}
+def function_paths(chat_list: str, client_list: str, is_function: Iterable[bool]) -> dict[str, str]:
+    """Entries of `Translation.client_paths` for a list of tools. The chat has only its functions.
+
+    chat_list, client_list: the paths of the list. is_function: for each tool of the client.
+    """
+    kept = [index for index, function in enumerate(is_function) if function]
+    return {
+        f"{chat_list}[{number}].function": f"{client_list}[{index}]"
+        for number, index in enumerate(kept)
+    }
 
 
 def chat_tool(tool: msgspec.Struct) -> requests.Tool:

@@ -1,14 +1,18 @@
 """Refusals of Responses and Messages name the path of the field in the body of the client."""
 
 import array
+import json
 from typing import Any
 
 import msgspec
 import pytest
 
 from minisgl.core import InvalidRequest, RequestError, SamplingParams, Unsupported
+from minisgl.server import Limits
+from minisgl.server.apis.translation import Translation
 from minisgl.server.handler import fit_call
-from minisgl.server.protocol.requests import MESSAGES, RESPONSES
+from minisgl.server.protocol.requests import MESSAGES, RESPONSES, ChatBody, Message
+from tests.unit.server.fakes import CONFIG
 from tests.unit.server.test_api_requests import (
     KNOWS,
     SCHEMA,
@@ -143,8 +147,8 @@ def test_refusals_of_the_chat_name_paths_of_the_body(
     assert other in caught.value.message
 
 
-def test_a_choice_without_known_tools_is_as_without_tools() -> None:
-    """Regression: the grammar of the answer had no call to choose from."""
+def test_allowed_tools_that_are_all_ignored_count_as_no_tools() -> None:
+    """Regression: with a format of calls, the answer was searched for calls."""
     request = responses(input="a", tools=[TOOL_F], tool_choice={**ONLY, "tools": [WEB]})
     assert request.prompts == responses(input="a").prompts
     assert request.text.tools is None
@@ -159,9 +163,48 @@ def test_later_errors_name_paths_of_the_body() -> None:
         request = messages(user("a"), output_config={"format": FORMAT}, facts=facts)
         assert request.grammar.param == "output_config.format.schema"
     ids = array.array("i", [1] * 10)
-    with pytest.raises(InvalidRequest, match=r"lower max_output_tokens$") as caught:
-        fit_call(responses(input="a"), [(ids, SamplingParams())], KNOWS, 10)
-    assert caught.value.param == "max_output_tokens"
+    prompts = [(ids, SamplingParams(max_tokens=20))]
+    request = responses(input="a", max_output_tokens=20)
+    for most, remedy in ((20, "lower max_output_tokens$"), (10, "shorten the prompts$")):
+        with pytest.raises(InvalidRequest, match=remedy) as caught:
+            fit_call(request, prompts, KNOWS, most)
+        assert caught.value.param == "max_output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("tools[1].function", "tools[3]"),
+        ("tools[1].function.name", "tools[3].name"),
+        ("tools[1].functions", "tools[1].functions"),
+        ("tools[10].function", "tools[10].function"),
+        ("messages[0].content", "input[0].content"),
+        ("temperature", "temperature"),
+    ],
+)
+def test_the_longest_matching_path_is_replaced(path: str, expected: str) -> None:
+    paths = {"messages": "input", "tools": "tools", "tools[1].function": "tools[3]"}
+    body = ChatBody(model="m", messages=[Message(role="user")])
+    assert Translation(body, paths).client_path(path) == expected
+
+
+def test_arguments_of_any_depth_are_read_or_refused() -> None:
+    """Regression: some depths ended in a RecursionError, since encoding needs a deeper stack."""
+    refused = 0
+    for depth in range(700, 1200):
+        arguments = "[" * depth + "]" * depth
+        try:
+            responses(input=[*ASKED, {**CALL, "arguments": arguments}])
+        except InvalidRequest:
+            refused += 1
+    assert 0 < refused < 500
+
+
+def test_arguments_count_by_characters() -> None:
+    """Regression: bytes were counted."""
+    arguments = json.dumps({"a": "é" * 50}, ensure_ascii=False)
+    config = msgspec.structs.replace(CONFIG, limits=Limits(max_prompt_chars=80))
+    read(RESPONSES, config=config, input=[*ASKED, {**CALL, "arguments": arguments}])
 
 
 def test_refusals_say_what_to_do() -> None:
