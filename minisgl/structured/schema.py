@@ -40,6 +40,7 @@ _SINCE: Mapping[str, float] = MappingProxyType(
     }
 )
 _MAX_EXACT = 2**53  # llguidance reads numbers as 64-bit floats
+_MAX_DIGITS = 300  # of an integer; a 64-bit float has at most 309
 _MAX_INTEGER = 2**63 - 1  # of the integers that llguidance generates
 
 
@@ -49,7 +50,7 @@ def check_schema(text: str) -> dict[str, Any]:
     Raises InvalidRequest.
     """
     try:
-        schema = json.loads(text)
+        schema = json.loads(text, parse_int=_integer, parse_constant=_integer)
     except ValueError as error:
         raise refusal("", f"the schema is not JSON: {error}") from None
     if schema is True:
@@ -151,6 +152,16 @@ class _Checker:
         if key == "patternProperties" and isinstance(value, dict):
             for pattern in value:
                 check_regex(pattern, pointer + _pointer(pattern))
+
+
+def _integer(text: str) -> int:
+    """Parse an integer of JSON. Raises ValueError for one that llguidance cannot read as a float.
+
+    Python passes NaN and Infinity too, which JSON does not have.
+    """
+    if len(text) > _MAX_DIGITS:
+        raise ValueError(f"a number has more than {_MAX_DIGITS} digits")
+    return int(text)
 
 
 def _check_depth(schema: Any) -> None:

@@ -64,6 +64,10 @@ HOSTILE: list[tuple[GrammarKind, Any, str | None]] = [
     ("grammar", 'start: s\ns: s s s | "a" | ""', None),
 ]
 
+    ("json_schema", {"minimum": 10**400}, "a number has more than 300 digits"),
+    ("json_schema", {"default": -(10**400)}, "a number has more than 300 digits"),
+    ("json_schema", '{"default": NaN}', "the schema is not JSON"),
+    ("json_schema", chain(300), "refers too deeply"),
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[GrammarService]:
