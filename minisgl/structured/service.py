@@ -85,3 +85,7 @@ def _check(compiler: GrammarCompiler, raw: bytes) -> bytes:
     except RecursionError:
         result = TokenizeResult(uid=0, error="the grammar is nested too deeply")
     return msgspec.json.encode(result)
+    # An exception would end the process, and the service with it.
+    except Exception:
+        logger.exception("checking a grammar failed")
+        result = TokenizeResult(uid=0, error="the grammar could not be checked", internal=True)

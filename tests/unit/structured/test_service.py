@@ -14,6 +14,7 @@ from minisgl.demo import model_path
 from minisgl.message.messages import CompileGrammar
 from minisgl.structured.bounded import BoundedProcess
 from minisgl.structured.service import MAX_CPU_S, GrammarService
+from minisgl.structured.source import GrammarCompiler
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
 
@@ -104,6 +105,14 @@ def test_accepted_grammar_is_remembered(service: GrammarService) -> None:
     first = service.compile(request("regex", "remembered[0-9]"))
     process, service._process = service._process, None
     service._process = BoundedProcess(lambda _: pytest.fail("asked again"), 1.0)
+def test_error_of_the_compiler_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GrammarCompiler, "source", lambda self, request: 1 // 0)
+    broken = GrammarService(str(model_path()), None)
+    for _ in range(2):
+        assert broken.compile(request("regex", "a")).internal
+    broken.close()
+
+
     try:
         assert service.compile(request("regex", "remembered[0-9]")) == first
     finally:
