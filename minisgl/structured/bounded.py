@@ -2,10 +2,13 @@
 
 import contextlib
 import os
+import resource
 import signal
 from collections.abc import Callable
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+
+STACK_BYTES = 3 * 2**19
 
 
 class BoundedProcess:
@@ -17,6 +20,10 @@ class BoundedProcess:
     llguidance bounds most of its work by counters, but not all: a schema of 1 KB can take minutes
     and gigabytes while it compiles. A thread inside the library cannot be stopped, but a process
     can. The limit counts CPU time, so a busy machine does not change the result much.
+
+    The kernel also ends a call whose stack exceeds STACK_BYTES. llguidance recurses once for each
+    $ref or rule, and the threads that compile an accepted grammar have 2 MiB of stack on a machine
+    with `ulimit -s unlimited`. A grammar that fits here therefore fits there.
 
     The constructor forks a parent that waits, and the parent forks the process that works. When the
     kernel ends the working process, the parent replies in its place and forks the next one, which
@@ -36,7 +43,7 @@ class BoundedProcess:
         pipe.close()
 
     def call(self, request: bytes) -> bytes | None:
-        """Return the reply of `handle`, or None if the call exceeded its CPU time."""
+        """Return the reply of `handle`, or None if the call exceeded its CPU time or stack."""
         self._pipe.send_bytes(request)
         try:
             return self._pipe.recv_bytes() or None
@@ -65,6 +72,9 @@ def _supervise(handle: Callable[[bytes], bytes], cpu_s: float, pipe: Connection)
 
 def _serve(handle: Callable[[bytes], bytes], cpu_s: float, pipe: Connection) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    least = STACK_BYTES if most == resource.RLIM_INFINITY else min(STACK_BYTES, most)
+    resource.setrlimit(resource.RLIMIT_STACK, (least, most))
     with contextlib.suppress(EOFError):
         while True:
             request = pipe.recv_bytes()

@@ -19,8 +19,9 @@ MAX_CPU_S = 0.09  # to check and compile one grammar; an ordinary schema takes 0
 _CACHED_BYTES = 2**25
 _TOO_MUCH = TokenizeResult(
     uid=0,
-    error=f"the grammar takes more than {MAX_CPU_S:g} s to compile; use fewer properties, shorter "
-    "lists of choices, or fewer patterns for one value",
+    error=f"the grammar takes more than {MAX_CPU_S:g} s to compile, or refers too deeply; use "
+    "fewer properties, shorter lists of choices, fewer patterns for one value, or shorter chains "
+    "of references",
     limit="max_grammar_seconds",
 )
 
@@ -84,8 +85,8 @@ def _check(compiler: GrammarCompiler, raw: bytes) -> bytes:
         result = TokenizeResult(uid=0, error=error.message, limit=error.limit)
     except RecursionError:
         result = TokenizeResult(uid=0, error="the grammar is nested too deeply")
-    return msgspec.json.encode(result)
     # An exception would end the process, and the service with it.
     except Exception:
         logger.exception("checking a grammar failed")
         result = TokenizeResult(uid=0, error="the grammar could not be checked", internal=True)
+    return msgspec.json.encode(result)

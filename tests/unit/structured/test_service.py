@@ -37,6 +37,14 @@ def tree(depth: int) -> dict[str, Any]:
     return {"$ref": f"#/$defs/d{depth - 1}", "$defs": {"d0": {"type": "integer"}, **names}}
 
 
+def chain(count: int) -> dict[str, Any]:
+    """Each definition is a list of the one before it. llguidance recurses once for each."""
+    names: dict[str, Any] = {"d0": {"type": "integer"}}
+    for i in range(1, count):
+        names[f"d{i}"] = {"type": "array", "items": {"$ref": f"#/$defs/d{i - 1}"}}
+    return {"$ref": f"#/$defs/d{count - 1}", "$defs": names}
+
+
 # Each grammar with the part of the refusal; None: it is enforced.
 HOSTILE: list[tuple[GrammarKind, Any, str | None]] = [
     ("json_schema", lists(300), "nest at most 64"),
@@ -56,6 +64,10 @@ HOSTILE: list[tuple[GrammarKind, Any, str | None]] = [
     ("json_schema", {"type": "array", "minItems": 10**9}, None),
     ("json_schema", {"type": "string", "maxLength": 10**9}, None),
     ("grammar", "(" * 5_000, "neither valid Lark nor valid GBNF"),
+    ("json_schema", {"minimum": 10**400}, "a number has more than 300 digits"),
+    ("json_schema", {"default": -(10**400)}, "a number has more than 300 digits"),
+    ("json_schema", '{"default": NaN}', "the schema is not JSON"),
+    ("json_schema", chain(300), "refers too deeply"),
     ("grammar", "", "No 'root' rule found"),
     ("grammar", "root ::= b", "Rule 'b' not found"),
     ("grammar", 'root ::= "\\', "neither valid Lark nor valid GBNF"),
@@ -65,10 +77,6 @@ HOSTILE: list[tuple[GrammarKind, Any, str | None]] = [
     ("grammar", 'start: s\ns: s s s | "a" | ""', None),
 ]
 
-    ("json_schema", {"minimum": 10**400}, "a number has more than 300 digits"),
-    ("json_schema", {"default": -(10**400)}, "a number has more than 300 digits"),
-    ("json_schema", '{"default": NaN}', "the schema is not JSON"),
-    ("json_schema", chain(300), "refers too deeply"),
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[GrammarService]:
@@ -97,14 +105,6 @@ def test_hostile_grammar_is_enforced_or_refused(
     assert service.compile(request("regex", "[0-9]+")).error is None, "the next grammar compiles"
 
 
-def test_result_has_the_ids_of_thinking(service: GrammarService) -> None:
-    assert service.compile(request("regex", "a")).think_ids == (7, 8)
-
-
-def test_accepted_grammar_is_remembered(service: GrammarService) -> None:
-    first = service.compile(request("regex", "remembered[0-9]"))
-    process, service._process = service._process, None
-    service._process = BoundedProcess(lambda _: pytest.fail("asked again"), 1.0)
 def test_error_of_the_compiler_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GrammarCompiler, "source", lambda self, request: 1 // 0)
     broken = GrammarService(str(model_path()), None)
@@ -113,6 +113,14 @@ def test_error_of_the_compiler_ends_only_its_request(monkeypatch: pytest.MonkeyP
     broken.close()
 
 
+def test_result_has_the_ids_of_thinking(service: GrammarService) -> None:
+    assert service.compile(request("regex", "a")).think_ids == (7, 8)
+
+
+def test_accepted_grammar_is_remembered(service: GrammarService) -> None:
+    first = service.compile(request("regex", "remembered[0-9]"))
+    process, service._process = service._process, None
+    service._process = BoundedProcess(lambda _: pytest.fail("asked again"), 1.0)
     try:
         assert service.compile(request("regex", "remembered[0-9]")) == first
     finally:
