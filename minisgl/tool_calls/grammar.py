@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from minisgl.core import InvalidRequest
+
 
 class WrittenGrammar(msgspec.Struct, frozen=True):
     """A Lark grammar with the schemas that it names.
@@ -75,10 +77,17 @@ class ToolGrammar(msgspec.Struct, frozen=True):
 
 
 def properties_of(schema: Mapping[str, Any]) -> Sequence[tuple[str, dict[str, Any], bool]]:
-    """Return (name, schema, is_required) of each parameter. `$defs` are copied to each schema."""
+    """Return (name, schema, is_required) of each parameter. `$defs` are copied to each schema.
+
+    Raises InvalidRequest if `properties` is no object or `required` is no list.
+    """
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    required = schema.get("required", ())
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    for key, value, kind in (("properties", properties, dict), ("required", required, list)):
+        if not isinstance(value, kind):
+            name = "an object" if kind is dict else "an array"
+            raise InvalidRequest(f"/{key}: must be {name}")
     return [
         (name, {**shared, **part} if isinstance(part, dict) else part, name in required)
-        for name, part in schema.get("properties", {}).items()
+        for name, part in properties.items()
     ]

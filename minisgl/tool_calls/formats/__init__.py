@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from minisgl.core import InvalidRequest
 from minisgl.message.messages import CompileGrammar, TokenizeResult, ToolOptions
 from minisgl.tokenizer import Vocabulary
 from minisgl.tokenizer.detokenizer import CallParser
@@ -54,7 +55,10 @@ def with_tool_grammars(vocabulary: Vocabulary, check: CheckGrammar) -> CheckGram
         if request.kind != "tool_calls":
             return check(request)
         wanted = msgspec.json.decode(request.text, type=ToolGrammar)
-        written = FORMATS[wanted.format].write(wanted, token_ids)
+        try:
+            written = FORMATS[wanted.format].write(wanted, token_ids)
+        except InvalidRequest as error:
+            return TokenizeResult(uid=request.uid, error=error.message)
         text = msgspec.json.encode(written).decode()
         result = check(msgspec.structs.replace(request, text=text))
         return msgspec.structs.replace(result, trigger=written.trigger)

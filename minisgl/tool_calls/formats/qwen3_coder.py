@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from minisgl.core import InvalidRequest
 from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.grammar import GrammarWriter, properties_of
 from minisgl.tool_calls.parser import Calls
@@ -111,6 +112,8 @@ def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> 
         head, tail = writer.text(f"{_PARAMETER}{key}>\n"), writer.text(f"\n{_PARAMETER_END}\n")
         if property_types(schema, key) == {"string"}:
             choices = part.get("enum", [part["const"]] if "const" in part else [])
+            if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
+                raise InvalidRequest(f"the enum or const of parameter {key} must have only strings")
             if choices:
                 value = f"( {' | '.join(writer.text(choice) for choice in choices)} ) {tail}"
             else:

@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
 from llguidance import LLMatcher, LLTokenizer
 
+from minisgl.core import InvalidRequest
 from minisgl.demo import model_path
+from minisgl.message.messages import CompileGrammar
 from minisgl.structured.library import load_tokenizer
-from minisgl.tool_calls.formats import FORMATS
+from minisgl.tokenizer import TextTokenizer
+from minisgl.tool_calls.formats import FORMATS, with_tool_grammars
 from minisgl.tool_calls.grammar import ToolGrammar, WrittenGrammar
 from tests.unit.tool_calls.answers import TEXT_FORMATS, parse
 
@@ -192,3 +196,23 @@ def test_markers_that_are_tokens_are_written_as_tokens() -> None:
     assert accepts(tokenizer, write("hermes", tokens), ids)
     assert accepts(tokenizer, write("hermes", tokens, must_call=False), ids[1:])
     assert not accepts(tokenizer, write("hermes", tokens), ids[:-1])
+
+
+@pytest.mark.parametrize("name", ["pythonic", "qwen3-coder"])
+@pytest.mark.parametrize(
+    "schema", [{"properties": [1]}, {"properties": None}, {"required": 5, "properties": {"a": {}}}]
+)
+def test_properties_and_required_of_a_wrong_type_are_refused(name: str, schema: Any) -> None:
+    tools = ToolGrammar(format=name, tools=[("f", schema)], must_call=True, parallel=True)
+    request = CompileGrammar(kind="tool_calls", text=msgspec.json.encode(tools).decode())
+    vocabulary = TextTokenizer(model_path()).vocabulary
+    result = with_tool_grammars(vocabulary, lambda _: pytest.fail("compiled"))(request)
+    assert "must be an" in str(result.error)
+
+
+@pytest.mark.parametrize("values", [{"enum": [{}]}, {"enum": 5}, {"const": 1}])
+def test_values_of_raw_text_must_be_strings(values: dict[str, Any]) -> None:
+    schema = {"properties": {"a": {"type": "string", **values}}}
+    tools = ToolGrammar(format="qwen3-coder", tools=[("f", schema)], must_call=True, parallel=True)
+    with pytest.raises(InvalidRequest, match="only strings"):
+        FORMATS["qwen3-coder"].write(tools, {})
