@@ -143,7 +143,9 @@ class Reader:
 
         yield from self._json_string(take)
         try:
-            return str(json.loads(text))
+            value = str(json.loads(text))
+            value.encode()  # A lone surrogate cannot be sent to the client.
+            return value
         except ValueError:
             raise NotACall from None
 

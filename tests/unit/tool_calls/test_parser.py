@@ -174,6 +174,7 @@ def test_json_arguments_pass_verbatim(text: str, arguments: str) -> None:
         '<tool_call>{"name": 1}</tool_call>',
         '<tool_call>{"name": "", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "f\\ud800", "arguments": {}}</tool_call>',
         '<tool_call>{"name": "' + "f" * 300 + '", "arguments": {}}</tool_call>',
         "<tool_call><tool_call><tool_call>",
         "</tool_call>",
