@@ -129,7 +129,7 @@ class HarmonyParser:
             return
         try:
             msgspec.json.decode("".join(self._arguments))
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             self.failures += 1
         self._section = "content"
 

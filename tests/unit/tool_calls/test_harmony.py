@@ -270,3 +270,9 @@ def test_the_arguments_of_a_call_are_as_written() -> None:
     ((_, arguments),) = answer_of(updates(CALL[: CALL.index("{")] + text, options_of()))[2]
     assert arguments == text
     assert json.loads(arguments) == {"a": 1, "b": "é"}
+
+
+def test_arguments_that_are_nested_too_deeply_are_a_failed_call() -> None:
+    arguments = '{"a": ' + "[" * 2000
+    answer = parse("harmony", [CALL[: CALL.index("{")] + arguments], {"f": {}})
+    assert (answer.arguments, answer.failures) == ([arguments], 1)
