@@ -5,7 +5,8 @@ checks the rules that need several fields, the configuration or the model, and f
 """
 
 import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import msgspec
@@ -104,7 +105,7 @@ class RequestConverter:
         Raises a RequestError; its class, `param` and `limit` name the fault.
         """
         translation = self._translate(route, raw, facts)
-        with translation.errors_with_client_paths():
+        with translation.errors_with_client_paths(), _nesting_limit():
             return self._request(route, translation, facts)
 
     def _request(self, route: str, translation: Translation, facts: ModelFacts) -> GenerateRequest:
@@ -174,7 +175,7 @@ class RequestConverter:
     def read_count_tokens(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
         """The name and the prompt of a body of /v1/messages/count_tokens."""
         translation = self._translate(requests.COUNT_TOKENS, raw, facts)
-        with translation.errors_with_client_paths():
+        with translation.errors_with_client_paths(), _nesting_limit():
             (prompt,) = self._prompts(translation, facts, tools_of(translation.body, facts))
         return prompt
 
@@ -217,7 +218,9 @@ class RequestConverter:
             return "prompt", prompt, body.return_token_strs
         messages, options = body.messages or [], body.chat_template_kwargs
         chat = requests.ChatBody(model="", messages=messages, chat_template_kwargs=options)
-        return "messages", self._chat_prompt(chat, "messages", facts, None), body.return_token_strs
+        with _nesting_limit():
+            rendered = self._chat_prompt(chat, "messages", facts, None)
+        return "messages", rendered, body.return_token_strs
 
     def read_detokenize(self, raw: bytes, facts: ModelFacts) -> DecodeIds:
         """The request to a tokenizer worker in a body of /detokenize."""
@@ -385,6 +388,15 @@ class RequestConverter:
         sampling = SamplingParams(**values, stop_token_ids=tuple(body.stop_token_ids))
         sampling.validate(facts.vocab_size)
         return sampling
+
+
+@contextmanager
+def _nesting_limit() -> Iterator[None]:
+    """Refuse a body if the block cannot write its JSON, which was nested just within the limit."""
+    try:
+        yield
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
 
 
 def _entries(objects: list[Any], field: str) -> list[Any]:

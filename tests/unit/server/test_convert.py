@@ -1,5 +1,6 @@
 """Validation: every body becomes a complete request, or an error that names the field at fault."""
 
+import contextlib
 import json
 from typing import Any
 
@@ -18,6 +19,7 @@ from minisgl.server.protocol.requests import (
     CHAT,
     COMPLETIONS,
     PARAMETERS,
+    RESPONSES,
     ChatBody,
     CompletionBody,
 )
@@ -381,3 +383,12 @@ def test_bodies_of_the_other_routes() -> None:
     assert (caught.value.param, caught.value.code) == ("token", "unknown_parameter")
     with pytest.raises(ModelNotFound):
         converter.read_tokenize(b'{"prompt":"a","model":"other"}', FACTS)
+
+
+def test_arguments_of_any_depth_are_converted_or_refused() -> None:
+    """Near the recursion limit, arguments that were read may be too deep to be written again."""
+    for depth in range(800, 1000):
+        call = {"type": "function_call", "name": "f", "arguments": "[" * depth + "]" * depth}
+        raw = json.dumps({"model": "m", "input": [call]}).encode()
+        with contextlib.suppress(InvalidRequest):
+            RequestConverter(CONFIG).read(RESPONSES, raw, FACTS)
