@@ -5,8 +5,7 @@ checks the rules that need several fields, the configuration or the model, and f
 """
 
 import array
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import msgspec
@@ -19,7 +18,7 @@ from minisgl.server.apis.translation import Translation
 from minisgl.server.chat import check_effort, ending, harmony_chat, prepare_message
 from minisgl.server.config import ServerConfig
 from minisgl.server.constraints import ConstraintRequest, constraint_of
-from minisgl.server.decode import decode, reject
+from minisgl.server.decode import decode, nesting_limit, reject
 from minisgl.server.errors import ModelNotFound
 from minisgl.server.protocol import messages_api, requests, responses_api
 from minisgl.server.tools import ToolRequest, shorten_ids, tools_of
@@ -105,7 +104,7 @@ class RequestConverter:
         Raises a RequestError; its class, `param` and `limit` name the fault.
         """
         translation = self._translate(route, raw, facts)
-        with translation.errors_with_client_paths(), _nesting_limit():
+        with translation.errors_with_client_paths(), nesting_limit():
             return self._request(route, translation, facts)
 
     def _request(self, route: str, translation: Translation, facts: ModelFacts) -> GenerateRequest:
@@ -175,7 +174,7 @@ class RequestConverter:
     def read_count_tokens(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
         """The name and the prompt of a body of /v1/messages/count_tokens."""
         translation = self._translate(requests.COUNT_TOKENS, raw, facts)
-        with translation.errors_with_client_paths(), _nesting_limit():
+        with translation.errors_with_client_paths(), nesting_limit():
             (prompt,) = self._prompts(translation, facts, tools_of(translation.body, facts))
         return prompt
 
@@ -218,7 +217,7 @@ class RequestConverter:
             return "prompt", prompt, body.return_token_strs
         messages, options = body.messages or [], body.chat_template_kwargs
         chat = requests.ChatBody(model="", messages=messages, chat_template_kwargs=options)
-        with _nesting_limit():
+        with nesting_limit():
             rendered = self._chat_prompt(chat, "messages", facts, None)
         return "messages", rendered, body.return_token_strs
 
@@ -388,15 +387,6 @@ class RequestConverter:
         sampling = SamplingParams(**values, stop_token_ids=tuple(body.stop_token_ids))
         sampling.validate(facts.vocab_size)
         return sampling
-
-
-@contextmanager
-def _nesting_limit() -> Iterator[None]:
-    """Refuse a body if the block cannot write its JSON, which was nested just within the limit."""
-    try:
-        yield
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
 
 
 def _entries(objects: list[Any], field: str) -> list[Any]:

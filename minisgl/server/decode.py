@@ -5,7 +5,8 @@ fault, for example `messages[3].content`. No message repeats more than 64 charac
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -85,6 +86,15 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object", code="invalid_json")
     return body
+
+
+@contextmanager
+def nesting_limit() -> Iterator[None]:
+    """Refuse a body if the block cannot write its JSON, which was nested just within the limit."""
+    try:
+        yield
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
 
 
 def _check_values(raw: bytes) -> None:

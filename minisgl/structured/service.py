@@ -2,6 +2,7 @@
 
 import hashlib
 import logging
+import traceback
 from collections import OrderedDict
 from functools import partial
 
@@ -63,7 +64,12 @@ class GrammarService:
         else:
             reply = self._process.call(raw)
             result = _TOO_MUCH if reply is None else msgspec.json.decode(reply, type=TokenizeResult)
-            if result.error is None:
+            if result.internal:
+                logger.error("checking a grammar failed: %s", result.error)
+                result = TokenizeResult(
+                    uid=0, error="the grammar could not be checked", internal=True
+                )
+            elif result.error is None:
                 self._accepted[key] = result.text
                 self._cached_bytes += len(result.text)
                 while self._cached_bytes > _CACHED_BYTES:
@@ -85,8 +91,8 @@ def _check(compiler: GrammarCompiler, raw: bytes) -> bytes:
         result = TokenizeResult(uid=0, error=error.message, limit=error.limit)
     except RecursionError:
         result = TokenizeResult(uid=0, error="the grammar is nested too deeply")
-    # An exception would end the process, and the service with it.
-    except Exception:
-        logger.exception("checking a grammar failed")
-        result = TokenizeResult(uid=0, error="the grammar could not be checked", internal=True)
+    # An exception would end the process, and the service with it. The forked process has no thread
+    # that writes its log, so its parent logs the traceback.
+    except Exception:  # noqa: BLE001
+        result = TokenizeResult(uid=0, error=traceback.format_exc(), internal=True)
     return msgspec.json.encode(result)

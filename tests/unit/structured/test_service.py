@@ -105,11 +105,15 @@ def test_hostile_grammar_is_enforced_or_refused(
     assert service.compile(request("regex", "[0-9]+")).error is None, "the next grammar compiles"
 
 
-def test_error_of_the_compiler_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_compiler_ends_only_its_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(GrammarCompiler, "source", lambda self, request: 1 // 0)
     broken = GrammarService(str(model_path()), None)
     for _ in range(2):
-        assert broken.compile(request("regex", "a")).internal
+        result = broken.compile(request("regex", "a"))
+        assert (result.error, result.internal) == ("the grammar could not be checked", True)
+        assert "ZeroDivisionError" in caplog.text, "the log has the traceback"
     broken.close()
 
 
