@@ -85,7 +85,8 @@ class Detokenizer:
         """Apply one message and every step that waited for it. Returns None if no text is new.
 
         The lists of a StepOutput must agree, for example `uids` and `token_ids` in length. If they
-        do not, the requests of this step end with an error. Other requests continue.
+        do not, or if a parser of tool calls has a bug, the requests of this step end with an error.
+        Other requests continue.
         """
         if isinstance(message, messages.StartText):
             self._options[message.uid] = message.options
@@ -96,7 +97,9 @@ class Detokenizer:
             output = self._waiting.popleft()
             try:
                 updates += self._apply(output)
-            except (LookupError, ValueError):
+            # A parser reads text that the client can make the model write. Its bug must not end the
+            # service.
+            except Exception:
                 logger.exception("step failed step_id=%d", output.step_id)
                 updates += self._fail(output)
         return messages.StepText(updates=updates) if updates else None

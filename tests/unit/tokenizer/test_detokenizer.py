@@ -3,6 +3,8 @@
 The W-numbers are rows of docs/bugs.md.
 """
 
+from unittest.mock import Mock
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,6 +16,7 @@ from minisgl.message.messages import (
     StepOutput,
     TextOptions,
     TextUpdate,
+    ToolOptions,
 )
 from minisgl.tokenizer.detokenizer import Detokenizer
 from tests.unit.tokenizer.test_text_stream import VOCABULARY, cut, ids_of
@@ -215,4 +218,20 @@ def test_step_that_cannot_be_applied_ends_its_requests_and_no_others() -> None:
     (after,) = updates_of(detokenizer, step((1, B), (2, C), ends={1: FinishReason.LENGTH}))
     assert (after.uid, after.text, after.finish) == (1, "b", FinishReason.LENGTH)
     assert updates_of(detokenizer, step()) == []
+    assert is_empty(detokenizer)
+
+
+def test_bug_of_a_parser_ends_the_requests_of_its_step_and_no_others() -> None:
+    """Regression: such a bug ended the process, and the service with it."""
+    parser = Mock(marker_ids={}, has_sections=False, in_reasoning=False)
+    parser.feed.side_effect = RecursionError
+    detokenizer = Detokenizer(VOCABULARY, lambda tools: parser)
+    start(detokenizer, 1)
+    options = TextOptions(prompt_tail=[], tools=ToolOptions(format="hermes", parameters_json=b"{}"))
+    updates_of(detokenizer, StartText(uid=2, options=options))
+    updates_of(detokenizer, step((1, A), opens=(1,)))
+    (failed,) = updates_of(detokenizer, step((2, A), opens=(2,)))
+    assert (failed.uid, failed.finish) == (2, FinishReason.ERROR)
+    (after,) = updates_of(detokenizer, step((1, B), ends={1: FinishReason.LENGTH}))
+    assert (after.uid, after.text) == (1, "b")
     assert is_empty(detokenizer)
