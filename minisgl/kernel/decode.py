@@ -3,8 +3,7 @@
 This file has the torch reference and the scratch memory of the Triton kernel.
 """
 
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ class DecodeScratch(NamedTuple):
                      between calls.
     tokens           int32 [N + 1]: the exclusive sum of the requests' new tokens, from
                      count_blocks; used if Q is above 1.
-    kernels          compiled kernels, by the properties of a call that they depend on.
     """
 
     first: Tensor
@@ -40,7 +38,6 @@ class DecodeScratch(NamedTuple):
     softmax_stats: Tensor
     semaphores: Tensor
     tokens: Tensor
-    kernels: dict[Hashable, Any]
 
 
 def decode_scratch(
@@ -62,7 +59,6 @@ def decode_scratch(
         softmax_stats=torch.zeros((2 * programs, 2, rows), device=device),
         semaphores=torch.zeros(reqs * kv_heads, dtype=torch.int32, device=device),
         tokens=torch.zeros(reqs + 1, dtype=torch.int32, device=device),
-        kernels={},
     )
 
 

@@ -6,7 +6,10 @@ from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.triton.decode_blocks import LOG2E, constants, most_reqs, program_warps
 from minisgl.kernel.triton.decode_blocks import count_blocks as count_blocks
 from minisgl.kernel.triton.decode_kernel import decode_kernel
-from minisgl.kernel.triton.launch import launch
+from minisgl.kernel.triton.launch import Launcher
+from minisgl.kernel.triton.overlap import current_device
+
+_launch = Launcher(decode_kernel, current_device)
 
 
 def decode(
@@ -39,6 +42,7 @@ def decode(
     reqs, (_, q_heads, head_dim) = len(rows), out.shape
     _, page_size, kv_heads, _ = k_pool.shape
     turned, normed = cos_sin is not None, q_weight is not None and k_weight is not None
+    several, fp8 = queries > 1, scales is not None
     warps = program_warps(reqs, kv_heads, q_heads // kv_heads, head_dim, turned, queries)
     tensors = (
         qkv,
@@ -51,29 +55,20 @@ def decode(
         sinks,
         out,
         page_table,
+        rows,
+        start,
+        lengths,
+        *scratch[:4],
+        scratch.tokens if several else None,
     )
-    strides = qkv.stride(0), page_table.stride(0)
-    aligned = [tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors]
-    several, fp8 = queries > 1, scales is not None
     heads = kv_heads, q_heads, queries, head_dim
-    sizes = *heads, page_size, k_pool.stride(1), turned, normed, window, soft_cap, warps, fp8
-    launch(
-        scratch.kernels,
-        (qkv.dtype, *aligned, sinks is None, *strides, *sizes),
-        decode_kernel,
-        len(scratch.partial_outputs) // (2 * warps),
-        (
-            *tensors,
-            rows,
-            start,
-            lengths,
-            *scratch[:4],
-            scratch.tokens if several else None,
-            eps,
-            head_dim**-0.5 * LOG2E,
-            reqs,
-            len(out) if several else None,
-            *strides,
-        ),
-        lambda: constants(*sizes, most_reqs(scratch)),
+    pool = page_size, k_pool.stride(1)
+    variant = *heads, *pool, turned, normed, window, soft_cap, warps, fp8, most_reqs(scratch)
+    _launch(
+        (len(scratch.partial_outputs) // (2 * warps),),
+        tensors,
+        (qkv.stride(0), page_table.stride(0)),
+        (eps, head_dim**-0.5 * LOG2E, reqs, len(out) if several else None),
+        variant,
+        lambda: constants(*variant),
     )

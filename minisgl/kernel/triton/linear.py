@@ -21,6 +21,8 @@ Bytes: 2 N K of the weight, 2 M K of x per tile of the weight (from L2), and 8 M
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
+from functools import partial
+
 import triton
 import triton.language as tl
 from torch import Tensor, float32
@@ -29,7 +31,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.tilings import FEW_ROWS, LOWEST_TILE, Tiling
 from minisgl.kernel.triton import linear_tiles
-from minisgl.kernel.triton.overlap import overlaps
+from minisgl.kernel.triton.launch import Constants, Launcher
+from minisgl.kernel.triton.overlap import current_device, overlaps
 
 
 @triton.jit
@@ -59,10 +62,10 @@ def _linear(
     out_squares,
     parts,
     semaphores,
-    num_rows,
     out_width,
     K,
     x_stride,
+    num_rows,
     num_squares,
     ahead,
     eps,
@@ -152,6 +155,10 @@ def _linear(
         tl.store(out_squares + tile * num_rows + m, tl.sum(wide * wide, axis=0), mask=m < num_rows)
 
 
+_launch_few = Launcher(_linear, current_device)
+_launch_tiles = Launcher(linear_tiles.linear, current_device)
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -203,43 +210,51 @@ def _launch(
     out_squares: Tensor | None = None,
 ) -> None:
     num_rows, width = x.shape
-    few, overlap = tiling.rows <= FEW_ROWS, overlaps()
-    programs = len(weight) // tiling.height * triton.cdiv(num_rows, tiling.rows)
-    parts = out
+    programs = weight.shape[0] // tiling.height * -(-num_rows // tiling.rows)
+    grid, parts = (programs, tiling.splits), out
     if tiling.splits > 1:
         tile = tiling.rows * tiling.height
-        parts = x.new_empty((programs, tiling.splits, tile), dtype=float32)
+        parts = x.new_empty((*grid, tile), dtype=float32)
     squares = None if norm is None else norm.squares
-    arguments = {
-        "bias": out if bias is None else bias,
-        "squares": out if squares is None else squares,
-        "out": out,
-        "out_squares": out if out_squares is None else out_squares,
-        "parts": parts,
-        "semaphores": semaphores,
-        "num_rows": num_rows,
-        "out_width": out.shape[1],
-        "K": width,
-        "num_squares": 0 if squares is None else len(squares),
-        "eps": 0.0 if norm is None else norm.eps,
+    tensors: tuple[Tensor, ...] = (
+        out if bias is None else bias,
+        out if squares is None else squares,
+        out,
+        out if out_squares is None else out_squares,
+        parts,
+        semaphores,
+    )
+    sizes: tuple[int, ...] = (out.shape[1], width)
+    eps = 0.0 if norm is None else norm.eps
+    num_squares = 0 if squares is None else squares.shape[0]
+    variant = tiling, squares is not None, gated, out_squares is not None, bias is not None
+    constants = partial(_constants, width, *variant)
+    if tiling.rows <= FEW_ROWS:
+        tensors, sizes = (x, weight, *tensors), (*sizes, x.stride(0))
+        ahead = min(tiling.ahead, width // tiling.splits)
+        _launch_few(grid, tensors, sizes, (num_rows, num_squares, ahead, eps), variant, constants)
+    else:
+        operands = linear_tiles.descriptors(x, weight, tiling, gated)
+        numbers = (*operands, num_rows, num_squares, eps)
+        _launch_tiles(grid, tensors, sizes, numbers, variant, constants)
+
+
+def _constants(
+    width: int, tiling: Tiling, norm: bool, gated: bool, add: bool, bias: bool
+) -> Constants:
+    """The constants of both kernels. width: K."""
+    few, overlap = tiling.rows <= FEW_ROWS, overlaps()
+    values = {
         "BM": tiling.rows,
         "BN": tiling.height,
         "BK": tiling.columns,
         "SPLITS": tiling.splits,
         "STAGES": tiling.stages,
-        "SQUARES": 1 if squares is None else triton.next_power_of_2(width // LOWEST_TILE),
+        "SQUARES": triton.next_power_of_2(width // LOWEST_TILE) if norm else 1,
         "GATED": gated,
-        "ADD": out_squares is not None,
-        "BIAS": bias is not None,
+        "ADD": add,
+        "BIAS": bias,
+        "THREADS" if few else "WARPS": tiling.warps * (32 if few else 1),
         "OVERLAP": overlap,
-        "num_warps": tiling.warps,
-        "launch_pdl": overlap,
     }
-    if few:
-        ahead, threads = min(tiling.ahead, width // tiling.splits), 32 * tiling.warps
-        own = {"x_stride": x.stride(0), "ahead": ahead, "THREADS": threads}
-        _linear[(programs, tiling.splits)](x, weight, **own, **arguments)
-    else:
-        operands = linear_tiles.descriptors(x, weight, tiling, gated)
-        kernel = linear_tiles.linear[(programs, tiling.splits)]
-        kernel(*operands, WARPS=tiling.warps, **arguments)
+    return Constants(values, {"num_warps": tiling.warps, "launch_pdl": overlap})

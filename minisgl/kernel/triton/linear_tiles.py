@@ -64,17 +64,17 @@ def _norm_factor(
 
 @gluon.jit(do_not_specialize=["num_rows", "num_squares", "eps"])
 def linear(
-    x,
-    weight,
     bias,
     squares,
     out,
     out_squares,
     parts,
     semaphores,
-    num_rows,
     out_width,
     K,
+    x,
+    weight,
+    num_rows,
     num_squares,
     eps,
     BM: gl.constexpr,

@@ -11,7 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.kernel.triton.overlap import overlaps
+from minisgl.kernel.triton.launch import Constants, Launcher
+from minisgl.kernel.triton.overlap import current_device, overlaps
 
 _ELEMENTS_PER_THREAD = 8
 _SMALLEST_TILE = 1024
@@ -26,8 +27,8 @@ def _norm(
     x_stride,
     residual_stride,
     out_stride,
-    num_rows,
     width,
+    num_rows,
     eps,
     ADD: tl.constexpr,
     SCALE: tl.constexpr,
@@ -59,6 +60,9 @@ def _norm(
     tl.store(at, normed, mask=mask)
 
 
+_norm_launcher = Launcher(_norm, current_device)
+
+
 def _launch(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, out: Tensor, eps: float
 ) -> None:
@@ -66,29 +70,21 @@ def _launch(
     num_rows, width = x.shape
     if num_rows == 0:
         return
-    block = triton.next_power_of_2(width)
+    block = 1 << (width - 1).bit_length()
     rows = max(1, _SMALLEST_TILE // block)
     warps = min(max(rows * block // (32 * _ELEMENTS_PER_THREAD), 1), 16)
     other = x if residual is None else residual
-    overlap = overlaps()
-    _norm[(triton.cdiv(num_rows, rows),)](
-        x,
-        other,
-        x if weight is None else weight,
-        out,
-        x.stride(0),
-        other.stride(0),
-        out.stride(0),
-        num_rows,
-        width,
-        eps,
-        ADD=residual is not None,
-        SCALE=weight is not None,
-        ROWS=rows,
-        BLOCK=block,
-        OVERLAP=overlap,
-        num_warps=warps,
-        launch_pdl=overlap,
+    add, scale, overlap = residual is not None, weight is not None, overlaps()
+    _norm_launcher(
+        (-(-num_rows // rows),),
+        (x, other, x if weight is None else weight, out),
+        (x.stride(0), other.stride(0), out.stride(0), width),
+        (num_rows, eps),
+        (add, scale),
+        lambda: Constants(
+            {"ADD": add, "SCALE": scale, "ROWS": rows, "BLOCK": block, "OVERLAP": overlap},
+            {"num_warps": warps, "launch_pdl": overlap},
+        ),
     )
 
 

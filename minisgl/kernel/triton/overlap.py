@@ -45,6 +45,14 @@ def converts_fp8() -> bool:
     return not knobs.runtime.interpret and _arch(driver.active) >= 89
 
 
+def current_device() -> int | None:
+    """The number of the current GPU; the architecture if there is none, under `minisgl compile`.
+
+    None in Triton's interpreter.
+    """
+    return None if knobs.runtime.interpret else driver.active.get_current_device()
+
+
 @lru_cache(maxsize=4)
 def _arch(active: object) -> int:
     target = active.get_current_target()  # type: ignore[attr-defined]

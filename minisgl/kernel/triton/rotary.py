@@ -13,7 +13,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.triton.fp8 import exponents_of, magnitude, to_scale
-from minisgl.kernel.triton.overlap import overlaps
+from minisgl.kernel.triton.launch import Constants, Launcher
+from minisgl.kernel.triton.overlap import current_device, overlaps
 
 _TILE_ELEMENTS = 512  # of each half: 8 per thread with 64 threads
 
@@ -115,6 +116,9 @@ def _qk_norm_rope_store(
         tl.store(scale_at, to_scale(exponents), mask=is_k | is_v)
 
 
+_launch = Launcher(_qk_norm_rope_store, current_device)
+
+
 def qk_norm_rope_store(
     qkv: Tensor,
     q_weight: Tensor | None,
@@ -135,34 +139,29 @@ def qk_norm_rope_store(
     q_out = qkv.new_empty((tokens, q_heads, head_dim))
     if tokens == 0:
         return q_out
-    block = triton.next_power_of_2(head_dim // 2)
+    block = 1 << (head_dim // 2 - 1).bit_length()
     heads = max(_TILE_ELEMENTS // block, 1)
-    grid = (triton.cdiv(q_heads + 2 * kv_heads, heads) * tokens,)
     normed = q_weight is not None and k_weight is not None
-    overlap = overlaps()
-    _qk_norm_rope_store[grid](
-        qkv,
-        q_weight if normed else qkv,
-        k_weight if normed else qkv,
-        cos_sin,
-        positions,
-        slots,
-        q_out,
-        k_pool,
-        v_pool,
-        scales,
-        qkv.stride(0),
-        k_pool.stride(1),
-        eps,
-        Q_HEADS=q_heads,
-        KV_HEADS=kv_heads,
-        HALF=head_dim // 2,
-        NORM=normed,
-        HEADS=heads,
-        BLOCK=block,
-        PAGE=k_pool.shape[1],
-        OVERLAP=overlap,
-        num_warps=2,
-        launch_pdl=overlap,
+    norms = (q_weight, k_weight) if normed else (qkv, qkv)
+    page_size, overlap = k_pool.shape[1], overlaps()
+    _launch(
+        (-(-(q_heads + 2 * kv_heads) // heads) * tokens,),
+        (qkv, *norms, cos_sin, positions, slots, q_out, k_pool, v_pool, scales),
+        (qkv.stride(0), k_pool.stride(1)),
+        (eps,),
+        (q_heads, kv_heads, head_dim, normed, page_size),
+        lambda: Constants(
+            {
+                "Q_HEADS": q_heads,
+                "KV_HEADS": kv_heads,
+                "HALF": head_dim // 2,
+                "NORM": normed,
+                "HEADS": heads,
+                "BLOCK": block,
+                "PAGE": page_size,
+                "OVERLAP": overlap,
+            },
+            {"num_warps": 2, "launch_pdl": overlap},
+        ),
     )
     return q_out

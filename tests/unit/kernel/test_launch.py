@@ -2,7 +2,11 @@
 
 from typing import Any
 
-from minisgl.kernel.triton.launch import CompiledKernel, Constants, launch
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.kernel.triton.launch import Constants, Launcher
 
 
 class Jit:
@@ -35,21 +39,52 @@ def constants() -> Constants:
 
 
 def test_a_known_kernel_gets_arguments_and_then_constants() -> None:
-    jit, known = Jit(), dict[Any, CompiledKernel]()
-    for key, programs, argument in (("x", 5, "p"), ("x", 7, "q"), ("y", 7, "r"), ("x", 2, "s")):
-        launch(known, key, jit, programs, (argument, 1.5), constants)
-    named = {"B": 16, "A": False, "num_warps": 2}
+    jit = Jit()
+    launch = Launcher(jit, lambda: 0)
+    x, y = torch.zeros(2), torch.zeros(2)
+    launch((5,), (x, None), (64,), (1.5, 3), ("v",), constants)
+    launch((7, 2), (y, None), (64,), (2.5, 4), ("v",), constants)
     assert jit.launched == [
-        ("found", (5, 1, 1), ("p", 1.5), named),
-        ("known", (7, 1, 1), ("q", 1.5, 16, False)),
-        ("found", (7, 1, 1), ("r", 1.5), named),
-        ("known", (2, 1, 1), ("s", 1.5, 16, False)),
+        ("found", (5,), (x, None, 64, 1.5, 3), {"B": 16, "A": False, "num_warps": 2}),
+        ("known", (7, 2, 1), (y, None, 64, 2.5, 4, 16, False)),
     ]
 
 
+FIRST = ((torch.zeros(8, dtype=torch.int16), None), (64, 3), ("v", None))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "sizes", "variant"),
+    [
+        ((FIRST[0][0], FIRST[0][0]), *FIRST[1:]),
+        ((torch.zeros(8, dtype=torch.int32), None), *FIRST[1:]),
+        ((FIRST[0][0][1:], None), *FIRST[1:]),  # the address is no multiple of 16
+        (FIRST[0], (64, 1), FIRST[2]),
+        (*FIRST[:2], ("v", 5)),
+    ],
+)
+def test_another_property_of_a_launch_needs_another_kernel(
+    tensors: tuple[Tensor | None, ...], sizes: tuple[int, ...], variant: tuple[Any, ...]
+) -> None:
+    jit = Jit()
+    launch = Launcher(jit, lambda: 0)
+    for given in (FIRST, (tensors, sizes, variant), FIRST, (tensors, sizes, variant)):
+        launch((1,), given[0], given[1], (), given[2], constants)
+    assert [how for how, *_ in jit.launched] == ["found", "found", "known", "known"]
+
+
+def test_each_device_has_kernels_of_its_own() -> None:
+    jit = Jit()
+    devices = iter((0, 1, 0, 1))
+    launch = Launcher(jit, lambda: next(devices))
+    for _ in range(4):
+        launch((1,), (), (), (), (), constants)
+    assert [how for how, *_ in jit.launched] == ["found", "found", "known", "known"]
+
+
 def test_triton_looks_up_a_kernel_that_its_interpreter_did_not_compile() -> None:
-    jit, known = Jit(compiles=False), dict[Any, CompiledKernel]()
+    jit = Jit(compiles=False)
+    launch = Launcher(jit, lambda: None)
     for _ in range(2):
-        launch(known, "x", jit, 1, (), constants)
+        launch((1,), (), (), (), (), constants)
     assert [how for how, *_ in jit.launched] == ["found", "found"]
-    assert not known
