@@ -24,9 +24,11 @@ def compiling(folder: Path, arch: int) -> Iterator[None]:
     from triton import knobs
     from triton.runtime import driver
 
+    from minisgl.kernel import use_recorded_key
     from minisgl.kernel.triton.folder_cache import fix_platform_key
 
     fix_platform_key()
+    use_recorded_key()
     usual_flags, usual_folder = sys.getdlopenflags(), knobs.cache.dir
     # Triton's C module is linked to libcuda. With lazy binding it loads even if libcuda is empty.
     # No function of libcuda is called.

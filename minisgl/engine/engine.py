@@ -23,7 +23,13 @@ from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.piecewise_graph import PieceGraphs
 from minisgl.engine.step_launcher import StepLauncher
-from minisgl.kernel import AttentionKernel, CompileLog, compile_missing, use_kernel_cache
+from minisgl.kernel import (
+    AttentionKernel,
+    CompileLog,
+    compile_missing,
+    use_kernel_cache,
+    use_recorded_key,
+)
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.layers.rotary import query_scale_table, rope_table
 from minisgl.models.build import build_model
@@ -210,6 +216,7 @@ class Engine:
         added = self.extensions.attention_backends
         needed = attention_kernels(config.attention_backend, needs, [arch], added)
         self._attention_kernels = needed
+        use_recorded_key()
         if config.kernel_cache is not None:
             use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
         if self._show_progress:

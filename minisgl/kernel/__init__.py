@@ -46,6 +46,7 @@ from minisgl.kernel.logits import PenaltyTensors, add_bias, apply_penalties, top
 from minisgl.kernel.random import gumbel_noise, philox4x32
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
 from minisgl.kernel.step import StepLayout, StepViews
+from minisgl.kernel.triton_key import use_recorded_key
 
 __all__ = [
     "Accepted",
@@ -99,4 +100,5 @@ __all__ = [
     "top_logprobs",
     "update_pages",
     "use_kernel_cache",
+    "use_recorded_key",
 ]

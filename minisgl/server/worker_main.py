@@ -17,7 +17,7 @@ import msgspec
 from minisgl.core import ConfigError, InvariantBroken, MinisglError
 from minisgl.server.config import ChildSpec
 from minisgl.utils import setup_logging, supervise
-from minisgl.utils.cuda_context import hash_triton_early, open_context_early
+from minisgl.utils.cuda_context import open_context_early
 
 logger = logging.getLogger(__name__)
 
@@ -81,8 +81,7 @@ def _run(spec: ChildSpec) -> None:
         # Imports and the capture of graphs make objects that live on. run_scheduler enables the
         # collector again.
         gc.disable()
-        if open_context_early(config.engine.device, spec.index) is not None:
-            hash_triton_early()
+        open_context_early(config.engine.device, spec.index)
         from dataclasses import replace
 
         from minisgl.events import CacheEvents

@@ -1,9 +1,7 @@
-"""Prepares a GPU in threads, while the process imports torch: its context, and Triton's hash.
+"""Opens the context of a GPU in a thread, while the process imports torch.
 
 A context takes some tenths of a second to open. The import of torch takes seconds and does not need
 the context. torch later uses this context, because it is the primary context of the device.
-
-Triton hashes its own files, 400 MB, before it looks up the first kernel. This takes 0.2 to 0.4 s.
 """
 
 import ctypes
@@ -33,22 +31,6 @@ def open_context_early(device: str, index: int) -> threading.Thread | None:
     # The driver reads this variable in cuInit. torch sets the same value before it calls cuInit.
     os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     thread = threading.Thread(target=_open, args=(driver, index), name="cuda-context", daemon=True)
-    thread.start()
-    return thread
-
-
-def hash_triton_early() -> threading.Thread | None:
-    """Start a thread that hashes Triton's files, and return the thread; None without Triton.
-
-    Triton keeps the hash in the process. Start the thread before an import of seconds. The thread
-    needs the GIL for each MB that it reads. While another thread computes in Python, it gets the
-    GIL only every 5 ms, and the hash then takes more than a second.
-    """
-    try:
-        from triton.runtime.cache import triton_key
-    except ImportError:
-        return None
-    thread = threading.Thread(target=triton_key, name="triton-key", daemon=True)
     thread.start()
     return thread
 

@@ -1,4 +1,4 @@
-"""The early CUDA context, with a library that replaces the driver, and Triton's hash."""
+"""The early CUDA context, with a library that replaces the driver."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.utils.cuda_context import hash_triton_early, open_context_early
+from minisgl.utils.cuda_context import open_context_early
 from minisgl.utils.toolchain import find_c_compiler
 
 # This driver prints each call. It has two devices, with the handles 100 and 101.
@@ -96,7 +96,6 @@ def test_the_setting_of_the_user_wins(folder: Path) -> None:
 
 
 def test_no_thread_without_a_driver(folder: Path) -> None:
-    """Without a driver the process must not import Triton either."""
     assert calls(folder, "auto", 0, LD_LIBRARY_PATH="/nowhere") == ["no thread"]
 
 
@@ -109,19 +108,3 @@ def test_no_context_without_a_gpu(folder: Path, tmp_path: Path) -> None:
     (package / "__init__.py").touch()
     paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     assert calls(folder, "auto", 0, PYTHONPATH=paths) == ["no thread"]
-
-
-def test_triton_finds_the_hash_of_its_files_in_the_process() -> None:
-    cache = pytest.importorskip("triton.runtime.cache", reason="triton is not installed")
-    cache.triton_key.cache_clear()
-    thread = hash_triton_early()
-    assert thread is not None
-    thread.join()
-    hits = cache.triton_key.cache_info().hits
-    assert cache.triton_key()
-    assert cache.triton_key.cache_info().hits == hits + 1
-
-
-def test_without_triton_there_is_no_hash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton.runtime.cache", None)
-    assert hash_triton_early() is None
