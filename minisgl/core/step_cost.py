@@ -5,8 +5,12 @@ from bisect import bisect_left
 import msgspec
 
 
-def step_sizes(largest: int) -> list[int]:
-    """Return the preferred sizes, in tokens, of a step with prompt tokens. largest: the limit.
+def step_sizes(largest: int, host_bound: int = 0) -> list[int]:
+    """Return the preferred sizes, in tokens, of a step with prompt tokens.
+
+    largest: the limit. host_bound: up to this number of tokens the host launches a step for longer
+    than the GPU computes it. Padding then costs no time, so only powers of four and the largest
+    size remain of the sizes below.
 
     Matrix kernels compute whole tiles of rows. Above 256 rows a tile has 128 rows, so 448 tokens
     take as long as 512. The distance between two sizes grows with the size. On a GPU, steps of up
@@ -14,7 +18,10 @@ def step_sizes(largest: int) -> list[int]:
     one of them.
     """
     sizes = [16, 32, *range(64, 384, 64), *range(384, 1024, 128), *range(1024, 2048, 256)]
-    return [size for size in (*sizes, *range(2048, largest + 1, 512)) if size <= largest]
+    sizes += range(2048, largest + 1, 512)
+    sizes = [size for size in sizes if size <= largest]
+    kept = {16, 64, 256, 1024, 4096, *sizes[-1:]}
+    return [size for size in sizes if size >= host_bound or size in kept]
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):

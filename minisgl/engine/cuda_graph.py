@@ -29,7 +29,7 @@ from minisgl.models.decoder import Attended
 # Takes rising sizes and the title of a progress bar, and yields the sizes in the order of their
 # capture. The largest size comes first, so that the tensors of smaller graphs reuse its memory.
 LargestFirst = Callable[[Sequence[Any], str], Iterable[Any]]
-_STEP = 16  # distance between sizes; matrix kernels compute tiles of 16 rows or more
+_STEP = 32  # distance between sizes; matrix kernels compute tiles of 64 rows or more beyond it
 _MAX_PAGE_UPDATES = 4096  # in one graph step; a request usually needs no or one update
 
 
@@ -43,12 +43,12 @@ class DecodeShape(NamedTuple):
 def graph_shapes(largest: int, drafting: bool) -> list[DecodeShape]:
     """Return the shapes to capture, in the reverse order of their capture.
 
-    Steps of one token for each request have up to `largest` requests: 1, 2, 4, 8, then multiples of
-    16. Steps with drafts have the same numbers of requests while they have at most
+    Steps of one token for each request have up to `largest` requests: 1, 2, 4, 8, 16, then
+    multiples of 32. Steps with drafts have the same numbers of requests while they have at most
     MAX_DRAFT_TOKENS tokens. They come first, so that the largest shape without drafts is captured
     first.
     """
-    sizes = [size for size in (1, 2, 4, 8) if size < largest]
+    sizes = [size for size in (1, 2, 4, 8, 16) if size < largest]
     sizes = [*sizes, *range(_STEP, largest, _STEP), largest] if largest > 0 else []
     return [
         DecodeShape(size, width)

@@ -281,7 +281,8 @@ class Engine:
         return self.extensions.draft_lengths is not None
 
     def _graph_sizes(self) -> tuple[list[DecodeShape], list[int]]:
-        return memory.graph_sizes(self._config, self._max_chunk_tokens, self._drafting)
+        config, model = self._config, self._model_config
+        return memory.graph_sizes(config, model, self._max_chunk_tokens, self._drafting)
 
     @torch.inference_mode()
     def _capture(self, shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) -> list[int]:

@@ -24,6 +24,9 @@ from minisgl.models.decoder import local_kv_spec
 
 _MAX_GRAPH_REQS = 256  # requests of the largest decode graph if cuda_graph_max_bs is not set
 _MAX_PIECE_TOKENS = 4096  # of the largest piecewise graph
+# A step with prompts is host-bound on an H100 while its tokens times the weights of a layer are
+# fewer than this (docs/measurements.md, "Sizes of graphs").
+_HOST_BOUND_PRODUCT = 11 * 10**9
 _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -129,14 +132,25 @@ def _resolve_fp8_kv(config: EngineConfig, dtype: torch.dtype, device: torch.devi
 
 
 def graph_sizes(
-    config: EngineConfig, max_chunk_tokens: int, drafting: bool
+    config: EngineConfig, model: ModelConfig, max_chunk_tokens: int, drafting: bool
 ) -> tuple[list[DecodeShape], list[int]]:
     """Return the shapes of decode steps and the numbers of tokens to capture graphs for."""
     asked, rows = config.cuda_graph_max_bs, config.max_running_reqs
     largest = min(rows, _MAX_GRAPH_REQS if asked is None else asked)
     tokens = max(rows, MAX_DRAFT_TOKENS if drafting else 0)
     pieces = min(max_chunk_tokens + tokens, _MAX_PIECE_TOKENS)
-    return graph_shapes(largest, drafting), step_sizes(pieces)
+    return graph_shapes(largest, drafting), step_sizes(pieces, _host_bound(model, config.tp_size))
+
+
+def _host_bound(model: ModelConfig, tp_size: int) -> int:
+    """Return the largest number of tokens with which a step with prompts is host-bound."""
+    moe, inner = model.moe, model.intermediate_size
+    if moe is not None:
+        chosen = moe.num_experts_per_tok * moe.moe_intermediate_size
+        inner = chosen + moe.shared_expert_intermediate_size
+    heads = 2 * (model.q_heads + model.kv_heads)
+    weights = model.hidden_size * (heads * model.head_dim + 3 * inner)
+    return _HOST_BOUND_PRODUCT * tp_size // weights
 
 
 def further_graphs(shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) -> int:

@@ -35,6 +35,7 @@ class _Cutter:
 
     def __init__(self, memory: Any, layers: int) -> None:
         self._memory, self._layers = memory, layers
+        self._aliases: dict[object, Tensor] = {}  # most layers use the same memory
         self.pieces: list[_Piece] = []
         self.begin()
 
@@ -44,9 +45,15 @@ class _Cutter:
 
     def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         self.graph.capture_end()
-        self.pieces.append(_Piece(self.graph, layer, _alias(q), _alias(out), sinks))
+        self.pieces.append(_Piece(self.graph, layer, self._alias(q), self._alias(out), sinks))
         if len(self.pieces) < self._layers:
             self.begin()
+
+    def _alias(self, tensor: Tensor) -> Tensor:
+        key = tensor.data_ptr(), tensor.shape, tensor.dtype
+        if key not in self._aliases:
+            self._aliases[key] = _alias(tensor)
+        return self._aliases[key]
 
 
 class _NoAttention:

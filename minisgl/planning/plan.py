@@ -184,7 +184,9 @@ def _remainder_bytes(
     tables = 4 * (page_table + token_pool + rotary)
     drafting = config.speculative is not None
     # The three starts had no drafts, so _FIXED_BYTES holds the graphs of engines without drafts.
-    few, most = (memory.graph_sizes(config, max_chunk_tokens, each) for each in (False, drafting))
+    few, most = (
+        memory.graph_sizes(config, model, max_chunk_tokens, each) for each in (False, drafting)
+    )
     graphs = _GRAPH_BYTES * (memory.further_graphs(*most) - memory.further_graphs(*few))
     graph_tokens = max((reqs * width for reqs, width in most[0]), default=0)
     logits = graph_tokens * (model.vocab_size // tp) * item
