@@ -4,24 +4,27 @@ from bisect import bisect_left
 
 import msgspec
 
+_FEW_SIZES = (16, 64, 256, 1024)  # where padding costs no time
+
 
 def step_sizes(largest: int, host_bound: int = 0) -> list[int]:
     """Return the preferred sizes, in tokens, of a step with prompt tokens.
 
-    largest: the limit. host_bound: up to this number of tokens the host launches a step for longer
-    than the GPU computes it. Padding then costs no time, so only powers of four and the largest
-    size remain of the sizes below.
+    largest: the limit. host_bound: up to this number of tokens, launching a step takes longer than
+    computing it. Padding below it costs no time, so the largest size up to host_bound, and a few
+    smaller ones, replace all sizes up to host_bound.
 
     Matrix kernels compute whole tiles of rows. Above 256 rows a tile has 128 rows, so 448 tokens
     take as long as 512. The distance between two sizes grows with the size. On a GPU, steps of up
-    to 4,096 tokens are padded to these sizes (engine/piecewise_graph.py), so a chunk should fill
-    one of them.
+    to 4,096 tokens are padded to the sizes of graphs (engine/piecewise_graph.py), so a chunk should
+    fill one of them. The scheduler does not know host_bound. It also fills the sizes that it
+    replaces, which costs no time.
     """
     sizes = [16, 32, *range(64, 384, 64), *range(384, 1024, 128), *range(1024, 2048, 256)]
     sizes += range(2048, largest + 1, 512)
     sizes = [size for size in sizes if size <= largest]
-    kept = {16, 64, 256, 1024, 4096, *sizes[-1:]}
-    return [size for size in sizes if size >= host_bound or size in kept]
+    last_free = max((size for size in sizes if size <= host_bound), default=0)
+    return [size for size in sizes if size >= last_free or size in _FEW_SIZES]
 
 
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):

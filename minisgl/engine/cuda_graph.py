@@ -29,7 +29,7 @@ from minisgl.models.decoder import Attended
 # Takes rising sizes and the title of a progress bar, and yields the sizes in the order of their
 # capture. The largest size comes first, so that the tensors of smaller graphs reuse its memory.
 LargestFirst = Callable[[Sequence[Any], str], Iterable[Any]]
-_STEP = 32  # distance between sizes; matrix kernels compute tiles of 64 rows or more beyond it
+_STEP = 32  # distance between sizes above 16 (docs/measurements.md, "Sizes of graphs")
 _MAX_PAGE_UPDATES = 4096  # in one graph step; a request usually needs no or one update
 
 

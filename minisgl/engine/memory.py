@@ -24,9 +24,11 @@ from minisgl.models.decoder import local_kv_spec
 
 _MAX_GRAPH_REQS = 256  # requests of the largest decode graph if cuda_graph_max_bs is not set
 _MAX_PIECE_TOKENS = 4096  # of the largest piecewise graph
-# A step with prompts is host-bound on an H100 while its tokens times the weights of a layer are
-# fewer than this (docs/measurements.md, "Sizes of graphs").
-_HOST_BOUND_PRODUCT = 11 * 10**9
+# On an H100, launching a step with prompts takes longer than computing it if its tokens times the
+# weights of a layer are at most _HOST_BOUND_PRODUCT (docs/measurements.md, "Sizes of graphs"), and
+# if a layer has at most _HOST_BOUND_WEIGHTS. The GPU reads these in 60 us.
+_HOST_BOUND_PRODUCT = 12_100_000_000
+_HOST_BOUND_WEIGHTS = 100_000_000
 _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -143,14 +145,14 @@ def graph_sizes(
 
 
 def _host_bound(model: ModelConfig, tp_size: int) -> int:
-    """Return the largest number of tokens with which a step with prompts is host-bound."""
+    """Return the number of tokens up to which launching a step takes longer than computing it."""
     moe, inner = model.moe, model.intermediate_size
-    if moe is not None:
-        chosen = moe.num_experts_per_tok * moe.moe_intermediate_size
-        inner = chosen + moe.shared_expert_intermediate_size
+    if moe is not None:  # a step of some tokens reads most experts
+        experts = moe.num_experts * moe.moe_intermediate_size
+        inner = experts + moe.shared_expert_intermediate_size
     heads = 2 * (model.q_heads + model.kv_heads)
-    weights = model.hidden_size * (heads * model.head_dim + 3 * inner)
-    return _HOST_BOUND_PRODUCT * tp_size // weights
+    weights = model.hidden_size * (heads * model.head_dim + 3 * inner) // tp_size
+    return _HOST_BOUND_PRODUCT // weights if weights <= _HOST_BOUND_WEIGHTS else 0
 
 
 def further_graphs(shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) -> int:

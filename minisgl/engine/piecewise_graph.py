@@ -50,7 +50,7 @@ class _Cutter:
             self.begin()
 
     def _alias(self, tensor: Tensor) -> Tensor:
-        key = tensor.data_ptr(), tensor.shape, tensor.dtype
+        key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         if key not in self._aliases:
             self._aliases[key] = _alias(tensor)
         return self._aliases[key]

@@ -29,6 +29,7 @@ _MIB = 2**20
 # tensors that _remainder_bytes computes, is _FIXED_BYTES + _ACTIVATION_SHARE * the largest
 # activations of a step. The three starts deviate by at most 24 MiB.
 _FIXED_BYTES = 1192 * _MIB
+_FIXED_GRAPHS = 19  # further graphs of each of the three starts
 _ACTIVATION_SHARE = 1.663
 _WORKSPACE_BYTES = 128 * _MIB  # FlashInfer's float workspace for the layers of one rule
 _PEER_BYTES = 240 * _MIB  # buffers that tensor-parallel ranks share
@@ -182,13 +183,11 @@ def _remainder_bytes(
     token_pool = rows * (context + 1)
     rotary = len(model.ropes) * context * model.head_dim
     tables = 4 * (page_table + token_pool + rotary)
-    drafting = config.speculative is not None
-    # The three starts had no drafts, so _FIXED_BYTES holds the graphs of engines without drafts.
-    few, most = (
-        memory.graph_sizes(config, model, max_chunk_tokens, each) for each in (False, drafting)
+    shapes, sizes = memory.graph_sizes(
+        config, model, max_chunk_tokens, drafting=config.speculative is not None
     )
-    graphs = _GRAPH_BYTES * (memory.further_graphs(*most) - memory.further_graphs(*few))
-    graph_tokens = max((reqs * width for reqs, width in most[0]), default=0)
+    graphs = _GRAPH_BYTES * (memory.further_graphs(shapes, sizes) - _FIXED_GRAPHS)
+    graph_tokens = max((reqs * width for reqs, width in shapes), default=0)
     logits = graph_tokens * (model.vocab_size // tp) * item
     kv_heads = max(model.kv_heads // tp, 1)
     # Layers of one rule share a copy of a context (kernel/contexts.py). Attention of prompts reads
