@@ -23,6 +23,7 @@ import msgspec
 
 import minisgl
 from minisgl.core import ConfigError
+from minisgl.kernel.triton_key import recorded_key
 from minisgl.utils.toolchain import find_c_compiler, find_nvcc
 
 logger = logging.getLogger(__name__)
@@ -119,7 +120,10 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def current_versions() -> dict[str, str]:
-    """Versions of the packages that compiled kernels depend on, as a manifest holds them."""
+    """Versions of the packages that compiled kernels depend on, as a manifest holds them.
+
+    The version of Triton includes the recorded hash of its files, if there is one.
+    """
     # Triton's launchers are C modules, which fit one minor version of Python.
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     versions = {"minisgl": minisgl.__version__, "Python": python}
@@ -128,6 +132,7 @@ def current_versions() -> dict[str, str]:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "none"
+    versions["triton"] = recorded_key() or versions["triton"]
     return versions
 
 
