@@ -9,7 +9,7 @@ from minisgl.kernel.triton.decode_kernel import decode_kernel
 from minisgl.kernel.triton.launch import Launcher
 from minisgl.kernel.triton.overlap import current_device
 
-_launch = Launcher(decode_kernel, current_device)
+_launcher = Launcher(decode_kernel, current_device)
 
 
 def decode(
@@ -64,7 +64,7 @@ def decode(
     heads = kv_heads, q_heads, queries, head_dim
     pool = page_size, k_pool.stride(1)
     variant = *heads, *pool, turned, normed, window, soft_cap, warps, fp8, most_reqs(scratch)
-    _launch(
+    _launcher(
         (len(scratch.partial_outputs) // (2 * warps),),
         tensors,
         (qkv.stride(0), page_table.stride(0)),

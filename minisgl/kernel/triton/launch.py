@@ -1,10 +1,10 @@
 """Launches Triton kernels without Triton's own look-up of the compiled kernel.
 
 At each launch Triton inspects the type, the alignment and the divisibility of every argument to
-find the compiled kernel. This takes the host 25 to 60 us. A start of a 0.6B model launches kernels
-6,000 times to capture its graphs, and a step of an 8B model with prompts that no graph holds makes
-36 launches of one kernel. Here the caller names the properties that can differ between its calls.
-They are the key of the compiled kernel in a dictionary.
+find the compiled kernel. This takes the host 25 to 60 us. A start launches kernels some thousand
+times to capture its graphs, and an 8B model launches decode attention 36 times in each step that is
+no graph. `Launcher` looks up the compiled kernel in a dictionary. The key holds the device, the
+dtypes and alignments of the tensors, the sizes, and the properties that the caller names.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -34,7 +34,7 @@ class _CompiledKernel(NamedTuple):
 
 
 class Launcher:
-    """A Triton kernel, and its compiled variants by the properties that they depend on.
+    """A Triton kernel, and its compiled kernels by the key of their launches.
 
     The parameters of the kernel are tensors, sizes, numbers and constants, in this order.
     """
@@ -55,13 +55,13 @@ class Launcher:
     ) -> None:
         """Run kernel[grid](*tensors, *sizes, *numbers, **values, **options) on the current stream.
 
-        tensors    the compiled kernel depends on their dtypes and on the alignment of their
-                   addresses.
-        sizes      integers. The compiled kernel depends on which are 1 or multiples of 16; here it
-                   is found by their values, so there should be few different ones.
-        numbers    arguments that no compiled kernel depends on: floats, integers of 32 bits for
-                   which the kernel is not specialised (do_not_specialize), and TMA descriptors,
-                   which depend on the constants.
+        tensors    Triton specialises the kernel for their dtypes and for addresses that are
+                   multiples of 16.
+        sizes      integers. Triton specialises the kernel for 1 and for multiples of 16. The key
+                   holds the integers themselves, so there should be few different ones.
+        numbers    arguments that are not in the key: floats, integers of 32 bits for which the
+                   kernel is not specialised (do_not_specialize), and arguments whose type the
+                   variant determines: TMA descriptors, and None.
         variant    all other properties that the constants depend on.
         constants  makes the constants; called if no compiled kernel is known.
         """

@@ -155,8 +155,8 @@ def _linear(
         tl.store(out_squares + tile * num_rows + m, tl.sum(wide * wide, axis=0), mask=m < num_rows)
 
 
-_launch_few = Launcher(_linear, current_device)
-_launch_tiles = Launcher(linear_tiles.linear, current_device)
+_few_launcher = Launcher(_linear, current_device)
+_tiles_launcher = Launcher(linear_tiles.linear, current_device)
 
 
 def linear(
@@ -232,18 +232,23 @@ def _launch(
     if tiling.rows <= FEW_ROWS:
         tensors, sizes = (x, weight, *tensors), (*sizes, x.stride(0))
         ahead = min(tiling.ahead, width // tiling.splits)
-        _launch_few(grid, tensors, sizes, (num_rows, num_squares, ahead, eps), variant, constants)
+        numbers = (num_rows, num_squares, ahead, eps)
+        _few_launcher(grid, tensors, sizes, numbers, variant, constants)
     else:
         operands = linear_tiles.descriptors(x, weight, tiling, gated)
-        numbers = (*operands, num_rows, num_squares, eps)
-        _launch_tiles(grid, tensors, sizes, numbers, variant, constants)
+        others = (*operands, num_rows, num_squares, eps)
+        _tiles_launcher(grid, tensors, sizes, others, variant, constants)
 
 
 def _constants(
     width: int, tiling: Tiling, norm: bool, gated: bool, add: bool, bias: bool
 ) -> Constants:
-    """The constants of both kernels. width: K."""
-    few, overlap = tiling.rows <= FEW_ROWS, overlaps()
+    """The constants of _linear up to FEW_ROWS rows, and of linear_tiles.linear above.
+
+    width: K. The other parameters are the variant in _launch.
+    """
+    overlap = overlaps()
+    threads = {"THREADS": 32 * tiling.warps} if tiling.rows <= FEW_ROWS else {"WARPS": tiling.warps}
     values = {
         "BM": tiling.rows,
         "BN": tiling.height,
@@ -254,7 +259,7 @@ def _constants(
         "GATED": gated,
         "ADD": add,
         "BIAS": bias,
-        "THREADS" if few else "WARPS": tiling.warps * (32 if few else 1),
+        **threads,
         "OVERLAP": overlap,
     }
     return Constants(values, {"num_warps": tiling.warps, "launch_pdl": overlap})

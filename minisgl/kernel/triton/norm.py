@@ -60,7 +60,7 @@ def _norm(
     tl.store(at, normed, mask=mask)
 
 
-_norm_launcher = Launcher(_norm, current_device)
+_launcher = Launcher(_norm, current_device)
 
 
 def _launch(
@@ -75,7 +75,7 @@ def _launch(
     warps = min(max(rows * block // (32 * _ELEMENTS_PER_THREAD), 1), 16)
     other = x if residual is None else residual
     add, scale, overlap = residual is not None, weight is not None, overlaps()
-    _norm_launcher(
+    _launcher(
         (-(-num_rows // rows),),
         (x, other, x if weight is None else weight, out),
         (x.stride(0), other.stride(0), out.stride(0), width),

@@ -46,7 +46,7 @@ def converts_fp8() -> bool:
 
 
 def current_device() -> int | None:
-    """The number of the current GPU; the architecture if there is none, under `minisgl compile`.
+    """The number of the current GPU; under `minisgl compile` the architecture to compile for.
 
     None in Triton's interpreter.
     """

@@ -116,7 +116,7 @@ def _qk_norm_rope_store(
         tl.store(scale_at, to_scale(exponents), mask=is_k | is_v)
 
 
-_launch = Launcher(_qk_norm_rope_store, current_device)
+_launcher = Launcher(_qk_norm_rope_store, current_device)
 
 
 def qk_norm_rope_store(
@@ -144,7 +144,7 @@ def qk_norm_rope_store(
     normed = q_weight is not None and k_weight is not None
     norms = (q_weight, k_weight) if normed else (qkv, qkv)
     page_size, overlap = k_pool.shape[1], overlaps()
-    _launch(
+    _launcher(
         (-(-(q_heads + 2 * kv_heads) // heads) * tokens,),
         (qkv, *norms, cos_sin, positions, slots, q_out, k_pool, v_pool, scales),
         (qkv.stride(0), k_pool.stride(1)),

@@ -50,17 +50,18 @@ def test_a_known_kernel_gets_arguments_and_then_constants() -> None:
     ]
 
 
-FIRST = ((torch.zeros(8, dtype=torch.int16), None), (64, 3), ("v", None))
+TENSOR = torch.zeros(8, dtype=torch.int16)
+SIZES, VARIANT = (64, 3), ("v", None)
 
 
 @pytest.mark.parametrize(
     ("tensors", "sizes", "variant"),
     [
-        ((FIRST[0][0], FIRST[0][0]), *FIRST[1:]),
-        ((torch.zeros(8, dtype=torch.int32), None), *FIRST[1:]),
-        ((FIRST[0][0][1:], None), *FIRST[1:]),  # the address is no multiple of 16
-        (FIRST[0], (64, 1), FIRST[2]),
-        (*FIRST[:2], ("v", 5)),
+        ((TENSOR, TENSOR), SIZES, VARIANT),
+        ((TENSOR.int(), None), SIZES, VARIANT),
+        ((TENSOR[1:], None), SIZES, VARIANT),  # the address is no multiple of 16
+        ((TENSOR, None), (64, 1), VARIANT),
+        ((TENSOR, None), SIZES, ("v", 5)),
     ],
 )
 def test_another_property_of_a_launch_needs_another_kernel(
@@ -68,8 +69,9 @@ def test_another_property_of_a_launch_needs_another_kernel(
 ) -> None:
     jit = Jit()
     launch = Launcher(jit, lambda: 0)
-    for given in (FIRST, (tensors, sizes, variant), FIRST, (tensors, sizes, variant)):
-        launch((1,), given[0], given[1], (), given[2], constants)
+    for _ in range(2):
+        launch((1,), (TENSOR, None), SIZES, (), VARIANT, constants)
+        launch((1,), tensors, sizes, (), variant, constants)
     assert [how for how, *_ in jit.launched] == ["found", "found", "known", "known"]
 
 
