@@ -122,9 +122,9 @@ def _check_steps(timings: Sequence[Timing]) -> list[Timing]:
     """Return the first step, the decode step with the most keys, and a long step.
 
     On a GPU the device bounds the times of these steps: the decode steps are graphs, and the long
-    step is the longest of at most _LONGEST_CHECK_S. Python launches the kernels of shorter steps
-    with a chunk one by one, so the host bounds their times. A step of Qwen3-0.6B with a chunk of
-    255 tokens took 3.9 to 7.1 ms in five processes on one H100 (medians of 12 rounds).
+    step is the longest of at most _LONGEST_CHECK_S. Python launches a graph and attention for each
+    layer of a shorter step with a chunk, so the host bounds its time. A step of Qwen3-0.6B with a
+    chunk of 255 tokens took 3.9 to 7.1 ms in five processes on one H100 (medians of 12 rounds).
 
     A timing was disturbed if the cost that is fitted to all timings contradicts it. The function
     returns disturbed timings only if there are no others.

@@ -9,9 +9,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from minisgl.core import ConfigError, GrammarFailed
 from minisgl.tokenizer.convert import tokenizer_folder
 
-# The library computes the masks of these sets of tokens in advance. Inside a JSON string, with or
-# without a limit on its length, a mask then takes 20 to 40 us instead of 400. The two other sets of
-# the library's default make no mask faster, and take 0.1 s of a start.
+# llguidance computes masks in advance for the tokens that match these regexes. Two more regexes in
+# its default make no mask faster (docs/measurements.md, "Vocabulary of grammars").
 _SLICES = [r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]+']
 TOO_COMPLEX = "grammar_too_complex"
 DEAD_END = "grammar_dead_end"
