@@ -1,7 +1,7 @@
 """Launches Triton kernels without Triton's own look-up of the compiled kernel.
 
 At each launch Triton inspects the type, the alignment and the divisibility of every argument to
-find the compiled kernel. This takes the host 25 to 60 us. A start launches kernels some thousand
+find the compiled kernel. This takes the host 25 us or more. A start launches kernels some thousand
 times to capture its graphs, and an 8B model launches decode attention 36 times in each step that is
 no graph. `Launcher` looks up the compiled kernel in a dictionary. The key holds the device, the
 dtypes and alignments of the tensors, the sizes, and the properties that the caller names.
