@@ -46,15 +46,23 @@ def test_sighup_is_ignored_under_nohup() -> None:
         signal.signal(signal.SIGHUP, previous)
 
 
-@pytest.mark.parametrize(("given", "found"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
-def test_idle_threads_of_a_child_sleep_unless_the_user_sets_a_policy(
-    monkeypatch: pytest.MonkeyPatch, given: str | None, found: str
+@pytest.mark.parametrize(
+    ("name", "given", "found"),
+    [
+        ("OMP_WAIT_POLICY", None, "PASSIVE"),
+        ("OMP_WAIT_POLICY", "ACTIVE", "ACTIVE"),
+        ("GLIBC_TUNABLES", None, "glibc.malloc.hugetlb=1"),
+        ("GLIBC_TUNABLES", "glibc.malloc.arena_max=4", "glibc.malloc.arena_max=4"),
+    ],
+)
+def test_child_variable_has_a_default_unless_the_user_sets_it(
+    monkeypatch: pytest.MonkeyPatch, name: str, given: str | None, found: str
 ) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv(name, raising=False)
     if given is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+        monkeypatch.setenv(name, given)
     with supervising() as supervisor:
-        code = f"sys.exit(os.environ['OMP_WAIT_POLICY'] != {found!r})"
+        code = f"sys.exit(os.environ[{name!r}] != {found!r})"
         supervisor.adopt(spawn_child("a", child(code), b""))
         assert next_exit(supervisor).exit_code == 0
 
