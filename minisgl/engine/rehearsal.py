@@ -8,13 +8,15 @@ whose layers are equal, two layers are enough.
 from collections.abc import Hashable, Iterator
 from enum import Enum
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.models.decoder import DecoderLayer
 
 _ALIGNMENT = 16  # kernels are specialised for addresses that are multiples of this
 _PACKAGES = ("minisgl", "torch")
+# The attributes that nn.Module itself sets. None of them selects a kernel of minisgl.
+_BASE_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def layers_to_rehearse(runner: ModelRunner) -> int:
@@ -39,14 +41,17 @@ def layers_to_rehearse(runner: ModelRunner) -> int:
 def _kind(layer: DecoderLayer, index: int, runner: ModelRunner) -> Iterator[Hashable]:
     """Yield the properties of a layer that select its kernels and their specialisation.
 
-    These are the attention rule, the types and settings of the modules, and the shapes, dtypes,
-    strides and alignments of parameters, keys, values and scales. `kv_layer` selects no kernel.
+    These are the attention rule, the types and own settings of the modules, and the shapes,
+    dtypes, strides and alignments of parameters, keys, values and scales. `kv_layer` selects no
+    kernel.
     """
     attention = layer.self_attn
     yield runner.model.config.layers[index].rule
     for path, module in layer.named_modules():
         yield path, type(module)
-        for setting, value in sorted(vars(module).items()):
+        settings = vars(module)
+        for setting in sorted(settings.keys() - _BASE_MODULE_ATTRIBUTES):
+            value = settings[setting]
             if setting != "kv_layer" and isinstance(value, bool | int | float | Enum):
                 yield setting, value
             elif setting == "form":  # the format of quantised weights
