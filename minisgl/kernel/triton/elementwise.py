@@ -9,7 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.kernel.triton.overlap import overlaps
+from minisgl.kernel.triton.launch import Constants, Launcher
+from minisgl.kernel.triton.overlap import current_device, overlaps
 
 _BLOCK = 1024
 _ELEMENTS = 2048  # elements of an attention output that a program scales
@@ -28,6 +29,9 @@ def _silu_and_mul(x, out, width, x_stride, BLOCK: tl.constexpr, OVERLAP: tl.cons
     up = tl.load(x + row * x_stride + width + cols, mask=mask).to(tl.float32)
     value = gate / (1.0 + tl.exp(-gate)) * up
     tl.store(out + row * width + cols, value.to(out.dtype.element_ty), mask=mask)
+
+
+_silu_launcher = Launcher(_silu_and_mul, current_device)
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
@@ -68,11 +72,14 @@ def silu_and_mul(x: Tensor) -> Tensor:
     width = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], width))
     if out.numel():
-        grid = (triton.cdiv(width, _BLOCK) * len(rows),)
-        overlap = overlaps()
-        options = {"OVERLAP": overlap, "launch_pdl": overlap, "num_warps": 4}
-        _silu_and_mul[grid](rows, out, width, rows.stride(0), BLOCK=_BLOCK, **options)
+        grid = (-(-width // _BLOCK) * rows.shape[0],)
+        _silu_launcher(grid, (rows, out), (width, rows.stride(0)), (), (), _silu_constants)
     return out
+
+
+def _silu_constants() -> Constants:
+    overlap = overlaps()
+    return Constants({"BLOCK": _BLOCK, "OVERLAP": overlap}, {"num_warps": 4, "launch_pdl": overlap})
 
 
 def gather_embedding(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:

@@ -74,17 +74,20 @@ def _launch(
     rows = max(1, _SMALLEST_TILE // block)
     warps = min(max(rows * block // (32 * _ELEMENTS_PER_THREAD), 1), 16)
     other = x if residual is None else residual
-    add, scale, overlap = residual is not None, weight is not None, overlaps()
+    add, scale = residual is not None, weight is not None
+
+    def constants() -> Constants:
+        overlap = overlaps()
+        values = {"ADD": add, "SCALE": scale, "ROWS": rows, "BLOCK": block, "OVERLAP": overlap}
+        return Constants(values, {"num_warps": warps, "launch_pdl": overlap})
+
     _launcher(
         (-(-num_rows // rows),),
         (x, other, x if weight is None else weight, out),
         (x.stride(0), other.stride(0), out.stride(0), width),
         (num_rows, eps),
         (add, scale),
-        lambda: Constants(
-            {"ADD": add, "SCALE": scale, "ROWS": rows, "BLOCK": block, "OVERLAP": overlap},
-            {"num_warps": warps, "launch_pdl": overlap},
-        ),
+        constants,
     )
 
 

@@ -7,6 +7,8 @@ stores select them. Memory traffic: 2 T (Hq + 2 Hkv) D elements, and 4 D bytes o
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
+from functools import partial
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -139,29 +141,40 @@ def qk_norm_rope_store(
     q_out = qkv.new_empty((tokens, q_heads, head_dim))
     if tokens == 0:
         return q_out
-    block = 1 << (head_dim // 2 - 1).bit_length()
-    heads = max(_TILE_ELEMENTS // block, 1)
     normed = q_weight is not None and k_weight is not None
     norms = (q_weight, k_weight) if normed else (qkv, qkv)
-    page_size, overlap = k_pool.shape[1], overlaps()
+    variant = q_heads, kv_heads, head_dim, normed, k_pool.shape[1]
+    heads, _ = _tile(head_dim)
     _launcher(
         (-(-(q_heads + 2 * kv_heads) // heads) * tokens,),
         (qkv, *norms, cos_sin, positions, slots, q_out, k_pool, v_pool, scales),
         (qkv.stride(0), k_pool.stride(1)),
         (eps,),
-        (q_heads, kv_heads, head_dim, normed, page_size),
-        lambda: Constants(
-            {
-                "Q_HEADS": q_heads,
-                "KV_HEADS": kv_heads,
-                "HALF": head_dim // 2,
-                "NORM": normed,
-                "HEADS": heads,
-                "BLOCK": block,
-                "PAGE": page_size,
-                "OVERLAP": overlap,
-            },
-            {"num_warps": 2, "launch_pdl": overlap},
-        ),
+        variant,
+        partial(_constants, *variant),
     )
     return q_out
+
+
+def _tile(head_dim: int) -> tuple[int, int]:
+    """Return the number of heads for each program, and head_dim / 2 rounded up to a power of 2."""
+    block = 1 << (head_dim // 2 - 1).bit_length()
+    return max(_TILE_ELEMENTS // block, 1), block
+
+
+def _constants(
+    q_heads: int, kv_heads: int, head_dim: int, normed: bool, page_size: int
+) -> Constants:
+    heads, block = _tile(head_dim)
+    overlap = overlaps()
+    values = {
+        "Q_HEADS": q_heads,
+        "KV_HEADS": kv_heads,
+        "HALF": head_dim // 2,
+        "NORM": normed,
+        "HEADS": heads,
+        "BLOCK": block,
+        "PAGE": page_size,
+        "OVERLAP": overlap,
+    }
+    return Constants(values, {"num_warps": 2, "launch_pdl": overlap})
