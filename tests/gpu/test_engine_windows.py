@@ -90,13 +90,47 @@ def results_of(engine: Engine) -> list[StepResult]:
     ]
 
 
+def differences(ours: StepResult, theirs: StepResult) -> list[float]:
+    """The differences of the log-probabilities of all tokens that an engine reports.
+
+    If only one engine reports a token, the log-probability of the other engine is at most that of
+    the last token in its report. The function then returns the least possible difference.
+    """
+    found = []
+    for row in range(len(ours.tokens)):
+        our_top, their_top = (_top(result, row) for result in (ours, theirs))
+        our_last, their_last = min(our_top.values()), min(their_top.values())
+        for token in our_top.keys() | their_top.keys():
+            if token not in their_top:
+                found.append(max(our_top[token] - their_last, 0.0))
+            elif token not in our_top:
+                found.append(max(their_top[token] - our_last, 0.0))
+            else:
+                found.append(abs(our_top[token] - their_top[token]))
+    return found
+
+
+def _top(result: StepResult, row: int) -> dict[int, float]:
+    """The log-probabilities of the most likely tokens of a row, by token."""
+    assert result.logprobs is not None
+    ids, values = result.logprobs.top_ids[row].tolist(), result.logprobs.top[row].tolist()
+    return dict(zip(ids, values, strict=True))
+
+
 @KV
 @pytest.mark.parametrize("model", MODELS)
 def test_flashinfer_and_torch_give_the_same_log_probabilities(
     model: str, kv: str, tmp_path: Path
 ) -> None:
-    # The engines round keys differently before they store them, and FP8 enlarges the difference.
-    difference, common = (0.1, 13) if kv == "auto" else (0.25, 11)
+    """Rounding alone makes the log-probabilities of the two engines differ.
+
+    The root mean square of the differences is stable. With the model of gpt-oss it was 0.028 to
+    0.032 for keys in bfloat16 (four inputs) and 0.07 to 0.09 for keys in FP8. With keys in
+    bfloat16, a window that is one token too long or too short makes it at least 0.18, and sink
+    logits that are 0.5 too low make it at least 0.07. The largest difference depends on the input:
+    0.06 to 0.11 and 0.21 to 0.32 (six inputs).
+    """
+    mean_limit, limit = (0.05, 0.2) if kv == "auto" else (0.12, 0.4)
     found = []
     for attention in ("flashinfer", "torch"):
         engine = engine_of(model, tmp_path, attention, kv)
@@ -105,12 +139,9 @@ def test_flashinfer_and_torch_give_the_same_log_probabilities(
         assert (engine._launcher.pieces is not None) == (attention == "flashinfer")
         found.append(results_of(engine))
         engine.close()
-    for ours, theirs in zip(*found, strict=True):
-        assert ours.finite.all()
-        assert ours.logprobs is not None
-        assert theirs.logprobs is not None
-        rows = len(ours.tokens)
-        assert abs(ours.logprobs.top[:rows] - theirs.logprobs.top[:rows]).max() < difference
-        tops = (result.logprobs.top_ids[:rows].tolist() for result in (ours, theirs))
-        for mine, other in zip(*tops, strict=True):
-            assert len(set(mine) & set(other)) >= common
+    ours, theirs = found
+    assert all(result.finite.all() for result in (*ours, *theirs))
+    pairs = zip(ours, theirs, strict=True)
+    all_differences = [difference for pair in pairs for difference in differences(*pair)]
+    assert np.sqrt(np.mean(np.square(all_differences))) < mean_limit
+    assert max(all_differences) < limit
