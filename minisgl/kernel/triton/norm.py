@@ -6,6 +6,8 @@ bound by it.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
+from functools import partial
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -70,25 +72,31 @@ def _launch(
     num_rows, width = x.shape
     if num_rows == 0:
         return
-    block = 1 << (width - 1).bit_length()
-    rows = max(1, _SMALLEST_TILE // block)
-    warps = min(max(rows * block // (32 * _ELEMENTS_PER_THREAD), 1), 16)
     other = x if residual is None else residual
-    add, scale = residual is not None, weight is not None
-
-    def constants() -> Constants:
-        overlap = overlaps()
-        values = {"ADD": add, "SCALE": scale, "ROWS": rows, "BLOCK": block, "OVERLAP": overlap}
-        return Constants(values, {"num_warps": warps, "launch_pdl": overlap})
-
+    variant = residual is not None, weight is not None
+    rows, _ = _tile(width)
     _launcher(
         (-(-num_rows // rows),),
         (x, other, x if weight is None else weight, out),
         (x.stride(0), other.stride(0), out.stride(0), width),
         (num_rows, eps),
-        (add, scale),
-        constants,
+        variant,
+        partial(_constants, width, *variant),
     )
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """Return the number of rows for each program, and the width rounded up to a power of two."""
+    block = 1 << (width - 1).bit_length()
+    return max(1, _SMALLEST_TILE // block), block
+
+
+def _constants(width: int, add: bool, scale: bool) -> Constants:
+    rows, block = _tile(width)
+    warps = min(max(rows * block // (32 * _ELEMENTS_PER_THREAD), 1), 16)
+    overlap = overlaps()
+    values = {"ADD": add, "SCALE": scale, "ROWS": rows, "BLOCK": block, "OVERLAP": overlap}
+    return Constants(values, {"num_warps": warps, "launch_pdl": overlap})
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
