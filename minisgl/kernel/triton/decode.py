@@ -6,7 +6,7 @@ from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.triton.decode_blocks import LOG2E, constants, most_reqs, program_warps
 from minisgl.kernel.triton.decode_blocks import count_blocks as count_blocks
 from minisgl.kernel.triton.decode_kernel import decode_kernel
-from minisgl.kernel.triton.launch import Launcher
+from minisgl.kernel.triton.launch import Launcher, fill_absent
 from minisgl.kernel.triton.overlap import current_device
 
 _launcher = Launcher(decode_kernel, current_device)
@@ -46,9 +46,7 @@ def decode(
     warps = program_warps(reqs, kv_heads, q_heads // kv_heads, head_dim, turned, queries)
     tensors = (
         qkv,
-        qkv if q_weight is None else q_weight,
-        qkv if k_weight is None else k_weight,
-        qkv if cos_sin is None else cos_sin,
+        *fill_absent(qkv, q_weight, k_weight, cos_sin),
         k_pool,
         v_pool,
         scales,

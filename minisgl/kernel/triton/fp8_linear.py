@@ -39,6 +39,7 @@ from minisgl.kernel.fp8_tilings import GROUP
 from minisgl.kernel.fp8_weights import Scales
 from minisgl.kernel.tilings import LOWEST_TILE, Tiling
 from minisgl.kernel.triton.fp8 import magnitude, power_of_two
+from minisgl.kernel.triton.launch import fill_absent
 from minisgl.kernel.triton.linear import prefetch
 from minisgl.kernel.triton.overlap import overlaps
 
@@ -273,18 +274,10 @@ def _launch(
         size = math.prod(grid) * tiling.rows * tiling.height
         parts = x.new_empty(size, dtype=float32)
     squares = None if norm is None else norm.squares
+    inputs = x, x_scales, weight, scales.values, norm_weight, bias, squares
+    tensors = fill_absent(out, *inputs, out, out_squares, parts, semaphores)
     _linear[grid](
-        x,
-        out if x_scales is None else x_scales,
-        weight,
-        scales.values,
-        out if norm_weight is None else norm_weight,
-        out if bias is None else bias,
-        out if squares is None else squares,
-        out,
-        out if out_squares is None else out_squares,
-        parts,
-        semaphores,
+        *tensors,
         num_rows,
         out.shape[1],
         width,

@@ -26,6 +26,15 @@ class Constants(NamedTuple):
     options: Mapping[str, object]
 
 
+def fill_absent(stand_in: Tensor, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the tensors, with `stand_in` in place of each None.
+
+    A kernel whose constants say that a tensor is absent does not access it. But for None, Triton
+    would compile another kernel.
+    """
+    return tuple(stand_in if tensor is None else tensor for tensor in tensors)
+
+
 class _CompiledKernel(NamedTuple):
     """A kernel that Triton has compiled, and the constexpr values that each launch still passes."""
 

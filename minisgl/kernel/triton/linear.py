@@ -31,7 +31,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.tilings import FEW_ROWS, LOWEST_TILE, Tiling
 from minisgl.kernel.triton import linear_tiles
-from minisgl.kernel.triton.launch import Constants, Launcher
+from minisgl.kernel.triton.launch import Constants, Launcher, fill_absent
 from minisgl.kernel.triton.overlap import current_device, overlaps
 
 
@@ -216,14 +216,7 @@ def _launch(
         tile = tiling.rows * tiling.height
         parts = x.new_empty((*grid, tile), dtype=float32)
     squares = None if norm is None else norm.squares
-    tensors: tuple[Tensor, ...] = (
-        out if bias is None else bias,
-        out if squares is None else squares,
-        out,
-        out if out_squares is None else out_squares,
-        parts,
-        semaphores,
-    )
+    tensors = fill_absent(out, bias, squares, out, out_squares, parts, semaphores)
     sizes: tuple[int, ...] = (out.shape[1], width)
     eps = 0.0 if norm is None else norm.eps
     num_squares = 0 if squares is None else squares.shape[0]
