@@ -128,9 +128,11 @@ def test_flashinfer_and_torch_give_the_same_log_probabilities(
     0.032 for keys in bfloat16 (four inputs) and 0.07 to 0.09 for keys in FP8. With keys in
     bfloat16, a window that is one token too long or too short makes it at least 0.18, and sink
     logits that are 0.5 too low make it at least 0.07. The largest difference depends on the input:
-    0.06 to 0.11 and 0.21 to 0.32 (six inputs).
+    0.06 to 0.11 and 0.21 to 0.32 (six inputs; 0.107 and 0.215 with the one of this test).
     """
-    mean_limit, limit = (0.05, 0.2) if kv == "auto" else (0.12, 0.4)
+    mean_limit, limit = (0.05, 0.1) if kv == "auto" else (0.12, 0.25)
+    if (model, kv) == ("gpt-oss", "auto"):
+        limit = 0.15  # 0.107 with these inputs; each engine differs from float32 by up to 0.13
     found = []
     for attention in ("flashinfer", "torch"):
         engine = engine_of(model, tmp_path, attention, kv)
