@@ -119,23 +119,23 @@ def test_two_servers_are_independent(server: ServerProcess, tiny_model: Path) ->
 @pytest.mark.parametrize("cause", ["killed", "memory"])
 def test_a_rank_that_ends_raises_worker_died(cause: str) -> None:
     """close() then leaves no process, even when another rank waits for the lost one."""
-    before = set(psutil.Process().children())
     llm = LLM(tp=2, num_pages=256)
-    ranks = [child for child in psutil.Process().children() if child not in before]
-    assert len(ranks) == 2
+    assert isinstance(llm.worker, RankWorkers)
+    ranks = {each.role: psutil.Process(each.process.pid) for each in llm.worker.children}
+    assert list(ranks) == RANKS
     greedy = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
     stream = llm.stream([LONG_PROMPT if cause == "memory" else [5, 6, 7]], greedy)
     if cause == "killed":
         next(stream)
-        ranks[1].kill()
+        ranks["scheduler-1"].kill()
     else:
-        leave_no_memory(ranks[1].pid)
+        leave_no_memory(ranks["scheduler-1"].pid)
     with pytest.raises(WorkerDied, match="scheduler-1"):
         list(stream)
     with pytest.raises(WorkerDied):
         llm.generate([5], greedy, progress=False)
     llm.close()
-    assert not [rank for rank in ranks if rank.is_running()]
+    assert not [rank for rank in ranks.values() if rank.is_running()]
 
 
 def test_an_llm_with_ranks_generates_aborts_and_refuses() -> None:
