@@ -191,8 +191,9 @@ class ApiServer:
 
     def _announce(self, facts: ModelFacts, started: dict[str, float]) -> None:
         """Tell the user that the server is ready, with its URL and the times of the start."""
-        if self.config.shell:
-            return
+        stream = sys.stderr if self.config.shell else sys.stdout
+        if self.config.shell and not stream.isatty():
+            return  # a script reads answers only
         does, details = "renders prompts of", f"context {facts.max_seq_len:,} tokens"
         if not self.config.render_only:
             capacity = f"KV capacity {facts.kv_capacity_tokens:,} tokens"
@@ -207,7 +208,7 @@ class ApiServer:
             logger.info(line)
             return
         with contextlib.suppress(OSError):  # The disk of the output may be full.
-            os.write(sys.stdout.fileno(), f"{startup_table(started)}\n{line}\n".encode())
+            os.write(stream.fileno(), f"{startup_table(started)}\n{line}\n".encode())
 
     async def _watch(self) -> None:
         """End the service when a worker is hung.

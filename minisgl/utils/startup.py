@@ -58,9 +58,11 @@ def whole_start(seconds: Mapping[str, float], total_s: float) -> dict[str, float
 
 
 def startup_table(seconds: Mapping[str, float]) -> str:
-    """Return two lines: the names of the phases, and below them their seconds."""
-    names = "".join(f"{name.replace('_', '-'):>12}" for name in seconds)
-    return f"start  {names}\nseconds" + "".join(f"{s:>12.2f}" for s in seconds.values())
+    """Return a title, the names of the phases, and below them their seconds, in 80 columns."""
+    heads = [f"{name.replace('_', '-'):>5}" for name in seconds]
+    shown = [f"{s:.2f}" if s < 100 else f"{s:.0f}" for s in seconds.values()]
+    row = [text.rjust(len(head)) for head, text in zip(heads, shown, strict=True)]
+    return f"seconds of the start\n{' '.join(heads)}\n{' '.join(row)}"
 
 
 class Progress(tqdm):  # type: ignore[misc]  # tqdm has no types

@@ -21,9 +21,12 @@ def test_rows_add_up_to_the_total() -> None:
     whole = whole_start({"import": 1.0, "weights": 2.0}, 5.0)
     assert whole["processes"] == 2.0
     assert (next(iter(whole)), list(whole)[-1]) == ("processes", "total")
-    heads, seconds = startup_table(whole).splitlines()
-    assert len(heads) == len(seconds)
-    assert seconds.split()[1:3] == ["2.00", "1.00"]
+    title, heads, seconds = startup_table(whole).splitlines()
+    assert len(title) < len(heads) == len(seconds) == 80
+    assert seconds.split()[:2] == ["2.00", "1.00"]
+    longer = startup_table(whole | {"total": 125.0}).splitlines()[2]
+    assert len(longer) == 80
+    assert longer.endswith("  125")
 
 
 def test_progress_is_a_log_line_where_stderr_is_no_terminal(
