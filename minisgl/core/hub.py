@@ -35,6 +35,11 @@ def resolve_model(name: str, revision: str | None = None, weights: bool = True) 
             raise ConfigError(f"model {name} is a file; give the folder that holds config.json")
         if name.startswith((".", "/", "~")) or name.count("/") > 1:
             raise ConfigError(f"model folder {name} does not exist; give a folder or a hub id")
+        if "/" not in name:
+            raise ConfigError(
+                f"there is no folder {name!r}, and a model of the Hugging Face hub has an owner, "
+                "such as Qwen/Qwen3-8B; minisgl --help lists the commands"
+            )
         return _checked(_download(name, revision, weights), name, weights)
     except PermissionError as error:
         folder = _forbidden_folder(Path(error.filename or name).absolute())

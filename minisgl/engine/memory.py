@@ -46,6 +46,8 @@ def resolve_device(config: EngineConfig, tp: TPInfo) -> torch.device:
         return torch.device(name)
     if name != "cuda":
         raise ConfigError(f"device {name!r} is not supported; supported: auto, cpu, cuda")
+    if not gpus:
+        raise ConfigError("there is no visible GPU; use --device cpu, or see minisgl doctor")
     if tp.size > gpus:
         raise ConfigError(f"tp_size {tp.size} exceeds the {gpus} visible GPUs; lower tp_size")
     return torch.device("cuda", tp.rank)

@@ -194,7 +194,6 @@ THEIRS = {
     "No space left on device",
 }
 FILLED = {
-    "exceeds the 0 visible GPUs": "exceeds the {gpus} visible GPUs",
     "was killed by SIGKILL": "was killed by {name}",
 }
 

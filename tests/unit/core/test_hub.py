@@ -178,7 +178,7 @@ def test_without_weights_the_configuration_is_enough(hub: Hub, tmp_path: Path) -
         ("owner/gated", None, "is gated"),
         ("owner/good", "missing", "has no revision missing"),
         ("owner/bin", None, "has no *.safetensors"),
-        ("not a name", None, "valid hub id"),
+        ("owner/not a name", None, "valid hub id"),
     ],
 )
 def test_hub_id_that_cannot_be_used_gives_a_one_line_error(

@@ -275,7 +275,7 @@ def test_cpu_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_ranks_than_gpus_are_refused() -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has GPUs")
-    with pytest.raises(ConfigError, match="exceeds the 0 visible GPUs"):
+    with pytest.raises(ConfigError, match="there is no visible GPU"):
         resolve_device(EngineConfig(model_path="x", device="cuda", tp_size=2), TPInfo(0, 2))
     assert resolve_device(EngineConfig(model_path="x"), TPInfo(0, 1)) == torch.device("cpu")
 
