@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -61,7 +62,7 @@ def _serve(arguments: Sequence[str]) -> int:
     setup_logging("launcher", "info")
     keep_bytecode()
     from minisgl.server.cli import KEY_VARIABLES, resolve
-    from minisgl.server.launch import launch
+    from minisgl.server.launch import join_running_server, launch
 
     # In a container this process is PID 1, for which the kernel has no default action for signals.
     # Without a handler, SIGTERM would not end a download, which may take minutes.
@@ -70,8 +71,9 @@ def _serve(arguments: Sequence[str]) -> int:
     for name in KEY_VARIABLES:  # Child processes, such as git and the workers, inherit os.environ.
         os.environ.pop(name, None)
     began_s = time.monotonic()
-    config = resolve(arguments, environ)
-    return launch(config, download_s=time.monotonic() - began_s, environ=environ)
+    join = partial(join_running_server, environ=environ)
+    config = resolve(arguments, environ, before_download=join)
+    return launch(config, download_s=time.monotonic() - began_s)
 
 
 def _end_download(number: int, frame: FrameType | None) -> NoReturn:
@@ -98,7 +100,8 @@ def _compile(arguments: Sequence[str]) -> int:
     parser.add_argument("--arch", nargs="+", default=[], type=_arch, metavar="X.Y", help=help_text)
     options, flags = parser.parse_known_args(arguments)
     setup_logging("compile", "info")
-    config = resolve(flags, os.environ, weights=False)
+    command = (parser.prog, "--arch")
+    config = resolve(flags, os.environ, weights=False, command=command)
     from minisgl.compile.kernels import compile_kernels
     from minisgl.quantization import with_quantizations
     from minisgl.speculative import with_speculation

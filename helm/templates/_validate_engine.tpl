@@ -9,7 +9,7 @@ gpu.enabled: --device
 tensorParallelSize: --tensor-parallel-size --tp-size --tp -tp
 server.memoryRatio: --memory-ratio --gpu-memory-utilization --mem-fraction-static
 server.kvCacheDtype: --kv-cache-dtype
-server.maxSeqLen: --max-seq-len-override --max-model-len --context-length
+server.maxSeqLen: --max-seq-len-override --max-model-len --context-length --context
 server.maxRunningRequests: --max-running-requests --max-num-seqs
 server.maxQueuedRequests: --max-queued-requests
 server.tokenizers: --num-tokenizer --tokenizer-count

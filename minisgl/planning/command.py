@@ -12,6 +12,7 @@ from minisgl.models.config import ModelConfig, load_model_config
 from minisgl.planning.gpus import GPUS, Gpu, find_gpu
 from minisgl.planning.plan import Plan, make_plan
 from minisgl.server.cli import ArgumentParser, resolve
+from minisgl.server.settings import command_line
 from minisgl.utils import setup_logging
 
 _GIB = 2**30
@@ -22,26 +23,27 @@ def main(argv: Sequence[str]) -> int:
     setup_logging("plan", "warning")
     parser = ArgumentParser(
         prog="minisgl plan",
+        usage="minisgl plan [MODEL] [--gpu GPU] [--json] [FLAGS]",
         description="Compute from the config.json of a model: the tokens and requests that fit on "
         "a GPU, the shortest time of a token, and the flags to set. Needs no GPU and no weights.",
-        epilog="Takes all flags of minisgl. Give the flags that the server will have.",
+        epilog="Takes all flags of minisgl. Give the flags that the server will have, such as "
+        "--tp, --quantization, --kv-cache-dtype and --context.",
         allow_abbrev=False,
     )
     known = f"{', '.join(GPUS)}, or the memory in bytes"
     parser.add_argument(
         "--gpu", type=find_gpu, help=f"The GPU: {known}. Default: one line for each known GPU."
     )
-    parser.add_argument("--context", metavar="TOKENS", help="The same as --max-seq-len-override.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
     options, flags = parser.parse_known_args(argv)
-    if options.context is not None:
-        flags.append(f"--max-seq-len-override={options.context}")
-    config = resolve(flags, os.environ, weights=False)
+    command = (parser.prog, "--gpu", "--json")
+    config = resolve(flags, os.environ, weights=False, command=command)
     model = load_model_config(config.engine.model_path)
     chunk = config.scheduler.prefill_budget_tokens
     plan_on = partial(make_plan, model=model, max_chunk_tokens=chunk)
     gpus = [options.gpu] if options.gpu else list(GPUS.values())
-    plans = [plan_on(config.engine, gpu=gpu) for gpu in gpus]
+    given = command_line(config)
+    plans = [_with_flags(plan_on(config.engine, gpu=gpu), given) for gpu in gpus]
     name = config.served_names[0]
     if options.json:
         lines = [msgspec.json.encode({"model": name, "plans": plans}).decode()]
@@ -53,6 +55,12 @@ def main(argv: Sequence[str]) -> int:
             lines.append(_remedy(config.engine, model, partial(plan_on, gpu=gpus[0])))
     sys.stdout.write("\n".join([*lines, ""]))
     return 0 if any(plan.tokens for plan in plans) else 1
+
+
+def _with_flags(plan: Plan, given: Sequence[str]) -> Plan:
+    """Add the given flags to the settings of a plan, which replace flags of the same name."""
+    flags = {flag.split("=")[0]: flag for flag in [*given, *plan.settings]}
+    return msgspec.structs.replace(plan, settings=list(flags.values()))
 
 
 def _remedy(config: EngineConfig, model: ModelConfig, plan: Callable[[EngineConfig], Plan]) -> str:
@@ -96,6 +104,8 @@ def _as_text(name: str, plan: Plan, gpu: Gpu) -> list[str]:
     if plan.floor_ms:
         rates = "measured on this GPU" if gpu.measured else "taken from its data sheet"
         lines.append(f"Bandwidth and arithmetic rate are {rates}.")
+    else:
+        lines += ["", "No shortest times: the bandwidth of this GPU is unknown."]
     return [*lines, "", f"set: {' '.join(plan.settings) or 'nothing; the defaults fit'}"]
 
 

@@ -51,7 +51,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     floor_ms           shortest time of a token, by the number of requests that decode together.
                        Each request has 1,024 tokens, or the context if it is shorter. None: this
                        number of requests does not fit. Empty: the rates of the GPU are unknown.
-    settings           flags that differ from the defaults.
+                       No number is larger than the limit of running requests.
+    settings           flags that bound the context and the requests to what fits. `minisgl plan`
+                       adds the flags of its command line.
     """
 
     gpu: str
@@ -89,9 +91,6 @@ def make_plan(
     device = torch.device("meta")
     model, context, spec, _ = memory.resolve(config, model, tp, device, drafting)
     dtype, fp8_kv = spec.dtype, spec.fp8
-    flags = [] if config.quantization is None else [f"--quantization={config.quantization}"]
-    flags += ["--kv-cache-dtype=fp8"] if fp8_kv else []
-    flags += [] if config.speculative is None else [f"--speculative={config.speculative}"]
     share, _ = share_of(model, tp, dtype, with_quantizations(), config.quantization)
     materialise(share, torch.device("meta"), dtype)
     # parameters() yields the embedding and the head once if they share one tensor.
@@ -121,7 +120,8 @@ def make_plan(
     cost = cost._replace(kv_bytes=token_bytes + read, reduces=reduces)
     floor_ms: dict[int, float | None] = {}
     if gpu.ceilings is not None:
-        for batch in _BATCHES:
+        most = config.max_running_reqs
+        for batch in sorted({min(batch, most) for batch in _BATCHES}):
             floor_s = step_s(cost, batch, batch * typical, gpu.ceilings, tp.size)
             floor_ms[batch] = 1e3 * floor_s if batch <= requests_of(typical) else None
     sizes = sorted({size for size in (_TYPICAL_TOKENS, 4096, 16_384) if size < context} | {context})
@@ -144,7 +144,7 @@ def make_plan(
         tokens=tokens,
         requests={each: min(requests_of(each), config.max_running_reqs) for each in sizes},
         floor_ms=floor_ms,
-        settings=flags + _settings(config, context, tokens, requests_of),
+        settings=_settings(config, context, tokens, requests_of),
     )
 
 
@@ -223,12 +223,12 @@ def _widest(model: ModelConfig, tp: int) -> int:
 def _settings(
     config: EngineConfig, context: int, tokens: int, requests_of: Callable[[int], int]
 ) -> list[str]:
-    """The flags to set so that the requests fit. Empty: the defaults fit, or nothing fits."""
-    flags = [f"--tensor-parallel-size={config.tp_size}"] if config.tp_size > 1 else []
+    """The flags to set so that the requests fit. Empty: all requests fit, or no request fits."""
+    flags: list[str] = []
     if not tokens:
         return flags
     longest = min(context, tokens)
-    if tokens < context or config.max_seq_len is not None:
+    if tokens < context:
         flags.append(f"--max-seq-len-override={longest}")
     if (together := requests_of(min(longest, _TYPICAL_TOKENS))) < config.max_running_reqs:
         flags.append(f"--max-running-requests={together}")

@@ -29,6 +29,7 @@ from minisgl.server.settings import (
     is_on,
     is_switch,
     read_flags,
+    refused_flags,
 )
 from minisgl.utils import log_event, near_names
 
@@ -43,27 +44,28 @@ _SECTIONS = {field.name: field.type for field in msgspec.structs.fields(ServerCo
 _HIGHEST: Mapping[type, float] = {int: math.inf, float: 1e6}
 
 _EXAMPLES = """examples:
-  minisgl                                   serve the demo model, which needs no GPU
-  minisgl serve Qwen/Qwen3-8B --port 8000   serve a model of the Hugging Face hub, or of a folder
-  minisgl chat Qwen/Qwen3-0.6B              serve a model and chat with it in this terminal
+  minisgl                                   serve the demo model without a GPU
+  minisgl serve Qwen/Qwen3-8B --port 8000   serve a model of the hub or a folder
+  minisgl chat Qwen/Qwen3-0.6B              serve a model, and chat with it here
 
 minisgl serves language models over the OpenAI API. Its commands:
   minisgl [serve] [MODEL] [FLAGS]   serve a model; without MODEL, the demo model
   minisgl chat [MODEL] [FLAGS]      the same as serve --shell
-  minisgl plan [MODEL] [FLAGS]      compute capacity and shortest token time; needs no GPU
-  minisgl doctor                    check the GPU, the compilers, the memory and the hub
+  minisgl plan [MODEL] [FLAGS]      compute what fits on a GPU; needs no GPU
+  minisgl doctor                    check GPU, compilers, memory and hub
   minisgl compile [MODEL] [FLAGS]   compile GPU kernels ahead of time
-  minisgl bench NAME [FLAGS]        run a benchmark; minisgl bench --help lists them
+  minisgl bench NAME [FLAGS]        run a benchmark; bench --help lists them
 """
 _PLACES = """places of a setting:
-  The command line wins over the environment, and the environment over the file of --config.
-  The variable of a flag is MINISGL_ and its first name: MINISGL_MAX_RUNNING_REQUESTS=64. The
-  variable of --port is MINISGL_HTTP_PORT, because Kubernetes sets MINISGL_PORT.
-  The file is TOML, and its keys are names of flags: max-running-requests = 64.
-  --no-NAME switches off a flag that takes no value, for example --no-dummy-weight.
+  The command line wins over the environment, and the environment over the file
+  of --config. The variable of a flag is MINISGL_ and a name of the flag:
+  MINISGL_MAX_RUNNING_REQUESTS=64. The variable of --port is MINISGL_HTTP_PORT,
+  because Kubernetes sets MINISGL_PORT. The file is TOML, and its keys are names
+  of flags: max-running-requests = 64. --no-NAME switches off a flag that takes
+  no value, for example --no-dummy-weight.
 
 names of other servers:
-  Flags of vLLM and SGLang with the same meaning work too, such as --max-model-len.
+  Flags of vLLM and SGLang with the same meaning work too: --max-model-len.
 """
 
 
@@ -79,9 +81,11 @@ class ArgumentParser(argparse.ArgumentParser):
     """Reports an error in one line with the names of similar flags. Accepts full names only.
 
     place: the variable or the key of a file that is parsed now; "" for the command line.
+    further_flags: flags that the caller has parsed already, for suggestions.
     """
 
     place = ""
+    further_flags: Sequence[str] = ()
 
     def error(self, message: str) -> NoReturn:
         place = f"{self.place}: " if self.place else ""
@@ -101,14 +105,24 @@ class ArgumentParser(argparse.ArgumentParser):
         # optional positional empty after a flag.
         models = [word for word in rest if not word.startswith("-")]
         flags = [word for word in rest if word.startswith("-")]
-        if unknown := flags or models[1:]:
-            flag = unknown[0].split("=")[0]
-            self.error(f"unknown argument {flag}{near_names(flag, self._option_string_actions)}")
+        if flags:
+            flag = flags[0].split("=")[0]
+            self.error(f"unknown argument {flag}{self._hint(flag)}")
+        if len(models) > 1:
+            self.error(f"give one model, not {models[0]} and {models[1]}")
         for model in models:
             if any(word.split("=")[0] in ("--model", "--model-path", "-m") for word in argv):
                 self.error(f"give one model, either {model} or --model")
             options.model = model
         return options
+
+    def _hint(self, flag: str) -> str:
+        """Return what to use instead of an unknown flag, or the names of similar flags, or ""."""
+        if instead := refused_flags().get(flag):
+            return f"; {instead}"
+        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        names = [name for action in shown for name in action.option_strings]
+        return near_names(flag, [*names, *self.further_flags])
 
 
 # Variables that hold keys, set by Secrets of Kubernetes. The launcher removes them before it starts
@@ -141,8 +155,10 @@ def build_parser() -> ArgumentParser:
     for title, flags in read_flags().items():
         group = parser.add_argument_group(title)
         for names, flag in flags.items():
+            if "instead" in flag:
+                continue
             action = group.add_argument(*names.split(), **_argument(flag))
-            if is_switch(flag):
+            if is_switch(flag) and "help" in flag:
                 off = f"--no-{names.split()[0].removeprefix('--')}"
                 group.add_argument(
                     off, dest=action.dest, action="store_false", help=argparse.SUPPRESS
@@ -200,16 +216,21 @@ def resolve(
     environ: Mapping[str, str],
     weights: bool = True,
     find_model: Callable[[str, str | None, bool], str] = resolve_model,
+    before_download: Callable[[ServerConfig], None] = lambda config: None,
+    command: tuple[str, ...] = ("minisgl",),
 ) -> ServerConfig:
     """Parse flags and environment, find the model, and return the complete configuration.
 
     weights: False for commands that need no weights. --dummy-weight needs none either.
     find_model: returns the folder of a model from its name, its revision, and a flag that is True
     if the command needs the weights; tests pass a function that downloads nothing.
+    before_download: called with the configuration, whose engine.model_path is still "".
+    command: the name of the command for error messages, and flags that the caller has parsed.
 
     Exits with 2 for a wrong flag. Raises ConfigError for a model or setting that cannot be used.
     """
     parser = build_parser()
+    parser.prog, *parser.further_flags = command
     typed = parser.parse_strictly(argv)
     settings = argparse.Namespace()
     file = typed.config or environ.get("MINISGL_CONFIG", "").strip()
@@ -253,6 +274,7 @@ def resolve(
         lowest_priorities=lowest,
         **server,
     )
+    before_download(config)
     if options.model is None:
         folder = str(model_path())
     else:

@@ -53,26 +53,15 @@ def launch(
     scheduler_command: Sequence[str] = CHILD_COMMAND,
     *,
     download_s: float = 0.0,
-    environ: Mapping[str, str] = os.environ,
 ) -> int:
     """Serve until a signal or a failure ends the service, and return the exit code.
 
-    With --shell, if a minisgl server has the port, this process becomes a chat with that server.
-    If the user has named a model, the chat asks for this model.
-
     scheduler_command: starts a scheduler process; tests pass the command of a stub.
     download_s: seconds in which the caller found or downloaded the model.
-    environ: variables for a chat with another server, which may include its key.
 
     Raises ConfigError if the port is taken or the folder for the sockets cannot be created.
     """
     setup_logging("launcher", "info", config.log_format)
-    if config.shell and (url := _running_server(config.host, config.port)) is not None:
-        logger.info(f"chatting with the running server at {url}")
-        logging.shutdown()
-        (name, *_), default = config.served_names, (DEMO_NAME,)
-        named = [] if config.served_names == default else ["--model", name]
-        os.execve(sys.executable, [*_SHELL_COMMAND, "--url", url, *named], dict(environ))
     shell_key = secrets.token_urlsafe() if config.shell and config.api_key_hashes else ""
     if shell_key:
         hashes = config.api_key_hashes | key_hashes([shell_key], None)
@@ -103,6 +92,22 @@ def launch(
         service = _Service(supervisor, template, reason_read, scheduler_command)
         service.start(listeners, shell_key)
         return service.run()
+
+
+def join_running_server(config: ServerConfig, environ: Mapping[str, str]) -> None:
+    """With --shell, become a chat with the minisgl server that has the port. Returns without one.
+
+    If the user has named a model, the chat asks for this model.
+
+    environ: variables for the chat, which may include the key of the server.
+    """
+    if not config.shell or (url := _running_server(config.host, config.port)) is None:
+        return
+    logger.info(f"chatting with the running server at {url}")
+    logging.shutdown()
+    (name, *_), default = config.served_names, (DEMO_NAME,)
+    named = [] if config.served_names == default else ["--model", name]
+    os.execve(sys.executable, [*_SHELL_COMMAND, "--url", url, *named], dict(environ))
 
 
 @dataclass(eq=False)

@@ -1,8 +1,8 @@
 """The places of a setting besides the command line: the environment and the file of --config.
 
-Each flag of flags.toml has a variable, MINISGL_ and its first name, and a key in the file, which is
-any of its names without the dashes. The command line wins over the environment, and the environment
-over the file.
+Each name of a flag in flags.toml gives a variable, MINISGL_ and the name, and a key in the file,
+which is the name without the dashes. The command line wins over the environment, and the
+environment over the file.
 
 Kubernetes injects variables for each Service of a namespace: MINISGL_PORT, MINISGL_SERVICE_HOST and
 MINISGL_PORT_1919_TCP for a Service named minisgl. Such variables are no settings. --port therefore
@@ -16,11 +16,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from minisgl.core import ConfigError
+from minisgl.server.config import ServerConfig
 from minisgl.utils import near_names
 
 _INJECTED_NAME = re.compile(
-    r"MINISGL_(PORT|SERVICE_)|MINISGL_\w+_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP))"
+    r"MINISGL_(PORT_|SERVICE_)|MINISGL_\w+_(SERVICE_(HOST|PORT)|PORT_\d+_(TCP|UDP|SCTP))"
 )
 _INJECTED_VALUE = re.compile(r"(tcp|udp|sctp)://")
 # `resolve` reads the variables of these flags, because a key of the environment does not replace
@@ -48,9 +51,38 @@ def is_injected(name: str, value: str) -> bool:
 
 
 def flag_variables() -> dict[str, tuple[str, Flag]]:
-    """Return the variable of each flag, with the first name and the properties of the flag."""
-    flags = {names[0]: flag for names, flag in _settings() if names[0] not in _KEYS}
-    return {_variable(name): (name, flag) for name, flag in flags.items()}
+    """Return the variables of all flags, with the first name and the properties of the flag.
+
+    The variables of further names come first, so that the variable of the first name wins.
+    """
+    settings = [(names, flag) for names, flag in _settings() if names[0] not in _KEYS]
+    further = {_variable(name): (names[0], flag) for names, flag in settings for name in names[1:]}
+    return further | {_variable(names[0]): (names[0], flag) for names, flag in settings}
+
+
+def refused_flags() -> dict[str, str]:
+    """Return what to use instead of each flag of another server that minisgl refuses."""
+    flags = [entry for section in read_flags().values() for entry in section.items()]
+    return {
+        name: flag["instead"]
+        for names, flag in flags
+        if "instead" in flag
+        for name in names.split()
+    }
+
+
+def command_line(config: ServerConfig) -> list[str]:
+    """Return the flags of the engine and of the scheduler that are not at their defaults."""
+    words: list[str] = []
+    for names, flag in _settings():
+        section, _, field = flag.get("to", "").partition(".")
+        if section in ("engine", "scheduler"):
+            holder = getattr(config, section)
+            value = getattr(holder, field)
+            if value != next(f.default for f in msgspec.structs.fields(holder) if f.name == field):
+                # None can be given only as --target-step-ms=0. It is the default of other flags.
+                words += _words(names[0], flag, 0 if value is None else value)
+    return words
 
 
 def is_on(environ: Mapping[str, str], variable: str) -> bool:

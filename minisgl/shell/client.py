@@ -40,16 +40,22 @@ class ChatClient:
         self._model = model
 
     def wait_ready(self) -> None:
-        """Return once /readyz answers 200. Raises ServerError if no server answers."""
+        """Return once /readyz answers 200.
+
+        Raises ServerError if no server answers, or if it does not serve the model.
+        """
         try:
             while self._http.get("/readyz").status_code != 200:
                 time.sleep(_POLL_S)
-            if self._model is None:
-                listed = self._http.get("/v1/models")
-                if listed.status_code != 200:
-                    hint = _KEY_HINT if listed.status_code == 401 else ""
-                    raise ServerError(_message(_parse(listed.content)) + hint)
-                self._model = _parse(listed.content)["data"][0]["id"]
+            listed = self._http.get("/v1/models")
+            if listed.status_code != 200:
+                hint = _KEY_HINT if listed.status_code == 401 else ""
+                raise ServerError(_message(_parse(listed.content)) + hint)
+            served = [model["id"] for model in _parse(listed.content)["data"]]
+            if self._model not in (None, *served):
+                names = " and ".join(served)
+                raise ServerError(f"the running server serves {names}, and not {self._model}")
+            self._model = self._model or served[0]
         except httpx.HTTPError as error:
             raise ServerError(f"the server cannot be reached: {error}") from None
 

@@ -20,7 +20,8 @@ class Shell:
 
     prompt: returns one line of the user; raises EOFError at the end of the input, and
     KeyboardInterrupt if the user discards the line.
-    is_terminal: False for piped input. The output is then the answers only.
+    is_terminal: False for piped input. The output is then the answers only, and an error ends the
+    shell.
     """
 
     client: ChatClient
@@ -29,7 +30,10 @@ class Shell:
     _messages: list[Message] = field(default_factory=list)
 
     def run(self) -> None:
-        """Read and answer lines until /exit or the end of the input."""
+        """Read and answer lines until /exit or the end of the input.
+
+        Raises ServerError if an answer to piped input fails.
+        """
         if self.is_terminal:
             _say("Type a message; /help lists the commands, Ctrl-C stops an answer.")
         while True:
@@ -77,6 +81,8 @@ class Shell:
         except KeyboardInterrupt:
             _say("\n(stopped)")
         except ServerError as error:
+            if not self.is_terminal:
+                raise
             _say(f"\nerror: {error}")
         finally:
             stream.close()

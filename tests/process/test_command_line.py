@@ -33,7 +33,11 @@ def cut_weights(folder: Path) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str]] = {
-    "device": (lambda folder: None, ("--device", "cuda"), "exceeds the 0 visible GPUs"),
+    "device": (
+        lambda folder: None,
+        ("--device", "cuda"),
+        "there is no visible GPU; use --device cpu",
+    ),
     "ranks": (lambda folder: None, ("--tp", "3"), "cannot be split over tensor-parallel 3"),
     "backend": (lambda folder: None, ("--attn", "magic"), "attention backend 'magic' is not known"),
     "architecture": (
@@ -87,6 +91,7 @@ def test_chat_opens_a_chat_in_the_terminal(tiny_model: Path) -> None:
     command = [sys.executable, "-m", "minisgl", "chat", str(tiny_model)]
     terminal = Terminal([*command, "--port", "0", "--num-pages", "64"])
     try:
+        terminal.expect("calibration total")
         terminal.expect("/help lists the commands")
         terminal.type("/exit\r")
         wait_for(lambda: terminal.process.poll() is not None, "the end of the server")
@@ -99,10 +104,15 @@ def test_misspelt_command_and_help_need_no_model() -> None:
     done = run("sevre")
     assert done.returncode == CONFIG_EXIT
     assert done.stderr == "minisgl: error: there is no command 'sevre'; did you mean 'serve'?\n"
+    done = run("help")
+    assert done.returncode == CONFIG_EXIT
+    assert "there is no folder 'help', and a model of the Hugging Face hub has" in done.stderr
     for words in (("--help",), ("serve", "-h")):
         done = run(*words)
         assert done.returncode == 0
         assert done.stdout.startswith("examples:\n")
+        before_flags = done.stdout.split("options:")[0]
+        assert max(map(len, before_flags.splitlines())) <= 80
 
 
 def test_plan_reads_a_folder_that_holds_nothing_but_config_json(

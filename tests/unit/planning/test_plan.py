@@ -174,7 +174,6 @@ def test_stored_formats_count_their_bytes_and_scales(tmp_path: Path) -> None:
     vocabulary = 2 * 2 * 151_936 * 4096  # embedding and head stay in bfloat16
     linear = wide.weight_bytes - vocabulary
     assert narrow.weight_bytes - vocabulary == pytest.approx(linear / 2, rel=0.002)
-    assert narrow.settings[:2] == ["--quantization=fp8", "--kv-cache-dtype=fp8"]
     config = json.loads((tmp_path / "config.json").read_text())
     for method, says in (("fp8", None), ("awq", "quantization_config \\(awq\\) is not supported")):
         config["quantization_config"] = {"quant_method": method}
@@ -234,8 +233,36 @@ def test_settings_bound_the_context_and_the_requests_to_what_fits(tmp_path: Path
     assert small.settings == [*expected, f"--max-running-requests={small.tokens // 1024}"]
     bounded = plan(folder, GPUS["RTX4090"], max_seq_len=small.tokens, max_running_reqs=25)
     assert bounded.tokens >= small.tokens
-    assert bounded.settings == expected
+    assert bounded.settings == []
     assert plan(folder).settings == []
+
+
+def test_command_repeats_its_flags_and_bounds_the_times_to_the_running_requests(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: flags of the command line were left out, and 256 requests had a time."""
+    folder = write_model("qwen3-8b", tmp_path)
+    given = ["--memory-ratio=0.8", "--kv-cache-dtype=fp8", "--max-seq-len-override=4096"]
+    further = ["--max-running-requests=16", "--target-step-ms=0"]
+    assert main(["plan", folder, "--gpu", "H100", "--json", *given, *further]) == 0
+    (found,) = msgspec.json.decode(capsys.readouterr().out, type=Shown).plans
+    assert set(found.settings) == {*given, *further}
+    assert list(found.floor_ms) == [1, 8, 16]
+    given = ["--max-seq-len-override=40960", "--max-running-requests=9"]
+    assert main(["plan", folder, "--gpu", "22e9", *given]) == 0
+    shown = capsys.readouterr().out
+    assert "No shortest times: the bandwidth of this GPU is unknown." in shown
+    assert shown.count("--max-seq-len-override") == 1, "the smaller context replaces the given one"
+
+
+def test_unknown_flag_of_the_command_names_flags_of_the_command(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--jsn"])
+    assert capsys.readouterr().err.startswith(
+        "minisgl plan: error: unknown argument --jsn; did you mean '--json'?"
+    )
 
 
 @pytest.mark.parametrize(("text", "name"), [("h100", "H100"), ("RTX 4090", "RTX4090")])

@@ -66,7 +66,12 @@ def test_local_folder_is_served_by_its_name_alone(tmp_path: Path) -> None:
         (["--read-timeout", "1e10"], "at most 1e+06"),
         (["--target-step-ms", "inf"], "at most 1e+06"),
         (["--mod", "x"], "unknown argument --mod"),
-        (["one", "two"], "unknown argument two"),
+        (["one", "two"], "give one model, not one and two"),
+        (["--no-enable-prefix-caching"], "; use --cache-type naive; see"),
+        (["--load-format=dummy"], "--load-format; weights are safetensors files"),
+        (["-p", "8000"], "unknown argument -p; use --port; see"),
+        (["--no-trust-remote-code"], "unknown argument --no-trust-remote-code"),
+        (["--max-template-char", "9"], "did you mean '--max-prompt-chars'?"),
         (["one", "--tpp", "2"], "unknown argument --tpp; did you mean '--tp'"),
         (["--model", "one", "two"], "give one model, either two or --model"),
     ],
@@ -92,6 +97,21 @@ def test_flags_of_earlier_versions_are_obeyed_or_ignored_with_a_warning(
         assert f"the flag {name} has been replaced: use --max-choices" in caplog.text
     assert "the flag --max-stop-strings is ignored: the limit is 16" in caplog.text
     assert "--max-n," not in build_parser().format_help()
+
+
+def test_configuration_is_checked_by_the_caller_before_the_model_is_looked_up() -> None:
+    """Regression: a chat with a running server first looked up or downloaded the model."""
+    calls: list[str] = []
+
+    def find(name: str, revision: str | None, weights: bool) -> str:
+        calls.append(name)
+        return "/models"
+
+    def check(config: ServerConfig) -> None:
+        calls.append(f"check {config.served_names[0]}")
+
+    resolve(["--shell", "-m", "org/name"], {}, find_model=find, before_download=check)
+    assert calls == ["check org/name", "org/name"]
 
 
 def test_wrong_page_size_is_refused_before_the_model_is_looked_up() -> None:
@@ -125,7 +145,7 @@ def test_help_groups_the_flags_and_names_units() -> None:
     text = build_parser().format_help()
     for word in ("model:", "scheduling:", "serving:", "limits:", "SECONDS", "TOKENS", "1919"):
         assert word in text
-    assert "--max-seq-len-override, --max-model-len, --context-length TOKENS" in text
+    assert "--max-seq-len-override, --max-model-len, --context-length, --context TOKENS" in text
     assert text.startswith("examples:\n  minisgl ")
     flags = text.split("places of a setting")[0]
     assert not re.search(r"^usage", flags, re.MULTILINE)

@@ -69,6 +69,17 @@ def test_each_flag_has_a_variable_that_kubernetes_does_not_inject() -> None:
     assert variables["MINISGL_KERNEL_CACHE"][0] == "--kernel-cache"
 
 
+def test_further_names_have_variables_too_and_the_first_name_wins() -> None:
+    further = {"MINISGL_MAX_MODEL_LEN": "64"}
+    assert resolve([], further).engine.max_seq_len == 64
+    assert resolve([], {"MINISGL_MAX_SEQ_LEN_OVERRIDE": "32", **further}).engine.max_seq_len == 32
+
+
+def test_port_that_kubernetes_has_not_injected_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_unknown({"MINISGL_PORT": "8000"})
+    assert "'MINISGL_HTTP_PORT'" in caplog.text
+
+
 def test_misspelt_variable_of_a_flag_is_named_with_the_nearest_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
