@@ -28,6 +28,7 @@ import torch
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
+from minisgl.benchmark.outbox import raise_failure
 from minisgl.core import Batch, EngineConfig, Int32Array, SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine
@@ -105,8 +106,18 @@ class ReplayEngine(Engine):
         return super().launch(batch)
 
 
-def run(scheduler: Scheduler, inbox: LocalInbox, edits: Sequence[Edit], concurrency: int) -> float:
-    """Run all edits, `concurrency` of them at the same time. Returns output tokens per second."""
+def run(
+    scheduler: Scheduler,
+    inbox: LocalInbox,
+    outbox: Sequence[StepOutput],
+    edits: Sequence[Edit],
+    concurrency: int,
+) -> float:
+    """Run all edits, `concurrency` of them at the same time. Returns output tokens per second.
+
+    outbox: the list to which the scheduler adds its outputs. Raises ConfigError when a request
+    fails.
+    """
     waiting = [
         AddReq(
             uid=uid,
@@ -123,7 +134,10 @@ def run(scheduler: Scheduler, inbox: LocalInbox, edits: Sequence[Edit], concurre
         room = concurrency - stats.running_reqs - stats.waiting_reqs
         for _ in range(min(room, len(waiting))):
             inbox.messages.append(waiting.pop(0))
+        read = len(outbox)
         scheduler.iterate()
+        for output in outbox[read:]:
+            raise_failure(output)
     return outputs / (time.perf_counter() - begin_s)
 
 
@@ -164,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
             scheduler = build_scheduler(engine, policy, inbox, outbox.append)
             rates[method or "none"] = []
             for reqs in options.concurrency:
-                rate = run(scheduler, inbox, edits, reqs)
+                rate = run(scheduler, inbox, outbox, edits, reqs)
                 rates[method or "none"].append(rate)
                 label = method or "no drafts"
                 print(f"{label}, {reqs} at once: {rate:,.0f} tokens/s", flush=True)

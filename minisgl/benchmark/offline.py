@@ -17,6 +17,7 @@ from minisgl.benchmark.flag_types import (
 )
 from minisgl.benchmark.floor import Ceilings, floor_of, load_shape
 from minisgl.benchmark.models import SHAPES
+from minisgl.benchmark.outbox import workload_error
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
 from minisgl.core import ConfigError, InvalidRequest, SamplingParams
 from minisgl.llm import LLM
@@ -37,7 +38,7 @@ def run_workload(llm: LLM, workload: Workload, temperature: float, progress: boo
     assert isinstance(completions, list), "a list of prompts must give a list: this is a bug"
     refused = next((completion.error for completion in completions if completion.error), None)
     if refused is not None:
-        raise ConfigError(f"this model cannot run the workload: {refused}")
+        raise workload_error(refused)
     generated = [len(completion.token_ids) for completion in completions]
     assert generated == workload.max_tokens, "each request must give all its tokens: this is a bug"
     return seconds

@@ -17,6 +17,7 @@ import numpy as np
 from tqdm import tqdm
 
 from minisgl.benchmark.flag_types import positive_int
+from minisgl.benchmark.outbox import raise_failure
 from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult, WindowLayers
 from minisgl.kvcache import RadixCache
 from minisgl.message.messages import AddReq, StepOutput
@@ -117,13 +118,18 @@ def measure_eviction(num_nodes: int, evictions: int, show: bool = True) -> Figur
 
 def _scheduler(engine: _IdleEngine) -> tuple[Scheduler, LocalInbox, deque[StepOutput]]:
     inbox, outbox = LocalInbox(), deque[StepOutput]()
+
+    def send(output: StepOutput) -> None:
+        raise_failure(output)
+        outbox.append(output)
+
     scheduler = Scheduler(
         engine,
         SchedulerConfig(prefill_budget_tokens=16_384, target_step_ms=None),
         vocab_size=VOCAB,
         eos_token_ids=(0,),
         inbox=inbox,
-        send=outbox.append,
+        send=send,
     )
     return scheduler, inbox, outbox
 

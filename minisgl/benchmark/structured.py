@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.models import SHAPES, write_model
-from minisgl.core import Grammar, SamplingParams
+from minisgl.benchmark.outbox import raise_failure
+from minisgl.core import Grammar, GrammarFailed, SamplingParams
 from minisgl.llm import LLM
 from minisgl.llm.workers import LocalWorker
 from minisgl.message.messages import AddReq, CompileGrammar
@@ -103,7 +104,10 @@ class Bench:
         self.totals = self._grammars.totals
 
     def run(self, grammars: Sequence[Grammar | None], tokens: int, forced: bool = False) -> Times:
-        """Run one request for each grammar, all together. None: a free request."""
+        """Run one request for each grammar, all together. None: a free request.
+
+        Raises ConfigError when a request fails, except by its grammar: `totals` count these.
+        """
         self._grammars.forces_tokens = forced
         messages = [self._message(grammar, tokens) for grammar in grammars]
         began_s = time.perf_counter()
@@ -116,6 +120,7 @@ class Bench:
         while open_reqs:
             for output in self._worker.step():
                 now_s = time.perf_counter()
+                raise_failure(output, counted=(GrammarFailed.__name__,))
                 count += len(output.uids)
                 for uid in dict.fromkeys(output.uids):
                     if uid in last_s:

@@ -2,10 +2,12 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from minisgl.benchmark import code_edits
+from minisgl.core import ConfigError, EngineConfig
 from minisgl.speculative import PricedLengths
 from tests.parity.models import build_model
 
@@ -70,3 +72,22 @@ def test_most_tokens_of_an_edit_are_accepted_drafts(
     assert found["accepted"] > 0.5 * found["drafted"] > 0
     assert found["predicted"] > 0.4 * found["tokens"]
     assert {name: len(rates) for name, rates in found["rates"].items()} == {"none": 2, "ngram": 2}
+
+
+def test_a_refused_edit_gives_an_error_and_no_speed(
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: the tokens of refused requests counted, and the speed was 56 million tokens/s."""
+
+    def one_page(**settings: Any) -> EngineConfig:
+        return EngineConfig(**(settings | {"num_pages": 1}))
+
+    monkeypatch.setattr(code_edits, "EngineConfig", one_page)
+    flags = ["--model", build_model("qwen3", tmp_path), "--edits", "2", "--device", "cpu"]
+    expected = r"cannot run the workload: \d+ prompt tokens .* exceed the 16 tokens"
+    with pytest.raises(ConfigError, match=expected):
+        code_edits.main([*flags, "--concurrency", "1"])
+    assert "tokens/s" not in capsys.readouterr().out

@@ -1,11 +1,15 @@
 """`minisgl bench structured` on the CPU with a tiny model."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from minisgl.benchmark import structured
 from minisgl.benchmark.structured import main
+from minisgl.core import ConfigError
+from minisgl.llm import LLM
 from tests.process.tiny_model import build_tiny_model
 
 
@@ -29,3 +33,13 @@ def test_the_table_compares_free_and_constrained_streams(
     assert "TTFT p50, free, 1 of 2 schemas" in rows, "the check refuses one schema"
     assert found["failures"] == {}
     assert len(table) == len(rows) + 3, "a title, a head, the rows and the JSON"
+
+
+def test_a_refused_stream_ends_the_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the ITL of refused streams was nan, and the benchmark went on."""
+    monkeypatch.setattr(structured, "LLM", partial(LLM, num_pages=5))
+    flags = ["--model", str(build_tiny_model(tmp_path)), "--device", "cpu", "--schemas", "1"]
+    with pytest.raises(ConfigError, match="64 prompt tokens and 40 output tokens exceed the 80"):
+        main([*flags, "--streams", "2", "--tokens", "40"])
