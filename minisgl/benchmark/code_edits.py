@@ -30,8 +30,8 @@ from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.outbox import raise_failure
 from minisgl.core import Batch, EngineConfig, Int32Array, SamplingParams, SchedulerConfig
-from minisgl.distributed.comm import SingleCommunicator
-from minisgl.engine import DEFAULT_EXTENSIONS, Engine
+from minisgl.distributed.comm import SingleCommunicator, TPInfo
+from minisgl.engine import DEFAULT_EXTENSIONS, Engine, resolve_device
 from minisgl.engine.model_runner import LaunchedStep
 from minisgl.engine.step_launcher import StepLauncher
 from minisgl.message.messages import AddReq, DraftTotals, StepOutput
@@ -82,6 +82,12 @@ def edits_of(source: Path, count: int, vocab_size: int, whole_prompts: bool = Tr
         old, new = tokens(line.old), tokens("".join(lines))
         edits.append(Edit(old if whole_prompts else old[:_FIRST_TOKENS], new, old))
     return edits
+
+
+def pages_for(edits: Sequence[Edit], concurrency: int, page_size: int) -> int:
+    """Return the KV pages of the `concurrency` longest requests together."""
+    pages = sorted(-(-(len(edit.prompt) + len(edit.output)) // page_size) for edit in edits)
+    return sum(pages[-concurrency:])
 
 
 class ReplayEngine(Engine):
@@ -160,12 +166,19 @@ def main(argv: Sequence[str]) -> int:
         path, model = load_shape(options.model, Path(folder))
         edits = edits_of(EDITS, options.edits, model.vocab_size, not options.short_prompts)
         rates: dict[str, list[float]] = {}
+        chosen = EngineConfig(model_path=path, device=options.device)
+        # A GPU gives the KV pool all memory that is left. On a CPU the default of the pool may be
+        # too small for one edit.
+        num_pages: int | None = None
+        if resolve_device(chosen, TPInfo(0, 1)).type == "cpu":
+            num_pages = pages_for(edits, max(options.concurrency), chosen.page_size)
         totals, outbox = DraftTotals(), list[StepOutput]()
         for method in (None, "ngram"):
             config = EngineConfig(
                 model_path=path,
                 device=options.device,
                 dummy_weight=options.model in SHAPES,
+                num_pages=num_pages,
                 max_running_reqs=max(options.concurrency),
                 max_seq_len=max(len(edit.prompt) + len(edit.output) for edit in edits),
                 speculative=method,

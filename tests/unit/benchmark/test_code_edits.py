@@ -1,6 +1,7 @@
 """Code edits: the recorded edits are read, and drafts find the unchanged parts of the files."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,24 @@ def test_most_tokens_of_an_edit_are_accepted_drafts(
     assert found["accepted"] > 0.5 * found["drafted"] > 0
     assert found["predicted"] > 0.4 * found["tokens"]
     assert {name: len(rates) for name, rates in found["rates"].items()} == {"none": 2, "ngram": 2}
+
+
+def test_the_pool_on_a_cpu_has_room_for_all_requests_at_once(
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: the default of 512 MiB was too small for one edit with qwen3-0.6b."""
+    edits = code_edits.edits_of(source, 2, vocab_size=1000)
+    lengths = sorted(len(edit.prompt) + len(edit.output) for edit in edits)
+    assert code_edits.pages_for(edits, 1, page_size=1) == lengths[-1]
+    assert code_edits.pages_for(edits, 16, page_size=1) == sum(lengths)
+    small_pool = partial(EngineConfig, cpu_kv_bytes=2**14)
+    monkeypatch.setattr(code_edits, "EngineConfig", small_pool)
+    flags = ["--model", build_model("qwen3", tmp_path), "--edits", "2", "--device", "cpu"]
+    assert code_edits.main([*flags, "--concurrency", "2"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] > 0
 
 
 def test_a_refused_edit_gives_an_error_and_no_speed(
