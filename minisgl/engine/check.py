@@ -4,17 +4,22 @@ The check reads config.json and the headers of the weight files. It allocates no
 and launches no kernel.
 """
 
+from collections.abc import Sequence
+
 import torch
 
 from minisgl.attention.registry import resolve_phases
-from minisgl.core import EngineConfig
+from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine import memory
+from minisgl.kvcache.pool import kv_page_bytes
 from minisgl.models.build import ModelExtensions, empty_model
 from minisgl.models.config import ModelConfig, load_model_config
 from minisgl.models.decoder import CausalLM
-from minisgl.models.loader import load_weights
+from minisgl.models.loader import load_weights, materialise
 from minisgl.moe.registry import create_moe_backend, resolve_moe_backend
+
+_GIB = 2**30
 
 
 def check_start(config: EngineConfig, tp: TPInfo, extensions: ModelExtensions) -> None:
@@ -32,6 +37,49 @@ def check_start(config: EngineConfig, tp: TPInfo, extensions: ModelExtensions) -
     share, unused = share_of(model, tp, kv_spec.dtype, extensions, config.quantization)
     if not config.dummy_weight:
         load_weights(share, config.model_path, unused=unused, headers_only=True)
+
+
+def check_memory(
+    config: EngineConfig,
+    resolved: memory.Resolved,
+    tp: TPInfo,
+    extensions: ModelExtensions,
+    pages: Sequence[int],
+) -> None:
+    """Raise ConfigError if a rank's random weights and KV pools do not fit into a CPU's memory.
+
+    Linux grants more memory than there is, and later kills a process that uses it. The check covers
+    random weights only, for which names like qwen3-8b make large models easy to ask for.
+
+    pages: of each KV pool.
+    """
+    model, spec = resolved.model, resolved.kv_spec
+    weights = weight_bytes(model, tp, spec.dtype, extensions, config.quantization)
+    kv_bytes = sum(
+        count * kv_page_bytes(spec, len(layers), config.page_size)
+        for layers, count in zip(model.pools, pages, strict=True)
+    )
+    free = memory.cpu_free_bytes()
+    if weights + kv_bytes > free:
+        raise ConfigError(
+            f"random weights of {weights / _GIB:.1f} GiB and KV pages of {kv_bytes / _GIB:.1f} GiB "
+            f"do not fit into the {free / _GIB:.1f} GiB of free memory; choose a smaller model or "
+            "fewer KV pages (in a benchmark: fewer or shorter requests)"
+        )
+
+
+def weight_bytes(
+    model: ModelConfig,
+    tp: TPInfo,
+    dtype: torch.dtype,
+    extensions: ModelExtensions,
+    quantization: str | None = None,
+) -> int:
+    """Return the bytes of a rank's weights. The arguments are those of share_of."""
+    share, _ = share_of(model, tp, dtype, extensions, quantization)
+    materialise(share, torch.device("meta"), dtype)
+    # parameters() yields the embedding and the head once if they share one tensor.
+    return sum(parameter.numel() * parameter.itemsize for parameter in share.parameters())
 
 
 def share_of(

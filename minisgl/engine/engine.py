@@ -18,6 +18,7 @@ from minisgl.core import Batch, EngineConfig, ModelFacts, OutOfMemory, StepCost,
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFTS
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import calibration, memory, warmup
+from minisgl.engine.check import check_memory
 from minisgl.engine.cuda_graph import DecodeGraphs, DecodeShape
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
@@ -96,6 +97,8 @@ class Engine:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         elif (threads := memory.cpu_threads(comm.tp.size)) is not None:
             torch.set_num_threads(threads)
+        if self._device.type == "cpu" and config.dummy_weight:
+            check_memory(config, resolved, comm.tp, extensions, self._sizes_of_pools(free_before=0))
         with memory.memory_of(self._device), self._on_stream():
             free_before = memory.free_bytes(self._device)
             with self.startup.phase("weights"):

@@ -231,6 +231,18 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
+def cpu_free_bytes() -> int:
+    """Return the memory that new processes could take, at most the limit of the container."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    sizes = dict(line.split(":") for line in lines)
+    free = 1024 * int(sizes["MemAvailable"].split()[0])
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return free  # not in a container with cgroup v2
+    return free if limit == "max" else min(free, int(limit))
+
+
 @contextlib.contextmanager
 def memory_of(device: torch.device) -> Iterator[None]:
     """Convert torch's out-of-memory errors inside the block to OutOfMemory."""

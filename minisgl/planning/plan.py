@@ -14,11 +14,10 @@ from minisgl.benchmark.floor import MEASURED_TP, cost_of, step_s, weight_format,
 from minisgl.core import EngineConfig, WindowLayers
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory
-from minisgl.engine.check import share_of
+from minisgl.engine.check import weight_bytes
 from minisgl.kernel import ContextCopy
 from minisgl.kvcache.pool import KVSpec, kv_page_bytes
 from minisgl.models.config import ModelConfig
-from minisgl.models.loader import materialise
 from minisgl.planning.gpus import Gpu
 from minisgl.quantization import with_quantizations
 
@@ -91,10 +90,7 @@ def make_plan(
     device = torch.device("meta")
     model, context, spec, _ = memory.resolve(config, model, tp, device, drafting)
     dtype, fp8_kv = spec.dtype, spec.fp8
-    share, _ = share_of(model, tp, dtype, with_quantizations(), config.quantization)
-    materialise(share, torch.device("meta"), dtype)
-    # parameters() yields the embedding and the head once if they share one tensor.
-    weights = sum(parameter.numel() * parameter.itemsize for parameter in share.parameters())
+    weights = weight_bytes(model, tp, dtype, with_quantizations(), config.quantization)
     of_pools = [kv_page_bytes(spec, len(layers), 1) for layers in model.pools]
     token_bytes, window_bytes = of_pools[0], sum(of_pools[1:])
     remainder = _remainder_bytes(config, model, gpu, context, spec, max_chunk_tokens)

@@ -10,7 +10,7 @@ import torch
 
 from minisgl.core import Batch, ConfigError, EngineConfig, OutOfMemory, SamplingParams
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
-from minisgl.engine import Engine, resolve_device
+from minisgl.engine import Engine, memory, resolve_device
 from minisgl.engine.logits_processing import upload
 from minisgl.engine.memory import cpu_threads, further_graph_bytes, memory_of
 from minisgl.engine.warmup import StepShape, run_every_size, warm_up, warmup_batch
@@ -260,6 +260,33 @@ def test_missing_memory_is_reported_as_out_of_memory(path: str) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     with pytest.raises(RuntimeError, match="another matter"), memory_of(gpu):
         raise RuntimeError("another matter")
+
+
+def test_random_weights_beyond_the_memory_of_a_cpu_are_refused_before_they_are_drawn(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: Linux killed the process while it drew the weights."""
+    free = memory.cpu_free_bytes()
+    assert free > 2**20
+    monkeypatch.setattr(memory, "cpu_free_bytes", lambda: 2**10)
+    make_engine(path)
+    with monkeypatch.context() as patch:
+        patch.delattr(Engine, "_build_model")
+        with pytest.raises(ConfigError, match=r"weights of 0\.\d GiB and KV pages of 0\.\d GiB do"):
+            make_engine(path, dummy_weight=True, num_pages=64)
+    monkeypatch.setattr(memory, "cpu_free_bytes", lambda: free)
+    with pytest.raises(ConfigError, match=r"pages of 3814697\.3 GiB do not fit into"):
+        make_engine(path, dummy_weight=True, num_pages=10**12)
+
+
+def test_free_memory_of_a_cpu_is_at_most_that_of_the_container(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    texts = {"meminfo": "MemTotal:  9 kB\nMemAvailable:  6 kB\n", "memory.max": "max\n"}
+    monkeypatch.setattr(Path, "read_text", lambda file, encoding: texts[file.name])
+    assert memory.cpu_free_bytes() == 6 * 1024
+    texts["memory.max"] = "5000\n"
+    assert memory.cpu_free_bytes() == 5000
 
 
 def test_cpu_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
