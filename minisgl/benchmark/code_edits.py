@@ -14,6 +14,7 @@ two other signs, or white space. A token has 3.2 characters on average.
 import argparse
 import json
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.floor import load_shape
@@ -118,11 +120,12 @@ def run(
     outbox: Sequence[StepOutput],
     edits: Sequence[Edit],
     concurrency: int,
+    title: str,
 ) -> float:
     """Run all edits, `concurrency` of them at the same time. Returns output tokens per second.
 
-    outbox: the list to which the scheduler adds its outputs. Raises ConfigError when a request
-    fails.
+    outbox: the list to which the scheduler adds its outputs. title: of the progress bar on stderr.
+    Raises ConfigError when a request fails.
     """
     waiting = [
         AddReq(
@@ -134,17 +137,19 @@ def run(
         for uid, edit in enumerate(edits)
     ]
     outputs = sum(len(edit.output) for edit in edits)
-    begin_s = time.perf_counter()
-    while waiting or not scheduler.idle:
-        stats = scheduler.stats()
-        room = concurrency - stats.running_reqs - stats.waiting_reqs
-        for _ in range(min(room, len(waiting))):
-            inbox.messages.append(waiting.pop(0))
-        read = len(outbox)
-        scheduler.iterate()
-        for output in outbox[read:]:
-            raise_failure(output)
-    return outputs / (time.perf_counter() - begin_s)
+    with tqdm(total=outputs, unit="tok", desc=title) as bar:
+        begin_s = time.perf_counter()
+        while waiting or not scheduler.idle:
+            stats = scheduler.stats()
+            room = concurrency - stats.running_reqs - stats.waiting_reqs
+            for _ in range(min(room, len(waiting))):
+                inbox.messages.append(waiting.pop(0))
+            read = len(outbox)
+            scheduler.iterate()
+            for output in outbox[read:]:
+                raise_failure(output)
+                bar.update(len(output.uids))
+        return outputs / (time.perf_counter() - begin_s)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -184,6 +189,8 @@ def main(argv: Sequence[str]) -> int:
                 speculative=method,
             )
             extensions = with_speculation(method, DEFAULT_EXTENSIONS)
+            label = method or "no drafts"
+            sys.stderr.write(f"{label}: loading {options.model}\n")
             engine = ReplayEngine(config, SingleCommunicator(), extensions=extensions)
             engine.edits, inbox = edits, LocalInbox()
             # Without a prefix cache, every run computes all prompts.
@@ -191,10 +198,10 @@ def main(argv: Sequence[str]) -> int:
             scheduler = build_scheduler(engine, policy, inbox, outbox.append)
             rates[method or "none"] = []
             for reqs in options.concurrency:
-                rate = run(scheduler, inbox, outbox, edits, reqs)
+                title = f"{label}, {reqs} at once"
+                rate = run(scheduler, inbox, outbox, edits, reqs, title)
                 rates[method or "none"].append(rate)
-                label = method or "no drafts"
-                print(f"{label}, {reqs} at once: {rate:,.0f} tokens/s", flush=True)
+                print(f"{title}: {rate:,.0f} tokens/s", flush=True)
             totals = scheduler.totals.drafts
             engine.close()
     tokens = sum(len(edit.output) for edit in edits) * len(options.concurrency)

@@ -14,9 +14,10 @@ makes three comparisons:
 import argparse
 import contextlib
 import json
+import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,10 +104,17 @@ class Bench:
         self._uid = 0
         self.totals = self._grammars.totals
 
-    def run(self, grammars: Sequence[Grammar | None], tokens: int, forced: bool = False) -> Times:
+    def run(
+        self,
+        grammars: Sequence[Grammar | None],
+        tokens: int,
+        forced: bool = False,
+        on_tokens: Callable[[int], object] = lambda count: None,
+    ) -> Times:
         """Run one request for each grammar, all together. None: a free request.
 
-        Raises ConfigError when a request fails, except by its grammar: `totals` count these.
+        on_tokens: called with the number of tokens of each output, to show progress. Raises
+        ConfigError when a request fails, except by its grammar: `totals` count these.
         """
         self._grammars.forces_tokens = forced
         messages = [self._message(grammar, tokens) for grammar in grammars]
@@ -129,6 +137,7 @@ class Bench:
                         ttft_s.append(now_s - began_s)
                     last_s[uid] = now_s
                 open_reqs -= {finished.uid for finished in output.finished}
+                on_tokens(len(output.uids))
         return Times(ttft_s, gaps_s, count / (time.perf_counter() - began_s))
 
     def _message(self, grammar: Grammar | None, tokens: int) -> AddReq:
@@ -145,12 +154,17 @@ def itl_rows(
     bench: Bench, grammar: Grammar | None, streams: Sequence[int], tokens: int
 ) -> Iterator[Row]:
     """Rows of comparison 1, with this grammar for every stream."""
-    for count in tqdm(streams, desc="streams", disable=None):
-        free = float(np.median(bench.run([None] * count, tokens).gaps_s)) * 1e3
-        yield f"ITL p50, {count} streams, free", free, 1.0
-        for name, forced in (("masks", False), ("masks and forced tokens", True)):
-            found = float(np.median(bench.run([grammar] * count, tokens, forced).gaps_s)) * 1e3
-            yield f"ITL p50, {count} streams, {name}", found, found / free
+    with tqdm(total=3 * tokens * sum(streams), desc="streams", unit="tok") as bar:
+
+        def gap_ms(grammars: Sequence[Grammar | None], forced: bool = False) -> float:
+            return float(np.median(bench.run(grammars, tokens, forced, bar.update).gaps_s)) * 1e3
+
+        for count in streams:
+            free = gap_ms([None] * count)
+            yield f"ITL p50, {count} streams, free", free, 1.0
+            for name, forced in (("masks", False), ("masks and forced tokens", True)):
+                found = gap_ms([grammar] * count, forced)
+                yield f"ITL p50, {count} streams, {name}", found, found / free
 
 
 def ttft_rows(
@@ -158,7 +172,7 @@ def ttft_rows(
 ) -> Iterator[Row]:
     """Rows of comparison 2, over the schemas that the server accepts."""
     free, checks, new = [], [], []
-    for schema in tqdm(schemas, desc="schemas", disable=None):
+    for schema in tqdm(schemas, desc="schemas"):
         grammar, seconds = check(service, schema)
         if grammar is not None:
             free += bench.run([None], 2).ttft_s
@@ -176,9 +190,10 @@ def ttft_rows(
 
 def forced_rows(bench: Bench, grammar: Grammar | None, tokens: int) -> Iterator[Row]:
     """Rows of comparison 3: milliseconds per token of one stream with this grammar."""
-    sampled = 1e3 / bench.run([grammar], tokens).tokens_s
-    before = bench.totals.forced_tokens
-    forced = 1e3 / bench.run([grammar], tokens, forced=True).tokens_s
+    with tqdm(total=2 * tokens, desc="one stream", unit="tok") as bar:
+        sampled = 1e3 / bench.run([grammar], tokens, on_tokens=bar.update).tokens_s
+        before = bench.totals.forced_tokens
+        forced = 1e3 / bench.run([grammar], tokens, True, bar.update).tokens_s
     share = (bench.totals.forced_tokens - before) / tokens
     yield "time per token, 1 stream, every token sampled", sampled, 1.0
     yield f"time per token, 1 stream, {share:.0%} forced", forced, forced / sampled
@@ -226,6 +241,7 @@ def main(argv: Sequence[str]) -> int:
     else:
         files = sorted(options.schema_folder.rglob("*.json"))[: options.schemas]
         schemas = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+    sys.stderr.write(f"loading {options.model}\n")
     with tempfile.TemporaryDirectory() as folder:
         random_weights = options.model in SHAPES
         path = options.model

@@ -69,7 +69,11 @@ def test_most_tokens_of_an_edit_are_accepted_drafts(
     model = build_model("qwen3", tmp_path)
     flags = ["--model", model, "--edits", "2", "--device", "cpu", *flags]
     assert code_edits.main([*flags, "--concurrency", "1", "2"]) == 0
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    shown = capsys.readouterr()
+    found = json.loads(shown.out.splitlines()[-1])
+    for label in ("no drafts", "ngram"):
+        assert f"{label}: loading {model}\n" in shown.err
+        assert f"{label}, 2 at once: 100%" in shown.err
     assert found["accepted"] > 0.5 * found["drafted"] > 0
     assert found["predicted"] > 0.4 * found["tokens"]
     assert {name: len(rates) for name, rates in found["rates"].items()} == {"none": 2, "ngram": 2}

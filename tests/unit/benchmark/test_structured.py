@@ -22,7 +22,11 @@ def test_the_table_compares_free_and_constrained_streams(
     (schemas / "refused.json").write_text(json.dumps({"$ref": "#"}))
     flags = ["--device", "cpu", "--streams", "2", "3", "--tokens", "40"]
     assert main(["--model", str(model), "--schema-folder", str(schemas), *flags]) == 0
-    table = capsys.readouterr().out.splitlines()
+    shown = capsys.readouterr()
+    assert "600/600" in shown.err, "tokens of 3 runs with 2 and with 3 streams of 40 tokens"
+    assert "2/2" in shown.err, "schemas"
+    assert "80/80" in shown.err, "tokens of the runs with one stream"
+    table = shown.out.splitlines()
     found = json.loads(table[-1])
     rows = {name: milliseconds for name, milliseconds, _ in found["rows"]}
     for name in ("2 streams, free", "3 streams, masks", "3 streams, masks and forced tokens"):
