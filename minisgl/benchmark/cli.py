@@ -5,6 +5,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from minisgl.core import ConfigError
+from minisgl.utils import near_names
+
 _HELP = {
     "attack": "time of /livez and memory of the server while clients without a key attack it",
     "divergence": "next-token distributions of a quantised model against those of the model itself",
@@ -33,16 +36,22 @@ _MODULES = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a benchmark and return its exit code.
 
-    argv: the name of the benchmark, then its flags; None for the process's command line.
+    argv: the name of the benchmark, then its flags; None for the process's command line. Raises
+    ConfigError for an unknown name.
     """
     parser = argparse.ArgumentParser(
         prog="minisgl bench",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"  {name:<12} {text}" for name, text in _HELP.items()),
     )
-    parser.add_argument("name", choices=sorted(_HELP), help="the benchmark to run")
+    parser.add_argument("name", metavar="NAME", help="the benchmark to run")
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = parser.parse_args(arguments[:1]).name
+    if name not in _HELP:
+        known = ", ".join(sorted(_HELP))
+        raise ConfigError(
+            f"there is no benchmark {name!r}; known: {known}{near_names(name, _HELP)}"
+        )
     # Import only this benchmark, because some of them load torch.
     module = importlib.import_module(f"minisgl.benchmark.{_MODULES.get(name, name)}")
     code: int = module.main(arguments[1:])
