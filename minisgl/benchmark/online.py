@@ -221,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
 @contextlib.contextmanager
 def _server(options: argparse.Namespace) -> Iterator[RunningServer]:
     if (options.url is None) == (options.model is None):
-        raise ConfigError("give either --url or --model")
+        raise ConfigError("give one of --url and --model")
     if options.url is not None:
         if options.server_flags:
             raise ConfigError("flags after -- are for the server that --model starts; give --model")

@@ -69,3 +69,9 @@ def test_a_run_without_one_success_is_an_error(
     with pytest.raises(ConfigError, match=r"every request failed.*; if the server .* give --chat"):
         main(["--url", url, *load])
     assert "streams are too long" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags", [[], ["--url", "http://localhost", "--model", "m"]])
+def test_one_of_url_and_model_must_be_given(flags: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"^give one of --url and --model$"):
+        main(flags)
