@@ -141,9 +141,18 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         status = self._parser.get_status_code()
         if status != 200:
-            self._answer.error = f"HTTP {status}: {self._pending[:300].decode('utf-8', 'replace')}"
+            self._answer.error = f"HTTP {status}: {self._refusal()}"
         self.reusable = self._parser.should_keep_alive()
         self._finish()
+
+    def _refusal(self) -> str:
+        """Return the message of an error response, or the start of a body of another form."""
+        start = self._pending[:300].decode("utf-8", "replace")
+        try:
+            error = self._decoder.decode(self._pending).error
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return start  # such as the page of a proxy
+        return start if error is None else error.message
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.reusable = False

@@ -250,6 +250,17 @@ def _vocab_size(url: str, api_key: str | None) -> int | None:
     return found.get("vocab_size") if isinstance(found, dict) else None
 
 
+def _chat_hint(error: str, vocab_size: int | None) -> str:
+    """Return advice to give --chat, or "" where the token ids cannot have caused the error.
+
+    error: of a request with a prompt of token ids. vocab_size: of the model. If it is known, the
+    ids are below it.
+    """
+    # A server that takes text only answers 400 or 422, or fails with 500. A wrong model gives 404.
+    may_be_ids = vocab_size is None and error.startswith(("HTTP 400", "HTTP 422", "HTTP 500"))
+    return "; if the server does not take token ids, give --chat" if may_be_ids else ""
+
+
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON. Returns 1 when a request failed.
 
@@ -276,6 +287,7 @@ def main(argv: Sequence[str]) -> int:
     summary = found["summary"]
     print(json.dumps(summary))
     if summary["failed"] == summary["requests"] + summary.get("beside", {}).get("streams", 0):
-        hint = "" if options.chat else "; if the server does not take these token ids, give --chat"
-        raise ConfigError(f"every request failed, see the errors above{hint}")
+        error = " ".join(found["requests"][0]["error"].split())
+        hint = "" if options.chat else _chat_hint(error, vocab_size)
+        raise ConfigError(f"every request failed; the first error is: {error}{hint}")
     return 1 if summary["failed"] else 0

@@ -119,6 +119,11 @@ def test_a_kept_connection_that_closes_meanwhile_is_replaced() -> None:
 def test_errors_are_reported() -> None:
     refusal = b"HTTP/1.1 503 Busy\r\ncontent-length: 4\r\n\r\nfull"
     assert ask([refusal])[0][0].error == "HTTP 503: full"
+    body = b'{"error":{"message":"too long","code":400}}'
+    openai = b"HTTP/1.1 400 Bad\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+    assert ask([openai])[0][0].error == "HTTP 400: too long"
+    other = openai.replace(b"error", b"fault")
+    assert ask([other])[0][0].error == 'HTTP 400: {"fault":{"message":"too long","code":400}}'
     page = chunked(b"<html>\n<h1>Bad Gateway</h1>\n</html>\n").replace(b"200", b"502", 1)
     assert "Bad Gateway" in (ask([page])[0][0].error or ""), (
         "the error page of a proxy has several lines"

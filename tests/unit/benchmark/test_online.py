@@ -18,16 +18,18 @@ class RefusesStreams(BaseHTTPRequestHandler):
     """Answers every request with one token, except those with STREAM_TOKENS, which it refuses."""
 
     protocol_version = "HTTP/1.1"
+    status = 400
+    info: bytes | None = None
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         if body["max_tokens"] == STREAM_TOKENS:
-            self._answer(400, b'{"error":{"message":"streams are too long"}}')
+            self._answer(self.status, b'{"error":{"message":"streams are too long"}}')
         else:
             self._answer(200, EVENT)
 
     def do_GET(self) -> None:
-        self._answer(404, b"")
+        self._answer(404 if self.info is None else 200, self.info or b"")
 
     def _answer(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -66,9 +68,38 @@ def test_a_run_without_one_success_is_an_error(
 ) -> None:
     tokens = str(STREAM_TOKENS)
     load = ["--requests", "2", "--output-tokens", tokens, tokens, "--served-name", "m", "--quiet"]
-    with pytest.raises(ConfigError, match=r"every request failed.*; if the server .* give --chat"):
+    expected = r"every request failed.*streams are too long.*; if the server .* give --chat"
+    with pytest.raises(ConfigError, match=expected):
         main(["--url", url, *load])
     assert "streams are too long" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("status", "info", "flags"),
+    [
+        (404, None, []),
+        (400, b'{"vocab_size": 50}', []),
+        (400, None, ["--chat"]),
+    ],
+    ids=["wrong model", "known vocabulary", "chat"],
+)
+def test_chat_is_no_advice_where_token_ids_cannot_be_the_cause(
+    status: int,
+    info: bytes | None,
+    flags: list[str],
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: a wrong model name and a prompt beyond the context gave the advice too."""
+    monkeypatch.setattr(RefusesStreams, "status", status)
+    monkeypatch.setattr(RefusesStreams, "info", info)
+    tokens = str(STREAM_TOKENS)
+    load = ["--requests", "2", "--output-tokens", tokens, tokens, "--served-name", "m", "--quiet"]
+    with pytest.raises(ConfigError) as failure:
+        main(["--url", url, *load, *flags])
+    assert f"first error is: HTTP {status}: " in str(failure.value)
+    assert "streams are too long" in str(failure.value)
+    assert "--chat" not in str(failure.value)
 
 
 @pytest.mark.parametrize("flags", [[], ["--url", "http://localhost", "--model", "m"]])
