@@ -131,16 +131,22 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         """
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
-            is_number = isinstance(value, (int, float))
-            if value is not None and not (is_number and low <= value <= high):  # rejects NaN, too
+            if value is None and name in _OPTIONAL:
+                continue
+            is_number = isinstance(value, int if name in _INTEGERS else (int, float))
+            if not (is_number and low <= value <= high):  # rejects NaN, too
+                kind = "an integer " if name in _INTEGERS and isinstance(value, float) else ""
                 raise InvalidRequest(
-                    f"{name} must be from {low} to {high}, not {str(value)[:40]}", param=name
+                    f"{name} must be {kind}from {low} to {high}, not {str(value)[:40]}", param=name
                 )
         if not self.top_p > 0:
             raise InvalidRequest("top_p must be above 0", param="top_p")
         if len(given := [name for name in CONSTRAINTS if getattr(self, name) is not None]) > 1:
             names = " and ".join(given)
             raise InvalidRequest(f"{names} are alternatives; set one of them", param=given[1])
+        choice: object = self.choice
+        if choice is not None and not (choice and isinstance(choice, (tuple, list))):
+            raise InvalidRequest("choice must hold one or more texts", param="choice")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens must not exceed max_tokens", param="min_tokens")
         for name in ("stop_token_ids", "logit_bias"):
@@ -158,6 +164,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest("logit_bias must have values from -100 to 100", param="logit_bias")
 
 
+_OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs")  # parameters that may be None
+_INTEGERS = (*_OPTIONAL, "top_k", "min_tokens")
 # The smallest and the largest valid value of each parameter. The HTTP API uses the same bounds.
 RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0, 2),

@@ -1,14 +1,16 @@
 """The types of the arguments of `LLM`, and their checks."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from minisgl.core import InvalidRequest, SamplingParams
+from minisgl.core import EngineConfig, InvalidRequest, SamplingParams, SchedulerConfig
+from minisgl.server.settings import flag_fields
 from minisgl.tokenizer import TextTokenizer
+from minisgl.utils import near_names
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[dict[str, Any]]
@@ -23,8 +25,29 @@ NOT_A_CONVERSATION = (
 )
 
 
-def check_conversation(chat: Conversation) -> None:
-    """Raise InvalidRequest that names the first message that is not valid."""
+def check_settings(settings: Iterable[str]) -> None:
+    """Raise TypeError that names the first unknown setting of an LLM, and the right name.
+
+    Names of flags, such as tensor_parallel_size, lead to the setting that the flag fills.
+    """
+    arguments = {"model_path": "model", "tp_size": "tp"}
+    known = {*EngineConfig.__struct_fields__, *SchedulerConfig.__struct_fields__} - {*arguments}
+    for name in settings:
+        if name not in known:
+            field = flag_fields().get(name, name)
+            names = [*known, *arguments.values(), "revision"]
+            near = near_names(arguments.get(field, field), names)
+            raise TypeError(f"LLM has no setting {name!r}{near}")
+
+
+def checked_conversation(chat: Any) -> list[dict[str, Any]]:
+    """Return the messages, with the text parts of a content joined by line ends as in the server.
+
+    Raises InvalidRequest that names the first message that is not valid.
+    """
+    if isinstance(chat, str):
+        text = f"{NOT_A_CONVERSATION}, and not the text {chat[:80]!r}"
+        raise InvalidRequest(text, param="messages")
     for index, message in enumerate(chat):
         given = message if isinstance(message, dict) else {}
         has_content = isinstance(given.get("content"), str | list) or given.get("tool_calls")
@@ -33,6 +56,32 @@ def check_conversation(chat: Conversation) -> None:
             raise InvalidRequest(text, param=f"messages[{index}]")
     if not chat:
         raise InvalidRequest(f"{NOT_A_CONVERSATION}; it has no message", param="messages")
+    return [
+        message | {"content": _joined_parts(message["content"], f"messages[{index}].content")}
+        if isinstance(message.get("content"), list)
+        else message
+        for index, message in enumerate(chat)
+    ]
+
+
+def checked_options(template_options: Any) -> dict[str, Any]:
+    """Return the variables of a chat template; None has no variable. Raises InvalidRequest."""
+    options = {} if template_options is None else template_options
+    if not isinstance(options, dict):
+        message = 'template_options must be a dict such as {"enable_thinking": False}'
+        raise InvalidRequest(message, param="template_options")
+    return options
+
+
+def _joined_parts(parts: list[Any], param: str) -> str:
+    texts = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        for part in parts
+    ]
+    if not all(isinstance(text, str) for text in texts):
+        message = f'{param} must be text, or parts such as {{"type": "text", "text": "Hello!"}}'
+        raise InvalidRequest(message, param=param)
+    return "\n".join(map(str, texts))
 
 
 def as_list(
@@ -99,7 +148,10 @@ def stop_list(stop: Any) -> list[str]:
 def checked(sampling: Any, changes: dict[str, Any]) -> SamplingParams:
     """Return a copy with a seed and values of the declared types. Raises InvalidRequest."""
     if not isinstance(sampling, SamplingParams):
-        raise InvalidRequest("sampling must be SamplingParams or a list of them", param="sampling")
+        message = "sampling must be SamplingParams or a list of them"
+        if isinstance(sampling, dict):
+            message += "; give the entries of a dict by name, such as temperature=0.3"
+        raise InvalidRequest(message, param="sampling")
     try:
         given = msgspec.structs.asdict(sampling) | changes
         return msgspec.convert(given, SamplingParams).seeded()

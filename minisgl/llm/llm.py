@@ -72,6 +72,7 @@ class LLM:
             path = str(demo_model_path())
         else:
             path = resolve_model(model, revision, weights=not settings.get("dummy_weight"))
+        inputs.check_settings(settings)
         names = settings.keys() & {*SchedulerConfig.__struct_fields__}
         policy = {"target_step_ms": None} | {name: settings.pop(name) for name in names}
         engine_config = EngineConfig(model_path=path, tp_size=tp, **settings)
@@ -145,11 +146,10 @@ class LLM:
         for the template. The other parameters, the result and the errors are as in `generate`.
         """
         single, listed = inputs.as_list(conversations, dict, inputs.NOT_A_CONVERSATION)
-        for conversation in listed:
-            inputs.check_conversation(conversation)
-        prompts = [self.tokenizer.encode_chat(list(each), template_options) for each in listed]
+        chats = [inputs.checked_conversation(each) for each in listed]
+        options = inputs.checked_options(template_options)
+        prompts = [self.tokenizer.encode_chat(chat, options) for chat in chats]
         params = self._params(sampling, len(prompts), parameters)
-        options = template_options or {}
         pieces = self._stream(prompts, params, stop, not stop, options, prediction=prediction)
         return _collect(pieces, len(listed), single, progress)
 
@@ -266,10 +266,12 @@ class LLM:
         """Return the parameters of each prompt. changes: fields to replace, for all prompts."""
         for name in changes:
             if name not in SamplingParams.__struct_fields__:
-                near = near_names(name, SamplingParams.__struct_fields__)
-                raise InvalidRequest(f"SamplingParams has no field {name!r}{near}", param=name)
+                near = near_names(name, (*SamplingParams.__struct_fields__, "sampling"))
+                raise InvalidRequest(f"there is no parameter {name!r}{near}", param=name)
         sampling = self.default_sampling() if sampling is None else sampling
-        params = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
+        given: Any = sampling
+        is_one = isinstance(given, (SamplingParams, dict))  # `checked` refuses a dict
+        params = [given] * count if is_one else list(given)
         if len(params) != count:
             raise InvalidRequest(f"sampling has {len(params)} entries for {count} prompts")
         return [self._constraints.compile(inputs.checked(each, changes)) for each in params]

@@ -60,6 +60,19 @@ def flag_variables() -> dict[str, tuple[str, Flag]]:
     return further | {_variable(names[0]): (names[0], flag) for names, flag in settings}
 
 
+def flag_fields() -> dict[str, str]:
+    """Return the field of the engine or the scheduler that each flag fills, by the flag's names.
+
+    The names have underscores instead of dashes: max_model_len gives max_seq_len.
+    """
+    return {
+        name.lstrip("-").replace("-", "_"): flag["to"].partition(".")[2]
+        for names, flag in _settings()
+        if flag.get("to", "").startswith(("engine.", "scheduler."))
+        for name in names
+    }
+
+
 def refused_flags() -> dict[str, str]:
     """Return what to use instead of each flag of another server that minisgl refuses."""
     flags = [entry for section in read_flags().values() for entry in section.items()]

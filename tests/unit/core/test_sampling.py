@@ -13,12 +13,13 @@ from minisgl.core.sampling import MAX_SEED
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("temperature", (-0.1, 2.1, math.nan, math.inf, "hot")),
-        ("top_k", (-2, 2**31)),
+        ("temperature", (-0.1, 2.1, math.nan, math.inf, "hot", None)),
+        ("top_k", (-2, 2**31, 0.5, None)),
         ("top_p", (0, 1.1, math.nan)),
         ("min_p", (-0.1, 1.1)),
         ("seed", (MAX_SEED + 1, -MAX_SEED - 2)),
-        ("max_tokens", (0, -1)),
+        ("max_tokens", (0, -1, 2.5)),
+        ("choice", ((), "abc")),
         ("min_tokens", (-1,)),
         ("frequency_penalty", (-2.1, 2.1)),
         ("repetition_penalty", (0.0, 101, math.nan)),

@@ -67,7 +67,7 @@ def test_prompts_with_and_without_constraint_run_together(llm: LLM) -> None:
         ({"json_schema": {"not": {}}}, "json_schema: /not: Unimplemented keys"),
         ({"json_schema": object()}, "json_schema is not JSON"),
         ({"regex": "("}, "regex: "),
-        ({"choice": 3}, "sampling parameters"),
+        ({"choice": 3}, "choice must hold one or more texts"),
     ],
 )
 def test_refused(llm: LLM, constraint: dict[str, Any], message: str) -> None:

@@ -192,7 +192,7 @@ def test_parameters_by_name_replace_those_of_the_sampling(llm: LLM) -> None:
     for wrong, message in (
         ({"temperature": 9}, "temperature must be from 0 to 2, not 9"),
         ({"max_tokens": 2.5}, "max_tokens"),
-        ({"temprature": 1}, "no field 'temprature'; did you mean 'temperature'"),
+        ({"temprature": 1}, "no parameter 'temprature'; did you mean 'temperature'"),
     ):
         with pytest.raises(InvalidRequest, match=message):
             llm.generate("a", GREEDY, progress=False, **wrong)

@@ -16,8 +16,21 @@ def test_settings_reach_the_engine_and_the_scheduler() -> None:
         scheduler = llm.worker.scheduler
         assert (scheduler.kv_manager.pool.size, scheduler.kv_manager.page_size) == (8, 4)
         assert scheduler._config == SchedulerConfig(target_step_ms=None, overlap=False)
-    with pytest.raises(TypeError, match="num_page"):
-        LLM(num_page=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [
+        ("num_page", "num_pages"),
+        ("tensor_parallel_size", "tp"),
+        ("max_model_len", "max_seq_len"),
+        ("gpu_memory_utilization", "memory_ratio"),
+        ("model_path", "model"),
+    ],
+)
+def test_unknown_setting_is_named_with_the_right_one(name: str, right: str) -> None:
+    with pytest.raises(TypeError, match=f"LLM has no setting '{name}'; did you mean '{right}'"):
+        LLM(**{name: 8})
 
 
 @pytest.mark.parametrize(
