@@ -68,11 +68,11 @@ class LLM:
         every method raises WorkerDied within seconds after a rank has ended. The LLM can then only
         be closed.
         """
+        inputs.check_settings(settings)
         if model is None:
             path = str(demo_model_path())
         else:
             path = resolve_model(model, revision, weights=not settings.get("dummy_weight"))
-        inputs.check_settings(settings)
         names = settings.keys() & {*SchedulerConfig.__struct_fields__}
         policy = {"target_step_ms": None} | {name: settings.pop(name) for name in names}
         engine_config = EngineConfig(model_path=path, tp_size=tp, **settings)
