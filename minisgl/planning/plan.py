@@ -51,8 +51,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
                        Each request has 1,024 tokens, or the context if it is shorter. None: this
                        number of requests does not fit. Empty: the rates of the GPU are unknown.
                        No number is larger than the limit of running requests.
-    settings           flags that bound the context and the requests to what fits. `minisgl plan`
-                       adds the flags of its command line.
+    settings           flags that bound the context and the requests, so that they fit. `minisgl
+                       plan` adds the flags of its command line.
     """
 
     gpu: str

@@ -51,7 +51,7 @@ _EXAMPLES = """examples:
 minisgl serves language models over the OpenAI API. Its commands:
   minisgl [serve] [MODEL] [FLAGS]   serve a model; without MODEL, the demo model
   minisgl chat [MODEL] [FLAGS]      the same as serve --shell
-  minisgl plan [MODEL] [FLAGS]      compute what fits on a GPU; needs no GPU
+  minisgl plan [MODEL] [FLAGS]      compute the capacity of a GPU; needs no GPU
   minisgl doctor                    check GPU, compilers, memory and hub
   minisgl compile [MODEL] [FLAGS]   compile GPU kernels ahead of time
   minisgl bench NAME [FLAGS]        run a benchmark; bench --help lists them
@@ -117,7 +117,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return options
 
     def _hint(self, flag: str) -> str:
-        """Return what to use instead of an unknown flag, or the names of similar flags, or ""."""
+        """Return the replacement of an unknown flag, or the names of similar flags, or ""."""
         if instead := refused_flags().get(flag):
             return f"; {instead}"
         shown = [action for action in self._actions if action.help != argparse.SUPPRESS]

@@ -74,7 +74,7 @@ def flag_fields() -> dict[str, str]:
 
 
 def refused_flags() -> dict[str, str]:
-    """Return what to use instead of each flag of another server that minisgl refuses."""
+    """Return the replacement of each flag of another server that minisgl refuses."""
     flags = [entry for section in read_flags().values() for entry in section.items()]
     return {
         name: flag["instead"]
