@@ -1,4 +1,4 @@
-"""Building blocks of tensor-parallel models: linears, norms, embedding, rotary tables.
+"""Building blocks of tensor-parallel models: linears, norms, MLP, embedding, rotary tables.
 
 Import them from their modules.
 """

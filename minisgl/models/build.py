@@ -9,14 +9,14 @@ import torch
 from minisgl.attention.base import AttentionBackend
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import Communicator
-from minisgl.layers.experts import UnquantizedExperts
 from minisgl.layers.linear import LinearBuild, share_split_k_semaphores
-from minisgl.layers.quantization import UNQUANTIZED, Quantization, QuantizationFactory
 from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, ModelParts
 from minisgl.models.hf_config import check_supported
 from minisgl.models.loader import fill_random, load_weights, materialise
+from minisgl.models.quantization import UNQUANTIZED, Quantization, QuantizationFactory
 from minisgl.moe.base import MoeBackend
+from minisgl.moe.experts import UnquantizedExperts
 from minisgl.moe.registry import resolve_moe_backend
 
 

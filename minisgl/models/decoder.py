@@ -12,8 +12,8 @@ from minisgl.distributed.comm import Communicator
 from minisgl.kernel import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool, KVSpec
 from minisgl.layers.embedding import LMHead, ParallelEmbedding
-from minisgl.layers.experts import ExpertsFactory
 from minisgl.layers.linear import ColumnParallelLinear, LinearBuild, RowParallelLinear
+from minisgl.layers.mlp import GatedMlp
 from minisgl.layers.norm import (
     BlockInput,
     CompleteNorm,
@@ -25,10 +25,10 @@ from minisgl.layers.norm import (
 from minisgl.layers.rotary import rotary_order
 from minisgl.layers.shards import Placement, Shard, merge, split_heads
 from minisgl.models.config import ModelConfig, Multipliers
-from minisgl.models.mlp import GatedMlp
 from minisgl.models.moe import MoeBlock
 from minisgl.models.registry import Norms, QkNorm
 from minisgl.moe.base import MoeBackend
+from minisgl.moe.experts import ExpertsFactory
 
 
 class ModelParts(NamedTuple):

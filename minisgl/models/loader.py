@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from minisgl.core import ConfigError
 from minisgl.core.hub import read_json
-from minisgl.layers.experts import ExpertsMethod
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import Placement, Sharded
+from minisgl.moe.experts import ExpertsMethod
 from minisgl.utils.startup import Progress
 
 logger = logging.getLogger(__name__)

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from minisgl.core import ConfigError
-from minisgl.layers.experts import ExpertsFactory, ExpertShards
 from minisgl.layers.linear import LinearBuild
+from minisgl.layers.mlp import GatedMlp
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import Placement, split_evenly
 from minisgl.models.config import MoeConfig
-from minisgl.models.mlp import GatedMlp
 from minisgl.moe.base import ClampedSwiglu, MoeBackend
+from minisgl.moe.experts import ExpertsFactory, ExpertShards
 
 
 class MoeBlock(nn.Module):

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from minisgl.layers.experts import ExpertShards, ExpertsMethod
 from minisgl.layers.shards import Placement
 from minisgl.moe.base import ExpertWeights
+from minisgl.moe.experts import ExpertShards, ExpertsMethod
 from minisgl.quantization.format import Fp8Format, empty_matrix, fp8_placements
 
 

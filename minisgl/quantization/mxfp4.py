@@ -20,12 +20,12 @@ from minisgl.kernel.mxfp4_weights import (
     num_chunks,
     recode,
 )
-from minisgl.layers.experts import ExpertShards
 from minisgl.layers.linear import UnquantizedLinear
-from minisgl.layers.quantization import Quantization
 from minisgl.layers.shards import Placement, Shard
-from minisgl.layers.stacked_experts import StackedExperts, gate_then_up
+from minisgl.models.quantization import Quantization
 from minisgl.moe.base import ExpertWeights
+from minisgl.moe.experts import ExpertShards
+from minisgl.moe.stacked_experts import StackedExperts, gate_then_up
 
 _STORED = ("U8",)
 

@@ -7,10 +7,10 @@ from fnmatch import translate
 import torch
 
 from minisgl.core import ConfigError
-from minisgl.layers.experts import ExpertShards, ExpertsMethod, UnquantizedExperts
 from minisgl.layers.linear import LinearMethod, UnquantizedLinear
-from minisgl.layers.quantization import Quantization
 from minisgl.layers.shards import LinearShards
+from minisgl.models.quantization import Quantization
+from minisgl.moe.experts import ExpertShards, ExpertsMethod, UnquantizedExperts
 from minisgl.quantization.experts import Fp8Experts
 from minisgl.quantization.format import Fp8Format
 from minisgl.quantization.linear import Fp8Linear

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from minisgl.core import ConfigError
-from minisgl.layers.quantization import Quantization
 from minisgl.models.hf_config import Number, check_supported, read_fields
+from minisgl.models.quantization import Quantization
 from minisgl.quantization.format import BLOCK, Fp8Format
 from minisgl.quantization.selection import Group, fp8_quantization
 

@@ -19,10 +19,10 @@ from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.kernel import PendingNorm
 from minisgl.layers.linear import LinearMethod
-from minisgl.layers.quantization import Quantization
 from minisgl.layers.shards import LinearShards, Placement
 from minisgl.models.build import build_model as build
 from minisgl.models.config import load_model_config
+from minisgl.models.quantization import Quantization
 from tests.parity.driver import Driver
 from tests.parity.models import build_model
 

@@ -12,7 +12,7 @@ from minisgl.core import EngineConfig, StepCost
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS
 from minisgl.engine.calibration import StepTimes, StepTimesFile, Subject, file_for, step_cost
-from minisgl.layers.quantization import UNQUANTIZED
+from minisgl.models.quantization import UNQUANTIZED
 from minisgl.quantization import with_quantizations
 from tests.unit.distributed.ranks import run_ranks
 from tests.unit.engine.virtual_engine import VirtualEngine

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from minisgl.core import ConfigError
-from minisgl.layers.quantization import Quantization
 from minisgl.layers.shards import LinearShards, Shard
 from minisgl.models.config import load_model_config
+from minisgl.models.quantization import Quantization
 from minisgl.quantization import with_quantizations
 from minisgl.quantization.format import Fp8Format
 from minisgl.quantization.linear import Fp8Linear

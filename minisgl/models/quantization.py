@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from minisgl.layers.experts import ExpertsFactory, UnquantizedExperts
 from minisgl.layers.linear import LinearMethodFactory, UnquantizedLinear
-from minisgl.layers.stacked_experts import UnquantizedStackedExperts
+from minisgl.moe.experts import ExpertsFactory, UnquantizedExperts
+from minisgl.moe.stacked_experts import UnquantizedStackedExperts
 
 
 class Quantization(NamedTuple):

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from minisgl.layers.experts import ExpertShards, ExpertsMethod
 from minisgl.layers.shards import Placement, Shard
 from minisgl.moe.base import Biases, ExpertWeights
+from minisgl.moe.experts import ExpertShards, ExpertsMethod
 
 
 class StackedExperts(ExpertsMethod):
