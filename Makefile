@@ -64,7 +64,7 @@ test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)
 
 proof: $(VENV)/.dev
-	$(BIN)/python -m pytest -m proof --timeout 3600 $(ARGS)
+	$(BIN)/python -m pytest -m proof $(ARGS)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

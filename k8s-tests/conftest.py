@@ -25,9 +25,13 @@ from k8s_harness.settings import CPU_IMAGE, Settings, SettingsError
 from k8s_harness.shell import CommandFailed, run
 from k8s_harness.spaces import Spaces
 
+from tests.hang_guard import HangGuard, HangLimits
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
-TEST_TIMEOUT_S = 1800  # includes fixtures, which may build an image and load a model
+# The cluster works outside the processes of a test. The time includes fixtures, which may build an
+# image and load a model.
+LIMITS = HangLimits(idle_s=1800.0, total_s=1800.0)
 CAPABILITIES = ("gpu", "networkpolicy", "metrics", "loadbalancer")
 VERSIONS = pytest.StashKey[str]()
 SPACES = pytest.StashKey[Spaces]()
@@ -72,17 +76,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[SETTINGS] = Settings(**given)
     except SettingsError as error:
         raise pytest.UsageError(str(error)) from error
+    if not config.pluginmanager.has_plugin(HangGuard.__name__):
+        config.pluginmanager.register(HangGuard(lambda item: LIMITS), HangGuard.__name__)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     keep = session.config.stash[SETTINGS].keep_on_failure
     session.config.stash[SPACES] = Spaces(lambda: session.testsfailed, keep)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if HERE in item.path.parents:
-            item.add_marker(pytest.mark.timeout(TEST_TIMEOUT_S))
 
 
 @pytest.hookimpl(wrapper=True)

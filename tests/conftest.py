@@ -5,6 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.hang_guard import HangGuard, HangLimits
+
+# Docker and package managers work outside the processes of a proof, or wait for the network.
+_PROOF = HangLimits(idle_s=3600.0, total_s=3600.0)
+
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
@@ -18,3 +23,10 @@ def logging_as_before() -> Iterator[None]:
         root.addHandler(handler)
     root.setLevel(levels[0])
     package.setLevel(levels[1])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    def limits_of(item: pytest.Item) -> HangLimits:
+        return _PROOF if item.get_closest_marker("proof") else HangLimits()
+
+    config.pluginmanager.register(HangGuard(limits_of), HangGuard.__name__)

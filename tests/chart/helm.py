@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import yaml
 
+from tests.patience import patience
+
 __all__ = ["CHART", "KUBE_VERSION", "ChartError", "Helm", "Object", "find_helm", "pick"]
 
 Object = dict[str, Any]
@@ -67,7 +69,7 @@ class _Binary:
             file.flush()
             given = () if values is None else ("--values", file.name)
             done = subprocess.run(
-                [self._path, *words, *given], capture_output=True, text=True, timeout=60
+                [self._path, *words, *given], capture_output=True, text=True, timeout=patience()
             )
         if done.returncode:
             raise ChartError(done.stdout + done.stderr)

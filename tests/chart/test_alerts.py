@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tests.chart.helm import pick
+from tests.patience import patience
 
 POD = 'namespace="llm",pod="minisgl-6f7d-x2b4z"'
 OTHER = 'namespace="llm",pod="chat-minisgl-6f7d-x2b4z"'  # a pod of another release
@@ -117,7 +118,7 @@ def rules(render, tmp_path_factory) -> Path:
 
 
 def promtool(*words: str) -> tuple[int, str]:
-    done = subprocess.run(["promtool", *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["promtool", *words], capture_output=True, text=True, timeout=patience())
     return done.returncode, done.stdout + done.stderr
 
 

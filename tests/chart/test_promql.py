@@ -14,6 +14,7 @@ import yaml
 
 from tests.chart.helm import CHART, pick
 from tests.chart.table import Metric, metrics
+from tests.patience import patience
 
 DASHBOARDS = sorted((CHART / "dashboards").glob("*.json"))
 POD = {"namespace": "llm", "pod": "minisgl-6f7d-x2b4z"}
@@ -71,7 +72,7 @@ def evaluate(expressions: list[str], folder: Path) -> str:
     path = folder / "unit.yaml"
     path.write_text(yaml.safe_dump(unit))
     command = ["promtool", "test", "rules", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience())
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from tests.chart.helm import pick
 from tests.chart.test_promql import DASHBOARDS, expressions_of
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import ServerProcess, run_server, wait_for
 from tests.process.prometheus import needs_prometheus, prometheus_on
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, needs_prometheus]
@@ -34,7 +35,7 @@ def load_on(server: ServerProcess) -> Iterator[None]:
         return {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
 
     def work(kind: int) -> None:
-        with httpx.Client(timeout=DEADLINE_S) as client:
+        with httpx.Client(timeout=patience()) as client:
             while not stop.is_set():
                 if kind == 0:
                     client.post(url, json=body(60, 10))

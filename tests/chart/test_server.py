@@ -9,7 +9,8 @@ import pytest
 
 from tests.chart.helm import CHART, Object
 from tests.chart.test_pod import container_of, pod_of
-from tests.process.harness import DEADLINE_S, run_server
+from tests.patience import patience
+from tests.process.harness import run_server
 
 pytestmark = pytest.mark.process
 VALUES = {
@@ -35,7 +36,7 @@ def test_rendered_container_serves_and_ends_within_its_grace_period(pod):
         server.wait_ready()
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             url = server.probe_url + container[probe]["httpGet"]["path"]
-            assert httpx.get(url, timeout=DEADLINE_S).status_code == 200
+            assert httpx.get(url, timeout=patience()).status_code == 200
         server.signal(signal.SIGTERM)
         assert server.process.wait(timeout=pod["terminationGracePeriodSeconds"]) == 0
         assert "unknown environment variable" not in server.stderr

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from tests.chart.helm import CHART, pick
+from tests.patience import patience
 
 GOOD = {
     "/readyz": "{}",
@@ -68,7 +69,7 @@ def run(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(),
     )
     server.shutdown()
     server.server_close()

@@ -12,6 +12,7 @@ import pytest
 import minisgl
 from minisgl import LLM, SamplingParams
 from minisgl.llm import Completion, Logprob, Piece
+from tests.patience import patience
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "llm.md").read_text()
 NAMED = set(re.findall(r"`(\w+)", PAGE))
@@ -37,13 +38,15 @@ def test_page_names_every_attribute_and_field() -> None:
 
 def test_example_of_the_page_runs() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(120)
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("42\n")
 
 
 def test_importing_the_package_loads_no_torch() -> None:
     code = "import sys, minisgl; assert 'torch' not in sys.modules; minisgl.LLM"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=patience(120))
     with pytest.raises(AttributeError, match="no attribute 'Llm'"):
         _ = minisgl.Llm

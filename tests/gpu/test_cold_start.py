@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from minisgl.benchmark.models import write_model
+from tests.patience import patience
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(1200),  # the compilation of one case takes two to four minutes
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
@@ -25,7 +25,7 @@ def run(*words: object, **environ: str) -> str:
         env=os.environ | environ,
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=patience(540),
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     return done.stdout

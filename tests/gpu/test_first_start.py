@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from minisgl.benchmark.models import write_model
+from tests.patience import patience
 
 pytestmark = [
     pytest.mark.gpu,
@@ -55,7 +56,7 @@ def start(model: str, caches: Path) -> str:
         env=os.environ | environ,
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=patience(540),
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     print(done.stdout)

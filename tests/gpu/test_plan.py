@@ -12,6 +12,7 @@ from minisgl.core import EngineConfig
 from minisgl.models.config import load_model_config
 from minisgl.planning.gpus import Gpu
 from minisgl.planning.plan import make_plan
+from tests.patience import patience
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,7 +52,7 @@ def test_pages_are_within_two_percent_of_those_of_an_engine(
         [sys.executable, "-c", START, folder, speculative or ""],
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=patience(540),
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     allocated = int(done.stdout.split()[-1])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minisgl.benchmark.models import write_model
+from tests.patience import patience
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,7 +45,7 @@ def test_the_costs_of_a_second_start_are_those_of_the_first(tmp_path: Path) -> N
             [sys.executable, "-c", START, model],
             capture_output=True,
             text=True,
-            timeout=540,
+            timeout=patience(540),
             env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")},
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]

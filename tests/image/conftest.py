@@ -9,6 +9,7 @@ import pytest
 
 import minisgl
 from tests.image.engine import docker, why_no_docker
+from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +26,7 @@ def image() -> Iterator[str]:
     make = ["make", "image-cpu", "IMAGE=minisgl-test"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
     done = subprocess.run(
-        make, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3000
+        make, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patience(3000)
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     yield built

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from tests.patience import patience
 from tests.process.harness import wait_for
 
 __all__ = ["Container", "docker", "inspect", "running", "why_no_docker"]
@@ -20,7 +21,9 @@ LOCKED = ("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--pids-li
 
 def docker(*words: str, timeout_s: float = 120) -> str:
     """Runs a docker command and returns its stdout. Fails with the whole output."""
-    done = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=timeout_s)
+    done = subprocess.run(
+        ["docker", *words], capture_output=True, text=True, timeout=patience(timeout_s)
+    )
     assert done.returncode == 0, f"docker {' '.join(words)}\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -34,7 +37,7 @@ def why_no_docker() -> str | None:
     """The reason why containers cannot run here, or None if an engine answers."""
     command = ["docker", "version", "--format", "{{.Server.Version}}"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience(30))
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"the docker command does not work: {error}"
     return f"no Docker engine answers: {done.stderr.strip()}" if done.returncode else None
@@ -63,7 +66,7 @@ class Container:
     def status(self, path: str) -> int:
         """The HTTP status of a probe; 0 when nothing answers."""
         try:
-            return httpx.get(self.url + path, timeout=10).status_code
+            return httpx.get(self.url + path, timeout=patience(10)).status_code
         except httpx.TransportError:
             return 0
 
@@ -84,7 +87,7 @@ class Container:
         """The answer of the demo model over HTTP."""
         messages = [{"role": "user", "content": question}]
         body = {"model": "minisgl-demo", "messages": messages, "temperature": 0}
-        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=60)
+        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=patience())
         assert answer.status_code == 200, answer.text
         content: str = answer.json()["choices"][0]["message"]["content"]
         return content

@@ -14,6 +14,7 @@ import yaml
 
 from tests.chart.helm import CHART, find_helm, parse, pick
 from tests.image.engine import Container, docker, inspect, running
+from tests.patience import patience
 from tests.process.harness import wait_for
 
 pytestmark = pytest.mark.proof
@@ -101,7 +102,7 @@ def test_sigterm_to_pid_1_drains_and_exits_0(image: str) -> None:
         messages = [{"role": "user", "content": "Spell the word planet."}]
         body = {"model": "minisgl-demo", "messages": messages, "stream": True}
         url = f"{container.url}/v1/chat/completions"
-        with httpx.stream("POST", url, json=body, timeout=60) as stream:
+        with httpx.stream("POST", url, json=body, timeout=patience()) as stream:
             lines = stream.iter_lines()
             first = next(lines)
             sent_s = time.monotonic()
@@ -187,7 +188,7 @@ def test_size_of_the_layers(image: str) -> None:
 def test_a_failed_start_ends_with_one_sentence(image: str) -> None:
     """Kubernetes shows the end of the output as the termination message."""
     words = ["docker", "run", "--rm", "--read-only", "--network", "none", image, "--no-such-flag"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=patience())
     assert done.returncode not in (0, 126, 127)
     assert "--no-such-flag" in done.stderr
     assert "Traceback" not in done.stderr

@@ -18,10 +18,10 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.server.metrics import CACHED_S
+from tests.patience import patience
 
-__all__ = ["DEADLINE_S", "JSON_BODY", "ServerProcess", "run_server", "wait_for"]
+__all__ = ["JSON_BODY", "ServerProcess", "run_server", "wait_for"]
 
-DEADLINE_S = 90.0
 _PROBE_URL = re.compile(r"listening for probes on (https?://\S+)")
 # The headers that a request with a body needs, for tests that write to a socket.
 JSON_BODY = b"host: localhost\r\ncontent-type: application/json\r\n"
@@ -30,16 +30,14 @@ _URL = re.compile(r"listening on (https?://\S+)")
 T = TypeVar("T")
 
 
-def wait_for(
-    condition: Callable[[], T], goal: str | Callable[[], str], deadline_s: float = DEADLINE_S
-) -> T:
-    """Wait for a true value of `condition` and return it. Fail after `deadline_s` with `goal`."""
-    end = time.monotonic() + deadline_s
+def wait_for(condition: Callable[[], T], goal: str | Callable[[], str], seconds: float = 90.0) -> T:
+    """Wait for a true value of `condition` and return it. Fail with `goal`; see `patience`."""
+    started = time.monotonic()
     while True:
         value = condition()
         if value:
             return value
-        if time.monotonic() > end:
+        if time.monotonic() - started > patience(seconds):
             raise AssertionError(f"gave up waiting for {goal if isinstance(goal, str) else goal()}")
         time.sleep(0.02)
 
@@ -89,7 +87,7 @@ class ServerProcess:
     def status(self, path: str) -> int:
         """Return the HTTP status of a probe; 0 if the server does not respond."""
         try:
-            return httpx.get(self.url + path, timeout=DEADLINE_S).status_code
+            return httpx.get(self.url + path, timeout=patience()).status_code
         except httpx.TransportError:
             return 0
 
@@ -111,11 +109,11 @@ class ServerProcess:
         return wait_for(lambda: self.child_pids().get(name), f"the child {name}")
 
     def wait_exit(self) -> int:
-        return self.process.wait(timeout=DEADLINE_S)
+        return self.process.wait(timeout=patience())
 
     def client(self, retries: int = 0) -> openai.OpenAI:
         return openai.OpenAI(
-            base_url=self.url + "/v1", api_key="none", max_retries=retries, timeout=DEADLINE_S
+            base_url=self.url + "/v1", api_key="none", max_retries=retries, timeout=patience()
         )
 
     def metrics(self) -> dict[str, float]:
@@ -125,7 +123,7 @@ class ServerProcess:
         that its values are younger than its call.
         """
         time.sleep(CACHED_S)
-        answer = httpx.get(self.url + "/metrics", timeout=DEADLINE_S)
+        answer = httpx.get(self.url + "/metrics", timeout=patience())
         answer.raise_for_status()
         found = {}
         for family in text_string_to_metric_families(answer.text):

@@ -12,7 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.process.harness import DEADLINE_S, ServerProcess, wait_for
+from tests.patience import patience
+from tests.process.harness import ServerProcess, wait_for
 
 __all__ = ["Prometheus", "needs_prometheus", "prometheus_on"]
 
@@ -30,7 +31,7 @@ class Prometheus:
 
     def get(self, path: str, **parameters: str) -> Any:
         """The `data` of a response. Fails with the text of an error."""
-        answer = httpx.get(f"{self._url}/api/v1/{path}", params=parameters, timeout=DEADLINE_S)
+        answer = httpx.get(f"{self._url}/api/v1/{path}", params=parameters, timeout=patience())
         assert answer.is_success, answer.text
         return answer.json()["data"]
 
@@ -66,7 +67,7 @@ def prometheus_on(
     try:
         url = f"http://{wait_for(address, 'the address of Prometheus')[1]}"
         wait_for(
-            lambda: httpx.get(f"{url}/-/ready", timeout=DEADLINE_S).is_success, "its readiness"
+            lambda: httpx.get(f"{url}/-/ready", timeout=patience()).is_success, "its readiness"
         )
         yield Prometheus(url)
     finally:

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.process.harness import DEADLINE_S, JSON_BODY, ServerProcess, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import JSON_BODY, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -38,7 +39,7 @@ class Call:
         parts = urlsplit(server.url)
         self.name = name
         self.answer = b""
-        self._socket = socket.create_connection((parts.hostname, parts.port), timeout=DEADLINE_S)
+        self._socket = socket.create_connection((parts.hostname, parts.port), timeout=patience())
         text = json.dumps({"model": "tiny", "temperature": 0, **body}).encode()
         head = f"POST /v1/completions HTTP/1.1\r\n{JSON_BODY.decode()}connection: close\r\n"
         head += f"x-request-id: {name}\r\ncontent-length: {len(text)}\r\n\r\n"
@@ -55,12 +56,12 @@ class Call:
 
 
 def info(server: ServerProcess) -> dict[str, Any]:
-    return dict(httpx.get(server.url + "/server_info", headers=ADMIN, timeout=DEADLINE_S).json())
+    return dict(httpx.get(server.url + "/server_info", headers=ADMIN, timeout=patience()).json())
 
 
 def abort(server: ServerProcess, call: Call) -> int:
     body = {"request_id": call.name}
-    answer = httpx.post(server.url + "/abort", json=body, headers=ADMIN, timeout=DEADLINE_S)
+    answer = httpx.post(server.url + "/abort", json=body, headers=ADMIN, timeout=patience())
     return int(answer.json()["aborted"])
 
 
@@ -181,7 +182,7 @@ def test_aborted_request_leaves_nothing_after_a_second(
         return (states["used"], waiting, running) == (0, 0, 0)
 
     def answer() -> str:
-        given = httpx.post(server.url + "/v1/completions", json=good, timeout=DEADLINE_S)
+        given = httpx.post(server.url + "/v1/completions", json=good, timeout=patience())
         return str(given.json()["choices"][0]["text"])
 
     expected = answer()

@@ -14,7 +14,8 @@ import httpx
 import openai
 import pytest
 
-from tests.process.harness import DEADLINE_S, JSON_BODY, ServerProcess, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import JSON_BODY, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -31,12 +32,12 @@ def keyed(tiny_model: Path):
 
 def client(server: ServerProcess, key: str = "sesame") -> httpx.Client:
     headers = {"authorization": f"Bearer {key}"}
-    return httpx.Client(base_url=server.url, headers=headers, timeout=DEADLINE_S)
+    return httpx.Client(base_url=server.url, headers=headers, timeout=patience())
 
 
 def connect(server: ServerProcess) -> socket.socket:
     parts = urlsplit(server.url)
-    return socket.create_connection((parts.hostname, parts.port), timeout=DEADLINE_S)
+    return socket.create_connection((parts.hostname, parts.port), timeout=patience())
 
 
 def received(connection: socket.socket) -> bytes:
@@ -287,7 +288,7 @@ def test_probe_port_answers_while_the_main_port_is_full(tiny_model: Path) -> Non
             wait_for(lambda: len(full.poll(0)) >= 300 - 3 - 128, "refusals")
             assert server.status("/livez") == 0
             for path in ("/livez", "/readyz", "/health"):
-                assert httpx.get(server.probe_url + path, timeout=DEADLINE_S).status_code == 200
+                assert httpx.get(server.probe_url + path, timeout=patience()).status_code == 200
 
 
 def test_probe_port_serves_only_the_probes(tiny_model: Path) -> None:
@@ -295,10 +296,10 @@ def test_probe_port_serves_only_the_probes(tiny_model: Path) -> None:
         server.wait_ready()
         url = server.probe_url
         for path in ("/livez", "/readyz", "/health"):
-            assert httpx.get(url + path, timeout=DEADLINE_S).status_code == 200
+            assert httpx.get(url + path, timeout=patience()).status_code == 200
             assert server.status(path) == 200
         for path in ("/metrics", "/v1/models", "/docs", "/server_info"):
-            assert httpx.get(url + path, timeout=DEADLINE_S).status_code == 404
+            assert httpx.get(url + path, timeout=patience()).status_code == 404
 
 
 def test_client_that_does_not_read_is_disconnected(keyed: ServerProcess) -> None:
@@ -337,7 +338,7 @@ def test_https(tiny_model: Path, tmp_path: Path) -> None:
     with run_server("--model", str(tiny_model), *flags, stub="echo") as server:
         assert server.url.startswith("https://")
         context = ssl.create_default_context(cafile=str(certificate))
-        with httpx.Client(verify=context, base_url=server.url, timeout=DEADLINE_S) as user:
+        with httpx.Client(verify=context, base_url=server.url, timeout=patience()) as user:
             wait_for(lambda: _ready(user), "readiness")
             body = {"model": "tiny", "prompt": "one two", "max_tokens": 3}
             assert user.post("/v1/completions", json=body).status_code == 200
@@ -346,7 +347,7 @@ def test_https(tiny_model: Path, tmp_path: Path) -> None:
         with contextlib.ExitStack() as stack:
             for _ in range(700):
                 ended.register(stack.enter_context(connect(server)), select.POLLIN)
-            wait_for(lambda: len(ended.poll(0)) >= 700 - 129, "refusals", deadline_s=30)
+            wait_for(lambda: len(ended.poll(0)) >= 700 - 129, "refusals", seconds=30)
             assert len(ended.poll(0)) < 700
 
 

@@ -10,8 +10,9 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from tests.patience import patience
 from tests.process.agents import ANSWER, CALL, answer_of, run_scripted
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server
+from tests.process.harness import ServerProcess, run_server
 
 pytestmark = pytest.mark.process
 
@@ -44,12 +45,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 @pytest.fixture
 def ours(server: ServerProcess) -> openai.OpenAI:
     url = server.url + "/v1"
-    return openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=DEADLINE_S)
+    return openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=patience())
 
 
 @pytest.fixture
 def theirs(server: ServerProcess) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=DEADLINE_S)
+    return anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=patience())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -137,7 +138,7 @@ def test_aborted_stream_ends_with_an_error(server: ServerProcess, path: str) -> 
         body["max_tokens"] = 5000
     headers = {"x-api-key": KEY, "x-request-id": "counting"}
     with httpx.stream(
-        "POST", server.url + path, json=body, headers=headers, timeout=DEADLINE_S
+        "POST", server.url + path, json=body, headers=headers, timeout=patience()
     ) as answer:
         assert answer.status_code == 200
         lines = answer.iter_lines()

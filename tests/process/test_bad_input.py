@@ -18,7 +18,8 @@ from minisgl.server.protocol.requests import (
     GENERATE,
     PARAMETERS,
 )
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -58,12 +59,14 @@ def server(tiny_model: Any):
 def all_is_well_afterwards(server: ServerProcess):
     yield
     body = {"model": "tiny", "prompt": "a good one", "max_tokens": 2, "temperature": 0}
-    assert httpx.post(server.url + "/v1/completions", json=body, timeout=60).status_code == 200
+    assert (
+        httpx.post(server.url + "/v1/completions", json=body, timeout=patience()).status_code == 200
+    )
     wait_for(lambda: pages_are_whole(server), "idle, with each page free or cached")
 
 
 def pages_are_whole(server: ServerProcess) -> bool:
-    info = httpx.get(server.url + "/server_info", headers=ADMIN, timeout=60).json()
+    info = httpx.get(server.url + "/server_info", headers=ADMIN, timeout=patience()).json()
     stats = info["stats"]
     assert stats["free_pages"] + stats["evictable_pages"] <= stats["total_pages"] == 256
     idle = info["open_requests"] == 0 and not stats["busy"] and stats["locked_pages"] == 0
@@ -81,7 +84,7 @@ def base(route: str) -> dict[str, Any]:
 
 def check(server: ServerProcess, path: str, body: bytes, kind: str = "application/json") -> None:
     headers = {"content-type": kind}
-    answer = httpx.post(server.url + path, content=body, headers=headers, timeout=DEADLINE_S)
+    answer = httpx.post(server.url + path, content=body, headers=headers, timeout=patience())
     assert answer.status_code < 500, answer.text
     if answer.status_code >= 400:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -163,6 +166,6 @@ def test_bodies_that_are_no_request(server: ServerProcess, body: bytes, kind: st
 )
 def test_authentication_headers(server: ServerProcess, value: str) -> None:
     headers = {"authorization": value.encode("latin-1")}
-    answer = httpx.post(server.url + "/flush_cache", headers=headers, timeout=DEADLINE_S)
+    answer = httpx.post(server.url + "/flush_cache", headers=headers, timeout=patience())
     assert answer.status_code == 401
     assert answer.json()["error"]["type"] == "authentication_error"

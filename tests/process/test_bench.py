@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from minisgl.demo import model_path
+from tests.patience import patience
 from tests.process.harness import ServerProcess
 
 pytestmark = pytest.mark.process
@@ -18,7 +19,7 @@ LOAD = ["--largest-id", "1200", "--quiet"]
 
 def bench(*flags: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "minisgl", "bench", "online", *LOAD, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience(120))
 
 
 def test_one_command_starts_a_server_and_measures_it(tmp_path: Path) -> None:
@@ -44,7 +45,11 @@ def test_one_command_starts_a_server_and_measures_it(tmp_path: Path) -> None:
 def test_bench_server_measures_the_api_process() -> None:
     command = [sys.executable, "-m", "minisgl", "bench", "server", "--streams", "4"]
     done = subprocess.run(
-        [*command, "--tokens", "5"], capture_output=True, text=True, timeout=120, check=True
+        [*command, "--tokens", "5"],
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+        check=True,
     )
     found = json.loads(done.stdout.splitlines()[-1])
     assert (found["streams"], found["events"]) == (4, 20)
@@ -62,7 +67,7 @@ def test_prompts_have_ids_that_the_server_knows(real_server: ServerProcess) -> N
     """Regression: ids beyond the vocabulary of a small model made every request fail."""
     command = [sys.executable, "-m", "minisgl", "bench", "online", "--url", real_server.url]
     load = ["--requests", "2", "--prompt-tokens", "8", "8", "--output-tokens", "2", "2"]
-    done = subprocess.run([*command, *load], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *load], capture_output=True, text=True, timeout=patience(120))
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["failed"], summary["output_tokens"]) == (0, 4)

@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -30,7 +31,7 @@ def post(server: ServerProcess, key: str, **body: object) -> tuple[int, dict[str
         server.url + "/v1/completions",
         json={"model": "minisgl-demo", **body},
         headers={"authorization": f"Bearer {key}"},
-        timeout=DEADLINE_S,
+        timeout=patience(),
     )
     return answer.status_code, answer.json()
 
@@ -44,7 +45,7 @@ def open_call(server: ServerProcess, key: str, **body: object) -> Iterator[None]
         f"POST /v1/completions HTTP/1.1\r\nhost: {parts.netloc}\r\nauthorization: Bearer {key}\r\n"
         f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     )
-    with socket.create_connection((parts.hostname, parts.port), timeout=DEADLINE_S) as connection:
+    with socket.create_connection((parts.hostname, parts.port), timeout=patience()) as connection:
         connection.sendall(head.encode() + data)
         yield
 

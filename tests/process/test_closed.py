@@ -24,7 +24,8 @@ from minisgl.message.messages import (
     TokenizeResult,
     TokenizeText,
 )
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -47,7 +48,7 @@ def test_keys_are_in_no_child(tiny_model: Path, monkeypatch: pytest.MonkeyPatch)
         for key in ("sesame-of-the-environment", "sesame-of-the-flag", "root-of-the-environment"):
             headers = {"authorization": f"Bearer {key}"}
             url = server.url + "/v1/models"
-            assert httpx.get(url, headers=headers, timeout=DEADLINE_S).status_code == 200
+            assert httpx.get(url, headers=headers, timeout=patience()).status_code == 200
         warnings = [line for line in server.stderr.splitlines() if "--api-key-file" in line]
         assert len(warnings) == 1
         assert "WARNING" in warnings[0]
@@ -111,5 +112,5 @@ def test_web_page_cannot_drive_a_server_of_this_machine(stub_server: ServerProce
         ({"content-type": "text/plain"}, 415),
     ]
     for more, status in cases:
-        answer = httpx.post(url, content=body, headers={**headers, **more}, timeout=DEADLINE_S)
+        answer = httpx.post(url, content=body, headers={**headers, **more}, timeout=patience())
         assert answer.status_code == status, answer.text

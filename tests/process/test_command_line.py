@@ -11,7 +11,8 @@ import httpx
 import pytest
 
 from minisgl.utils.supervise import CONFIG_EXIT
-from tests.process.harness import DEADLINE_S, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import run_server, wait_for
 from tests.process.test_shell import Terminal
 
 pytestmark = pytest.mark.process
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.process
 
 def run(*words: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "minisgl", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    return subprocess.run(command, capture_output=True, text=True, timeout=patience())
 
 
 def change_config(folder: Path, **changes: object) -> None:
@@ -81,7 +82,7 @@ def test_model_without_a_flag_is_served_with_settings_of_every_place(
     settings.write_text('served-model-name = ["one", "two"]\nnum-pages = 32\nport = 70\n')
     with run_server(str(tiny_model), "--config", str(settings)) as server:
         server.wait_ready()
-        models = httpx.get(server.url + "/v1/models", timeout=DEADLINE_S).json()
+        models = httpx.get(server.url + "/v1/models", timeout=patience()).json()
         assert [model["id"] for model in models["data"]] == ["one", "two"]
         wait_for(lambda: "KV capacity 1,024 tokens" in server.stdout, "64 pages of 16 tokens")
         assert "unknown environment variable" not in server.stderr

@@ -19,7 +19,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.process.harness import DEADLINE_S, JSON_BODY, ServerProcess, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import JSON_BODY, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -43,7 +44,7 @@ class Caller:
     def _run(self) -> None:
         own = {"x-request-id": "mine"}
         with httpx.stream(
-            "POST", self._url, json=self._body, headers=own, timeout=DEADLINE_S
+            "POST", self._url, json=self._body, headers=own, timeout=patience()
         ) as response:
             self.status = response.status_code
             for part in response.iter_text():
@@ -54,7 +55,7 @@ class Caller:
         return self
 
     def join(self) -> "Caller":
-        self._thread.join(DEADLINE_S)
+        self._thread.join(patience())
         return self
 
 
@@ -66,7 +67,7 @@ def serving(model: Path, *flags: str) -> Iterator[ServerProcess]:
 
 def short_call(server: ServerProcess) -> httpx.Response:
     body = {"model": "tiny", "prompt": "a", "max_tokens": 1}
-    return httpx.post(server.url + "/v1/completions", json=body, timeout=DEADLINE_S)
+    return httpx.post(server.url + "/v1/completions", json=body, timeout=patience())
 
 
 def call(
@@ -138,7 +139,7 @@ def test_operator_can_abort_a_request_during_a_drain(tiny_model: Path) -> None:
         caller = Caller(server, max_tokens=2000).wait_first()
         server.signal(signal.SIGTERM)
         wait_for(lambda: short_call(server).status_code == 503, "the refusal of calls")
-        with httpx.Client(base_url=server.url, timeout=DEADLINE_S) as admin:
+        with httpx.Client(base_url=server.url, timeout=patience()) as admin:
             headers = {"authorization": "Bearer root"}
             ended = admin.post("/abort", json={"request_id": "mine"}, headers=headers)
         assert ended.json() == {"aborted": 1}
@@ -150,8 +151,8 @@ def test_kept_connections_are_told_to_close_before_they_are_refused(tiny_model: 
     """A client without retries is never refused on a connection that it was not told to close."""
     with serving(tiny_model, "--drain-grace", "2") as server:
         address = httpx.URL(server.url)
-        idle = http.client.HTTPConnection(address.host, address.port, timeout=DEADLINE_S)
-        busy = http.client.HTTPConnection(address.host, address.port, timeout=DEADLINE_S)
+        idle = http.client.HTTPConnection(address.host, address.port, timeout=patience())
+        busy = http.client.HTTPConnection(address.host, address.port, timeout=patience())
         assert call(idle, max_tokens=1).status == 200
         stream = call(busy, max_tokens=2000, stream=True)
         server.signal(signal.SIGTERM)
@@ -210,7 +211,7 @@ def test_drain_does_not_wait_for_pipelined_requests_of_a_client_that_does_not_re
         )  # more than all buffers hold
 
         def begun() -> bool:
-            scrape = httpx.get(server.url + "/metrics", timeout=DEADLINE_S)
+            scrape = httpx.get(server.url + "/metrics", timeout=patience())
             return 'route="/openapi.json"' in scrape.text
 
         wait_for(begun, "the first answers")
@@ -249,7 +250,7 @@ def test_second_signal_ends_at_once(tiny_model: Path) -> None:
         while not told():  # a signal within 0.2 s counts as the first one
             server.signal(signal.SIGTERM)
             with contextlib.suppress(AssertionError):
-                wait_for(told, "the second signal", deadline_s=1)
+                wait_for(told, "the second signal", seconds=1)
         server.wait_exit()
         assert server.process.returncode == 128 + signal.SIGTERM
         assert not any(psutil.pid_exists(pid) for pid in pids)
@@ -275,7 +276,7 @@ def test_sigterm_ends_a_download_at_once() -> None:
         )
         with process, hub.accept()[0]:  # the hub accepts the connection and does not answer
             process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=DEADLINE_S)
+            _, errors = process.communicate(timeout=patience())
         assert process.returncode == 128 + signal.SIGTERM
         assert "SIGTERM ended the start while the model was looked up" in errors.splitlines()[-1]
 
@@ -314,4 +315,4 @@ def test_sigterm_works_as_pid_1(tiny_model: Path, tmp_path: Path) -> None:
         wait_for(lambda: b"minisgl serves" in err.read_bytes(), "readiness")
         (inner,) = psutil.Process(outer.pid).children()
         inner.send_signal(signal.SIGTERM)
-        assert outer.wait(DEADLINE_S) == 0, err.read_text()
+        assert outer.wait(patience()) == 0, err.read_text()

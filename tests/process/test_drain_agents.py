@@ -8,7 +8,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.process.harness import DEADLINE_S, run_server
+from tests.patience import patience
+from tests.process.harness import run_server
 
 pytestmark = pytest.mark.process
 
@@ -29,7 +30,7 @@ def drained_events(model: Path, path: str, max_tokens: int, *flags: str) -> list
         body = {"model": "tiny", "stream": True, **bodies(max_tokens)[path]}
         url = server.wait_ready().url + path
         events: list[dict[str, Any]] = []
-        with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as answer:
+        with httpx.stream("POST", url, json=body, timeout=patience()) as answer:
             assert answer.status_code == 200
             for line in answer.iter_lines():
                 if line.startswith("data: "):

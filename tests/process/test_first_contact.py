@@ -17,13 +17,14 @@ import pytest
 import minisgl
 from minisgl.demo import model_path
 from minisgl.tokenizer import TextTokenizer
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
 
 def get(server: ServerProcess, path: str) -> httpx.Response:
-    return httpx.get(server.url + path, timeout=DEADLINE_S)
+    return httpx.get(server.url + path, timeout=patience())
 
 
 def test_version_and_ping(stub_server: ServerProcess) -> None:
@@ -39,7 +40,7 @@ def test_start_ends_with_a_table_and_tokenizer_info_serves_lm_eval() -> None:
         info = get(server, "/tokenizer_info").json()
         assert info["eos_token"] == "<|im_end|>"
         asked = {"prompt": info["eos_token"], "add_special_tokens": False}
-        ids = httpx.post(server.url + "/tokenize", json=asked, timeout=DEADLINE_S).json()["tokens"]
+        ids = httpx.post(server.url + "/tokenize", json=asked, timeout=patience()).json()["tokens"]
         assert ids == ours.encode_text("<|im_end|>", add_special=False)
         assert info["vocab_size"] > max(ids)
         title, heads, seconds, ready = server.stdout.splitlines()
@@ -86,7 +87,7 @@ def test_a_second_start_reads_the_step_times_of_the_first(
 def test_unknown_path_names_the_call_and_the_nearest_path(
     stub_server: ServerProcess, method: str, path: str, message: str
 ) -> None:
-    answer = httpx.request(method, stub_server.url + path, timeout=DEADLINE_S)
+    answer = httpx.request(method, stub_server.url + path, timeout=patience())
     assert answer.status_code == 404
     assert message in answer.json()["error"]["message"]
 
@@ -111,7 +112,7 @@ def test_shell_talks_to_the_server_that_has_the_port_and_prints_answers_only(
             env={**os.environ, "MINISGL_API_KEY": "s"},
             capture_output=True,
             text=True,
-            timeout=DEADLINE_S,
+            timeout=patience(),
         )
         keyless = subprocess.run(command, input="one\n", capture_output=True, text=True)
         other = subprocess.run(
@@ -140,7 +141,7 @@ def test_each_request_has_one_log_line(tiny_model: Path) -> None:
     flags = ("--model", str(tiny_model), "--log-format", "json", "--api-key", "sesame")
     with run_server(*flags, stub="echo") as server:
         server.wait_ready()
-        with httpx.Client(base_url=server.url, timeout=DEADLINE_S) as client:
+        with httpx.Client(base_url=server.url, timeout=patience()) as client:
             for name, (path, body) in calls.items():
                 headers = {"x-request-id": name, "authorization": "Bearer sesame"}
                 client.post(path, json=body, headers=headers)
@@ -177,7 +178,7 @@ def test_first_ctrl_c_says_how_long_it_waits_and_the_second_ends_streams_with_an
         url = server.wait_ready().url + "/v1/completions"
 
         def read() -> None:
-            with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as answer:
+            with httpx.stream("POST", url, json=body, timeout=patience()) as answer:
                 text.extend(answer.iter_text())
 
         reader = threading.Thread(target=read)
@@ -189,7 +190,7 @@ def test_first_ctrl_c_says_how_long_it_waits_and_the_second_ends_streams_with_an
         time.sleep(0.3)  # the launcher takes two signals within 0.2 s as one
         server.signal(signal.SIGINT)
         assert server.wait_exit() == 128 + signal.SIGINT
-        reader.join(DEADLINE_S)
+        reader.join(patience())
     whole = "".join(text)
     assert '"message":"the server is shutting down"' in whole
     assert whole.endswith("data: [DONE]\n\n")

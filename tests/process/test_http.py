@@ -16,7 +16,8 @@ import openai
 import pytest
 import zmq
 
-from tests.process.harness import DEADLINE_S, JSON_BODY, ServerProcess, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import JSON_BODY, ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -31,20 +32,22 @@ def server(request: pytest.FixtureRequest) -> ServerProcess:
 
 
 def post(server: ServerProcess, path: str, body: object) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=DEADLINE_S)
+    return httpx.post(server.url + path, json=body, timeout=patience())
 
 
 @contextlib.contextmanager
 def streaming(server: ServerProcess, **body: object) -> Iterator[httpx.Response]:
     body = {"model": "tiny", "prompt": "a b c d", "stream": True, **body}
-    with httpx.stream("POST", server.url + "/v1/completions", json=body, timeout=60) as response:
+    with httpx.stream(
+        "POST", server.url + "/v1/completions", json=body, timeout=patience()
+    ) as response:
         yield response
 
 
 def test_an_idle_connection_stays_open(stub_server: ServerProcess) -> None:
     """uvicorn's default closes it after 5 s, and the next request of a proxy would then fail."""
     url = httpx.URL(stub_server.url)
-    connection = http.client.HTTPConnection(url.host, url.port, timeout=DEADLINE_S)
+    connection = http.client.HTTPConnection(url.host, url.port, timeout=patience())
     connection.auto_open = 0
     connection.connect()
     for _ in range(2):
@@ -55,7 +58,7 @@ def test_an_idle_connection_stays_open(stub_server: ServerProcess) -> None:
         connection.sock.settimeout(6.0)
         with pytest.raises(TimeoutError):
             connection.sock.recv(1)
-        connection.sock.settimeout(DEADLINE_S)
+        connection.sock.settimeout(patience())
     connection.close()
 
 
@@ -144,7 +147,7 @@ def test_models_and_unknown_routes(server: ServerProcess) -> None:
         ("GET", "/v1/chat/completions", 405),
         ("DELETE", "/v1/models", 405),
     ]:
-        answer = httpx.request(method, server.url + path, timeout=DEADLINE_S)
+        answer = httpx.request(method, server.url + path, timeout=patience())
         assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
@@ -193,7 +196,7 @@ def test_bad_chat_is_a_400_that_names_the_parameter(server: ServerProcess, name:
             body = {"model": "tiny", "messages": CHAT, **body}
         body = json.dumps(body).encode()
     answer = httpx.post(
-        server.url + "/v1/chat/completions", content=body, headers=JSON, timeout=DEADLINE_S
+        server.url + "/v1/chat/completions", content=body, headers=JSON, timeout=patience()
     )
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -241,7 +244,7 @@ def test_body_over_the_cap_is_a_413(server: ServerProcess) -> None:
     for content in (b" " * (17 * 2**20), chunks()):
         with contextlib.suppress(httpx.WriteError):  # the server need not read it all
             url = server.url + "/v1/completions"
-            answer = httpx.post(url, content=content, headers=JSON, timeout=60)
+            answer = httpx.post(url, content=content, headers=JSON, timeout=patience())
             assert answer.status_code == 413
             assert answer.json()["error"]["code"] == "body_too_large"
 
@@ -251,7 +254,7 @@ def test_valid_request_id_is_echoed_and_any_other_replaced(
     stub_server: ServerProcess, given: str | None
 ) -> None:
     headers = {} if given is None else {"x-request-id": given}
-    answer = httpx.get(stub_server.url + "/v1/models", headers=headers, timeout=DEADLINE_S)
+    answer = httpx.get(stub_server.url + "/v1/models", headers=headers, timeout=patience())
     returned = answer.headers["x-request-id"]
     assert (returned == given) == (given == "abc-123")
     assert len(returned) <= 128

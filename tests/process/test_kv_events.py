@@ -13,7 +13,8 @@ import zmq
 from k8s_harness.incluster.kv_index import BlockIndex
 
 from minisgl.message.kv_events import EventBatch
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -21,21 +22,21 @@ ADMIN = {"authorization": "Bearer root"}
 
 
 def totals(server: ServerProcess) -> dict[str, Any]:
-    answer = httpx.get(server.url + "/server_info", headers=ADMIN, timeout=DEADLINE_S)
+    answer = httpx.get(server.url + "/server_info", headers=ADMIN, timeout=patience())
     return dict(answer.json()["stats"]["kv_events"])
 
 
 def complete(server: ServerProcess, prompt: list[int], **body: Any) -> None:
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 2, **body}
     url = server.url + "/v1/completions"
-    httpx.post(url, json=body, timeout=DEADLINE_S).raise_for_status()
+    httpx.post(url, json=body, timeout=patience()).raise_for_status()
 
 
 def replayed(address: str) -> tuple[BlockIndex, set[bytes]]:
     """The index after a replay of the whole stream, and the topics."""
     index, topics = BlockIndex(), set()
     with zmq.Context.instance().socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
+        socket.setsockopt(zmq.RCVTIMEO, int(patience() * 1000))
         socket.connect(address)
         socket.send_multipart([b"", (0).to_bytes(8)])
         while True:
@@ -102,14 +103,14 @@ def test_a_renderer_gives_the_tokens_that_an_engine_counts(
 ) -> None:
     chat = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
     url = "/v1/chat/completions"
-    answer = httpx.post(real_server.url + url, json=chat, timeout=DEADLINE_S).json()
+    answer = httpx.post(real_server.url + url, json=chat, timeout=patience()).json()
     for server in (renderer, real_server):
-        rendered = httpx.post(server.url + url + "/render", json=chat, timeout=DEADLINE_S).json()
+        rendered = httpx.post(server.url + url + "/render", json=chat, timeout=patience()).json()
         assert len(rendered["token_ids"]) == answer["usage"]["prompt_tokens"]
         assert rendered["model"] == "tiny"
     body = {"model": "tiny", "prompt": ["one", [5, 6]], "cache_salt": "x", "priority": 3}
     url = renderer.url + "/v1/completions/render"
-    first, second = httpx.post(url, json=body, timeout=DEADLINE_S).json()
+    first, second = httpx.post(url, json=body, timeout=patience()).json()
     assert second["token_ids"] == [5, 6]
     assert (first["cache_salt"], first["priority"]) == ("x", 3)
 
@@ -120,18 +121,18 @@ def test_a_renderer_loads_no_engine(renderer: ServerProcess) -> None:
     used = sum(psutil.Process(pid).memory_full_info().uss for pid in pids)
     assert used < 400 * 2**20
     assert "renders prompts of tiny" in renderer.stdout
-    models = httpx.get(renderer.url + "/v1/models", timeout=DEADLINE_S).json()
+    models = httpx.get(renderer.url + "/v1/models", timeout=patience()).json()
     assert models["data"][0]["max_model_len"] > 0
     prompt = {"model": "tiny", "prompt": "hello"}
-    tokens = httpx.post(renderer.url + "/tokenize", json=prompt, timeout=DEADLINE_S).json()
+    tokens = httpx.post(renderer.url + "/tokenize", json=prompt, timeout=patience()).json()
     body = {"model": "tiny", "tokens": tokens["tokens"]}
-    text = httpx.post(renderer.url + "/detokenize", json=body, timeout=DEADLINE_S).json()
+    text = httpx.post(renderer.url + "/detokenize", json=body, timeout=patience()).json()
     assert text["prompt"] == "hello"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
 def test_a_renderer_refuses_to_generate_by_name(renderer: ServerProcess, path: str) -> None:
-    answer = httpx.post(renderer.url + path, json={}, timeout=DEADLINE_S)
+    answer = httpx.post(renderer.url + path, json={}, timeout=patience())
     assert answer.status_code == 501
     error = answer.json()["error"]
     assert error["code"] == "renders_only"

@@ -19,7 +19,8 @@ import pytest
 from minisgl.message.messages import Ready
 from minisgl.message.queues import Sender, endpoint
 from tests.contract.api_tables import LIMIT_NAMES
-from tests.process.harness import DEADLINE_S, JSON_BODY, ServerProcess, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import JSON_BODY, ServerProcess, run_server, wait_for
 from tests.process.stub_scheduler import FACTS
 
 pytestmark = pytest.mark.process
@@ -81,7 +82,7 @@ IN_TEST_ACCESS = {
 def post(server: ServerProcess, **body: Any) -> httpx.Response:
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     given = {"model": "tiny", **({} if "messages" in body else {"prompt": "a"}), **body}
-    return httpx.post(server.url + path, json=given, timeout=DEADLINE_S)
+    return httpx.post(server.url + path, json=given, timeout=patience())
 
 
 def test_every_limit_is_tested() -> None:
@@ -148,7 +149,7 @@ def test_incomplete_bodies_are_bounded_together(tiny_model: Path) -> None:
         with contextlib.ExitStack() as stack:
             halves = []
             for _ in range(2):
-                half = socket.create_connection((address.host, address.port), timeout=DEADLINE_S)
+                half = socket.create_connection((address.host, address.port), timeout=patience())
                 stack.enter_context(half)
                 half.sendall(head + b"content-length: %d\r\n\r\n%s" % (len(body), first))
                 halves.append(half)
@@ -175,7 +176,7 @@ def test_queue_is_bounded_in_requests_tokens_and_time(tiny_model: Path) -> None:
             assert answer.status_code == 503
             assert int(answer.headers["retry-after"]) >= 1
             assert answer.json()["error"]["code"] == "overloaded"
-        caller.join(DEADLINE_S)
+        caller.join(patience())
         assert (waiting[0].status_code, waiting[0].headers["retry-after"]) == (503, "1")
         assert waiting[0].json()["error"]["code"] == "deadline_exceeded"
         found = {name: count for name, count in server.limits_exceeded().items() if count}
@@ -197,7 +198,7 @@ def test_scheduler_refuses_a_request_that_can_never_fit(tiny_model: Path) -> Non
 
         def believed() -> bool:
             url = server.url + "/server_info"
-            model = httpx.get(url, headers=admin, timeout=DEADLINE_S).json()["model"]
+            model = httpx.get(url, headers=admin, timeout=patience()).json()["model"]
             return model["kv_capacity_tokens"] == 2000
 
         wait_for(believed, "the boast to be believed")

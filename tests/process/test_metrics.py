@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from minisgl.demo import model_path
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import ServerProcess, run_server, wait_for
 from tests.process.prometheus import needs_prometheus, prometheus_on
 
 pytestmark = pytest.mark.process
@@ -37,7 +38,7 @@ class Scrape(dict[str, float]):
 
 def post(server: ServerProcess, **body: object) -> httpx.Response:
     body = {"model": MODEL, "temperature": 0, **body}
-    return httpx.post(server.url + "/v1/completions", json=body, timeout=DEADLINE_S)
+    return httpx.post(server.url + "/v1/completions", json=body, timeout=patience())
 
 
 def complete(server: ServerProcess, prompt: list[int], max_tokens: int, **more: object) -> None:
@@ -137,7 +138,7 @@ def test_outcomes_and_refusals(used: tuple[ServerProcess, Scrape]) -> None:
     assert post(server, prompt=SHORT, model="none").status_code == 404
     body = {"model": MODEL, "prompt": SHORT, "max_tokens": 500, "stream": True, "ignore_eos": True}
     url = server.url + "/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=DEADLINE_S) as stream:
+    with httpx.stream("POST", url, json=body, timeout=patience()) as stream:
         next(stream.iter_bytes())
 
     def aborted() -> Scrape | None:
@@ -200,7 +201,7 @@ def test_json_logs_are_one_object_per_line_with_the_request_id() -> None:
         body = {"model": MODEL, "messages": [{"role": "user", "content": secret}], "max_tokens": 3}
         for text in (body, {**body, "model": secret}):
             httpx.post(
-                server.url + "/v1/chat/completions", json=text, headers=header, timeout=DEADLINE_S
+                server.url + "/v1/chat/completions", json=text, headers=header, timeout=patience()
             )
         server.signal(signal.SIGINT)
         assert server.wait_exit() == 0

@@ -12,7 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.process.harness import DEADLINE_S, wait_for
+from tests.patience import patience
+from tests.process.harness import wait_for
 
 pytestmark = pytest.mark.process
 
@@ -32,11 +33,11 @@ def server_with_output(model: Path, output: int) -> Iterator[httpx.Client]:
     command = [sys.executable, "-m", "tests.process.stub_server", "echo", "--model", str(model)]
     process = subprocess.Popen([*command, "--port", str(port)], stdout=output, stderr=output)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=DEADLINE_S) as user:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=patience()) as user:
             wait_for(lambda: process.poll() is None and _ready(user), "readiness")
             yield user
         process.terminate()
-        assert process.wait(DEADLINE_S) == 0
+        assert process.wait(patience()) == 0
     finally:
         process.kill()
         process.wait()
@@ -63,7 +64,7 @@ def test_refused_requests_without_a_reader_of_stderr_do_not_stop_the_probes(
             for _ in range(200):
                 assert user.get("/nowhere").status_code == 404
                 address = (user.base_url.host, user.base_url.port)
-                with socket.create_connection(address, timeout=DEADLINE_S) as connection:
+                with socket.create_connection(address, timeout=patience()) as connection:
                     connection.sendall(b"\x16\x03\x01")
                     assert connection.recv(12) == b"HTTP/1.1 400"
             assert user.get("/livez").status_code == 200

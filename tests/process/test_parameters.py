@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.process.harness import DEADLINE_S, ServerProcess
+from tests.patience import patience
+from tests.process.harness import ServerProcess
 
 pytestmark = pytest.mark.process
 
@@ -15,7 +16,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog, and the dog sleeps on."
 
 
 def post(server: ServerProcess, path: str, **body: Any) -> dict[str, Any]:
-    answer = httpx.post(server.url + path, json={"model": "tiny", **body}, timeout=DEADLINE_S)
+    answer = httpx.post(server.url + path, json={"model": "tiny", **body}, timeout=patience())
     assert answer.status_code == 200, answer.text
     return dict(answer.json())
 

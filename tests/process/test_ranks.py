@@ -24,7 +24,8 @@ from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import RankWorkers
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.message.queues import Receiver
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -41,7 +42,7 @@ def server(tiny_model: Path) -> Iterator[ServerProcess]:
 
 def ask(server: ServerProcess, prompt: str | list[int] = "hi", model: str = "tiny") -> int:
     body = {"model": model, "prompt": prompt, "max_tokens": 3}
-    return httpx.post(server.url + "/v1/completions", json=body, timeout=DEADLINE_S).status_code
+    return httpx.post(server.url + "/v1/completions", json=body, timeout=patience()).status_code
 
 
 LONG_PROMPT = [7] * 3000  # its attention allocates 72 MB at once, on the demo model with two ranks
@@ -196,5 +197,7 @@ def test_an_llm_that_is_not_closed_leaves_no_process_and_no_folder(
         *(["del llm", "assert not any(left()), left()"] if delete else []),
     ]
     environ = os.environ | {"TMPDIR": str(tmp_path)}
-    subprocess.run([sys.executable, "-c", "\n".join(lines)], env=environ, check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], env=environ, check=True, timeout=patience(120)
+    )
     assert os.listdir(tmp_path) == []

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.harness import DEADLINE_S, run_server
+from tests.patience import patience
+from tests.process.harness import run_server
 
 README = Path(__file__).parents[2] / "README.md"
 _BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
@@ -42,7 +43,7 @@ def test_example_without_a_server_prints_the_output_in_the_readme() -> None:
         if "from minisgl import" in code
     ]
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience())
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown
 
@@ -58,6 +59,6 @@ def test_examples_print_the_output_in_the_readme() -> None:
                 command = ["bash", "-c", code.replace("curl ", "curl -s ")]
             else:
                 command = [sys.executable, "-c", code]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=patience())
             assert done.returncode == 0, done.stderr
             assert without_varying(done.stdout) == without_varying(output)

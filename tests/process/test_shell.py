@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.process.harness import DEADLINE_S, ServerProcess, wait_for
+from tests.patience import patience
+from tests.process.harness import ServerProcess, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -42,7 +43,7 @@ class Terminal:
 
     def expect(self, text: str) -> str:
         """Wait for `text` in the output, and consume and return the output up to it."""
-        end = time.monotonic() + DEADLINE_S
+        end = time.monotonic() + patience()
         while text not in self._seen:
             assert time.monotonic() < end, f"no {text!r} in {self._seen!r}"
             if select.select([self._master], [], [], 0.1)[0]:
@@ -89,7 +90,7 @@ def test_answer_streams_and_the_conversation_goes_on(terminal: Terminal) -> None
     terminal.type("/history\r")
     assert "user:" not in terminal.expect("/history")
     terminal.type("/exit\r")
-    assert terminal.process.wait(DEADLINE_S) == 0
+    assert terminal.process.wait(patience()) == 0
 
 
 def test_unknown_command_is_a_message(terminal: Terminal) -> None:
@@ -106,7 +107,7 @@ def test_ctrl_c_at_the_prompt_stays_and_ctrl_d_leaves(terminal: Terminal) -> Non
     terminal.expect("(Ctrl-D or /exit leaves)")
     terminal.expect(">")
     terminal.type("\x04")
-    assert terminal.process.wait(DEADLINE_S) == 0
+    assert terminal.process.wait(patience()) == 0
 
 
 @pytest.mark.parametrize("flags", [(), ("--api-key", "sesame", "--host", "0.0.0.0")])
@@ -119,7 +120,7 @@ def test_shell_flag_serves_and_ends_with_the_shell(
         told = terminal.expect("/help lists the commands")
         (url,) = re.findall(r"listening on (http://[0-9.]+:[0-9]+)", told)
         assert ("//0.0.0.0:" in url) == bool(flags), "the address that was asked for"
-        status = httpx.get(url + "/v1/models", timeout=DEADLINE_S).status_code
+        status = httpx.get(url + "/v1/models", timeout=patience()).status_code
         assert status == (401 if flags else 200), "the key of the shell is its own"
         terminal.type("hi\r")
         terminal.expect("assistant")
@@ -138,7 +139,7 @@ def test_shell_without_a_server_is_one_line() -> None:
         [sys.executable, "-m", "minisgl.shell", "--url", "http://127.0.0.1:9"],
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=patience(),
     )
     assert done.returncode == 1
     assert "cannot be reached" in done.stderr

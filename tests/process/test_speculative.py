@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server
+from tests.patience import patience
+from tests.process.harness import ServerProcess, run_server
 
 pytestmark = pytest.mark.process
 
@@ -52,7 +53,7 @@ def test_answers_are_equal(body: dict[str, Any], servers: list[ServerProcess]) -
     for server in servers:
         url = server.url + "/v1/completions"
         asked = {"model": "minisgl-demo", **body}
-        answer = httpx.post(url, json=asked, timeout=DEADLINE_S).raise_for_status().json()
+        answer = httpx.post(url, json=asked, timeout=patience()).raise_for_status().json()
         choices = [(choice["text"], choice["finish_reason"]) for choice in answer["choices"]]
         usage = answer["usage"]
         answers.append((choices, usage["prompt_tokens"], usage["completion_tokens"]))
@@ -72,7 +73,7 @@ def chat(server: ServerProcess, prediction: Any, **changed: Any) -> dict[str, An
     }
     if prediction is not None:
         asked["prediction"] = {"type": "content", "content": prediction}
-    answer = httpx.post(url, json={**asked, **changed}, timeout=DEADLINE_S).raise_for_status()
+    answer = httpx.post(url, json={**asked, **changed}, timeout=patience()).raise_for_status()
     if not changed.get("stream"):
         return answer.json()
     lines = answer.text.splitlines()
@@ -87,7 +88,7 @@ def counts_of(usage: dict[str, Any]) -> tuple[int, int]:
 
 def tokens_of(server: ServerProcess, text: str) -> int:
     body = {"prompt": text, "add_special_tokens": False}
-    answer = httpx.post(server.url + "/tokenize", json=body, timeout=DEADLINE_S)
+    answer = httpx.post(server.url + "/tokenize", json=body, timeout=patience())
     count: int = answer.raise_for_status().json()["count"]
     return count
 

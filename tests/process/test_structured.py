@@ -12,7 +12,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server
+from tests.patience import patience
+from tests.process.harness import ServerProcess, run_server
 from tests.process.tiny_model import build_reciting_model
 
 pytestmark = pytest.mark.process
@@ -71,7 +72,7 @@ def server() -> Iterator[ServerProcess]:
 
 def post(server: ServerProcess, path: str, **body: Any) -> httpx.Response:
     given = {"model": MODEL, "max_tokens": 400, "temperature": 1, "seed": 3, **body}
-    return httpx.post(server.url + path, json=given, timeout=DEADLINE_S)
+    return httpx.post(server.url + path, json=given, timeout=patience())
 
 
 def check(text: str, pattern: str | None) -> None:

@@ -15,7 +15,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.process.harness import DEADLINE_S, ServerProcess, run_server, wait_for
+from tests.patience import patience
+from tests.process.harness import ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
@@ -24,7 +25,7 @@ CHILDREN = ["api", "scheduler", "tokenizer-0", "detokenizer"]
 
 def _start_long_stream(server: ServerProcess) -> tuple[httpx.Client, httpx.Response]:
     """Start a stream and wait for its status, so that the request decodes."""
-    client = httpx.Client(timeout=DEADLINE_S)
+    client = httpx.Client(timeout=patience())
     body = {"model": "tiny", "prompt": "one two three", "max_tokens": 2000, "stream": True}
     body |= {"ignore_eos": True}
     request = client.build_request("POST", server.url + "/v1/completions", json=body)
@@ -143,7 +144,7 @@ def _start_long_prefill(server: ServerProcess) -> threading.Thread:
     def ask() -> None:
         body = {"model": "minisgl-demo", "prompt": [5, 6, 7] * 1300, "max_tokens": 4}
         with contextlib.suppress(httpx.TransportError):
-            httpx.post(server.url + "/v1/completions", json=body, timeout=DEADLINE_S)
+            httpx.post(server.url + "/v1/completions", json=body, timeout=patience())
 
     asking = threading.Thread(target=ask)
     asking.start()
@@ -176,7 +177,7 @@ def test_child_that_fails_to_load_is_one_line(tiny_model: Path) -> None:
 def _complete(url: str) -> None:
     body = {"model": "tiny", "prompt": "hi", "stream": True}
     with contextlib.suppress(httpx.TransportError):
-        httpx.post(url + "/v1/completions", json=body, timeout=DEADLINE_S)
+        httpx.post(url + "/v1/completions", json=body, timeout=patience())
 
 
 def test_hung_scheduler_turns_livez_503_and_ends_the_service(tiny_model: Path) -> None:
@@ -187,7 +188,7 @@ def test_hung_scheduler_turns_livez_503_and_ends_the_service(tiny_model: Path) -
         caller.start()
         wait_for(lambda: server.status("/livez") == 503, "livez 503")
         assert server.wait_exit() == 1
-        caller.join(DEADLINE_S)
+        caller.join(patience())
         assert "no progress" in server.stderr
 
 
@@ -199,11 +200,11 @@ def test_stalled_scheduler_is_unready_in_seconds_and_live_until_the_timeout(
         url = server.wait_ready().url
         caller = threading.Thread(target=_complete, args=(url,))
         caller.start()
-        wait_for(lambda: server.status("/readyz") == 503, "readyz 503", deadline_s=30)
+        wait_for(lambda: server.status("/readyz") == 503, "readyz 503", seconds=30)
         assert server.status("/livez") == 200
         assert server.metrics()["ready"] == 0
         server.process.kill()
-        caller.join(DEADLINE_S)
+        caller.join(patience())
 
 
 def test_idle_server_stays_live_beyond_the_step_timeout(tiny_model: Path) -> None:
@@ -222,7 +223,7 @@ def test_port_taken_is_one_line_at_once(tiny_model: Path) -> None:
         with run_server("--model", str(tiny_model), "--host", "127.0.0.1", stub="echo") as server:
             pass
         command = [*server.process.args[:-1], str(port)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience())
     assert done.returncode == 2
     assert f"cannot listen on 127.0.0.1 port {port}" in done.stderr
     assert "Traceback" not in done.stderr

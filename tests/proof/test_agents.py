@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import patience
 from tests.process.agents import ANSWER, CALL, run_scripted
 from tests.process.harness import ServerProcess
 from tests.proof.venvs import make_venv
@@ -49,14 +50,16 @@ def install(folder: Path, package: str, command: str) -> Path:
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed")
     npm = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), package]
-    done = subprocess.run(npm, capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run(npm, capture_output=True, text=True, timeout=patience(LIMIT_S))
     unreachable = ("ENOTFOUND", "ECONNREFUSED", "ETIMEDOUT", "EAI_AGAIN")
     if done.returncode and any(words in done.stderr for words in unreachable):
         pytest.skip(f"no registry offers {package} here")
     assert done.returncode == 0, done.stderr[-3000:]
     script = folder / "node_modules" / package / "install.cjs"
     if script.is_file():  # npm may be configured to run no scripts of packages
-        subprocess.run(["node", script.name], cwd=script.parent, check=True, timeout=LIMIT_S)
+        subprocess.run(
+            ["node", script.name], cwd=script.parent, check=True, timeout=patience(LIMIT_S)
+        )
     return folder / "node_modules" / ".bin" / command
 
 
@@ -69,7 +72,7 @@ def run_agent(server: ServerProcess, folder: Path, command: list[str], **environ
         command,
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=patience(LIMIT_S),
         cwd=work,
         stdin=subprocess.DEVNULL,
         env={"PATH": os.environ["PATH"], "HOME": str(home), **environment},
@@ -124,6 +127,6 @@ def test_frameworks_finish_a_tool_round(tmp_path: Path) -> None:
     with run_scripted(tmp_path, script, "--served-model-name", MODEL) as server:
         path = Path(__file__).parent / "scripts" / "agents_client.py"
         command = [str(python), str(path), server.url, MODEL, question, ANSWER]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=patience(LIMIT_S))
         assert done.returncode == 0, f"{done.stderr[-3000:]}\n{server.stderr[-3000:]}"
     sys.stdout.write(done.stdout)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.benchmark.cli import main
+from tests.patience import patience
 
 pytestmark = pytest.mark.proof
 
@@ -26,7 +27,7 @@ def trace(tmp_path: Path) -> Path:
     if given := os.environ.get("MOONCAKE_TRACE"):
         return Path(given)
     try:
-        with urllib.request.urlopen(SOURCE, timeout=60) as answer:
+        with urllib.request.urlopen(SOURCE, timeout=patience()) as answer:
             (tmp_path / "trace.jsonl").write_bytes(answer.read())
     except urllib.error.URLError as error:
         pytest.skip(f"{SOURCE} cannot be reached here: {error}")

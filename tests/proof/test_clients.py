@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.demo import model_path
+from tests.patience import patience
 from tests.process.harness import ServerProcess, run_server
 from tests.proof.venvs import make_venv
 
@@ -47,7 +48,7 @@ def test_client(
 ) -> None:
     python = make_venv(tmp_path / "venv", *requirements) / "python"
     command = [str(python), str(SCRIPTS / script), demo_server.url, MODEL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience(LIMIT_S))
     assert done.returncode == 0, done.stderr[-3000:]
     sys.stdout.write(done.stdout)  # the version, for docs/api.md: pytest -rP
 
@@ -61,7 +62,9 @@ def test_aiperf_completes_a_run(demo_server: ServerProcess, tmp_path: Path) -> N
     command += ["--concurrency", "4", "--request-count", "40", "--ui", "none"]
     command += ["--synthetic-input-tokens-mean", "32", "--output-tokens-mean", "8"]
     command += ["--extra-inputs", "ignore_eos:true", "--artifact-dir", "artifacts"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=patience(LIMIT_S), cwd=tmp_path
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     (path,) = tmp_path.rglob("profile_export_aiperf.json")
     found = json.loads(path.read_text())
@@ -84,7 +87,7 @@ def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
         # A schema cannot express a prompt's limit in tokens, nor the refusals of a chat template.
         command += ["--exclude-checks", "positive_data_acceptance", "--max-time", "180"]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=LIMIT_S, cwd=tmp_path
+            command, capture_output=True, text=True, timeout=patience(LIMIT_S), cwd=tmp_path
         )
         assert done.returncode == 0, done.stdout[-6000:]
         assert server.status("/livez") == 200

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from demo.evaluate import load_evaluation, transformers_answers
 from minisgl.demo import model_path
 from minisgl.tokenizer import TextTokenizer
+from tests.patience import patience
 from tests.process.harness import ServerProcess
 from tests.proof.venvs import make_venv
 
@@ -85,7 +86,9 @@ def run_tasks(tool: Path, url: str, folder: Path, tasks: list[str], **arguments:
     command = [str(tool), "--model", "local-completions", "--model_args", joined]
     command += ["--tasks", ",".join(tasks), "--include_path", str(folder)]
     command += ["--output_path", str(folder / "out"), "--log_samples"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=folder)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=patience(LIMIT_S), cwd=folder
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

@@ -14,6 +14,7 @@ import pytest
 
 from minisgl.tool_calls.detect import detect
 from minisgl.tool_calls.formats import FORMATS
+from tests.patience import patience
 from tests.proof.venvs import pip
 from tests.unit.tool_calls.answers import load_template
 
@@ -56,7 +57,12 @@ def test_calls_of_published_templates_are_read_back(folder: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", TESTS]
     environment = {**os.environ, "TOOL_TEMPLATES": str(folder)}
     done = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+        command,
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patience(LIMIT_S),
     )
     sys.stdout.write(done.stdout[-4000:])
     assert done.returncode == 0, done.stderr[-2000:]

@@ -30,6 +30,7 @@ SKIPS = {
 TESTED_MARK = re.compile(
     r"<!-- tested: (?P<file>[\w./-]+\.py)::(?P<test>\w+) -->\n(?P<next>[^\n]*)"
 )
+_FIXED_TIMEOUT = re.compile(r"\btimeout=\d|\bmark\.timeout\b")
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -70,6 +71,11 @@ def registry_hosts(text: str) -> list[Offence]:
 def loose_todos(text: str) -> list[Offence]:
     """TODOs without the number of an issue. In Python files ruff's TD rules find them."""
     return _matching_lines(TODO, text)
+
+
+def fixed_timeouts(text: str) -> list[Offence]:
+    """Timeouts that do not grow with the load of the machine, as `tests.patience` does."""
+    return _matching_lines(_FIXED_TIMEOUT, text)
 
 
 def silent_skips(text: str) -> list[Offence]:

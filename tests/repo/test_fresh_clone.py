@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,7 +34,7 @@ def make(clone: Path, *words: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=3000,
+        timeout=patience(3000),
     )
     assert done.returncode == 0, done.stdout[-4000:]
     return done.stdout

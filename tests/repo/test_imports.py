@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
+
 ROOT = Path(__file__).resolve().parents[2]
 TORCHLESS = ("utils", "core", "message", "tokenizer", "server", "demo")
 PRESENT = [f"minisgl.{n}" for n in TORCHLESS if (ROOT / "minisgl" / n / "__init__.py").is_file()]
@@ -15,7 +17,7 @@ def modules_loaded_by(*names: str) -> set[str]:
     """The modules in a new interpreter after it has imported `names`."""
     code = f"import sys\nimport {', '.join(names)}\nsys.stdout.write('\\n'.join(sys.modules))"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(120))
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split("\n"))
 

@@ -86,6 +86,11 @@ def test_every_todo_outside_of_python_has_an_issue():
     assert offences(rules.loose_todos, names) == []
 
 
+def test_no_test_has_a_fixed_timeout():
+    names = [name for name in python_files("tests/") if name != "tests/repo/test_rules.py"]
+    assert offences(rules.fixed_timeouts, names) == []
+
+
 def test_every_skip_has_a_reason():
     assert offences(rules.silent_skips, python_files("tests/", "k8s-tests/")) == []
 

@@ -14,6 +14,8 @@ PLANTED = {
     "machine-path-quoted": (rules.machine_paths, f'open("{HOME}")\n'),
     "registry": (rules.registry_hosts, f"pip install -i https://{HOST}/simple x\n"),
     "registry-mirror": (rules.registry_hosts, "https://mir" + "rors.example.edu/debian\n"),
+    "timeout": (rules.fixed_timeouts, "process.wait(timeout=60)\n"),
+    "timeout-mark": (rules.fixed_timeouts, "@pytest.mark.timeout(60)\n"),
     "skip-mark": (rules.silent_skips, "import pytest\n@pytest.mark.skip\ndef test_a(): ...\n"),
     "skip-empty": (rules.silent_skips, "import pytest\n@pytest.mark.skip()\ndef test_a(): ...\n"),
     "skip-empty-reason": (rules.silent_skips, "import pytest\npytest.skip('')\n"),
@@ -30,6 +32,7 @@ CORRECT = {
     "file-at-the-limit": (rules.too_long, "x = 1\n" * rules.MAX_FILE_LINES),
     "path-in-url": (rules.machine_paths, "https://example.com/work/a and src/home/b\n"),
     "torch-index": (rules.registry_hosts, "https://download.pytorch.org/whl/cpu\n"),
+    "timeout-patience": (rules.fixed_timeouts, "process.wait(timeout=patience(60))\n"),
     "skip-reason": (
         rules.silent_skips,
         "import pytest\n@pytest.mark.skipif(x, reason='no GPU')\ndef test_a():\n"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from minisgl import doctor
+from tests.patience import patience
 
 NAMES = [
     *("driver", "torch", "GPU", "FlashInfer", "compilers", "memory lock", "shared memory"),
@@ -34,7 +35,7 @@ def hub() -> Iterator[str]:
 def run(*words: str, **environ: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "minisgl", "doctor", *words]
     return subprocess.run(
-        command, env=os.environ | environ, capture_output=True, text=True, timeout=90
+        command, env=os.environ | environ, capture_output=True, text=True, timeout=patience()
     )
 
 

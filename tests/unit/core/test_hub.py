@@ -17,6 +17,7 @@ import pytest
 from minisgl.core import ConfigError
 from minisgl.core import hub as hub_module
 from minisgl.core.hub import resolve_model
+from tests.patience import patience
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -120,7 +121,7 @@ class Hub:
             env=settings | env,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=patience(120),
             check=False,
         )
         assert done.returncode == 0, done.stderr

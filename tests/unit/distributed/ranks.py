@@ -10,6 +10,7 @@ import torch
 
 from minisgl.distributed.comm import Communicator, TPInfo, connect
 from minisgl.utils.process import write_socket_key
+from tests.patience import patience
 
 __all__ = ["run_ranks"]
 
@@ -58,13 +59,13 @@ def run_ranks(
         for process in processes:
             process.start()
         for _ in processes:
-            rank, error, value = out.get(timeout=240)
+            rank, error, value = out.get(timeout=patience(240))
             results[rank] = value
             if error is not None:
                 errors.append(f"rank {rank}: {error}")
         assert not errors, "\n".join(errors)
         for process in processes:
-            process.join(60)
+            process.join(patience(60))
             assert process.exitcode == 0
     finally:
         for process in processes:

@@ -17,10 +17,9 @@ from minisgl.kvcache import RadixCache
 from minisgl.message import publisher as module
 from minisgl.message.kv_events import BlockRemoved, BlockStored, EventBatch, KVEvent
 from minisgl.message.publisher import Publisher
+from tests.patience import patience
 from tests.unit.events import golden
 from tests.unit.events.machine import addresses, started
-
-DEADLINE_MS = 60_000
 
 
 @pytest.fixture
@@ -32,11 +31,11 @@ def subscribe(publisher: Publisher) -> "zmq.Socket[bytes]":
     """A SUB socket that receives the stream; returns when the publisher knows of it."""
     context = zmq.Context.instance()
     socket = context.socket(zmq.SUB)
-    socket.setsockopt(zmq.RCVTIMEO, DEADLINE_MS)
+    socket.setsockopt(zmq.RCVTIMEO, int(patience() * 1000))
     monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     socket.subscribe(b"kv@")
     socket.connect(addresses(publisher)[0])
-    assert monitor.poll(DEADLINE_MS)
+    assert monitor.poll(int(patience() * 1000))
     socket.disable_monitor()
     return socket
 
@@ -44,7 +43,7 @@ def subscribe(publisher: Publisher) -> "zmq.Socket[bytes]":
 def replay(address: str, first: int) -> list[tuple[int, EventBatch]]:
     """Ask for the messages from `first` on, as llm-d's subscriber does."""
     with zmq.Context.instance().socket(zmq.DEALER) as socket:
-        socket.setsockopt(zmq.RCVTIMEO, DEADLINE_MS)
+        socket.setsockopt(zmq.RCVTIMEO, int(patience() * 1000))
         socket.connect(address)
         socket.send_multipart([b"", first.to_bytes(8)])
         found = []
@@ -201,7 +200,7 @@ def test_a_peer_that_sends_a_large_message_is_disconnected(
     host, port = addresses(publisher)[index].removeprefix("tcp://").split(":")
     kind = (b"SUB", b"DEALER")[index]
     ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4) + kind
-    with socket.create_connection((host, int(port)), timeout=DEADLINE_MS / 1000) as peer:
+    with socket.create_connection((host, int(port)), timeout=patience()) as peer:
         peer.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
         peer.sendall(bytes([4, len(ready)]) + ready)
         peer.sendall(b"\x02" + (2**20).to_bytes(8))  # the head of a message of 1 MiB

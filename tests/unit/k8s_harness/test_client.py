@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from k8s_harness.client import SCRIPTS, faults, require_whole, script_pod
 
+from tests.patience import patience
+
 STREAMS = SCRIPTS / "streams.py"
 WHOLE = {"status": 200, "error": None, "done": True, "finish": "length"}
 WHOLE |= {"tokens": 5, "usage": 5, "asked": 5}
@@ -132,7 +134,7 @@ def stream(server: Server, *tokens: int, repeat: bool = False, **more: Any) -> l
                 process.stdin.write("stop\n")
                 process.stdin.flush()
                 repeat = False
-        assert process.wait(30) == 0
+        assert process.wait(patience(30)) == 0
     assert lines.pop() == {"event": "over"}
     return lines
 

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patience
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
 def collected(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "k8s-tests", "--collect-only", "-q"]
     command += ["-p", "no:cacheprovider", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(120))
 
 
 def test_cluster_tests_are_collected_without_a_cluster() -> None:
@@ -29,7 +31,7 @@ def test_an_unknown_context_ends_the_run_with_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "k8s-tests", "-p", "no:cacheprovider"]
     command += ["--provider", "existing", "--context", "lab", "--kubeconfig", str(config)]
     command += ["--skip-build"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(120))
     assert done.returncode == 1
     output = done.stdout + done.stderr
     assert sum("no usable context 'lab'" in line for line in output.splitlines()) == 1

@@ -19,6 +19,7 @@ import torch
 from filelock import FileLock
 
 from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing, compiled
+from tests.patience import patience
 
 FA2 = AttentionKernel("fa2", torch.bfloat16, 128)
 FA3 = AttentionKernel("fa3", torch.bfloat16, 128, window=True)
@@ -66,7 +67,7 @@ class Spec:
     def write_ninja(self) -> None:
         self.began()
         if self.may_build is not None:
-            self.may_build.wait(timeout=60)
+            self.may_build.wait(timeout=patience())
         self.ninja_path.write_text("echo no nvcc; exit 1" if self.fails else "exit 0")
         self.is_compiled = not self.fails
 
@@ -145,7 +146,7 @@ def test_modules_compile_at_the_same_time_as_each_other_and_the_caller(
     wait = compile_missing([FA2, FA3])
     assert not specs["fa2"].is_compiled
     assert not specs["fa3"].is_compiled
-    specs["fa2"].may_build.wait(timeout=60)
+    specs["fa2"].may_build.wait(timeout=patience())
     wait()
     assert all(spec.is_compiled for spec in specs.values())
 
@@ -161,14 +162,14 @@ def test_a_start_does_not_wait_for_an_fa3_module_whose_fa2_module_it_has(
     priorities: list[int] = []
     specs["fa3"].began = lambda: priorities.append(os.getpriority(os.PRIO_PROCESS, 0))
     wait = compile_missing([FA2, late])
-    specs["fa2"].may_build.wait(timeout=60)
+    specs["fa2"].may_build.wait(timeout=patience())
     wait()
     assert specs["fa2"].is_compiled
     found = specs["fa3"].is_compiled
     assert not found
     (thread,) = (each for each in threading.enumerate() if each.name == "compile")
-    specs["fa3"].may_build.wait(timeout=60)
-    thread.join(timeout=60)
+    specs["fa3"].may_build.wait(timeout=patience())
+    thread.join(timeout=patience())
     assert specs["fa3"].is_compiled
     assert priorities == [19]
     assert [message[:40] for message in caplog.messages[2:]] == [
@@ -183,7 +184,7 @@ def test_an_fa3_module_that_fails_in_the_background_is_logged(
     compile_missing([FA2, FA3._replace(window=False)])()
     for thread in threading.enumerate():
         if thread.name == "compile":
-            thread.join(timeout=60)
+            thread.join(timeout=patience())
     assert caplog.messages == [
         "prompts stay on the fa2 kernels: fa3 bfloat16 128 did not compile: Ninja build failed. "
         "Ninja output:\nno nvcc\n"

@@ -8,6 +8,7 @@ import pytest
 from minisgl.message.messages import Ready
 from minisgl.server.lifecycle import Lifecycle, Phase
 from minisgl.server.probes import serve_probes
+from tests.patience import patience
 from tests.unit.server.fakes import FACTS
 
 
@@ -21,7 +22,9 @@ def asked(lifecycle: Lifecycle, *paths: str) -> list[int]:
     listener = socket.create_server(("127.0.0.1", 0))
     host, number = listener.getsockname()
     serve_probes(lifecycle, listener)
-    return [httpx.get(f"http://{host}:{number}{path}", timeout=60).status_code for path in paths]
+    return [
+        httpx.get(f"http://{host}:{number}{path}", timeout=patience()).status_code for path in paths
+    ]
 
 
 def test_probes_follow_the_phase(lifecycle: Lifecycle) -> None:

@@ -17,6 +17,7 @@ from minisgl.server.config import ChildSpec
 from minisgl.server.lifecycle import Phase
 from minisgl.server.process import ApiServer
 from minisgl.utils.process import write_socket_key
+from tests.patience import patience
 from tests.unit.server.fakes import CONFIG, FACTS
 
 
@@ -61,7 +62,7 @@ def test_dead_receiver_ends_the_process(tmp_path: Path) -> None:
         outbox: Sender[ToApi] = Sender(endpoint(str(tmp_path), "api"))
         outbox.send(Ready(role="scheduler", facts=FACTS))
         with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(_Broken):
-            await asyncio.wait_for(server.run(listener), timeout=60)
+            await asyncio.wait_for(server.run(listener), timeout=patience())
         generation = server.client.open(1)
         server.client.fail_all(WorkerDied("x"))  # type: ignore[arg-type]
         assert generation.finished()

@@ -10,6 +10,8 @@ from py_compile import PycInvalidationMode
 
 import pytest
 
+from tests.patience import patience
+
 PACKAGES = ("torch", "transformers", "flashinfer")
 SHOW = """
 import os, sys
@@ -47,7 +49,7 @@ def run(program: str, site: Path, **environ: str) -> str:
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(),
         env=inherited
         | {
             "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]),

@@ -9,6 +9,7 @@ import pytest
 
 from minisgl.utils.cuda_context import open_context_early
 from minisgl.utils.toolchain import find_c_compiler
+from tests.patience import patience
 
 # This driver prints each call. It has two devices, with the handles 100 and 101.
 DRIVER = r"""
@@ -69,7 +70,7 @@ def calls(folder: Path, device: str, index: int, **environ: str) -> list[str]:
         [sys.executable, "-c", OPEN, device, str(index)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patience(),
         env=os.environ
         | {"LD_LIBRARY_PATH": str(folder), "PYTHONPATH": paths, "FAKE_INIT": "0"}
         | environ,

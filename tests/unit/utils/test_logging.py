@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from minisgl.utils import log_event, setup_logging
+from tests.patience import patience
 
 
 def test_record_is_one_line_with_role_and_pid(capfd: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +87,7 @@ def test_stderr_without_a_reader_blocks_nothing_and_lost_lines_are_counted() -> 
         process.stdin.write(b"go\n")
         process.stdin.flush()
         # The process ends without a reader, because the pipe is not read before.
-        assert process.wait(60) == 0
+        assert process.wait(patience(60)) == 0
         lines = process.stderr.read().splitlines()
     assert 100 < len(lines) < 5000
 
@@ -102,7 +103,7 @@ def test_lost_lines_are_reported_when_the_reader_comes_back() -> None:
         process.stdin.close()
         process.stdin = None
         process.stderr.read()
-        assert process.wait(60) == 0
+        assert process.wait(patience(60)) == 0
 
 
 @pytest.mark.parametrize("log_format", ["text", "json"])
@@ -111,7 +112,7 @@ def test_full_disk_does_not_end_the_process(log_format: str) -> None:
     code = SPEAKER.replace('"info")', f'"info", "{log_format}")')
     with open("/dev/full", "wb") as full:
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, input=b"go\n", stdout=full, stderr=full, timeout=60)
+        done = subprocess.run(command, input=b"go\n", stdout=full, stderr=full, timeout=patience())
     assert done.returncode == 0
 
 
