@@ -1,8 +1,9 @@
-"""`minisgl bench attack`: does a client without a key slow the server down or fill its memory?
+"""`minisgl bench attack`: does a client slow the server or other clients down, or fill its memory?
 
-It starts a server with the demo model. One process runs an attack, two others ask /livez every
-20 ms on the main port and on the probe port, and this process reads the memory of the server's
-processes.
+Each attack gets a server with the demo model and a process that runs the attack. Most attackers
+have no key. Two other processes then ask /livez every 20 ms on the main port and on the probe port,
+and this process reads the memory of the server's processes. The attackers of attack_keys.py have a
+key, and this process measures the requests of another key.
 """
 
 import argparse
@@ -24,9 +25,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
+from minisgl.benchmark.attack_keys import KEY_ATTACKS, key_flags, measure_keys
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.server_process import start_server
 from minisgl.demo import model_path
+from minisgl.server.config import DEMO_NAME
 
 _PAUSE_S = 0.02
 _GET = b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -187,30 +190,64 @@ def _children(pid: int) -> list[int]:
 
 def main(argv: Sequence[str]) -> int:
     """Print a line for each attack, and one line of JSON."""
+    names = [*ATTACKS, *KEY_ATTACKS]
     parser = argparse.ArgumentParser(prog="minisgl bench attack", description=__doc__)
-    parser.add_argument("--seconds", type=positive_int, default=5, help="time of each attack")
+    parser.add_argument(
+        "--seconds", type=positive_int, default=5, help="time of each attack without a key"
+    )
+    parser.add_argument(
+        "--requests",
+        type=positive_int,
+        default=50,
+        help="requests of the other key, alone and beside each attack with a key",
+    )
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=ATTACKS,
+        choices=names,
         metavar="ATTACK",
-        help="run these attacks alone: " + "; ".join(map(repr, ATTACKS)),
+        help="run these attacks alone: " + "; ".join(map(repr, names)),
     )
     options, flags = parser.parse_known_args(argv)
     results: dict[str, dict[str, object]] = {}
+    flags += ["--probe-port", "0"]
     with tempfile.TemporaryDirectory() as folder:
-        tls_flags = _certificate(Path(folder))
-        for name in options.only or ATTACKS:
-            attack = ATTACKS[name]
-            all_flags = [*flags, "--probe-port", "0", *(tls_flags if attack.tls else ())]
-            with start_server(str(model_path()), all_flags) as server:
-                found = _measure(server.url, server.probe_url, attack, options.seconds)
-            results[name] = found._asdict()
-            ports = (("probe port", found.probe_port_ms), ("main port", found.main_port_ms))
-            shown = (f"{port} p50 {p50:6.1f} max {most:8.1f} ms" for port, (p50, most) in ports)
-            print(f"{name:<34} {', '.join(shown)}, API {found.peak_mib['api']} MiB", flush=True)
+        tls_flags, keys = _certificate(Path(folder)), key_flags(Path(folder))
+        for name in options.only or names:
+            if name in KEY_ATTACKS:
+                line, results[name] = _run_keys(name, [*flags, *keys], options.requests)
+            else:
+                all_flags = [*flags, *(tls_flags if ATTACKS[name].tls else ())]
+                line, results[name] = _run(name, all_flags, options.seconds)
+            print(f"{name:<36} {line}", flush=True)
     print(json.dumps(results))
     return 0
+
+
+def _run(name: str, flags: Sequence[str], seconds: float) -> tuple[str, dict[str, object]]:
+    """Run an attack without a key. Returns the line and the values of its result."""
+    with start_server(str(model_path()), flags) as server:
+        found = _measure(server.url, server.probe_url, ATTACKS[name], seconds)
+    ports = (("probe port", found.probe_port_ms), ("main port", found.main_port_ms))
+    shown = (f"{port} p50 {p50:6.1f} max {most:8.1f} ms" for port, (p50, most) in ports)
+    return f"{', '.join(shown)}, API {found.peak_mib['api']} MiB", found._asdict()
+
+
+def _run_keys(name: str, flags: Sequence[str], requests: int) -> tuple[str, dict[str, object]]:
+    """Run an attack with a key. Returns the line and the values of its result."""
+    all_flags = ["--served-model-name", DEMO_NAME, *flags, *KEY_ATTACKS[name].flags]
+    with start_server(str(model_path()), all_flags) as server:
+        before = _server_processes()
+        found = measure_keys(server.url, DEMO_NAME, name, requests)
+        after = _server_processes()
+    ended = [role for role, status in before.items() if after.get(role) != status]
+    verdict = "within" if found.beside_p95_ms <= found.bar_ms and not ended else "MISSES"
+    line = (
+        f"first token p95 alone {found.alone_p95_ms:6.1f} ms, beside {found.beside_p95_ms:8.1f} ms,"
+        f" step {found.step_ms:6.1f} ms: {verdict} the bar of {found.bar_ms:.1f} ms;"
+        f" ended processes: {', '.join(ended) or 'none'}"
+    )
+    return line, {**found._asdict(), "bar_ms": found.bar_ms, "ended": ended}
 
 
 def _certificate(folder: Path) -> list[str]:

@@ -9,7 +9,7 @@ from minisgl.core import ConfigError
 from minisgl.utils import near_names
 
 _HELP = {
-    "attack": "time of /livez and memory of the server while clients without a key attack it",
+    "attack": "time of /livez, memory, and first tokens of other clients while clients attack",
     "divergence": "next-token distributions of a quantised model against those of the model itself",
     "drafts": "speed of code edits with and without drafts; the edits are real, the weights random",
     "fleet": "replicas behind a router under a load, in simulated time: how many GPUs to buy",
