@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from minisgl.protocol import requests
 from minisgl.server.decode import reject
-from minisgl.server.protocol import requests
 
 _EFFORTS = ("low", "medium", "high")
 

@@ -11,8 +11,8 @@ import msgspec
 
 from minisgl.core import Grammar, GrammarKind, Unsupported
 from minisgl.message.messages import CompileGrammar, TokenizeResult
+from minisgl.protocol import requests
 from minisgl.server.decode import reject
-from minisgl.server.protocol import requests
 from minisgl.structured.thinking import thinking_of
 from minisgl.structured.whitespace import is_json_whitespace, whitespace_pattern
 

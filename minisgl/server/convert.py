@@ -13,6 +13,7 @@ import msgspec
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
 from minisgl.core.sampling import CONSTRAINTS, RANGES
 from minisgl.message.messages import DecodeIds, TextOptions, TokenizeChat, TokenizeText
+from minisgl.protocol import messages_api, requests, responses_api
 from minisgl.server.apis import messages_request, responses_request
 from minisgl.server.apis.translation import Translation
 from minisgl.server.chat import check_effort, ending, harmony_chat, prepare_message
@@ -20,7 +21,6 @@ from minisgl.server.config import ServerConfig
 from minisgl.server.constraints import ConstraintRequest, constraint_of
 from minisgl.server.decode import decode, nesting_limit, reject
 from minisgl.server.errors import ModelNotFound
-from minisgl.server.protocol import messages_api, requests, responses_api
 from minisgl.server.tools import ToolRequest, shorten_ids, tools_of
 
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in Python 3.11

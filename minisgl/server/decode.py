@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 import msgspec
 
 from minisgl.core import InvalidRequest, RequestError, Unsupported
-from minisgl.server.protocol import requests
-from minisgl.server.protocol.requests import RequestBody, known_parameters
+from minisgl.protocol import requests
+from minisgl.protocol.requests import RequestBody, known_parameters
 from minisgl.utils import near_names
 
 Body = TypeVar("Body", bound=RequestBody)

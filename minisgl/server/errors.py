@@ -9,8 +9,8 @@ from typing import NamedTuple
 import msgspec
 
 from minisgl import core
-from minisgl.server.protocol.messages_api import MessagesError, MessagesErrorDetail
-from minisgl.server.protocol.responses import ErrorDetail, ErrorResponse
+from minisgl.protocol.messages_api import MessagesError, MessagesErrorDetail
+from minisgl.protocol.responses import ErrorDetail, ErrorResponse
 
 
 class ModelNotFound(core.RequestError):

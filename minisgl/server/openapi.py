@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from minisgl.core import TokenizerInfo
+from minisgl.protocol import messages_api, requests, responses, responses_api
 from minisgl.server.auth import ADMIN_PATHS
 from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import is_messages, messages_status, status_table
 from minisgl.server.middleware import OPEN_PATHS
-from minisgl.server.protocol import messages_api, requests, responses, responses_api
 
 Schema = dict[str, Any]
 

@@ -14,6 +14,9 @@ from starlette.responses import FileResponse, Response
 import minisgl
 from minisgl.core import Cancelled, InvalidRequest
 from minisgl.message.messages import DecodeIds
+from minisgl.protocol import responses
+from minisgl.protocol.messages_api import TokenCount
+from minisgl.protocol.requests import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 from minisgl.server import probes
 from minisgl.server.apis.messages_answer import MessagesWriter
 from minisgl.server.apis.responses_answer import ResponsesWriter
@@ -22,9 +25,6 @@ from minisgl.server.generation import Generation
 from minisgl.server.handler import CallContext, CallDep, start, tokenized, unless_disconnected
 from minisgl.server.middleware import json_response
 from minisgl.server.pages import find_page
-from minisgl.server.protocol import responses
-from minisgl.server.protocol.messages_api import TokenCount
-from minisgl.server.protocol.requests import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 from minisgl.server.response import ResponseWriter, text_of_token
 from minisgl.server.stream import EventStream, Writer
 

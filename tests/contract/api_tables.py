@@ -11,13 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.core import EngineConfig, SchedulerConfig
-from minisgl.server import ServerConfig
-from minisgl.server.cli import build_parser
-from minisgl.server.convert import RequestConverter
-from minisgl.server.errors import status_table
-from minisgl.server.openapi import component_schemas
-from minisgl.server.protocol.messages_api import MessagesBody
-from minisgl.server.protocol.requests import (
+from minisgl.protocol.messages_api import MessagesBody
+from minisgl.protocol.requests import (
     BODIES,
     CHAT,
     COMPLETIONS,
@@ -27,7 +22,12 @@ from minisgl.server.protocol.requests import (
     RequestBody,
     known_parameters,
 )
-from minisgl.server.protocol.responses_api import ResponsesBody
+from minisgl.protocol.responses_api import ResponsesBody
+from minisgl.server import ServerConfig
+from minisgl.server.cli import build_parser
+from minisgl.server.convert import RequestConverter
+from minisgl.server.errors import status_table
+from minisgl.server.openapi import component_schemas
 
 __all__ = ["PAGE", "with_tables"]
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from minisgl.server.protocol.requests import (
+from minisgl.protocol.requests import (
     BODIES,
     CHAT,
     COMPLETIONS,

@@ -9,7 +9,7 @@ import pytest
 from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCHLESS = ("utils", "core", "message", "tokenizer", "server", "demo")
+TORCHLESS = ("demo", "utils", "core", "protocol", "message", "tokenizer", "server")
 PRESENT = [f"minisgl.{n}" for n in TORCHLESS if (ROOT / "minisgl" / n / "__init__.py").is_file()]
 
 

@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 
 from minisgl.core import FinishReason
+from minisgl.protocol import messages_api as api
 from minisgl.server.apis.blocks import Block, BlockWriter, sse
 from minisgl.server.errors import messages_error
 from minisgl.server.generation import Choice, ChoiceDelta
-from minisgl.server.protocol import messages_api as api
 
 
 class MessagesWriter(BlockWriter):

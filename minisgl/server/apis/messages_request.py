@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minisgl.core import Unsupported
+from minisgl.protocol import messages_api as api
+from minisgl.protocol import requests
 from minisgl.server.apis.translation import (
     Translation,
     Turn,
@@ -12,8 +14,6 @@ from minisgl.server.apis.translation import (
     shared_parameters,
 )
 from minisgl.server.decode import reject
-from minisgl.server.protocol import messages_api as api
-from minisgl.server.protocol import requests
 
 # Claude Code sends its version and a number that changes with each request in a system block of
 # its own. The block would change the beginning of each prompt, so that no prefix could be cached.

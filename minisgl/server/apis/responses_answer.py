@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 from minisgl.core import FinishReason
+from minisgl.protocol import responses_api as api
 from minisgl.server.apis.blocks import Block, BlockWriter, sse
 from minisgl.server.convert import GenerateRequest
 from minisgl.server.errors import public_message
 from minisgl.server.generation import Choice, ChoiceDelta
-from minisgl.server.protocol import responses_api as api
 
 
 class ResponsesWriter(BlockWriter):

@@ -8,6 +8,8 @@ items, so consecutive items of the assistant become one message.
 from typing import Any
 
 from minisgl.core import Unsupported
+from minisgl.protocol import requests
+from minisgl.protocol import responses_api as api
 from minisgl.server.apis.translation import (
     Translation,
     Turn,
@@ -17,8 +19,6 @@ from minisgl.server.apis.translation import (
 )
 from minisgl.server.chat import parse_arguments
 from minisgl.server.decode import reject
-from minisgl.server.protocol import requests
-from minisgl.server.protocol import responses_api as api
 
 # Paths in a chat, each with its path in a body of Responses; see Translation.
 _PATHS = {

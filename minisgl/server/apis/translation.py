@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from minisgl.core import RequestError
-from minisgl.server.protocol import requests
-from minisgl.server.protocol.requests import AnyBody
+from minisgl.protocol import requests
+from minisgl.protocol.requests import AnyBody
 
 # Parameters with the same name and meaning in a chat and in a body of another API.
 _SHARED = ("model", "temperature", "top_p", "top_k", "stream", "parallel_tool_calls", "priority")

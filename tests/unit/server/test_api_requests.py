@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from minisgl.core import InvalidRequest
+from minisgl.protocol.requests import CHAT, MESSAGES, RESPONSES
 from minisgl.server import Limits
 from minisgl.server.app import build_app
 from minisgl.server.convert import RequestConverter
 from minisgl.server.keys import key_hashes
-from minisgl.server.protocol.requests import CHAT, MESSAGES, RESPONSES
 from tests.unit.server.fakes import CONFIG, FACTS, World
 from tests.unit.server.test_app import FakeService
 

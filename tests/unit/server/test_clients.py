@@ -12,14 +12,14 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.core import ConfigError, InvalidRequest, Overloaded
 from minisgl.message.messages import TokenizeResult, TokenizeText, TokenLogprob
+from minisgl.protocol import responses
+from minisgl.protocol.requests import COMPLETIONS
 from minisgl.server.convert import RequestConverter
 from minisgl.server.decode import parse_body
 from minisgl.server.handler import fit_call, fit_max_tokens, start
 from minisgl.server.keys import key_hashes
 from minisgl.server.lifecycle import Phase
 from minisgl.server.metrics import Metrics
-from minisgl.server.protocol import responses
-from minisgl.server.protocol.requests import COMPLETIONS
 from minisgl.server.response import ResponseWriter
 from minisgl.server.stream import events
 from tests.unit.server.fakes import CONFIG, FACTS, World

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 
 from minisgl.core import InvalidRequest, PromptTooLong, RequestError, Unsupported
 from minisgl.message.messages import DecodeIds, TokenizeChat, TokenizeText
-from minisgl.server import Limits
-from minisgl.server.convert import GenerateRequest, RequestConverter
-from minisgl.server.errors import ModelNotFound, error_reply
-from minisgl.server.handler import fit_max_tokens
-from minisgl.server.protocol.requests import (
+from minisgl.protocol.requests import (
     CHAT,
     COMPLETIONS,
     PARAMETERS,
@@ -23,6 +19,10 @@ from minisgl.server.protocol.requests import (
     ChatBody,
     CompletionBody,
 )
+from minisgl.server import Limits
+from minisgl.server.convert import GenerateRequest, RequestConverter
+from minisgl.server.errors import ModelNotFound, error_reply
+from minisgl.server.handler import fit_max_tokens
 from tests.unit.server.fakes import CONFIG, FACTS
 
 MESSAGES = [{"role": "user", "content": "hi"}]

@@ -19,11 +19,11 @@ from minisgl.core import (
     RequestError,
 )
 from minisgl.message.messages import AbortReq, AddReq, StartText, TokenizeChat, TokenizeText
+from minisgl.protocol.requests import CHAT, COMPLETIONS
 from minisgl.server.convert import GenerateRequest, RequestConverter
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.generation import Generation
 from minisgl.server.handler import start
-from minisgl.server.protocol.requests import CHAT, COMPLETIONS
 from minisgl.server.response import ResponseWriter
 from minisgl.server.stream import events
 from tests.unit.server.fakes import CONFIG, FACTS, World

@@ -9,10 +9,10 @@ import pytest
 
 from minisgl.core import FinishReason
 from minisgl.message.messages import TokenLogprob
+from minisgl.protocol import responses
+from minisgl.protocol.requests import CHAT, COMPLETIONS
 from minisgl.server.convert import RequestConverter
 from minisgl.server.generation import ChoiceDelta
-from minisgl.server.protocol import responses
-from minisgl.server.protocol.requests import CHAT, COMPLETIONS
 from minisgl.server.response import ResponseWriter
 from minisgl.server.stream import events
 from tests.unit.server.fakes import CONFIG, FACTS, World

@@ -9,9 +9,9 @@ import pytest
 
 from minisgl.core import FinishReason, InvalidRequest, ModelFacts, RequestError, Unsupported
 from minisgl.message.messages import Ready, TokenizeChat, ToolCallDelta
+from minisgl.protocol.requests import CHAT
 from minisgl.server.convert import RequestConverter
 from minisgl.server.lifecycle import Lifecycle
-from minisgl.server.protocol.requests import CHAT
 from minisgl.server.response import ResponseWriter
 from minisgl.server.stream import events
 from minisgl.tool_calls.grammar import ToolGrammar

@@ -12,9 +12,9 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from minisgl.core import EngineConfig, InvalidRequest, SchedulerConfig
+from minisgl.protocol.requests import CHAT
 from minisgl.server.config import ServerConfig
 from minisgl.server.convert import RequestConverter
-from minisgl.server.protocol.requests import CHAT
 from minisgl.structured.library import parser_limits
 from minisgl.structured.source import GrammarCompiler
 from tests.process.stub_scheduler import FACTS

@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from minisgl.server.protocol import requests
-from minisgl.server.protocol.requests import bounds
+from minisgl.protocol import requests
+from minisgl.protocol.requests import bounds
 
 # The translation refuses other types as features that the server does not have.
 _ITEM_TYPES = {"enum": ["message", "function_call", "function_call_output", "reasoning"]}

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from minisgl.server.protocol.requests import RequestBody, StopString, ToolFunctionName, bounds
+from minisgl.protocol.requests import RequestBody, StopString, ToolFunctionName, bounds
 
 # The translation refuses a type in a place where it is not allowed.
 BlockType = Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]

@@ -38,7 +38,7 @@ class _Parameters(KnownParameters, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 PARAMETERS = msgspec.toml.decode(
-    Path(__file__).parents[1].joinpath("parameters.toml").read_bytes(), type=_Parameters
+    Path(__file__).with_name("parameters.toml").read_bytes(), type=_Parameters
 )
 
 
