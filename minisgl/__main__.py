@@ -61,8 +61,8 @@ def _run(arguments: Sequence[str]) -> int:
 def _serve(arguments: Sequence[str]) -> int:
     setup_logging("launcher", "info")
     keep_bytecode()
-    from minisgl.server.cli import KEY_VARIABLES, resolve
     from minisgl.server.launch import join_running_server, launch
+    from minisgl.settings.resolve import KEY_VARIABLES, resolve
 
     # In a container this process is PID 1, for which the kernel has no default action for signals.
     # Without a handler, SIGTERM would not end a download, which may take minutes.
@@ -87,7 +87,7 @@ def _end_download(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _compile(arguments: Sequence[str]) -> int:
-    from minisgl.server.cli import ArgumentParser, resolve
+    from minisgl.settings.resolve import ArgumentParser, resolve
 
     parser = ArgumentParser(
         prog="minisgl compile",

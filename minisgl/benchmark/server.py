@@ -32,12 +32,12 @@ from minisgl.message.messages import (
     ToScheduler,
     ToTokenizer,
 )
-from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
 from minisgl.server.connection import HttpServer
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.metrics import Metrics
+from minisgl.settings import ServerConfig
 
 
 class _Outbox:

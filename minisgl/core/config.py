@@ -16,7 +16,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_path    a local folder.
     cpu_kv_bytes  size of the KV pool on a CPU; not used when num_pages is set.
 
-    server/flags.toml describes the other settings together with their flags.
+    settings/flags.toml describes the other settings together with their flags.
     """
 
     model_path: str
@@ -63,7 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the scheduler. server/flags.toml and server/cli.py describe them."""
+    """Settings of the scheduler. settings/flags.toml and settings/resolve.py describe them."""
 
     prefill_budget_tokens: int = 8192
     target_step_ms: float | None = 16.0

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from minisgl.core import EngineConfig, InvalidRequest, SamplingParams, SchedulerConfig
-from minisgl.server.settings import flag_fields
+from minisgl.settings.places import flag_fields
 from minisgl.tokenizer import TextTokenizer
 from minisgl.utils import near_names
 

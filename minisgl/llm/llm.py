@@ -18,7 +18,6 @@ from minisgl.core import (
     SamplingParams,
     SchedulerConfig,
 )
-from minisgl.core.hub import resolve_model
 from minisgl.demo import model_path as demo_model_path
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.llm import inputs
@@ -26,6 +25,7 @@ from minisgl.llm.constraints import Constraints
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
 from minisgl.message.messages import PROMPT_TAIL_TOKENS, AbortReq, AddReq, StepOutput, TextOptions
+from minisgl.settings.hub import resolve_model
 from minisgl.tokenizer import TextStream, TextTokenizer
 from minisgl.utils import near_names
 

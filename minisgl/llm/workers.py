@@ -23,7 +23,8 @@ from minisgl.message import messages
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.quantization import with_quantizations
 from minisgl.scheduler import LocalInbox, build_scheduler
-from minisgl.server.config import ChildSpec, ServerConfig
+from minisgl.settings.child import ChildSpec
+from minisgl.settings.config import ServerConfig
 from minisgl.speculative import with_speculation
 from minisgl.structured.processor import with_grammars
 from minisgl.utils import make_socket_dir, supervise

@@ -14,7 +14,7 @@ import torch
 
 from minisgl.attention.base import AttentionRule
 from minisgl.core import ConfigError
-from minisgl.core.hub import read_json
+from minisgl.core.files import read_json
 from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.rotary import QueryScale, Rope
 from minisgl.models.hf_config import (

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from minisgl.core import ConfigError
-from minisgl.core.hub import read_json
+from minisgl.core.files import read_json
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import Placement, Sharded
 from minisgl.moe.experts import ExpertsMethod

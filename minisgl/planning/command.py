@@ -11,8 +11,8 @@ from minisgl.core import EngineConfig
 from minisgl.models.config import ModelConfig, load_model_config
 from minisgl.planning.gpus import GPUS, Gpu, find_gpu
 from minisgl.planning.plan import Plan, make_plan
-from minisgl.server.cli import ArgumentParser, resolve
-from minisgl.server.settings import command_line
+from minisgl.settings.places import command_line
+from minisgl.settings.resolve import ArgumentParser, resolve
 from minisgl.utils import setup_logging
 
 _GIB = 2**30

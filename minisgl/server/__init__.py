@@ -1,5 +1,3 @@
 """The HTTP server, and the launcher of all processes."""
 
-from minisgl.server.config import Limits, ServerConfig
-
-__all__ = ["Limits", "ServerConfig"]
+__all__: list[str] = []

@@ -1,17 +1,17 @@
 """Authenticates requests by keys. The server looks up the hash of a key, and not the key.
 
 If the server has API keys, all paths need a key except the probes, /metrics and the files of the
-web pages. The admin paths always need an admin key. server/keys.py reads the keys.
+web pages. The admin paths always need an admin key. settings/keys.py reads the keys.
 """
 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from minisgl.server.config import ServerConfig
 from minisgl.server.errors import AdminOnly, NotAuthenticated
-from minisgl.server.keys import hash_key
 from minisgl.server.middleware import OPEN_PATHS
 from minisgl.server.pages import PAGE_PATHS
+from minisgl.settings.config import ServerConfig
+from minisgl.settings.keys import hash_key
 
 ADMIN_PATHS = frozenset({"/abort", "/flush_cache", "/server_info"})
 

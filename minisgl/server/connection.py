@@ -32,9 +32,9 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from minisgl.core import InvalidRequest, Overloaded, RequestError
-from minisgl.server.config import Limits
 from minisgl.server.errors import HeadTooLarge, error_reply
 from minisgl.server.middleware import PROBE_PATHS
+from minisgl.settings.config import Limits
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)

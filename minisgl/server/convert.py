@@ -17,11 +17,11 @@ from minisgl.protocol import messages_api, requests, responses_api
 from minisgl.server.apis import messages_request, responses_request
 from minisgl.server.apis.translation import Translation
 from minisgl.server.chat import check_effort, ending, harmony_chat, prepare_message
-from minisgl.server.config import ServerConfig
 from minisgl.server.constraints import ConstraintRequest, constraint_of
 from minisgl.server.decode import decode, nesting_limit, reject
 from minisgl.server.errors import ModelNotFound
 from minisgl.server.tools import ToolRequest, shorten_ids, tools_of
+from minisgl.settings.config import ServerConfig
 
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in Python 3.11
 # A chat or text for a tokenizer worker, or token ids.

@@ -30,12 +30,12 @@ import msgspec
 
 from minisgl.core import DeadlineExceeded, FinishReason, InvalidRequest, Overloaded, RequestError
 from minisgl.message import messages
-from minisgl.server.config import DEFAULT_CLIENT, Limits
 from minisgl.server.convert import Prompt, TokenArray
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.generation import Choice, Generation, priority_class
 from minisgl.server.metrics import Metrics
 from minisgl.server.tokenizer_pool import TokenizerPool
+from minisgl.settings.config import DEFAULT_CLIENT, Limits
 
 
 class Tokenized(NamedTuple):

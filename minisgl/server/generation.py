@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from minisgl import core
 from minisgl.core import FinishReason
 from minisgl.message.messages import TextUpdate, TokenizeResult, TokenLogprob, ToolCallDelta
-from minisgl.server.config import DEFAULT_CLIENT
 from minisgl.server.errors import EngineFailure
+from minisgl.settings.config import DEFAULT_CLIENT
 
 # The errors with which a scheduler refuses a request, by the `error_kind` of Finished.
 _REFUSALS: Mapping[str, type[core.RequestError]] = {

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from minisgl.server.config import ServerConfig
 from minisgl.server.errors import ForbiddenHost, ForbiddenOrigin, UnsupportedMediaType
+from minisgl.settings.config import ServerConfig
 
 
 def check_headers(config: ServerConfig, scope: Scope) -> None:

@@ -20,13 +20,13 @@ from starlette.requests import ClientDisconnect
 from minisgl import core
 from minisgl.core import ModelFacts, PromptTooLong, SamplingParams
 from minisgl.message import messages
-from minisgl.server.config import DEFAULT_CLIENT, ServerConfig
 from minisgl.server.connection import KEPT
 from minisgl.server.convert import GenerateRequest, RequestConverter, TokenArray
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import NotReady, RendersOnly
 from minisgl.server.generation import ChoiceDelta, Generation
 from minisgl.server.lifecycle import Lifecycle
+from minisgl.settings.config import DEFAULT_CLIENT, ServerConfig
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]

@@ -25,8 +25,9 @@ from typing import Any
 import msgspec
 
 from minisgl.core import ConfigError
-from minisgl.server.config import CHILD_COMMAND, DEMO_NAME, ChildSpec, ServerConfig
-from minisgl.server.keys import key_hashes
+from minisgl.settings.child import CHILD_COMMAND, ChildSpec
+from minisgl.settings.config import DEMO_NAME, ServerConfig
+from minisgl.settings.keys import key_hashes
 from minisgl.utils import make_socket_dir, process_age_s, setup_logging, supervise
 
 logger = logging.getLogger(__name__)

@@ -18,10 +18,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.core import Overloaded, RequestError
-from minisgl.server.config import DEFAULT_CLIENT, Limits
 from minisgl.server.errors import BodyTooLarge, error_reply
 from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.metrics import Metrics
+from minisgl.settings.config import DEFAULT_CLIENT, Limits
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)

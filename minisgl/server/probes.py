@@ -12,11 +12,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.protocol.responses import StatusResponse
-from minisgl.server.config import Limits
 from minisgl.server.connection import HttpServer
 from minisgl.server.errors import RETRY_AFTER, RouteNotFound
 from minisgl.server.lifecycle import Lifecycle, Phase
 from minisgl.server.middleware import PROBE_PATHS, error_response, json_response
+from minisgl.settings.config import Limits
 
 _MAX_SILENCE_S = 10.0  # each probe answers 503 if the service's event loop is blocked for longer
 _LIMITS = Limits(max_connections=32, max_head_bytes=8 * 2**10, head_timeout_s=5.0)

@@ -23,7 +23,6 @@ from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
 from minisgl.message import messages
 from minisgl.message.queues import AsyncReceiver, Sender, endpoint
 from minisgl.server.app import build_app
-from minisgl.server.config import ChildSpec, ServerConfig
 from minisgl.server.connection import SPARE_CONNECTIONS, HttpServer, TlsContext
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
@@ -31,6 +30,8 @@ from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
 from minisgl.server.probes import serve_probes
 from minisgl.server.render import facts_of
+from minisgl.settings.child import ChildSpec
+from minisgl.settings.config import ServerConfig
 from minisgl.utils import log_event, process_age_s, supervise
 from minisgl.utils.startup import startup_table, whole_start
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from minisgl.core import ConfigError, EngineConfig, ModelFacts
-from minisgl.core.hub import read_json
+from minisgl.core.files import read_json
 from minisgl.models.registry import text_part
 
 

@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 
 from minisgl.core import ConfigError, InvariantBroken, MinisglError
-from minisgl.server.config import ChildSpec
+from minisgl.settings.child import ChildSpec
 from minisgl.utils import setup_logging, supervise
 from minisgl.utils.cuda_context import open_context_early
 

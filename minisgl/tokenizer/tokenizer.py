@@ -13,7 +13,7 @@ import jinja2
 import tokenizers
 
 from minisgl.core import ConfigError, InvalidRequest, TokenizerInfo
-from minisgl.core.hub import read_json
+from minisgl.core.files import read_json
 from minisgl.tokenizer.convert import tokenizer_folder
 from minisgl.tokenizer.escape import SpecialTokenEscaper
 from minisgl.tokenizer.template import ChatTemplate, TemplateError

@@ -44,8 +44,8 @@ def test_rendered_container_serves_and_ends_within_its_grace_period(pod):
 
 def test_environment_of_the_chart_is_known_to_the_server():
     """The server only logs a warning for a misspelt MINISGL_ variable."""
-    from minisgl.server.cli import VARIABLES_WITHOUT_FLAG
-    from minisgl.server.settings import flag_variables
+    from minisgl.settings.places import flag_variables
+    from minisgl.settings.resolve import VARIABLES_WITHOUT_FLAG
 
     known = {*VARIABLES_WITHOUT_FLAG, *flag_variables()}
     text = (CHART / "templates" / "_env.tpl").read_text()

@@ -23,11 +23,11 @@ from minisgl.protocol.requests import (
     known_parameters,
 )
 from minisgl.protocol.responses_api import ResponsesBody
-from minisgl.server import ServerConfig
-from minisgl.server.cli import build_parser
 from minisgl.server.convert import RequestConverter
 from minisgl.server.errors import status_table
 from minisgl.server.openapi import component_schemas
+from minisgl.settings import ServerConfig
+from minisgl.settings.resolve import build_parser
 
 __all__ = ["PAGE", "with_tables"]
 
@@ -179,7 +179,7 @@ def limits() -> str:
     """One row for each limit, with its label in `minisgl_limits_exceeded_total`."""
     rows = ["| flag | default | value of `limit` | meaning |", "|---|---|---|---|"]
     actions = {o: a for a in build_parser()._actions for o in a.option_strings}
-    flags = tomllib.loads((PACKAGE / "server" / "flags.toml").read_text())["limits"]
+    flags = tomllib.loads((PACKAGE / "settings" / "flags.toml").read_text())["limits"]
     for names, flag in flags.items():
         name = names.split()[0]
         default, unit = actions[name].default, flag["unit"].lower()

@@ -34,7 +34,7 @@ from minisgl.message.messages import (
     ToScheduler,
 )
 from minisgl.message.queues import Receiver, Sender, endpoint
-from minisgl.server.config import ChildSpec
+from minisgl.settings.child import ChildSpec
 from minisgl.tokenizer import TextTokenizer
 from minisgl.utils.supervise import CONFIG_EXIT, bind_to_parent
 

@@ -5,8 +5,8 @@ import signal
 import sys
 
 from minisgl.core import ConfigError
-from minisgl.server.cli import resolve
 from minisgl.server.launch import launch
+from minisgl.settings.resolve import resolve
 from minisgl.utils import setup_logging
 
 

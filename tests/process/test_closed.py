@@ -92,7 +92,7 @@ def test_foreign_messages_on_the_private_sockets_change_nothing(stub_server: Ser
 def test_key_on_the_command_line_is_a_warning_that_names_the_file(
     flag: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from minisgl.server.cli import resolve
+    from minisgl.settings.resolve import resolve
 
     with caplog.at_level(logging.WARNING):
         resolve([flag, "secret"], {})

@@ -9,7 +9,7 @@ import pytest
 from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCHLESS = ("demo", "utils", "core", "protocol", "message", "tokenizer", "server")
+TORCHLESS = ("demo", "utils", "core", "protocol", "message", "settings", "tokenizer", "server")
 PRESENT = [f"minisgl.{n}" for n in TORCHLESS if (ROOT / "minisgl" / n / "__init__.py").is_file()]
 
 
@@ -33,7 +33,9 @@ def test_front_end_packages_together_load_no_torch():
 
 def test_launcher_loads_no_large_library():
     """These imports come before the start of the scheduler, the process with the longest start."""
-    loaded = modules_loaded_by("minisgl.__main__", "minisgl.server.cli", "minisgl.server.launch")
+    loaded = modules_loaded_by(
+        "minisgl.__main__", "minisgl.settings.resolve", "minisgl.server.launch"
+    )
     libraries = {"torch", "numpy", "starlette", "uvicorn", "prometheus_client", "httpx", "asyncio"}
     assert not loaded & libraries
 

@@ -68,7 +68,7 @@ def _or_null(rule: Json) -> Json:
 
 def _as_flag(name: str) -> Json:
     """The type and the bounds of the server's own flag."""
-    sections = tomllib.loads((ROOT / "minisgl" / "server" / "flags.toml").read_text()).values()
+    sections = tomllib.loads((ROOT / "minisgl" / "settings" / "flags.toml").read_text()).values()
     flags = {
         one: flag
         for section in sections

@@ -13,7 +13,7 @@ from minisgl.demo import model_path
 
 FETCH = (
     "import sys\n"
-    "from minisgl.core.hub import resolve_model\n"
+    "from minisgl.settings.hub import resolve_model\n"
     "print(resolve_model('owner/demo', None))\n"
 )
 

@@ -4,9 +4,9 @@ import msgspec
 
 from minisgl.core import EngineConfig, FinishReason, ModelFacts, SchedulerConfig
 from minisgl.message.messages import StepText, TextUpdate, TokenizeResult
-from minisgl.server import Limits, ServerConfig
 from minisgl.server.engine_client import ClientLoad, EngineClient
 from minisgl.server.metrics import Metrics
+from minisgl.settings import Limits, ServerConfig
 
 FACTS = ModelFacts(
     max_seq_len=100,

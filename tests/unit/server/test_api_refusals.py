@@ -9,9 +9,9 @@ import pytest
 
 from minisgl.core import InvalidRequest, RequestError, SamplingParams, Unsupported
 from minisgl.protocol.requests import MESSAGES, RESPONSES, ChatBody, Message
-from minisgl.server import Limits
 from minisgl.server.apis.translation import Translation
 from minisgl.server.handler import fit_call
+from minisgl.settings import Limits
 from tests.unit.server.fakes import CONFIG
 from tests.unit.server.test_api_requests import (
     KNOWS,

@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from minisgl.core import ConfigError
-from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
 from minisgl.server.auth import ADMIN_PATHS
-from minisgl.server.keys import key_hashes
 from minisgl.server.middleware import OPEN_PATHS
+from minisgl.settings import ServerConfig
+from minisgl.settings.keys import key_hashes
 from tests.unit.server.fakes import CONFIG, World
 from tests.unit.server.test_app import FakeService
 

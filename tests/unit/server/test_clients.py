@@ -17,11 +17,11 @@ from minisgl.protocol.requests import COMPLETIONS
 from minisgl.server.convert import RequestConverter
 from minisgl.server.decode import parse_body
 from minisgl.server.handler import fit_call, fit_max_tokens, start
-from minisgl.server.keys import key_hashes
 from minisgl.server.lifecycle import Phase
 from minisgl.server.metrics import Metrics
 from minisgl.server.response import ResponseWriter
 from minisgl.server.stream import events
+from minisgl.settings.keys import key_hashes
 from tests.unit.server.fakes import CONFIG, FACTS, World
 from tests.unit.server.test_engine_client import request, run, settle
 

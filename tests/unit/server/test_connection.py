@@ -9,7 +9,6 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from minisgl.server.config import Limits
 from minisgl.server.connection import (
     MAX_HEADERS,
     MAX_HELD_BYTES,
@@ -18,6 +17,7 @@ from minisgl.server.connection import (
     TlsContext,
     limited_protocol,
 )
+from minisgl.settings.config import Limits
 from tests.unit.server.wires import LIMITS, MOST, POST, Wire, Wired, answers, echo
 
 

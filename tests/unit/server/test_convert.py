@@ -19,10 +19,10 @@ from minisgl.protocol.requests import (
     ChatBody,
     CompletionBody,
 )
-from minisgl.server import Limits
 from minisgl.server.convert import GenerateRequest, RequestConverter
 from minisgl.server.errors import ModelNotFound, error_reply
 from minisgl.server.handler import fit_max_tokens
+from minisgl.settings import Limits
 from tests.unit.server.fakes import CONFIG, FACTS
 
 MESSAGES = [{"role": "user", "content": "hi"}]

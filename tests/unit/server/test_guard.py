@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from minisgl.server import ServerConfig
 from minisgl.server.app import build_app
-from minisgl.server.keys import key_hashes
+from minisgl.settings import ServerConfig
+from minisgl.settings.keys import key_hashes
 from tests.unit.server.fakes import CONFIG, World
 from tests.unit.server.test_app import FakeService
 

@@ -9,7 +9,7 @@ import pytest
 
 from minisgl.core import ConfigError
 from minisgl.server import launch
-from minisgl.server.config import ChildSpec
+from minisgl.settings.child import ChildSpec
 from minisgl.utils.supervise import Child, Supervisor
 from tests.unit.server.fakes import CONFIG
 from tests.unit.utils.supervising import supervising

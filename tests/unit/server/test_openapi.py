@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from minisgl.protocol.requests import BODIES, PARAMETERS
-from minisgl.server import Limits
 from minisgl.server.app import build_app
 from minisgl.server.convert import RequestConverter
-from minisgl.server.keys import key_hashes
 from minisgl.server.openapi import component_schemas
+from minisgl.settings import Limits
+from minisgl.settings.keys import key_hashes
 from tests.unit.server.fakes import CONFIG, World
 from tests.unit.server.test_app import FakeService, call
 

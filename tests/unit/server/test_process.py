@@ -13,9 +13,9 @@ import pytest
 from minisgl.core import SamplingParams, WorkerDied
 from minisgl.message.messages import AddReq, Ready, Shutdown, TextOptions, ToApi
 from minisgl.message.queues import Sender, endpoint
-from minisgl.server.config import ChildSpec
 from minisgl.server.lifecycle import Phase
 from minisgl.server.process import ApiServer
+from minisgl.settings.child import ChildSpec
 from minisgl.utils.process import write_socket_key
 from tests.patience import patience
 from tests.unit.server.fakes import CONFIG, FACTS

@@ -8,8 +8,8 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from minisgl.server.config import Limits
 from minisgl.server.connection import limited_protocol
+from minisgl.settings.config import Limits
 
 __all__ = ["LIMITS", "MOST", "POST", "Wire", "Wired", "answers", "echo"]
 

@@ -8,8 +8,8 @@ import pytest
 
 from minisgl.core import ConfigError
 from minisgl.demo import model_path
-from minisgl.server import ServerConfig
-from minisgl.server.cli import build_parser, resolve
+from minisgl.settings import ServerConfig
+from minisgl.settings.resolve import build_parser, resolve
 
 
 def config(*flags: str, **environ: str) -> ServerConfig:

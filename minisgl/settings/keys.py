@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from minisgl.core import ConfigError
-from minisgl.server.config import DEFAULT_CLIENT
+from minisgl.settings.config import DEFAULT_CLIENT
 
 # A colon with white space after it ends the name of a key.
 _NAMED = re.compile(r"(?P<name>.*?)(?:[ \t]+priority=(?P<lowest>-?[0-9]{1,9}))?:[ \t]+(?P<key>.+)")

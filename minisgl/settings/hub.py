@@ -4,10 +4,8 @@ The launcher calls `resolve_model` once, before it starts any worker, so that wo
 local files. Nothing here loads torch.
 """
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 from minisgl.core.errors import ConfigError
 
@@ -48,19 +46,6 @@ def resolve_model(name: str, revision: str | None = None, weights: bool = True) 
             "user needs read and execute permission for a model folder, and also write permission "
             "for the download cache (HF_HOME)"
         ) from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in this file of a model folder. Raises ConfigError."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path.parent} has no {path.name}") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} does not hold a JSON object")
-    return content
 
 
 def _checked(folder: Path, name: str, weights: bool) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from minisgl.core import ConfigError
-from minisgl.server.config import ServerConfig
+from minisgl.settings.config import ServerConfig
 from minisgl.utils import near_names
 
 _INJECTED_NAME = re.compile(

@@ -1,16 +1,9 @@
 """The configuration of all processes. The launcher builds it once and sends it to each child."""
 
-import sys
-from collections.abc import Sequence
-
 import msgspec
 
 from minisgl.core import EngineConfig, SchedulerConfig
 from minisgl.core.sampling import MAX_JSON_WHITESPACE, MAX_LOGPROBS
-from minisgl.utils import supervise
-
-# The launcher appends two arguments: the name of the process, and the pid of the launcher.
-CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.worker_main")
 
 DEMO_NAME = "minisgl-demo"  # the served name of the embedded model
 # The client of requests whose key has no name, and of all requests to a server without keys.
@@ -95,44 +88,3 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 60.0
     step_timeout_s: float = 60.0
     commit: str = "unknown"
-
-
-class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """The configuration of one child. The launcher writes it to the child's standard input.
-
-    role        api, tokenizer, detokenizer or scheduler.
-    index       number of the process within its role, from 0.
-    listen_fds  the bound TCP sockets of --port and --probe-port (api only).
-    reason_fd   a pipe; the child writes a fatal error there as one line.
-    url         URL of the main port, for messages to the user.
-    download_s  seconds in which the launcher found or downloaded the model.
-    report_fd   a pipe; the first scheduler and each tokenizer report that they have found no fault
-                in the configuration. -1: nothing waits for it.
-    """
-
-    role: str
-    index: int
-    socket_dir: str
-    reason_fd: int
-    config: ServerConfig
-    listen_fds: tuple[int, ...] = ()
-    report_fd: int = -1
-    url: str = ""
-    download_s: float = 0.0
-
-    @property
-    def name(self) -> str:
-        """The unique name of the child, such as scheduler, scheduler-1 or tokenizer-0."""
-        many = self.role == "tokenizer" or (self.role == "scheduler" and self.index > 0)
-        return f"{self.role}-{self.index}" if many else self.role
-
-    def report_checked(self) -> None:
-        """In the child: tell the launcher that the configuration has no fault."""
-        if self.report_fd >= 0:
-            supervise.write_report(self.report_fd)
-
-    def spawn(self, command: Sequence[str] = CHILD_COMMAND) -> supervise.Child:
-        """Start the child, which reads this spec. Its name is an argument, so `ps` shows it."""
-        argv, payload = [*command, self.name], msgspec.json.encode(self)
-        fds = [fd for fd in (self.reason_fd, self.report_fd, *self.listen_fds) if fd >= 0]
-        return supervise.spawn_child(self.name, argv, payload, fds)

@@ -5,8 +5,8 @@ import logging
 import pytest
 
 from minisgl.core import ConfigError
-from minisgl.server.cli import resolve, warn_of_unknown
-from minisgl.server.settings import environment_words, flag_variables, is_injected
+from minisgl.settings.places import environment_words, flag_variables, is_injected
+from minisgl.settings.resolve import resolve, warn_of_unknown
 
 
 @pytest.mark.parametrize(

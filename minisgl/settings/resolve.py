@@ -1,6 +1,6 @@
 """The command line and the MINISGL_* variables, resolved into one `ServerConfig`.
 
-The flags are data in flags.toml. settings.py reads their variables and their keys in a file.
+The flags are data in flags.toml. places.py reads their variables and their keys in a file.
 """
 
 import argparse
@@ -17,11 +17,11 @@ import msgspec
 
 import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
-from minisgl.core.hub import resolve_model
 from minisgl.demo import model_path
-from minisgl.server.config import DEMO_NAME, KVEventsConfig, Limits, ServerConfig
-from minisgl.server.keys import key_hashes, lowest_priorities
-from minisgl.server.settings import (
+from minisgl.settings.config import DEMO_NAME, KVEventsConfig, Limits, ServerConfig
+from minisgl.settings.hub import resolve_model
+from minisgl.settings.keys import key_hashes, lowest_priorities
+from minisgl.settings.places import (
     environment_words,
     file_words,
     flag_variables,

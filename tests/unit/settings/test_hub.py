@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from minisgl.core import ConfigError
-from minisgl.core import hub as hub_module
-from minisgl.core.hub import resolve_model
 from tests.patience import patience
+from minisgl.settings import hub as hub_module
+from minisgl.settings.hub import resolve_model
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -96,7 +96,7 @@ class Hub:
         code = (
             "import sys\n"
             "from minisgl.core import ConfigError\n"
-            "from minisgl.core.hub import resolve_model\n"
+            "from minisgl.settings.hub import resolve_model\n"
             "try:\n"
             f"    print('PATH', resolve_model({name!r}, {revision!r}, {weights}))\n"
             "except ConfigError as error:\n"
@@ -152,7 +152,7 @@ def test_hub_id_downloads_only_what_is_needed_and_works_offline_afterwards(hub: 
 def test_download_logs_its_progress_where_stderr_is_no_terminal(hub: Hub) -> None:
     """Regression: a download of minutes wrote nothing to the log of a container."""
     code = (
-        "from minisgl.core.hub import resolve_model\n"
+        "from minisgl.settings.hub import resolve_model\n"
         "from minisgl.utils import setup_logging, startup\n"
         "setup_logging('launcher', 'info')\n"
         "startup._LOG_INTERVAL_S = 0.0\n"

@@ -1,0 +1,20 @@
+"""Reading the JSON files of a model folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from minisgl.core.errors import ConfigError
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in this file of a model folder. Raises ConfigError."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path.parent} has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} does not hold a JSON object")
+    return content
