@@ -61,7 +61,7 @@ def _run(arguments: Sequence[str]) -> int:
 def _serve(arguments: Sequence[str]) -> int:
     setup_logging("launcher", "info")
     keep_bytecode()
-    from minisgl.server.launch import join_running_server, launch
+    from minisgl.launch.launcher import join_running_server, launch
     from minisgl.settings.resolve import KEY_VARIABLES, resolve
 
     # In a container this process is PID 1, for which the kernel has no default action for signals.

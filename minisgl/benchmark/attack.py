@@ -179,7 +179,7 @@ def _server_processes() -> dict[str, Path]:
     for launcher in _children(os.getpid()):
         for pid in _children(launcher):
             words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-            if "minisgl.server.worker_main" in words:
+            if "minisgl.launch.worker_main" in words:
                 found[words[-3]] = Path(f"/proc/{pid}/status")
     return found
 

@@ -1,7 +1,7 @@
 """Events for other systems: the blocks that enter and leave the prefix cache.
 
 The prefix cache (kvcache/) calls a `CacheListener` at each insertion and eviction. The entry point
-(server/worker_main.py) registers this package; the core does not import it.
+(launch/worker_main.py) registers this package; the core does not import it.
 """
 
 from minisgl.events.cache_events import CacheEvents

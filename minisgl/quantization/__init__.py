@@ -3,7 +3,7 @@
 settings.py reads quantization_config, as each producer of checkpoints writes it. format.py
 describes the storage as data, linear.py and experts.py store the weights in memory, and
 selection.py leaves out the ignored modules. mxfp4.py is complete by itself. Entry points
-(server/worker_main.py, LLM, the compiler) register the formats with `with_quantizations`; the core
+(launch/worker_main.py, LLM, the compiler) register the formats with `with_quantizations`; the core
 does not import this package.
 
 The products are in minisgl.kernel.fp8_products. The scales of a KV cache belong to

@@ -1,3 +1,3 @@
-"""The HTTP server, and the launcher of all processes."""
+"""The HTTP server: the API process."""
 
 __all__: list[str] = []

@@ -9,7 +9,7 @@ from minisgl.settings.config import ServerConfig
 from minisgl.utils import supervise
 
 # The launcher appends two arguments: the name of the process, and the pid of the launcher.
-CHILD_COMMAND = (sys.executable, "-m", "minisgl.server.worker_main")
+CHILD_COMMAND = (sys.executable, "-m", "minisgl.launch.worker_main")
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Speculative decoding: the number of draft tokens of a step, chosen by its price.
 
 The engine finds drafts and accepts them on the device (minisgl/engine/drafting.py), and the
-scheduler gives them pages (minisgl/scheduler/drafts.py). Entry points (server/worker_main.py, LLM)
+scheduler gives them pages (minisgl/scheduler/drafts.py). Entry points (launch/worker_main.py, LLM)
 register this package with `with_speculation`; the core does not import it.
 """
 

@@ -5,7 +5,7 @@ import signal
 import sys
 
 from minisgl.core import ConfigError
-from minisgl.server.launch import launch
+from minisgl.launch.launcher import launch
 from minisgl.settings.resolve import resolve
 from minisgl.utils import setup_logging
 

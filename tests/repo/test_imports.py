@@ -34,7 +34,7 @@ def test_front_end_packages_together_load_no_torch():
 def test_launcher_loads_no_large_library():
     """These imports come before the start of the scheduler, the process with the longest start."""
     loaded = modules_loaded_by(
-        "minisgl.__main__", "minisgl.settings.resolve", "minisgl.server.launch"
+        "minisgl.__main__", "minisgl.settings.resolve", "minisgl.launch.launcher"
     )
     libraries = {"torch", "numpy", "starlette", "uvicorn", "prometheus_client", "httpx", "asyncio"}
     assert not loaded & libraries

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from minisgl.core import FinishReason
 from minisgl.message.messages import AddReq, Ready
+from minisgl.server import routes
 from minisgl.server.app import build_app
 from minisgl.server.convert import RequestConverter
 from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.pages import PAGE_PATHS
 from minisgl.server.response import ResponseWriter
-from minisgl.server import routes
 from minisgl.settings import ServerConfig
 from minisgl.settings.keys import key_hashes
 from tests.unit.server.fakes import CONFIG, FACTS, World

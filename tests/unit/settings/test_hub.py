@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from minisgl.core import ConfigError
-from tests.patience import patience
 from minisgl.settings import hub as hub_module
 from minisgl.settings.hub import resolve_model
+from tests.patience import patience
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 FILES = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.core import ConfigError
-from minisgl.server import launch
+from minisgl.launch import launcher
 from minisgl.settings.child import ChildSpec
 from minisgl.utils.supervise import Child, Supervisor
 from tests.unit.server.fakes import CONFIG
@@ -19,28 +19,28 @@ def test_unwritable_socket_folder_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Regression: a read-only root file system without a mounted /tmp led to a traceback."""
-    monkeypatch.setattr(launch, "setup_logging", lambda *words: None)
+    monkeypatch.setattr(launcher, "setup_logging", lambda *words: None)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="no folder for the sockets can be made"):
-        launch.launch(CONFIG)
+        launcher.launch(CONFIG)
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64])
 def test_invalid_host_name_is_one_line(host: str) -> None:
     """getaddrinfo raises a UnicodeError for these names."""
     with pytest.raises(ConfigError, match="cannot listen on"):
-        launch._bind(host, 0)
+        launcher._bind(host, 0)
 
 
 def test_repeated_sighup_does_not_end_a_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal that closes sends SIGHUP from its shell, and again from the kernel at the end of
     the shell, possibly seconds later. The second one cut all answers."""
-    monkeypatch.setattr(launch, "_SAME_SIGNAL_S", 0.0)
+    monkeypatch.setattr(launcher, "_SAME_SIGNAL_S", 0.0)
     spec = ChildSpec(role="", index=0, socket_dir="", reason_fd=-1, config=CONFIG)
     sent: list[int] = []
     monkeypatch.setattr(Supervisor, "send_signal", lambda self, child, number: sent.append(number))
     with supervising() as supervisor:
-        service = launch._Service(supervisor, spec, -1, ())
+        service = launcher._Service(supervisor, spec, -1, ())
         service._api = supervisor.adopt(Child("api", subprocess.Popen(["true"])))
         heard = [signal.SIGHUP, signal.SIGHUP, signal.SIGHUP, signal.SIGTERM]
         assert [service._on_signal(number) for number in heard] == [None, None, None, 128 + 15]

@@ -1,4 +1,4 @@
-"""Main of every child process: `python -m minisgl.server.worker_main NAME PARENT_PID`.
+"""Main of every child process: `python -m minisgl.launch.worker_main NAME PARENT_PID`.
 
 The first line of standard input is a ChildSpec as JSON. Only the scheduler loads torch; the other
 roles import only their own modules.
