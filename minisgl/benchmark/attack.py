@@ -29,7 +29,7 @@ from minisgl.benchmark.attack_keys import KEY_ATTACKS, key_flags, measure_keys
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.server_process import start_server
 from minisgl.demo import model_path
-from minisgl.server.config import DEMO_NAME
+from minisgl.settings.config import DEMO_NAME
 
 _PAUSE_S = 0.02
 _GET = b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n"
