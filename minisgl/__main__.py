@@ -103,8 +103,8 @@ def _compile(arguments: Sequence[str]) -> int:
     command = (parser.prog, "--arch")
     config = resolve(flags, os.environ, weights=False, command=command)
     from minisgl.compile.kernels import compile_kernels
+    from minisgl.drafts import with_speculation
     from minisgl.quantization import with_quantizations
-    from minisgl.speculative import with_speculation
 
     budget = config.scheduler.prefill_budget_tokens
     extensions = with_speculation(config.engine.speculative, with_quantizations())

@@ -33,13 +33,13 @@ from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.outbox import raise_failure
 from minisgl.core import Batch, EngineConfig, Int32Array, SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
+from minisgl.drafts import with_speculation
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, resolve_device
 from minisgl.engine.model_runner import LaunchedStep
 from minisgl.engine.step_launcher import StepLauncher
 from minisgl.message.messages import AddReq, DraftTotals, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.process import build_scheduler
-from minisgl.speculative import with_speculation
 
 EDITS = Path(__file__).with_name("code_edits.jsonl")
 _PIECE = re.compile(r" ?[A-Za-z]{1,7}|[0-9]{1,3}|[^\sA-Za-z0-9]{1,2}|\s+(?= )|\s+")

@@ -40,10 +40,10 @@ from minisgl.core import (
 from minisgl.core.batch import DRAFT_WIDTHS
 from minisgl.core.columns import sampling_arrays
 from minisgl.distributed.comm import Communicator, SingleCommunicator
+from minisgl.drafts import with_speculation
 from minisgl.engine import Engine
 from minisgl.models.config import ModelConfig
 from minisgl.quantization import with_quantizations
-from minisgl.speculative import with_speculation
 
 _WARM_UP, _STEPS, _PROFILED = 5, 50, 4
 _LARGEST_GRAPH = 256

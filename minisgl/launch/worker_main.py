@@ -84,11 +84,11 @@ def _run(spec: ChildSpec) -> None:
         open_context_early(config.engine.device, spec.index)
         from dataclasses import replace
 
+        from minisgl.drafts import with_speculation
         from minisgl.events import CacheEvents
         from minisgl.message.publisher import Publisher
         from minisgl.quantization import with_quantizations
         from minisgl.scheduler import run_scheduler
-        from minisgl.speculative import with_speculation
         from minisgl.structured.processor import with_grammars
 
         extensions = with_grammars(model_path)

@@ -18,6 +18,7 @@ from minisgl.core import (
     WorkerDied,
 )
 from minisgl.distributed.comm import SingleCommunicator
+from minisgl.drafts import with_speculation
 from minisgl.engine import Engine, Extensions
 from minisgl.message import messages
 from minisgl.message.queues import Receiver, Sender, endpoint
@@ -25,7 +26,6 @@ from minisgl.quantization import with_quantizations
 from minisgl.scheduler import LocalInbox, build_scheduler
 from minisgl.settings.child import ChildSpec
 from minisgl.settings.config import ServerConfig
-from minisgl.speculative import with_speculation
 from minisgl.structured.processor import with_grammars
 from minisgl.utils import make_socket_dir, supervise
 

@@ -26,7 +26,7 @@ import sys
 from minisgl.core import EngineConfig
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine
-from minisgl.speculative import with_speculation
+from minisgl.drafts import with_speculation
 
 folder, speculative = sys.argv[1], sys.argv[2] or None
 config = EngineConfig(model_path=folder, dummy_weight=True, speculative=speculative)

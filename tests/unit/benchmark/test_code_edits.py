@@ -9,7 +9,7 @@ import pytest
 
 from minisgl.benchmark import code_edits
 from minisgl.core import ConfigError, EngineConfig
-from minisgl.speculative import PricedLengths
+from minisgl.drafts import PricedLengths
 from tests.parity.models import build_model
 
 OLD = [f"def function_{i}(a, b):\n    return a + b + {i}\n" for i in range(6)]

@@ -10,11 +10,11 @@ import torch
 
 from minisgl.core import Batch, ConfigError, EngineConfig, OutOfMemory, SamplingParams
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
+from minisgl.drafts import PricedLengths
 from minisgl.engine import Engine, memory, resolve_device
 from minisgl.engine.logits_processing import upload
 from minisgl.engine.memory import cpu_threads, further_graph_bytes, memory_of
 from minisgl.engine.warmup import StepShape, run_every_size, warm_up, warmup_batch
-from minisgl.speculative import PricedLengths
 from tests.parity.driver import Driver, Work, logprobs_of, make_engine
 from tests.parity.models import VOCAB_SIZE, build_model
 from tests.unit.engine.virtual_engine import VirtualEngine, VirtualPending

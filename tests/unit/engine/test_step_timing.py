@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from minisgl.core import Batch, StepCost
+from minisgl.drafts import PricedLengths
 from minisgl.engine.step_timing import Timing, change_of, fit, time_steps
-from minisgl.speculative import PricedLengths
 from tests.unit.engine.virtual_engine import TRUE, VirtualEngine, VirtualPending
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from minisgl import LLM, SamplingParams
 from minisgl.core import InvalidRequest
-from minisgl.speculative import PricedLengths
+from minisgl.drafts import PricedLengths
 
 CODE = "def add(a, b):\n    return a + b\n" * 6
 PROMPTS = [

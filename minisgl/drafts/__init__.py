@@ -7,8 +7,8 @@ register this package with `with_speculation`; the core does not import it.
 
 from dataclasses import replace
 
+from minisgl.drafts.lengths import PricedLengths
 from minisgl.engine import Extensions
-from minisgl.speculative.lengths import PricedLengths
 
 __all__ = ["PricedLengths", "with_speculation"]
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from minisgl.core import Int32Array, StepCost
 from minisgl.core.batch import MAX_DRAFTS
-from minisgl.speculative import PricedLengths
+from minisgl.drafts import PricedLengths
 
 # Milliseconds of an 8B model on an H200, without attention.
 COST = StepCost(
