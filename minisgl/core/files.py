@@ -15,6 +15,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path.parent} has no {path.name}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
+    except RecursionError:
+        raise ConfigError(
+            f"{path} cannot be read: its values are nested too deeply; restore the file"
+        ) from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path} does not hold a JSON object")
     return content

@@ -23,6 +23,7 @@ from minisgl.models.hf_config import (
     HfGeneration,
     HfTokenizer,
     ModelSettings,
+    PartCount,
     check_supported,
     read_fields,
 )
@@ -75,7 +76,7 @@ class MoeConfig(msgspec.Struct, frozen=True):
     stacked: Family.stacked_experts.
     """
 
-    num_experts: Count = 128
+    num_experts: PartCount = 128
     num_experts_per_tok: Count = 8
     moe_intermediate_size: Count = 768
     shared_expert_intermediate_size: int = 0

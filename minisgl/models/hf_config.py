@@ -17,7 +17,11 @@ from minisgl.layers.rotary import Positive
 
 _Fields = TypeVar("_Fields")
 
-Count = Annotated[int, Meta(ge=1)]
+# The engine stores sizes as int32.
+Count = Annotated[int, Meta(ge=1, lt=2**31)]
+# A number of layers or experts. The engine makes objects for each of them, so a larger number would
+# fill the memory before the weights are found to be missing.
+PartCount = Annotated[int, Meta(ge=1, le=10_000)]
 # A number in the range of float32. The engine stores these settings as float32.
 Number = Annotated[float, Meta(gt=-(2.0**128), lt=2.0**128)]
 
@@ -70,7 +74,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: Count
     hidden_size: Count
     intermediate_size: Count
-    num_layers: Count = field(name="num_hidden_layers")
+    num_layers: PartCount = field(name="num_hidden_layers")
     q_heads: Count = field(name="num_attention_heads")
     norm_eps: Number = field(default=1e-6, name="rms_norm_eps")
     tied_embeddings: bool = field(default=False, name="tie_word_embeddings")

@@ -166,6 +166,12 @@ def test_yarn_resolves_mscale_and_factor() -> None:
         ({"vocab_size": None}, r"config\.json: Object missing required field `vocab_size`"),
         ({"vocab_size": "many"}, "vocab_size is 'many': Expected `int`, got `str`"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True: Expected `int`, got `bool`"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000: Expected `int` <= 10000"),
+        ({"hidden_size": 10**30}, "hidden_size is 10+: "),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 10**9},
+            "num_experts is 1000000000: Expected `int` <= 10000",
+        ),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0: Expected `int` >= 1"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1: Expected `bool`, got `int`"),
         ({"layer_types": ["chunked_attention"] * 2}, "layer type 'chunked_attention'"),
