@@ -8,8 +8,8 @@ from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from minisgl.build import AttentionKernel
 from minisgl.core import Int32Array
-from minisgl.kernel import AttentionKernel
 from minisgl.kvcache.pool import KVPool
 
 

@@ -34,12 +34,12 @@ from minisgl.attention.base import (
     StepAttention,
 )
 from minisgl.attention.decode import BalancedDecode, UnsplitDecode, new_tokens
+from minisgl.build import compiled
 from minisgl.core import Int32Array
 from minisgl.kernel import (
     ContextCopy,
     DecodeScratch,
     add_sinks,
-    compiled,
     decode_scratch,
     first_pages,
     gather_kv,

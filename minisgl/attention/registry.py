@@ -20,8 +20,8 @@ from minisgl.attention.base import (
 )
 from minisgl.attention.flashinfer import FlashInferAttention, FlashInferFa2, FlashInferFa3
 from minisgl.attention.torch import TorchAttention
+from minisgl.build import AttentionKernel
 from minisgl.core.config import select_backend
-from minisgl.kernel import AttentionKernel
 from minisgl.kvcache.pool import KVPool
 
 logger = logging.getLogger(__name__)

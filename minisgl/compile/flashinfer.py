@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_modules
+from minisgl.build.flashinfer_jit import AttentionKernel, compile_modules
 
 _PACKAGE = """__version__ = "{version}"
 

@@ -18,6 +18,8 @@ from pathlib import Path
 import torch
 
 from minisgl.attention.registry import attention_kernels
+from minisgl.build import CompileLog
+from minisgl.build.cache import TRITON_FOLDER
 from minisgl.compile.dry_run import attention_needs, dry_run
 from minisgl.compile.flashinfer import compile_attention_kernels
 from minisgl.compile.manifest import filling
@@ -25,8 +27,6 @@ from minisgl.compile.triton_driver import compiling
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
-from minisgl.kernel import CompileLog
-from minisgl.kernel.cache import TRITON_FOLDER
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)

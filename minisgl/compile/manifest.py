@@ -1,4 +1,4 @@
-"""Writes the manifest of a kernel cache, which minisgl.kernel.cache reads."""
+"""Writes the manifest of a kernel cache, which minisgl.build.cache reads."""
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from minisgl.build.cache import MANIFEST, Manifest, current_versions, read_manifest
 from minisgl.core import ConfigError
-from minisgl.kernel.cache import MANIFEST, Manifest, current_versions, read_manifest
 
 
 @contextmanager

@@ -25,12 +25,12 @@ import msgspec
 import torch
 
 import minisgl
+from minisgl.build import AttentionKernel, compiled
+from minisgl.build.cache import current_versions
 from minisgl.core import EngineConfig, EngineLike, StepCost
 from minisgl.distributed.comm import Communicator
 from minisgl.engine.extensions import Extensions
 from minisgl.engine.step_timing import Timing, change_of, fit, time_steps
-from minisgl.kernel import AttentionKernel, compiled
-from minisgl.kernel.cache import current_versions
 from minisgl.utils import cache_folder
 
 logger = logging.getLogger(__name__)

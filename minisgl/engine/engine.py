@@ -14,6 +14,13 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionNeeds
 from minisgl.attention.registry import attention_kernels, create_attention_backend
+from minisgl.build import (
+    AttentionKernel,
+    CompileLog,
+    compile_missing,
+    use_kernel_cache,
+    use_recorded_key,
+)
 from minisgl.core import Batch, EngineConfig, ModelFacts, OutOfMemory, StepCost, WindowLayers
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFTS
 from minisgl.distributed.comm import Communicator
@@ -24,13 +31,6 @@ from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.model_runner import LaunchedStep, ModelRunner
 from minisgl.engine.piecewise_graph import PieceGraphs
 from minisgl.engine.step_launcher import StepLauncher
-from minisgl.kernel import (
-    AttentionKernel,
-    CompileLog,
-    compile_missing,
-    use_kernel_cache,
-    use_recorded_key,
-)
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.layers.rotary import query_scale_table, rope_table
 from minisgl.models.build import build_model

@@ -6,8 +6,6 @@ gather.py, logits.py, mxfp4_weights.py, random.py, rotary.py, sampling.py and st
 kernels are in the package triton.
 """
 
-from minisgl.kernel.cache import use_kernel_cache
-from minisgl.kernel.compile_log import CompileLog
 from minisgl.kernel.contexts import ContextCopy
 from minisgl.kernel.decode import DecodeScratch, decode_scratch
 from minisgl.kernel.dispatch import (
@@ -38,7 +36,6 @@ from minisgl.kernel.dispatch import (
 )
 from minisgl.kernel.drafts import Accepted
 from minisgl.kernel.elementwise import PendingNorm, rope
-from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing, compiled
 from minisgl.kernel.fp8 import read_kv, store_kv
 from minisgl.kernel.fp8_products import fp8_add_linear, fp8_gated_linear, fp8_linear
 from minisgl.kernel.gather import first_pages
@@ -46,12 +43,9 @@ from minisgl.kernel.logits import PenaltyTensors, add_bias, apply_penalties, top
 from minisgl.kernel.random import gumbel_noise, philox4x32
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
 from minisgl.kernel.step import StepLayout, StepViews
-from minisgl.kernel.triton_key import use_recorded_key
 
 __all__ = [
     "Accepted",
-    "AttentionKernel",
-    "CompileLog",
     "ContextCopy",
     "DecodeScratch",
     "PenaltyTensors",
@@ -70,8 +64,6 @@ __all__ = [
     "apply_token_mask",
     "balanced_decode",
     "best_candidate",
-    "compile_missing",
-    "compiled",
     "context_slots",
     "count_blocks",
     "decode_scratch",
@@ -99,6 +91,4 @@ __all__ = [
     "store_kv",
     "top_logprobs",
     "update_pages",
-    "use_kernel_cache",
-    "use_recorded_key",
 ]

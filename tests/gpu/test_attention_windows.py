@@ -22,7 +22,8 @@ from minisgl.attention.base import (
 )
 from minisgl.attention.flashinfer import ContiguousAttention
 from minisgl.attention.registry import attention_kernels, create_attention_backend
-from minisgl.kernel import compile_missing, first_pages, store_kv
+from minisgl.build import compile_missing
+from minisgl.kernel import first_pages, store_kv
 from minisgl.kernel.fp8 import dequantize, quantize
 from minisgl.kvcache.pool import KVPool, KVSpec
 

@@ -15,7 +15,7 @@ import minisgl
 from tests.repo import rules
 
 ROOT = Path(__file__).resolve().parents[2]
-GENERATED = {".venv", ".git", "build", "dist", "__pycache__"}
+GENERATED = {".venv", ".git", "build", "dist"}  # at the root
 
 
 @cache
@@ -28,8 +28,11 @@ def tracked() -> tuple[str, ...]:
     else:
         names = []
         for folder, folders, files in os.walk(ROOT):
+            at = Path(folder).relative_to(ROOT)
             folders[:] = [
-                f for f in folders if not (f in GENERATED or f.endswith(("cache", "-info")))
+                f
+                for f in folders
+                if str(at / f) not in GENERATED and not f.endswith(("cache", "cache__", "-info"))
             ]
             names += [str((Path(folder) / name).relative_to(ROOT)) for name in files]
     return tuple(sorted(name for name in set(names) if (ROOT / name).is_file()))

@@ -32,7 +32,8 @@ from minisgl.attention.flashinfer import (
 )
 from minisgl.attention.registry import attention_kernels
 from minisgl.attention.torch import TorchAttention
-from minisgl.kernel import AttentionKernel, first_pages, store_kv
+from minisgl.build import AttentionKernel
+from minisgl.kernel import first_pages, store_kv
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 CPU = torch.device("cpu")

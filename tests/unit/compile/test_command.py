@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from minisgl.__main__ import main
+from minisgl.build.cache import check_kernel_cache
 from minisgl.compile.manifest import filling
-from minisgl.kernel.cache import check_kernel_cache
 from minisgl.utils.supervise import CONFIG_EXIT
 
 

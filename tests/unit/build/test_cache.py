@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from minisgl.build import cache
+from minisgl.build.cache import check_kernel_cache
 from minisgl.compile.manifest import filling
 from minisgl.core import ConfigError
-from minisgl.kernel import cache
-from minisgl.kernel.cache import check_kernel_cache
 
 FA3 = "fa3 bfloat16 128"
 needs_triton = pytest.mark.skipif(
@@ -143,7 +143,7 @@ def test_only_complete_entries_are_used(
     folder may be read-only."""
     from triton import knobs
 
-    from minisgl.kernel.triton import folder_cache
+    from minisgl.build import folder_cache
 
     monkeypatch.setenv(folder_cache._FOLDER, str(tmp_path / "ahead"))
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "own"))
@@ -173,7 +173,7 @@ def test_a_missing_c_module_is_an_error_without_a_c_compiler(
 ) -> None:
     from triton import knobs
 
-    from minisgl.kernel.triton import folder_cache
+    from minisgl.build import folder_cache
 
     monkeypatch.setenv(folder_cache._FOLDER, str(tmp_path / "ahead"))
     monkeypatch.setattr(knobs.cache, "dir", str(tmp_path / "own"))

@@ -4,7 +4,7 @@ The folder has one subfolder per kernel, as Triton's own cache does. It may be c
 files are found by name, and not by the absolute paths that Triton writes into its group files.
 
 The name of a subfolder is Triton's key. The key of a kernel holds Triton's version and the recorded
-hash of its files (minisgl/kernel/triton_key.py), the kernel's source, the types of its arguments,
+hash of its files (minisgl/build/triton_key.py), the kernel's source, the types of its arguments,
 the GPU architecture and the version of the assembler that Triton brings, but neither the driver nor
 the CUDA toolkit. The key of a C module (a launcher) also holds the platform, as Python describes
 it.

@@ -18,7 +18,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from minisgl.kernel.flashinfer_jit import AttentionKernel, compile_missing, compiled
+from minisgl.build.flashinfer_jit import AttentionKernel, compile_missing, compiled
 from tests.patience import patience
 
 FA2 = AttentionKernel("fa2", torch.bfloat16, 128)
@@ -38,7 +38,7 @@ COMPILE = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from minisgl.kernel import flashinfer_jit
+from minisgl.build import flashinfer_jit
 
 folder = Path(sys.argv[1])
 paths = {"build_dir": folder, "ninja_path": folder / "build.ninja", "lock_path": folder / "lock"}

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from minisgl.kernel.cache import current_versions
-from minisgl.kernel.triton_key import recorded_key, use_recorded_key
+from minisgl.build.cache import current_versions
+from minisgl.build.triton_key import recorded_key, use_recorded_key
 
 LIBRARY = "triton/_C/libtriton.so,sha256=abc,415583664"
 FRONTEND = "triton/compiler/compiler.py,sha256=def,19000"

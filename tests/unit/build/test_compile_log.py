@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from minisgl.kernel.compile_log import CompileLog
+from minisgl.build.compile_log import CompileLog
 
 
 class Clock:

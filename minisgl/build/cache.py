@@ -22,8 +22,8 @@ from pathlib import Path
 import msgspec
 
 import minisgl
+from minisgl.build.triton_key import recorded_key
 from minisgl.core import ConfigError
-from minisgl.kernel.triton_key import recorded_key
 from minisgl.utils.toolchain import find_c_compiler, find_nvcc
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def use_kernel_cache(folder: Path, arch: int, attention: Collection[str]) -> Non
     mismatch = check_kernel_cache(folder, arch, attention)
     if mismatch is not None:
         logger.warning("this start compiles kernels: the kernel cache %s %s", folder, mismatch)
-    from minisgl.kernel.triton import folder_cache
+    from minisgl.build import folder_cache  # imports triton
 
     folder_cache.search_first(folder / TRITON_FOLDER)
     if mismatch is None:
