@@ -8,8 +8,8 @@ from minisgl.core import SAMPLING_COLUMNS, Column, SamplingParams
 from minisgl.core.batch import DraftLengths
 from minisgl.engine.logits_processing import LogitsProcessor, Penalties, TokenBias
 from minisgl.kvcache import CacheListener
-from minisgl.message.kv_events import KVEventTotals
 from minisgl.message.messages import ConstraintTotals
+from minisgl.message.stats import KVEventTotals
 from minisgl.models.build import ModelExtensions
 
 

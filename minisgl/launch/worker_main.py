@@ -85,8 +85,8 @@ def _run(spec: ChildSpec) -> None:
         from dataclasses import replace
 
         from minisgl.drafts import with_speculation
-        from minisgl.events import CacheEvents
-        from minisgl.message.publisher import Publisher
+        from minisgl.kv_events import CacheEvents
+        from minisgl.kv_events.publisher import Publisher
         from minisgl.quantization import with_quantizations
         from minisgl.scheduler import run_scheduler
         from minisgl.structured.processor import with_grammars

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import msgspec
 
 from minisgl.core.batch import MAX_DRAFTS
-from minisgl.message.kv_events import KVEventTotals
 
 STEP_PHASES = ("prefill", "decode", "mixed")
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -64,6 +63,24 @@ class DraftTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=
 
     drafted: list[int] = msgspec.field(default_factory=([0] * MAX_DRAFTS).copy)
     accepted: list[int] = msgspec.field(default_factory=([0] * MAX_DRAFTS).copy)
+
+
+class KVEventTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """The state of the event stream of a replica.
+
+    blocks            blocks that the events have announced and not removed.
+    checksum          exclusive or of the hashes of these blocks. A subscriber compares its index.
+    stored, removed   blocks announced and removed since the start.
+    sequence          the next sequence number of the stream.
+    dropped           batches that found a full queue. AllBlocksCleared follows a dropped batch.
+    """
+
+    blocks: int = 0
+    checksum: int = 0
+    stored: int = 0
+    removed: int = 0
+    sequence: int = 0
+    dropped: int = 0
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):

@@ -20,7 +20,6 @@ from minisgl.core import (
 )
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import Constraint
-from minisgl.message.kv_events import KVEventTotals
 from minisgl.message.messages import (
     AbortReq,
     AddReq,
@@ -33,6 +32,7 @@ from minisgl.message.messages import (
     StepOutput,
     ToScheduler,
 )
+from minisgl.message.stats import KVEventTotals
 from minisgl.scheduler.drafts import DraftPlanner
 from minisgl.scheduler.forced import append_forced
 from minisgl.scheduler.inbox import Inbox

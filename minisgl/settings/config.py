@@ -38,7 +38,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The stream of KV events (minisgl/events). flags.toml explains each field."""
+    """The stream of KV events (minisgl/kv_events). flags.toml explains each field."""
 
     endpoint: str | None = None
     replay_endpoint: str | None = None

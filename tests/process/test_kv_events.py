@@ -12,7 +12,7 @@ import pytest
 import zmq
 from k8s_harness.incluster.kv_index import BlockIndex
 
-from minisgl.message.kv_events import EventBatch
+from minisgl.kv_events.messages import EventBatch
 from tests.patience import patience
 from tests.process.harness import ServerProcess, run_server, wait_for
 

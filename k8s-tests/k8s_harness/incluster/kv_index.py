@@ -13,7 +13,7 @@ import numpy as np
 import zmq
 
 from minisgl.core import Int32Array
-from minisgl.message.kv_events import BlockRemoved, BlockStored, EventBatch, KVEvent
+from minisgl.kv_events.messages import BlockRemoved, BlockStored, EventBatch, KVEvent
 
 TIMEOUT_MS = 60_000
 

@@ -7,9 +7,9 @@ import sys
 import numpy as np
 from k8s_harness.client import SCRIPTS
 
+from minisgl.kv_events.publisher import Publisher
 from minisgl.kvcache import RadixCache
-from minisgl.message.publisher import Publisher
-from tests.unit.events.machine import addresses, started
+from tests.unit.kv_events.machine import addresses, started
 
 
 def test_the_script_reports_the_blocks_of_the_cache() -> None:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 import numpy as np
 
 from minisgl.core import ConfigError, Int32Array
-from minisgl.message.kv_events import (
+from minisgl.kv_events.messages import (
     KV_MEDIUM,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     KVEvent,
-    KVEventTotals,
 )
+from minisgl.message.stats import KVEventTotals
 
 
 class CacheEvents:

@@ -15,14 +15,14 @@ import msgspec
 import zmq
 
 from minisgl.core import ConfigError
-from minisgl.message.kv_events import (
+from minisgl.kv_events.messages import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
     EventBatch,
     KVEvent,
-    KVEventTotals,
 )
+from minisgl.message.stats import KVEventTotals
 
 MAX_QUEUED = 4096  # batches that wait for the thread
 MAX_REPLAYED = 10_000  # batches that a subscriber can ask for

@@ -7,10 +7,11 @@ import numpy as np
 import zmq
 from k8s_harness.incluster.kv_index import BlockIndex
 
-from minisgl.events import CacheEvents
+from minisgl.kv_events import CacheEvents
+from minisgl.kv_events.messages import EventBatch, KVEvent
+from minisgl.kv_events.publisher import Publisher
 from minisgl.kvcache import FencedPool, RadixCache
-from minisgl.message.kv_events import EventBatch, KVEvent, KVEventTotals
-from minisgl.message.publisher import Publisher
+from minisgl.message.stats import KVEventTotals
 
 BLOCK = 4
 

@@ -13,13 +13,13 @@ import zmq
 from k8s_harness.incluster.kv_index import BlockIndex
 
 from minisgl.core import ConfigError
+from minisgl.kv_events import publisher as module
+from minisgl.kv_events.messages import BlockRemoved, BlockStored, EventBatch, KVEvent
+from minisgl.kv_events.publisher import Publisher
 from minisgl.kvcache import RadixCache
-from minisgl.message import publisher as module
-from minisgl.message.kv_events import BlockRemoved, BlockStored, EventBatch, KVEvent
-from minisgl.message.publisher import Publisher
 from tests.patience import patience
-from tests.unit.events import golden
-from tests.unit.events.machine import addresses, started
+from tests.unit.kv_events import golden
+from tests.unit.kv_events.machine import addresses, started
 
 
 @pytest.fixture

@@ -57,21 +57,3 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
     ts: float
     events: list[KVEvent]
     data_parallel_rank: int | None = None
-
-
-class KVEventTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """The state of the event stream of a replica.
-
-    blocks            blocks that the events have announced and not removed.
-    checksum          exclusive or of the hashes of these blocks. A subscriber compares its index.
-    stored, removed   blocks announced and removed since the start.
-    sequence          the next sequence number of the stream.
-    dropped           batches that found a full queue. AllBlocksCleared follows a dropped batch.
-    """
-
-    blocks: int = 0
-    checksum: int = 0
-    stored: int = 0
-    removed: int = 0
-    sequence: int = 0
-    dropped: int = 0

@@ -11,15 +11,16 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from minisgl.core import ConfigError
-from minisgl.events import CacheEvents
+from minisgl.kv_events import CacheEvents
+from minisgl.kv_events.messages import AllBlocksCleared, BlockStored, KVEvent
 from minisgl.kvcache import RadixCache
-from minisgl.message.kv_events import AllBlocksCleared, BlockStored, KVEvent, KVEventTotals
-from tests.unit.events.machine import Replica, random_operation
+from minisgl.message.stats import KVEventTotals
+from tests.unit.kv_events.machine import Replica, random_operation
 
 HASHES = """
 import numpy as np
-from minisgl.events import CacheEvents
-from minisgl.message.kv_events import KVEventTotals
+from minisgl.kv_events import CacheEvents
+from minisgl.message.stats import KVEventTotals
 batches = []
 events = CacheEvents(4, "model", lambda batch: batches.append(batch) or True, KVEventTotals(), 2, 9)
 for salt in ("", "salt"):

@@ -7,8 +7,9 @@ pkg/kvevents/engineadapter/vllm_adapter.go) returned for the messages of this mo
 import msgspec
 import numpy as np
 
-from minisgl.events import CacheEvents
-from minisgl.message.kv_events import AllBlocksCleared, EventBatch, KVEvent, KVEventTotals
+from minisgl.kv_events import CacheEvents
+from minisgl.kv_events.messages import AllBlocksCleared, EventBatch, KVEvent
+from minisgl.message.stats import KVEventTotals
 
 TOPIC = "kv@pod-1@minisgl-demo"
 
