@@ -2,11 +2,13 @@
 
 If one of these steps fails, the program exits with a message.
 
-Argument: the URL of the Service. Environment: API_KEY, if the server requires a key.
+Argument: the URL of the Service. Environment, if the server requires a key: API_KEY is the key, or
+KEYS_FILE is a file for --api-key-file, and the program sends the first key in it.
 """
 
 import json
 import os
+import re
 import sys
 import time
 import urllib.error
@@ -15,10 +17,19 @@ import urllib.request
 WAIT_S = 240.0  # less than the 5 minutes after which `helm test` gives up
 
 
+def find_key() -> str:
+    """The key to send; "" without one. A colon with a space after it ends the name of a key."""
+    if file := os.environ.get("KEYS_FILE"):
+        with open(file) as keys:
+            lines = [line.strip() for line in keys if line.strip()]
+        return re.split(r":[ \t]+", lines[0], maxsplit=1)[-1] if lines else ""
+    return os.environ.get("API_KEY", "").strip()
+
+
 def call(url: str, body: object = None) -> str:
     """The body of the response. Raises URLError unless the status is 200."""
     headers = {"Content-Type": "application/json"}
-    if key := os.environ.get("API_KEY", "").strip():
+    if key := find_key():
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:

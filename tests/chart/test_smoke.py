@@ -9,6 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from minisgl.settings.keys import key_hashes
 from tests.chart.helm import CHART, pick
 from tests.patience import patience
 
@@ -59,11 +60,11 @@ def script(render) -> list[str]:
 
 
 def run(
-    script: list[str], answers: dict[str, str], key: str | None = None, sent: str | None = None
+    script: list[str], answers: dict[str, str], key: str | None = None, **environment: str
 ) -> tuple[int, str, list[str]]:
     server = Stub(answers, key and f"Bearer {key}")
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    environment = {**os.environ, **({"API_KEY": sent} if sent else {})}
+    environment = {**os.environ, **environment}
     done = subprocess.run(
         [*script, f"http://127.0.0.1:{server.server_port}"],
         env=environment,
@@ -84,7 +85,42 @@ def test_the_program_waits_for_readiness_and_uses_the_api(script):
 
 def test_the_program_sends_the_key(script):
     """A Secret made from a file ends with a newline, which the server strips."""
-    assert run(script, GOOD, key="k", sent="k\n")[0] == 0
+    assert run(script, GOOD, key="k", API_KEY="k\n")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("lines", "key"),
+    [
+        ("search: k1\nchat: k2\n", "k1"),
+        ("\n batch priority=-5:\tk3 \n", "k3"),
+        ("a key:with a colon\n", "a key:with a colon"),
+    ],
+)
+def test_the_program_sends_the_first_key_of_a_key_file(script, tmp_path, lines, key):
+    """A release whose only keys were in auth.keysSecret once failed the test with 401."""
+    keys = tmp_path / "keys"
+    keys.write_text(lines)
+    assert key_hashes([], str(keys)).keys() >= key_hashes([key], None).keys()
+    assert run(script, GOOD, key=key, KEYS_FILE=str(keys))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("auth", "variable"),
+    [
+        ({"keysSecret": "team"}, "KEYS_FILE"),
+        ({"keysSecret": "team", "existingSecret": "s"}, "API_KEY"),
+        ({"apiKey": "k"}, "API_KEY"),
+    ],
+)
+def test_the_pod_has_a_key_of_the_release(render, auth, variable):
+    pod = pick(render({"auth": auth}), "Pod")["spec"]
+    (container,) = pod["containers"]
+    assert [entry["name"] for entry in container["env"]] == [variable]
+    if variable == "KEYS_FILE":
+        assert pod["volumes"] == [{"name": "keys", "secret": {"secretName": "team"}}]
+        (mount,) = container["volumeMounts"]
+        assert (mount["name"], mount["readOnly"]) == ("keys", True)
+        assert container["env"][0]["value"] == mount["mountPath"] + "/keys"
 
 
 def test_a_failure_names_the_reason(script):
