@@ -1,15 +1,15 @@
 """Each file of helm/ci installs and passes `helm test` on a cluster that has the APIs it needs."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from k8s_harness.helm import CHART, Helm, find_helm
 from k8s_harness.kube import Kube
+from k8s_harness.needs import missing
 from k8s_harness.objects import Object
 from k8s_harness.release import NAME, Release
 from k8s_harness.shell import run
-from k8s_harness.values import CI_FILES, ci_values, demo_on_cpu, merged
+from k8s_harness.values import CI_FILES, ci_values, demo_on_cpu, key_secret, merged
 from k8s_harness.wait import Broken
 
 from tests.chart.helm import find_helm as find_renderer
@@ -22,41 +22,15 @@ def rendered(values: Object, kube: Kube) -> list[Object]:
     return parse(renderer.template(values, name=NAME, namespace=kube.namespace, chart=CHART))
 
 
-def missing(kube: Kube, objects: list[Object]) -> list[str]:
-    """The APIs, classes and node labels that these objects need and the cluster lacks."""
-    lacks = [
-        f"{o['apiVersion']} {o['kind']} is not served"
-        for o in objects
-        if not kube.serves(o["apiVersion"], o["kind"])
-    ]
-    classes = {c["metadata"]["name"]: c for c in kube.all("StorageClass")}
-    for claim in (o for o in objects if o["kind"] == "PersistentVolumeClaim"):
-        named = claim["spec"].get("storageClassName")
-        if named and named not in classes:
-            lacks.append(f"no StorageClass {named}")
-        mark = "storageclass.kubernetes.io/is-default-class"
-        annotations = [c["metadata"].get("annotations", {}) for c in classes.values()]
-        if not named and not any(a.get(mark) == "true" for a in annotations):
-            lacks.append("no default StorageClass")
-    (pod,) = (o["spec"]["template"]["spec"] for o in objects if o["kind"] == "Deployment")
-    for kind in ("RuntimeClass", "PriorityClass"):
-        name = pod.get(f"{kind[0].lower()}{kind[1:]}Name")
-        if name and kube.get(kind, name) is None:
-            lacks.append(f"no {kind} {name}")
-    wanted: dict[str, Any] = pod.get("nodeSelector", {})
-    labels = [node["metadata"].get("labels", {}) for node in kube.all("Node")]
-    if not any(wanted.items() <= of_node.items() for of_node in labels):
-        lacks.append(f"no node with {wanted}")
-    return lacks
-
-
 @pytest.mark.parametrize("path", CI_FILES, ids=lambda path: path.name.removesuffix("-values.yaml"))
 def test_a_values_file_installs_and_passes_helm_test(path: Path, empty: Kube, image: str) -> None:
-    """Replaces image, model, GPUs and sizes in the file. Skips if the cluster lacks an API, a class
-    or a node label that the file needs.
+    """Replaces image, model, GPUs and sizes in the file, and creates the Secret of its keys. Skips
+    if the cluster lacks an API, a class, a Secret or a node label that the file needs.
     """
     values = merged(ci_values(path), demo_on_cpu(image))
     objects = rendered(values, empty)
+    if secret := key_secret(values):
+        empty.create(secret)
     if lacks := missing(empty, objects):
         pytest.skip("; ".join(lacks))
     release = Release(empty, find_helm(empty.access, empty.namespace, run), values).install()

@@ -12,6 +12,7 @@ __all__ = [
     "is_leaving",
     "is_ready",
     "leaving",
+    "mount_trouble",
     "restarts",
     "rolled_out",
     "trouble",
@@ -30,6 +31,8 @@ FATAL_REASONS = {
 }
 # From this number of restarts on a container counts as crashing, before CrashLoopBackOff is set.
 CRASHES = 2
+# The kubelet repeats a failed mount for this time, because the volume may still be created.
+MOUNT_LIMIT_S = 20.0
 # A pod may be unschedulable for a short time, until its claim is bound or an old pod has ended.
 UNSCHEDULABLE_LIMIT_S = 20.0
 
@@ -69,6 +72,23 @@ def trouble(pod: Object, now_s: float) -> str | None:
                 return f"{name}: Unschedulable: {condition.get('message', '')}"
     if status.get("phase") == "Failed":
         return f"{name}: Failed: {status.get('reason', '')} {status.get('message', '')}".strip()
+    return None
+
+
+def mount_trouble(pod: Object, events: list[Object]) -> str | None:
+    """The reason in the events if a volume of a pod that has not started cannot be mounted.
+
+    None if the pod may still start. The status of such a pod has the reason ContainerCreating only.
+    """
+    waiting = [one.get("state", {}).get("waiting", {}).get("reason") for one in _containers(pod)]
+    if is_leaving(pod) or not {"ContainerCreating", "PodInitializing"} & {*waiting}:
+        return None
+    for event in events:
+        is_ours = event["involvedObject"].get("name") == pod["metadata"]["name"]
+        if is_ours and event["reason"] == "FailedMount" and event.get("lastTimestamp"):
+            failing_s = _time_s(event["lastTimestamp"]) - _time_s(event["firstTimestamp"])
+            if failing_s > MOUNT_LIMIT_S:
+                return f"{pod['metadata']['name']}: FailedMount: {event['message']}"
     return None
 
 

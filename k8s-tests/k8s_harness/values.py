@@ -8,7 +8,7 @@ import yaml
 from k8s_harness.helm import CHART
 from k8s_harness.objects import Object
 
-__all__ = ["CI_FILES", "ci_values", "cpu", "demo_on_cpu", "image_values", "merged"]
+__all__ = ["CI_FILES", "ci_values", "cpu", "demo_on_cpu", "image_values", "key_secret", "merged"]
 
 CI_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 
@@ -44,6 +44,15 @@ def demo_on_cpu(image: str) -> Object:
         "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "4Gi"}},
         "extraEnv": [{"name": "OMP_NUM_THREADS", "value": "1"}],
     }
+
+
+def key_secret(values: Object) -> Object | None:
+    """The Secret that auth.keysSecret names, with one key; None if the values name none."""
+    name = values.get("auth", {}).get("keysSecret")
+    if not name:
+        return None
+    kind: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}}
+    return kind | {"stringData": {"keys": "tests: not-a-real-key"}}
 
 
 def cpu(image: str, **changes: Any) -> Object:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from k8s_harness.kube import Kube
 from k8s_harness.objects import Seen
-from k8s_harness.status import trouble
+from k8s_harness.status import has_run, mount_trouble, trouble
 
 __all__ = ["Broken", "NotInTime", "Recorder", "recorded", "require_startable", "wait_for"]
 
@@ -26,8 +26,10 @@ class NotInTime(AssertionError):
 
 def require_startable(kube: Kube, selector: str) -> None:
     """Raises Broken with the reason if one of these pods cannot become ready."""
-    for pod in kube.all("Pod", selector):
-        if why := trouble(pod, time.time()):
+    pods = kube.all("Pod", selector)
+    events = [] if all(has_run(pod) for pod in pods) else kube.all("Event")
+    for pod in pods:
+        if why := trouble(pod, time.time()) or mount_trouble(pod, events):
             raise Broken(why)
 
 

@@ -11,6 +11,7 @@ from k8s_harness.status import (
     is_leaving,
     is_ready,
     leaving,
+    mount_trouble,
     restarts,
     rolled_out,
     trouble,
@@ -18,7 +19,8 @@ from k8s_harness.status import (
 
 from tests.unit.k8s_harness.replies import RECORDED
 
-NOW_S = datetime.fromisoformat("2026-11-21T02:28:00Z").timestamp()
+NOW = "2026-11-21T02:28:00Z"
+NOW_S = datetime.fromisoformat(NOW).timestamp()
 FLAG = "minisgl: error: unknown argument --no-such-flag; see --help"
 
 
@@ -74,6 +76,28 @@ def test_a_pod_that_is_being_deleted_is_no_trouble() -> None:
     pod["metadata"]["deletionTimestamp"] = "2026-11-21T02:28:30Z"
     assert trouble(pod, NOW_S) is None
     assert leaving({"crash": pod, "good": RECORDED["good"]}) == ["crash"]
+
+
+def failed_mount(pod: str, last: str) -> dict[str, Any]:
+    """An event of the kubelet, with the time of the first and of the last attempt."""
+    message = 'MountVolume.SetUp failed for volume "keys" : secret "minisgl-keys" not found'
+    times = {"firstTimestamp": "2026-11-21T02:25:58Z", "lastTimestamp": last}
+    target = {"involvedObject": {"kind": "Pod", "name": pod}}
+    return {"reason": "FailedMount", "message": message, **target, **times}
+
+
+def test_a_pod_whose_volume_cannot_be_mounted_has_a_reason() -> None:
+    """Its status has no reason: it waits with ContainerCreating."""
+    pod = waiting("nosecret", "ContainerCreating")
+    assert trouble(pod, NOW_S) is None
+    lasting = failed_mount("nosecret", "2026-11-21T02:26:29Z")
+    assert mount_trouble(pod, [lasting]) == (
+        'nosecret: FailedMount: MountVolume.SetUp failed for volume "keys" : '
+        'secret "minisgl-keys" not found'
+    )
+    short, other = failed_mount("nosecret", "2026-11-21T02:26:05Z"), failed_mount("other", NOW)
+    assert mount_trouble(pod, [short, other]) is None, "the volume may still be created"
+    assert mount_trouble(RECORDED["good"], [failed_mount("good", NOW)]) is None, "it has started"
 
 
 def test_a_failed_pod_is_trouble() -> None:

@@ -8,7 +8,9 @@ from k8s_harness.objects import Seen
 from k8s_harness.wait import Broken, NotInTime, recorded, wait_for
 
 from tests.unit.k8s_harness.replies import PODS, RECORDED, event, listing, replayed
+from tests.unit.k8s_harness.test_status import failed_mount, waiting
 
+EVENTS = "/api/v1/namespaces/default/events"
 ALIVE, ASKED, ENDED, REMOVED = RECORDED["deletion"]
 
 
@@ -23,6 +25,18 @@ def test_a_pod_that_cannot_become_ready_ends_the_wait_with_its_reason(tmp_path: 
     with (
         replayed(tmp_path, answers) as (kube, _),
         pytest.raises(Broken, match=r"ended 4 times: .*--no-such-flag"),
+    ):
+        wait_for(kube, "Pod", lambda _: False, "nothing", pods="app=minisgl")
+
+
+def test_a_volume_that_cannot_be_mounted_ends_the_wait(tmp_path: Path) -> None:
+    """Without the Secret of auth.keysSecret, a wait once ended after its whole time of 600 s."""
+    pod = waiting("nosecret", "ContainerCreating")
+    event = failed_mount("nosecret", "2026-11-21T02:26:29Z")
+    answers = {f"GET {PODS}": listing(pod), f"GET {EVENTS}": listing(event)}
+    with (
+        replayed(tmp_path, answers) as (kube, _),
+        pytest.raises(Broken, match=r'FailedMount: .*secret "minisgl-keys" not found'),
     ):
         wait_for(kube, "Pod", lambda _: False, "nothing", pods="app=minisgl")
 
