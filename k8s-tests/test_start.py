@@ -1,47 +1,37 @@
 """The first start: live at once, and ready only when the model is loaded."""
 
-import time
-
 import pytest
 from k8s_harness.kube import Kube
-from k8s_harness.release import NAME, READY_S, Release, ready_endpoints
-from k8s_harness.status import is_ready, restarts
-from k8s_harness.values import CI_FILES, ci_values, image_values, merged
-from k8s_harness.wait import require_startable
+from k8s_harness.objects import Seen
+from k8s_harness.release import NAME, Release, ready_endpoints
+from k8s_harness.status import restarts
+from k8s_harness.values import CI_FILES, HELD_UNTIL, ci_values, held, image_values, merged
+from k8s_harness.wait import wait_for
 
 CPU_DEMO = next(path for path in CI_FILES if path.name == "cpu-demo-values.yaml")
 
 
 @pytest.fixture(scope="module")
 def release(install, image) -> Release:
-    """The CPU values that the README installs, with the image under test."""
-    return install(merged(ci_values(CPU_DEMO), image_values(image)))
+    """The CPU values that the README installs, with the image under test. The start is held."""
+    return install(merged(ci_values(CPU_DEMO), image_values(image), held()))
 
 
 def test_not_ready_until_loaded_and_live_meanwhile(release: Release, namespace: Kube) -> None:
-    """Compares the answers of the pod with the state that Kubernetes reports."""
-    probes: list[tuple[int, int]] = []
-    end_s = time.monotonic() + READY_S
-    while time.monotonic() < end_s:
-        require_startable(namespace, release.selector)
-        pods = release.pods()
-        if not pods or not pods[0].get("status", {}).get("podIP"):
-            continue
-        name = pods[0]["metadata"]["name"]
-        is_up = is_ready(pods[0])
-        served = ready_endpoints(namespace.all("EndpointSlice"))
-        # In this order: if /readyz answers, /livez must answer too.
-        ready, live = namespace.probe(name, "/readyz")[0], namespace.probe(name, "/livez")[0]
-        if live or ready:
-            probes.append((live, ready))
-        if is_up or served:
-            assert ready == 200, "Kubernetes reported the pod ready before the server was"
-        if is_up and served:
-            break
-    assert probes[-1] == (200, 200)
-    loading = [live for live, ready in probes if ready == 503]
-    assert loading, f"no probe saw the server loading: {probes}"
-    assert set(loading) == {200}, "the server was not live while it loaded"
+    """The start is held, so the server loads for as long as the test looks at it."""
+
+    def is_live(seen: Seen) -> str:
+        names = [name for name in seen.objects if namespace.probe(name, "/livez")[0] == 200]
+        return names[0] if names else ""
+
+    pods = release.selector
+    name = wait_for(namespace, "Pod", is_live, "a live pod", selector=pods, pods=pods)
+    assert namespace.probe(name, "/readyz")[0] == 503
+    assert release.ready_pods() == []
+    assert ready_endpoints(namespace.all("EndpointSlice")) == []
+    assert namespace.execute(name, "touch", HELD_UNTIL)[0] == 0
+    release.wait_ready()
+    assert [namespace.probe(name, path)[0] for path in ("/livez", "/readyz")] == [200, 200]
     assert restarts(release.pods()[0]) == 0
 
 

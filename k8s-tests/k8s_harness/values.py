@@ -8,7 +8,20 @@ import yaml
 from k8s_harness.helm import CHART
 from k8s_harness.objects import Object
 
-__all__ = ["CI_FILES", "ci_values", "cpu", "demo_on_cpu", "image_values", "key_secret", "merged"]
+__all__ = [
+    "CI_FILES",
+    "HELD_UNTIL",
+    "ci_values",
+    "cpu",
+    "demo_on_cpu",
+    "held",
+    "image_values",
+    "key_secret",
+    "merged",
+]
+
+HOLD = Path(__file__).parent / "incluster" / "hold.py"
+HELD_UNTIL = "/tmp/go"  # the file that ends the wait of hold.py
 
 CI_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 
@@ -53,6 +66,19 @@ def key_secret(values: Object) -> Object | None:
         return None
     kind: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}}
     return kind | {"stringData": {"keys": "tests: not-a-real-key"}}
+
+
+def held() -> Object:
+    """Values with which the scheduler waits at its start until the file HELD_UNTIL exists."""
+    name = "held"
+    code: Object = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name}}
+    variables = {"PYTHONPATH": "/held", "HELD_UNTIL": HELD_UNTIL}
+    return {
+        "extraObjects": [code | {"data": {"sitecustomize.py": HOLD.read_text()}}],
+        "extraVolumes": [{"name": name, "configMap": {"name": name}}],
+        "extraVolumeMounts": [{"name": name, "mountPath": "/held", "readOnly": True}],
+        "extraEnv": [{"name": key, "value": value} for key, value in variables.items()],
+    }
 
 
 def cpu(image: str, **changes: Any) -> Object:

@@ -3,14 +3,16 @@
 import os
 import re
 import signal
+import socket
 
 import httpx
 import pytest
+from k8s_harness.values import held
 
 from tests.chart.helm import CHART, Object
 from tests.chart.test_pod import container_of, pod_of
 from tests.patience import patience
-from tests.process.harness import run_server
+from tests.process.harness import run_server, wait_for
 
 pytestmark = pytest.mark.process
 VALUES = {
@@ -40,6 +42,36 @@ def test_rendered_container_serves_and_ends_within_its_grace_period(pod):
         server.signal(signal.SIGTERM)
         assert server.process.wait(timeout=pod["terminationGracePeriodSeconds"]) == 0
         assert "unknown environment variable" not in server.stderr
+
+
+def test_a_held_server_is_live_and_not_ready_until_the_file_exists(render, monkeypatch, tmp_path):
+    """With these values k8s-tests/test_start.py compares a pod that loads with its probes."""
+    values = held()
+    (code,) = (o for o in render(values) if o["metadata"]["name"] == "held")
+    container = container_of(render(values))
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert environment["PYTHONPATH"] == mounted["held"]
+    (tmp_path / "sitecustomize.py").write_text(code["data"]["sitecustomize.py"])
+    ours = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    monkeypatch.setenv("PYTHONPATH", ours)
+    monkeypatch.setenv("HELD_UNTIL", str(tmp_path / "go"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+
+    def probe(path: str) -> int:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=patience()).status_code
+        except httpx.TransportError:
+            return 0  # the server does not listen yet
+
+    with run_server("--device", "cpu", "--probe-port", str(port)) as server:
+        wait_for(lambda: probe("/livez") == 200, "a live server")
+        assert probe("/readyz") == 503
+        assert "listening" not in server.stderr, "the scheduler has checked its configuration"
+        (tmp_path / "go").touch()
+        server.wait_ready()
+        assert probe("/readyz") == 200
 
 
 def test_environment_of_the_chart_is_known_to_the_server():
