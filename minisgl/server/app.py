@@ -53,7 +53,13 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    return RequestContextMiddleware(guarded, service.client.metrics, service.lifecycle)
+    return RequestContextMiddleware(guarded, service.client.metrics, service.lifecycle, _route_of)
+
+
+def _route_of(path: str) -> str:
+    """The pattern of the route that has this path; "other" without one."""
+    routes = (route for route in router.routes if isinstance(route, APIRoute))
+    return next((one.path for one in routes if one.path_regex.fullmatch(path)), "other")
 
 
 def _check_path(scope: Scope) -> None:

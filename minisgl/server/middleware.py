@@ -57,11 +57,15 @@ class RequestContextMiddleware:
     fields to the line in the dict `log` of the state.
 
     A response that begins during a drain closes its connection.
+
+    _route_of: the pattern of the route of a path. Requests that a layer before the router refuses
+    count under this route.
     """
 
     _app: ASGIApp
     _metrics: Metrics
     _lifecycle: Lifecycle
+    _route_of: Callable[[str], str]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, /) -> None:
         request_id = Headers(scope=scope).get("x-request-id", "")
@@ -75,8 +79,9 @@ class RequestContextMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                route = getattr(scope.get("route"), "path", "other")
-                self._metrics.on_http(route, scope["method"], status)
+                route = scope.get("route")
+                pattern = self._route_of(scope["path"]) if route is None else route.path
+                self._metrics.on_http(pattern, scope["method"], status)
                 if isinstance(error := state.get("error"), RequestError):
                     self._metrics.on_refused(error, self._lifecycle.phase, state["client"])
                 header = (b"x-request-id", request_id.encode())
