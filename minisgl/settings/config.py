@@ -1,9 +1,14 @@
 """The configuration of all processes. The launcher builds it once and sends it to each child."""
 
+import re
+
 import msgspec
 
-from minisgl.core import EngineConfig, SchedulerConfig
+from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.core.sampling import MAX_JSON_WHITESPACE, MAX_LOGPROBS
+
+# An origin as browsers send it. "null" is the origin of local files and of sandboxed frames.
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 
 DEMO_NAME = "minisgl-demo"  # the served name of the embedded model
 # The client of requests whose key has no name, and of all requests to a server without keys.
@@ -88,3 +93,22 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 60.0
     step_timeout_s: float = 60.0
     commit: str = "unknown"
+
+    def __post_init__(self) -> None:
+        """Refuse settings that would have no effect. Raises ConfigError."""
+        if self.kv_events.endpoint is not None and self.scheduler.cache_type == "naive":
+            raise ConfigError(
+                "--kv-events-endpoint publishes the blocks of the prefix cache, and --cache-type "
+                "naive has no prefix cache; remove one of the two flags"
+            )
+        if self.cache_isolation == "key" and not self.api_key_hashes:
+            raise ConfigError(
+                "--cache-isolation key separates the prompts of clients by their keys, and the "
+                "server has no key; set --api-key-file, or remove --cache-isolation"
+            )
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--allow-origin {origin[:64]!r} is no origin, so it would match no page; set "
+                    "SCHEME://HOST, such as https://example.com, without a path, or *"
+                )

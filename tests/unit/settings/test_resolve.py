@@ -124,6 +124,38 @@ def test_wrong_page_size_is_refused_before_the_model_is_looked_up() -> None:
         resolve(["--page-size", "12", "--model", "Qwen/Qwen3-0.6B"], {}, find_model=find)
 
 
+@pytest.mark.parametrize(
+    ("flags", "remedy"),
+    [
+        (
+            ("--kv-events-endpoint", "tcp://*:5557", "--cache-type", "naive"),
+            "remove one of the two",
+        ),
+        (("--cache-isolation", "key"), "set --api-key-file, or remove --cache-isolation"),
+        (("--allow-origin", "chat.example.com"), "set SCHEME://HOST, such as https://example.com"),
+        (("--allow-origin", "*", "https://a.example/"), "'https://a.example/' is no origin"),
+    ],
+)
+def test_settings_without_an_effect_are_refused(flags: tuple[str, ...], remedy: str) -> None:
+    """The server once accepted them: it published no event, and separated no client."""
+    with pytest.raises(ConfigError, match=re.escape(remedy)):
+        config(*flags)
+
+
+def test_settings_with_an_effect_are_accepted() -> None:
+    config("--kv-events-endpoint", "tcp://*:5557")
+    config("--cache-isolation", "key", "--api-key", "k")
+    origins = (
+        "*",
+        "null",
+        "https://a.example",
+        "http://127.0.0.1:8080",
+        "app://-",
+        "http://[::1]:1",
+    )
+    assert config("--allow-origin", *origins).allowed_origins == origins
+
+
 def test_certificate_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     """Regression: the API process ended with a traceback that named no file."""
     paths = certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
