@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from prometheus_client import CollectorRegistry, Metric
@@ -54,6 +54,7 @@ class _Metric(msgspec.Struct, forbid_unknown_fields=True):
     help: str
     labels: dict[str, list[str]] = {}
     of_model: bool = True
+    servers: Literal["engine", "render", "all"] = "engine"
     buckets: str | None = None
 
 
@@ -90,10 +91,15 @@ class Metrics(Collector):
         commit: str = "unknown",
         clock: Callable[[], float] = time.monotonic,
         clients: Iterable[str] = (),
+        render_only: bool = False,
     ) -> None:
-        """clients: the names of all API keys. The first 64 have series of their own."""
+        """clients: the names of all API keys. The first 64 have series of their own.
+
+        render_only: export the metrics of a server without an engine.
+        """
         declared = Path(__file__).with_name("metrics.toml").read_bytes()
         self._declared = msgspec.toml.decode(declared, type=_Declarations)
+        self._servers = ("all", "render" if render_only else "engine")
         self._model_name = model_name
         self._clock = clock
         self._started_s = time.time()
@@ -229,7 +235,9 @@ class Metrics(Collector):
 
         The first values of the engine are 0.
         """
-        self._set("ready", phase is Phase.READY and not is_stalled)
+        is_ready = phase is Phase.READY and not is_stalled
+        self._set("ready", is_ready)
+        self._set("render_ready", is_ready)
         self._set("draining", phase in (Phase.GRACE, Phase.DRAINING, Phase.CLOSED))
         self._set("http_requests_in_flight", self.open_http)
         looked_up = sum(tokens for tokens, _ in self._recent)
@@ -286,11 +294,13 @@ class Metrics(Collector):
             of_tokens[name,] = _Histogram(BATCH_TOKENS_BOUNDS, found.tokens_counts, found.tokens)
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric with its series, for the encoders of prometheus_client."""
+        """Every metric of this kind of server with its series, for prometheus_client."""
         series: Mapping[str, Mapping[_Labels, Any]] = {**self._numbers, **self._histograms}
         for kind, family in _FAMILIES.items():
             entries: dict[str, _Metric] = getattr(self._declared, kind)
             for name, entry in entries.items():
+                if entry.servers not in self._servers:
+                    continue
                 model = {"model_name": self._model_name} if entry.of_model else {}
                 metric = family(f"minisgl_{name}", entry.help, labels=[*entry.labels, *model])
                 for values, value in series[name].items():

@@ -76,7 +76,12 @@ class ApiServer:
             detokenizer.send,
             self._scheduler.send,
             config.limits,
-            Metrics(config.served_names[0], config.commit, clients=clients),
+            Metrics(
+                config.served_names[0],
+                config.commit,
+                clients=clients,
+                render_only=config.render_only,
+            ),
         )
         self.lifecycle = Lifecycle(frozenset(roles), facts)
         self.stats: messages.SchedulerStats | None = None

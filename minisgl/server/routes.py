@@ -297,7 +297,8 @@ async def openapi_document(call: CallDep) -> Response:
 async def web_page(call: CallDep) -> Response:
     """A page, or a script or style sheet of a page."""
     path = call.request.scope["path"]
-    page = find_page(path, with_playground=not call.service.config.no_playground)
+    config = call.service.config
+    page = find_page(path, with_playground=not (config.no_playground or config.render_only))
     if page is None:
         raise HTTPException(404)
     # FileResponse sends the file in parts. It waits until the client has read the previous part.

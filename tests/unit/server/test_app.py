@@ -275,8 +275,10 @@ def test_other_files_beside_the_pages_are_not_served(path: str) -> None:
     assert call("GET", path).status_code == 404
 
 
-def test_playground_can_be_switched_off() -> None:
-    config = msgspec.structs.replace(CONFIG, no_playground=True)
+@pytest.mark.parametrize("setting", ["no_playground", "render_only"])
+def test_playground_can_be_switched_off(setting: str) -> None:
+    """A server with --render-only answers no call of the page, so it has no page either."""
+    config = msgspec.structs.replace(CONFIG, **{setting: True})
     assert call("GET", "/").headers["content-type"] == "text/html; charset=utf-8"
     for path in ("/", "/playground/app.js"):
         assert call("GET", path, config=config).status_code == 404

@@ -1,4 +1,4 @@
-"""The metrics of HTTP responses, counted by the application itself."""
+"""The metrics of HTTP responses, and those of a server without an engine."""
 
 import asyncio
 
@@ -9,9 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from minisgl.server.app import build_app
 from minisgl.server.lifecycle import Lifecycle
+from minisgl.server.metrics import Metrics
 from tests.unit.server.fakes import World
 from tests.unit.server.test_app import KEYED, FakeService
-from tests.unit.server.test_metrics import values
+from tests.unit.server.test_metrics import scraped, values
 
 
 def test_http_responses_count_by_route_pattern_even_while_loading() -> None:
@@ -73,3 +74,22 @@ def test_a_request_that_is_refused_before_routing_counts_under_its_route() -> No
         "minisgl_http_requests_total{code=404,method=GET,route=other}": 1,
         "minisgl_http_requests_total{code=415,method=POST,route=/v1/completions}": 1,
     }
+
+
+def test_a_server_without_an_engine_exports_no_metric_of_an_engine() -> None:
+    """A sum over all scraped pods, such as sum(minisgl_ready), once counted it as an engine."""
+    metrics = Metrics("m", render_only=True)
+    metrics.on_http("/tokenize", "POST", 200)
+    names = {name.partition("{")[0].removesuffix("_total") for name in scraped(metrics)}
+    assert names == {
+        "minisgl_build_info",
+        "minisgl_draining",
+        "minisgl_http_requests",
+        "minisgl_http_requests_in_flight",
+        "minisgl_limits_exceeded",
+        "minisgl_render_ready",
+        "minisgl_startup_seconds",
+        "process_start_time_seconds",
+    }
+    assert scraped(metrics)["minisgl_render_ready{}"] == 1
+    assert "minisgl_render_ready{}" not in scraped(Metrics("m"))

@@ -67,8 +67,8 @@ def _text(metrics: Metrics) -> str:
 
 
 def exported() -> dict[str, Metric]:
-    """The metrics by the names of the documentation."""
-    found = parse_text(_text(filled()))
+    """The metrics of both kinds of servers, by the names of the documentation."""
+    found = [*parse_text(_text(Metrics("m", render_only=True))), *parse_text(_text(filled()))]
     return {f.name + ("_total" if f.type == "counter" else ""): f for f in found}
 
 
@@ -87,7 +87,9 @@ def test_both_formats_hold_the_same_series_and_values() -> None:
 
 def test_each_metric_has_type_and_help_and_follows_the_naming_rules() -> None:
     found = exported()
-    assert len(found) == len(list(parse_text(_text(filled())))), "no name occurs twice"
+    for metrics in (filled(), Metrics("m", render_only=True)):
+        names = [family.name for family in parse_text(_text(metrics))]
+        assert len(set(names)) == len(names), "no name occurs twice"
     for name, family in found.items():
         assert family.documentation.endswith(".")
         assert re.fullmatch(r"(minisgl|process)_[a-z0-9_]+", name)
