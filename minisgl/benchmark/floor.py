@@ -10,15 +10,11 @@ number of tokens (the budget). Then all requests decode together; the batch shri
 import argparse
 import json
 import tempfile
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from minisgl.benchmark.flag_types import (
@@ -29,79 +25,16 @@ from minisgl.benchmark.flag_types import (
 )
 from minisgl.benchmark.models import SHAPES, write_model
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
-from minisgl.core import ConfigError
-from minisgl.kvcache.pool import KVSpec
-from minisgl.models.config import ModelConfig, load_model_config
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """The rates of the hardware.
-
-    The defaults were measured on one H200 with torch 2.11 and CUDA 13.0: a large copy (reads plus
-    writes), a bf16 matrix product of 8192 x 8192 x 8192, and FP8 products of 8,192 rows with scales
-    for rows and channels.
-    """
-
-    bytes_per_s: float = 4.25e12
-    operations_per_s: float = 686e12
-    fp8_operations_per_s: float = 1275e12
-
-    def arithmetic_s(self, operations: float, fp8_operations: float) -> float:
-        """Return the seconds of `operations`, of which fp8_operations have FP8 operands."""
-        plain_s = (operations - fp8_operations) / self.operations_per_s
-        return plain_s + fp8_operations / self.fp8_operations_per_s
-
-
-class Cost(NamedTuple):
-    """Bytes and operations of a model on one GPU, in bf16 or with FP8 weights.
-
-    weight_bytes  bytes of the weights that every step reads.
-    operations    floating-point operations of the matrix products, for one token.
-    kv_bytes      bytes of the KV of one token, all layers.
-    expert_bytes  bytes of the weights of all experts of all layers.
-    expert_share  fraction of the experts to which one token is routed.
-    reduces       number of all-reduces of a step.
-    reduce_bytes  bytes of one all-reduce for each token of the step.
-    fp8_operations
-                  the part of `operations` that may have FP8 operands.
-    """
-
-    weight_bytes: int
-    operations: int
-    kv_bytes: int
-    expert_bytes: int = 0
-    expert_share: float = 0.0
-    reduces: int = 0
-    reduce_bytes: int = 0
-    fp8_operations: int = 0
-
-    def read_bytes(self, tokens: int) -> float:
-        """Return the expected weight bytes that a step of `tokens` tokens reads."""
-        return self.weight_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** tokens)
-
-
-# Microseconds of an all-reduce over the GPUs of one host in a CUDA graph, by MB, for bfloat16 rows
-# of 5,120. The faster of NCCL 2.28 and torch's symmetric memory, measured 2026-11.
-_REDUCE_MB = tuple(rows * 10_240 / 1e6 for rows in (1, 8, 64, 256, 2048, 8192))
-_REDUCE_US = MappingProxyType(
-    {2: (6.4, 7.4, 8.6, 14.9, 99, 309), 4: (6.8, 9.1, 10.5, 19.9, 120, 403)}
+from minisgl.cost.floor import (
+    Ceilings,
+    cost_of,
+    read_keys,
+    reduce_s,
+    step_s,
+    windows_of,
+    with_weights,
 )
-MEASURED_TP = (1, *_REDUCE_US)
-
-
-def reduce_s(tp: int, num_bytes: float) -> float:
-    """Return the seconds of an all-reduce of num_bytes over tp GPUs.
-
-    Raises ConfigError for a number of GPUs that was not measured.
-    """
-    if tp == 1:
-        return 0.0
-    if tp not in MEASURED_TP:
-        raise ConfigError(f"all-reduce over {tp} GPUs was not measured; measured: 2, 4 GPUs")
-    mb = num_bytes / 1e6
-    beyond = max(mb / _REDUCE_MB[-1], 1.0)
-    return float(np.interp(mb, _REDUCE_MB, _REDUCE_US[tp])) * beyond / 1e6
+from minisgl.models.config import ModelConfig, load_model_config
 
 
 class Floor(NamedTuple):
@@ -114,90 +47,6 @@ class Floor(NamedTuple):
     @property
     def total_s(self) -> float:
         return self.prefill_s + self.decode_s
-
-
-def cost_of(model: ModelConfig, tp: int = 1, fp8_kv: bool = False) -> Cost:
-    """Return the cost of a model on each of tp GPUs. fp8_kv: keys and values are stored in FP8.
-
-    A step reads the whole output head, but only a few rows of the embedding. If there are fewer KV
-    heads than GPUs, each GPU holds a copy of one head.
-    """
-    total = _single_gpu_cost(model)
-    spec = KVSpec(model.kv_heads, model.head_dim, torch.bfloat16, fp8_kv)
-    return total._replace(
-        weight_bytes=total.weight_bytes // tp,
-        operations=total.operations // tp,
-        kv_bytes=model.num_layers * spec.token_bytes // min(tp, model.kv_heads),
-        expert_bytes=total.expert_bytes // tp,
-        reduces=2 * model.num_layers + 1,
-        reduce_bytes=2 * model.hidden_size,
-    )
-
-
-def _single_gpu_cost(model: ModelConfig) -> Cost:
-    """The cost without the KV and the all-reduces."""
-    hidden, dim, moe = model.hidden_size, model.head_dim, model.moe
-    attention = hidden * dim * (2 * model.q_heads + 2 * model.kv_heads)
-    sparse = sum(moe is not None and moe.has_experts(i) for i in range(model.num_layers))
-    parameters = model.num_layers * attention + hidden * model.vocab_size
-    parameters += (model.num_layers - sparse) * 3 * hidden * model.intermediate_size
-    if moe is None:
-        return Cost(2 * parameters, 2 * parameters, 0)
-    parameters += sparse * hidden * (moe.num_experts + 3 * moe.shared_expert_intermediate_size)
-    experts = sparse * 3 * hidden * moe.moe_intermediate_size * moe.num_experts
-    expert_share = moe.num_experts_per_tok / moe.num_experts
-    operations = 2 * parameters + int(2 * experts * expert_share)
-    return Cost(2 * parameters, operations, 0, 2 * experts, expert_share)
-
-
-def weight_format(model: ModelConfig, quantization: str | None) -> str:
-    """The format of the quantised weights: fp8, mxfp4 or none. quantization: as in EngineConfig."""
-    if model.quantization is not None and model.quantization.get("quant_method") == "mxfp4":
-        return "mxfp4"
-    return "none" if quantization is None and model.quantization is None else "fp8"
-
-
-def with_weights(cost: Cost, model: ModelConfig, quantization: str | None, tp: int = 1) -> Cost:
-    """Return the cost with the weights in `weight_format`."""
-    match weight_format(model, quantization):
-        case "fp8":
-            return with_fp8_weights(cost, model, tp)
-        case "mxfp4":  # half a byte for each weight, and one for 32 weights
-            return cost._replace(expert_bytes=cost.expert_bytes // 2 * 17 // 32)
-    return cost
-
-
-def with_fp8_weights(cost: Cost, model: ModelConfig, tp: int = 1) -> Cost:
-    """Return the cost with FP8 weights in all linears and experts. The scales are not counted.
-
-    The output head and the routers stay bf16: 2 bytes and 2 operations for each weight.
-    """
-    moe, kept = model.moe, model.hidden_size * model.vocab_size
-    if moe is not None:
-        sparse = sum(moe.has_experts(i) for i in range(model.num_layers))
-        kept += sparse * model.hidden_size * moe.num_experts
-    kept = 2 * kept // tp
-    return cost._replace(
-        weight_bytes=kept + (cost.weight_bytes - kept) // 2,
-        expert_bytes=cost.expert_bytes // 2,
-        fp8_operations=cost.operations - kept,
-    )
-
-
-def step_s(
-    cost: Cost, tokens: int, context_tokens: float, ceilings: Ceilings, tp: int = 1
-) -> float:
-    """Return the floor of a decode step in seconds.
-
-    tokens: requests of the step, each with one token. context_tokens: tokens of all their contexts;
-    with window layers, the mean over the layers of the tokens that a layer reads.
-    """
-    weights = cost.read_bytes(tokens) / ceilings.bytes_per_s
-    arithmetic = tokens * ceilings.arithmetic_s(cost.operations, cost.fp8_operations)
-    reduces = cost.reduces * reduce_s(tp, tokens * cost.reduce_bytes) if cost.reduces else 0.0
-    return (
-        max(weights, arithmetic) + context_tokens * cost.kv_bytes / ceilings.bytes_per_s + reduces
-    )
 
 
 def floor_of(
@@ -220,7 +69,7 @@ def floor_of(
     # The output head is computed for the last token of a prompt only.
     head = 2 * model.hidden_size * model.vocab_size // tp
     prefill_operations: float = (cost.operations - head) * prompt_tokens + head * len(prompts)
-    pairs = sum(share * _pairs(prompts, window) for window, share in _windows(model))
+    pairs = sum(share * _pairs(prompts, window) for window, share in windows_of(model))
     prefill_operations += 4.0 * model.num_layers * model.q_heads * model.head_dim * pairs / tp
     prefill_s = max(
         chunks * cost.read_bytes(budget_tokens) / ceilings.bytes_per_s,
@@ -232,23 +81,6 @@ def floor_of(
         contexts = prompts[outputs > step] + step
         decode_s += step_s(cost, len(contexts), read_keys(model, contexts), ceilings, tp)
     return Floor(prefill_s, decode_s, int(outputs.sum()) / (prefill_s + decode_s))
-
-
-def read_keys(model: ModelConfig, contexts: NDArray[np.signedinteger[Any]]) -> float:
-    """Return the keys that a layer reads in a decode step, the mean over the layers.
-
-    contexts: tokens of each request's context.
-    """
-    return sum(
-        share * float(np.minimum(contexts, window or contexts).sum())
-        for window, share in _windows(model)
-    )
-
-
-def _windows(model: ModelConfig) -> list[tuple[int | None, float]]:
-    """Each window of the model's layers, and its share of the layers. None: full attention."""
-    counts = Counter(layer.rule.window for layer in model.layers)
-    return [(window, count / model.num_layers) for window, count in counts.items()]
 
 
 def _pairs(prompts: NDArray[np.int64], window: int | None) -> float:

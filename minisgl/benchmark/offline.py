@@ -15,11 +15,12 @@ from minisgl.benchmark.flag_types import (
     nonnegative_int,
     positive_int,
 )
-from minisgl.benchmark.floor import Ceilings, floor_of, load_shape
+from minisgl.benchmark.floor import floor_of, load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.outbox import workload_error
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
 from minisgl.core import ConfigError, InvalidRequest, SamplingParams
+from minisgl.cost.floor import Ceilings
 from minisgl.llm import LLM
 
 

@@ -20,14 +20,7 @@ from minisgl.benchmark.flag_types import (
     nonnegative_int,
     positive_int,
 )
-from minisgl.benchmark.floor import (
-    Ceilings,
-    cost_of,
-    load_shape,
-    read_keys,
-    reduce_s,
-    with_weights,
-)
+from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.core import (
     Batch,
@@ -39,6 +32,7 @@ from minisgl.core import (
 )
 from minisgl.core.batch import DRAFT_WIDTHS
 from minisgl.core.columns import sampling_arrays
+from minisgl.cost.floor import Ceilings, cost_of, read_keys, reduce_s, with_weights
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.drafts import with_speculation
 from minisgl.engine import Engine

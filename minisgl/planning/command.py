@@ -8,8 +8,8 @@ from functools import partial
 import msgspec
 
 from minisgl.core import EngineConfig
+from minisgl.cost.gpus import GPUS, Gpu, find_gpu
 from minisgl.models.config import ModelConfig, load_model_config
-from minisgl.planning.gpus import GPUS, Gpu, find_gpu
 from minisgl.planning.plan import Plan, make_plan
 from minisgl.settings.places import command_line
 from minisgl.settings.resolve import ArgumentParser, resolve

@@ -9,8 +9,8 @@ import torch
 
 from minisgl.benchmark.models import write_model
 from minisgl.core import EngineConfig
+from minisgl.cost.gpus import Gpu
 from minisgl.models.config import load_model_config
-from minisgl.planning.gpus import Gpu
 from minisgl.planning.plan import make_plan
 from tests.patience import patience
 

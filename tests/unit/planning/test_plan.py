@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from minisgl.__main__ import main
-from minisgl.benchmark.floor import cost_of
 from minisgl.benchmark.models import write_model
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory
+from minisgl.cost.floor import cost_of
+from minisgl.cost.gpus import GPUS, Gpu, find_gpu
 from minisgl.demo import model_path
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine, memory
 from minisgl.models.config import load_model_config
-from minisgl.planning.gpus import GPUS, Gpu, find_gpu
 from minisgl.planning.plan import Plan, make_plan
 
 H200 = GPUS["H200"]

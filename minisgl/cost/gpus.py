@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from minisgl.benchmark.floor import Ceilings
 from minisgl.core import ConfigError
+from minisgl.cost.floor import Ceilings
 from minisgl.utils import near_names
 
 

@@ -1,0 +1,80 @@
+"""The memory of a rank besides weights and KV pages, predicted from a model's config.json.
+
+A starting engine measures the memory of steps and CUDA graphs. Here it is predicted from sizes of
+tensors and from three starts on one H200.
+"""
+
+from minisgl.core import EngineConfig
+from minisgl.cost.gpus import Gpu
+from minisgl.engine import memory
+from minisgl.kernel import ContextCopy
+from minisgl.kvcache.pool import KVSpec
+from minisgl.models.config import ModelConfig
+
+_MIB = 2**20
+# The remainder of Qwen3-0.6B, 8B and 14B on one H200 (docs/benchmarks.md, "Start"), without the
+# tensors that remainder_bytes computes, is _FIXED_BYTES + _ACTIVATION_SHARE * the largest
+# activations of a step. The three starts deviate by at most 24 MiB.
+_FIXED_BYTES = 1192 * _MIB
+_FIXED_GRAPHS = 19  # further graphs of each of the three starts
+_ACTIVATION_SHARE = 1.663
+_WORKSPACE_BYTES = 128 * _MIB  # FlashInfer's float workspace for the layers of one rule
+_PEER_BYTES = 240 * _MIB  # buffers that tensor-parallel ranks share
+# The memory of one further graph (memory.further_graphs): one block of the driver, and the block
+# that the engine adds as a margin. This is an estimate, and no start has measured it.
+_GRAPH_BYTES = 4 * _MIB
+
+
+def remainder_bytes(
+    config: EngineConfig,
+    model: ModelConfig,
+    gpu: Gpu,
+    context: int,
+    spec: KVSpec,
+    max_chunk_tokens: int,
+) -> int:
+    """Predict the bytes of a rank besides weights and KV pages.
+
+    context: the longest request in tokens. max_chunk_tokens: the largest number of prompt tokens in
+    one step, the same as for Engine.
+    """
+    tp, rows, item = config.tp_size, config.max_running_reqs + 1, spec.dtype.itemsize
+    page_table = len(model.pools) * rows * -(-context // config.page_size)
+    token_pool = rows * (context + 1)
+    rotary = len(model.ropes) * context * model.head_dim
+    tables = 4 * (page_table + token_pool + rotary)
+    shapes, sizes = memory.graph_sizes(
+        config, model, max_chunk_tokens, drafting=config.speculative is not None
+    )
+    graphs = _GRAPH_BYTES * (memory.further_graphs(shapes, sizes) - _FIXED_GRAPHS)
+    graph_tokens = max((reqs * width for reqs, width in shapes), default=0)
+    logits = graph_tokens * (model.vocab_size // tp) * item
+    kv_heads = max(model.kv_heads // tp, 1)
+    # Layers of one rule share a copy of a context (kernel/contexts.py). Attention of prompts reads
+    # an FP8 pool by copies only.
+    group = model.q_heads // model.kv_heads
+    copied_keys = sum(
+        context if rule.window is None else min(context, max_chunk_tokens + rule.window)
+        for rule in set(model.rules)
+        if spec.fp8 or (gpu.copies and ContextCopy.may_pay(rule.window, group))
+    )
+    copied = 2 * copied_keys * kv_heads * model.head_dim * item
+    shared = _PEER_BYTES if tp > 1 else 0
+    activations = int(_ACTIVATION_SHARE * max_chunk_tokens * _widest(model, tp) * item)
+    workspaces = len(set(model.rules)) * _WORKSPACE_BYTES
+    return _FIXED_BYTES + workspaces + tables + graphs + logits + copied + shared + activations
+
+
+def _widest(model: ModelConfig, tp: int) -> int:
+    """Return how many numbers the widest MLP of a rank holds for one token.
+
+    These are gate and up, their product, and the residual stream before and after the MLP.
+    """
+    moe, inner = model.moe, model.intermediate_size
+    experts = 0
+    if moe is not None:
+        dense = any(not moe.has_experts(layer) for layer in range(model.num_layers))
+        inner = max(inner * dense, moe.shared_expert_intermediate_size)
+        width = moe.moe_intermediate_size // tp + model.hidden_size
+        experts = moe.num_experts_per_tok * width
+    return max(3 * inner // tp, experts) + 2 * model.hidden_size

@@ -1,0 +1,74 @@
+"""The cost of a model against values computed by hand."""
+
+from pathlib import Path
+
+import pytest
+
+from minisgl.benchmark.floor import load_shape
+from minisgl.core import ConfigError
+from minisgl.cost.floor import cost_of, reduce_s, with_fp8_weights, with_weights
+
+
+def test_a_dense_model_reads_its_weights_once_per_step(tmp_path: Path) -> None:
+    _, model = load_shape("qwen3-8b", tmp_path)
+    cost = cost_of(model)
+    layer = 4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12288
+    assert cost.weight_bytes == cost.operations == 2 * (36 * layer + 4096 * 151936)
+    assert cost.read_bytes(1) == cost.read_bytes(256) == cost.weight_bytes
+    assert cost.kv_bytes == 2 * 36 * 8 * 128 * 2
+    assert cost_of(model, fp8_kv=True).kv_bytes == 2 * 36 * 8 * (128 + 2)
+
+
+def test_an_expert_is_read_when_a_token_is_routed_to_it(tmp_path: Path) -> None:
+    _, model = load_shape("qwen3-30b-a3b", tmp_path)
+    cost = cost_of(model)
+    attention = 2048 * 128 * (32 + 4 + 4 + 32)
+    expert = 3 * 2048 * 768
+    shared = 48 * (attention + 2048 * 128) + 2048 * 151936
+    assert cost.weight_bytes == 2 * shared
+    assert cost.read_bytes(1) == pytest.approx(2 * (shared + 48 * 8 * expert))
+    assert cost.operations == cost.read_bytes(1)  # 2 operations for each weight of 2 bytes
+    # A token is routed to 8 of 128 experts: with 16 tokens, an expert is unused with probability
+    # (15 / 16) ** 16 = 0.356074.
+    assert cost.read_bytes(16) == pytest.approx(2 * (shared + 48 * 128 * expert * (1 - 0.356074)))
+    assert cost.read_bytes(8192) == pytest.approx(2 * (shared + 48 * 128 * expert))
+    assert cost.kv_bytes == 2 * 48 * 2 * 4 * 128
+
+
+def test_an_all_reduce_takes_its_measured_time_or_an_interpolated_one() -> None:
+    row = 2 * 5120
+    assert reduce_s(1, row) == 0
+    assert reduce_s(4, 256 * row) == pytest.approx(19.9e-6)
+    assert reduce_s(4, 160 * row) == pytest.approx((10.5 + 19.9) / 2 * 1e-6)
+    assert reduce_s(2, 2 * 8192 * row) == pytest.approx(2 * 309e-6)
+    with pytest.raises(ConfigError, match="all-reduce over 8 GPUs was not measured"):
+        reduce_s(8, row)
+
+
+def test_fp8_weights_halve_the_linears_and_the_experts(tmp_path: Path) -> None:
+    """The output head and the routers stay bf16."""
+    _, dense = load_shape("qwen3-8b", tmp_path / "dense")
+    cost = with_fp8_weights(cost_of(dense), dense)
+    layer = 4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12288
+    assert cost.weight_bytes == 36 * layer + 2 * 4096 * 151936
+    assert cost.fp8_operations == 2 * 36 * layer
+    _, sparse = load_shape("qwen3-30b-a3b", tmp_path / "sparse")
+    plain = cost_of(sparse)
+    cost = with_fp8_weights(plain, sparse)
+    kept = 2 * (2048 * 151936 + 48 * 2048 * 128)
+    assert cost.weight_bytes == kept + (plain.weight_bytes - kept) // 2
+    assert cost.expert_bytes == plain.expert_bytes // 2
+    assert cost.fp8_operations == plain.operations - kept
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "experts"), [("gpt-oss-20b", 24, 32), ("gpt-oss-120b", 36, 128)]
+)
+def test_mxfp4_experts_have_17_bytes_for_32_weights(
+    shape: str, layers: int, experts: int, tmp_path: Path
+) -> None:
+    _, model = load_shape(shape, tmp_path)
+    cost = with_weights(cost_of(model), model, None)
+    assert cost.expert_bytes == layers * experts * 3 * 2880 * 2880 // 32 * 17
+    assert cost._replace(expert_bytes=0) == cost_of(model)._replace(expert_bytes=0)
+    assert model.max_position == 131072
