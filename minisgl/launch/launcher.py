@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -28,7 +27,7 @@ from minisgl.core import ConfigError
 from minisgl.settings.child import CHILD_COMMAND, ChildSpec
 from minisgl.settings.config import DEMO_NAME, ServerConfig
 from minisgl.settings.keys import key_hashes
-from minisgl.utils import make_socket_dir, process_age_s, setup_logging, supervise
+from minisgl.utils import process_age_s, setup_logging, socket_folder, supervise
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +66,14 @@ def launch(
     if shell_key:
         hashes = config.api_key_hashes | key_hashes([shell_key], None)
         config = msgspec.structs.replace(config, api_key_hashes=hashes)
-    try:
-        socket_dir = make_socket_dir()
-    except OSError as error:
-        raise ConfigError(
-            f"no folder for the sockets can be made: {error}; mount a writable /tmp or set TMPDIR"
-        ) from None
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, socket_dir, ignore_errors=True)
+        try:
+            socket_dir = stack.enter_context(socket_folder())
+        except OSError as error:
+            raise ConfigError(
+                f"no folder for the sockets can be made: {error}; mount a writable /tmp or set "
+                "TMPDIR"
+            ) from None
         reason_read, reason_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         ports = [port for port in (config.port, config.probe_port) if port is not None]
         listeners = [stack.enter_context(_bind(config.host, port)) for port in ports]

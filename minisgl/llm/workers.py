@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import threading
 import time
@@ -27,7 +26,7 @@ from minisgl.scheduler import LocalInbox, build_scheduler
 from minisgl.settings.child import ChildSpec
 from minisgl.settings.config import ServerConfig
 from minisgl.structured.processor import with_grammars
-from minisgl.utils import make_socket_dir, supervise
+from minisgl.utils import socket_folder, supervise
 
 _POLL_S = 0.2  # the longest time between two checks that the ranks are alive
 _FIRST_STEP_REQS = 32  # the first step starts as soon as this many requests are submitted
@@ -120,7 +119,8 @@ class RankWorkers:
 
         Raises ConfigError or WorkerDied when a rank ends before it is ready.
         """
-        folder = make_socket_dir()
+        own_folder = contextlib.ExitStack()
+        folder = own_folder.enter_context(socket_folder())
         self.children: list[supervise.Child] = []
         self._lost: MinisglError | None = None
         self._unfinished: set[int] = set()  # uids whose last output has not been received
@@ -128,7 +128,7 @@ class RankWorkers:
         self._status: Receiver[messages.ToApi] = Receiver(endpoint(folder, "api"), messages.ToApi)
         self._requests: Sender[messages.ToScheduler] = Sender(endpoint(folder, "scheduler"))
         self._reasons, reason_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._clean_up = weakref.finalize(self, _clean_up, self.children, self._reasons, folder)
+        self._clean_up = weakref.finalize(self, _clean_up, self.children, self._reasons, own_folder)
         names = (engine.model_path,)
         server = ServerConfig(
             engine=engine, scheduler=config, served_names=names, log_level="warning"
@@ -219,10 +219,12 @@ class RankWorkers:
         return kind(child.explain(reasons))
 
 
-def _clean_up(children: list[supervise.Child], reasons_fd: int, folder: str) -> None:
+def _clean_up(
+    children: list[supervise.Child], reasons_fd: int, folder: contextlib.ExitStack
+) -> None:
     """Kill the processes of a RankWorkers and remove its pipes and its folder of sockets."""
     for child in children:
         child.process.kill()
         child.process.wait()
     os.close(reasons_fd)
-    shutil.rmtree(folder, ignore_errors=True)
+    folder.close()

@@ -35,7 +35,7 @@ def endpoint(directory: str, name: str) -> str:
 
 
 def _key_of(address: str) -> bytes:
-    """Return the key that `make_socket_dir` has written to the folder of this address."""
+    """Return the key that `socket_folder` has written to the folder of this address."""
     return Path(address.removeprefix("ipc://")).with_name(SOCKET_KEY).read_bytes()
 
 

@@ -2,14 +2,14 @@
 
 from minisgl.utils.logging import log_event, setup_logging
 from minisgl.utils.naming import near_names
-from minisgl.utils.process import SOCKET_KEY, cache_folder, make_socket_dir, process_age_s
+from minisgl.utils.process import SOCKET_KEY, cache_folder, process_age_s, socket_folder
 
 __all__ = [
     "SOCKET_KEY",
     "cache_folder",
     "log_event",
-    "make_socket_dir",
     "near_names",
     "process_age_s",
     "setup_logging",
+    "socket_folder",
 ]

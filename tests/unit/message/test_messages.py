@@ -3,7 +3,6 @@
 The W-numbers are rows of docs/bugs.md.
 """
 
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -33,7 +32,7 @@ from minisgl.message.messages import (
     ToTokenizer,
 )
 from minisgl.message.queues import Receiver, Sender, endpoint
-from minisgl.utils.process import SOCKET_KEY, make_socket_dir, write_socket_key
+from minisgl.utils.process import SOCKET_KEY, socket_folder, write_socket_key
 
 
 @pytest.mark.parametrize(
@@ -167,8 +166,7 @@ def test_receiver_drops_messages_without_the_key_of_its_folder(
 @given(st.lists(st.integers(0, 3000), max_size=8))
 def test_long_and_short_messages_arrive_whole(sizes: list[int]) -> None:
     """A sender encodes each message into the memory of the message before."""
-    folder = make_socket_dir()
-    try:
+    with socket_folder() as folder:
         receiver: Receiver[ToApi] = Receiver(endpoint(folder, "q"), ToApi)
         sender: Sender[ToApi] = Sender(endpoint(folder, "q"))
         sent = [TokenizeResult(uid=i, text="x" * size) for i, size in enumerate(sizes)]
@@ -181,5 +179,3 @@ def test_long_and_short_messages_arrive_whole(sizes: list[int]) -> None:
         assert seen == sent
         sender.close()
         receiver.close()
-    finally:
-        shutil.rmtree(folder)

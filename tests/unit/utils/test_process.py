@@ -1,7 +1,6 @@
 """Ages of processes, and the folder of their sockets."""
 
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -9,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.utils import make_socket_dir, process_age_s
+from minisgl.utils import process_age_s, socket_folder
+from tests.patience import patience
 
 
 def test_age_of_a_child_is_at_most_that_of_its_parent() -> None:
@@ -22,7 +22,39 @@ def test_sockets_avoid_a_long_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))
-    made = Path(make_socket_dir())
-    assert made.parent == Path("/tmp")
-    assert made.stat().st_mode & 0o777 == 0o700
-    shutil.rmtree(made)
+    with socket_folder() as folder:
+        made = Path(folder)
+        assert made.parent == Path("/tmp")
+        assert made.stat().st_mode & 0o777 == 0o700
+    assert not made.exists()
+
+
+def test_the_folder_of_a_killed_process_is_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    other = tmp_path / "minisgl-other"  # no socket folder: it has no key
+    other.mkdir(0o700)
+    code = (
+        "import os, signal\n"
+        "from minisgl.utils import socket_folder\n"
+        "with socket_folder() as folder:\n"
+        "    print(folder, flush=True)\n"
+        "    input()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    left = Path(process.stdout.readline().strip())
+    with socket_folder() as mine:
+        assert left.is_dir(), "its process runs"
+    process.communicate("\n", timeout=patience())
+    assert left.is_dir(), "its process was killed"
+    with socket_folder() as mine:
+        assert sorted(tmp_path.iterdir()) == sorted([Path(mine), other])
