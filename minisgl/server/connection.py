@@ -53,6 +53,7 @@ MAX_TLS_CONNECTIONS = 1024
 _START = re.compile(rb"\r?\n?(?:[A-Z]{1,32} |[A-Z]{0,32}\Z)")
 # CONNECT is refused: the parser would take all bytes after its head for another protocol.
 _REQUEST_LINE = re.compile(rb"\r?\n?(?!CONNECT )[A-Z]{1,32} [/Hh*][^\r\n]* HTTP/1\.([01])\r\n")
+_CHUNKED = re.compile(rb"\r\ntransfer-encoding:", re.IGNORECASE)
 _SINGLE = re.compile(rb"\r\n(host|authorization):", re.IGNORECASE)
 # A header that offers another protocol, such as h2c from Java's client. The server removes it
 # before parsing, because the parser would read the body as that protocol.
@@ -68,6 +69,9 @@ def check_head(head: bytes) -> None:
     line = _REQUEST_LINE.match(head)
     if line is None:
         raise _invalid("the request line must be METHOD PATH HTTP/1.1 or METHOD PATH HTTP/1.0")
+    if line[1] == b"0" and _CHUNKED.search(head):
+        # A proxy that speaks HTTP/1.0 does not know the header, and takes the body for a request.
+        raise _invalid("a body of HTTP/1.0 cannot have chunks; send Content-Length, or HTTP/1.1")
     names = [name.lower() for name in _SINGLE.findall(head)]
     if len(names) != len(set(names)) or (b"host" not in names and line[1] == b"1"):
         raise _invalid("a request must have exactly one Host and at most one Authorization header")

@@ -198,6 +198,7 @@ def test_incomplete_head_takes_no_more_memory_than_its_bytes(line: bytes) -> Non
         (b"GET / HTTP/1.1\r\n", b"exactly one Host and"),
         (b"GET / HTTP/1.1\r\nhost: a\r\nHost: a\r\n", b"exactly one Host and"),
         (b"GET / HTTP/1.0\r\nhost: a\r\nhost: b\r\n", b"exactly one Host and"),
+        (b"POST / HTTP/1.0\r\nTransfer-Encoding: chunked\r\n", b"HTTP/1.0 cannot have chunks"),
         (b"GET /\r\n", b"METHOD PATH"),
         (b"GET / HTTP/0.9\r\nhost: a\r\n", b"METHOD PATH"),
         (b"GET / HTTP/2.0\r\nhost: a\r\n", b"METHOD PATH"),
