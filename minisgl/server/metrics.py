@@ -93,7 +93,7 @@ class Metrics(Collector):
         clients: Iterable[str] = (),
         render_only: bool = False,
     ) -> None:
-        """clients: the names of all API keys. The first 64 have series of their own.
+        """clients: the names of keys with series of their own, at most 64. Others are "other".
 
         render_only: export the metrics of a server without an engine.
         """

@@ -70,7 +70,7 @@ class ApiServer:
             self._workers["detokenizer"] = detokenizer
             ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
             roles |= {"detokenizer", "scheduler", *ranks}
-        clients = (config.api_key_hashes | config.admin_key_hashes).values()
+        keys = config.api_key_hashes | config.admin_key_hashes
         self.client = EngineClient(
             [sender.send for sender in tokenizers.values()],
             detokenizer.send,
@@ -79,7 +79,7 @@ class ApiServer:
             Metrics(
                 config.served_names[0],
                 config.commit,
-                clients=clients,
+                clients=keys.values() if config.key_metrics else (),
                 render_only=config.render_only,
             ),
         )

@@ -22,7 +22,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     keys: Path = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("hostile: one\nother: two\nother: three\nplain\n")
     flags = ("--api-key-file", str(keys), "--cache-isolation", "key", "--num-pages", "2048")
-    with run_server(*flags, "--max-running-requests", "8") as running:
+    with run_server(*flags, "--max-running-requests", "8", "--key-metrics") as running:
         yield running.wait_ready()
 
 

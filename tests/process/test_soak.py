@@ -150,7 +150,7 @@ def test_soak(duration_s: int, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a: one\nb: two\nhostile: three\n")
     flags = ("--num-pages", str(TOTAL_PAGES), "--max-running-requests", "8")
-    flags += ("--api-key-file", str(keys))
+    flags += ("--api-key-file", str(keys), "--key-metrics")
     with run_server(*flags, "--admin-api-key", "root") as server:
         server.wait_ready()
         end_s = time.monotonic() + duration_s

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from minisgl.core import SamplingParams, WorkerDied
+from minisgl.core import Overloaded, SamplingParams, WorkerDied
 from minisgl.message.messages import AddReq, Ready, Shutdown, TextOptions, ToApi
 from minisgl.message.queues import Sender, endpoint
 from minisgl.server.lifecycle import Phase
@@ -43,6 +43,17 @@ def test_scheduler_without_requests_is_not_hung(tmp_path: Path) -> None:
     request = AddReq(uid=choice.uid, token_ids=b"", sampling=SamplingParams())
     server.client.submit([choice], request, [TextOptions()])
     assert [server.hung_worker(), server.hung_worker()] == [None, "scheduler"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_scrape_names_keys_only_with_key_metrics(tmp_path: Path, named: bool) -> None:
+    """A scrape needs no key."""
+    server = api_server(tmp_path, api_key_hashes={"0" * 64: "search"}, key_metrics=named)
+    server.client.metrics.on_refused(Overloaded("full"), Phase.READY, "search")
+    body, _ = server.client.metrics.render("", Phase.READY, False, {})
+    assert (b'key="search"' in body) == named
+    counted = b"search" if named else b"other"
+    assert b'minisgl_key_rejected_total{key="%s",model_name="m"} 1.0' % counted in body
 
 
 class _Broken(Exception):
