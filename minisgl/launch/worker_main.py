@@ -10,7 +10,9 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
 
 import msgspec
 
@@ -29,7 +31,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
     setup_logging(spec.name, spec.config.log_level, spec.config.log_format)
     try:
-        _run(spec)
+        _MAINS[spec.role](spec)
     # The outermost handler of the process. minisgl reports its own errors in one line.
     # Any other error, and a broken invariant, is a bug and is logged once with its traceback.
     except Exception as error:
@@ -44,70 +46,86 @@ def main() -> None:
         os._exit(supervise.CONFIG_EXIT if isinstance(error, ConfigError) else 1)
 
 
-def _run(spec: ChildSpec) -> None:
-    config = spec.config
-    model_path = config.engine.model_path
-    if spec.role == "api":
-        from minisgl.server.process import run_api
+def _api(spec: ChildSpec) -> None:
+    from minisgl.server.process import run_api
 
-        run_api(spec)
-    elif spec.role == "tokenizer":
-        from minisgl.structured.service import GrammarService
-        from minisgl.tokenizer import Vocabulary, run_tokenizer
-        from minisgl.tokenizer.worker import CheckGrammar
-        from minisgl.tool_calls.detect import detect_format
-        from minisgl.tool_calls.formats import with_tool_grammars
+    run_api(spec)
 
-        def start_grammars(vocabulary: Vocabulary) -> CheckGrammar:
-            service = GrammarService(model_path, vocabulary.think_ids)
-            spec.report_checked()  # the tokenizer of the model has loaded
-            return with_tool_grammars(vocabulary, service.compile)
 
-        run_tokenizer(
-            spec.name,
-            model_path,
-            spec.socket_dir,
-            config.limits.template_timeout_s,
-            config.escape_special_tokens,
-            partial(detect_format, given=config.tool_format),
-            start_grammars,
-        )
-    elif spec.role == "detokenizer":
-        from minisgl.tokenizer import run_detokenizer
-        from minisgl.tool_calls.formats import ToolCallParsers
+def _tokenizer(spec: ChildSpec) -> None:
+    from minisgl.structured.service import GrammarService
+    from minisgl.tokenizer import Vocabulary, run_tokenizer
+    from minisgl.tokenizer.worker import CheckGrammar
+    from minisgl.tool_calls.detect import detect_format
+    from minisgl.tool_calls.formats import with_tool_grammars
 
-        run_detokenizer(model_path, spec.socket_dir, ToolCallParsers)
-    else:
-        # Imports and the capture of graphs make objects that live on. run_scheduler enables the
-        # collector again.
-        gc.disable()
-        open_context_early(config.engine.device, spec.index)
-        from dataclasses import replace
+    config, model_path = spec.config, spec.config.engine.model_path
 
-        from minisgl.drafts import with_speculation
-        from minisgl.kv_events import CacheEvents
-        from minisgl.kv_events.publisher import Publisher
-        from minisgl.quantization import with_quantizations
-        from minisgl.scheduler import run_scheduler
-        from minisgl.structured.processor import with_grammars
+    def start_grammars(vocabulary: Vocabulary) -> CheckGrammar:
+        service = GrammarService(model_path, vocabulary.think_ids)
+        spec.report_checked()  # the tokenizer of the model has loaded
+        return with_tool_grammars(vocabulary, service.compile)
 
-        extensions = with_grammars(model_path)
-        events, model = config.kv_events, config.served_names[0]
-        if events.endpoint is not None and spec.index == 0:
-            topic = f"kv@{events.pod or socket.gethostname()}@{model}"
-            publisher = Publisher(events.endpoint, events.replay_endpoint, topic)
-            publisher.start()
-            put, totals = publisher.put, publisher.totals
-            reporter = partial(CacheEvents, events.block_size, model, put, totals)
-            extensions = replace(extensions, cache_reporter=reporter)
-        run_scheduler(
-            config.engine,
-            config.scheduler,
-            tp_rank=spec.index,
-            socket_dir=spec.socket_dir,
-            extensions=with_speculation(config.engine.speculative, with_quantizations(extensions)),
-            on_checked=spec.report_checked,
-        )
+    run_tokenizer(
+        spec.name,
+        model_path,
+        spec.socket_dir,
+        config.limits.template_timeout_s,
+        config.escape_special_tokens,
+        partial(detect_format, given=config.tool_format),
+        start_grammars,
+    )
+
+
+def _detokenizer(spec: ChildSpec) -> None:
+    from minisgl.tokenizer import run_detokenizer
+    from minisgl.tool_calls.formats import ToolCallParsers
+
+    run_detokenizer(spec.config.engine.model_path, spec.socket_dir, ToolCallParsers)
+
+
+def _scheduler(spec: ChildSpec) -> None:
+    config, model_path = spec.config, spec.config.engine.model_path
+    # Imports and the capture of graphs make objects that live on. run_scheduler enables the
+    # collector again.
+    gc.disable()
+    open_context_early(config.engine.device, spec.index)
+    from dataclasses import replace
+
+    from minisgl.drafts import with_speculation
+    from minisgl.kv_events import CacheEvents
+    from minisgl.kv_events.publisher import Publisher
+    from minisgl.quantization import with_quantizations
+    from minisgl.scheduler import run_scheduler
+    from minisgl.structured.processor import with_grammars
+
+    extensions = with_grammars(model_path)
+    events, model = config.kv_events, config.served_names[0]
+    if events.endpoint is not None and spec.index == 0:
+        topic = f"kv@{events.pod or socket.gethostname()}@{model}"
+        publisher = Publisher(events.endpoint, events.replay_endpoint, topic)
+        publisher.start()
+        put, totals = publisher.put, publisher.totals
+        reporter = partial(CacheEvents, events.block_size, model, put, totals)
+        extensions = replace(extensions, cache_reporter=reporter)
+    run_scheduler(
+        config.engine,
+        config.scheduler,
+        tp_rank=spec.index,
+        socket_dir=spec.socket_dir,
+        extensions=with_speculation(config.engine.speculative, with_quantizations(extensions)),
+        on_checked=spec.report_checked,
+    )
+
+
+_MAINS: Mapping[str, Callable[[ChildSpec], None]] = MappingProxyType(
+    {
+        "api": _api,
+        "tokenizer": _tokenizer,
+        "detokenizer": _detokenizer,
+        "scheduler": _scheduler,
+    }
+)
 
 
 if __name__ == "__main__":
