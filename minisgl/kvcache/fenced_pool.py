@@ -20,6 +20,7 @@ class FencedPool:
     num_free         ids that can be allocated now.
     num_quarantined  released ids that wait for their fence.
     allocated        bool [size]; True at each allocated id.
+    resolved_step    the newest completed step.
 
     I1  An id that was released with fence step f is not allocated again before step f has been
         resolved.
@@ -34,7 +35,7 @@ class FencedPool:
         self.allocated = np.zeros(size, dtype=np.bool_)
         self._quarantine: dict[int, list[Int32Array]] = {}
         self.num_quarantined = 0
-        self._resolved_step = 0
+        self.resolved_step = 0
 
     def allocate(self, count: int) -> Int32Array:
         """Return `count` ids, int32 [count]. The caller has checked that `count` ids are free."""
@@ -52,7 +53,7 @@ class FencedPool:
         if not self.allocated[ids].all():
             raise InvariantBroken(f"ids released twice: {ids.tolist()}; this is a bug")
         self.allocated[ids] = False
-        if fence <= self._resolved_step:
+        if fence <= self.resolved_step:
             self._push(ids)
         else:
             self._quarantine.setdefault(fence, []).append(ids)
@@ -60,7 +61,7 @@ class FencedPool:
 
     def resolve(self, step: int) -> None:
         """Free the ids whose fence is at most `step`. All steps up to `step` have completed."""
-        self._resolved_step = step
+        self.resolved_step = step
         for fence in [fence for fence in self._quarantine if fence <= step]:
             for ids in self._quarantine.pop(fence):
                 self.num_quarantined -= len(ids)

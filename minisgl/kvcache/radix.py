@@ -7,17 +7,16 @@ these bytes, so that requests with different salts share no node. All pages have
 bytes, and the page is always the last part of such a key. Two different pairs of salt and page
 therefore never give the same key.
 
-Eviction takes leaves that no request uses, least recently used first. There are two classes of
-leaves. No request has matched a new leaf since its insertion; all other leaves are reused leaves.
-The cache evicts new leaves first, so that prompts that come once do not evict prefixes that many
-requests share. When more than half of all evictable pages belong to reused nodes, the cache evicts
-reused leaves first. This is a
-segmented LRU (Karedla, Love and Wherry, 1994). Each class has a heap, so an eviction takes
-O(log n).
+Eviction takes leaves that neither a request nor a step in flight uses, least recently used first.
+There are two classes of leaves. No request has matched a new leaf since its insertion; all other
+leaves are reused leaves. The cache evicts new leaves first, so that prompts that come once do not
+evict prefixes that many requests share. When more than half of all evictable pages belong to reused
+nodes, the cache evicts reused leaves first. This is a segmented LRU (Karedla, Love and Wherry,
+1994). Each class has a heap, so an eviction takes O(log n).
 """
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -38,7 +37,7 @@ class RadixNode:
     node_id     number of the node; it orders nodes of equal last_use in the heap.
     lock_count  number of running requests whose prefix ends at or below this node.
     fence       the last step of the requests that have unlocked the node. This step may still read
-                the pages.
+                the pages. It is no earlier than the fence of any child.
     in_heap     the node has a valid entry in the heap of its class.
     reused      a request has matched the node since its insertion.
     windows     int32 [n]; the window page of each page, or ABSENT. Empty without window layers.
@@ -73,7 +72,10 @@ class Match(NamedTuple):
 
 
 class Evicted(NamedTuple):
-    """Pages that the cache has evicted, int32. fence: the last step that may still read them."""
+    """Pages that the cache has evicted, int32.
+
+    fence: the last step that reads them. It has been resolved, except after `lift_fences`.
+    """
 
     pages: Int32Array
     fence: int
@@ -113,13 +115,17 @@ class RadixCache:
     tensor-parallel ranks evict the same nodes.
 
     evictable_pages  pages of unlocked nodes.
+    fenced_pages     those of them that a step in flight may still read. `evict` skips them, so the
+                     pages that it frees can be allocated at once.
 
     I1  A node's lock_count is at least the lock_count of each child. Every ancestor of a locked
         node is therefore locked.
     I2  evictable_pages counts the pages of all nodes whose lock_count is 0.
-    I3  Every unlocked leaf has exactly one valid entry, in the heap of its class. The last_use in
-        the entry may be outdated; eviction then inserts the node again. The heap of new leaves may
-        also hold void entries, of nodes that have been reused since.
+    I3  Every unlocked leaf without a fence has exactly one valid entry, in the heap of its class.
+        The last_use in the entry may be outdated; eviction then inserts the node again. The heap of
+        new leaves may also hold void entries, of nodes that have been reused since.
+    I4  _fenced holds the unlocked nodes whose fence has not been resolved. The unlocked ancestors
+        of such a node are in it too, so all other unlocked pages can be evicted.
     """
 
     def __init__(
@@ -144,6 +150,9 @@ class RadixCache:
         empty: Int32Array = np.empty(0, dtype=np.int32)
         self._root = RadixNode(empty, empty, empty, None, b"", last_use=0, node_id=0)
         self.evictable_pages = 0
+        self.fenced_pages = 0
+        self._fenced: dict[RadixNode, None] = {}  # a dict and not a set, because it keeps the order
+        self._resolved_step = 0
 
     def match(self, tokens: Int32Array, salt: str = "") -> Match:
         """Find the longest cached prefix of `tokens`, int32, and mark its nodes as used.
@@ -219,6 +228,8 @@ class RadixCache:
             if node.lock_count == 0:
                 self.evictable_pages -= len(node.pages)
                 self._reused_pages -= len(node.pages) * node.reused
+                if node in self._fenced:
+                    self._unfence([node])
             node.lock_count += 1
 
     def unlock(self, end: RadixNode, fence: int) -> None:
@@ -234,10 +245,28 @@ class RadixCache:
             if node.lock_count == 0:
                 self.evictable_pages += len(node.pages)
                 self._reused_pages += len(node.pages) * node.reused
+                if node.fence > self._resolved_step:
+                    self._fenced[node] = None
+                    self.fenced_pages += len(node.pages)
                 self._push_if_evictable(node)
 
+    def resolve(self, step: int) -> None:
+        """Let `evict` take the pages whose fence is at most `step`, the newest completed step."""
+        self._resolved_step = step
+        self._unfence([node for node in self._fenced if node.fence <= step])
+
+    def lift_fences(self) -> None:
+        """Let `evict` take all unlocked pages. The caller must delay the reuse of evicted pages."""
+        self._unfence([*self._fenced])
+
+    def _unfence(self, nodes: Sequence[RadixNode]) -> None:
+        for node in nodes:
+            del self._fenced[node]
+            self.fenced_pages -= len(node.pages)
+            self._push_if_evictable(node)
+
     def evict(self, count: int) -> list[Evicted]:
-        """Evict min(count, evictable_pages) pages.
+        """Evict min(count, evictable_pages - fenced_pages) pages.
 
         If a leaf has more pages than are still needed, only its last pages are evicted.
         """
@@ -250,7 +279,7 @@ class RadixCache:
                 self._void_entries -= 1
                 continue
             node.in_heap = False
-            if node.lock_count or node.children:
+            if node.lock_count or node.children or node in self._fenced:
                 continue
             if last_use != node.last_use:  # used since it was pushed
                 self._push_if_evictable(node)
@@ -292,6 +321,8 @@ class RadixCache:
         upper.lock_count = node.lock_count
         upper.fence = node.fence
         upper.reused = node.reused
+        if node in self._fenced:
+            self._fenced[upper] = None
         if self._windows is not None:
             self._windows.mark_used(upper)
         parent.children[upper.key] = upper
@@ -343,10 +374,10 @@ class RadixCache:
 
     def _push_if_evictable(self, node: RadixNode) -> None:
         """Add `node` to the heap of its class if it can be evicted and has no entry yet (I3)."""
-        if node.in_heap or node.lock_count or node.children or node.parent is None:
-            return
-        node.in_heap = True
-        heapq.heappush(self._heaps[node.reused], (node.last_use, node.node_id, node))
+        is_free = not node.lock_count and node not in self._fenced  # `_unfence` adds a fenced one
+        if is_free and not node.in_heap and not node.children and node.parent is not None:
+            node.in_heap = True
+            heapq.heappush(self._heaps[node.reused], (node.last_use, node.node_id, node))
 
     def _path(self, end: RadixNode) -> Iterator[RadixNode]:
         """Yield the nodes from `end` up to the child of the root."""

@@ -2,9 +2,10 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from minisgl.core import Int32Array
 from minisgl.kvcache.fenced_pool import FencedPool
@@ -73,6 +74,17 @@ class WindowPages:
         if len(pages):
             self.pool.release(pages, int(self._last_step[pages].max()))
 
+    @property
+    def available(self) -> int:
+        """The number of pages that can be allocated now: free ones and those `evict` frees."""
+        return self.pool.num_free + int(self._is_idle(np.flatnonzero(self.cached)).sum())
+
+    def _is_idle(self, pages: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
+        """Return which of these pages neither a request nor a step in flight uses."""
+        unused: NDArray[np.bool_] = self.users[pages] == 0
+        unused &= self._last_step[pages] <= self.pool.resolved_step
+        return unused
+
     def usable(self, windows: Int32Array) -> int:
         """Return the length in pages of the longest usable hit. windows: of a matched path."""
         index = np.arange(len(windows), dtype=np.int32)
@@ -115,7 +127,7 @@ class WindowPages:
             self._lru.pop(node, None)
 
     def evict(self, count: int) -> None:
-        """Remove up to `count` pages without users, of the least recently used windows first.
+        """Remove up to `count` idle pages, of the least recently used windows first.
 
         The prefixes stay cached, but a hit cannot end where its window is absent.
         """
@@ -124,12 +136,12 @@ class WindowPages:
             if count <= 0:
                 break
             present = np.flatnonzero(node.windows != ABSENT)
-            idle = present[self.users[node.windows[present]] == 0][:count]
-            taken = node.windows[idle]
-            node.windows[idle] = ABSENT
+            gone = present[self._is_idle(node.windows[present])][:count]
+            taken = node.windows[gone]
+            node.windows[gone] = ABSENT
             self.remove(taken)
-            count -= len(idle)
-            if len(idle) == len(present):
+            count -= len(gone)
+            if len(gone) == len(present):
                 empty.append(node)
         for node in empty:
             del self._lru[node]

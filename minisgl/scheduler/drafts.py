@@ -50,8 +50,7 @@ class DraftPlanner:
             return False
         missing = -(-(computed + tokens) // kv_manager.page_size) - table.pages.counts[rows]
         missing = np.maximum(missing, 0)
-        left = kv_manager.pool.num_free + kv_manager.cache.evictable_pages
-        pages = kv_manager.try_allocate(int(missing.sum())) if missing.sum() <= left else None
+        pages = kv_manager.try_allocate(int(missing.sum()))
         if pages is None:
             return False
         table.step_tokens[rows] = tokens

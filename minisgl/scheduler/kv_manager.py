@@ -121,12 +121,10 @@ class KVManager:
         capacities = table.pages.counts * self.page_size
         may_grow = table.rows.allocated & (capacities < table.max_total_tokens)
         needed = own_pages + spare + int(may_grow.sum())
-        fits = needed <= self.pool.num_free + self.cache.evictable_pages
-        fits = fits and (self.windows is None or self.windows.fits(req))
-        pages = self.try_allocate(own_pages) if fits else None
-        if pages is None:
+        if needed > self.available or not (self.windows is None or self.windows.fits(req)):
             self.cache.unlock(match.node, 0)
             return False
+        pages = self.allocate(own_pages)
         req.shared_pages = len(match.pages)
         cached_tokens = req.shared_pages * self.page_size
         table.open_row(req, np.concatenate([match.pages, pages]), cached_tokens)
@@ -135,15 +133,23 @@ class KVManager:
             self.windows.open_row(req, match)
         return True
 
-    def try_allocate(self, count: int) -> Int32Array | None:
-        """Allocate `count` pages; evict cached pages if needed.
+    @property
+    def available(self) -> int:
+        """The number of pages that can be allocated now: free ones and those `evict` frees."""
+        return self.pool.num_free + self.cache.evictable_pages - self.cache.fenced_pages
 
-        Returns None when too few pages are free. Then either no page can be evicted, or a step in
-        flight may still read the evicted pages.
-        """
+    @property
+    def pending(self) -> int:
+        """The number of pages that become available when the steps in flight are resolved."""
+        return self.pool.num_quarantined + self.cache.fenced_pages
+
+    def try_allocate(self, count: int) -> Int32Array | None:
+        """Allocate `count` pages; return None if fewer are available."""
+        return self.allocate(count) if count <= self.available else None
+
+    def allocate(self, count: int) -> Int32Array:
+        """Allocate `count` available pages; evict cached pages if needed."""
         self._evict(count - self.pool.num_free)
-        if count > self.pool.num_free:
-            return None
         return self.pool.allocate(count)
 
     def try_extend(self, req: Req, tokens: int) -> bool:
@@ -211,11 +217,13 @@ class KVManager:
         """Free the pages and rows whose fence is at most `step`, the newest completed step."""
         self.table.rows.resolve(step)
         self.pool.resolve(step)
+        self.cache.resolve(step)
         if self.windows is not None:
             self.windows.pages.pool.resolve(step)
 
     def flush(self) -> None:
         """Evict every cached prefix that no running request uses."""
+        self.cache.lift_fences()
         self._evict(self.cache.evictable_pages)
 
     def _evict(self, count: int) -> None:

@@ -219,12 +219,13 @@ class Planner:
         def age(req: Req) -> tuple[int, bool, int]:
             return req.priority, self._shares.is_over(req), req.arrival_index
 
-        pool = self._kv_manager.pool
+        kv_manager = self._kv_manager
         oldest_first = sorted(growing.tolist(), key=lambda row: age(req_at(row)))
-        served, starved = np.split(np.array(oldest_first, dtype=np.int32), [pool.num_free])
-        self._table.pages.append(served, pool.allocate(len(served)))
+        in_order: Int32Array = np.array(oldest_first, dtype=np.int32)
+        served, starved = np.split(in_order, [kv_manager.available])
+        self._table.pages.append(served, kv_manager.allocate(len(served)))
         kept = rows[~np.isin(rows, starved)]
-        if pool.num_quarantined >= len(starved):
+        if kv_manager.pending >= len(starved):
             return kept, None  # the step in flight frees enough pages when it is resolved
         if (self._table.computed[starved] > self._table.known[starved]).all():
             # The step in flight has drafts of these rows. If it rejects them, no page is missing.

@@ -149,14 +149,30 @@ def test_void_entries_of_reused_leaves_do_not_accumulate() -> None:
     assert sum(map(len, cache._heaps)) <= 2 * 11
 
 
-def test_eviction_cuts_a_leaf_and_reports_its_fence() -> None:
+def test_eviction_skips_a_prefix_that_a_step_in_flight_reads() -> None:
     cache = RadixCache(1)
     handle = fill(cache, ids(1, 2, 3, 4), 0, 1)
+    fill(cache, ids(9), 9, 1)
     cache.lock(handle)
     cache.unlock(handle, fence=17)
+    assert (cache.evictable_pages, cache.fenced_pages) == (5, 4)
+    assert [evicted.pages.tolist() for evicted in cache.evict(5)] == [[9]]
+    cache.resolve(16)
+    assert not cache.evict(1)
+    cache.resolve(17)
+    assert cache.fenced_pages == 0
     (evicted,) = cache.evict(1)
     assert (evicted.pages.tolist(), evicted.fence) == ([3], 17)
     assert cache.match(ids(1, 2, 3, 4)).pages.tolist() == [0, 1, 2]
+
+
+def test_lifted_fences_let_eviction_take_all_unlocked_pages() -> None:
+    cache = RadixCache(1)
+    handle = fill(cache, ids(1, 2), 0, 1)
+    cache.lock(handle)
+    cache.unlock(handle, fence=3)
+    cache.lift_fences()
+    assert [(each.pages.tolist(), each.fence) for each in cache.evict(2)] == [([0, 1], 3)]
 
 
 def test_an_eviction_visits_few_nodes_of_a_large_tree() -> None:
@@ -196,7 +212,8 @@ class RadixMachine(RuleBasedStateMachine):
         self.page_size = page_size
         self.cache = RadixCache(page_size)
         self.model: dict[tuple[int, ...], int] = {}
-        self.next_page = 0
+        self.fences: dict[tuple[int, ...], int] = {}
+        self.next_page = self.resolved = 0
         self.locks: list[tuple[RadixNode, tuple[int, ...]]] = []
 
     def prefixes(self, tokens: list[int]) -> list[tuple[int, ...]]:
@@ -229,16 +246,29 @@ class RadixMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), fence=st.integers(0, 9))
     def unlock(self, data: st.DataObject, fence: int) -> None:
+        """fence: steps after the newest completed one."""
         if self.locks:
             index = data.draw(st.integers(0, len(self.locks) - 1))
-            handle, _ = self.locks.pop(index)
-            self.cache.unlock(handle, fence)
+            handle, key = self.locks.pop(index)
+            self.cache.unlock(handle, self.resolved + fence)
+            for prefix in self.prefixes(list(key)):
+                before = self.fences.get(prefix, 0)
+                self.fences[prefix] = max(before, self.resolved + fence)
+
+    @rule(steps=st.integers(1, 5))
+    def resolve(self, steps: int) -> None:
+        self.resolved += steps
+        self.cache.resolve(self.resolved)
 
     @rule(count=st.integers(1, 6))
     def evict(self, count: int) -> None:
-        before = self.cache.evictable_pages
-        gone = {page for evicted in self.cache.evict(count) for page in evicted.pages.tolist()}
+        before = self.cache.evictable_pages - self.cache.fenced_pages
+        evicted = self.cache.evict(count)
+        gone = {page for each in evicted for page in each.pages.tolist()}
         assert len(gone) == min(count, before)
+        assert all(each.fence <= self.resolved for each in evicted)
+        for key in [key for key, page in self.model.items() if page in gone]:
+            assert self.fences.pop(key, 0) <= self.resolved, "a step in flight reads the page"
         self.model = {key: page for key, page in self.model.items() if page not in gone}
         for _, locked in self.locks:
             for key in self.prefixes(list(locked)):

@@ -91,6 +91,22 @@ def test_eviction_takes_the_least_recently_used_window_that_no_request_uses() ->
     assert old is not None
 
 
+def test_eviction_skips_a_window_that_a_step_in_flight_reads() -> None:
+    cache, pages = new_cache(num_pages=4)
+    read, idle = (insert(cache, pages, ids(key, key + 1), 0) for key in (10, 20))
+    pages.use(read)
+    pages.drop(read, fence=5)
+    assert pages.available == 2
+    pages.evict(4)
+    assert (pages.pool.num_free, pages.pool.num_quarantined) == (2, 0)
+    assert pages.cached[read].all()
+    assert not pages.cached[idle].any()
+    pages.pool.resolve(5)
+    assert pages.available == 4
+    pages.evict(4)
+    assert pages.pool.num_free == 4
+
+
 def test_a_released_page_waits_for_the_last_step_of_all_its_users() -> None:
     pages = WindowPages(1, SPAN)
     page = pages.allocate(1)

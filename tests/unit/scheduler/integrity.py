@@ -124,8 +124,8 @@ def check_pool(pool: FencedPool) -> None:
 
 
 def check_cache(cache: RadixCache) -> int:
-    """I1, I2 and I3 hold for the whole tree. Returns the number of its pages."""
-    evictable = locked = reused = 0
+    """The invariants hold for the whole tree. Returns the number of its pages."""
+    evictable = locked = reused = fenced = 0
     stack = list(cache._root.children.values())
     while stack:
         node = stack.pop()
@@ -136,7 +136,13 @@ def check_cache(cache: RadixCache) -> int:
         assert parent is cache._root or parent.lock_count >= node.lock_count, (
             "a node is locked but its parent is not"
         )
-        assert node.lock_count or node.children or node.in_heap, "a leaf cannot be evicted"
+        is_fenced = not node.lock_count and node.fence > cache._resolved_step
+        assert is_fenced == (node in cache._fenced), "a fence is not recorded"
+        assert parent is cache._root or parent.fence >= node.fence
+        fenced += len(node.pages) * is_fenced
+        assert node.lock_count or node.children or is_fenced or node.in_heap, (
+            "a leaf cannot be evicted"
+        )
         if node.lock_count:
             locked += len(node.pages)
         else:
@@ -144,6 +150,7 @@ def check_cache(cache: RadixCache) -> int:
             reused += len(node.pages) * node.reused
         stack.extend(node.children.values())
     assert (evictable, reused) == (cache.evictable_pages, cache._reused_pages)
+    assert fenced == cache.fenced_pages
     return evictable + locked
 
 
