@@ -128,8 +128,8 @@ class StepAttention(Protocol):
         """Attend causally over the context of each request, by the layer's AttentionRule.
 
         The keys and values of this step's tokens are in the pool already. q: [T, Hq, D] of
-        KVSpec.dtype; out: [T, Hq, D], overwritten; layer: LayerSpec.kv_layer. sinks: [Hq] of the
-        same dtype, the logits of the sinks; None if the layer has none. No host sync.
+        KVSpec.dtype; out: [T, Hq, D], overwritten; layer: AttentionSpec.kv_layer. sinks: [Hq] of
+        the same dtype, the logits of the sinks; None if the layer has none. No host sync.
         """
 
 

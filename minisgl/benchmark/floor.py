@@ -34,7 +34,8 @@ from minisgl.cost.floor import (
     windows_of,
     with_weights,
 )
-from minisgl.models.config import ModelConfig, load_model_config
+from minisgl.models.config import load_model_spec
+from minisgl.models.spec import ModelSpec
 
 
 class Floor(NamedTuple):
@@ -50,7 +51,7 @@ class Floor(NamedTuple):
 
 
 def floor_of(
-    model: ModelConfig,
+    model: ModelSpec,
     workload: Workload,
     ceilings: Ceilings,
     budget_tokens: int = 8192,
@@ -70,7 +71,7 @@ def floor_of(
     head = 2 * model.hidden_size * model.vocab_size // tp
     prefill_operations: float = (cost.operations - head) * prompt_tokens + head * len(prompts)
     pairs = sum(share * _pairs(prompts, window) for window, share in windows_of(model))
-    prefill_operations += 4.0 * model.num_layers * model.q_heads * model.head_dim * pairs / tp
+    prefill_operations += 4.0 * len(model.attention) * model.q_heads * model.head_dim * pairs / tp
     prefill_s = max(
         chunks * cost.read_bytes(budget_tokens) / ceilings.bytes_per_s,
         ceilings.arithmetic_s(prefill_operations, cost.fp8_operations * prompt_tokens),
@@ -90,13 +91,13 @@ def _pairs(prompts: NDArray[np.int64], window: int | None) -> float:
     return float(pairs.sum())
 
 
-def load_shape(model: str, folder: Path) -> tuple[str, ModelConfig]:
+def load_shape(model: str, folder: Path) -> tuple[str, ModelSpec]:
     """Return a model folder and its config.
 
     model: a name in SHAPES, whose files are written to `folder`, or a model folder.
     """
     path = write_model(model, folder) if model in SHAPES else model
-    return path, load_model_config(path)
+    return path, load_model_spec(path)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -36,7 +36,7 @@ from minisgl.cost.floor import Ceilings, cost_of, read_keys, reduce_s, with_weig
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.drafts import with_speculation
 from minisgl.engine import Engine
-from minisgl.models.config import ModelConfig
+from minisgl.models.spec import ModelSpec
 from minisgl.quantization import with_quantizations
 
 _WARM_UP, _STEPS, _PROFILED = 5, 50, 4
@@ -206,7 +206,7 @@ def profile_rank(comm: Communicator, options: argparse.Namespace, folder: str) -
 
 def report(
     options: argparse.Namespace,
-    model: ModelConfig,
+    model: ModelSpec,
     step_s: float,
     launch_s: float,
     kernels: list[KernelTime],

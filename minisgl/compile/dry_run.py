@@ -43,7 +43,7 @@ from minisgl.engine.memory import resolve
 from minisgl.kernel import ContextCopy
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.build import build_model
-from minisgl.models.config import load_model_config
+from minisgl.models.config import load_model_spec
 
 _META = torch.device("meta")
 
@@ -70,7 +70,7 @@ def dry_run(
 
 def attention_needs(config: EngineConfig) -> AttentionNeeds:
     """The requirements of a server with `config` on a GPU. Raises ConfigError as Engine does."""
-    model = load_model_config(config.model_path)
+    model = load_model_spec(config.model_path)
     resolved = resolve(config, model, TPInfo(0, 1), _META, drafting=False)
     return resolved.attention_needs._replace(device=torch.device("cuda"))
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from minisgl.core import ConfigError
 from minisgl.kvcache.pool import KVSpec
-from minisgl.models.config import ModelConfig
+from minisgl.models.spec import ModelSpec
+from minisgl.moe.spec import ExpertsSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ def reduce_s(tp: int, num_bytes: float) -> float:
     return float(np.interp(mb, _REDUCE_MB, _REDUCE_US[tp])) * beyond / 1e6
 
 
-def cost_of(model: ModelConfig, tp: int = 1, fp8_kv: bool = False) -> Cost:
+def cost_of(model: ModelSpec, tp: int = 1, fp8_kv: bool = False) -> Cost:
     """Return the cost of a model on each of tp GPUs. fp8_kv: keys and values are stored in FP8.
 
     A step reads the whole output head, but only a few rows of the embedding. If there are fewer KV
@@ -101,37 +102,38 @@ def cost_of(model: ModelConfig, tp: int = 1, fp8_kv: bool = False) -> Cost:
     return total._replace(
         weight_bytes=total.weight_bytes // tp,
         operations=total.operations // tp,
-        kv_bytes=model.num_layers * spec.token_bytes // min(tp, model.kv_heads),
+        kv_bytes=len(model.attention) * spec.token_bytes // min(tp, model.kv_heads),
         expert_bytes=total.expert_bytes // tp,
         reduces=2 * model.num_layers + 1,
         reduce_bytes=2 * model.hidden_size,
     )
 
 
-def _single_gpu_cost(model: ModelConfig) -> Cost:
+def _single_gpu_cost(model: ModelSpec) -> Cost:
     """The cost without the KV and the all-reduces."""
-    hidden, dim, moe = model.hidden_size, model.head_dim, model.moe
-    attention = hidden * dim * (2 * model.q_heads + 2 * model.kv_heads)
-    sparse = sum(moe is not None and moe.has_experts(i) for i in range(model.num_layers))
-    parameters = model.num_layers * attention + hidden * model.vocab_size
-    parameters += (model.num_layers - sparse) * 3 * hidden * model.intermediate_size
-    if moe is None:
-        return Cost(2 * parameters, 2 * parameters, 0)
-    parameters += sparse * hidden * (moe.num_experts + 3 * moe.shared_expert_intermediate_size)
-    experts = sparse * 3 * hidden * moe.moe_intermediate_size * moe.num_experts
-    expert_share = moe.num_experts_per_tok / moe.num_experts
-    operations = 2 * parameters + int(2 * experts * expert_share)
-    return Cost(2 * parameters, operations, 0, 2 * experts, expert_share)
+    hidden = model.hidden_size
+    parameters, experts, computed = hidden * model.vocab_size, 0, 0
+    for mixer in model.attention:
+        parameters += hidden * mixer.kv.head_dim * 2 * (mixer.q_heads + mixer.kv.kv_heads)
+    for mlp in (layer.mlp for layer in model.layers):
+        if isinstance(mlp, ExpertsSpec):
+            parameters += hidden * (mlp.num_experts + 3 * mlp.shared)
+            experts += 3 * hidden * mlp.inner * mlp.num_experts
+            computed += 3 * hidden * mlp.inner * mlp.top_k
+        else:
+            parameters += 3 * hidden * mlp.inner
+    share = computed / experts if experts else 0.0
+    return Cost(2 * parameters, 2 * (parameters + computed), 0, 2 * experts, share)
 
 
-def weight_format(model: ModelConfig, quantization: str | None) -> str:
+def weight_format(model: ModelSpec, quantization: str | None) -> str:
     """The format of the quantised weights: fp8, mxfp4 or none. quantization: as in EngineConfig."""
     if model.quantization is not None and model.quantization.get("quant_method") == "mxfp4":
         return "mxfp4"
     return "none" if quantization is None and model.quantization is None else "fp8"
 
 
-def with_weights(cost: Cost, model: ModelConfig, quantization: str | None, tp: int = 1) -> Cost:
+def with_weights(cost: Cost, model: ModelSpec, quantization: str | None, tp: int = 1) -> Cost:
     """Return the cost with the weights in `weight_format`."""
     match weight_format(model, quantization):
         case "fp8":
@@ -141,16 +143,13 @@ def with_weights(cost: Cost, model: ModelConfig, quantization: str | None, tp: i
     return cost
 
 
-def with_fp8_weights(cost: Cost, model: ModelConfig, tp: int = 1) -> Cost:
+def with_fp8_weights(cost: Cost, model: ModelSpec, tp: int = 1) -> Cost:
     """Return the cost with FP8 weights in all linears and experts. The scales are not counted.
 
     The output head and the routers stay bf16: 2 bytes and 2 operations for each weight.
     """
-    moe, kept = model.moe, model.hidden_size * model.vocab_size
-    if moe is not None:
-        sparse = sum(moe.has_experts(i) for i in range(model.num_layers))
-        kept += sparse * model.hidden_size * moe.num_experts
-    kept = 2 * kept // tp
+    kept = model.vocab_size + sum(experts.num_experts for experts in model.experts)
+    kept = 2 * kept * model.hidden_size // tp
     return cost._replace(
         weight_bytes=kept + (cost.weight_bytes - kept) // 2,
         expert_bytes=cost.expert_bytes // 2,
@@ -174,7 +173,7 @@ def step_s(
     )
 
 
-def read_keys(model: ModelConfig, contexts: NDArray[np.signedinteger[Any]]) -> float:
+def read_keys(model: ModelSpec, contexts: NDArray[np.signedinteger[Any]]) -> float:
     """Return the keys that a layer reads in a decode step, the mean over the layers.
 
     contexts: tokens of each request's context.
@@ -185,7 +184,7 @@ def read_keys(model: ModelConfig, contexts: NDArray[np.signedinteger[Any]]) -> f
     )
 
 
-def windows_of(model: ModelConfig) -> list[tuple[int | None, float]]:
+def windows_of(model: ModelSpec) -> list[tuple[int | None, float]]:
     """Each window of the model's layers, and its share of the layers. None: full attention."""
-    counts = Counter(layer.rule.window for layer in model.layers)
-    return [(window, count / model.num_layers) for window, count in counts.items()]
+    counts = Counter(mixer.rule.window for mixer in model.attention)
+    return [(window, count / counts.total()) for window, count in counts.items()]

@@ -9,7 +9,8 @@ from minisgl.cost.gpus import Gpu
 from minisgl.engine import memory
 from minisgl.kernel import ContextCopy
 from minisgl.kvcache.pool import KVSpec
-from minisgl.models.config import ModelConfig
+from minisgl.layers.mlp import DenseSpec
+from minisgl.models.spec import ModelSpec
 
 _MIB = 2**20
 # The remainder of Qwen3-0.6B, 8B and 14B on one H200 (docs/benchmarks.md, "Start"), without the
@@ -27,7 +28,7 @@ _GRAPH_BYTES = 4 * _MIB
 
 def remainder_bytes(
     config: EngineConfig,
-    model: ModelConfig,
+    model: ModelSpec,
     gpu: Gpu,
     context: int,
     spec: KVSpec,
@@ -65,16 +66,13 @@ def remainder_bytes(
     return _FIXED_BYTES + workspaces + tables + graphs + logits + copied + shared + activations
 
 
-def _widest(model: ModelConfig, tp: int) -> int:
+def _widest(model: ModelSpec, tp: int) -> int:
     """Return how many numbers the widest MLP of a rank holds for one token.
 
     These are gate and up, their product, and the residual stream before and after the MLP.
     """
-    moe, inner = model.moe, model.intermediate_size
-    experts = 0
-    if moe is not None:
-        dense = any(not moe.has_experts(layer) for layer in range(model.num_layers))
-        inner = max(inner * dense, moe.shared_expert_intermediate_size)
-        width = moe.moe_intermediate_size // tp + model.hidden_size
-        experts = moe.num_experts_per_tok * width
-    return max(3 * inner // tp, experts) + 2 * model.hidden_size
+    size = model.hidden_size
+    dense = [layer.mlp.inner for layer in model.layers if isinstance(layer.mlp, DenseSpec)]
+    inner = max([*dense, *(experts.shared for experts in model.experts)])
+    chosen = [experts.top_k * (experts.inner // tp + size) for experts in model.experts]
+    return max([3 * inner // tp, *chosen]) + 2 * size

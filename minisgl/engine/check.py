@@ -14,9 +14,10 @@ from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine import memory
 from minisgl.kvcache.pool import kv_page_bytes
 from minisgl.models.build import ModelExtensions, empty_model
-from minisgl.models.config import ModelConfig, load_model_config
+from minisgl.models.config import load_model_spec
 from minisgl.models.decoder import CausalLM
 from minisgl.models.loader import load_weights, materialise
+from minisgl.models.spec import ModelSpec
 from minisgl.moe.registry import create_moe_backend, resolve_moe_backend
 
 _GIB = 2**30
@@ -30,7 +31,7 @@ def check_start(config: EngineConfig, tp: TPInfo, extensions: ModelExtensions) -
     it has loaded most of the weights.
     """
     device, drafting = memory.resolve_device(config, tp), config.speculative is not None
-    model = load_model_config(config.model_path)
+    model = load_model_spec(config.model_path)
     model, _, kv_spec, needs = memory.resolve(config, model, tp, device, drafting)
     resolve_phases(config.attention_backend, needs, extensions.attention_backends)
     resolve_moe_backend(config.moe_backend, device, extensions.moe_backends)
@@ -69,7 +70,7 @@ def check_memory(
 
 
 def weight_bytes(
-    model: ModelConfig,
+    model: ModelSpec,
     tp: TPInfo,
     dtype: torch.dtype,
     extensions: ModelExtensions,
@@ -83,7 +84,7 @@ def weight_bytes(
 
 
 def share_of(
-    model: ModelConfig,
+    model: ModelSpec,
     tp: TPInfo,
     dtype: torch.dtype,
     extensions: ModelExtensions,

@@ -34,7 +34,7 @@ from minisgl.engine.step_launcher import StepLauncher
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.layers.rotary import query_scale_table, rope_table
 from minisgl.models.build import build_model
-from minisgl.models.config import load_model_config
+from minisgl.models.config import load_model_spec
 from minisgl.utils.startup import Progress, Stopwatch
 
 logger = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class Engine:
         self._config = config
         self._comm = comm
         self.extensions = extensions
-        model = load_model_config(config.model_path)
+        model = load_model_spec(config.model_path)
         self._device = self._resolve_device(config, comm.tp)
         resolved = memory.resolve(config, model, comm.tp, self._device, self._drafting)
         self._model_config, self.max_seq_len, self._kv_spec, needs = resolved

@@ -19,8 +19,8 @@ from minisgl.core.batch import MAX_DRAFT_TOKENS
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine.cuda_graph import DecodeShape, graph_shapes
 from minisgl.kvcache.pool import KVSpec
-from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import local_kv_spec
+from minisgl.models.spec import ModelSpec
 
 _MAX_GRAPH_REQS = 256  # requests of the largest decode graph if cuda_graph_max_bs is not set
 _MAX_PIECE_TOKENS = 4096  # of the largest piecewise graph
@@ -61,14 +61,14 @@ class Resolved(NamedTuple):
     attention_needs  the requirements on the attention backend.
     """
 
-    model: ModelConfig
+    model: ModelSpec
     max_seq_len: int
     kv_spec: KVSpec
     attention_needs: AttentionNeeds
 
 
 def resolve(
-    config: EngineConfig, model: ModelConfig, tp: TPInfo, device: torch.device, drafting: bool
+    config: EngineConfig, model: ModelSpec, tp: TPInfo, device: torch.device, drafting: bool
 ) -> Resolved:
     """Return the values of an engine on `device`. Raises ConfigError.
 
@@ -99,7 +99,7 @@ def resolve(
     return Resolved(model, length, spec, needs)
 
 
-def _resolve_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+def _resolve_dtype(config: EngineConfig, model: ModelSpec, device: torch.device) -> torch.dtype:
     """Return the dtype; auto is float32 on a CPU, the checkpoint's dtype on a GPU.
 
     Raises ConfigError.
@@ -136,7 +136,7 @@ def _resolve_fp8_kv(config: EngineConfig, dtype: torch.dtype, device: torch.devi
 
 
 def graph_sizes(
-    config: EngineConfig, model: ModelConfig, max_chunk_tokens: int, drafting: bool
+    config: EngineConfig, model: ModelSpec, max_chunk_tokens: int, drafting: bool
 ) -> tuple[list[DecodeShape], list[int]]:
     """Return the shapes of decode steps and the numbers of tokens to capture graphs for."""
     asked, rows = config.cuda_graph_max_bs, config.max_running_reqs
@@ -146,12 +146,9 @@ def graph_sizes(
     return graph_shapes(largest, drafting), step_sizes(pieces, _host_bound(model, config.tp_size))
 
 
-def _host_bound(model: ModelConfig, tp_size: int) -> int:
+def _host_bound(model: ModelSpec, tp_size: int) -> int:
     """Return the number of tokens up to which launching a step takes longer than computing it."""
-    moe, inner = model.moe, model.intermediate_size
-    if moe is not None:  # a step of some tokens reads most experts
-        experts = moe.num_experts * moe.moe_intermediate_size
-        inner = experts + moe.shared_expert_intermediate_size
+    inner = max(layer.mlp.features for layer in model.layers)
     heads = 2 * (model.q_heads + model.kv_heads)
     weights = model.hidden_size * (heads * model.head_dim + 3 * inner) // tp_size
     return _HOST_BOUND_PRODUCT // weights if weights <= _HOST_BOUND_WEIGHTS else 0

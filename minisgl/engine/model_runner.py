@@ -13,7 +13,8 @@ from minisgl.core import Batch, Column, Int32Array, StepResult
 from minisgl.engine.logprobs import PendingLogprobs
 from minisgl.kernel import StepLayout, StepViews, stage_tokens
 from minisgl.kvcache.pool import KVPool
-from minisgl.models.decoder import Attended, CausalLM, ForwardContext
+from minisgl.layers.mixer import ForwardContext
+from minisgl.models.decoder import Attended, CausalLM
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +25,7 @@ class ModelRunner:
     the device or reads from it.
 
     columns     sampling columns of the packed buffer.
-    pools       the KV pools of ModelConfig.pools.
+    pools       the KV pools of ModelSpec.pools.
     page_table  int32 [pools * (max_running_reqs + 1), max_pages]; for each pool, the page ids of
                 each row. The last row is for padding and points to the dummy page.
     token_pool  int32 [max_running_reqs + 1, max_seq_len + 1]; the entry at (row, position) is the

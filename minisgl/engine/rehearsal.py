@@ -33,26 +33,24 @@ def layers_to_rehearse(runner: ModelRunner) -> int:
     packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
     if model.lm_head.comm.tp.size > 1 or not packages.issubset(_PACKAGES):
         return len(layers)
-    kinds = [tuple(_kind(layer, index, runner)) for index, layer in enumerate(layers)]
+    kinds = [tuple(_kind(layer, runner)) for layer in layers]
     pairs = list(zip([None, *kinds], kinds, strict=False))
     return 1 + max(pairs.index(pair) for pair in pairs)
 
 
-def _kind(layer: DecoderLayer, index: int, runner: ModelRunner) -> Iterator[Hashable]:
+def _kind(layer: DecoderLayer, runner: ModelRunner) -> Iterator[Hashable]:
     """Yield the properties of a layer that select its kernels and their specialisation.
 
-    These are the attention rule, the types and own settings of the modules, and the shapes,
-    dtypes, strides and alignments of parameters, keys, values and scales. `kv_layer` selects no
-    kernel.
+    These are the kind of the mixer, the MLP, the types and own settings of the modules, and the
+    shapes, dtypes, strides and alignments of parameters, keys, values and scales.
     """
-    attention = layer.self_attn
-    yield runner.model.config.layers[index].rule
+    yield from (layer.mixer.kind, layer.spec.mlp)
     for path, module in layer.named_modules():
         yield path, type(module)
         settings = vars(module)
         for setting in sorted(settings.keys() - _BASE_MODULE_ATTRIBUTES):
             value = settings[setting]
-            if setting != "kv_layer" and isinstance(value, bool | int | float | Enum):
+            if isinstance(value, bool | int | float | Enum):
                 yield setting, value
             elif setting == "form":  # the format of quantised weights
                 yield setting, str(value)
@@ -60,8 +58,7 @@ def _kind(layer: DecoderLayer, index: int, runner: ModelRunner) -> Iterator[Hash
                 yield setting, value is None
     for name, parameter in layer.named_parameters():
         yield name, *_form(parameter)
-    pool = runner.pools[attention.pool]
-    for tensor in (*pool.layer(attention.kv_layer), pool.scales(attention.kv_layer)):
+    for tensor in layer.mixer.state(runner.pools):
         yield None if tensor is None else tuple(_form(tensor))
 
 

@@ -42,7 +42,7 @@ class KVPool:
     """Keys and values of all layers in one allocation, zeroed once.
 
     spec: the state of each layer, with the KV heads of this rank.
-    layers: the layers with keys and values in this pool (LayerSpec.kv_layer). Layers with full
+    layers: the layers with keys and values in this pool (AttentionSpec.kv_layer). Layers with full
     attention and window layers have a pool each, because they free pages at different times.
 
     Pages 0..num_pages-1 are for requests. One further page, the dummy page, belongs to no request.

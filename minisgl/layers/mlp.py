@@ -1,5 +1,7 @@
 """The dense MLP of a decoder layer."""
 
+from typing import NamedTuple
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -8,30 +10,38 @@ from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import merge, split_evenly
 
 
-class GatedMlp(nn.Module):
-    """down(silu(gate) * up). The inner size is padded to a multiple of the number of ranks.
+class DenseSpec(NamedTuple):
+    """The dense MLP of one decoder layer.
 
-    merged: the checkpoint stores gate and up as one tensor. gelu: GELU takes the place of SiLU.
+    inner   its inner size.
+    bias    whether all three linears have a bias.
+    merged  the checkpoint stores gate and up as one tensor.
+    gelu    GELU takes the place of SiLU.
     """
 
-    def __init__(
-        self,
-        size: int,
-        inner: int,
-        build: LinearBuild,
-        *,
-        bias: bool = False,
-        merged: bool = False,
-        gelu: bool = False,
-    ) -> None:
+    inner: int
+    bias: bool = False
+    merged: bool = False
+    gelu: bool = False
+
+    @property
+    def features(self) -> int:
+        """The inner features whose weights a step of many tokens reads."""
+        return self.inner
+
+
+class GatedMlp(nn.Module):
+    """down(silu(gate) * up). The inner size is padded to a multiple of the number of ranks."""
+
+    def __init__(self, size: int, spec: DenseSpec, build: LinearBuild) -> None:
         super().__init__()
-        gate = split_evenly("gate_proj", inner, build.tp.rank, build.tp.size)
+        gate = split_evenly("gate_proj", spec.inner, build.tp.rank, build.tp.size)
         up, down = gate._replace(name="up_proj"), gate._replace(name="down_proj")
-        outputs = merge("gate_up_proj", (gate, up)) if merged else (gate, up)
-        self.gate_up_proj = ColumnParallelLinear(size, outputs, bias, build)
-        self.down_proj = RowParallelLinear(down, size, bias, build)
-        self.gelu = gelu
-        if not gelu:
+        outputs = merge("gate_up_proj", (gate, up)) if spec.merged else (gate, up)
+        self.gate_up_proj = ColumnParallelLinear(size, outputs, spec.bias, build)
+        self.down_proj = RowParallelLinear(down, size, spec.bias, build)
+        self.gelu = spec.gelu
+        if not spec.gelu:
             self.gate_up_proj.method.leave_gate_to(self.down_proj.method)
 
     def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:

@@ -10,11 +10,11 @@ from minisgl.attention.base import AttentionBackend
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import Communicator
 from minisgl.layers.linear import LinearBuild, share_split_k_semaphores
-from minisgl.models.config import ModelConfig
 from minisgl.models.decoder import CausalLM, ModelParts
 from minisgl.models.hf_config import check_supported
 from minisgl.models.loader import fill_random, load_weights, materialise
 from minisgl.models.quantization import UNQUANTIZED, Quantization, QuantizationFactory
+from minisgl.models.spec import ModelSpec
 from minisgl.moe.base import MoeBackend
 from minisgl.moe.experts import UnquantizedExperts
 from minisgl.moe.registry import resolve_moe_backend
@@ -38,7 +38,7 @@ class ModelExtensions:
 
 
 def build_model(
-    config: ModelConfig,
+    config: ModelSpec,
     folder: str,
     *,
     device: torch.device,
@@ -61,7 +61,7 @@ def build_model(
     extensions = extensions or ModelExtensions()
     backend = resolve_moe_backend(moe_backend, device, extensions.moe_backends)
     # The Triton backend imports its kernels, which takes 0.1 s. Only models with experts need them.
-    moe = None if config.moe is None else backend(device)
+    moe = backend(device) if config.experts else None
     model, unused = empty_model(config, dtype, comm, moe, extensions, quantization)
     materialise(model, device, dtype)
     share_split_k_semaphores(model, device)
@@ -77,7 +77,7 @@ def build_model(
 
 
 def empty_model(
-    config: ModelConfig,
+    config: ModelSpec,
     dtype: torch.dtype,
     comm: Communicator,
     moe: MoeBackend | None,
@@ -91,9 +91,9 @@ def empty_model(
     that its format leaves unused. Raises ConfigError.
     """
     methods = _quantization(config.quantization, quantization, extensions)
-    stacked = config.family.stacked_experts
+    stacked = any(spec.stacked for spec in config.experts)
     experts = methods.stacked_experts if stacked else methods.experts
-    if config.moe is not None and experts is None:
+    if config.experts and experts is None:
         raise ConfigError("the quantisation of this checkpoint does not support experts")
     linear = LinearBuild(comm.tp, dtype, methods.linear)
     with torch.device("meta"):

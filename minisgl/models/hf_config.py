@@ -73,9 +73,6 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     vocab_size: Count
     hidden_size: Count
-    intermediate_size: Count
-    num_layers: PartCount = field(name="num_hidden_layers")
-    q_heads: Count = field(name="num_attention_heads")
     norm_eps: Number = field(default=1e-6, name="rms_norm_eps")
     tied_embeddings: bool = field(default=False, name="tie_word_embeddings")
     logits_soft_cap: Positive | None = field(default=None, name="final_logit_softcapping")
@@ -85,6 +82,9 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True):
 class HfConfig(ModelSettings, frozen=True, kw_only=True):
     """config.json of every supported architecture."""
 
+    intermediate_size: Count
+    num_layers: PartCount = field(name="num_hidden_layers")
+    q_heads: Count = field(name="num_attention_heads")
     max_position_embeddings: Count
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
@@ -116,6 +116,39 @@ class HfConfig(ModelSettings, frozen=True, kw_only=True):
     attention_multiplier: Positive | None = None
     residual_multiplier: Positive = 1.0
     logits_scaling: Positive = 1.0
+
+    @property
+    def width_of_heads(self) -> int:
+        """The elements of an attention head. Raises ConfigError if they are not pairs."""
+        head_dim = self.head_dim or self.hidden_size // self.q_heads
+        if head_dim < 2 or head_dim % 2:
+            raise ConfigError(f"head_dim {head_dim} is not even; rotary embedding needs pairs")
+        return head_dim
+
+
+class HfExperts(msgspec.Struct, frozen=True):
+    """The fields of config.json that describe a mixture of experts.
+
+    norm_topk_prob: whether the routing weights of a token sum to 1.
+    shared_expert_intermediate_size: inner size of the expert of all tokens; 0: there is none.
+    swiglu_alpha, swiglu_limit: the constants of the clamped SwiGLU of gpt-oss.
+    """
+
+    num_experts: PartCount = 128
+    num_experts_per_tok: Count = 8
+    moe_intermediate_size: Count = 768
+    shared_expert_intermediate_size: int = 0
+    norm_topk_prob: bool = False
+    swiglu_alpha: float = 1.702
+    swiglu_limit: float = 7.0
+    decoder_sparse_step: Count = 1
+    mlp_only_layers: int | list[int] = []
+
+    def in_layer(self, layer: int) -> bool:
+        """Whether the MLP of this layer is a mixture of experts; otherwise it is dense."""
+        dense = self.mlp_only_layers
+        sparse = (layer + 1) % self.decoder_sparse_step == 0
+        return sparse and layer not in (dense if isinstance(dense, list) else [dense])
 
 
 class HfRope(msgspec.Struct, frozen=True, kw_only=True):

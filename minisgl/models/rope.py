@@ -6,7 +6,7 @@ spellings. A file may have both if they agree.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,7 +23,6 @@ from minisgl.layers.rotary import (
     YarnRope,
 )
 from minisgl.models.hf_config import HfConfig, HfRope, check_supported, read_fields
-from minisgl.models.registry import Family
 
 _WHERE = "rope settings"
 _ROPES: Mapping[str, type[RopeScaling]] = MappingProxyType(
@@ -32,38 +31,57 @@ _ROPES: Mapping[str, type[RopeScaling]] = MappingProxyType(
 
 
 class RopeSettings(NamedTuple):
-    """The rotary settings of config.json. max_position: the context length in tokens."""
+    """The rotary settings of config.json.
+
+    rope, window: the embeddings of layers with full attention, and of layers with a window.
+    max_position: the context length in tokens.
+    """
 
     rope: Rope
     query_scale: QueryScale | None
     max_position: int
+    window: Rope
+
+    @property
+    def none(self) -> Rope:
+        """The embedding of layers that rotate nothing."""
+        return Rope(self.rope.theta, None, 0)
+
+    def of(self, windows: Sequence[int | None]) -> list[Rope]:
+        """Return the embedding of each layer. windows: as compose.attention_layers takes them."""
+        return [self.rope if size is None else self.window for size in windows]
 
 
-def ropes_from(
-    config: HfConfig, family: Family, head_dim: int
-) -> tuple[RopeSettings, RopeSettings]:
+def rope_of(
+    config: HfConfig, *, partial: bool = False, plain_windows: bool = False
+) -> RopeSettings:
     """Read the rotary settings of the layers with full attention, and of those with a window.
 
     transformers 5 writes the settings of both kinds of layers into rope_parameters, by their names
-    in layer_types. Raises ConfigError.
+    in layer_types.
+
+    partial: a fraction of each head may rotate (partial_rotary_factor). plain_windows: layers with
+    a window have an embedding without scaling. Its base is rope_local_base_freq if config.json has
+    that field. Raises ConfigError.
     """
 
     def read(**changes: Any) -> RopeSettings:
-        return _rope_from(msgspec.structs.replace(config, **changes), family, head_dim)
+        return _read(msgspec.structs.replace(config, **changes), partial)
 
     new = config.rope_parameters
     kinds = [new.get(kind) for kind in ("full_attention", "sliding_attention")]
     if any(isinstance(kind, Mapping) for kind in kinds):
         full, window = (read(rope_parameters=kind or {}, rope_scaling={}) for kind in kinds)
-        return full, window
+        return full._replace(window=window.rope)
     full = read()
-    if not family.plain_window_rope:
-        return full, full
+    if not plain_windows:
+        return full
     theta = config.rope_local_base_freq or full.rope.theta
-    return full, read(rope_parameters={}, rope_scaling={}, rope_theta=theta)
+    plain = read(rope_parameters={}, rope_scaling={}, rope_theta=theta)
+    return full._replace(window=plain.rope)
 
 
-def _rope_from(config: HfConfig, family: Family, head_dim: int) -> RopeSettings:
+def _read(config: HfConfig, partial: bool) -> RopeSettings:
     """Read the rotary settings. Raises ConfigError.
 
     A YaRN model that names its original context has `factor` times that context, even if
@@ -86,9 +104,9 @@ def _rope_from(config: HfConfig, family: Family, head_dim: int) -> RopeSettings:
         fraction = config.partial_rotary_factor
     if not 0 < fraction <= 1:
         raise ConfigError(f"partial_rotary_factor must be above 0 and at most 1, not {fraction:g}")
-    if fraction != 1.0 and not family.partial_rotary:
+    if fraction != 1.0 and not partial:
         raise ConfigError("partial_rotary_factor other than 1 is not supported for this family")
-    rotary_dim = int(head_dim * fraction)
+    rotary_dim = int(config.width_of_heads * fraction)
     if rotary_dim < 2 or rotary_dim % 2:
         raise ConfigError(f"{rotary_dim} rotary elements of a head are not pairs")
     theta = config.rope_theta if rope.rope_theta is None else rope.rope_theta
@@ -109,7 +127,8 @@ def _rope_from(config: HfConfig, family: Family, head_dim: int) -> RopeSettings:
         query_scale = QueryScale(rope.llama_4_scaling_beta, original)
     if isinstance(scaling, YarnRope) and rope.original_max_position_embeddings is not None:
         max_position = max(max_position, int(scaling.original_max_position * scaling.factor))
-    return RopeSettings(Rope(theta, scaling, rotary_dim), query_scale, max_position)
+    turned = Rope(theta, scaling, rotary_dim)
+    return RopeSettings(turned, query_scale, max_position, window=turned)
 
 
 def _scaling(values: dict[str, Any], rope: HfRope, config: HfConfig) -> RopeScaling | None:

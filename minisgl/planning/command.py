@@ -9,7 +9,8 @@ import msgspec
 
 from minisgl.core import EngineConfig
 from minisgl.cost.gpus import GPUS, Gpu, find_gpu
-from minisgl.models.config import ModelConfig, load_model_config
+from minisgl.models.config import load_model_spec
+from minisgl.models.spec import ModelSpec
 from minisgl.planning.plan import Plan, make_plan
 from minisgl.settings.places import command_line
 from minisgl.settings.resolve import ArgumentParser, resolve
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     options, flags = parser.parse_known_args(argv)
     command = (parser.prog, "--gpu", "--json")
     config = resolve(flags, os.environ, weights=False, command=command)
-    model = load_model_config(config.engine.model_path)
+    model = load_model_spec(config.engine.model_path)
     chunk = config.scheduler.prefill_budget_tokens
     plan_on = partial(make_plan, model=model, max_chunk_tokens=chunk)
     gpus = [options.gpu] if options.gpu else list(GPUS.values())
@@ -63,7 +64,7 @@ def _with_flags(plan: Plan, given: Sequence[str]) -> Plan:
     return msgspec.structs.replace(plan, settings=list(flags.values()))
 
 
-def _remedy(config: EngineConfig, model: ModelConfig, plan: Callable[[EngineConfig], Plan]) -> str:
+def _remedy(config: EngineConfig, model: ModelSpec, plan: Callable[[EngineConfig], Plan]) -> str:
     """Name the smallest number of GPUs on which the model fits."""
     for size in (2, 4, 8):
         wider = msgspec.structs.replace(config, tp_size=size, num_pages=None)

@@ -18,7 +18,7 @@ from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory
 from minisgl.engine.check import weight_bytes
 from minisgl.kvcache.pool import kv_page_bytes
-from minisgl.models.config import ModelConfig
+from minisgl.models.spec import ModelSpec
 from minisgl.quantization import with_quantizations
 
 _BATCHES = (1, 8, 32, 64, 128, 256)
@@ -66,7 +66,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_plan(
     config: EngineConfig,
-    model: ModelConfig,
+    model: ModelSpec,
     gpu: Gpu,
     max_chunk_tokens: int = 8192,
 ) -> Plan:
@@ -134,7 +134,7 @@ def make_plan(
 
 def _pages(
     config: EngineConfig,
-    model: ModelConfig,
+    model: ModelSpec,
     available: int,
     token_bytes: tuple[int, int],
     context: int,

@@ -7,7 +7,7 @@ import msgspec
 
 from minisgl.core import ConfigError, EngineConfig, ModelFacts
 from minisgl.core.files import read_json
-from minisgl.models.registry import text_part
+from minisgl.models.text_part import text_part
 
 
 class _Config(msgspec.Struct):

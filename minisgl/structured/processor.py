@@ -18,7 +18,7 @@ from minisgl.core.batch import MAX_DRAFTS, EditedReq
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import ProcessingStep, TokenMask, upload
 from minisgl.message.messages import ConstraintTotals
-from minisgl.models.config import load_model_config
+from minisgl.models.config import load_model_spec
 from minisgl.structured.library import compile_grammar, load_tokenizer
 from minisgl.structured.matcher import Compiled, GrammarState, allows
 
@@ -28,7 +28,7 @@ MAX_MASK_THREADS = 8
 
 def with_grammars(model_path: str, extensions: Extensions = DEFAULT_EXTENSIONS) -> Extensions:
     """Return `extensions` with a GrammarProcessor for this model folder. Raises ConfigError."""
-    processor = GrammarProcessor(model_path, load_model_config(model_path).eos_token_ids)
+    processor = GrammarProcessor(model_path, load_model_spec(model_path).eos_token_ids)
     processors = (*extensions.logits_processors, processor)
     return replace(extensions, logits_processors=processors, constraint_totals=processor.totals)
 

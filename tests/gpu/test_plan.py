@@ -10,7 +10,7 @@ import torch
 from minisgl.benchmark.models import write_model
 from minisgl.core import EngineConfig
 from minisgl.cost.gpus import Gpu
-from minisgl.models.config import load_model_config
+from minisgl.models.config import load_model_spec
 from minisgl.planning.plan import make_plan
 from tests.patience import patience
 
@@ -47,7 +47,7 @@ def test_pages_are_within_two_percent_of_those_of_an_engine(
     _, total = torch.cuda.mem_get_info(0)
     gpu = Gpu(properties.name, total, copies=properties.major == 9)
     config = EngineConfig(model_path=folder, speculative=speculative)
-    planned = make_plan(config, load_model_config(folder), gpu).pages
+    planned = make_plan(config, load_model_spec(folder), gpu).pages
     done = subprocess.run(
         [sys.executable, "-c", START, folder, speculative or ""],
         capture_output=True,

@@ -21,7 +21,7 @@ from minisgl.kernel import PendingNorm
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import LinearShards, Placement
 from minisgl.models.build import build_model as build
-from minisgl.models.config import load_model_config
+from minisgl.models.config import load_model_spec
 from minisgl.models.quantization import Quantization
 from tests.parity.driver import Driver
 from tests.parity.models import build_model
@@ -146,7 +146,7 @@ def test_two_ranks_hold_the_shards_of_the_whole_linears(tmp_path: Path) -> None:
 
     def layer_of(rank: int, size: int) -> Any:
         return build(
-            load_model_config(int8),
+            load_model_spec(int8),
             int8,
             device=torch.device("cpu"),
             dtype=torch.float32,

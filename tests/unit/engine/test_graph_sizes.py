@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from minisgl.benchmark.models import write_model
 from minisgl.core import EngineConfig, step_sizes
 from minisgl.engine.memory import graph_sizes
-from minisgl.models.config import load_model_config
+from minisgl.models.config import load_model_spec
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_the_fewer_weights_a_rank_has_the_fewer_sizes(
     """While the host bounds a step, padding costs no time. Weights also take time to be read."""
     write_model(model, tmp_path)
     config = EngineConfig(model_path=str(tmp_path), tp_size=tp_size)
-    _, sizes = graph_sizes(config, load_model_config(str(tmp_path)), 8192, drafting=False)
+    _, sizes = graph_sizes(config, load_model_spec(str(tmp_path)), 8192, drafting=False)
     assert sizes[: len(smallest)] == smallest
     assert sizes[-1] == 4096
 

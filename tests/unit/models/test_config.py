@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from minisgl.core import ConfigError
+from minisgl.layers.mlp import DenseSpec
 from minisgl.layers.rotary import LinearRope, Llama3Rope, Rope, YarnRope, rope_table
-from minisgl.models.config import ModelConfig, load_model_config, model_config_from
+from minisgl.models.config import load_model_spec, model_spec_from
 from minisgl.models.loader import text_tensors
+from minisgl.models.spec import ModelSpec
+from minisgl.moe.spec import ExpertsSpec
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -31,11 +34,11 @@ LLAMA: dict[str, Any] = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 
 
-def config(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfig:
-    return model_config_from(LLAMA | changes, generation)
+def config(generation: dict[str, Any] | None = None, **changes: Any) -> ModelSpec:
+    return model_spec_from(LLAMA | changes, generation)
 
 
-def family(name: str, **changes: Any) -> ModelConfig:
+def family(name: str, **changes: Any) -> ModelSpec:
     return config(architectures=[name], **changes)
 
 
@@ -43,7 +46,7 @@ def test_defaults_are_filled_in() -> None:
     model = config(num_key_value_heads=None)
     assert (model.kv_heads, model.head_dim, model.norm_eps) == (4, 16, 1e-5)
     assert (model.ropes, model.max_position) == ((Rope(10000.0, None, 16),), 512)
-    assert (model.dtype, model.tied_embeddings, model.moe) == ("bfloat16", False, None)
+    assert (model.dtype, model.tied_embeddings, model.experts) == ("bfloat16", False, ())
     assert config(head_dim=32).head_dim == 32
     assert config(dtype="float16").dtype == "float16"
 
@@ -64,8 +67,10 @@ def test_families_differ_in_biases_and_norms(
     name: str, changes: dict[str, Any], qkv: bool, output: bool, mlp: bool, qk_norm: bool
 ) -> None:
     model = family(name, **changes)
-    assert (model.qkv_bias, model.output_bias, model.mlp_bias) == (qkv, output, mlp)
-    assert (model.family.qk_norm is not None) == qk_norm
+    mixer, dense = model.layers[0].mixer, model.layers[0].mlp
+    assert isinstance(dense, DenseSpec)
+    assert (mixer.qkv_bias, mixer.output_bias, dense.bias) == (qkv, output, mlp)
+    assert (mixer.qk_norm is not None) == qk_norm
 
 
 @pytest.mark.parametrize("experts_key", ["num_experts", "num_local_experts"])
@@ -80,14 +85,14 @@ def test_moe_fields(experts_key: str) -> None:
         mlp_only_layers=[3],
         **{experts_key: 8},
     )
-    assert model.moe is not None
-    assert (model.moe.num_experts, model.moe.num_experts_per_tok) == (8, 2)
-    assert [i for i in range(6) if model.moe.has_experts(i)] == [1, 5]
+    sparse = [isinstance(layer.mlp, ExpertsSpec) for layer in model.layers]
+    assert sparse == [False, True, False, False, False, True]
+    assert set(model.experts) == {ExpertsSpec(8, 2, 48, renormalise=True)}
 
 
 @pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "old type"])
 def test_rope_in_both_spellings(spelling: str) -> None:
-    def rope(rope_type: str, **values: Any) -> ModelConfig:
+    def rope(rope_type: str, **values: Any) -> ModelSpec:
         if spelling == "rope_parameters":
             parameters = {"rope_type": rope_type, "rope_theta": 5e5} | values
             return config(rope_parameters=parameters)
@@ -236,7 +241,7 @@ def test_settings_of_single_families_are_checked(
 def test_layers_choose_their_rotary_embedding() -> None:
     def kinds(name: str, **changes: Any) -> list[int]:
         model = family(name, num_hidden_layers=4, **changes)
-        return [model.ropes[layer.rope].rotary_dim for layer in model.layers]
+        return [mixer.rope.rotary_dim for mixer in model.attention]
 
     assert kinds("SmolLM3ForCausalLM") == [16, 16, 16, 0]
     assert kinds("SmolLM3ForCausalLM", no_rope_layer_interval=2) == [16, 0, 16, 0]
@@ -263,7 +268,7 @@ def test_the_config_of_a_language_model_beside_an_encoder() -> None:
     text = {**LLAMA, "model_type": "mistral", "sliding_window": None}
     del text["architectures"]
     outer = {"architectures": ["Mistral3ForConditionalGeneration"], "dtype": "float16"}
-    model = model_config_from({**outer, "text_config": text, "vision_config": {}})
+    model = model_spec_from({**outer, "text_config": text, "vision_config": {}})
     assert (model.hidden_size, model.num_layers, model.dtype) == (64, 2, "float16")
 
 
@@ -274,7 +279,7 @@ def test_null_in_text_config_does_not_replace_a_setting_of_the_outer_config() ->
         "dtype": "float16",
         "quantization_config": {"quant_method": "fp8"},
     }
-    model = model_config_from({**outer, "text_config": text})
+    model = model_spec_from({**outer, "text_config": text})
     assert (model.dtype, model.quantization) == ("float16", {"quant_method": "fp8"})
 
 
@@ -316,16 +321,16 @@ def test_sampling_defaults_come_from_generation_config() -> None:
 
 def test_files_are_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
-        load_model_config(str(tmp_path))
+        load_model_spec(str(tmp_path))
     (tmp_path / "config.json").write_text("[1]")
     with pytest.raises(ConfigError, match="JSON object"):
-        load_model_config(str(tmp_path))
+        load_model_spec(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_model_config(str(tmp_path))
+        load_model_spec(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [4]}')
-    assert load_model_config(str(tmp_path)).eos_token_ids == (2, 4)
+    assert load_model_spec(str(tmp_path)).eos_token_ids == (2, 4)
 
 
 def test_plain_rope_table_equals_its_definition() -> None:

@@ -10,10 +10,11 @@ from minisgl.attention.base import AttentionStep
 from minisgl.attention.registry import create_attention_backend
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.kvcache.pool import KVPool
+from minisgl.layers.mixer import ForwardContext
 from minisgl.layers.rotary import rope_table
 from minisgl.models.build import build_model
-from minisgl.models.config import load_model_config
-from minisgl.models.decoder import CausalLM, ForwardContext, local_kv_spec
+from minisgl.models.config import load_model_spec
+from minisgl.models.decoder import CausalLM, local_kv_spec
 from tests.parity.models import build_model as save_random_model
 from tests.parity.models import transformers_logits
 
@@ -23,7 +24,7 @@ PROMPT = list(range(5, 30))
 
 def load(path: str) -> tuple[CausalLM, ForwardContext]:
     """The model, and the context of one prompt in the pages 0, 1, ... of a pool."""
-    config, comm = load_model_config(path), SingleCommunicator()
+    config, comm = load_model_spec(path), SingleCommunicator()
     model = build_model(config, path, device=CPU, dtype=torch.float32, comm=comm)
     spec = local_kv_spec(config, comm, torch.float32)
     pool = KVPool(spec, layers=range(len(config.rules)), num_pages=4, page_size=16, device=CPU)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from minisgl.models.config import load_model_config, model_config_from
+from minisgl.models.config import load_model_spec, model_spec_from
+from minisgl.moe.base import ClampedSwiglu
 
 CONFIG: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
@@ -47,30 +48,29 @@ CONFIG: dict[str, Any] = {
 
 def test_the_published_config_is_bfloat16_and_ends_with_a_call() -> None:
     generation = {"eos_token_id": [200002, 199999, 200012], "do_sample": True}
-    model = model_config_from(CONFIG, generation)
+    model = model_spec_from(CONFIG, generation)
     assert model.dtype == "bfloat16"
     assert model.eos_token_ids == (199999, 200002, 200012)
     assert model.max_position == 131072
-    assert model.moe is not None
-    assert (model.moe.num_experts, model.moe.num_experts_per_tok) == (32, 4)
-    assert (model.moe.swiglu_limit, model.moe.norm_topk_prob) == (7.0, True)
-    windows = [layer.rule.window for layer in model.layers]
-    assert windows == [128, None] * 12
-    assert all(layer.rule.sinks for layer in model.layers)
+    (experts,) = set(model.experts)
+    assert (experts.num_experts, experts.top_k) == (32, 4)
+    assert (experts.swiglu, experts.renormalise) == (ClampedSwiglu(1.702, 7.0), True)
+    assert [rule.window for rule in model.rules] == [128, None] * 12
+    assert all(rule.sinks for rule in model.rules)
 
 
 @pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
 def test_a_dtype_in_the_config_counts(field: str) -> None:
-    assert model_config_from({**CONFIG, field: "float16"}).dtype == "float16"
+    assert model_spec_from({**CONFIG, field: "float16"}).dtype == "float16"
 
 
 def test_a_folder_without_generation_config_ends_with_a_call(tmp_path: Path) -> None:
     """The tokenizer has the ids of the end tokens. A generation_config.json counts before it."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    assert load_model_config(str(tmp_path)).eos_token_ids == (200002,)
+    assert load_model_spec(str(tmp_path)).eos_token_ids == (200002,)
     texts = {199999: "<|endoftext|>", 200002: "<|return|>", 200005: "<|channel|>"}
     added = [{"id": i, "content": text} for i, text in (texts | {200012: "<|call|>"}).items()]
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {}, "added_tokens": added}))
-    assert load_model_config(str(tmp_path)).eos_token_ids == (200002, 200012)
+    assert load_model_spec(str(tmp_path)).eos_token_ids == (200002, 200012)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7]}')
-    assert load_model_config(str(tmp_path)).eos_token_ids == (7, 200002)
+    assert load_model_spec(str(tmp_path)).eos_token_ids == (7, 200002)

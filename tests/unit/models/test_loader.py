@@ -13,7 +13,7 @@ from minisgl.core import ConfigError
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine.check import share_of
 from minisgl.models.build import ModelExtensions, build_model
-from minisgl.models.config import load_model_config
+from minisgl.models.config import load_model_spec
 from minisgl.models.decoder import CausalLM
 from minisgl.models.loader import load_weights, placements_of
 from tests.parity.models import build_model as save_random_model
@@ -29,7 +29,7 @@ class Rank(SingleCommunicator):
 
 
 def load(path: Path | str, rank: int = 0, size: int = 1) -> CausalLM:
-    config = load_model_config(str(path))
+    config = load_model_spec(str(path))
     return build_model(config, str(path), device=CPU, dtype=torch.float32, comm=Rank(rank, size))
 
 
@@ -200,7 +200,7 @@ def test_headers_alone_show_a_fault_of_a_checkpoint(
     checkpoint: Path, fault: str, expected: str
 ) -> None:
     """The model is on the meta device, which stores no values."""
-    config, added = load_model_config(str(checkpoint)), ModelExtensions()
+    config, added = load_model_spec(str(checkpoint)), ModelExtensions()
     model, _ = share_of(config, TPInfo(0, 1), torch.float32, added)
     load_weights(model, str(checkpoint), headers_only=True)
     tensors, name = read(checkpoint), "model.layers.0.mlp.up_proj.weight"
@@ -244,7 +244,7 @@ def test_an_index_that_names_the_wrong_file_is_named(checkpoint: Path) -> None:
 
 def test_weights_are_converted_to_the_dtype_of_the_parameters(checkpoint: Path) -> None:
     model = build_model(
-        load_model_config(str(checkpoint)),
+        load_model_spec(str(checkpoint)),
         str(checkpoint),
         device=CPU,
         dtype=torch.bfloat16,
@@ -258,7 +258,7 @@ def test_dummy_weights_are_the_same_each_time(checkpoint: Path) -> None:
         file.unlink()
     first, second = (
         build_model(
-            load_model_config(str(checkpoint)),
+            load_model_spec(str(checkpoint)),
             str(checkpoint),
             device=CPU,
             dtype=torch.float32,

@@ -11,7 +11,7 @@ from minisgl.core import EngineConfig
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine.memory import resolve
 from minisgl.layers.rotary import LinearRope, Rope
-from minisgl.models.config import model_config_from
+from minisgl.models.config import model_spec_from
 from tests.unit.models.test_config import config, family
 
 SLIDING = {"sliding_window": 128}
@@ -44,7 +44,7 @@ def test_sliding_window_counts_only_where_it_acts(
     model = family(name, **changes)
     engine, tp, device = EngineConfig(model_path="unused"), TPInfo(0, 1), torch.device("cpu")
     served = resolve(engine, model, tp, device, drafting=False).model
-    assert served.layers[-1].rule.window == window
+    assert served.rules[-1].window == window
     # A window that holds the whole served context has no effect.
     assert model.for_context(128).rules == (AttentionRule(),) * 2
 
@@ -63,7 +63,7 @@ def test_windows_are_on_the_layers_that_transformers_chooses() -> None:
         asked["max_window_layers"] = 4
         model = family(name, **asked, num_experts=4, num_experts_per_tok=2)
         expected = kind(**asked).layer_types
-        assert [layer.rule.kind for layer in model.layers] == expected, name
+        assert [rule.kind for rule in model.rules] == expected, name
 
 
 def test_the_config_of_gemma_3_by_earlier_versions_of_transformers() -> None:
@@ -77,12 +77,12 @@ def test_the_config_of_gemma_3_by_earlier_versions_of_transformers() -> None:
         "sliding_window": 1024,
     }
     outer = {"architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16"}
-    model = model_config_from({**outer, "text_config": text, "vision_config": {}})
+    model = model_spec_from({**outer, "text_config": text, "vision_config": {}})
     expected = transformers.Gemma3TextConfig(**text)
     assert (model.vocab_size, model.head_dim, model.tied_embeddings) == (262208, 256, True)
     assert (model.q_heads, model.kv_heads, model.max_position) == (8, 4, 131072)
-    assert [layer.rule.window for layer in model.layers] == [1024] * 5 + [None]
-    used = {layer.rule.kind: model.ropes[layer.rope] for layer in model.layers}
+    assert [rule.window for rule in model.rules] == [1024] * 5 + [None]
+    used = {mixer.rule.kind: mixer.rope for mixer in model.attention}
     assert used["sliding_attention"] == Rope(1e4, None, 256)
     assert used["full_attention"] == Rope(1e6, LinearRope(8.0), 256)
     for kind, rope in used.items():

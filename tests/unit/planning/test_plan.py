@@ -17,7 +17,7 @@ from minisgl.cost.gpus import GPUS, Gpu, find_gpu
 from minisgl.demo import model_path
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine, memory
-from minisgl.models.config import load_model_config
+from minisgl.models.config import load_model_spec
 from minisgl.planning.plan import Plan, make_plan
 
 H200 = GPUS["H200"]
@@ -32,7 +32,7 @@ class Shown(msgspec.Struct):
 
 def plan(folder: str, gpu: Gpu = H200, **changes: Any):
     config = EngineConfig(model_path=folder, **changes)
-    return make_plan(config, load_model_config(folder), gpu)
+    return make_plan(config, load_model_spec(folder), gpu)
 
 
 @pytest.mark.parametrize("shape", RECORDED)
@@ -160,7 +160,7 @@ def test_ranks_share_weights_and_kv_heads(tmp_path: Path) -> None:
     assert two.weight_bytes == pytest.approx(one.weight_bytes / 2, rel=0.001)
     assert (one.kv_token_bytes, two.kv_token_bytes) == (98_304, 49_152)
     assert eight.kv_token_bytes == 24_576, "4 KV heads: two ranks store a copy of one"
-    weights_ms = [cost_of(load_model_config(folder), tp).read_bytes(1) / 4.25e9 for tp in (2, 8)]
+    weights_ms = [cost_of(load_model_spec(folder), tp).read_bytes(1) / 4.25e9 for tp in (2, 8)]
     assert two.floor_ms[1] - weights_ms[0] > 97 * 6.4e-3, "the time of 97 all-reduces"
     assert eight.floor_ms[1] - weights_ms[1] < 0.01, "all-reduces of 8 GPUs were not measured"
     with pytest.raises(ConfigError, match="cannot be split over tensor-parallel 3"):
@@ -217,7 +217,7 @@ def test_a_kv_dtype_that_the_engine_refuses_has_no_plan(tmp_path: Path) -> None:
 
 def test_floor_of_one_token_is_its_bytes(tmp_path: Path) -> None:
     folder = write_model("qwen3-8b", tmp_path)
-    found, cost = plan(folder), cost_of(load_model_config(folder))
+    found, cost = plan(folder), cost_of(load_model_spec(folder))
     read = cost.read_bytes(1) + 1024 * cost.kv_bytes
     assert found.floor_ms[1] == pytest.approx(1e3 * read / 4.25e12)
     assert list(found.floor_ms) == [1, 8, 32, 64, 128, 256]

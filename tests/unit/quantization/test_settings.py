@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from minisgl.core import ConfigError
 from minisgl.layers.shards import LinearShards, Shard
-from minisgl.models.config import load_model_config
+from minisgl.models.config import load_model_spec
 from minisgl.models.quantization import Quantization
 from minisgl.quantization import with_quantizations
 from minisgl.quantization.format import Fp8Format
@@ -200,7 +200,7 @@ def test_scales_of_keys_and_values_are_left_out_with_a_line_in_the_log(
 
 
 def test_modelopt_settings_may_be_in_a_file_of_their_own(tmp_path: Path) -> None:
-    config = load_model_config(build_fp8("modelopt", "llama", tmp_path).fp8)
+    config = load_model_spec(build_fp8("modelopt", "llama", tmp_path).fp8)
     assert config.quantization is not None
     assert config.quantization["quant_method"] == "modelopt"
     assert config.quantization["quant_algo"] == "FP8"

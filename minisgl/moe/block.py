@@ -8,12 +8,12 @@ from torch.nn import functional
 
 from minisgl.core import ConfigError
 from minisgl.layers.linear import LinearBuild
-from minisgl.layers.mlp import GatedMlp
+from minisgl.layers.mlp import DenseSpec, GatedMlp
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import Placement, split_evenly
-from minisgl.models.config import MoeConfig
-from minisgl.moe.base import ClampedSwiglu, MoeBackend
+from minisgl.moe.base import MoeBackend
 from minisgl.moe.experts import ExpertsFactory, ExpertShards
+from minisgl.moe.spec import ExpertsSpec
 
 
 class MoeBlock(nn.Module):
@@ -28,20 +28,19 @@ class MoeBlock(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        moe: MoeConfig,
+        spec: ExpertsSpec,
         build: LinearBuild,
         experts: ExpertsFactory,
         backend: MoeBackend,
     ) -> None:
         super().__init__()
-        shared, ranks = moe.shared_expert_intermediate_size, (build.tp.rank, build.tp.size)
-        self.moe = moe
+        ranks = build.tp.rank, build.tp.size
+        self.spec = spec
         self.backend = backend
-        inner = split_evenly("", moe.moe_intermediate_size, *ranks)
-        self.router = nn.Parameter(torch.empty(moe.num_experts, hidden_size))
-        self.router_bias = nn.Parameter(torch.empty(moe.num_experts)) if moe.stacked else None
-        self.swiglu = ClampedSwiglu(moe.swiglu_alpha, moe.swiglu_limit)
-        shards = ExpertShards(build.parent, moe.num_experts, hidden_size, inner, *ranks)
+        inner = split_evenly("", spec.inner, *ranks)
+        self.router = nn.Parameter(torch.empty(spec.num_experts, hidden_size))
+        self.router_bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.stacked else None
+        shards = ExpertShards(build.parent, spec.num_experts, hidden_size, inner, *ranks)
         self.experts = experts(shards, build.dtype)
         weights = self.experts.weights(self.router)
         for given, is_supported, kind in (
@@ -55,9 +54,9 @@ class MoeBlock(nn.Module):
                     "use another --moe-backend"
                 )
         self.shared_expert: GatedMlp | None = None
-        if shared:
-            parent = f"{build.parent}.shared_expert"
-            self.shared_expert = GatedMlp(hidden_size, shared, build._replace(parent=parent))
+        if spec.shared:
+            linear = build._replace(parent=f"{build.parent}.shared_expert")
+            self.shared_expert = GatedMlp(hidden_size, DenseSpec(spec.shared), linear)
             self.shared_gate = nn.Parameter(torch.empty(1, hidden_size))
 
     def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
@@ -65,17 +64,17 @@ class MoeBlock(nn.Module):
 
         block_input: already normalised, because no method folds the norm of a sparse layer.
         """
-        x, moe, weights = block_input.x, self.moe, self.experts.weights(self.router)
+        x, spec, weights = block_input.x, self.spec, self.experts.weights(self.router)
         if self.router_bias is not None:
-            weights = weights._replace(router_bias=self.router_bias, swiglu=self.swiglu)
-        out = self.backend.forward(x, weights, moe.num_experts_per_tok, moe.norm_topk_prob)
+            weights = weights._replace(router_bias=self.router_bias, swiglu=spec.swiglu)
+        out = self.backend.forward(x, weights, spec.top_k, spec.renormalise)
         if self.shared_expert is not None:
             gate = torch.sigmoid(functional.linear(x, self.shared_gate))
             out = out + gate * self.shared_expert.product(block_input)
         return ResidualStream(out, residual)
 
     def placements(self, name: str) -> Iterator[Placement]:
-        module = "router" if self.moe.stacked else "gate"
+        module = "router" if self.spec.stacked else "gate"
         sources = {"router": f"{module}.weight", "router_bias": f"{module}.bias"}
         sources["shared_gate"] = "shared_expert_gate.weight"
         for target, parameter in self.named_parameters(recurse=False):

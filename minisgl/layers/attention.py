@@ -1,0 +1,138 @@
+"""Self-attention over keys and values in the KV pool."""
+
+from collections.abc import Hashable, Iterator, Sequence
+from enum import Enum, auto
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.attention.base import AttentionRule, FusedAttention, NormRope
+from minisgl.core import ConfigError
+from minisgl.kernel import qk_norm_rope_store
+from minisgl.kvcache.pool import KVPool, KVSpec
+from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
+from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
+from minisgl.layers.norm import BlockInput, RMSNorm, norm_all_heads
+from minisgl.layers.rotary import Rope, rotary_order
+from minisgl.layers.shards import Placement, Shard, merge, split_heads
+
+
+class QkNorm(Enum):
+    """The RMSNorm of queries and keys before the rotation."""
+
+    PER_HEAD = auto()
+    ALL_HEADS = auto()  # over the heads of all ranks together
+
+
+class AttentionSpec(NamedTuple):
+    """The attention of one decoder layer, and the state that it keeps for each token.
+
+    q_heads      the query heads of the whole model.
+    rule         the window, the soft cap and the sinks.
+    rope         the rotary embedding of queries and keys.
+    kv           the state of one token: the KV heads of the whole model, in the checkpoint's dtype.
+    kv_layer     the index of the layer's keys and values in the KV pool. Layers with the same index
+                 share them. Indices run from 0 without gaps.
+    qk_norm      the norm of queries and keys, or None.
+    norm_offset  the checkpoint stores weight - 1 for this norm.
+    qkv_bias     whether q, k and v have a bias.
+    output_bias  whether the output projection has one.
+    merged       the checkpoint stores q, k and v as one tensor.
+    """
+
+    q_heads: int
+    rule: AttentionRule
+    rope: Rope
+    kv: KVSpec
+    kv_layer: int
+    qk_norm: QkNorm | None = None
+    norm_offset: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    merged: bool = False
+
+
+class Attention(Mixer):
+    """Self-attention over this rank's heads.
+
+    sinks: [Hq], the logits of the sinks of this rank's heads; None if the rule has none.
+    """
+
+    name = "self_attn"
+
+    def __init__(self, spec: AttentionSpec, build: MixerBuild) -> None:
+        super().__init__()
+        size, eps, dim, tp = build.size, build.eps, spec.kv.head_dim, build.comm.tp
+        if spec.q_heads % tp.size:
+            raise ConfigError(
+                f"{spec.q_heads} attention heads cannot be split over tensor-parallel {tp.size}: "
+                "use a number of ranks that divides them"
+            )
+        order = rotary_order(dim, spec.rope.rotary_dim)
+        output = split_heads("o_proj", spec.q_heads, dim, tp.rank, tp.size)
+        v = split_heads("v_proj", spec.kv.kv_heads, dim, tp.rank, tp.size)
+        q, k = output._replace(name="q_proj", order=order), v._replace(name="k_proj", order=order)
+        qkv = merge("qkv_proj", (q, k, v)) if spec.merged else (q, k, v)
+        self.comm, self.spec = build.comm, spec
+        self.rope = build.ropes.index(spec.rope)
+        self.pool = int(spec.rule.window is not None)
+        self.head_dim = dim
+        self.q_heads, self.kv_heads = q.local // dim, k.local // dim
+        self.qkv_proj = ColumnParallelLinear(size, qkv, spec.qkv_bias, build.linear)
+        self.out = RowParallelLinear(output, size, spec.output_bias, build.linear)
+        self.eps = eps
+        if spec.qk_norm is QkNorm.PER_HEAD:
+            q = k = Shard("", dim, 0, dim, order)
+        self.q_norm = RMSNorm(q, eps, spec.norm_offset) if spec.qk_norm else None
+        self.k_norm = RMSNorm(k, eps, spec.norm_offset) if spec.qk_norm else None
+        self.sink_heads = split_heads("sinks", spec.q_heads, 1, tp.rank, tp.size)
+        self.sinks = nn.Parameter(torch.empty(self.q_heads)) if spec.rule.sinks else None
+
+    @property
+    def kind(self) -> Hashable:
+        return self.spec._replace(kv_layer=0)
+
+    def state(self, pools: Sequence[KVPool]) -> Iterator[Tensor | None]:
+        pool, layer = pools[self.pool], self.spec.kv_layer
+        yield from (*pool.layer(layer), pool.scales(layer))
+
+    def mix(self, block_input: BlockInput, context: ForwardContext) -> Tensor:
+        """Store keys and values of the T tokens, and attend. Returns [T, Hq * D]."""
+        attention, layer = context.attention, self.spec.kv_layer
+        q_weight = k_weight = None
+        if self.q_norm is not None and self.k_norm is not None:
+            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+        qkv = self.qkv_proj.forward(block_input)
+        is_wide = self.spec.qk_norm is QkNorm.ALL_HEADS
+        if q_weight is not None and k_weight is not None and is_wide:
+            parts = qkv[:, : len(q_weight)], qkv[:, len(q_weight) :][:, : len(k_weight)]
+            norm_all_heads(parts, (q_weight, k_weight), self.eps, self.comm)
+            q_weight = k_weight = None
+        if context.query_scale is not None:
+            qkv[:, : self.q_heads * self.head_dim].mul_(context.query_scale)
+        heads = NormRope(q_weight, k_weight, self.eps, context.ropes[self.rope])
+        attended = qkv.new_empty((len(qkv), self.q_heads, self.head_dim))
+        if isinstance(attention, FusedAttention):
+            attention.attend(layer, qkv, heads, attended, self.sinks)
+        else:
+            pool = context.pools[self.pool]
+            places = (context.positions, context.slots[self.pool], *pool.layer(layer))
+            sizes = (self.q_heads, self.kv_heads, self.head_dim)
+            q = qk_norm_rope_store(qkv, *heads, *places, *sizes, pool.scales(layer))
+            attention.forward(layer, q, attended, self.sinks)
+        return attended.flatten(1)
+
+    def fold(self, norm_weight: Tensor) -> bool:
+        return self.qkv_proj.method.fold(norm_weight)
+
+    def scale_queries(self, factor: float) -> None:
+        if self.q_norm is not None:
+            self.q_norm.weight.mul_(factor)
+        else:
+            self.qkv_proj.method.scale_rows(0, self.q_heads * self.head_dim, factor)
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        if self.sinks is not None:
+            name, shard = f"{name}.sinks", self.sink_heads
+            yield Placement(name, (shard.full,), name, 0, shard.begin, shard.end)

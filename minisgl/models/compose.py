@@ -1,0 +1,185 @@
+"""The parts from which a family composes its ModelSpec."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from minisgl.attention.base import AttentionRule
+from minisgl.core import ConfigError
+from minisgl.kvcache.pool import KVSpec
+from minisgl.layers.attention import AttentionSpec, QkNorm
+from minisgl.layers.mlp import DenseSpec
+from minisgl.layers.rotary import Rope
+from minisgl.models.hf_config import (
+    HfConfig,
+    HfExperts,
+    ModelSettings,
+    check_supported,
+    read_fields,
+)
+from minisgl.models.rope import RopeSettings
+from minisgl.models.spec import LayerSpec, MixerSpec, ModelSpec, Multipliers, NormsSpec
+from minisgl.moe.spec import ExpertsSpec
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+_SLIDING = "sliding_attention"
+_NORM_BEFORE = NormsSpec()
+_NO_FACTORS = Multipliers()
+
+
+def model_spec(
+    config: HfConfig,
+    rope: RopeSettings,
+    mixers: Sequence[MixerSpec],
+    mlps: Sequence[DenseSpec | ExpertsSpec],
+    *,
+    norms: NormsSpec = _NORM_BEFORE,
+    multipliers: Multipliers = _NO_FACTORS,
+    end_texts: tuple[str, ...] = (),
+) -> ModelSpec:
+    """Return a model with one mixer and one MLP for each layer. rope: of full attention."""
+    layers = [LayerSpec(*parts, norms) for parts in zip(mixers, mlps, strict=True)]
+    ends = config.eos_token_id
+    return ModelSpec(
+        **{name: getattr(config, name) for name in ModelSettings.__struct_fields__},
+        layers=tuple(layers),
+        max_position=rope.max_position,
+        query_scale=rope.query_scale,
+        multipliers=multipliers,
+        dtype=dtype_of(config),
+        eos_token_ids=tuple(ends if isinstance(ends, list) else [ends]),
+        end_texts=end_texts,
+    )
+
+
+def dtype_of(config: HfConfig) -> str:
+    """Return the checkpoint's dtype. Raises ConfigError."""
+    dtype = config.dtype or config.torch_dtype or "float32"
+    check_supported("the checkpoint's dtype", dtype, _DTYPES)
+    return dtype
+
+
+def attention_layers(
+    config: HfConfig,
+    windows: Sequence[int | None],
+    ropes: Sequence[Rope],
+    *,
+    qk_norm: QkNorm | None = None,
+    norm_offset: bool = False,
+    sinks: bool = False,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    merged: bool = False,
+) -> list[AttentionSpec]:
+    """Return the attention of each layer, all with the same heads. Raises ConfigError.
+
+    windows: of each layer in tokens; None: the layer has full attention. For the other arguments
+    see AttentionSpec.
+    """
+    if config.use_bidirectional_attention:
+        raise ConfigError("use_bidirectional_attention true is not supported: attention is causal")
+    q_heads = config.q_heads
+    kv_heads = config.num_key_value_heads or q_heads
+    if q_heads % kv_heads:
+        raise ConfigError(f"{q_heads} attention heads do not divide over {kv_heads} KV heads")
+    kv = KVSpec(kv_heads, config.width_of_heads, getattr(torch, dtype_of(config)))
+    cap = config.attn_logit_softcapping
+    return [
+        AttentionSpec(
+            q_heads,
+            AttentionRule(window, cap, sinks),
+            rope,
+            kv,
+            index,
+            qk_norm,
+            norm_offset,
+            qkv_bias,
+            output_bias,
+            merged,
+        )
+        for index, (window, rope) in enumerate(zip(windows, ropes, strict=True))
+    ]
+
+
+def dense_layers(config: HfConfig, *, bias: bool = False, merged: bool = False) -> list[DenseSpec]:
+    """Return the dense MLP of each layer. Raises ConfigError."""
+    activation = config.hidden_activation or config.hidden_act
+    check_supported("hidden_act", activation, _ACTIVATIONS)
+    spec = DenseSpec(config.intermediate_size, bias, merged, gelu=activation != "silu")
+    return [spec] * config.num_layers
+
+
+def sparse_layers(
+    config: HfConfig, raw: Mapping[str, Any], *, shared: bool = False
+) -> list[DenseSpec | ExpertsSpec]:
+    """Return the MLP of each layer: experts, and dense where config.json says so.
+
+    shared: whether an expert computes all tokens. Raises ConfigError.
+    """
+    fields = read_experts(raw)
+    experts = ExpertsSpec(
+        fields.num_experts,
+        fields.num_experts_per_tok,
+        fields.moe_intermediate_size,
+        fields.norm_topk_prob,
+        shared=fields.shared_expert_intermediate_size if shared else 0,
+    )
+    dense = dense_layers(config)
+    return [experts if fields.in_layer(layer) else mlp for layer, mlp in enumerate(dense)]
+
+
+def read_experts(raw: Mapping[str, Any]) -> HfExperts:
+    """Read the fields of a mixture of experts. Raises ConfigError."""
+    # transformers 5 writes num_local_experts, earlier versions num_experts.
+    key = "num_local_experts" if raw.get("num_experts") is None else "num_experts"
+    fields = read_fields({**raw, "num_experts": raw.get(key)}, HfExperts, "config.json")
+    if fields.num_experts_per_tok > fields.num_experts:
+        raise ConfigError(
+            f"num_experts_per_tok {fields.num_experts_per_tok} exceeds {fields.num_experts} experts"
+        )
+    return fields
+
+
+def windows_if_enabled(config: HfConfig, first: float) -> list[int | None]:
+    """Return the windows of a model with use_sliding_window: those of the layers from `first` on.
+
+    This function and the next two give the window of each layer in tokens; None: the layer has full
+    attention. In all of them, layer_types in config.json counts before the rule of the family. They
+    raise ConfigError for a layer type that is neither full nor sliding attention.
+    """
+    layers = range(config.num_layers)
+    return _windows(config, [config.use_sliding_window and layer >= first for layer in layers])
+
+
+def windows_everywhere(config: HfConfig) -> list[int | None]:
+    """Return the windows of a model whose layers all have one."""
+    return _windows(config, [True] * config.num_layers)
+
+
+def windows_by_interval(config: HfConfig, interval: int) -> list[int | None]:
+    """Return windows for all layers but those whose number is a multiple of the interval.
+
+    interval: sliding_window_pattern in config.json counts before it.
+    """
+    pattern = config.sliding_window_pattern
+    interval = pattern if type(pattern) is int else interval
+    if interval < 1:
+        raise ConfigError(f"config.json: sliding_window_pattern is {interval}: expected 1 or more")
+    return _windows(config, [(layer + 1) % interval != 0 for layer in range(config.num_layers)])
+
+
+def _windows(config: HfConfig, slides: list[bool]) -> list[int | None]:
+    count, window, kinds = config.num_layers, config.sliding_window, config.layer_types
+    if kinds is not None:
+        for kind in kinds:
+            check_supported("layer type", kind, ("full_attention", _SLIDING))
+        if len(kinds) != count:
+            raise ConfigError(f"layer_types in config.json has {len(kinds)} entries of {count}")
+        slides = [kind == _SLIDING for kind in kinds]
+    if window is None or not any(slides):
+        return [None] * count
+    if type(window) is not int or window < 1:
+        raise ConfigError(f"config.json: sliding_window is {window!r}: expected an integer >= 1")
+    return [window if sliding else None for sliding in slides]

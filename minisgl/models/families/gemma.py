@@ -1,0 +1,84 @@
+"""Gemma 2 and 3: norms before and after the blocks, and a factor on the embedding."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from minisgl.layers.attention import QkNorm
+from minisgl.models.compose import (
+    attention_layers,
+    dense_layers,
+    dtype_of,
+    model_spec,
+    windows_by_interval,
+)
+from minisgl.models.hf_config import HfConfig
+from minisgl.models.rope import RopeSettings, rope_of
+from minisgl.models.spec import ModelSpec, Multipliers, NormsSpec
+
+_DEFAULTS: Mapping[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "eos_token_id": 1,
+}
+DEFAULTS_2: Mapping[str, Any] = {
+    **_DEFAULTS,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+DEFAULTS_3: Mapping[str, Any] = {
+    **_DEFAULTS,
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+}
+
+
+def spec_2(config: HfConfig, raw: Mapping[str, Any]) -> ModelSpec:
+    return _spec(config, rope_of(config), windows_by_interval(config, 2), None)
+
+
+def spec_3(config: HfConfig, raw: Mapping[str, Any]) -> ModelSpec:
+    rope, windows = rope_of(config, plain_windows=True), windows_by_interval(config, 6)
+    return _spec(config, rope, windows, QkNorm.PER_HEAD)
+
+
+def _spec(
+    config: HfConfig, rope: RopeSettings, windows: Sequence[int | None], qk_norm: QkNorm | None
+) -> ModelSpec:
+    bias = config.attention_bias
+    mixers = attention_layers(
+        config,
+        windows,
+        rope.of(windows),
+        qk_norm=qk_norm,
+        norm_offset=True,
+        qkv_bias=bias,
+        output_bias=bias,
+    )
+    return model_spec(
+        config,
+        rope,
+        mixers,
+        dense_layers(config),
+        norms=NormsSpec(before=True, after=True, offset=True),
+        multipliers=_multipliers(config),
+    )
+
+
+def _multipliers(config: HfConfig) -> Multipliers:
+    """The embedding is multiplied by the square root of the hidden size."""
+    # The authors' code rounds the factor to the dtype of the embedding.
+    factor = torch.tensor(config.hidden_size**0.5).to(getattr(torch, dtype_of(config)))
+    query, scalar = 1.0, config.query_pre_attn_scalar
+    if scalar is not None:
+        query = math.sqrt(config.width_of_heads / scalar)
+    return Multipliers(float(factor), query)

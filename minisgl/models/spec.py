@@ -1,0 +1,148 @@
+"""The description of a model: one spec for each layer, and the values that all layers share."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from minisgl.attention.base import AttentionRule
+from minisgl.layers.attention import AttentionSpec
+from minisgl.layers.mlp import DenseSpec
+from minisgl.layers.rotary import QueryScale, Rope
+from minisgl.models.hf_config import ModelSettings
+from minisgl.moe.spec import ExpertsSpec
+
+# The description of the part of a layer in which a token reads others. decoder.MIXERS has the
+# module of each.
+MixerSpec = AttentionSpec
+
+
+class NormsSpec(NamedTuple):
+    """The norms of a layer around its mixer and around its MLP.
+
+    before  a norm of the input of each.
+    after   a norm of the output of each, before it joins the residual stream.
+    offset  the checkpoint stores weight - 1.
+    """
+
+    before: bool = True
+    after: bool = False
+    offset: bool = False
+
+
+class LayerSpec(NamedTuple):
+    """One decoder layer."""
+
+    mixer: MixerSpec
+    mlp: DenseSpec | ExpertsSpec
+    norms: NormsSpec = NormsSpec()
+
+
+class Multipliers(NamedTuple):
+    """Factors of a model (Granite, Gemma). All are 1 in other models.
+
+    embedding  on the token embedding.
+    query      on the queries, beyond the usual 1 / sqrt(head_dim).
+    residual   on the output of each block.
+    logits     the divisor of the logits.
+    """
+
+    embedding: float = 1.0
+    query: float = 1.0
+    residual: float = 1.0
+    logits: float = 1.0
+
+
+class ModelSpec(ModelSettings, frozen=True, kw_only=True):
+    """The description of one decoder-only model.
+
+    max_position    the context length in tokens, after an extension by YaRN.
+    query_scale     the factor on the queries of late positions, or None.
+    dtype           the checkpoint's dtype: float32, bfloat16 or float16.
+    eos_token_ids   tokens that end an answer, sorted.
+    end_texts       special tokens that end an answer too, if the model folder has no
+                    generation_config.json.
+    """
+
+    layers: tuple[LayerSpec, ...]
+    max_position: int
+    query_scale: QueryScale | None
+    multipliers: Multipliers
+    dtype: str
+    eos_token_ids: tuple[int, ...]
+    end_texts: tuple[str, ...]
+    sampling_defaults: dict[str, int | float] = {}
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """The layers with attention. All have the same heads."""
+        mixers = [layer.mixer for layer in self.layers]
+        return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+
+    @property
+    def q_heads(self) -> int:
+        return self.attention[0].q_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.attention[0].kv.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention[0].kv.head_dim
+
+    @property
+    def experts(self) -> tuple[ExpertsSpec, ...]:
+        """The layers with a mixture of experts."""
+        mlps = [layer.mlp for layer in self.layers]
+        return tuple(mlp for mlp in mlps if isinstance(mlp, ExpertsSpec))
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary embeddings of the layers."""
+        return tuple(dict.fromkeys(mixer.rope for mixer in self.attention))
+
+    @property
+    def rules(self) -> tuple[AttentionRule, ...]:
+        """The rule of each layer in the KV pool. Layers that share keys and values count once."""
+        by_layer = {mixer.kv_layer: mixer.rule for mixer in self.attention}
+        return tuple(by_layer[index] for index in sorted(by_layer))
+
+    @property
+    def window(self) -> int | None:
+        """The largest window of a layer in tokens; None if all layers have full attention."""
+        return max((rule.window for rule in self.rules if rule.window is not None), default=None)
+
+    @property
+    def pools(self) -> tuple[tuple[int, ...], ...]:
+        """The layers of each KV pool: those with full attention, and window layers if any."""
+        full = tuple(i for i, rule in enumerate(self.rules) if rule.window is None)
+        if self.window is None:
+            return (full,)
+        return full, tuple(i for i, rule in enumerate(self.rules) if rule.window is not None)
+
+    @property
+    def stream_eps(self) -> float:
+        """The epsilon of the norms of the residual stream.
+
+        The model leaves the embedding as it is and divides all that is added to it
+        (CausalLM.fold_multipliers). A norm of the smaller stream gives the same result with a
+        smaller epsilon.
+        """
+        return self.norm_eps / self.multipliers.embedding**2
+
+    def for_context(self, length: int) -> "ModelSpec":
+        """Return the model for contexts of at most `length` tokens.
+
+        A window that holds every such context has no effect, and its layers have full attention.
+        """
+        layers = []
+        for layer in self.layers:
+            mixer = layer.mixer
+            if isinstance(mixer, AttentionSpec) and (mixer.rule.window or 0) >= length:
+                mixer = mixer._replace(rule=mixer.rule._replace(window=None))
+            layers.append(layer._replace(mixer=mixer))
+        return msgspec.structs.replace(self, layers=tuple(layers))

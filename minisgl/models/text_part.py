@@ -1,0 +1,38 @@
+"""The config of the language model in a checkpoint with a vision encoder. Loads without torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl.core import ConfigError
+
+# Architectures with a vision encoder: the architecture of the language model inside, by the
+# model_type of text_config.
+TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "MistralForCausalLM",
+        "ministral3": "Ministral3ForCausalLM",
+    },
+    "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+}
+
+
+def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config of the language model in a config.json with a vision encoder.
+
+    A setting outside of text_config, such as quantization_config, also applies to the language
+    model, unless text_config has another value than null for it. Any other config is returned as it
+    is. Raises ConfigError for an unknown language model.
+    """
+    text, architectures = config.get("text_config"), config.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    if name not in TEXT_PARTS or not isinstance(text, dict):
+        return config
+    kind = str(text.get("model_type"))
+    if kind not in TEXT_PARTS[name]:
+        known = ", ".join(TEXT_PARTS[name])
+        raise ConfigError(
+            f"{name} with the language model {kind!r} is not supported; known: {known}"
+        )
+    # null in text_config means that the setting is not given, if the outer config gives it.
+    given = {key: v for key, v in text.items() if v is not None or config.get(key) is None}
+    return {**config, **given, "architectures": [TEXT_PARTS[name][kind]]}
