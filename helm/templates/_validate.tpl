@@ -50,6 +50,10 @@ the engine are in _validate_engine.tpl, those of replicas and exposure in _valid
 {{- if le (int $drain.timeoutSeconds) (int $drain.graceSeconds) -}}
 {{- fail "drain.timeoutSeconds is not longer than drain.graceSeconds, so the server would cut a request that it accepts at the end of the grace period: raise drain.timeoutSeconds." -}}
 {{- end -}}
+{{- $startup := .Values.startup -}}
+{{- if lt (int $startup.budgetSeconds) (int $startup.periodSeconds) -}}
+{{- fail (printf "startup.budgetSeconds is %d, but the startup probe asks only every %d s: raise startup.budgetSeconds, or lower startup.periodSeconds." (int $startup.budgetSeconds) (int $startup.periodSeconds)) -}}
+{{- end -}}
 {{- $strategy := .Values.strategy -}}
 {{- $none := list "0" "0%" -}}
 {{- if and (eq $strategy.type "RollingUpdate") (has (toString $strategy.maxSurge) $none) (has (toString $strategy.maxUnavailable) $none) -}}

@@ -23,7 +23,7 @@ playground.enabled: --no-playground
 server.host: --host
 kvEvents.enabled: --kv-events-endpoint --kv-events-replay-endpoint --kv-events-pod
 render.enabled: --render-only
-service.port: --port --probe-port
+service.port: --port
 drain.graceSeconds: --drain-grace
 drain.timeoutSeconds: --drain-timeout
 auth.existingSecret: --api-key
@@ -56,8 +56,14 @@ ingress.tls: --ssl-certfile --ssl-keyfile
 {{- if or (regexMatch "^(localhost|.*\\.localhost|localhost\\.localdomain|ip6-(localhost|loopback))$" $host) (regexMatch "^(::ffff:)?127\\.[0-9.]+$" $host) (regexMatch "^[0:]*:0*1$" $host) -}}
 {{- fail (printf "server.host is %s, which is reachable only inside the pod: the probes and the Service would not reach the server. Set 0.0.0.0, or \"::\" for IPv6." .Values.server.host) -}}
 {{- end -}}
+{{- if and (eq .Values.auth.cacheIsolation "key") (not .Values.auth.keysSecret) (not (include "minisgl.apiKeySecret" .)) (not .Values.extraEnv) (not .Values.extraEnvFrom) -}}
+{{- fail "auth.cacheIsolation is key, but the release has no API key, so it would separate no client: set auth.keysSecret, or auth.cacheIsolation=none." -}}
+{{- end -}}
 {{- range .Values.extraArgs -}}
 {{- $flag := splitList "=" (toString .) | first -}}
+{{- if eq $flag "--probe-port" -}}
+{{- fail "extraArgs contains --probe-port, but the probes of the chart always use port 1920, which no Service exposes: remove the flag." -}}
+{{- end -}}
 {{- range $value, $flags := include "minisgl.flags" $ | fromYaml -}}
 {{- if has $flag (splitList " " $flags) -}}
 {{- fail (printf "extraArgs contains %s, which the chart sets from a value: set %s instead." $flag $value) -}}

@@ -47,6 +47,12 @@
 {{- if and .Values.metrics.podMonitor.enabled .Values.metrics.serviceMonitor.enabled -}}
 {{- fail "metrics.podMonitor.enabled and metrics.serviceMonitor.enabled are both true, and Prometheus would count every sample twice: keep podMonitor." -}}
 {{- end -}}
+{{- range $name := list "podMonitor" "serviceMonitor" -}}
+{{- $monitor := index $.Values.metrics $name -}}
+{{- if gt (include "minisgl.milliseconds" $monitor.scrapeTimeout | int64) (include "minisgl.milliseconds" $monitor.interval | int64) -}}
+{{- fail (printf "metrics.%s.scrapeTimeout is %s, but the interval is %s, and Prometheus refuses a longer time limit: lower scrapeTimeout, or raise interval." $name $monitor.scrapeTimeout $monitor.interval) -}}
+{{- end -}}
+{{- end -}}
 {{- $downloads := and .Values.model.id (not .Values.huggingface.offline) -}}
 {{- $policy := .Values.networkPolicy -}}
 {{- if and $downloads $policy.enabled (not $policy.allowHTTPS) (not $policy.extraEgress) -}}

@@ -95,7 +95,7 @@ def test_probes_use_the_port_and_the_routes_of_the_server(render, ci_values):
     assert (flags["--port"], flags["--probe-port"]) == ("1919", "1920")
 
 
-@pytest.mark.parametrize(("budget_s", "period_s"), [(1800, 5), (61, 10), (1, 5)])
+@pytest.mark.parametrize(("budget_s", "period_s"), [(1800, 5), (61, 10), (5, 5)])
 def test_startup_probe_covers_its_budget(render, budget_s, period_s):
     values = {"startup": {"budgetSeconds": budget_s, "periodSeconds": period_s}}
     objects = render(values)
@@ -148,7 +148,7 @@ def test_extra_args_refuses_flags_of_the_chart_under_every_name(render):
     }
     assert len(aliases) > len(rendered)
     for alias in sorted(aliases):
-        with pytest.raises(ChartError, match=f"extraArgs contains {alias}, which the chart sets"):
+        with pytest.raises(ChartError, match=f"extraArgs contains {alias}, (which|but).*the chart"):
             render({"extraArgs": [f"{alias}=1"]})
 
 

@@ -1,6 +1,7 @@
 """Values that the chart refuses, and the messages."""
 
 import json
+import re
 from functools import reduce
 from typing import Any
 
@@ -71,6 +72,22 @@ CONTRADICTIONS = {
     ),
     "flag of the chart": ({"extraArgs": ["--tp=4"]}, "set tensorParallelSize instead"),
     "port by flag": ({"extraArgs": ["--port", "80"]}, "set service.port instead"),
+    "probe port by flag": (
+        {"extraArgs": ["--probe-port", "80"]},
+        "always use port 1920, which no Service exposes: remove the flag",
+    ),
+    "isolation without keys": (
+        {"auth": {"cacheIsolation": "key"}},
+        "set auth.keysSecret, or auth.cacheIsolation=none",
+    ),
+    "start budget below one probe": (
+        {"startup": {"budgetSeconds": 10, "periodSeconds": 15}},
+        "raise startup.budgetSeconds, or lower startup.periodSeconds",
+    ),
+    "scrape longer than its interval": (
+        {"metrics": {"podMonitor": {"interval": "1m", "scrapeTimeout": "1m1ms"}}},
+        "lower scrapeTimeout, or raise interval",
+    ),
     "short grace period": (
         {"terminationGracePeriodSeconds": 30},
         "is 30, but preStop, drain and teardown take up to 90",
@@ -167,6 +184,9 @@ def test_every_refusal_in_the_templates_is_tested():
         {"server": {"memoryRatio": "much"}},
         {"server": {"memoryRatio": ""}},
         {"server": {"kvCacheDtype": "int4"}},
+        {"server": {"toolFormat": "herms"}},
+        {"server": {"allowedOrigins": ["chat.example.com"]}},
+        {"server": {"allowedOrigins": ["https://chat.example.com/"]}},
         {"server": {"maxRunningRequests": 8193}},  # the bound of the server's own flag
         {"extraArgs": [True]},
         {"auth": {"key": ""}},
@@ -187,6 +207,12 @@ def test_schema_refuses(render, values):
         {"resources": {"requests": {"cpu": 4, "memory": "1Gi"}}},
         {"server": {"maxSeqLen": 1048576}},
         {"tmp": {"size": "1000Ki"}},
+        {"server": {"toolFormat": "mistral-v11", "speculative": "ngram", "quantization": None}},
+        {"server": {"allowedOrigins": ["*", "null", "http://[::1]:8080", "app://-"]}},
+        {"auth": {"cacheIsolation": "key"}, "extraEnvFrom": [{"secretRef": {"name": "keys"}}]},
+        {"auth": {"cacheIsolation": "key", "keysSecret": "keys"}},
+        {"startup": {"budgetSeconds": 5, "periodSeconds": 5}},
+        {"metrics": {"serviceMonitor": {"interval": "1m30s", "scrapeTimeout": "90s"}}},
     ],
     ids=str,
 )
@@ -324,8 +350,9 @@ def test_schema_is_strict_and_accepts_the_defaults():
 
 def test_every_value_is_documented_and_used():
     assert undocumented(VALUES) == []
-    assert len(VALUES.splitlines()) < 400
+    assert len(VALUES.splitlines()) < 410
     templates = "".join(p.read_text() for p in (CHART / "templates").rglob("*") if p.is_file())
     groups = ("readiness.", "liveness.")  # rendered whole
     keys = [key for key in documented_keys(VALUES) if not key.startswith(groups)]
-    assert [key for key in keys if f".{key.rsplit('.')[-1]}" not in templates] == []
+    used = {*re.findall(r'[."](\w+)', templates)}
+    assert [key for key in keys if key.rsplit(".")[-1] not in used] == []

@@ -61,13 +61,15 @@ _MAP: Json = {"type": "object", "additionalProperties": {"type": "string"}}
 
 
 def _or_null(rule: Json) -> Json:
+    if "enum" in rule:
+        return {"enum": [*rule["enum"], None]}
     if "type" in rule:
         return {**rule, "type": [rule["type"], "null"]}
     return {"anyOf": [*rule["anyOf"], {"type": "null"}]}
 
 
 def _as_flag(name: str) -> Json:
-    """The type and the bounds of the server's own flag."""
+    """The type and the bounds, or the words, of the server's own flag."""
     sections = tomllib.loads((ROOT / "minisgl" / "settings" / "flags.toml").read_text()).values()
     flags = {
         one: flag
@@ -76,6 +78,8 @@ def _as_flag(name: str) -> Json:
         for one in names.split()
     }
     flag = flags[name]
+    if "choices" in flag:
+        return {"enum": flag["choices"]}
     assert flag["type"] == "int", f"{name} is not an integer flag: its value is a _FRACTION"
     highest = {"maximum": flag["high"]} if "high" in flag else {}
     return {"type": "integer", "minimum": flag["low"], **highest}
@@ -95,7 +99,7 @@ OPEN = (
 NULLABLE = (*OPEN, "podDisruptionBudget.maxUnavailable", "tolerations")
 
 RULES: dict[str, Json] = {
-    "auth.cacheIsolation": {"enum": ["none", "key"]},
+    "auth.cacheIsolation": _as_flag("--cache-isolation"),
     "autoscaling.maxReplicas": _POSITIVE,
     "autoscaling.minReplicas": _POSITIVE,
     "autoscaling.scaleDownWindowSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},
@@ -165,17 +169,21 @@ RULES: dict[str, Json] = {
     "replicas": {"type": "integer", "minimum": 0},
     "resourceClaims": _NAMED,
     "revisionHistoryLimit": {"type": "integer", "minimum": 0},
-    "server.allowedOrigins": _STRINGS,
-    "server.kvCacheDtype": {"enum": ["auto", "bf16", "fp8"]},
-    "server.logLevel": {"enum": ["debug", "info", "warning", "error"]},
+    "server.allowedOrigins": {
+        "type": "array",
+        "items": {"type": "string", "pattern": r"^(\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s]+)$"},
+    },
+    "server.kvCacheDtype": _as_flag("--kv-cache-dtype"),
+    "server.logLevel": _as_flag("--log-level"),
     "server.maxQueuedRequests": _as_flag("--max-queued-requests"),
     "server.maxRunningRequests": _as_flag("--max-running-requests"),
     "server.maxSeqLen": _or_null(_as_flag("--max-seq-len-override")),
     "server.memoryRatio": _FRACTION,
-    "server.quantization": {"enum": ["fp8", None]},
-    "server.speculative": {"enum": ["ngram", None]},
+    "server.quantization": _or_null(_as_flag("--quantization")),
+    "server.speculative": _or_null(_as_flag("--speculative")),
     "render.replicas": {"type": "integer", "minimum": 0},
     "server.tokenizers": _as_flag("--num-tokenizer"),
+    "server.toolFormat": _as_flag("--tool-format"),
     "service.port": {"type": "integer", "minimum": 1, "maximum": 65535},
     "service.type": {"enum": ["ClusterIP", "NodePort", "LoadBalancer"]},
     "shm.size": _QUANTITY,
