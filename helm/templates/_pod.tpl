@@ -83,17 +83,6 @@
 {{- toYaml $resources -}}
 {{- end -}}
 
-{{/* The spread constraints. A constraint without a labelSelector gets the release's labelSelector. */}}
-{{- define "minisgl.topologySpread" -}}
-{{- $selector := dict "matchLabels" (include "minisgl.selectorLabels" . | fromYaml) -}}
-{{- $constraints := list -}}
-{{- range .Values.topologySpreadConstraints -}}
-{{- $added := ternary (dict) (dict "labelSelector" $selector) (hasKey . "labelSelector") -}}
-{{- $constraints = append $constraints (merge (dict) . $added) -}}
-{{- end -}}
-{{- toYaml $constraints -}}
-{{- end -}}
-
 {{- define "minisgl.strategy" -}}
 type: {{ .Values.strategy.type }}
 {{- if eq .Values.strategy.type "RollingUpdate" }}

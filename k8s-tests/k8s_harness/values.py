@@ -50,11 +50,13 @@ def demo_on_cpu(image: str) -> Object:
     """Changes that let the CPU image run with a values file that sets GPUs and a model of the
     hub.
     """
+    resources = {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "4Gi"}}
     return {
         **image_values(image),
         "gpu": {"enabled": False},
         "model": {"id": "", "revision": "", "existingClaim": "", "path": ""},
-        "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "4Gi"}},
+        "resources": resources,
+        "render": {"resources": resources},
         "extraEnv": [{"name": "OMP_NUM_THREADS", "value": "1"}],
     }
 

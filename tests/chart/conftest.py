@@ -9,6 +9,7 @@ import yaml
 from tests.chart.helm import CHART, Helm, Object, find_helm, parse
 
 Render = Callable[..., list[Object]]
+Notes = Callable[[Object], str]
 CI_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 
 
@@ -39,3 +40,16 @@ def render(helm: Helm) -> Render:
 def ci_values(request: pytest.FixtureRequest) -> dict[str, object]:
     """The values of one file in helm/ci."""
     return yaml.safe_load(request.param.read_text()) or {}
+
+
+@pytest.fixture
+def notes(helm: Helm) -> Notes:
+    """notes({...values}) gives the text that an installation prints."""
+
+    def rendered(values: Object) -> str:
+        texts = helm.template(values, name="minisgl", namespace="llm", chart=CHART)
+        if "minisgl/templates/NOTES.txt" not in texts:
+            pytest.skip("this Helm renders no notes without a cluster")
+        return texts["minisgl/templates/NOTES.txt"]
+
+    return rendered

@@ -30,6 +30,8 @@ _PORT: Json = {"type": "integer", "minimum": 1, "maximum": 65535}
 _ANY: Json = {"type": "object"}
 _LABELS: Json = {"type": "object", "additionalProperties": {"type": "string"}}
 _SELECTOR = _object("matchLabels", matchLabels=_LABELS)
+_IN = _object("key operator values", key=_STRING, operator={"const": "In"}, values=_list(_STRING))
+_MONITORED = _object("matchLabels", matchLabels=_LABELS, matchExpressions=_list(_IN))
 _NAME: Json = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"}
 _DURATION: Json = {"type": "string", "pattern": "^([0-9]+(h|m|s|ms))+$"}
 
@@ -90,14 +92,14 @@ SCHEMAS: dict[tuple[str, str], Json] = {
             "PodMonitor",
             _object(
                 "selector podMetricsEndpoints",
-                selector=_SELECTOR,
+                selector=_MONITORED,
                 podMetricsEndpoints=_list(_ENDPOINT),
             ),
         ),
         (
             "monitoring.coreos.com/v1",
             "ServiceMonitor",
-            _object("selector endpoints", selector=_SELECTOR, endpoints=_list(_ENDPOINT)),
+            _object("selector endpoints", selector=_MONITORED, endpoints=_list(_ENDPOINT)),
         ),
         (
             "monitoring.coreos.com/v1",

@@ -16,7 +16,7 @@ import yaml
 
 from tests.patience import patience
 
-__all__ = ["CHART", "KUBE_VERSION", "ChartError", "Helm", "Object", "find_helm", "pick"]
+__all__ = ["CHART", "KUBE_VERSION", "ChartError", "Helm", "Object", "find_helm", "pick", "selects"]
 
 Object = dict[str, Any]
 Values = dict[str, Any]
@@ -126,3 +126,10 @@ def pick(objects: Iterable[Object], kind: str, name: str | None = None) -> Objec
     found = [o for o in objects if o["kind"] == kind and name in (None, o["metadata"]["name"])]
     assert len(found) == 1, f"{len(found)} objects of kind {kind}"
     return found[0]
+
+
+def selects(selector: Object, labels: dict[str, str]) -> bool:
+    """Whether a selector selects these labels. Its expressions have the operator In."""
+    wanted = selector.get("matchLabels", {}).items()
+    allowed = {one["key"]: one["values"] for one in selector.get("matchExpressions", [])}
+    return wanted <= labels.items() and all(labels.get(k) in v for k, v in allowed.items())

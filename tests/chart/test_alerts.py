@@ -12,6 +12,7 @@ from tests.chart.helm import pick
 from tests.patience import patience
 
 POD = 'namespace="llm",pod="minisgl-6f7d-x2b4z"'
+RENDER_POD = 'namespace="llm",pod="minisgl-render-6f7d-x2b4z"'
 OTHER = 'namespace="llm",pod="chat-minisgl-6f7d-x2b4z"'  # a pod of another release
 pytestmark = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="no promtool on PATH: apt-get install prometheus"
@@ -64,6 +65,7 @@ def memory(ratio: str, preemptions: str) -> dict[str, str]:
     }
 
 
+RENDER_READY = "minisgl_render_ready"
 READY, STARTS = "minisgl_ready", "process_start_time_seconds"
 REJECTED, FINITE = "minisgl_requests_rejected_total", "minisgl_nonfinite_rows_total"
 TTFT, ITL = "minisgl_time_to_first_token_seconds", "minisgl_inter_token_latency_seconds"
@@ -81,6 +83,9 @@ CASES = [
     Case("MinisglNoReadyPod", False, "4m", gauge(READY, "0x60")),
     Case("MinisglNoReadyPod", False, "10m", gauge(READY, "1x60")),
     Case("MinisglNoReadyPod", True, "30m", CRASH_LOOP, "15s"),
+    Case("MinisglNoReadyRenderPod", True, "10m", gauge(RENDER_READY, "1x60")),
+    Case("MinisglNoReadyRenderPod", True, "10m", gauge(RENDER_READY, "0x60", RENDER_POD)),
+    Case("MinisglNoReadyRenderPod", False, "10m", gauge(RENDER_READY, "1x60", RENDER_POD)),
     Case("MinisglRestarting", True, "30m", gauge(STARTS, "1x8 2x8 3x8 4x30")),
     Case("MinisglRestarting", False, "30m", gauge(STARTS, "1x8 2x50")),
     Case("MinisglSchedulerStalled", True, "5m", stall("3x60", "60x60")),
@@ -111,7 +116,8 @@ CASES = [
 @pytest.fixture(scope="module")
 def rules(render, tmp_path_factory) -> Path:
     """A file with the rendered rules, as the Prometheus operator writes it."""
-    rule = pick(render({"prometheusRule": {"enabled": True}}), "PrometheusRule")
+    values = {"prometheusRule": {"enabled": True}, "render": {"enabled": True}}
+    rule = pick(render(values), "PrometheusRule")
     path = tmp_path_factory.mktemp("rules") / "rules.yaml"
     path.write_text(yaml.safe_dump(rule["spec"]))
     return path

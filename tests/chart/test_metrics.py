@@ -93,7 +93,8 @@ def test_dashboards_are_as_generated():
 
 
 def test_every_metric_is_on_a_dashboard_or_in_an_alert_except_four(render):
-    rule = pick(render({"prometheusRule": {"enabled": True}}), "PrometheusRule")
+    values = {"prometheusRule": {"enabled": True}, "render": {"enabled": True}}
+    rule = pick(render(values), "PrometheusRule")
     used = names_in(json.dumps(rule)) | names_in("".join(map(str, map(queries_of, DASHBOARDS))))
     elsewhere = {
         "minisgl_kv_cache_page_size_tokens",  # used by the endpoint picker
@@ -119,7 +120,8 @@ def test_alerts_use_known_metrics_of_this_release(render):
 
 
 def test_every_alert_has_a_runbook_and_every_runbook_an_alert(render):
-    rules = pick(render({"prometheusRule": {"enabled": True}}), "PrometheusRule")["spec"]["groups"]
+    values = {"prometheusRule": {"enabled": True}, "render": {"enabled": True}}
+    rules = pick(render(values), "PrometheusRule")["spec"]["groups"]
     urls = {rule["alert"]: rule["annotations"]["runbook_url"] for rule in rules[0]["rules"]}
     for alert, url in urls.items():
         page, _, anchor = url.partition("#")

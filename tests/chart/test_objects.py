@@ -1,12 +1,11 @@
 """The objects around the Deployment: secrets, claims, scaling, routing, monitors."""
 
 import re
-from collections.abc import Callable
 
 import pytest
 import yaml
 
-from tests.chart.helm import CHART, Object, pick
+from tests.chart.helm import CHART, Object, pick, selects
 from tests.chart.test_pod import container_of, pod_of
 
 TOKEN, KEY = "hf_canary-token", "canary-key"
@@ -160,10 +159,10 @@ def test_a_monitor_replaces_the_annotations_for_prometheus(render):
 def test_service_monitor_finds_one_service(render):
     values = {"service": {"headless": True}, "metrics": {"serviceMonitor": {"enabled": True}}}
     objects = render(values)
-    wanted = pick(objects, "ServiceMonitor")["spec"]["selector"]["matchLabels"].items()
+    selector = pick(objects, "ServiceMonitor")["spec"]["selector"]
     services = [o for o in objects if o["kind"] == "Service"]
     assert len(services) == 2
-    found = [s["spec"] for s in services if wanted <= s["metadata"]["labels"].items()]
+    found = [one["spec"] for one in services if selects(selector, one["metadata"]["labels"])]
     assert [spec["type"] for spec in found] == ["ClusterIP"]
     assert pick(objects, "Service", "minisgl-pods")["spec"]["clusterIP"] == "None"
 
@@ -201,42 +200,6 @@ def test_policy_admits_the_peers_and_the_test_pod(render):
     assert peers[1].items() <= test_labels.items()
     assert len(peers) == 2
     assert [{p["port"] for p in rule["ports"]} for rule in spec["egress"]] == [{53}, {443}]
-
-
-def test_kv_events_have_ports_on_the_pods_the_headless_service_and_in_the_policy(render):
-    values = {"kvEvents": {"enabled": True}, "networkPolicy": {"enabled": True}}
-    objects = render(values)
-    container = container_of(objects)
-    assert "--kv-events-endpoint=tcp://*:5557" in container["args"]
-    assert "--kv-events-replay-endpoint=tcp://*:5558" in container["args"]
-    assert env_of(objects)["POD_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
-    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    assert (ports["kv-events"], ports["kv-replay"]) == (5557, 5558)
-    service = pick(objects, "Service", "minisgl-pods")["spec"]
-    assert service["clusterIP"] == "None"
-    assert {p["port"] for p in service["ports"]} == {1919, 5557, 5558}
-    rule = pick(objects, "NetworkPolicy")["spec"]["ingress"][0]
-    assert [port["port"] for port in rule["ports"]] == [1919, 5557, 5558]
-    assert "POD_IP" not in env_of(render())
-
-
-def test_no_selector_of_the_engine_matches_the_render_pods(render):
-    monitor = {"metrics": {"serviceMonitor": {"enabled": True}}}
-    objects = render({"render": {"enabled": True, "replicas": 3}, **monitor})
-    deployment = pick(objects, "Deployment", "minisgl-render")
-    assert deployment["spec"]["replicas"] == 3
-    pod = deployment["spec"]["template"]
-    labels = pod["metadata"]["labels"].items()
-    container = pod["spec"]["containers"][0]
-    assert container["args"][0] == "--render-only"
-    assert "nvidia.com/gpu" not in str(container["resources"])
-    engine = pick(objects, "Deployment", "minisgl")["spec"]["selector"]["matchLabels"].items()
-    assert not engine <= labels
-    assert deployment["spec"]["selector"]["matchLabels"].items() <= labels
-    service = pick(objects, "Service", "minisgl-render")
-    assert service["spec"]["selector"].items() <= labels
-    wanted = pick(objects, "ServiceMonitor")["spec"]["selector"]["matchLabels"].items()
-    assert not wanted <= service["metadata"]["labels"].items()
 
 
 def test_the_backend_of_the_route_is_the_pool_if_it_is_enabled(render):
@@ -334,24 +297,19 @@ def test_ingress_serves_every_host(render):
     assert backend == {"name": "minisgl", "port": {"name": "http"}}
 
 
-@pytest.fixture
-def notes(helm) -> Callable[[Object], str]:
-    """notes({...values}) gives the text that an installation prints."""
-
-    def rendered(values: Object) -> str:
-        texts = helm.template(values, name="minisgl", namespace="llm", chart=CHART)
-        if "minisgl/templates/NOTES.txt" not in texts:
-            pytest.skip("this Helm renders no notes without a cluster")
-        return texts["minisgl/templates/NOTES.txt"]
-
-    return rendered
-
-
 def test_notes_contain_the_url_and_not_the_key(notes):
     text = notes({"auth": {"apiKey": KEY}, "model": {"id": "Qwen/Qwen3-8B"}})
     assert "http://minisgl.llm.svc:1919/v1" in text
     assert "minisgl-api-key" in text
     assert KEY not in text
+
+
+def test_notes_of_a_single_pod_say_how_to_avoid_the_pause_of_a_rollout(notes):
+    assert "set replicas=2, or strategy.maxSurge=1 and strategy.maxUnavailable=0" in notes({})
+    surge = {"strategy": {"maxSurge": 1, "maxUnavailable": 0}}
+    for values in ({"replicas": 2}, surge, {"autoscaling": {"hpa": {"enabled": True}}}):
+        assert "This release has one pod" not in notes(values)
+    assert "This release has one pod" in notes(surge | {"strategy": {"type": "Recreate"}})
 
 
 def test_notes_warn_of_an_api_without_a_key(notes):
@@ -366,29 +324,3 @@ def test_notes_warn_against_a_change_of_the_name(notes):
     assert "WARNING: nameOverride is part of the selectors" in text
     assert 'Keep "chat" as long as the' in text
     assert "nameOverride" not in notes({})
-
-
-def test_render_pods_have_the_keys_the_policy_and_the_drain_of_the_engine_pods(render):
-    """Without a variable from extraEnvFrom, such as MINISGL_API_KEY, they would need no key."""
-    sources = [{"secretRef": {"name": "keys"}}]
-    peer = {"podSelector": {"matchLabels": {"a": "b"}}}
-    values = {
-        "render": {"enabled": True},
-        "extraEnvFrom": sources,
-        "drain": {"preStopSleepSeconds": 7},
-        "networkPolicy": {"enabled": True, "from": [peer]},
-    }
-    objects = render(values)
-    pods = [
-        pick(objects, "Deployment", name)["spec"]["template"]
-        for name in ("minisgl", "minisgl-render")
-    ]
-    for field in ("env", "envFrom", "lifecycle", "volumeMounts"):
-        engine, renderer = (pod["spec"]["containers"][0][field] for pod in pods)
-        assert engine == renderer, field
-    selector = pick(objects, "NetworkPolicy")["spec"]["podSelector"]
-    (names,) = selector["matchExpressions"]
-    assert (names["key"], names["operator"]) == ("app.kubernetes.io/name", "In")
-    labels = [pod["metadata"]["labels"] for pod in pods]
-    assert [one[names["key"]] for one in labels] == names["values"]
-    assert all(selector["matchLabels"].items() <= one.items() for one in labels)

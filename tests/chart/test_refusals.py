@@ -187,6 +187,7 @@ def test_every_refusal_in_the_templates_is_tested():
         {"server": {"toolFormat": "herms"}},
         {"server": {"allowedOrigins": ["chat.example.com"]}},
         {"server": {"allowedOrigins": ["https://chat.example.com/"]}},
+        {"render": {"scheduling": {"nodeName": "n"}}},
         {"server": {"maxRunningRequests": 8193}},  # the bound of the server's own flag
         {"extraArgs": [True]},
         {"auth": {"key": ""}},

@@ -56,6 +56,7 @@ def complaints(objects: list[Object], version: str) -> list[str]:
 
 def test_the_documented_ci_files_exist():
     names = {"default", "cpu-demo", "tp4-pvc", "secured", "autoscaled", "inference-gateway"}
+    names |= {"routed"}
     assert {path.name.removesuffix("-values.yaml") for path in CI_FILES} == names
 
 

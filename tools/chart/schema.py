@@ -182,6 +182,18 @@ RULES: dict[str, Json] = {
     "server.quantization": _or_null(_as_flag("--quantization")),
     "server.speculative": _or_null(_as_flag("--speculative")),
     "render.replicas": {"type": "integer", "minimum": 0},
+    "render.scheduling": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "affinity": {"type": "object"},
+            "nodeSelector": _MAP,
+            "priorityClassName": _STRING,
+            "schedulerName": _STRING,
+            "tolerations": _OBJECTS,
+            "topologySpreadConstraints": _OBJECTS,
+        },
+    },
     "server.tokenizers": _as_flag("--num-tokenizer"),
     "server.toolFormat": _as_flag("--tool-format"),
     "service.port": {"type": "integer", "minimum": 1, "maximum": 65535},

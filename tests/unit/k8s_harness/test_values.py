@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from k8s_harness.values import CI_FILES, ci_values, cpu, demo_on_cpu, merged
 
-from tests.chart.helm import CHART, find_helm, parse, pick
+from tests.chart.helm import CHART, find_helm, parse
 
 IMAGE = "host:5000/minisgl:1"
 
@@ -24,12 +24,15 @@ def test_every_file_renders_a_pod_for_cpus(path: Path) -> None:
         pytest.skip("no helm on PATH and no helm-python-sdk: pip install '.[chart]'")
     values = merged(ci_values(path), demo_on_cpu(IMAGE))
     objects = parse(helm.template(values, name="minisgl", namespace="ns", chart=CHART))
-    (container,) = pick(objects, "Deployment")["spec"]["template"]["spec"]["containers"]
-    assert container["image"] == IMAGE
-    assert "--device=cpu" in container["args"]
-    assert not any(arg.startswith("--model=") for arg in container["args"])
-    assert container["resources"]["requests"]["cpu"] == "100m"
-    assert "nvidia.com/gpu" not in container["resources"]["limits"]
+    deployments = [one for one in objects if one["kind"] == "Deployment"]
+    assert deployments
+    for deployment in deployments:
+        (container,) = deployment["spec"]["template"]["spec"]["containers"]
+        assert container["image"] == IMAGE
+        assert "--device=cpu" in container["args"]
+        assert not any(arg.startswith("--model=") for arg in container["args"])
+        assert container["resources"]["requests"]["cpu"] == "100m"
+        assert "nvidia.com/gpu" not in container["resources"]["limits"]
 
 
 def test_changes_of_a_test_take_precedence() -> None:
