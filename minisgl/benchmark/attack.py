@@ -41,7 +41,8 @@ class Attack(NamedTuple):
 
     more: None sends nothing further. part_bytes: bytes of one send call. reads: the clients read
     the answers. tls: the server speaks TLS; "begin" sends `head` as the start of a handshake,
-    "end" completes it. A connection that the server closes is opened again.
+    "end" completes it. A connection that the server closes is opened again. files: hard limit of
+    the open files of each process of the server; None: that of this process.
     """
 
     connections: int
@@ -50,6 +51,7 @@ class Attack(NamedTuple):
     part_bytes: int = 2**16
     reads: bool = False
     tls: Literal["", "begin", "end"] = ""
+    files: int | None = None
 
 
 class _Found(NamedTuple):
@@ -76,6 +78,7 @@ ATTACKS = {
     "trailers": Attack(50, _CHUNKED + b"0\r\n", b"t: u\r\n" * 10_000),
     "empty lines": Attack(50, more=b"\r\n" * 30_000),
     "idle connections": Attack(6000),
+    "1,024 idle connections, 1,024 files": Attack(1024, files=1024),
     "900 TLS handshakes": Attack(900, tls="end"),
     "3,000 unfinished TLS handshakes": Attack(3000, b"\x16\x03\x01\x00\x40\x01", tls="begin"),
 }
@@ -226,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(name: str, flags: Sequence[str], seconds: float) -> tuple[str, dict[str, object]]:
     """Run an attack without a key. Returns the line and the values of its result."""
-    with start_server(str(model_path()), flags) as server:
+    with start_server(str(model_path()), flags, max_files=ATTACKS[name].files) as server:
         found = _measure(server.url, server.probe_url, ATTACKS[name], seconds)
     ports = (("probe port", found.probe_port_ms), ("main port", found.main_port_ms))
     shown = (f"{port} p50 {p50:6.1f} max {most:8.1f} ms" for port, (p50, most) in ports)

@@ -2,12 +2,14 @@
 
 import contextlib
 import re
+import resource
 import subprocess
 import sys
 import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
+from functools import partial
 from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
@@ -36,13 +38,16 @@ class RunningServer(NamedTuple):
 
 @contextlib.contextmanager
 def start_server(
-    model: str, flags: Sequence[str], log_path: Path | None = None
+    model: str,
+    flags: Sequence[str],
+    log_path: Path | None = None,
+    max_files: int | None = None,
 ) -> Iterator[RunningServer]:
     """Start a server on a free port, and stop it at the end of the `with` block.
 
     model: a name in SHAPES (with random weights) or a model folder. flags: additional flags of the
-    command. log_path: file for the server's log. Raises ConfigError, with the end of the log, if
-    the server does not start.
+    command. log_path: file for the server's log. max_files: hard limit of the open files of each
+    process. Raises ConfigError, with the end of the log, if the server does not start.
     """
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
         arguments = ["--model", model]
@@ -54,7 +59,10 @@ def start_server(
         log = log_path or Path(folder) / "log"
         started_s = time.monotonic()
         with log.open("wb") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=out)
+            limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (max_files, max_files))
+            process = subprocess.Popen(
+                command, stdout=out, stderr=out, preexec_fn=limit if max_files else None
+            )
         try:
             url, probe_url = _wait_ready(process, log)
             yield RunningServer(url, time.monotonic() - started_s, probe_url)

@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import logging
 import re
+import socket
 import ssl
 import weakref
 from collections import OrderedDict
@@ -34,6 +35,7 @@ from uvicorn.protocols.http.httptools_impl import (
 from minisgl.core import InvalidRequest, Overloaded, RequestError
 from minisgl.server.errors import HeadTooLarge, error_reply
 from minisgl.server.middleware import PROBE_PATHS
+from minisgl.server.open_files import log_loop_error
 from minisgl.settings.config import Limits
 from minisgl.utils import log_event
 
@@ -358,6 +360,10 @@ class HttpServer(uvicorn.Server):
             **options,
         )
         super().__init__(config)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(log_loop_error)
+        await super().serve(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.protocol.responses import StatusResponse
-from minisgl.server.connection import HttpServer
+from minisgl.server.connection import SPARE_CONNECTIONS, HttpServer
 from minisgl.server.errors import RETRY_AFTER, RouteNotFound
 from minisgl.server.lifecycle import Lifecycle, Phase
 from minisgl.server.middleware import PROBE_PATHS, error_response, json_response
@@ -20,6 +20,7 @@ from minisgl.settings.config import Limits
 
 _MAX_SILENCE_S = 10.0  # each probe answers 503 if the service's event loop is blocked for longer
 _LIMITS = Limits(max_connections=32, max_head_bytes=8 * 2**10, head_timeout_s=5.0)
+MOST_PROBE_CONNECTIONS = _LIMITS.max_connections + SPARE_CONNECTIONS
 
 
 def answer(lifecycle: Lifecycle, path: str) -> Response:
@@ -60,5 +61,7 @@ def serve_probes(lifecycle: Lifecycle, listener: socket.socket) -> None:
             response = error_response(RouteNotFound(text), scope)
         await response(scope, receive, send)
 
-    run = HttpServer(app, _LIMITS, lambda name: None, loop="asyncio").run
+    # asyncio accepts as many connections at once as the backlog has, before it refuses any.
+    options = {"loop": "asyncio", "backlog": _LIMITS.max_connections}
+    run = HttpServer(app, _LIMITS, lambda name: None, **options).run
     threading.Thread(target=run, args=([listener],), name="probes", daemon=True).start()

@@ -11,13 +11,14 @@ import contextlib
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 import ssl
 import sys
 import time
 from typing import Any
+
+import msgspec
 
 from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
 from minisgl.message import messages
@@ -28,7 +29,8 @@ from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
 from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
 from minisgl.server.metrics import Metrics
-from minisgl.server.probes import serve_probes
+from minisgl.server.open_files import allow_open_files
+from minisgl.server.probes import MOST_PROBE_CONNECTIONS, serve_probes
 from minisgl.server.render import facts_of
 from minisgl.settings.child import ChildSpec
 from minisgl.settings.config import ServerConfig
@@ -43,10 +45,8 @@ _KEEP_ALIVE_S = 15.0
 # Longer than proxies keep an idle connection. The proxy must close it first, because only the proxy
 # knows that it is about to send a request on the connection.
 _IDLE_CONNECTION_S = 75
+_FILES_PER_TOKENIZER = 3
 _SEND_BUFFER_BYTES = 128 * 2**10
-# Open files besides the connections: 60 for the process itself, 160 for the probe port, and the
-# others for connections that `limited_protocol` accepts only to close them.
-_OTHER_FILES = 1024
 _ERROR_EVENTS_S = 2.0  # Time for the error events of open streams to leave after a failure.
 _LATE_CALLS_S = 1.0  # Time for one more call of a client that does not know of the drain.
 
@@ -314,14 +314,12 @@ def run_api(spec: ChildSpec) -> None:
     """The main of the API server process: serve on the inherited socket until drained."""
     assert spec.listen_fds, "the API server must have a socket; this is a bug"
     gc.freeze()  # imports leave no garbage, so the collection at "ready" may skip their objects
-    # Most systems start processes with a limit of 1,024 open files, which is less than
-    # --max-connections.
-    _, max_files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = spec.config.limits.max_connections + SPARE_CONNECTIONS + _OTHER_FILES
-    files = min(max_files, needed)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    others = SPARE_CONNECTIONS + MOST_PROBE_CONNECTIONS
+    others += _FILES_PER_TOKENIZER * spec.config.num_tokenizers
+    limits = allow_open_files(spec.config.limits, others)
+    config = msgspec.structs.replace(spec.config, limits=limits)
     listeners = [socket.socket(fileno=fd) for fd in spec.listen_fds]
-    timeout_ms = round(spec.config.limits.read_timeout_s * 1000)
+    timeout_ms = round(limits.read_timeout_s * 1000)
     for listener in listeners:
         # Accepted sockets inherit the options of the listener. uvloop sets TCP_NODELAY by itself.
         # Data that a client does not read stays in a buffer of this size. After read_timeout_s the
@@ -330,7 +328,7 @@ def run_api(spec: ChildSpec) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
 
     async def main() -> None:
-        await ApiServer(spec).run(*listeners)
+        await ApiServer(msgspec.structs.replace(spec, config=config)).run(*listeners)
 
     import uvloop
 

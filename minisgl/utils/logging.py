@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 
 _FORMAT = "%(asctime)s %(levelname)-7s {role}[%(process)d] %(name)s: %(message)s"
 _MAX_LINES = 1000  # lines that wait for the thread
+_FREQUENT = ("call refused", "accept failed")  # events that clients cause
 _FLUSH_S = 1.0  # time for the waiting lines to leave when the process ends
 
 
@@ -82,9 +83,9 @@ class _LineHandler(logging.Handler):
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Pass one "call refused" line per reason and second. held_back counts the other lines."""
+        """Pass one line per reason and second of some events. held_back counts the other lines."""
         fields = record.args
-        if not isinstance(fields, Mapping) or not record.msg.startswith("call refused"):
+        if not isinstance(fields, Mapping) or not record.msg.startswith(_FREQUENT):
             return True
         passed_s, held_back = self._passed.get(fields["reason"], (0.0, 0))
         passes = record.created - passed_s >= 1

@@ -3,12 +3,14 @@
 import contextlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -45,7 +47,7 @@ def wait_for(condition: Callable[[], T], goal: str | Callable[[], str], seconds:
 class ServerProcess:
     """A running `minisgl`; its stdout and stderr go to files."""
 
-    def __init__(self, command: list[str], folder: Path) -> None:
+    def __init__(self, command: list[str], folder: Path, max_files: int | None) -> None:
         self._folder = folder
         self._out = folder / "out"
         self._err = folder / "err"
@@ -54,7 +56,14 @@ class ServerProcess:
             # Each server has its own folder for step times, unless the test sets the variable.
             own = {"XDG_CACHE_HOME": str(folder / "cache")}
             environment = {**own, **os.environ, "TMPDIR": str(folder)}
-            self.process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
+            limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (max_files, max_files))
+            self.process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=err,
+                env=environment,
+                preexec_fn=limit if max_files else None,
+            )
 
     @property
     def stdout(self) -> str:
@@ -149,12 +158,17 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def run_server(*flags: str, stub: str | None = None) -> Iterator[ServerProcess]:
-    """Run a server on a free port. `stub`: mode of a stub that replaces the scheduler."""
+def run_server(
+    *flags: str, stub: str | None = None, max_files: int | None = None
+) -> Iterator[ServerProcess]:
+    """Run a server on a free port. `stub`: mode of a stub that replaces the scheduler.
+
+    max_files: hard limit of the open files of each process.
+    """
     module = ["minisgl"] if stub is None else ["tests.process.stub_server", stub]
     command = [sys.executable, "-m", *module, *flags, "--port", "0"]
     with tempfile.TemporaryDirectory(prefix="minisgl-test-") as folder:
-        server = ServerProcess(command, Path(folder))
+        server = ServerProcess(command, Path(folder), max_files)
         try:
             yield server
         finally:

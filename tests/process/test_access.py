@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import resource
 import select
 import socket
 import ssl
@@ -289,6 +290,31 @@ def test_probe_port_answers_while_the_main_port_is_full(tiny_model: Path) -> Non
             assert server.status("/livez") == 0
             for path in ("/livez", "/readyz", "/health"):
                 assert httpx.get(server.probe_url + path, timeout=patience()).status_code == 200
+
+
+def test_probe_port_answers_beside_more_connections_than_open_files(tiny_model: Path) -> None:
+    """Regression: 1,024 idle connections took all files, and the log had thousands of lines."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    flags = ("--model", str(tiny_model), "--probe-port", "0")
+    try:
+        with (
+            run_server(*flags, stub="echo", max_files=1024) as server,
+            contextlib.ExitStack() as stack,
+        ):
+            server.wait_ready()
+            closed = select.poll()
+            for number in range(1424):
+                closed.register(stack.enter_context(connect(server)), select.POLLIN)
+                if number >= 1024 and number % 50 == 0:
+                    answer = httpx.get(server.probe_url + "/livez", timeout=patience())
+                    assert answer.status_code == 200
+            wait_for(lambda: len(closed.poll(0)) > 1424 - 1024, "refusals")
+            assert len(closed.poll(0)) < 1424 - 512, "most files serve connections"
+            assert server.stderr.count("--max-connections 2048 is lowered to") == 1
+            assert "ERROR" not in server.stderr
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_probe_port_serves_only_the_probes(tiny_model: Path) -> None:

@@ -116,8 +116,9 @@ def test_full_disk_does_not_end_the_process(log_format: str) -> None:
     assert done.returncode == 0
 
 
-def test_refused_calls_are_one_line_per_reason_and_second(
-    capfd: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("event", ["call refused", "accept failed"])
+def test_events_that_clients_cause_are_one_line_per_reason_and_second(
+    capfd: pytest.CaptureFixture[str], event: str
 ) -> None:
     """Regression: one client wrote 183 KB of log lines per second."""
     root = logging.getLogger()
@@ -129,7 +130,7 @@ def test_refused_calls_are_one_line_per_reason_and_second(
             for reason in ("a", "b"):
                 for _ in range(50):
                     fields = {"reason": reason, "status": 400}
-                    message = "call refused status=%(status)s reason=%(reason)s"
+                    message = event + " status=%(status)s reason=%(reason)s"
                     record = logger.makeRecord("x", logging.INFO, "", 0, message, (fields,), None)
                     record.created = second
                     logger.handle(record)
@@ -139,7 +140,7 @@ def test_refused_calls_are_one_line_per_reason_and_second(
         root.handlers[:] = before
         root.setLevel(level)
     messages = [line.partition(": ")[2] for line in capfd.readouterr().err.splitlines()]
-    refused = [f"call refused status=400 reason={reason}" for reason in "ab"]
+    refused = [f"{event} status=400 reason={reason}" for reason in "ab"]
     later = [f"{message} held_back=99" for message in refused]
     ended = "call ended reason=a"
     assert messages == [*refused, ended, ended, *later, ended]
