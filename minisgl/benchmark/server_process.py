@@ -8,8 +8,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import NamedTuple
@@ -59,15 +58,22 @@ def start_server(
         log = log_path or Path(folder) / "log"
         started_s = time.monotonic()
         with log.open("wb") as out:
-            limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (max_files, max_files))
             process = subprocess.Popen(
-                command, stdout=out, stderr=out, preexec_fn=limit if max_files else None
+                command, stdout=out, stderr=out, preexec_fn=_limit_of_files(max_files)
             )
         try:
             url, probe_url = _wait_ready(process, log)
             yield RunningServer(url, time.monotonic() - started_s, probe_url)
         finally:
             stop(process, _STOP_TIMEOUT_S)
+
+
+def _limit_of_files(count: int | None) -> Callable[[], None] | None:
+    """Return a function that a child calls to set its limit of open files; None: no limit."""
+    if count is None:
+        return None
+    limits = (count, count)
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def stop(process: "subprocess.Popen[bytes]", within_s: float) -> None:

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -56,13 +55,12 @@ class ServerProcess:
             # Each server has its own folder for step times, unless the test sets the variable.
             own = {"XDG_CACHE_HOME": str(folder / "cache")}
             environment = {**own, **os.environ, "TMPDIR": str(folder)}
-            limit = partial(resource.setrlimit, resource.RLIMIT_NOFILE, (max_files, max_files))
             self.process = subprocess.Popen(
                 command,
                 stdout=out,
                 stderr=err,
                 env=environment,
-                preexec_fn=limit if max_files else None,
+                preexec_fn=_limit_of_files(max_files),
             )
 
     @property
@@ -155,6 +153,14 @@ class ServerProcess:
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+
+def _limit_of_files(count: int | None) -> Callable[[], None] | None:
+    """Return a function that a child calls to set its limit of open files; None: no limit."""
+    if count is None:
+        return None
+    limits = (count, count)
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @contextlib.contextmanager
