@@ -29,6 +29,7 @@ from minisgl.message.messages import (
     StepText,
     TextUpdate,
     ToDetokenizer,
+    ToGrammars,
     ToScheduler,
     ToTokenizer,
 )
@@ -44,9 +45,9 @@ class _Outbox:
     """A queue to a worker. It keeps the messages for the stub engine."""
 
     def __init__(self) -> None:
-        self.sent: list[ToScheduler | ToTokenizer | ToDetokenizer] = []
+        self.sent: list[ToScheduler | ToTokenizer | ToDetokenizer | ToGrammars] = []
 
-    def send(self, message: ToScheduler | ToTokenizer | ToDetokenizer, /) -> int:
+    def send(self, message: ToScheduler | ToTokenizer | ToDetokenizer | ToGrammars, /) -> int:
         self.sent.append(message)
         return 0
 
@@ -64,6 +65,7 @@ class _Service:
             [self.tokenizer.send],
             self.detokenizer.send,
             self.scheduler.send,
+            _Outbox().send,
             self.config.limits,
             Metrics("m"),
         )

@@ -81,7 +81,7 @@ class Checked(NamedTuple):
 
 
 def check(service: GrammarService, schema: dict[str, Any]) -> Checked:
-    """Check and compile a schema as a tokenizer worker does."""
+    """Check and compile a schema as the process for grammars does."""
     began_s = time.perf_counter()
     request = CompileGrammar(
         kind="json_schema", text=json.dumps(schema), whitespace_pattern=_WHITESPACE
@@ -89,7 +89,7 @@ def check(service: GrammarService, schema: dict[str, Any]) -> Checked:
     result = service.compile(request)
     seconds = time.perf_counter() - began_s
     accepted = result.error is None
-    return Checked(Grammar(source=result.text, kind="json_schema") if accepted else None, seconds)
+    return Checked(Grammar(source=result.source, kind="json_schema") if accepted else None, seconds)
 
 
 class Bench:
@@ -248,7 +248,7 @@ def main(argv: Sequence[str]) -> int:
         if random_weights:
             path = write_model(options.model, Path(folder), full_vocabulary=True)
         # The service forks, so it starts before the threads of the engine.
-        service = GrammarService(path, None)
+        service = GrammarService(path, (-1, -1))
         llm = LLM(
             path,
             dummy_weight=random_weights,

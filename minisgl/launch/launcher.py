@@ -1,6 +1,6 @@
 """The launcher: binds the port, starts the children, and ends all of them when one ends.
 
-    api, tokenizer-0.., detokenizer, scheduler, scheduler-1..      (and the shell with --shell)
+    api, tokenizer-0.., detokenizer, grammars, scheduler, scheduler-1..  (and the shell: --shell)
 
 The launcher does not load torch and holds no requests. It may run as PID 1 of a container.
 
@@ -154,6 +154,7 @@ class _Service:
             self._spawn("tokenizer", index)
         if not config.render_only:
             self._spawn("detokenizer", 0)
+            self._spawn("grammars", 0)
         if config.shell:
             # The shell stays in the launcher's process group, so that it may read the terminal and
             # receives Ctrl-C.

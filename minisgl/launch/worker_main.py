@@ -53,27 +53,18 @@ def _api(spec: ChildSpec) -> None:
 
 
 def _tokenizer(spec: ChildSpec) -> None:
-    from minisgl.structured.service import GrammarService
-    from minisgl.tokenizer import Vocabulary, run_tokenizer
-    from minisgl.tokenizer.worker import CheckGrammar
+    from minisgl.tokenizer import run_tokenizer
     from minisgl.tool_calls.detect import detect_format
-    from minisgl.tool_calls.formats import with_tool_grammars
 
-    config, model_path = spec.config, spec.config.engine.model_path
-
-    def start_grammars(vocabulary: Vocabulary) -> CheckGrammar:
-        service = GrammarService(model_path, vocabulary.think_ids)
-        spec.report_checked()  # the tokenizer of the model has loaded
-        return with_tool_grammars(vocabulary, service.compile)
-
+    config = spec.config
     run_tokenizer(
         spec.name,
-        model_path,
+        config.engine.model_path,
         spec.socket_dir,
         config.limits.template_timeout_s,
         config.escape_special_tokens,
         partial(detect_format, given=config.tool_format),
-        start_grammars,
+        spec.report_checked,
     )
 
 
@@ -82,6 +73,18 @@ def _detokenizer(spec: ChildSpec) -> None:
     from minisgl.tool_calls.formats import ToolCallParsers
 
     run_detokenizer(spec.config.engine.model_path, spec.socket_dir, ToolCallParsers)
+
+
+def _grammars(spec: ChildSpec) -> None:
+    from minisgl.structured.service import GrammarService, run_grammars
+    from minisgl.tokenizer import TextTokenizer
+    from minisgl.tool_calls.formats import ToolGrammarWriter
+
+    model_path = spec.config.engine.model_path
+    vocabulary = TextTokenizer(model_path).vocabulary
+    write_tools = ToolGrammarWriter(vocabulary)
+    service = GrammarService(model_path, vocabulary.think_ids, write_tools)
+    run_grammars(service, spec.name, spec.socket_dir)
 
 
 def _scheduler(spec: ChildSpec) -> None:
@@ -123,6 +126,7 @@ _MAINS: Mapping[str, Callable[[ChildSpec], None]] = MappingProxyType(
         "api": _api,
         "tokenizer": _tokenizer,
         "detokenizer": _detokenizer,
+        "grammars": _grammars,
         "scheduler": _scheduler,
     }
 )

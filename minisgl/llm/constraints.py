@@ -66,7 +66,7 @@ class Constraints:
 
     def _new_source(self, request: CompileGrammar) -> str:
         try:
-            return self._compiler.source(request)
+            return self._compiler.check(request).source
         except InvalidRequest as error:
             message = f"{request.kind}: {error.message}"
             raise InvalidRequest(message, param=request.kind, limit=error.limit) from None

@@ -1,6 +1,7 @@
 """The messages between processes, as msgspec structs: one tagged union per direction.
 
     API server  -> tokenizer    ToTokenizer
+    API server  -> grammars     ToGrammars
     API server  -> scheduler    ToScheduler    one queue: an abort never overtakes its request
     API server  -> detokenizer  StartText      before the AddReq of the same uid
     leader      -> other ranks  LeaderStep
@@ -70,32 +71,39 @@ class CompileGrammar(Message, frozen=True, kw_only=True):
 
     For tool calls, `text` is the JSON of a tool_calls.ToolGrammar.
 
+    uid                 number of the request. The grammar pool sets it when it sends the request.
     whitespace_pattern  regex of the white space between two tokens of JSON; "": no white space.
+    client              the client that the API key names; clients take turns.
     """
 
     uid: int = 0
     kind: GrammarKind
     text: str
     whitespace_pattern: str = ""
+    client: str = ""
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """The receiver answers with Alive after it has handled all messages before the Ping."""
+    """The receiver answers with Alive after it has handled all messages before the Ping.
+
+    The process for grammars answers after the grammar that it compiles.
+    """
 
 
-TokenizeRequest = TokenizeText | TokenizeChat | DecodeIds | CompileGrammar
+TokenizeRequest = TokenizeText | TokenizeChat | DecodeIds
 ToTokenizer = TokenizeRequest | Ping
+ToGrammars = CompileGrammar | Ping
 
 
 class ToolOptions(Message, frozen=True, kw_only=True):
     """The settings with which the detokenizer finds the tool calls of one request.
 
-    format           name of the call format.
-    parameters_json  an object with the JSON schema of the arguments of each tool, by its name.
+    format      name of the call format.
+    parameters  the JSON types of the parameters of each tool (tool_calls.schema.ParameterTypes).
     """
 
     format: str
-    parameters_json: bytes
+    parameters: dict[str, dict[str, list[str]]]
 
 
 # Number of last prompt tokens in TextOptions. A character has at most four bytes, so an incomplete
@@ -280,12 +288,10 @@ ToDetokenizer = StartText | StepOutput | Ping
 
 
 class TokenizeResult(Message, frozen=True, kw_only=True):
-    """token_ids (int32 little-endian), the text of DecodeIds, or the source of CompileGrammar.
+    """token_ids (int32 little-endian), or the text of DecodeIds.
 
     pieces    the bytes of each id, for DecodeIds with `each`.
     thinks    the model may begin its answer with thinking, for TokenizeChat.
-    think_ids the ids that open and close thinking, or -1, for CompileGrammar.
-    trigger   the trigger of core.Grammar, for CompileGrammar.
     error     a sentence for the client. The other fields are then empty.
     internal  True if the error is a fault of the server and not of the client.
     limit     the name of the limit that the request exceeded.
@@ -296,8 +302,24 @@ class TokenizeResult(Message, frozen=True, kw_only=True):
     text: str = ""
     pieces: tuple[bytes, ...] = ()
     thinks: bool = False
-    think_ids: tuple[int, int] = (-1, -1)
+    error: str | None = None
+    internal: bool = False
+    limit: str | None = None
+
+
+class GrammarResult(Message, frozen=True, kw_only=True):
+    """The result of CompileGrammar.
+
+    source, trigger   as in core.Grammar.
+    think_ids         the ids that open and close thinking, or -1.
+    error, internal, limit
+                      as in TokenizeResult. The source is then empty.
+    """
+
+    uid: int
+    source: str = ""
     trigger: int = -1
+    think_ids: tuple[int, int] = (-1, -1)
     error: str | None = None
     internal: bool = False
     limit: str | None = None
@@ -373,4 +395,4 @@ class Alive(Message, frozen=True, kw_only=True):
     role: str
 
 
-ToApi = TokenizeResult | StepText | Ready | Alive | SchedulerStats
+ToApi = TokenizeResult | GrammarResult | StepText | Ready | Alive | SchedulerStats

@@ -1,7 +1,7 @@
 """Reads the constraint on the output from the parameters of a body.
 
 Clients of OpenAI, vLLM and SGLang name the same constraint differently. All names become one
-`CompileGrammar` for a tokenizer worker.
+`CompileGrammar` for the process that compiles grammars.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from minisgl.core import Grammar, GrammarKind, Unsupported
-from minisgl.message.messages import CompileGrammar, TokenizeResult
+from minisgl.message.messages import CompileGrammar, GrammarResult
 from minisgl.protocol import requests
 from minisgl.server.decode import reject
 from minisgl.structured.thinking import thinking_of
@@ -30,14 +30,14 @@ class ConstraintRequest(NamedTuple):
     param: str
     message: CompileGrammar
 
-    def grammar(self, compiled: TokenizeResult, prompt: Sequence[int], thinks: bool) -> Grammar:
+    def grammar(self, compiled: GrammarResult, prompt: Sequence[int], thinks: bool) -> Grammar:
         """The grammar for an answer to this prompt.
 
-        compiled: the answer of a tokenizer worker to `message`. thinks: as in TokenizeResult.
+        compiled: the result for `message`. thinks: as in TokenizeResult.
         """
         start, end = compiled.think_ids
         return Grammar(
-            source=compiled.text,
+            source=compiled.source,
             kind=self.message.kind,
             think_start=start,
             think_end=end,

@@ -55,7 +55,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     prompts: each with its path in the body, for error messages.
     priority: requests with a lower number are served first. None: the client set none.
-    grammar: the constraint on the output, for a tokenizer worker; None: the output is free.
+    grammar: the constraint on the output; None: the output is free.
     prediction: the expected output, for a tokenizer worker; None without one, or without drafts.
     text: the detokenizer's options, without the prompt. text.silent: the client wants no output
     (max_tokens 0), only the echo with its log-probabilities.

@@ -5,6 +5,7 @@ The life of one call:
     open()       the call is admitted, with one queued Choice per answer    or Overloaded
     tokenize()   text or chat -> token ids, by a tokenizer process          or InvalidRequest
     ask()        another request to a tokenizer process                     or InvalidRequest
+    compile()    a grammar, by the process for grammars                     or InvalidRequest
     submit()     per choice: StartText to the detokenizer, then AddReq to the scheduler
     receive_text()
                  per step: a TextUpdate of each choice that has new text. The first update of a
@@ -30,9 +31,11 @@ import msgspec
 
 from minisgl.core import DeadlineExceeded, FinishReason, InvalidRequest, Overloaded, RequestError
 from minisgl.message import messages
+from minisgl.server.constraints import ConstraintRequest
 from minisgl.server.convert import Prompt, TokenArray
 from minisgl.server.errors import EngineFailure, RanTooLong
 from minisgl.server.generation import Choice, Generation, priority_class
+from minisgl.server.grammar_pool import GrammarPool
 from minisgl.server.metrics import Metrics
 from minisgl.server.tokenizer_pool import TokenizerPool
 from minisgl.settings.config import DEFAULT_CLIENT, Limits
@@ -74,6 +77,7 @@ class EngineClient:
         to_tokenizers: Sequence[Callable[[messages.ToTokenizer], int]],
         to_detokenizer: Callable[[messages.ToDetokenizer], object],
         to_scheduler: Callable[[messages.ToScheduler], object],
+        to_grammars: Callable[[messages.ToGrammars], object],
         limits: Limits,
         metrics: Metrics,
     ) -> None:
@@ -82,6 +86,7 @@ class EngineClient:
         self.loads: defaultdict[str, ClientLoad] = defaultdict(ClientLoad)
         self.queues: defaultdict[tuple[str, str], ClientLoad] = defaultdict(ClientLoad)
         self._tokenizers = TokenizerPool(to_tokenizers)
+        self._grammars = GrammarPool(to_grammars)
         self._to_detokenizer = to_detokenizer
         self._to_scheduler = to_scheduler
         self._uids = itertools.count(1)
@@ -251,23 +256,43 @@ class EngineClient:
         Raises the error of the result. If an error ends the call before the result arrives, raises
         the error of the call.
         """
-        call.tokenizing = self._tokenizers.submit(request, call.client)
-        result = await call.tokenizing
+        call.asked = asked = self._tokenizers.submit(request, call.client)
+        result = await asked
         if result.error is not None:
-            if result.internal:
-                self.metrics.count("requests_total", 1, "error")
-            kind = EngineFailure if result.internal else InvalidRequest
-            error = result.error
-            if isinstance(request, messages.CompileGrammar):
-                error = f"{param}{'' if error.startswith('/') else ': '}{error}"
-            raise kind(error, param=param, limit=result.limit)
-        if isinstance(request, messages.CompileGrammar):
-            self.metrics.count("structured_requests_total", 1, request.kind)
+            raise self._failure(result, result.error, param)
         return result
+
+    async def compile(
+        self, constraint: ConstraintRequest, call: Generation
+    ) -> messages.GrammarResult:
+        """Let the process for grammars check and compile a constraint. Raises as `ask`."""
+        call.asked = asked = self._grammars.submit(constraint.message, call.client)
+        result = await asked
+        if (error := result.error) is not None:
+            param = constraint.param
+            error = f"{param}{'' if error.startswith('/') else ': '}{error}"
+            raise self._failure(result, error, param)
+        self.metrics.count("structured_requests_total", 1, constraint.message.kind)
+        return result
+
+    def _failure(
+        self,
+        result: messages.TokenizeResult | messages.GrammarResult,
+        error: str,
+        param: str | None,
+    ) -> RequestError:
+        if not result.internal:
+            return InvalidRequest(error, param=param, limit=result.limit)
+        self.metrics.count("requests_total", 1, "error")
+        return EngineFailure(error, param=param)
 
     def receive_tokenize_result(self, message: messages.TokenizeResult) -> int:
         """Pass a result to its call, if that is still open. Returns the index of the tokenizer."""
         return self._tokenizers.receive(message)
+
+    def receive_grammar_result(self, message: messages.GrammarResult) -> None:
+        """Pass a result to its call, if that is still open."""
+        self._grammars.receive(message)
 
     def receive_text(self, message: messages.StepText) -> None:
         """Apply the updates of one step. Updates of choices that have ended are dropped."""

@@ -18,7 +18,13 @@ from dataclasses import dataclass, field
 
 from minisgl import core
 from minisgl.core import FinishReason
-from minisgl.message.messages import TextUpdate, TokenizeResult, TokenLogprob, ToolCallDelta
+from minisgl.message.messages import (
+    GrammarResult,
+    TextUpdate,
+    TokenizeResult,
+    TokenLogprob,
+    ToolCallDelta,
+)
 from minisgl.server.errors import EngineFailure
 from minisgl.settings.config import DEFAULT_CLIENT
 
@@ -146,7 +152,7 @@ class Generation:
     tokens         tokens that the call asks for, as counted for max_call_tokens.
     changed        set when any choice has changed; the handler waits for it.
     keep_alive     the call was woken without new output, so that an idle stream sends a comment.
-    tokenizing     the tokenizer result that the call waits for.
+    asked          the result of another process that the call waits for.
     log            further fields of the call's log line.
     """
 
@@ -158,7 +164,7 @@ class Generation:
     choices: list[Choice] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     keep_alive: bool = False
-    tokenizing: asyncio.Future[TokenizeResult] | None = None
+    asked: asyncio.Future[TokenizeResult] | asyncio.Future[GrammarResult] | None = None
     log: dict[str, object] = field(default_factory=dict)
 
     def finished(self) -> bool:
@@ -175,7 +181,7 @@ class Generation:
         return next((c.error for c in self.choices if c.error is not None), None)
 
     def fail(self, error: core.RequestError) -> bool:
-        """End every choice that has not ended, and the wait for a tokenizer, with this error.
+        """End every choice that has not ended, and the wait for another process, with this error.
 
         Returns False if all choices had ended.
         """
@@ -184,8 +190,8 @@ class Generation:
         for choice in unfinished:
             choice.finish, choice.error = finish, error
         self.changed.set()
-        if self.tokenizing is not None and not self.tokenizing.done():
-            self.tokenizing.set_exception(error)
+        if self.asked is not None and not self.asked.done():
+            self.asked.set_exception(error)
         return bool(unfinished)
 
     async def wait_for_change(self) -> None:

@@ -143,7 +143,7 @@ async def _submit_all(
     """Tokenize every prompt and submit its n choices; then add the echo if requested."""
     compiled = None
     if request.grammar is not None:
-        compiled = await client.ask(request.grammar.message, generation, request.grammar.param)
+        compiled = await client.compile(request.grammar, generation)
     prompts, tokens = await tokenized(client, generation, request, facts, compiled)
     prompt_tokens = sum(len(token_ids) for token_ids, _ in prompts)
     prediction = b""
@@ -194,7 +194,7 @@ async def tokenized(
     generation: Generation,
     request: GenerateRequest,
     facts: ModelFacts,
-    compiled: messages.TokenizeResult | None = None,
+    compiled: messages.GrammarResult | None = None,
 ) -> tuple[Prompts, int]:
     """Tokenize every prompt. Returns the prompts and the number of tokens as `fit_call` does.
 

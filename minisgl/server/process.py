@@ -64,17 +64,19 @@ class ApiServer:
         tokenizers: dict[str, Sender[messages.ToTokenizer]] = {
             name: Sender(endpoint(directory, name)) for name in names
         }
+        grammars: Sender[messages.ToGrammars] = Sender(endpoint(directory, "grammars"))
         self._workers: dict[str, Sender[Any]] = {**tokenizers}
         roles, facts = {*names}, facts_of(config.engine) if config.render_only else None
         if not config.render_only:
-            self._workers["detokenizer"] = detokenizer
+            self._workers |= {"detokenizer": detokenizer, "grammars": grammars}
             ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
-            roles |= {"detokenizer", "scheduler", *ranks}
+            roles |= {"detokenizer", "grammars", "scheduler", *ranks}
         keys = config.api_key_hashes | config.admin_key_hashes
         self.client = EngineClient(
             [sender.send for sender in tokenizers.values()],
             detokenizer.send,
             self._scheduler.send,
+            grammars.send,
             config.limits,
             Metrics(
                 config.served_names[0],
@@ -170,6 +172,9 @@ class ApiServer:
             elif isinstance(message, messages.TokenizeResult):
                 index = self.client.receive_tokenize_result(message)
                 self._watchdog.heard(f"tokenizer-{index}", now_s)
+            elif isinstance(message, messages.GrammarResult):
+                self.client.receive_grammar_result(message)
+                self._watchdog.heard("grammars", now_s)
             elif isinstance(message, messages.Alive):
                 self._watchdog.expect_nothing(message.role)
             elif isinstance(message, messages.SchedulerStats):

@@ -13,9 +13,12 @@ from minisgl.server.constraints import ConstraintRequest
 from minisgl.server.decode import reject
 from minisgl.structured.whitespace import whitespace_pattern
 from minisgl.tool_calls.grammar import ToolGrammar
+from minisgl.tool_calls.schema import parameter_types
 
 # A model with one of these formats uses it in all answers, also in chats without tools.
 ANSWER_FORMATS = ("harmony",)
+# The formats whose parsers need the types of parameters, because the answers have raw texts.
+TYPED_FORMATS = ("qwen3-coder",)
 _ID_CHARS = 9
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
@@ -55,7 +58,9 @@ class ToolRequest(NamedTuple):
     def options(self) -> ToolOptions:
         """The options with which the detokenizer finds the calls."""
         parameters = {tool.name: tool.parameters for tool in self.tools}
-        return ToolOptions(format=self.format, parameters_json=msgspec.json.encode(parameters))
+        if self.format not in TYPED_FORMATS:
+            parameters = dict.fromkeys(parameters)
+        return ToolOptions(format=self.format, parameters=parameter_types(parameters))
 
     def constraint(
         self, text_constraint: ConstraintRequest | None, max_whitespace: int

@@ -15,7 +15,7 @@ CHILD_COMMAND = (sys.executable, "-m", "minisgl.launch.worker_main")
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of one child. The launcher writes it to the child's standard input.
 
-    role        api, tokenizer, detokenizer or scheduler.
+    role        api, tokenizer, detokenizer, grammars or scheduler.
     index       number of the process within its role, from 0.
     listen_fds  the bound TCP sockets of --port and --probe-port (api only).
     reason_fd   a pipe; the child writes a fatal error there as one line.

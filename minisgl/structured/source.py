@@ -1,7 +1,8 @@
 """Turns the grammar of a request into llguidance's serialised form, and checks that it compiles."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import llguidance
 from llguidance import LLMatcher, LLTokenizer
@@ -24,29 +25,57 @@ _MAX_REASON_CHARS = 500
 _REMARKS = (" Enable 'coerce_one_of'", " while processing json-schema:")
 
 
+class NamedSchemas(Protocol):
+    """A Lark grammar that refers to JSON schemas by their names. trigger: as in core.Grammar."""
+
+    @property
+    def lark(self) -> str: ...
+
+    @property
+    def schemas(self) -> Mapping[str, Any]: ...
+
+    @property
+    def trigger(self) -> int: ...
+
+
+WriteTools = Callable[[str], NamedSchemas]
+
+
+class CheckedGrammar(NamedTuple):
+    """The fields of core.Grammar that depend on the constraint alone."""
+
+    source: str
+    trigger: int = -1
+
+
 class GrammarCompiler:
     """Checks the grammars of requests with the tokenizer of one model.
 
-    GrammarCompiler(tokenizer).source(CompileGrammar(kind="regex", text="[0-9]{4}"))
+    GrammarCompiler(tokenizer).check(CompileGrammar(kind="regex", text="[0-9]{4}")).source
+
+    write_tools: writes the grammar of a request of the kind tool_calls.
     """
 
-    def __init__(self, tokenizer: LLTokenizer) -> None:
+    def __init__(self, tokenizer: LLTokenizer, write_tools: WriteTools | None = None) -> None:
         self._tokenizer = tokenizer
+        self._write_tools = write_tools
 
-    def source(self, request: CompileGrammar) -> str:
+    def check(self, request: CompileGrammar) -> CheckedGrammar:
         """Return the grammar in the form that the scheduler compiles, after a trial compilation.
 
         Raises InvalidRequest. Its message begins with the JSON pointer of the fault in a schema.
         """
         options = _json_options(request)
-        schema = None
+        schema, trigger = None, -1
         if request.kind in ("json_schema", "json_object"):
             schema = check_schema(request.text)
             text = json.dumps(schema, ensure_ascii=False)
             _check_chars(text, "the schema without titles and descriptions")
             source = LLMatcher.grammar_from_json_schema(text, overrides=options)
         elif request.kind == "tool_calls":
-            source = _with_schemas(request.text, options)
+            assert self._write_tools is not None, "only a server compiles tool calls: this is a bug"
+            written = self._write_tools(request.text)
+            source, trigger = _with_schemas(written, options), written.trigger
             _check_chars(source, "the grammar of the tool calls")
         else:
             _check_chars(request.text, "the constraint")
@@ -54,7 +83,7 @@ class GrammarCompiler:
         if error := self._error(source):
             pointer = "" if schema is None else self._locate(schema, error, options)
             raise refusal(pointer, error)
-        return source
+        return CheckedGrammar(source, trigger)
 
     def _error(self, source: str) -> str:
         """Return the reason why a grammar does not compile or has no first token, or ""."""
@@ -112,14 +141,10 @@ def _check_chars(text: str, name: str) -> None:
         raise InvalidRequest(message, limit="max_grammar_chars")
 
 
-def _with_schemas(text: str, options: "JsonCompileOptions") -> str:
-    """Return the source of a Lark grammar that refers to JSON schemas by their names.
-
-    text: the JSON of an object with `lark` and `schemas`.
-    """
-    given = json.loads(text)
-    grammars = [{"lark_grammar": given["lark"]}]
-    for name, schema in given["schemas"].items():
+def _with_schemas(written: NamedSchemas, options: "JsonCompileOptions") -> str:
+    """Return the source of a Lark grammar and its schemas."""
+    grammars: list[dict[str, Any]] = [{"lark_grammar": written.lark}]
+    for name, schema in written.schemas.items():
         checked = {**check_schema(json.dumps(schema)), "x-guidance": options}
         grammars.append({"name": name, "json_schema": checked})
     return json.dumps({"grammars": grammars})

@@ -23,9 +23,6 @@ from minisgl.tokenizer.vocab import Vocabulary
 
 logger = logging.getLogger(__name__)
 
-EncodeRequest = messages.TokenizeText | messages.TokenizeChat | messages.DecodeIds
-CheckGrammar = Callable[[messages.CompileGrammar], messages.TokenizeResult]
-
 
 def run_tokenizer(
     name: str,
@@ -34,21 +31,19 @@ def run_tokenizer(
     template_timeout_s: float,
     escape_special_tokens: bool,
     detect_tools: Callable[[TextTokenizer], str],
-    start_grammars: Callable[[Vocabulary], CheckGrammar],
+    on_checked: Callable[[], None],
 ) -> NoReturn:
     """Serve the queue `name` until the process ends. Raises ConfigError for an unusable folder.
 
     detect_tools: returns the tool_format of ModelFacts.
-    start_grammars: returns the function that checks the grammars of requests.
+    on_checked: called when the tokenizer of the model has loaded.
     """
     # The worker encodes one message at a time. The library's threads would compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = TextTokenizer(model_path, MAX_TEMPLATE_CHARS, escape_special_tokens)
-    check_grammar = start_grammars(tokenizer.vocabulary)
+    on_checked()
 
     def handle(message: messages.TokenizeRequest) -> messages.TokenizeResult:
-        if isinstance(message, messages.CompileGrammar):
-            return check_grammar(message)
         return tokenize(tokenizer, message, template_timeout_s)
 
     ready = messages.Ready(
@@ -74,7 +69,7 @@ def run_detokenizer(
 
 
 def tokenize(
-    tokenizer: TextTokenizer, message: EncodeRequest, timeout_s: float | None
+    tokenizer: TextTokenizer, message: messages.TokenizeRequest, timeout_s: float | None
 ) -> messages.TokenizeResult:
     """Return the result of one message. If the message fails, the result has an `error`.
 

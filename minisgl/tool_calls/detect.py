@@ -14,6 +14,7 @@ from minisgl.tokenizer.template import TemplateError
 from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.formats import FORMATS
 from minisgl.tool_calls.formats.harmony import HARMONY, Harmony
+from minisgl.tool_calls.schema import parameter_types
 
 # Renders messages with template options, as TextTokenizer.render_chat.
 Render = Callable[[list[dict[str, Any]], dict[str, Any]], str]
@@ -81,7 +82,7 @@ def answer_in(chat: str, prompt: str) -> str:
 
 def _reads(format: Format | Harmony, answer: str) -> bool:
     """True if the parser of this format reads the probe's call to its end, and no text before."""
-    parser = format.open({_NAME: _PARAMETERS}, {})
+    parser = format.open(parameter_types({_NAME: _PARAMETERS}), {})
     content = ""
     deltas: list[ToolCallDelta] = []
     markers = "|".join(map(re.escape, format.markers))

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from minisgl.tool_calls.grammar import GrammarWriter, ToolGrammar, WrittenGrammar
 from minisgl.tool_calls.parser import Calls, ToolCallParser
 from minisgl.tool_calls.reader import Reader, Steps
+from minisgl.tool_calls.schema import ParameterTypes
 
 
 class Format(NamedTuple):
@@ -40,7 +41,7 @@ class Format(NamedTuple):
     end: str = ""
     id_chars: int = 0
 
-    def open(self, parameters: Mapping[str, Any], marker_ids: Mapping[int, str]) -> ToolCallParser:
+    def open(self, parameters: ParameterTypes, marker_ids: Mapping[int, str]) -> ToolCallParser:
         """Return the parser of one answer.
 
         parameters: as in Calls. marker_ids: the special tokens that are markers, with their texts.
@@ -49,7 +50,7 @@ class Format(NamedTuple):
 
     def write(self, request: ToolGrammar, token_ids: Mapping[str, int]) -> WrittenGrammar:
         """Return the grammar of an answer. token_ids: as in GrammarWriter."""
-        writer = GrammarWriter(token_ids)
+        writer = GrammarWriter(token_ids, dict(request.tools))
         call = writer.rule(
             " | ".join(f"( {self.call(writer, name, schema)} )" for name, schema in request.tools)
         )

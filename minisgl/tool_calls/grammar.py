@@ -5,12 +5,14 @@ name.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from minisgl.core import InvalidRequest
+from minisgl.tool_calls.schema import ParameterTypes, parameter_types
 
 
 class WrittenGrammar(msgspec.Struct, frozen=True):
@@ -29,12 +31,22 @@ class GrammarWriter:
     """Collects the rules of one grammar and the schemas that it refers to.
 
     token_ids: the markers that are one token of the vocabulary.
+    tools: the schema of the arguments of each tool, by its name.
     """
 
-    def __init__(self, token_ids: Mapping[str, int]) -> None:
+    def __init__(
+        self, token_ids: Mapping[str, int], tools: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         self.rules: list[str] = []
         self.schemas: dict[str, Any] = {}
+        self._names: dict[int, str] = {}  # by the identity of the schema
         self._token_ids = token_ids
+        self._tools = tools
+
+    @cached_property
+    def types(self) -> ParameterTypes:
+        """The types of the parameters, as the parser of the answer knows them."""
+        return parameter_types(self._tools)
 
     def text(self, text: str) -> str:
         """An expression for this text; "" for none. A marker is written as its token."""
@@ -43,8 +55,8 @@ class GrammarWriter:
         return json.dumps(text) if text else ""
 
     def schema(self, schema: Any) -> str:
-        """An expression for a JSON value that follows this schema."""
-        name = f"arguments_{len(self.schemas)}"
+        """An expression for a JSON value that follows this schema. An object is written once."""
+        name = self._names.setdefault(id(schema), f"arguments_{len(self.schemas)}")
         self.schemas[name] = schema
         return f"@{name}"
 
@@ -74,20 +86,3 @@ class ToolGrammar(msgspec.Struct, frozen=True):
     must_call: bool
     parallel: bool
     answer: dict[str, Any] | bool | None = None
-
-
-def properties_of(schema: Mapping[str, Any]) -> Sequence[tuple[str, dict[str, Any], bool]]:
-    """Return (name, schema, is_required) of each parameter. `$defs` are copied to each schema.
-
-    Raises InvalidRequest if `properties` is no object or `required` is no list.
-    """
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    for key, value, kind in (("properties", properties, dict), ("required", required, list)):
-        if not isinstance(value, kind):
-            name = "an object" if kind is dict else "an array"
-            raise InvalidRequest(f"/{key}: must be {name}")
-    return [
-        (name, {**shared, **part} if isinstance(part, dict) else part, name in required)
-        for name, part in properties.items()
-    ]

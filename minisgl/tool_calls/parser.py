@@ -8,11 +8,12 @@ the format: neither the content nor the call contains it.
 import json
 import secrets
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minisgl.message.messages import ToolCallDelta
 from minisgl.tokenizer.text_stream import partial_match
 from minisgl.tool_calls.reader import NotACall, Reader, Steps
+from minisgl.tool_calls.schema import ParameterTypes
 
 if TYPE_CHECKING:
     from minisgl.tool_calls.format import Format
@@ -29,7 +30,7 @@ class Calls:
 
     Each report of a call commits the text that the reader has read.
 
-    parameters  the JSON schema of the arguments of each tool, by its name.
+    parameters  the types of the parameters of each tool.
     is_open     the last call has not ended.
     is_last     no content has followed the last call.
     reader      the text of the open call.
@@ -37,7 +38,7 @@ class Calls:
     _rest       the text that completes the arguments if the call ends here.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], id_chars: int = 0) -> None:
+    def __init__(self, parameters: ParameterTypes, id_chars: int = 0) -> None:
         self.parameters = parameters
         self.is_open = False
         self.is_last = False
@@ -118,7 +119,7 @@ class ToolCallParser:
     has_sections = in_header = in_reasoning = False
 
     def __init__(
-        self, format: "Format", parameters: Mapping[str, Any], marker_ids: Mapping[int, str]
+        self, format: "Format", parameters: ParameterTypes, marker_ids: Mapping[int, str]
     ) -> None:
         self.marker_ids = marker_ids
         self.failures = 0

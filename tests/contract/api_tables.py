@@ -54,7 +54,8 @@ FIXED_LIMITS = (
     "titles and descriptions. With them 1,048,576. |",
     "| none | 64 | `max_grammar_depth` | Nested objects and lists of a schema. |",
     "| none | 10,000 | `max_enum_entries` | Entries of all enums of a schema. |",
-    "| none | 0.09 s | `max_grammar_seconds` | CPU time of compiling a grammar. |",
+    "| none | 0.09 s and 512 MiB | `max_grammar_seconds` | CPU time and memory of checking and "
+    "compiling a grammar or the tools of a request. |",
 )
 
 

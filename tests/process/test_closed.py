@@ -29,7 +29,7 @@ from tests.process.harness import ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
-CHILDREN = ("api", "tokenizer-0", "detokenizer", "scheduler")
+CHILDREN = ("api", "tokenizer-0", "detokenizer", "grammars", "scheduler")
 
 
 def test_keys_are_in_no_child(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

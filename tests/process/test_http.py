@@ -336,7 +336,7 @@ def test_garbage_on_the_sockets_is_dropped(stub_server: ServerProcess) -> None:
     """W35: the sockets are private, and a frame that does not decode ends no process."""
     folder = stub_server.socket_folder()
     assert os.stat(folder).st_mode & 0o777 == 0o700
-    for name in ("api", "tokenizer-0", "detokenizer", "scheduler"):
+    for name in ("api", "tokenizer-0", "detokenizer", "grammars", "scheduler"):
         with zmq.Context() as context, context.socket(zmq.PUSH) as sender:
             sender.connect(f"ipc://{folder}/{name}")
             for frame in (b"", b"\xff" * 99, b"\x81\xa4type\xa3foo", b"\x93\x01\x02\x03"):

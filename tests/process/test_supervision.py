@@ -20,7 +20,7 @@ from tests.process.harness import ServerProcess, run_server, wait_for
 
 pytestmark = pytest.mark.process
 
-CHILDREN = ["api", "scheduler", "tokenizer-0", "detokenizer"]
+CHILDREN = ["api", "scheduler", "tokenizer-0", "detokenizer", "grammars"]
 
 
 def _start_long_stream(server: ServerProcess) -> tuple[httpx.Client, httpx.Response]:
@@ -231,7 +231,7 @@ def test_port_taken_is_one_line_at_once(tiny_model: Path) -> None:
 
 
 def test_front_end_processes_load_no_torch(real_server: ServerProcess) -> None:
-    for name in ["api", "tokenizer-0", "detokenizer"]:
+    for name in ["api", "tokenizer-0", "detokenizer", "grammars"]:
         with open(f"/proc/{real_server.child_pid(name)}/maps") as maps:
             assert "libtorch" not in maps.read(), name
     with open(f"/proc/{real_server.pid}/maps") as maps:
@@ -295,7 +295,7 @@ def test_killed_second_rank_ends_the_service(tiny_model: Path) -> None:
         assert "error: scheduler-1 (pid" in server.stderr or "error: scheduler" in server.stderr
 
 
-@pytest.mark.parametrize("role", ["tokenizer-0", "detokenizer"])
+@pytest.mark.parametrize("role", ["tokenizer-0", "detokenizer", "grammars"])
 def test_stopped_worker_counts_as_hung(tiny_model: Path, role: str) -> None:
     """The launcher sees a stopped process as alive. It detects the hang by missing messages."""
     flags = ("--model", str(tiny_model), "--step-timeout", "1")

@@ -10,12 +10,13 @@ model ends its turn with <|return|> or <|call|>, which are end tokens of the mod
 
 import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from minisgl.tool_calls.grammar import GrammarWriter, ToolGrammar, WrittenGrammar
 from minisgl.tool_calls.parser import Calls
+from minisgl.tool_calls.schema import ParameterTypes
 
 _START, _CHANNEL, _CONSTRAIN, _MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 _END, _RETURN, _CALL = "<|end|>", "<|return|>", "<|call|>"
@@ -44,7 +45,7 @@ class HarmonyParser:
 
     has_sections = True
 
-    def __init__(self, parameters: Mapping[str, Any], marker_ids: Mapping[int, str]) -> None:
+    def __init__(self, parameters: ParameterTypes, marker_ids: Mapping[int, str]) -> None:
         self.marker_ids = marker_ids
         self.failures = 0
         self._calls = Calls(parameters)
@@ -141,7 +142,7 @@ class Harmony:
     probe = f"{_CHANNEL}commentary"
     markers = MARKERS
 
-    def open(self, parameters: Mapping[str, Any], marker_ids: Mapping[int, str]) -> HarmonyParser:
+    def open(self, parameters: ParameterTypes, marker_ids: Mapping[int, str]) -> HarmonyParser:
         """As Format.open."""
         return HarmonyParser(parameters, marker_ids)
 

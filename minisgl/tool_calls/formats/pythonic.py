@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minisgl.tool_calls.format import Format
-from minisgl.tool_calls.grammar import GrammarWriter, properties_of
+from minisgl.tool_calls.grammar import GrammarWriter
 from minisgl.tool_calls.parser import Calls
 from minisgl.tool_calls.reader import NotACall, Reader, Steps, inside_quotes
+from minisgl.tool_calls.schema import properties_of
 
 # The list stands between these markers, or is the whole answer. OLMo 3 writes no brackets.
 _ENDS = {

@@ -13,10 +13,10 @@ import msgspec
 
 from minisgl.core import InvalidRequest
 from minisgl.tool_calls.format import Format
-from minisgl.tool_calls.grammar import GrammarWriter, properties_of
+from minisgl.tool_calls.grammar import GrammarWriter
 from minisgl.tool_calls.parser import Calls
 from minisgl.tool_calls.reader import NotACall, Reader, Steps, inside_quotes
-from minisgl.tool_calls.schema import property_types
+from minisgl.tool_calls.schema import properties_of
 
 _START, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -37,12 +37,12 @@ def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
     if not has_parameter:
         yield from reader.expect(_FUNCTION_END)
     calls.start(name)
-    schema = calls.parameters.get(name)
+    types = calls.parameters.get(name, {})
     while has_parameter:
         key = yield from reader.run(_KEY)
         yield from reader.expect(">")
         calls.argument(key)
-        yield from _read_value(reader, calls, property_types(schema, key))
+        yield from _read_value(reader, calls, frozenset(types.get(key, ())))
         has_parameter = yield from reader.literal(_PARAMETER)
     calls.end()
     yield from reader.literal(_FUNCTION_END)
@@ -110,7 +110,7 @@ def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> 
     parts = [writer.text(f"\n{_FUNCTION}{name}>\n")]
     for key, part, is_required in properties_of(schema):
         head, tail = writer.text(f"{_PARAMETER}{key}>\n"), writer.text(f"\n{_PARAMETER_END}\n")
-        if property_types(schema, key) == {"string"}:
+        if [*writer.types[name].get(key, ())] == ["string"]:
             choices = part.get("enum", [part["const"]] if "const" in part else [])
             if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
                 raise InvalidRequest(f"the enum or const of parameter {key} must have only strings")

@@ -40,11 +40,12 @@ class World:
     def __init__(self, tokenizers: int = 1, **limits_changed: object) -> None:
         limits = Limits(**{"max_queued_reqs": 100, **limits_changed})
         self.tokenizers = [Outbox() for _ in range(tokenizers)]
-        self.detokenizer, self.scheduler = Outbox(), Outbox()
+        self.detokenizer, self.scheduler, self.grammars = Outbox(), Outbox(), Outbox()
         self.client = EngineClient(
             [box.send for box in self.tokenizers],
             self.detokenizer.send,
             self.scheduler.send,
+            self.grammars.send,
             limits,
             Metrics("m"),
         )
@@ -76,6 +77,8 @@ class World:
             and not any(client._tokenizers._waiting.values())
             and not client._tokenizers._sent
             and not any(client._tokenizers._outstanding_bytes)
+            and not any(client._grammars._waiting.values())
+            and not client._grammars._sent
             and all(load == ClientLoad() for load in client.loads.values())
             and all(queue == ClientLoad() for queue in client.queues.values())
         )

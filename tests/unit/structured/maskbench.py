@@ -77,7 +77,7 @@ class MaskBench:
         }
         request = self._converter.read(CHAT, json.dumps(body).encode(), FACTS)
         assert request.grammar is not None
-        return self._compiler.source(request.grammar.message)
+        return self._compiler.check(request.grammar.message).source
 
     def _allows(self, source: str, instance: Any) -> bool:
         matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=parser_limits())

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,8 @@ import pytest
 from minisgl.core import GrammarKind
 from minisgl.demo import model_path
 from minisgl.message.messages import CompileGrammar
-from minisgl.structured.bounded import BoundedProcess
-from minisgl.structured.service import MAX_CPU_S, GrammarService
+from minisgl.structured.bounded import BoundedProcess, Bounds
+from minisgl.structured.service import BOUNDS, GrammarService
 from minisgl.structured.source import GrammarCompiler
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
@@ -97,7 +98,7 @@ def test_hostile_grammar_is_enforced_or_refused(
     result = service.compile(request(kind, value))
     if refusal is None:
         assert result.error is None
-        assert result.text
+        assert result.source
     else:
         assert result.error is not None
         assert refusal in result.error
@@ -108,8 +109,8 @@ def test_hostile_grammar_is_enforced_or_refused(
 def test_error_of_the_compiler_ends_only_its_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(GrammarCompiler, "source", lambda self, request: 1 // 0)
-    broken = GrammarService(str(model_path()), None)
+    monkeypatch.setattr(GrammarCompiler, "check", lambda self, request: 1 // 0)
+    broken = GrammarService(str(model_path()), (7, 8))
     for _ in range(2):
         result = broken.compile(request("regex", "a"))
         assert (result.error, result.internal) == ("the grammar could not be checked", True)
@@ -121,21 +122,13 @@ def test_result_has_the_ids_of_thinking(service: GrammarService) -> None:
     assert service.compile(request("regex", "a")).think_ids == (7, 8)
 
 
-def test_accepted_grammar_is_remembered(service: GrammarService) -> None:
-    first = service.compile(request("regex", "remembered[0-9]"))
-    process, service._process = service._process, None
-    service._process = BoundedProcess(lambda _: pytest.fail("asked again"), 1.0)
-    try:
-        assert service.compile(request("regex", "remembered[0-9]")) == first
-    finally:
-        service._process.close()
-        service._process = process
-
-
 def test_model_without_a_usable_tokenizer_refuses_by_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    service = GrammarService(str(tmp_path), None)
+    service = GrammarService(str(tmp_path), (7, 8))
     assert "does not support structured output" in str(service.compile(request("regex", "a")).error)
+
+
+FREE = Bounds(cpu_s=10.0, memory_bytes=2**30)
 
 
 def spin(raw: bytes) -> bytes:
@@ -147,7 +140,7 @@ def spin(raw: bytes) -> bytes:
 
 
 def test_call_over_its_cpu_time_is_ended_and_the_next_one_works() -> None:
-    process = BoundedProcess(spin, 0.1)
+    process = BoundedProcess(spin, Bounds(0.1, 2**30))
     first = process.call(b"0")
     assert process.call(b"0") == first, "one process serves all calls"
     assert process.call(b"60") is None
@@ -158,19 +151,67 @@ def test_call_over_its_cpu_time_is_ended_and_the_next_one_works() -> None:
 
 
 def test_limit_holds_for_each_call_and_not_for_their_sum() -> None:
-    process = BoundedProcess(spin, MAX_CPU_S)
+    process = BoundedProcess(spin, BOUNDS)
     assert len({process.call(b"0.03") for _ in range(8)}) == 1
     process.close()
 
 
+def hold(raw: bytes) -> bytes:
+    """Take as much memory as the text says, and return the process id."""
+    bytearray(int(raw))
+    return str(os.getpid()).encode()
+
+
+def test_call_over_its_memory_is_ended_and_the_next_one_works() -> None:
+    process = BoundedProcess(hold, Bounds(10.0, 2**26))
+    first = process.call(b"1000")
+    assert process.call(b"30000000") == first
+    assert process.call(b"100000000") is None
+    second = process.call(b"30000000")
+    assert second not in (None, first)
+    process.close()
+
+
+def test_memory_that_past_calls_keep_is_not_missing_in_later_calls() -> None:
+    kept: list[bytearray] = []
+    process = BoundedProcess(
+        lambda raw: kept.append(bytearray(int(raw))) or b"x", Bounds(10, 2**27)
+    )
+    assert [process.call(b"20000000") for _ in range(20)] == [b"x"] * 20
+    process.close()
+
+
+def test_death_of_an_idle_process_does_not_shift_the_replies() -> None:
+    """Regression: each later call got the reply of the call before it."""
+    process = BoundedProcess(lambda raw: raw + b" " + str(os.getpid()).encode(), FREE)
+    reply = process.call(b"first")
+    for text in (b"second", b"third"):
+        assert reply is not None
+        os.kill(int(reply.split()[1]), signal.SIGKILL)
+        reply = process.call(text)
+        # None: the process ended after its parent had passed the request on.
+        assert reply is None or reply.startswith(text)
+        reply = process.call(text)
+        assert reply is not None
+        assert reply.startswith(text)
+    process.close()
+
+
+def test_reply_of_an_interrupted_call_is_dropped() -> None:
+    process = BoundedProcess(lambda raw: raw * 2, FREE)
+    process._pipe.send_bytes(bytes(8) + b"interrupted")
+    assert process.call(b"next") == b"nextnext"
+    process.close()
+
+
 def test_large_requests_and_replies_pass() -> None:
-    process = BoundedProcess(lambda raw: raw * 2, 10.0)
+    process = BoundedProcess(lambda raw: raw * 2, FREE)
     assert process.call(b"x" * 2**20) == b"x" * 2**21
     process.close()
 
 
 def test_processes_end_with_their_owner() -> None:
-    process = BoundedProcess(lambda _: f"{os.getpid()} {os.getppid()}".encode(), 1.0)
+    process = BoundedProcess(lambda _: f"{os.getpid()} {os.getppid()}".encode(), FREE)
     reply = process.call(b"x")
     assert reply is not None
     worker, parent = map(int, reply.split())
@@ -181,7 +222,7 @@ def test_processes_end_with_their_owner() -> None:
 
 
 def test_failure_of_the_process_is_an_error_of_the_owner() -> None:
-    process = BoundedProcess(lambda raw: bytes(raw[9:10].hex(), "x"), 1.0)  # LookupError
+    process = BoundedProcess(lambda raw: bytes(raw[9:10].hex(), "x"), FREE)  # LookupError
     with pytest.raises(EOFError, match="the process for grammars has ended"):
         process.call(b"x")
     process.close()

@@ -41,7 +41,7 @@ def check(
     right: list[str],
     wrong: list[str],
 ) -> None:
-    source = compiler.source(request)
+    source = compiler.check(request).source
     assert {text: follows(tokenizer, source, text) for text in (*right, *wrong)} == {
         **dict.fromkeys(right, True),
         **dict.fromkeys(wrong, False),
@@ -119,7 +119,7 @@ def test_refused_schema_names_pointer_and_reason(
     compiler: GrammarCompiler, schema: Any, pointer: str, reason: str
 ) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        compiler.source(of_schema(schema))
+        compiler.check(of_schema(schema))
     message = caught.value.message
     assert message.startswith(pointer), message
     assert reason in message
@@ -139,16 +139,16 @@ def test_refused_schema_names_pointer_and_reason(
 )
 def test_faulty_text_is_refused(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> None:
     with pytest.raises(InvalidRequest):
-        compiler.source(CompileGrammar(kind=kind, text=text))
+        compiler.check(CompileGrammar(kind=kind, text=text))
 
 
 def test_text_over_the_limit_is_refused(compiler: GrammarCompiler) -> None:
     schema = {"description": "x" * 300_000, "type": "integer"}
-    assert compiler.source(of_schema(schema))
+    assert compiler.check(of_schema(schema))
     long = {"properties": {"x" * 300_000: True}}
     for request in (of_schema(long), CompileGrammar(kind="regex", text="a" * 300_000)):
         with pytest.raises(InvalidRequest, match="at most 262144") as caught:
-            compiler.source(request)
+            compiler.check(request)
         assert caught.value.limit == "max_grammar_chars"
 
 

@@ -227,7 +227,7 @@ def test_bug_of_a_parser_ends_the_requests_of_its_step_and_no_others() -> None:
     parser.feed.side_effect = RecursionError
     detokenizer = Detokenizer(VOCABULARY, lambda tools: parser)
     start(detokenizer, 1)
-    options = TextOptions(prompt_tail=[], tools=ToolOptions(format="hermes", parameters_json=b"{}"))
+    options = TextOptions(prompt_tail=[], tools=ToolOptions(format="hermes", parameters={}))
     updates_of(detokenizer, StartText(uid=2, options=options))
     updates_of(detokenizer, step((1, A), opens=(1,)))
     (failed,) = updates_of(detokenizer, step((2, A), opens=(2,)))

@@ -12,6 +12,7 @@ from minisgl.tokenizer.detokenizer import CallParser
 from minisgl.tokenizer.template import ChatTemplate
 from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.formats import FORMATS
+from minisgl.tool_calls.schema import parameter_types
 
 TEMPLATES = Path(__file__).with_name("templates")
 # The formats whose answers are text with calls in it. The others consist of sections.
@@ -50,7 +51,7 @@ def parse(
     """
     format = FORMATS[format_name]
     marker_ids = dict(enumerate(special))
-    parser = format.open(parameters or {}, marker_ids)
+    parser = format.open(parameter_types(parameters or {}), marker_ids)
     answer = Answer()
     if parser.has_sections:
         marker_ids, pieces = dict(enumerate(format.markers)), _at_markers(format.markers, pieces)

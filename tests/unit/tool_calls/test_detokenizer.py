@@ -25,8 +25,8 @@ THINK, THINK_END, CALLS, ARGS, EOS = range(256, 261)
 ADDED = ["<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "</s>"]
 TABLE = [*(bytes([byte]) for byte in range(256)), *(text.encode() for text in ADDED)]
 VOCABULARY = Vocabulary(TABLE, frozenset({CALLS, ARGS, EOS}), (THINK, THINK_END))
-MISTRAL = ToolOptions(format="mistral-v11", parameters_json=b'{"f": {}}')
-HERMES = ToolOptions(format="hermes", parameters_json=b'{"f": {}}')
+MISTRAL = ToolOptions(format="mistral-v11", parameters={"f": {}})
+HERMES = ToolOptions(format="hermes", parameters={"f": {}})
 CALL = [CALLS, *b"f", ARGS, *b'{"a": "h\xc3\xa9"}']
 
 

@@ -29,8 +29,8 @@ from tests.unit.tool_calls.answers import load_template, parse
 TABLE = [*(bytes([byte]) for byte in range(256)), *(text.encode() for text in MARKERS)]
 IDS = {text: 256 + index for index, text in enumerate(MARKERS)}
 VOCABULARY = Vocabulary(TABLE, frozenset(IDS.values()))
-TOOLS = ToolOptions(format="harmony", parameters_json=b'{"f": {}, "g": {}}')
-NO_TOOLS = ToolOptions(format="harmony", parameters_json=b"{}")
+TOOLS = ToolOptions(format="harmony", parameters={"f": {}, "g": {}})
+NO_TOOLS = ToolOptions(format="harmony", parameters={})
 PUBLISHED = Path(__file__).parents[2] / "data" / "templates" / "openai-gpt-oss-20b.jinja"
 
 

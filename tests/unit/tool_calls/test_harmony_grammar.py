@@ -1,6 +1,5 @@
 """Grammars of Harmony, whose markers are tokens: calls and final messages that validate."""
 
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ import tokenizers
 from llguidance import LLTokenizer
 
 from minisgl.demo import model_path
-from minisgl.message.messages import CompileGrammar, TokenizeResult
 from minisgl.structured.library import load_tokenizer
 from minisgl.tokenizer import Vocabulary
-from minisgl.tool_calls.formats import FORMATS, with_tool_grammars
+from minisgl.tool_calls.formats import FORMATS, ToolGrammarWriter
 from minisgl.tool_calls.formats.harmony import MARKERS
 from minisgl.tool_calls.grammar import ToolGrammar, WrittenGrammar
 from tests.unit.tool_calls.answers import parse
@@ -125,19 +123,11 @@ def test_random_answers_under_required_are_calls_that_validate(
     assert complete >= 15
 
 
-def test_the_service_writes_the_markers_as_tokens(folder: Path) -> None:
-    """The worker compiles the grammar of a request that names the format."""
+def test_markers_of_the_vocabulary_are_written_as_tokens(folder: Path) -> None:
     vocabulary = Vocabulary.of(tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")))
-    seen: list[CompileGrammar] = []
-
-    def check(request: CompileGrammar) -> TokenizeResult:
-        seen.append(request)
-        return TokenizeResult(uid=request.uid)
-
     wanted = ToolGrammar(format="harmony", tools=[], must_call=False, parallel=True, answer=ANSWER)
     text = msgspec.json.encode(wanted).decode()
-    result = with_tool_grammars(vocabulary, check)(CompileGrammar(kind="tool_calls", text=text))
-    assert result.trigger == -1
-    lark = json.loads(seen[0].text)["lark"]
-    assert not any(marker in lark for marker in MARKERS)
-    assert lark.count("<[") == 6
+    written = ToolGrammarWriter(vocabulary)(text)
+    assert written.trigger == -1
+    assert not any(marker in written.lark for marker in MARKERS)
+    assert written.lark.count("<[") == 6

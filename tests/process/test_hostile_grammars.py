@@ -1,0 +1,104 @@
+"""Grammars and tools of a hostile key on a real server: other keys and all processes go on."""
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.process.harness import ServerProcess, patience, run_server, wait_for
+from tests.process.test_clients import open_call, post
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    keys: Path = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("hostile: one\nother: two\n")
+    flags = ("--api-key-file", str(keys), "--key-metrics", "--tool-format", "qwen3-coder")
+    with run_server(*flags, "--num-pages", "2048", "--max-running-requests", "8") as running:
+        yield running.wait_ready()
+
+
+@pytest.fixture(autouse=True)
+def no_process_ends(server: ServerProcess) -> Iterator[None]:
+    before = server.child_pids()
+    yield
+    assert server.child_pids() == before
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def chat(server: ServerProcess, parameters: dict[str, Any]) -> int:
+    function = {"name": "f", "parameters": parameters}
+    answer = httpx.post(
+        server.url + "/v1/chat/completions",
+        json={
+            "model": "minisgl-demo",
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"type": "function", "function": function}],
+            "tool_choice": "required",
+            "max_tokens": 4,
+        },
+        headers={"authorization": "Bearer one"},
+        timeout=patience(),
+    )
+    return answer.status_code
+
+
+def works(server: ServerProcess, **body: object) -> bool:
+    return post(server, "two", prompt="a", max_tokens=2, **body)[0] == 200
+
+
+def test_waiting_grammars_do_not_delay_other_requests(server: ServerProcess) -> None:
+    """Regression: 64 schemas of 53 bytes delayed the first token of another key by 17 s."""
+    known = {"structured_outputs": {"regex": "[a-z]{2}"}}
+    assert works(server, **known)
+    with stopped(server.child_pid("grammars")), contextlib.ExitStack() as calls:
+        for number in range(20):
+            regex = {"structured_outputs": {"regex": f"[a-z]{{{number + 3}}}"}}
+            calls.enter_context(open_call(server, "one", prompt="x", **regex))
+        wait_for(lambda: server.metrics()["key_requests_open{key=hostile}"] == 20, "the calls")
+        assert works(server)
+        assert works(server, **known), "the result of the grammar is known"
+    assert works(server, structured_outputs={"regex": "[0-9]"})
+
+
+def test_tool_that_refers_to_itself_ends_no_process(server: ServerProcess) -> None:
+    """Regression: a body of 1.5 KB occupied the tokenizer until the watchdog ended the service."""
+    again = {"anyOf": [{"$ref": "#/properties/a"}] * 40}
+    assert chat(server, {"properties": {"a": again}}) in (200, 400)
+    assert works(server)
+
+
+def test_definitions_of_a_tool_are_not_copied_for_each_parameter(server: ServerProcess) -> None:
+    """Regression: a body of 247 KB took 1.6 GB in the tokenizer."""
+    definitions = {f"d{i}": {"enum": [f"{i}" + "x" * 150]} for i in range(1000)}
+    properties = {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(1000)}
+    pids = server.child_pids()
+    before = {name: peak_bytes(pid) for name, pid in pids.items()}
+    assert chat(server, {"properties": properties, "$defs": definitions}) in (200, 400)
+    grown = {name: peak_bytes(pid) - before[name] for name, pid in pids.items()}
+    assert max(grown.values()) < 100 * 2**20, grown
+    assert works(server)
+
+
+def peak_bytes(pid: int) -> int:
+    """The largest memory that a process has had so far."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
+    return int(peak) * 1024
