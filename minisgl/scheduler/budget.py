@@ -13,6 +13,9 @@ from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 
 MIN_CHUNK_TOKENS = 32  # the smallest chunk; prefill continues even in steps above the time limit
+# No chunk makes a step longer than this. On a CPU, one chunk of a long prompt takes minutes without
+# this limit. A GPU is hardly ever above it. The server counts as stalled after 3 s (Watchdog).
+MAX_STEP_S = 2.0
 MAX_SLOWDOWN = 2.25  # a step with a chunk may take this many times the decode-only step
 LOW_SLOWDOWN = 1.5  # the same for a step with prompts of later priorities only
 # A queue with n times LONG_QUEUE_S of prefill time multiplies the limit of the step time by n, but
@@ -27,8 +30,8 @@ class PrefillBudget:
     """Limits the prompt tokens of a step, so that they do not slow down decoding requests too much.
 
     Without known step costs, the limit is prefill_budget_tokens. This is also the limit while no
-    request decodes, except on a server with several clients or several priorities. In all other
-    cases the limit is lower:
+    request decodes, except on a server with several clients or several priorities, and within
+    MAX_STEP_S. In all other cases the limit is lower:
 
     - With a step-time target (a server), the predicted step time stays below a limit:
       `_timed_tokens`.
@@ -61,6 +64,7 @@ class PrefillBudget:
         target_ms = self._config.target_step_ms
         if cost is None or not (self._prefilling or self._waiting):
             return budget
+        budget = min(budget, self._tokens_within(decode_rows, cost, MAX_STEP_S))
         shared = len(self._clients) > 1 or self._waiting.has_classes
         if not len(decode_rows) and (not shared or target_ms is None):
             return budget
@@ -138,6 +142,15 @@ class PrefillBudget:
         shared = len(self._clients) > 1 or self._waiting.has_classes
         most = MAX_QUEUE_FACTOR / 2 if shared else MAX_QUEUE_FACTOR
         limit_s *= min(max(queue_s / LONG_QUEUE_S, 1.0), most)
+        return self._tokens_within(decode_rows, cost, limit_s)
+
+    def _tokens_within(self, decode_rows: Int32Array, cost: StepCost, limit_s: float) -> int:
+        """Return the prompt tokens of the largest step below this predicted time.
+
+        The result is MIN_CHUNK_TOKENS or more.
+        """
+        num_decode = int(self._table.step_tokens[decode_rows].sum())
+        keys = int(self._table.computed[decode_rows].sum())
         if self._prefilling:
             start = int(self._table.computed[self._prefilling[0].row])
         else:  # the cached part of the prompt that is admitted next

@@ -190,6 +190,11 @@ class EngineClient:
         for generation in self._generations:
             generation.fail(error)
 
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of the submitted prompts and predictions that have no output."""
+        return sum(queue.tokens for queue in self.queues.values())
+
     def require_room(self, call: Generation, prompt_tokens: int, tokens: int) -> None:
         """Raise Overloaded when a call and the other open calls of its client exceed a token limit.
 

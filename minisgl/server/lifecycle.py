@@ -3,7 +3,9 @@
 The clock is an argument of Watchdog, so that its tests do not depend on time.
 """
 
+import os
 import time
+from collections import defaultdict
 from enum import StrEnum
 from math import inf
 
@@ -23,6 +25,12 @@ class Phase(StrEnum):
     DRAINING = "draining"  # accepting only on connections that have not been told to close
     CLOSED = "draining, out of time"
     FAILED = "failed"
+
+
+def after_failure() -> str:
+    """What happens to the service after a failure. Kubernetes sets the variable in each pod."""
+    restarts = "KUBERNETES_SERVICE_HOST" in os.environ
+    return "Kubernetes restarts it" if restarts else "it ends, and its log has the reason"
 
 
 class Lifecycle:
@@ -83,7 +91,7 @@ class Lifecycle:
         if self.phase is Phase.LOADING:
             raise NotReady("the model is still loading")
         if self.phase is Phase.FAILED:
-            raise NotReady("the service has failed and is restarting")
+            raise NotReady(f"the service has failed; {after_failure()}")
         raise NotReady("the server is shutting down")
 
 
@@ -92,8 +100,8 @@ class Watchdog:
 
     An idle worker and a busy worker that sends messages are neither hung nor stalled.
 
-    A worker is hung after `timeout_s` without a message. The service then ends. A timeout of 0
-    means that no worker is ever hung.
+    A worker is hung after `timeout_s` without a message, and TOKEN_S more for each token that it
+    computes. The service then ends. A timeout of 0 means that no worker is ever hung.
 
     A stalled worker makes the pod not ready, so that the pod receives no new requests. The next
     message makes it ready again. A worker is stalled after STALL_S without a message, or later if
@@ -103,14 +111,21 @@ class Watchdog:
     """
 
     STALL_S = 3.0
+    TOKEN_S = 1 / 64
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._silent_since_s: dict[str, float] = {}
         self._longest_s: dict[str, float] = {}
+        self._tokens: defaultdict[str, int] = defaultdict(int)
 
-    def expect(self, role: str, now_s: float) -> bool:
-        """Expect a message from `role` from now on. Returns False if one was expected before."""
+    def expect(self, role: str, now_s: float, tokens: int = 0) -> bool:
+        """Expect a message from `role` from now on. Returns False if one was expected before.
+
+        tokens: what the worker computes before this message. The largest number since its last
+        message counts.
+        """
+        self._tokens[role] = max(self._tokens[role], tokens)
         if role in self._silent_since_s:
             return False
         self._silent_since_s[role] = now_s
@@ -122,17 +137,23 @@ class Watchdog:
             silence_s = now_s - self._silent_since_s[role]
             self._longest_s[role] = max(silence_s, self._longest_s.get(role, 0.0))
             self._silent_since_s[role] = now_s
+            self._tokens[role] = 0
 
     def expect_nothing(self, role: str) -> None:
         """Expect nothing from `role` any more."""
         self._silent_since_s.pop(role, None)
+        self._tokens[role] = 0
+
+    def patience_s(self, role: str) -> float:
+        """The seconds without a message after which the worker is hung."""
+        return self._timeout_s + self._tokens[role] * self.TOKEN_S
 
     def hung(self, now_s: float) -> str | None:
         """A role whose worker is hung, or None."""
         if not self._timeout_s:
             return None
-        hung = (role for role, s in self._silent_since_s.items() if now_s - s > self._timeout_s)
-        return next(hung, None)
+        silent = self._silent_since_s.items()
+        return next((role for role, s in silent if now_s - s > self.patience_s(role)), None)
 
     def stalled(self, role: str, now_s: float) -> bool:
         """True if `role` has work and has been silent for longer than a slow step takes."""

@@ -27,7 +27,7 @@ from minisgl.server.app import build_app
 from minisgl.server.connection import SPARE_CONNECTIONS, HttpServer, TlsContext
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.errors import EngineFailure
-from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
+from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog, after_failure
 from minisgl.server.metrics import Metrics
 from minisgl.server.open_files import allow_open_files
 from minisgl.server.probes import MOST_PROBE_CONNECTIONS, serve_probes
@@ -102,10 +102,17 @@ class ApiServer:
             return None
         now_s = time.monotonic()
         if self.client.awaits_engine or (self.stats is not None and self.stats.busy):
-            self._watchdog.expect("scheduler", now_s)  # A step of any request is progress.
+            # A step of any request is progress.
+            self._watchdog.expect("scheduler", now_s, self._step_tokens())
         else:
             self._watchdog.expect_nothing("scheduler")
         return self._watchdog.hung(now_s)
+
+    def _step_tokens(self) -> int:
+        """Tokens that a step may have on a CPU. On a GPU, the tokens of a step hardly take time."""
+        facts, most = self.lifecycle.facts, self.config.scheduler.prefill_budget_tokens
+        on_cpu = facts is not None and facts.device == "cpu"
+        return min(most, self.client.queued_tokens) if on_cpu else 0
 
     async def run(self, listener: socket.socket, *probe_listeners: socket.socket) -> None:
         """Serve until drained. Raises WorkerDied when the service cannot continue.
@@ -240,8 +247,8 @@ class ApiServer:
             self.lifecycle.hung = hung
             self.lifecycle.stalled = hung or ("scheduler" if is_stalled else None)
             if hung is not None:
-                timeout_s = self.config.step_timeout_s
-                reason = f"the {hung} made no progress for {timeout_s:g} s (--step-timeout)"
+                silent_s = self._watchdog.patience_s(hung)
+                reason = f"the {hung} made no progress for {silent_s:g} s (--step-timeout)"
                 logger.error(reason)
                 await asyncio.sleep(_HUNG_NOTICE_S)
                 if self.hung_worker() == hung:
@@ -258,7 +265,7 @@ class ApiServer:
         level = logging.DEBUG if self.lifecycle.phase is Phase.LOADING else logging.ERROR
         self.lifecycle.phase = Phase.FAILED
         log_event(logger, level, "service failed", reason=failure)
-        self.client.fail_all(EngineFailure("the engine has failed; the service restarts"))
+        self.client.fail_all(EngineFailure(f"the service has failed; {after_failure()}"))
 
     def _ask_to_drain(self, number: signal.Signals, grace_s: float) -> None:
         if self.lifecycle.phase is Phase.LOADING:  # There is nothing to drain.

@@ -3,6 +3,7 @@
 import pytest
 
 from minisgl.core import StepCost
+from minisgl.scheduler.budget import MAX_STEP_S
 from tests.unit.scheduler.fake_engine import FakeEngine
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, prompt_of
@@ -69,6 +70,26 @@ def test_prefill_goes_on_even_when_every_step_exceeds_the_limit() -> None:
     assert mixed_steps(0.005, waiting=0, pair_s=1.0) == [60] * 10, (
         "the smallest step size above 32 tokens"
     )
+
+
+@pytest.mark.parametrize("target_step_ms", [20.0, None])
+def test_no_chunk_of_a_lone_prompt_takes_more_than_two_seconds(
+    target_step_ms: float | None,
+) -> None:
+    """Regression: on a CPU, a chunk of 8,192 tokens took more than --step-timeout."""
+    engine = FakeEngine(1024, 4, max_seq_len=4096)
+    harness = Harness(engine, config(prefill_budget_tokens=2048, target_step_ms=target_step_ms))
+    cost = linear_cost(base_s=0.005, pair_s=5e-6)
+    harness.scheduler.planner.cost = cost
+    harness.add(prompt_of(3000, 3), max_tokens=2, ignore_eos=True)
+    harness.run()
+    chunks = [b.num_prefill_tokens for b in engine.batches if b.num_prefill_tokens]
+    assert sum(chunks) == 3000
+    for index, chunk in enumerate(chunks):
+        start = sum(chunks[:index])
+        assert cost.predict_s(chunk, 0, chunk * (start + chunk // 2)) <= MAX_STEP_S
+    assert chunks[0] == 768, "the largest size within the limit"
+    assert chunks[0] > chunks[-2]
 
 
 @pytest.mark.parametrize("cache_type", ["radix", "naive"])

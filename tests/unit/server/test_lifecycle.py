@@ -45,6 +45,34 @@ def test_silent_worker_hangs_and_busy_or_idle_worker_does_not() -> None:
     assert watchdog.expect("tokenizer-0", 2000.0)
 
 
+def test_patience_grows_with_the_tokens_of_the_step() -> None:
+    """Regression: a chunk of 8,192 tokens on a CPU took more than a minute and ended the server."""
+    watchdog = Watchdog(60.0)
+    watchdog.expect("scheduler", 100.0, tokens=6400)
+    watchdog.expect("scheduler", 101.0, tokens=0)  # the client of the step has disconnected
+    assert watchdog.hung(259.0) is None
+    assert watchdog.hung(261.0) == "scheduler"
+    assert watchdog.patience_s("scheduler") == 160.0
+    watchdog.heard("scheduler", 300.0)
+    assert watchdog.hung(359.0) is None
+    assert watchdog.hung(361.0) == "scheduler", "the next step has no such tokens"
+
+
+@pytest.mark.parametrize("cluster", [False, True])
+def test_only_in_kubernetes_a_failed_service_restarts(
+    monkeypatch: pytest.MonkeyPatch, cluster: bool
+) -> None:
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    if cluster:
+        monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
+    lifecycle = Lifecycle(frozenset())
+    lifecycle.phase = Phase.FAILED
+    with pytest.raises(NotReady) as error:
+        lifecycle.require_accepting()
+    end = "Kubernetes restarts it" if cluster else "it ends, and its log has the reason"
+    assert error.value.message == f"the service has failed; {end}"
+
+
 def test_step_timeout_zero_reports_stalls_and_no_hangs() -> None:
     never = Watchdog(0.0)
     never.expect("scheduler", 0.0)

@@ -45,6 +45,19 @@ def test_scheduler_without_requests_is_not_hung(tmp_path: Path) -> None:
     assert [server.hung_worker(), server.hung_worker()] == [None, "scheduler"]
 
 
+@pytest.mark.parametrize(("device", "hung"), [("cpu", None), ("cuda", "scheduler")])
+def test_a_long_prompt_on_a_cpu_has_more_time_than_one_step(
+    tmp_path: Path, device: str, hung: str | None
+) -> None:
+    server = api_server(tmp_path, step_timeout_s=1e-9)
+    server.lifecycle.phase = Phase.READY
+    server.lifecycle.facts = msgspec.structs.replace(FACTS, device=device)
+    (choice,) = server.client.open(1).choices
+    request = AddReq(uid=choice.uid, token_ids=bytes(4 * 31_000), sampling=SamplingParams())
+    server.client.submit([choice], request, TextOptions())
+    assert [server.hung_worker(), server.hung_worker()] == [None, hung]
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_a_scrape_names_keys_only_with_key_metrics(tmp_path: Path, named: bool) -> None:
     """A scrape needs no key."""
