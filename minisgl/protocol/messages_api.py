@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from minisgl.protocol.requests import RequestBody, StopString, ToolFunctionName, bounds
+from minisgl.protocol.requests import RequestBody, StopString, Thinking, ToolFunctionName, bounds
 
 # The translation refuses a type in a place where it is not allowed.
 BlockType = Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
@@ -50,13 +50,6 @@ class MessagesToolChoice(msgspec.Struct, kw_only=True):
     disable_parallel_tool_use: bool = False
 
 
-class MessagesThinking(msgspec.Struct, kw_only=True):
-    """Whether the chat template asks the model to think. Further fields are ignored."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-
-
 class SchemaFormat(msgspec.Struct, kw_only=True):
     """The JSON schema that the text of the answer follows."""
 
@@ -79,7 +72,7 @@ class CountTokensBody(RequestBody, kw_only=True):
     system: str | list[MessagesBlock] | None = None
     tools: Annotated[list[MessagesTool], Meta(max_length=1024)] = []
     tool_choice: MessagesToolChoice | None = None
-    thinking: MessagesThinking | None = None
+    thinking: Thinking | None = None
     output_config: OutputConfig | None = None
 
 
@@ -141,6 +134,27 @@ class ModelMessage(msgspec.Struct, kw_only=True):
     usage: MessagesUsage
 
 
+class ModelInfo(msgspec.Struct, kw_only=True):
+    """A served model name. created_at is the start of the server."""
+
+    id: str
+    type: Literal["model"] = "model"
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int | None
+    max_tokens: int | None
+
+
+class ModelPage(msgspec.Struct, kw_only=True):
+    """All served model names."""
+
+    data: list[ModelInfo]
+    first_id: str
+    last_id: str
+    has_more: Literal[False] = False
+
+
 class TokenCount(msgspec.Struct):
     """The number of tokens of a prompt."""
 
@@ -172,11 +186,19 @@ class MessagesEvent(msgspec.Struct, kw_only=True):
     usage: MessagesUsage | UnsetType = UNSET
 
 
+class UnsupportedFeature(msgspec.Struct, kw_only=True):
+    """A feature without which the client can send the request again, as Anthropic's SDKs do."""
+
+    error_code: Literal["thread_unsupported_request"] = "thread_unsupported_request"
+    unsupported: tuple[str, ...]
+
+
 class MessagesErrorDetail(msgspec.Struct):
     """An error. The message names the field at fault."""
 
     type: str
     message: str
+    details: UnsupportedFeature | UnsetType = UNSET
 
 
 class MessagesError(msgspec.Struct, kw_only=True):

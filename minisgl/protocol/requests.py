@@ -62,7 +62,7 @@ Schema = dict[str, Any] | bool | str  # a JSON schema, or its JSON text
 Choices = Annotated[list[Annotated[str, Meta(min_length=1)]], Meta(min_length=1)]
 # A client that sends an earlier answer as a message also sends these fields, with an empty value.
 Empty = Annotated[str, Meta(max_length=0)] | Annotated[list[Any], Meta(max_length=0)] | None
-EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call", "reasoning")
+EMPTY_FIELDS = ("refusal", "annotations", "audio", "function_call")
 ToolFunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_.:/-]{1,128}$")]
 ToolMode = Literal["none", "auto", "required"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
@@ -73,10 +73,11 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class TextPart(RequestBody, kw_only=True):
-    """One part of a message's content. Only text is supported."""
+    """One part of a message's content. Only text is supported. `cache_control` is ignored."""
 
     type: Literal["text"]
     text: str
+    cache_control: Any = None
 
 
 class FunctionCall(msgspec.Struct, kw_only=True):
@@ -100,11 +101,21 @@ class ToolCall(msgspec.Struct, kw_only=True):
     function: FunctionCall
 
 
+class ReasoningDetail(msgspec.Struct, kw_only=True):
+    """A part of the reasoning of an earlier answer. Further fields are ignored."""
+
+    type: str = ""
+    text: str | None = None
+    summary: str | None = None
+
+
 class Message(RequestBody, kw_only=True, omit_defaults=True):
     """One message of a chat.
 
     OpenAI's `parse` adds `parsed`, the value of `content` as an object, to its answer, and litellm
     adds `provider_specific_fields`. A client that sends an answer as a message sends them too.
+    `reasoning` and the texts in `reasoning_details` stand for `reasoning_content`, if it is absent.
+    `cache_control` is ignored.
     """
 
     role: Role
@@ -117,7 +128,9 @@ class Message(RequestBody, kw_only=True, omit_defaults=True):
     annotations: Empty = None
     audio: Empty = None
     function_call: Empty = None
-    reasoning: Empty = None
+    reasoning: str | None = None
+    reasoning_details: Annotated[list[ReasoningDetail], Meta(max_length=1024)] | None = None
+    cache_control: Any = None
     parsed: Any = None
     provider_specific_fields: Any = None
 
@@ -262,6 +275,22 @@ class Prediction(RequestBody, kw_only=True):
     content: str | Annotated[list[TextPart], Meta(max_length=1024)]
 
 
+class Thinking(msgspec.Struct, kw_only=True):
+    """Whether the chat template asks the model to think. Further fields are ignored."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: TokenId | None = None
+
+
+class ChatReasoning(RequestBody, kw_only=True):
+    """OpenRouter's form of the effort, the switch and the budget of the thinking."""
+
+    effort: Annotated[str, Meta(max_length=32)] | None = None
+    enabled: bool | None = None
+    max_tokens: TokenId | None = None
+    exclude: bool = False
+
+
 class ChatBody(GenerationBody, kw_only=True):
     """POST /v1/chat/completions."""
 
@@ -275,6 +304,9 @@ class ChatBody(GenerationBody, kw_only=True):
     logprobs: bool = False
     top_logprobs: Annotated[int, bounds("logprobs")] = 0
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    reasoning: ChatReasoning | None = None
+    enable_thinking: bool | None = None
+    thinking: bool | Thinking | None = None
     separate_reasoning: bool = True
     tools: Annotated[list[Tool], Meta(max_length=128)] = []
     tool_choice: ToolMode | ToolChoice | None = None

@@ -1,14 +1,60 @@
 """Brings the messages of a chat to the form that chat templates expect."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
+from minisgl.core import Unsupported
 from minisgl.protocol import requests
 from minisgl.server.decode import reject
 
 _EFFORTS = ("low", "medium", "high")
+THINKING = ("enable_thinking", "thinking")  # the names of this switch in templates
+# The templates of these formats render each argument with its name. Others render any JSON value.
+_NAMES_ARGUMENTS = ("pythonic", "qwen3-coder")
+
+
+def set_thinking(body: requests.ChatBody, known: Sequence[str]) -> list[str]:
+    """Set the variables of the chat template that the parameters of the body give.
+
+    A variable in chat_template_kwargs comes first. known: the variables that the template reads.
+    Returns the options of which the template reads no variable. Raises Unsupported.
+    """
+    own, ignored = body.chat_template_kwargs, []
+    for option, variables in _thinking_options(body).items():
+        given = {name: value for name, value in variables.items() if value is not None}
+        for name in given.keys() & {*known}:
+            if getattr(own, name) is None:
+                setattr(own, name, given[name])
+        if given and not given.keys() & {*known}:
+            ignored.append(option)
+    return ignored
+
+
+def _thinking_options(body: requests.ChatBody) -> dict[str, dict[str, Any]]:
+    """The variables of each option. Raises Unsupported for reasoning.exclude."""
+    reasoning = body.reasoning or requests.ChatReasoning()
+    if reasoning.exclude:
+        raise Unsupported(
+            "reasoning.exclude is not supported; the answer has its reasoning in "
+            "reasoning_content, which the client may leave out",
+            param="reasoning.exclude",
+        )
+    effort = reasoning.effort if body.reasoning_effort is None else body.reasoning_effort
+    thinking, budget = body.thinking, reasoning.max_tokens
+    if isinstance(thinking, requests.Thinking):
+        budget = budget if thinking.budget_tokens is None else thinking.budget_tokens
+        thinking = thinking.type != "disabled"
+    switches = (body.enable_thinking, thinking, reasoning.enabled)
+    thinks = next((switch for switch in switches if switch is not None), None)
+    stops = {**dict.fromkeys(THINKING, False), "thinking_budget": 0} if effort == "none" else {}
+    return {
+        "enable_thinking": dict.fromkeys(THINKING, thinks),
+        "thinking_budget": {"thinking_budget": budget},
+        "reasoning_effort": {"reasoning_effort": effort, **stops},
+    }
 
 
 def ending(body: requests.ChatBody) -> dict[str, bool]:
@@ -24,7 +70,7 @@ def ending(body: requests.ChatBody) -> dict[str, bool]:
     return {"continue_final_message": True, "add_generation_prompt": False}
 
 
-def prepare_message(message: requests.Message, index: int) -> int:
+def prepare_message(message: requests.Message, index: int, tool_format: str) -> int:
     """Bring one message to the form that chat templates expect. Returns its number of characters.
 
     `developer` becomes `system`, which templates know. Text parts are joined by newlines. The
@@ -37,44 +83,59 @@ def prepare_message(message: requests.Message, index: int) -> int:
     if message.tool_calls:
         if message.role != "assistant":
             raise reject(f"messages[{index}].tool_calls", "is allowed only with role assistant")
-        if message.content is UNSET:
-            message.content = None
-        chars += _parse_arguments(message, index)
+        # Templates of Qwen and Mistral fail at null, which is the content of an answer with calls.
+        if message.content is UNSET or message.content is None:
+            message.content = ""
+        chars += _parse_arguments(message, tool_format)
     elif message.content is UNSET or message.content is None:
         raise reject(f"messages[{index}].content", "is required")
     else:
         message.tool_calls = None
     if isinstance(message.content, list):
         message.content = "\n".join([part.text for part in message.content])
+    if message.reasoning or message.reasoning_details:
+        message.reasoning_content = message.reasoning_content or _reasoning(message) or None
     # A loop over the names would be slower, and a chat may have thousands of messages.
-    message.refusal = message.annotations = message.audio = None
-    message.function_call = message.reasoning = None
+    message.refusal = message.annotations = message.audio = message.cache_control = None
+    message.function_call = message.reasoning = message.reasoning_details = None
     message.parsed = message.provider_specific_fields = None
     chars += len(message.content or "") + len(message.name or "")
     return chars + len(message.tool_call_id or "") + len(message.reasoning_content or "")
 
 
-def _parse_arguments(message: requests.Message, index: int) -> int:
+def _reasoning(message: requests.Message) -> str:
+    """The reasoning of an earlier answer in the fields that other servers use."""
+    details = message.reasoning_details or ()
+    return message.reasoning or "".join([part.text or part.summary or "" for part in details])
+
+
+def _parse_arguments(message: requests.Message, tool_format: str) -> int:
     """Parse the arguments of the tool calls, and return the calls' number of characters."""
     chars = 0
-    for number, call in enumerate(message.tool_calls or ()):
+    for call in message.tool_calls or ():
         name, arguments = call.function.name, call.function.arguments
         if isinstance(call.function, requests.ParsedFunctionCall):
             chars += len(call.id) + len(name) + len(msgspec.json.encode(arguments).decode())
             continue
-        param = f"messages[{index}].tool_calls[{number}].function.arguments"
-        parsed = parse_arguments(arguments, param)
+        parsed = _parsed(arguments, tool_format)
         call.function = requests.ParsedFunctionCall(name=name, arguments=parsed)
         chars += len(call.id) + len(name) + len(arguments)
     return chars
 
 
-def parse_arguments(arguments: str, param: str) -> Any:
-    """The arguments of a tool call. Raises InvalidRequest with this param if they are not JSON."""
+def _parsed(arguments: str, tool_format: str) -> Any:
+    """The arguments of a tool call for the chat template.
+
+    A model may write arguments that are no JSON, and max_tokens may cut them. The template then
+    renders their text, so that the next answer follows on what the model wrote.
+    """
     try:
-        return msgspec.json.decode(arguments or "{}")
+        found = msgspec.json.decode(arguments or "{}")
     except (msgspec.MsgspecError, RecursionError):
-        raise reject(param, "must be JSON in a string") from None
+        found = arguments
+    if tool_format in _NAMES_ARGUMENTS and not isinstance(found, dict):
+        return {"arguments": arguments}
+    return found
 
 
 def check_effort(effort: str | None) -> None:

@@ -16,7 +16,7 @@ from minisgl.message.messages import DecodeIds, TextOptions, TokenizeChat, Token
 from minisgl.protocol import messages_api, requests, responses_api
 from minisgl.server.apis import messages_request, responses_request
 from minisgl.server.apis.translation import Translation
-from minisgl.server.chat import check_effort, ending, harmony_chat, prepare_message
+from minisgl.server.chat import check_effort, ending, harmony_chat, prepare_message, set_thinking
 from minisgl.server.constraints import ConstraintRequest, constraint_of
 from minisgl.server.decode import decode, nesting_limit, reject
 from minisgl.server.errors import ModelNotFound
@@ -160,7 +160,7 @@ class RequestConverter:
                 tools=tools and tools.options,
             ),
             max_tokens_param=max_tokens_param,
-            shrinks_max_tokens=max_tokens is None or translation.shrinks_max_tokens,
+            shrinks_max_tokens=max_tokens is None or self._shrinks(translation),
             stream=body.stream,
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             echo=echo,
@@ -170,6 +170,11 @@ class RequestConverter:
             ignored=translation.ignored,
             repeated=translation.repeated,
         )
+
+    def _shrinks(self, translation: Translation) -> bool:
+        """Whether max_tokens shrinks to the room in the context. Agents send a fixed limit."""
+        is_chat = isinstance(translation.body, requests.ChatBody)
+        return translation.shrinks_max_tokens or (is_chat and not self._config.strict_max_tokens)
 
     def read_count_tokens(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
         """The name and the prompt of a body of /v1/messages/count_tokens."""
@@ -181,8 +186,7 @@ class RequestConverter:
     def _translate(self, route: str, raw: bytes, facts: ModelFacts) -> Translation:
         """Decode a body of this route, and translate it to a body of OpenAI's chat or completions.
 
-        Sets the options of the chat template that the translation found. An option of the body
-        itself comes first. `ignored` then has the options that the template does not know.
+        `ignored` then also has the options of the thinking that the template does not read.
         """
         kind, translate = _BODIES[route]
         given = decode(raw, kind, self._check_sizes, self._config.allow_unknown_params)
@@ -191,16 +195,7 @@ class RequestConverter:
         self.check_model(body.model)
         if not isinstance(body, requests.ChatBody):
             return translation
-        own, ignored = body.chat_template_kwargs, []
-        options = {**translation.options, ("reasoning_effort",): body.reasoning_effort}
-        for names, value in options.items():
-            if value is None:
-                continue
-            known = set(names) & set(facts.template_variables)
-            for name in known:
-                setattr(own, name, getattr(own, name) or value)
-            if not known:
-                ignored.append(names[0])
+        ignored = set_thinking(body, facts.template_variables)
         return translation._replace(ignored=(*ignored, *translation.ignored))
 
     def read_tokenize(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt, bool]:
@@ -245,7 +240,8 @@ class RequestConverter:
         param: the name of the messages in error messages.
         """
         options, end, messages = chat.chat_template_kwargs, ending(chat), chat.messages
-        chars = sum([prepare_message(message, i) for i, message in enumerate(messages)])
+        form = facts.tool_format
+        chars = sum([prepare_message(message, i, form) for i, message in enumerate(messages)])
         self._check_chars(param, chars, facts)
         rendered = b"null" if tools is None else tools.rendered
         self._check_chars("tools", len(rendered), facts)
@@ -327,7 +323,7 @@ class RequestConverter:
                 continue
             if len(messages) > limit:
                 raise reject(param, f"must have at most {limit} messages", "max_messages")
-            for field in ("content", "tool_calls", "output", "summary"):
+            for field in ("content", "tool_calls", "output", "summary", "reasoning_details"):
                 count, entries = 0, messages
                 while entries and count <= limit:  # a part may have parts
                     entries = _entries(entries, field)

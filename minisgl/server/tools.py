@@ -20,7 +20,9 @@ ANSWER_FORMATS = ("harmony",)
 # The formats whose parsers need the types of parameters, because the answers have raw texts.
 TYPED_FORMATS = ("qwen3-coder",)
 _ID_CHARS = 9
-_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+_ANY_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # of the schema {}
+# The arguments of a tool without `parameters` are an empty object.
+_NO_PARAMETERS: dict[str, Any] = {**_ANY_PARAMETERS, "additionalProperties": False}
 
 
 class ToolRequest(NamedTuple):
@@ -88,7 +90,7 @@ class ToolRequest(NamedTuple):
             answer, pattern = msgspec.json.decode(given.text), given.whitespace_pattern
         grammar = ToolGrammar(
             format=self.format,
-            tools=[(tool.name, tool.parameters or _NO_PARAMETERS) for tool in self.tools],
+            tools=[(tool.name, tool.parameters or _ANY_PARAMETERS) for tool in self.tools],
             must_call=self.must_call,
             parallel=self.parallel and not self.is_named,
             answer=answer,
@@ -121,7 +123,9 @@ def tools_of(body: requests.AnyBody, facts: ModelFacts) -> ToolRequest | None:
     if facts.tool_format in (ModelFacts.NO_TOOLS, ModelFacts.UNKNOWN_TOOL_FORMAT):
         raise Unsupported(_UNSUPPORTED[facts.tool_format], param="tools")
     for tool in tools:
-        tool.parameters = tool.parameters or _NO_PARAMETERS
+        if tool.parameters is None:
+            tool.parameters = _NO_PARAMETERS
+        tool.parameters = tool.parameters or _ANY_PARAMETERS
     return ToolRequest(
         tools, mode == "required", named is not None, body.parallel_tool_calls, facts.tool_format
     )

@@ -77,6 +77,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     render_only: bool = False
     ignore_generation_config: bool = False
     allow_unknown_params: bool = False
+    strict_max_tokens: bool = False
     key_metrics: bool = False
     no_playground: bool = False
     escape_special_tokens: bool = False

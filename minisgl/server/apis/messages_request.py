@@ -1,7 +1,6 @@
 """Makes a chat from a request of Anthropic's Messages API."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from minisgl.core import Unsupported
 from minisgl.protocol import messages_api as api
@@ -18,7 +17,6 @@ from minisgl.server.decode import reject
 # Claude Code sends its version and a number that changes with each request in a system block of
 # its own. The block would change the beginning of each prompt, so that no prefix could be cached.
 _BILLING = "x-anthropic-billing-header:"
-_THINKING = ("enable_thinking", "thinking")  # the names of this option in templates
 _CUSTOM = (None, "custom")  # the types of a tool whose schema is in the request
 # Paths in a chat, each with its path in a body of Messages; see Translation.
 _PATHS = {
@@ -39,10 +37,6 @@ _KINDS: Mapping[requests.Role, Sequence[str]] = {
 def translate(body: api.CountTokensBody) -> Translation:
     """The chat of this body. Raises InvalidRequest or Unsupported with the path in the body."""
     messages = _messages(body)
-    options: dict[tuple[str, ...], Any] = {}
-    if body.thinking is not None:
-        options[_THINKING] = body.thinking.type != "disabled"
-        options[("thinking_budget",)] = body.thinking.budget_tokens
     parameters = shared_parameters(body)
     if isinstance(body, api.MessagesBody):
         parameters |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
@@ -57,6 +51,7 @@ def translate(body: api.CountTokensBody) -> Translation:
         **parameters,
         messages=messages,
         reasoning_effort=config.effort,
+        thinking=body.thinking,
         continue_final_message=messages[-1].role == "assistant" and bool(messages[-1].content),
         tools=[chat_tool(tool) for tool in body.tools if tool.type in _CUSTOM],
         parallel_tool_calls=not choice.disable_parallel_tool_use,
@@ -68,7 +63,7 @@ def translate(body: api.CountTokensBody) -> Translation:
         **function_paths("tools", "tools", [tool.type in _CUSTOM for tool in body.tools]),
         "continue_final_message": f"messages[{len(body.messages) - 1}]",
     }
-    return Translation(chat, paths, shrinks_max_tokens=True, ignored=ignored, options=options)
+    return Translation(chat, paths, shrinks_max_tokens=True, ignored=ignored)
 
 
 def _messages(body: api.CountTokensBody) -> list[requests.Message]:

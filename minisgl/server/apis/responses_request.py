@@ -17,7 +17,6 @@ from minisgl.server.apis.translation import (
     function_paths,
     shared_parameters,
 )
-from minisgl.server.chat import parse_arguments
 from minisgl.server.decode import reject
 
 # Paths in a chat, each with its path in a body of Responses; see Translation.
@@ -107,8 +106,7 @@ def _turn(turns: list[Turn], role: requests.Role) -> Turn:
 def _call(item: api.ResponsesItem, path: str) -> requests.ToolCall:
     if not item.name:
         raise reject(f"{path}.name", "is required")
-    arguments = parse_arguments(item.arguments, f"{path}.arguments")
-    function = requests.ParsedFunctionCall(name=item.name, arguments=arguments)
+    function = requests.FunctionCall(name=item.name, arguments=item.arguments)
     return requests.ToolCall(id=item.call_id, function=function)
 
 

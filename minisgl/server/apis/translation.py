@@ -25,8 +25,6 @@ class Translation(NamedTuple):
                 max_tokens shrinks to the room in the context. False: a larger number is refused.
     ignored     features of the request that `body` leaves out, as labels of the metric.
     repeated    parameters that the answer repeats.
-    options     values for the chat template. The key has all names that templates use for the
-                variable.
     """
 
     body: AnyBody
@@ -34,7 +32,6 @@ class Translation(NamedTuple):
     shrinks_max_tokens: bool = False
     ignored: tuple[str, ...] = ()
     repeated: dict[str, Any] = {}
-    options: Mapping[tuple[str, ...], Any] = {}
 
     def client_path(self, path: str) -> str:
         """Return the path in the client's body of a field of `body`."""

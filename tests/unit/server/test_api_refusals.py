@@ -75,6 +75,7 @@ REFUSED_MESSAGES: list[tuple[dict[str, Any], str, type[RequestError]]] = [
     ({"messages": [user("a")], "thinking": {"type": "x"}}, "thinking.type", InvalidRequest),
     ({"messages": [user("a")], "mcp_servers": [{}]}, "mcp_servers", Unsupported),
     ({"messages": [user("a")], "n": 2}, "n", InvalidRequest),
+    ({"messages": [user("a")], "thread": {"type": "create"}}, "thread", Unsupported),
 ]
 
 
@@ -104,7 +105,6 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
 ANY = {"type": "any"}
 # A body whose chat is refused, the path in the body, and a further path that the message names.
 REFUSED_CHATS: list[tuple[str, dict[str, Any], str, str]] = [
-    (RESPONSES, {"input": [*ASKED, CALL, {**CALL, "arguments": "{"}]}, "input[2].arguments", ""),
     (RESPONSES, {"tools": [WEB, TOOL_F, TOOL_F]}, "tools[2].name", ""),
     (RESPONSES, {"tool_choice": TOOL_F}, "tool_choice.name", ""),
     (RESPONSES, {"tool_choice": {**ONLY, "tools": [WEB, TOOL_F]}}, "tool_choice.tools[1].name", ""),
@@ -164,7 +164,8 @@ def test_later_errors_name_paths_of_the_body() -> None:
         assert request.grammar.param == "output_config.format.schema"
     ids = array.array("i", [1] * 10)
     prompts = [(ids, SamplingParams(max_tokens=20))]
-    request = responses(input="a", max_output_tokens=20)
+    strict = msgspec.structs.replace(CONFIG, strict_max_tokens=True)
+    request = responses(input="a", max_output_tokens=20, config=strict)
     for most, remedy in ((20, "lower max_output_tokens$"), (10, "shorten the prompts$")):
         with pytest.raises(InvalidRequest, match=remedy) as caught:
             fit_call(request, prompts, KNOWS, most)
@@ -197,7 +198,7 @@ def test_arguments_of_any_depth_are_read_or_refused() -> None:
             responses(input=[*ASKED, {**CALL, "arguments": arguments}])
         except InvalidRequest:
             refused += 1
-    assert 0 < refused < 500
+    assert refused < 500
 
 
 def test_arguments_count_by_characters() -> None:

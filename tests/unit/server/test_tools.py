@@ -51,7 +51,8 @@ def refusal(**body: Any) -> RequestError:
 
 def test_template_and_detokenizer_get_the_tools() -> None:
     request = read(tools=TOOLS)
-    expected = [TOOLS[0], function("now", parameters={"type": "object", "properties": {}})]
+    none = {"type": "object", "properties": {}, "additionalProperties": False}
+    expected = [TOOLS[0], function("now", parameters=none)]
     assert json.loads(prompt_of(request).tools_json) == expected
     assert request.text.tools.format == "hermes"
     assert request.text.tools.parameters == {"weather": {}, "now": {}}
