@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from minisgl import core
-from minisgl.protocol.messages_api import MessagesError, MessagesErrorDetail
+from minisgl.protocol.messages_api import MessagesError, MessagesErrorDetail, UnsupportedFeature
 from minisgl.protocol.responses import ErrorDetail, ErrorResponse
 
 
@@ -150,9 +150,16 @@ def messages_status(status: int) -> int:
 
 
 def messages_error(error: BaseException) -> MessagesError:
-    """An error in the form of Anthropic's API."""
+    """An error in the form of Anthropic's API.
+
+    The tool runners of Anthropic's SDKs send `thread`. They repeat a request without it if the
+    error has these details.
+    """
     kind = _MESSAGES_TYPES.get(messages_status(_kind(error).status), "api_error")
-    return MessagesError(error=MessagesErrorDetail(kind, public_message(error)))
+    detail = MessagesErrorDetail(kind, public_message(error))
+    if isinstance(error, core.Unsupported) and error.param == "thread":
+        detail.details = UnsupportedFeature(unsupported=("thread",))
+    return MessagesError(error=detail)
 
 
 def is_messages(path: str) -> bool:

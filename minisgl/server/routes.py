@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ import minisgl
 from minisgl.core import Cancelled, InvalidRequest
 from minisgl.message.messages import DecodeIds
 from minisgl.protocol import responses
-from minisgl.protocol.messages_api import TokenCount
+from minisgl.protocol.messages_api import ModelInfo, ModelPage, TokenCount
 from minisgl.protocol.requests import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
 from minisgl.server import probes
 from minisgl.server.apis.messages_answer import MessagesWriter
@@ -35,6 +36,7 @@ router = APIRouter(redirect_slashes=False)
 _get = partial(router.api_route, methods=["GET", "HEAD"])
 
 _STARTED_AT = int(time.time())
+_ANTHROPIC = "anthropic-version"  # the header that Anthropic's clients send with each request
 _MAX_TOKEN_STRS = 2**17  # A thread makes their texts in 150 ms.
 
 
@@ -199,16 +201,23 @@ async def version(call: CallDep) -> Response:
 
 @_get("/v1/models", tags=["models"])
 async def list_models(call: CallDep) -> Response:
-    """Every name under which the model is served."""
-    cards = [_model_card(call, name) for name in call.service.config.served_names]
-    return json_response(responses.ModelList(data=cards))
+    """Every name under which the model is served.
+
+    With the header anthropic-version, the answer has the form of Anthropic's API.
+    """
+    names = call.service.config.served_names
+    if _ANTHROPIC in call.request.headers:
+        infos = [_model_info(call, name) for name in names]
+        return json_response(ModelPage(data=infos, first_id=names[0], last_id=names[-1]))
+    return json_response(responses.ModelList(data=[_model_card(call, name) for name in names]))
 
 
 @_get("/v1/models/{model_id:path}", tags=["models"])
 async def get_model(call: CallDep, model_id: str) -> Response:
-    """One served name. Model ids may contain slashes."""
+    """One served name. Model ids may contain slashes. The header is as in /v1/models."""
     call.converter.check_model(model_id)
-    return json_response(_model_card(call, model_id))
+    in_anthropics_form = _ANTHROPIC in call.request.headers
+    return json_response((_model_info if in_anthropics_form else _model_card)(call, model_id))
 
 
 def _model_card(call: CallContext, name: str) -> responses.ModelCard:
@@ -218,6 +227,19 @@ def _model_card(call: CallContext, name: str) -> responses.ModelCard:
         created=_STARTED_AT,
         max_model_len=facts.max_seq_len if facts else None,
         sampling_defaults=call.converter.sampling_defaults(facts) if facts else None,
+    )
+
+
+def _model_info(call: CallContext, name: str) -> ModelInfo:
+    facts = call.service.lifecycle.facts
+    length = facts.max_seq_len if facts else None
+    started_at = datetime.fromtimestamp(_STARTED_AT, UTC).isoformat().replace("+00:00", "Z")
+    return ModelInfo(
+        id=name,
+        display_name=name,
+        created_at=started_at,
+        max_input_tokens=length,
+        max_tokens=length,
     )
 
 

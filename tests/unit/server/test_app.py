@@ -5,6 +5,7 @@ import json
 import time
 from typing import Any
 
+import anthropic
 import httpx
 import msgspec
 import pytest
@@ -283,6 +284,19 @@ def test_playground_can_be_switched_off(setting: str) -> None:
     for path in ("/", "/playground/app.js"):
         assert call("GET", path, config=config).status_code == 404
     assert call("GET", "/docs", config=config).status_code == 200
+
+
+def test_models_have_anthropics_form_for_its_clients() -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    listed = call("GET", "/v1/models", headers=headers)
+    body = listed.json()
+    assert (body["first_id"], body["last_id"], body["has_more"]) == ("m", "org/m", False)
+    for entry in body["data"]:
+        info = anthropic.types.ModelInfo.model_validate(entry)
+        assert (info.type, info.display_name, info.max_input_tokens) == ("model", info.id, 100)
+        one = call("GET", f"/v1/models/{info.id}", headers=headers)
+        assert one.json() == entry
+    assert call("GET", "/v1/models").json()["object"] == "list"
 
 
 def test_model_card_has_the_defaults_of_the_model() -> None:

@@ -57,6 +57,17 @@ def test_documented_error_tree_names_every_error_class() -> None:
     assert sorted(drawn) == sorted(children(MinisglError))
 
 
+def test_a_thread_is_refused_as_the_tool_runners_of_anthropic_expect() -> None:
+    """They repeat the request without `thread` only if the error has these details."""
+    error = Unsupported("thread is not supported", param="thread")
+    found = json.loads(error_reply(error, "/v1/messages").body)
+    details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    assert found["error"]["details"] == details
+    assert "details" not in json.loads(error_reply(error, "/v1/responses").body)["error"]
+    other = Unsupported("x is not supported", param="x")
+    assert "details" not in json.loads(error_reply(other, "/v1/messages").body)["error"]
+
+
 def test_only_request_errors_show_their_text() -> None:
     assert "secret" not in error_reply(ValueError("secret")).body.decode()
     assert "secret" not in error_reply(EngineError("secret")).body.decode()
