@@ -65,6 +65,7 @@ test: $(VENV)/.dev
 
 proof: $(VENV)/.dev
 	$(BIN)/python -m pytest -m proof $(ARGS)
+	$(if $(ARGS),,$(BIN)/python -m pytest -m hypothesis --hypothesis-profile deep)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

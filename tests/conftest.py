@@ -5,7 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.examples import register_profiles
 from tests.hang_guard import HangGuard, HangLimits
+
+# `--hypothesis-profile` may choose another profile after this.
+register_profiles()
 
 # Docker and package managers work outside the processes of a proof, or wait for the network.
 _PROOF = HangLimits(idle_s=3600.0, total_s=3600.0)

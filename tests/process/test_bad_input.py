@@ -18,6 +18,7 @@ from minisgl.protocol.requests import (
     GENERATE,
     PARAMETERS,
 )
+from tests.examples import examples
 from tests.patience import patience
 from tests.process.harness import ServerProcess, run_server, wait_for
 
@@ -43,9 +44,7 @@ NAMES = sorted(
     | PARAMETERS.ignored
     | {*PARAMETERS.unsupported}
 )
-BOUNDED = settings(
-    max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+BOUNDED = settings(max_examples=examples(40), suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(scope="module")

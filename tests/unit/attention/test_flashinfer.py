@@ -35,6 +35,7 @@ from minisgl.attention.torch import TorchAttention
 from minisgl.build import AttentionKernel
 from minisgl.kernel import first_pages, store_kv
 from minisgl.kvcache.pool import KVPool, KVSpec
+from tests.examples import examples
 
 CPU = torch.device("cpu")
 Q_HEADS, KV_HEADS, DIM, ROWS = 4, 2, 64, 6
@@ -188,7 +189,7 @@ PROMPTS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     rule=RULES,
     prompts=PROMPTS,

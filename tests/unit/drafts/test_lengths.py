@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from minisgl.core import Int32Array, StepCost
 from minisgl.core.batch import MAX_DRAFTS
@@ -86,7 +86,6 @@ def test_a_row_without_any_match_counts_as_one_that_rejects() -> None:
     assert lengths.acceptance(rows_of(1))[0] < 0.1
 
 
-@settings(deadline=None)
 @given(
     steps=st.lists(
         st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=1, max_size=4)

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 
 from minisgl.kernel.drafts import MAX_MATCH, MIN_MATCH, accept_drafts, find_drafts
+from tests.examples import examples
 
 WIDTH = 5
 COLUMNS = 24
@@ -32,7 +33,7 @@ def plain_drafts(tokens: list[int], prediction: list[int], count: int) -> tuple[
 TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=16)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 @given(
     data=st.data(),
     contents=st.lists(st.tuples(TEXT, st.just([]) | TEXT), min_size=1, max_size=4),
@@ -92,7 +93,7 @@ def test_drafts_end_with_the_token_pool() -> None:
     assert pool.tolist() == [[1, 2, 3, 1, 2]]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(data=st.data(), num_decode=st.integers(0, 3), num_chunks=st.integers(0, 2))
 def test_accepted_tokens_are_those_of_a_plain_loop(
     data: st.DataObject, num_decode: int, num_chunks: int

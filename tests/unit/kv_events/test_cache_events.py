@@ -15,6 +15,7 @@ from minisgl.kv_events import CacheEvents
 from minisgl.kv_events.messages import AllBlocksCleared, BlockStored, KVEvent
 from minisgl.kvcache import RadixCache
 from minisgl.message.stats import KVEventTotals
+from tests.examples import examples
 from tests.unit.kv_events.machine import Replica, random_operation
 
 HASHES = """
@@ -62,7 +63,7 @@ class EventsMachine(RuleBasedStateMachine):
 
 
 class TestEventsMachine(EventsMachine.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=25, deadline=None, print_blob=True)
+    settings = settings(max_examples=examples(60), stateful_step_count=25)
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4])

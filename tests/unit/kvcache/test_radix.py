@@ -11,6 +11,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from minisgl.core import InvariantBroken
 from minisgl.kvcache import RadixCache, RadixNode
+from tests.examples import examples
 from tests.unit.scheduler.integrity import check_cache
 
 
@@ -108,7 +109,7 @@ KEYS = st.integers(0, 7)
 ACTS = st.tuples(st.sampled_from(["insert", "match", "match", "evict"]), KEYS)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(ACTS, max_size=60))
 def test_each_class_evicts_its_least_recently_used_leaf(acts: list[tuple[str, int]]) -> None:
     """Regression: reused leaves were evicted in the order of insertion and not of last use."""
@@ -281,7 +282,7 @@ class RadixMachine(RuleBasedStateMachine):
 
 
 TestRadixMachine = RadixMachine.TestCase
-TestRadixMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestRadixMachine.settings = settings(max_examples=examples(150), stateful_step_count=30)
 
 
 def test_keys_with_different_salts_share_nothing() -> None:

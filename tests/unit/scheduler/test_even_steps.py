@@ -4,6 +4,7 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from minisgl.core import SchedulerConfig, StepCost
+from tests.examples import examples
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.offline import COST, Size, run_offline, size_of
@@ -186,7 +187,7 @@ def assert_plain_outputs(harness: Harness, requests: list[tuple[int, int]]) -> N
         assert harness.answers[uid].tokens == plain
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25))
 @given(
     requests=st.lists(st.tuples(st.integers(1, 900), st.integers(1, 24)), min_size=1, max_size=8),
     rows=st.integers(1, 8),
@@ -208,7 +209,7 @@ LENGTHS = st.integers(1, 3000) | st.integers(1, 50)
 OUTPUTS = st.integers(1, 200) | st.integers(1, 30) | st.just(100)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     requests=st.lists(st.tuples(LENGTHS, OUTPUTS), min_size=1, max_size=40),
     rows=st.sampled_from([3, 64]),

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 
 from minisgl.core import FinishReason, InvalidRequest, SamplingParams
 from minisgl.core.sampling import RANGES
+from tests.examples import examples
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine
 from tests.unit.scheduler.harness import Harness
 
@@ -29,7 +30,7 @@ VALUES = {
 }
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.fixed_dictionaries({}, optional=VALUES), st.integers(1, 23))
 def test_valid_parameters_are_served_or_refused(given: dict[str, object], length: int) -> None:
     """Regression: one request with min_tokens 2147483647 ended the service."""

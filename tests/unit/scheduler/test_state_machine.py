@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from minisgl.core import FinishReason, SchedulerConfig, StepCost, WindowLayers
 from minisgl.message.messages import FlushCache
 from minisgl.scheduler import budget, kv_manager, policy
+from tests.examples import examples
 from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
@@ -203,7 +204,7 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
     other.
     """
 
-    settings = settings(max_examples=150, stateful_step_count=40, deadline=None, print_blob=True)
+    settings = settings(max_examples=examples(150), stateful_step_count=40)
 
     def setUp(self) -> None:
         any_size = {

@@ -28,6 +28,7 @@ from minisgl.server.apis.messages_answer import MessagesWriter
 from minisgl.server.apis.responses_answer import ResponsesWriter
 from minisgl.server.convert import RequestConverter
 from minisgl.server.stream import events
+from tests.examples import examples
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 KNOWS = msgspec.structs.replace(FACTS, tool_format="hermes")
@@ -299,7 +300,7 @@ CHECKS = {RESPONSES: (ResponsesOrder, check_responses), MESSAGES: (MessagesOrder
 
 
 @pytest.mark.parametrize("route", CHECKS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     outputs(),
     st.sets(st.integers(0, 30)),

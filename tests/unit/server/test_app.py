@@ -22,6 +22,7 @@ from minisgl.server.pages import PAGE_PATHS
 from minisgl.server.response import ResponseWriter
 from minisgl.settings import ServerConfig
 from minisgl.settings.keys import key_hashes
+from tests.examples import examples
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 
@@ -349,7 +350,7 @@ BODIES = st.binary(max_size=30) | st.dictionaries(
 ).map(lambda body: json.dumps(body).encode("utf-8", "surrogatepass"))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.sampled_from(["GET", "POST", "PUT", "OPTIONS"]),
     st.sampled_from(["/v1/chat/completions", "/v1/completions", "/v1/models/%00", "/livez", "//"]),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from minisgl.tokenizer import TextTokenizer
+from tests.examples import examples
 from tests.unit.tokenizer.conftest import byte_level
 
 Chat = list[dict[str, Any]]
@@ -244,7 +245,7 @@ def test_token_cut_between_two_texts_is_text(
     assert special(*"<|end|>") == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(data=st.data())
 def test_ids_decode_to_the_rendered_text_and_hold_only_tokens_of_the_template(
     models_by_name: dict[tuple[str, str], Model], data: st.DataObject

@@ -114,7 +114,7 @@ def test_the_formats_of_published_templates_are_detected() -> None:
 
 
 @pytest.mark.parametrize("name", PATHS)
-@settings(deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.data())
 def test_a_rendered_call_is_read_back(name: str, data: st.DataObject) -> None:
     template, format_name = template_of(name)

@@ -11,6 +11,7 @@ from minisgl.benchmark.fleet.routers import ROUTERS, LeastLoad, RoundRobin, make
 from minisgl.benchmark.simulate import simulate
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, EngineSettings, read_cost
 from minisgl.core import SchedulerConfig
+from tests.examples import examples
 from tests.unit.benchmark.fleet.builders import HOST_S, STEP_S, STILL, load_of, prompt, run
 
 
@@ -51,7 +52,7 @@ def test_one_replica_gives_the_answers_of_bench_simulate() -> None:
     st.integers(0, 2),
     st.sampled_from([0.0, 0.05, 60.0]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_every_request_ends_once_with_all_tokens_or_an_error(
     requests: list[tuple[float, int, int, int]],
     router: str,

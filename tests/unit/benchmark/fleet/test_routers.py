@@ -19,6 +19,7 @@ from minisgl.benchmark.fleet.routers import (
 )
 from minisgl.benchmark.trace import page_chain
 from minisgl.kvcache import RadixCache
+from tests.examples import examples
 from tests.unit.benchmark.fleet.builders import STILL, load_of, prompt, run
 from tests.unit.benchmark.fleet.builders import settings as engine_settings
 
@@ -168,7 +169,7 @@ class IndexMachine(RuleBasedStateMachine):
             assert set(self.index.matches([block])) == holders
 
 
-IndexMachine.TestCase.settings = settings(max_examples=40, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=examples(40))
 TestIndex = IndexMachine.TestCase
 
 
@@ -178,7 +179,7 @@ TestIndex = IndexMachine.TestCase
         max_size=30,
     )
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_the_events_give_the_blocks_of_the_cache(steps: list[tuple[list[int], int]]) -> None:
     """Prompts of up to six pages with few different pages, so that they share prefixes.
 
