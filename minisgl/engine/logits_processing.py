@@ -91,11 +91,19 @@ class Constraint(ABC):
     masks_drafts = False
 
     @abstractmethod
+    def start(self, client: str) -> None:
+        """Start the preparation in another thread. The preparations of clients take turns."""
+
+    @abstractmethod
+    def withdraw(self) -> None:
+        """The request was aborted: a started preparation does not begin, if it still waits."""
+
+    @abstractmethod
     def prepared(self, wait_s: float | None = 0.0) -> bool:
         """Return True once the state can edit logits, or once it has failed.
 
-        wait_s: wait at most this many seconds; None waits without a limit. The preparation runs in
-        another thread. The scheduler admits the request after the preparation.
+        wait_s: wait at most this many seconds for a started preparation; None waits without a
+        limit. The scheduler admits the request after the preparation.
         """
 
     @abstractmethod

@@ -89,6 +89,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
     The scheduler counts in one object of this class and sends it.
 
     step_id, busy         the API server detects a hung scheduler by these two fields.
+    preparing             no step is due, because all requests wait for their constraints.
     prompt_tokens_total, cached_tokens_total
                           counted once per request, with its first output token.
     prefill_tokens_total  tokens computed in chunks: prompt tokens and forced tokens. A preempted
@@ -103,6 +104,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
 
     step_id: int = 0
     busy: bool = False
+    preparing: bool = False
     waiting_reqs: int = 0
     running_reqs: int = 0
     free_pages: int = 0

@@ -39,6 +39,7 @@ from minisgl.scheduler.inbox import Inbox
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.outputs import OutputBuilder
 from minisgl.scheduler.policy import Planner
+from minisgl.scheduler.preparation import PreparationQueue
 from minisgl.scheduler.request import Req, ReqState, accept_request
 from minisgl.scheduler.request_table import NewTokens, RequestTable
 from minisgl.scheduler.stats import StepMeter
@@ -110,6 +111,7 @@ class Scheduler:
         self._meter = StepMeter(clock)
         self._reqs: dict[int, Req] = {}
         self._preparing: dict[int, Constraint] = {}  # constraints that are not prepared, by uid
+        self._preparations = PreparationQueue()
         # Requests to end or preempt once the step in flight that contains them is resolved.
         self._ending: list[Req] = []
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
@@ -164,6 +166,7 @@ class Scheduler:
             self.totals,
             step_id=self._resolved_step,
             busy=not self.idle,
+            preparing=self._only_preparing,
             waiting_reqs=waiting,
             running_reqs=len(self._reqs) - waiting,
             free_pages=free_pages,
@@ -199,12 +202,19 @@ class Scheduler:
         lead_s = max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s) + self._mask_s
         return max(remaining_s - lead_s, 0.0)
 
+    @property
+    def _only_preparing(self) -> bool:
+        """No step is due: all open requests, at least one, wait for their constraints."""
+        waits = bool(self._preparing) and len(self._preparing) == len(self._reqs)
+        return waits and not self._in_flight
+
     def _prepared(self) -> list[int]:
         """Return the uids of the preparing requests whose constraints are prepared.
 
         While no other request is open, wait for at most PREPARING_WAIT_S for the oldest request.
         """
-        if len(self._preparing) == len(self._reqs) and not self._in_flight:
+        self._preparations.begin()
+        if self._only_preparing:
             next(iter(self._preparing.values())).prepared(PREPARING_WAIT_S)
         return [uid for uid, constraint in self._preparing.items() if constraint.prepared()]
 
@@ -250,10 +260,12 @@ class Scheduler:
         else:
             req.state = ReqState.PREPARING
             self._preparing[req.uid] = req.constraint
+            self._preparations.add(req)
 
     def _start(self, req: Req, constraint: Constraint) -> None:
         """Enqueue a request whose constraint is prepared on rank 0, or end it after a failure."""
-        constraint.prepared(None)  # this rank may be later than rank 0
+        self._preparations.require(req)  # this rank may be later than rank 0
+        constraint.prepared(None)
         error = constraint.failure(len(req.tokens))
         if error is None:
             self.planner.enqueue(req)
@@ -265,6 +277,7 @@ class Scheduler:
         req.end_reason = reason
         if req.state is ReqState.PREPARING:
             del self._preparing[req.uid]
+            self._preparations.withdraw(req)
             self._finish(req)
         elif req.state is ReqState.WAITING:
             self.planner.waiting.remove(req)

@@ -185,7 +185,9 @@ class ApiServer:
             elif isinstance(message, messages.Alive):
                 self._watchdog.expect_nothing(message.role)
             elif isinstance(message, messages.SchedulerStats):
-                if self.stats is None or message.step_id != self.stats.step_id:
+                # Without a step that is due, a message shows that the scheduler goes on.
+                is_new = self.stats is None or message.step_id != self.stats.step_id
+                if is_new or message.preparing:
                     self._watchdog.heard("scheduler", now_s)
                 self.stats = message
                 self.client.metrics.on_stats(message)

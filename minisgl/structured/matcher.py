@@ -1,6 +1,6 @@
 """`GrammarState`: the grammar of one request, and the position of the output in the grammar."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -39,10 +39,11 @@ class GrammarState(Constraint):
     the original fail. A matcher that fails after it was copied is therefore replaced by a new one
     with a lexer of its own, and the request gets no further drafts.
 
-    compiled       the matcher, from the thread that compiles the grammar.
+    compile        compiles the grammar in another thread, at the turn of this client.
     eos_token_ids  the EOS ids of the model.
     totals         the counters of all requests; this state adds to them.
     forces_tokens  False: `forced` returns no token.
+    _compiled      the matcher, from the thread that compiles the grammar.
     _drafts        the drafts of the last step before the first one that the grammar forbids or that
                    ends the output, and the number of tokens before them. Copies add to it.
     _seen          number of tokens, prompt and output, that the state has followed; -1 before the
@@ -60,11 +61,12 @@ class GrammarState(Constraint):
 
     params: SamplingParams
     grammar: Grammar
-    compiled: Future[Compiled]
+    compile: Callable[[str], Future[Compiled]]
     eos_token_ids: tuple[int, ...]
     totals: ConstraintTotals
     forces_tokens: bool = True
     _free_until: int | None = None
+    _compiled: Future[Compiled] | None = None
     _matcher: LLMatcher | None = None
     _seen: int = -1
     _first: int = 0
@@ -85,12 +87,23 @@ class GrammarState(Constraint):
 
     # --- called by the scheduler ----------------------------------------------------------------
 
+    def start(self, client: str) -> None:
+        """As Constraint.start."""
+        self._compiled = self.compile(client)
+
+    def withdraw(self) -> None:
+        """As Constraint.withdraw."""
+        if self._compiled is not None:
+            self._compiled.cancel()
+
     def prepared(self, wait_s: float | None = 0.0) -> bool:
         """As Constraint.prepared."""
-        done = bool(wait([self.compiled], wait_s).done)
+        if self._compiled is None:
+            return False
+        done = bool(wait([self._compiled], wait_s).done)
         if done and self._matcher is None and self._failed is None:
             try:
-                self._matcher, seconds = self.compiled.result()
+                self._matcher, seconds = self._compiled.result()
             except RequestError as error:
                 self._failed = None, error
             else:

@@ -3,8 +3,9 @@
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import ProcessingStep, TokenMask, upload
 from minisgl.message.messages import ConstraintTotals
 from minisgl.models.config import load_model_spec
+from minisgl.structured.compile_threads import CompileThreads, raise_stack_limit
 from minisgl.structured.library import compile_grammar, load_tokenizer
 from minisgl.structured.matcher import Compiled, GrammarState, allows
 
@@ -36,8 +38,8 @@ def with_grammars(model_path: str, extensions: Extensions = DEFAULT_EXTENSIONS) 
 class GrammarProcessor:
     """Computes the token masks of the requests with a grammar.
 
-    Two threads compile grammars. One of them reads the model's tokenizer at the start. The masks
-    of a step are computed on the host while the device computes the step's forward.
+    Two threads compile grammars (CompileThreads). One of them reads the model's tokenizer at the
+    start. The masks of a step are computed on the host while the device computes its forward.
 
     totals         the counters of all requests.
     forces_tokens  True: the scheduler appends forced tokens. False: a step samples every token of
@@ -48,22 +50,25 @@ class GrammarProcessor:
 
     def __init__(self, model_path: str, eos_token_ids: tuple[int, ...]) -> None:
         """Start to read the tokenizer. eos_token_ids: the EOS ids of the model."""
+        raise_stack_limit()
         self.totals = ConstraintTotals()
         self._eos_token_ids = eos_token_ids
-        self._threads = ThreadPoolExecutor(COMPILE_THREADS, "grammar")
-        self._tokenizer = self._threads.submit(load_tokenizer, model_path, eos_token_ids)
+        self._threads = CompileThreads(COMPILE_THREADS)
+        load = partial(load_tokenizer, model_path, eos_token_ids)
+        self._tokenizer = self._threads.submit("", load)
         cores = os.cpu_count() or 1
         self._library = LLExecutor(max(1, min(cores // 2, MAX_MASK_THREADS)))
 
     def open(self, params: SamplingParams) -> GrammarState | None:
-        """As LogitsProcessor.open. Starts to compile the grammar."""
+        """As LogitsProcessor.open."""
         grammar = params.grammar
         if grammar is None:
             return None
         assert isinstance(grammar, Grammar), "the front end must compile grammars: this is a bug"
-        compiled = self._threads.submit(_compile, self._tokenizer, grammar.source)
+        function = partial(_compile, self._tokenizer, grammar.source)
+        compile = partial(self._threads.submit, function=function)
         return GrammarState(
-            params, grammar, compiled, self._eos_token_ids, self.totals, self.forces_tokens
+            params, grammar, compile, self._eos_token_ids, self.totals, self.forces_tokens
         )
 
     def prepare(

@@ -102,3 +102,33 @@ def peak_bytes(pid: int) -> int:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     (peak,) = (line.split()[1] for line in lines if line.startswith("VmHWM:"))
     return int(peak) * 1024
+
+
+def slow_grammar(number: int) -> dict[str, Any]:
+    """A schema that takes about 50 ms to compile."""
+    return {"structured_outputs": {"json": {"type": "integer", "multipleOf": 9_000 + number}}}
+
+
+def test_a_thousand_choices_do_not_delay_a_grammar_of_another_key(server: ServerProcess) -> None:
+    """Regression: the other key had no token after 100 s, and each choice was compiled at once."""
+    before = server.metrics()["grammar_compiles_total"]
+    body = {"n": 1000, "max_tokens": 200, "ignore_eos": True, **slow_grammar(0)}
+    with open_call(server, "one", prompt="x", **body):
+        wait_for(lambda: server.metrics()["grammar_compiles_total"] > before + 2, "the choices")
+        assert works(server, structured_outputs={"regex": "[a-c]{2,9}"})
+        # In order of arrival, the 1,000 grammars of the first key would come first.
+        assert server.metrics()["grammar_compiles_total"] < before + 500
+    wait_for(lambda: server.metrics()["key_requests_open{key=hostile}"] == 0, "the aborts")
+
+
+def test_grammars_of_calls_that_disconnect_are_not_compiled(server: ServerProcess) -> None:
+    """Regression: twelve such calls kept the scheduler without a step until the service ended."""
+    before = server.metrics()["grammar_compiles_total"]
+    for number in range(1, 13):
+        with open_call(server, "one", prompt="x", n=80, **slow_grammar(number)):
+            wait_for(
+                lambda: server.metrics()["key_requests_open{key=hostile}"] == 80, "the choices"
+            )
+    wait_for(lambda: server.metrics()["key_requests_open{key=hostile}"] == 0, "the aborts")
+    assert works(server, structured_outputs={"regex": "[d-f]{2,9}"})
+    assert server.metrics()["grammar_compiles_total"] < before + 12 * 80 / 2

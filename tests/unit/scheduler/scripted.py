@@ -36,8 +36,19 @@ class Scripted(Constraint):
     def __init__(self, params: ScriptedParams) -> None:
         self.params = params
         self.polls = params.polls
+        self.client: str | None = None  # None before `start`
+        self.withdrawn = False
+
+    def start(self, client: str) -> None:
+        assert self.client is None, "a preparation starts once"
+        self.client = client
+
+    def withdraw(self) -> None:
+        self.withdrawn = True
 
     def prepared(self, wait_s: float | None = 0.0) -> bool:
+        if self.client is None:
+            return False
         self.polls = 0 if wait_s is None else self.polls - 1
         return self.polls <= 0
 

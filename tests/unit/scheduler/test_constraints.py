@@ -9,6 +9,7 @@ from minisgl.core import FinishReason, SchedulerConfig
 from minisgl.message.messages import LeaderStep, Prepared
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler.inbox import FollowerInbox, LocalInbox
+from minisgl.scheduler.preparation import MAX_AHEAD
 from minisgl.scheduler.request import ReqState
 from minisgl.utils.process import write_socket_key
 from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
@@ -24,7 +25,10 @@ def harness(**settings: Any) -> Harness:
 
 
 def scripted(harness: Harness, max_tokens: int = 12, **params: Any) -> tuple[int, list[int]]:
-    """Add a request with a constraint; return its uid and the output of the plain computation."""
+    """Add a request with a constraint; return its uid and the output of the plain computation.
+
+    params: of Harness.add or ScriptedParams.
+    """
     output = expected_output(PROMPT, max_tokens, ignore_eos=True)
     script = {"script": tuple(output), "prompt_len": len(PROMPT)}
     asked = {"max_tokens": max_tokens, "ignore_eos": True} | script | params
@@ -166,3 +170,77 @@ def test_drafts_of_a_dropped_result_do_not_count() -> None:
     sampled = len(output) - totals.constraints.forced_tokens
     assert 0 < drafts.agreed < sampled
     assert sum(totals.drafts.accepted) == drafts.agreed
+
+
+def started(harness: Harness) -> list[int]:
+    """The uids of the open requests whose preparation has begun."""
+    reqs = harness.scheduler._reqs
+    return [
+        uid for uid, req in reqs.items() if req.constraint and req.constraint.client is not None
+    ]
+
+
+def test_few_preparations_of_a_client_begin_before_its_requests_run() -> None:
+    """Regression: a call with n = 1,000 compiled 1,000 grammars at once, before those of others."""
+    h = harness()
+    first, _ = scripted(h, polls=10**6, count=1000, client="a", call=1)
+    h.step()
+    assert started(h) == [*range(first, first + MAX_AHEAD)]
+    other, output = scripted(h, client="b", call=2)
+    h.step()
+    assert started(h) == [*range(first, first + MAX_AHEAD), other]
+    for _ in range(30):
+        h.step()
+    assert h.answers[other].tokens == output
+    for uid in range(first, first + 1000):
+        h.abort(uid)
+    h.run()
+    assert h.scheduler.idle
+
+
+def test_preparations_begin_in_the_place_of_requests_that_run_or_end() -> None:
+    h = harness()
+    uids = [scripted(h, max_tokens=3, count=50, client="a", call=call)[0] for call in (1, 2)]
+    h.run()
+    for uid in uids:
+        assert all(h.answers[uid + index].finishes for index in range(50))
+
+
+def test_calls_of_a_client_take_turns_and_priorities_do_not_wait_for_each_other() -> None:
+    h = harness()
+    many, _ = scripted(h, polls=10**6, count=100, call=1)
+    few, _ = scripted(h, polls=10**6, count=2, call=2)
+    urgent, _ = scripted(h, polls=10**6, call=3, priority=-1)
+    h.step()
+    assert urgent in started(h)
+    assert few not in started(h)
+    for uid in range(many, many + 2):
+        h.abort(uid)
+    h.step()
+    h.step()
+    assert few in started(h)
+
+
+def test_an_abort_withdraws_the_preparation() -> None:
+    h = harness()
+    uid, _ = scripted(h, polls=10**6)
+    h.step()
+    constraint = h.scheduler._reqs[uid].constraint
+    h.abort(uid)
+    h.step()
+    assert constraint.withdrawn
+
+
+def test_a_scheduler_with_preparing_requests_only_tells_that_no_step_is_due() -> None:
+    h = harness()
+    uid, _ = scripted(h, polls=10**6)
+    assert not h.scheduler.stats().preparing
+    h.step()
+    assert h.scheduler.stats().preparing
+    plain = h.add(PROMPT, max_tokens=50, ignore_eos=True)
+    h.step()
+    assert not h.scheduler.stats().preparing
+    h.abort(uid)
+    h.abort(plain)
+    h.run()
+    assert not h.scheduler.stats().preparing

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from minisgl.core import Overloaded, SamplingParams, WorkerDied
-from minisgl.message.messages import AddReq, Ready, Shutdown, TextOptions, ToApi
+from minisgl.message.messages import AddReq, Ready, SchedulerStats, Shutdown, TextOptions, ToApi
 from minisgl.message.queues import Sender, endpoint
 from minisgl.server.lifecycle import Phase
 from minisgl.server.process import ApiServer
@@ -56,6 +56,31 @@ def test_a_long_prompt_on_a_cpu_has_more_time_than_one_step(
     request = AddReq(uid=choice.uid, token_ids=bytes(4 * 31_000), sampling=SamplingParams())
     server.client.submit([choice], request, TextOptions())
     assert [server.hung_worker(), server.hung_worker()] == [None, hung]
+
+
+@pytest.mark.parametrize("preparing", [False, True])
+def test_scheduler_whose_requests_wait_for_their_grammars_is_not_hung(
+    tmp_path: Path, preparing: bool
+) -> None:
+    """Regression: twelve calls whose grammars compiled for a minute ended the service."""
+
+    async def main() -> None:
+        server = api_server(tmp_path, step_timeout_s=1e-9)
+        heard: list[str] = []
+        server._watchdog.heard = lambda role, now_s: heard.append(role)  # type: ignore[method-assign]
+        outbox: Sender[ToApi] = Sender(endpoint(str(tmp_path), "api"))
+        receiving = asyncio.create_task(server._receive())
+        for waiting in range(1, 4):
+            stats = SchedulerStats(step_id=7, busy=True, preparing=preparing, waiting_reqs=waiting)
+            outbox.send(stats)
+        async with asyncio.timeout(patience()):
+            while server.stats is None or server.stats.waiting_reqs < 3:
+                await asyncio.sleep(0)
+        receiving.cancel()
+        outbox.close()
+        assert heard == ["scheduler"] * (3 if preparing else 1)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("named", [False, True])

@@ -34,6 +34,7 @@ def opened(processor: GrammarProcessor, pattern: str, **params: Any) -> GrammarS
     grammar = Grammar(source=LLMatcher.grammar_from_regex(pattern), kind="regex")
     state = processor.open(SamplingParams(grammar=grammar, **params))
     assert state is not None
+    state.start("")
     assert state.prepared(None)
     assert state.unseen(PROMPT, PROMPT) == 0
     return state

@@ -44,7 +44,8 @@ class Output:
         compiled.set_result(Compiled(compile_grammar(library, source), 0.001))
         self.totals = ConstraintTotals()
         sampling = SamplingParams(grammar=grammar, **params)
-        self.state = GrammarState(sampling, grammar, compiled, (EOS,), self.totals)
+        self.state = GrammarState(sampling, grammar, lambda _: compiled, (EOS,), self.totals)
+        self.state.start("")
         assert self.state.prepared()
         assert self.state.unseen(PROMPT, PROMPT) == 0
         self.tokens = [0] * PROMPT
@@ -228,8 +229,10 @@ def test_a_failed_compilation_is_the_failure_of_every_position() -> None:
     compiled: Future[Compiled] = Future()
     grammar = Grammar(source="", kind="grammar")
     state = GrammarState(
-        SamplingParams(grammar=grammar), grammar, compiled, (EOS,), ConstraintTotals()
+        SamplingParams(grammar=grammar), grammar, lambda _: compiled, (EOS,), ConstraintTotals()
     )
+    assert not state.prepared(), "the compilation has not started"
+    state.start("")
     assert not state.prepared(), "the thread still compiles"
     compiled.set_exception(InvalidRequest("broken"))
     assert state.prepared()

@@ -1,0 +1,87 @@
+"""`PreparationQueue`: begins the preparation of constraints, a few at a time for each client."""
+
+from dataclasses import dataclass, field
+
+from minisgl.scheduler.request import Req, ReqState
+
+# Requests of one client and priority whose preparation has begun and that no step has admitted. A
+# prepared constraint may take megabytes, and a call may have a thousand choices.
+MAX_AHEAD = 32
+
+
+class PreparationQueue:
+    """The requests whose preparation has not begun. The calls of a client take turns.
+
+    Constraint.start takes turns by client. This queue bounds the backlog of each client, so that
+    the constraints of requests that are aborted in the queue take no time and no memory.
+    """
+
+    def __init__(self) -> None:
+        self._queues: dict[tuple[str, int], _Queue] = {}
+
+    def add(self, req: Req) -> None:
+        """Add a request with a constraint. Its preparation begins at once if there is room."""
+        queue = self._queues.setdefault((req.client, req.priority), _Queue())
+        queue.calls.setdefault(req.call, {})[req.uid] = req
+        queue.begin()
+
+    def begin(self) -> None:
+        """Begin further preparations, in the place of requests that were admitted or have ended."""
+        for key, queue in list(self._queues.items()):
+            queue.ahead = [req for req in queue.ahead if _waits(req)]
+            queue.begin()
+            if not queue.calls and not queue.ahead:
+                del self._queues[key]
+
+    def withdraw(self, req: Req) -> None:
+        """Remove a request that was aborted before its constraint was prepared."""
+        assert req.constraint is not None, "a request in PREPARING has a constraint"
+        if not self._take(req):
+            req.constraint.withdraw()
+
+    def require(self, req: Req) -> None:
+        """Begin the preparation of a request that is prepared on rank 0."""
+        if self._take(req):
+            _start(req)
+
+    def _take(self, req: Req) -> bool:
+        """Take out a request. Returns False if its preparation has begun."""
+        queue = self._queues.get((req.client, req.priority), _Queue())
+        call = queue.calls.get(req.call, {})
+        found = call.pop(req.uid, None)
+        if found is not None and not call:
+            del queue.calls[req.call]
+        return found is not None
+
+
+@dataclass(eq=False, slots=True)
+class _Queue:
+    """The requests of one client and priority.
+
+    calls  by call and uid: the requests whose preparation has not begun.
+    ahead  the requests whose preparation has begun.
+    """
+
+    calls: dict[int, dict[int, Req]] = field(default_factory=dict)
+    ahead: list[Req] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Begin preparations while there is room, one of each call in turn."""
+        while self.calls and len(self.ahead) < MAX_AHEAD:
+            number = next(iter(self.calls))
+            call = self.calls.pop(number)
+            req = call.pop(next(iter(call)))
+            if call:
+                self.calls[number] = call  # behind the other calls
+            self.ahead.append(req)
+            _start(req)
+
+
+def _waits(req: Req) -> bool:
+    """The request has not been admitted and has not ended."""
+    return not req.admitted and req.state is not ReqState.FINISHED
+
+
+def _start(req: Req) -> None:
+    assert req.constraint is not None, "a request in PREPARING has a constraint"
+    req.constraint.start(req.client)

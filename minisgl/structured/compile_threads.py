@@ -1,0 +1,94 @@
+"""`CompileThreads`: the threads that compile grammars in a scheduler. Clients take turns."""
+
+import os
+import resource
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+from minisgl.structured.bounded import STACK_BYTES
+from minisgl.utils.turns import Turns
+
+T = TypeVar("T")
+
+_LOW_PRIORITY = 10  # niceness; the threads of steps, masks and queues run first
+
+
+class _Job(NamedTuple):
+    """future: withdrawn by `cancel` until a thread has begun the job."""
+
+    future: "Future[Any]"
+    function: Callable[[], Any]
+    client: str
+
+
+class CompileThreads:
+    """Runs functions in threads with a defined stack. A client has at most one thread at a time.
+
+    The grammars of one client therefore never delay those of another client by more than the time
+    of one of them, while there are fewer clients than threads not even by that.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._executor = ThreadPoolExecutor(count, "grammar", initializer=_lower_priority)
+        self._lock = threading.Lock()
+        self._jobs: Turns[_Job] = Turns()
+        self._busy: set[str] = set()  # the clients of the jobs that run
+
+    def submit(self, client: str, function: Callable[[], T]) -> "Future[T]":
+        """Call the function in a thread at the turn of the client."""
+        job = _Job(Future(), function, client)
+        with self._lock:
+            self._jobs.add(client, job)
+        with compile_stack():
+            self._executor.submit(self._run)
+        return job.future
+
+    def _run(self) -> None:
+        """Run the jobs whose clients have no thread. A thread of a busy client runs its others."""
+        while True:
+            with self._lock:
+                job = self._jobs.take(lambda client: client not in self._busy)
+                if job is None:
+                    return
+                self._busy.add(job.client)
+            if job.future.set_running_or_notify_cancel():
+                try:
+                    result = job.function()
+                # The caller of Future.result gets the exception.
+                except BaseException as error:  # noqa: BLE001
+                    job.future.set_exception(error)
+                else:
+                    job.future.set_result(result)
+            with self._lock:
+                self._busy.remove(job.client)
+
+
+@contextmanager
+def compile_stack() -> Iterator[None]:
+    """Give the threads that start in the block more stack than a checked grammar needs.
+
+    Otherwise the soft limit of the process decides (`ulimit -s`).
+    """
+    before = threading.stack_size(2 * STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
+
+
+def raise_stack_limit() -> None:
+    """Give the main thread of this process as much stack, if its hard limit allows it.
+
+    The main thread compiles a grammar again if drafts made its matcher fail.
+    """
+    soft, most = resource.getrlimit(resource.RLIMIT_STACK)
+    wanted = 2 * STACK_BYTES if most == resource.RLIM_INFINITY else min(2 * STACK_BYTES, most)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_STACK, (wanted, most))
+
+
+def _lower_priority() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)

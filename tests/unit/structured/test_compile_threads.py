@@ -1,0 +1,119 @@
+"""The threads that compile grammars: turns, withdrawal and stack."""
+
+import json
+import resource
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+
+from minisgl.demo import model_path
+from minisgl.message.messages import CompileGrammar
+from minisgl.structured.compile_threads import CompileThreads
+from minisgl.structured.service import GrammarService
+from tests.patience import patience
+from tests.unit.structured.test_service import chain
+
+
+class Held:
+    """Jobs that end when the test says so, and the order in which they began."""
+
+    def __init__(self, threads: CompileThreads) -> None:
+        self.began: list[str] = []
+        self.gates: dict[str, threading.Event] = {}
+        self._threads = threads
+        self._any_began = threading.Semaphore(0)
+
+    def submit(self, client: str, name: str) -> "Future[str]":
+        gate = self.gates[name] = threading.Event()
+
+        def job() -> str:
+            self.began.append(name)
+            self._any_began.release()
+            assert gate.wait(patience())
+            return name
+
+        return self._threads.submit(client, job)
+
+    def wait_for_jobs(self, count: int) -> None:
+        for _ in range(count):
+            assert self._any_began.acquire(timeout=patience())
+
+
+def test_a_client_has_one_thread_and_another_client_does_not_wait() -> None:
+    """Regression: the grammars of n = 1,000 choices came before a grammar of another client."""
+    held = Held(CompileThreads(2))
+    first = [held.submit("a", f"a{i}") for i in range(3)]
+    held.wait_for_jobs(1)
+    other = held.submit("b", "b0")
+    held.wait_for_jobs(1)
+    assert held.began == ["a0", "b0"], "a1 waits although a thread was free"
+    for gate in held.gates.values():
+        gate.set()
+    assert [job.result(patience()) for job in (*first, other)] == ["a0", "a1", "a2", "b0"]
+
+
+def test_a_withdrawn_job_does_not_run() -> None:
+    held = Held(CompileThreads(1))
+    first, second, third = (held.submit("a", f"a{i}") for i in range(3))
+    held.wait_for_jobs(1)
+    assert second.cancel()
+    assert not first.cancel(), "it runs"
+    for gate in held.gates.values():
+        gate.set()
+    assert third.result(patience()) == "a2"
+    assert held.began == ["a0", "a2"]
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_an_exception_belongs_to_its_job(kind: type[BaseException]) -> None:
+    threads = CompileThreads(1)
+
+    def fail() -> None:
+        raise kind
+
+    failed, next_job = threads.submit("a", fail), threads.submit("a", lambda: 5)
+    with pytest.raises(kind):
+        failed.result(patience())
+    assert next_job.result(patience()) == 5
+
+
+_COMPILE = """
+import sys
+from minisgl.core import Grammar, SamplingParams
+from minisgl.structured.processor import GrammarProcessor
+processor = GrammarProcessor(sys.argv[1], (0,))
+grammar = Grammar(source=sys.stdin.read(), kind="json_schema")
+state = processor.open(SamplingParams(grammar=grammar))
+state.start("a")
+print(state.prepared(None), state.failure(0))
+"""
+
+
+def _small_stack() -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (2**20, most))
+
+
+@pytest.mark.parametrize("before", [None, _small_stack], ids=["default", "ulimit -s 1024"])
+def test_an_accepted_grammar_compiles_with_every_soft_stack_limit(
+    before: Callable[[], None] | None,
+) -> None:
+    """Regression: with 1 MiB, an accepted schema ended the scheduler by a segmentation fault."""
+    service = GrammarService(str(model_path()), (-1, -1))
+    request = CompileGrammar(uid=1, kind="json_schema", text=json.dumps(chain(170)))
+    result = service.compile(request)
+    service.close()
+    assert result.error is None
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE, str(model_path())],
+        input=result.source,
+        capture_output=True,
+        text=True,
+        timeout=patience(),
+        preexec_fn=before,
+    )
+    assert (done.stdout.strip(), done.returncode) == ("True None", 0), done.stderr
