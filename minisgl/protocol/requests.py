@@ -17,6 +17,7 @@ GENERATE = "generate"
 RESPONSES = "responses"
 MESSAGES = "messages"
 COUNT_TOKENS = "count_tokens"
+INPUT_TOKENS = "input_tokens"
 
 _INT32 = 2**31 - 1
 Priority = Annotated[int, Meta(ge=-_INT32 - 1, le=_INT32)]

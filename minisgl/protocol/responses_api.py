@@ -7,6 +7,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from minisgl.protocol import requests
 from minisgl.protocol.requests import bounds
+from minisgl.protocol.responses import ChatTokenLogprob
 
 # The translation refuses other types as features that the server does not have.
 _ITEM_TYPES = {"enum": ["message", "function_call", "function_call_output", "reasoning"]}
@@ -36,6 +37,7 @@ class ResponsesItem(msgspec.Struct, kw_only=True):
     arguments: str = ""
     output: Content = None
     summary: list[ResponsesPart] = []
+    encrypted_content: str | None = None
 
 
 class ResponsesTool(msgspec.Struct, kw_only=True):
@@ -49,12 +51,15 @@ class ResponsesTool(msgspec.Struct, kw_only=True):
 
 
 class ResponsesToolChoice(msgspec.Struct, kw_only=True):
-    """A tool choice other than a mode: one function, or a list of allowed tools with a mode."""
+    """A tool choice other than a mode: one function, or a list of allowed tools with a mode.
+
+    The answer repeats the fields that the client has sent.
+    """
 
     type: str
-    name: ToolName = ""
-    mode: Literal["auto", "required"] = "auto"
-    tools: Annotated[list[ResponsesTool], Meta(max_length=128)] = []
+    name: ToolName | UnsetType = UNSET
+    mode: Literal["auto", "required"] | UnsetType = UNSET
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | UnsetType = UNSET
 
 
 class TextFormat(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -75,26 +80,37 @@ class TextConfig(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class ResponsesReasoning(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """`effort` goes to the chat template. Further fields are ignored."""
+    """`effort` goes to the chat template. With `summary`, the answer has its reasoning there.
+
+    The server makes no summary: it is the whole reasoning. Further fields are ignored.
+    """
 
     effort: Annotated[str, Meta(max_length=32)] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesBody(requests.RequestBody, kw_only=True):
-    """POST /v1/responses."""
+class InputTokensBody(requests.RequestBody, kw_only=True):
+    """POST /v1/responses/input_tokens: the parameters that change the prompt."""
 
     model: str
     input: str | Annotated[list[ResponsesItem], Meta(min_length=1)]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, bounds("max_tokens")] | None = None
-    temperature: Annotated[float, bounds("temperature")] | None = None
-    top_p: Annotated[float, bounds("top_p")] | None = None
-    stream: bool = False
     tools: Annotated[list[ResponsesTool], Meta(max_length=1024)] = []
     tool_choice: requests.ToolMode | ResponsesToolChoice = "auto"
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
     reasoning: ResponsesReasoning | None = None
+
+
+class ResponsesBody(InputTokensBody, kw_only=True):
+    """POST /v1/responses."""
+
+    max_output_tokens: Annotated[int, bounds("max_tokens")] | None = None
+    temperature: Annotated[float, bounds("temperature")] | None = None
+    top_p: Annotated[float, bounds("top_p")] | None = None
+    stream: bool = False
+    include: Annotated[list[requests.ShortText], Meta(max_length=32)] = []
+    top_logprobs: Annotated[int, bounds("logprobs")] = 0
     metadata: Metadata = {}
     priority: requests.Priority | None = None
 
@@ -107,11 +123,17 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
 
     text: str
     annotations: tuple[()] = ()
-    logprobs: tuple[()] = ()
+    logprobs: list[ChatTokenLogprob] = []
 
 
 class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
     """Text between <think> and </think>."""
+
+    text: str
+
+
+class SummaryText(msgspec.Struct, kw_only=True, tag_field="type", tag="summary_text"):
+    """The reasoning of a request that asked for a summary."""
 
     text: str
 
@@ -126,12 +148,17 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """Reasoning of the answer. A client sends it back in `input`."""
+    """Reasoning of the answer. A client sends it back in `input`.
+
+    It is in `summary` if the request asked for a summary, else in `content`. `encrypted_content`
+    has it too if `include` asked for this; the text is encoded, and not encrypted.
+    """
 
     id: str
     status: ItemStatus
-    summary: tuple[()] = ()
+    summary: list[SummaryText] = []
     content: list[ReasoningText]
+    encrypted_content: str | UnsetType = UNSET
 
 
 class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
@@ -210,6 +237,7 @@ class ModelResponse(msgspec.Struct, kw_only=True):
     text: TextConfig
     tool_choice: str | ResponsesToolChoice
     tools: list[ResponsesTool]
+    top_logprobs: int
     top_p: float | None
     truncation: Literal["disabled"] = "disabled"
 
@@ -224,9 +252,17 @@ class ResponsesEvent(msgspec.Struct, kw_only=True):
     output_index: int | UnsetType = UNSET
     content_index: int | UnsetType = UNSET
     item: OutputItem | UnsetType = UNSET
-    part: OutputText | ReasoningText | UnsetType = UNSET
+    summary_index: int | UnsetType = UNSET
+    part: OutputText | ReasoningText | SummaryText | UnsetType = UNSET
     delta: str | UnsetType = UNSET
     text: str | UnsetType = UNSET
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
-    logprobs: tuple[()] | UnsetType = UNSET
+    logprobs: list[ChatTokenLogprob] | UnsetType = UNSET
+
+
+class InputTokens(msgspec.Struct, kw_only=True):
+    """The number of tokens of a prompt."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int

@@ -43,6 +43,7 @@ _MODEL_DEFAULTS = tuple(
 _BODIES: Mapping[str, tuple[type[requests.RequestBody], Callable[[Any], Translation]]] = {
     **{route: (kind, Translation) for route, kind in requests.BODIES.items()},
     requests.RESPONSES: (responses_api.ResponsesBody, responses_request.translate),
+    requests.INPUT_TOKENS: (responses_api.InputTokensBody, responses_request.translate),
     requests.MESSAGES: (messages_api.MessagesBody, messages_request.translate),
     requests.COUNT_TOKENS: (messages_api.CountTokensBody, messages_request.translate),
 }
@@ -63,7 +64,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     shrinks_max_tokens: sampling.max_tokens shrinks to the room that the prompt leaves. False: the
     server refuses the request if there is less room.
     named_tool: the client named the tool that the answer calls.
-    ignored, repeated: as in Translation.
+    ignored, repeated, include: as in Translation.
     """
 
     route: str
@@ -84,6 +85,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     named_tool: bool = False
     ignored: tuple[str, ...] = ()
     repeated: dict[str, Any] = {}
+    include: tuple[str, ...] = ()
 
     @property
     def num_choices(self) -> int:
@@ -169,6 +171,7 @@ class RequestConverter:
             named_tool=tools is not None and tools.is_named,
             ignored=translation.ignored,
             repeated=translation.repeated,
+            include=translation.include,
         )
 
     def _shrinks(self, translation: Translation) -> bool:
@@ -176,9 +179,9 @@ class RequestConverter:
         is_chat = isinstance(translation.body, requests.ChatBody)
         return translation.shrinks_max_tokens or (is_chat and not self._config.strict_max_tokens)
 
-    def read_count_tokens(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
-        """The name and the prompt of a body of /v1/messages/count_tokens."""
-        translation = self._translate(requests.COUNT_TOKENS, raw, facts)
+    def read_prompt(self, route: str, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
+        """The name and the prompt of a body of COUNT_TOKENS or INPUT_TOKENS."""
+        translation = self._translate(route, raw, facts)
         with translation.errors_with_client_paths(), nesting_limit():
             (prompt,) = self._prompts(translation, facts, tools_of(translation.body, facts))
         return prompt

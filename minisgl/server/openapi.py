@@ -39,6 +39,7 @@ _ROUTES = {
     "/v1/responses": _Bodies(
         responses_api.ResponsesBody, responses_api.ModelResponse, responses_api.ResponsesEvent
     ),
+    "/v1/responses/input_tokens": _Bodies(responses_api.InputTokensBody, responses_api.InputTokens),
     "/v1/messages": _Bodies(
         messages_api.MessagesBody, messages_api.ModelMessage, messages_api.MessagesEvent
     ),

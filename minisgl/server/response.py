@@ -180,7 +180,7 @@ class ResponseWriter:
         if not self._is_chat:
             return _text_logprobs([*delta.prompt_logprobs, *delta.logprobs], choice.offset)
         # As in OpenAI's answers, the token that ended the text has no entry.
-        kept = [_encoded(_chat_logprob(e)) for e in delta.logprobs if not e.ends]
+        kept = [_encoded(chat_logprob(e)) for e in delta.logprobs if not e.ends]
         return responses.ChatLogprobs(kept)
 
     def _usage(self, generation: Generation) -> responses.Usage:
@@ -231,7 +231,8 @@ def _encoded(value: object) -> Any:
     return msgspec.Raw(msgspec.json.encode(value))
 
 
-def _chat_logprob(entry: TokenLogprob) -> responses.ChatTokenLogprob:
+def chat_logprob(entry: TokenLogprob) -> responses.ChatTokenLogprob:
+    """A generated token of a chat with its log-probability."""
     assert entry.logprob is not None, "a generated token must have a log-probability; this is a bug"
     top = [_chat_token(data, logprob) for data, logprob in entry.top]
     token = _chat_token(entry.token_bytes, entry.logprob)

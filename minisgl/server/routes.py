@@ -17,7 +17,16 @@ from minisgl.core import Cancelled, InvalidRequest
 from minisgl.message.messages import DecodeIds
 from minisgl.protocol import responses
 from minisgl.protocol.messages_api import ModelInfo, ModelPage, TokenCount
-from minisgl.protocol.requests import CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
+from minisgl.protocol.requests import (
+    CHAT,
+    COMPLETIONS,
+    COUNT_TOKENS,
+    GENERATE,
+    INPUT_TOKENS,
+    MESSAGES,
+    RESPONSES,
+)
+from minisgl.protocol.responses_api import InputTokens
 from minisgl.server import probes
 from minisgl.server.apis.messages_answer import MessagesWriter
 from minisgl.server.apis.responses_answer import ResponsesWriter
@@ -73,10 +82,21 @@ async def create_message(call: CallDep) -> Response:
 @router.post("/v1/messages/count_tokens", tags=["tokens"])
 async def count_tokens(call: CallDep) -> Response:
     """The number of prompt tokens of a chat in the format of Anthropic's Messages API."""
+    return json_response(TokenCount(await _prompt_tokens(COUNT_TOKENS, call)))
+
+
+@router.post("/v1/responses/input_tokens", tags=["tokens"])
+async def input_tokens(call: CallDep) -> Response:
+    """The number of prompt tokens of a request in the format of OpenAI's Responses API."""
+    return json_response(InputTokens(input_tokens=await _prompt_tokens(INPUT_TOKENS, call)))
+
+
+async def _prompt_tokens(route: str, call: CallContext) -> int:
+    """The number of tokens of the prompt of this body."""
     raw, facts = await call.read()
-    name, prompt = call.converter.read_count_tokens(raw, facts)
+    name, prompt = call.converter.read_prompt(route, raw, facts)
     found = await _ask_tokenizer(call, lambda g: call.client.tokenize(prompt, name, g))
-    return json_response(TokenCount(len(found.token_ids)))
+    return len(found.token_ids)
 
 
 # The writer of each API other than OpenAI's chat and completions.

@@ -10,6 +10,7 @@ from typing import Any
 from minisgl.core import Unsupported
 from minisgl.protocol import requests
 from minisgl.protocol import responses_api as api
+from minisgl.server.apis.sealed import unseal
 from minisgl.server.apis.translation import (
     Translation,
     Turn,
@@ -29,33 +30,46 @@ _PATHS = {
     "response_format.json_schema.schema": "text.format.schema",
     "tool_choice.function": "tool_choice",
 }
+LOGPROBS = "message.output_text.logprobs"  # words of `include`
+ENCRYPTED = "reasoning.encrypted_content"
 _REPEATED = set(api.ModelResponse.__struct_fields__) & set(api.ResponsesBody.__struct_fields__)
 _TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
 
 
-def translate(body: api.ResponsesBody) -> Translation:
+def translate(body: api.InputTokensBody) -> Translation:
     """The chat of this body. Raises InvalidRequest or Unsupported with the path in the body."""
+    parameters, answer = shared_parameters(body), dict[str, Any]()
+    if isinstance(body, api.ResponsesBody):
+        logprobs = LOGPROBS in body.include
+        if body.top_logprobs and not logprobs:
+            raise reject("top_logprobs", f"is allowed only with {LOGPROBS} in include")
+        parameters |= {"logprobs": logprobs, "top_logprobs": body.top_logprobs}
+        parameters["max_tokens"] = body.max_output_tokens
+        answer = {"repeated": _repeated(body), "include": tuple(body.include)}
     chat = requests.ChatBody(
-        **shared_parameters(body),
+        **parameters,
         messages=_messages(body),
         reasoning_effort=body.reasoning.effort if body.reasoning else None,
-        max_tokens=body.max_output_tokens,
         tools=_tools(body),
         tool_choice=_tool_choice(body.tool_choice),
         response_format=_response_format(body.text),
     )
     ignored = tuple("tool" for tool in body.tools if tool.type != "function")
-    named = [] if isinstance(body.tool_choice, str) else body.tool_choice.tools
+    named = [] if isinstance(body.tool_choice, str) else body.tool_choice.tools or []
     allowed = "tool_choice.allowed_tools.tools"
     paths = {
         **_PATHS,
         **function_paths("tools", "tools", [tool.type == "function" for tool in body.tools]),
-        **function_paths(allowed, "tool_choice.tools", [tool.type == "function" for tool in named]),
+        **function_paths(allowed, "tool_choice.tools", map(_is_function, named)),
     }
-    return Translation(chat, paths, ignored=ignored, repeated=_repeated(body))
+    return Translation(chat, paths, ignored=ignored, **answer)
 
 
-def _messages(body: api.ResponsesBody) -> list[requests.Message]:
+def _is_function(tool: dict[str, Any]) -> bool:
+    return tool.get("type") == "function"
+
+
+def _messages(body: api.InputTokensBody) -> list[requests.Message]:
     """The messages of a chat."""
     turns = [Turn("system", [body.instructions])] if body.instructions else []
     items = body.input
@@ -72,9 +86,13 @@ def _messages(body: api.ResponsesBody) -> list[requests.Message]:
                 content = _text(item.output, f"{path}.output")
                 turns.append(Turn("tool", [content], call_id=item.call_id))
             case "reasoning":
-                text = _text(item.content, f"{path}.content")
-                text = text or _text(item.summary, f"{path}.summary")
-                _turn(turns, "assistant").reasoning.append(text)
+                _turn(turns, "assistant").reasoning.append(_reasoning(item, path))
+            case "item_reference":
+                raise Unsupported(
+                    f"{path} refers to a stored item, and the server stores nothing; send the item "
+                    "itself, as clients do with store set to false",
+                    path,
+                )
             case _:
                 raise Unsupported(
                     f"{path}: items of type {item.type[:64]!r} are not supported", path
@@ -103,6 +121,17 @@ def _turn(turns: list[Turn], role: requests.Role) -> Turn:
     return turns[-1]
 
 
+def _reasoning(item: api.ResponsesItem, path: str) -> str:
+    """The reasoning of an earlier answer."""
+    text = _text(item.content, f"{path}.content") or _text(item.summary, f"{path}.summary")
+    if text or not item.encrypted_content:
+        return text
+    found = unseal(item.encrypted_content)
+    if found is None:
+        raise reject(f"{path}.encrypted_content", "is not from this server; leave this item out")
+    return found
+
+
 def _call(item: api.ResponsesItem, path: str) -> requests.ToolCall:
     if not item.name:
         raise reject(f"{path}.name", "is required")
@@ -121,7 +150,7 @@ def _text(content: api.Content, path: str) -> str:
     return "\n".join([part.text for part in content])
 
 
-def _tools(body: api.ResponsesBody) -> list[requests.Tool]:
+def _tools(body: api.InputTokensBody) -> list[requests.Tool]:
     """The tools of type function."""
     for index, tool in enumerate(body.tools):
         if tool.type == "function" and not tool.name:
@@ -135,16 +164,16 @@ def _tool_choice(
     if isinstance(given, str):
         return given
     if given.type == "function":
-        function = requests.FunctionName(name=given.name)
+        function = requests.FunctionName(name=given.name or "")
         return requests.ToolChoice(type="function", function=function)
     if given.type != "allowed_tools":
         raise Unsupported("tool_choice.type must be function or allowed_tools", "tool_choice.type")
+    names = [tool.get("name") for tool in given.tools or [] if _is_function(tool)]
     tools = [
-        requests.ToolName(type="function", function=requests.FunctionName(name=tool.name))
-        for tool in given.tools
-        if tool.type == "function"
+        requests.ToolName(type="function", function=requests.FunctionName(name=str(name)))
+        for name in names
     ]
-    allowed = requests.AllowedTools(mode=given.mode, tools=tools)
+    allowed = requests.AllowedTools(mode=given.mode or "auto", tools=tools)
     return requests.ToolChoice(type="allowed_tools", allowed_tools=allowed)
 
 

@@ -25,6 +25,7 @@ class Translation(NamedTuple):
                 max_tokens shrinks to the room in the context. False: a larger number is refused.
     ignored     features of the request that `body` leaves out, as labels of the metric.
     repeated    parameters that the answer repeats.
+    include     optional parts of the answer that the client asked for.
     """
 
     body: AnyBody
@@ -32,6 +33,7 @@ class Translation(NamedTuple):
     shrinks_max_tokens: bool = False
     ignored: tuple[str, ...] = ()
     repeated: dict[str, Any] = {}
+    include: tuple[str, ...] = ()
 
     def client_path(self, path: str) -> str:
         """Return the path in the client's body of a field of `body`."""

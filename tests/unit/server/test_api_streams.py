@@ -121,7 +121,7 @@ def run(
         await reader
         body = b"{}"
         if finish is not None:
-            body = await WRITERS[route](request_of(route)).whole(whole)
+            body = await WRITERS[route](request_of(route, **more)).whole(whole)
         for generation in (stream, whole):
             world.client.close(generation)
         return b"".join(pieces), body
