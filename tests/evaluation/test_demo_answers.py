@@ -1,10 +1,12 @@
 """transformers, `LLM` and the server answer the demo model's held-out prompts equally well.
 
 Caching and chunking are on: conversations share prefixes, and the long look-ups (up to 3,000
-tokens) are cut into chunks of 512.
+tokens) are cut into chunks of 512. The answers of transformers are kept in a file. Proofs compute
+them again, and ask the server and an FP8 cache all prompts instead of 8 of each task.
 """
 
 import json
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,11 +21,10 @@ from demo.evaluate import (
     accuracy_table,
     llm_answers,
     load_evaluation,
-    transformers_answers,
 )
 from minisgl.core import SamplingParams
-from minisgl.demo import model_path
 from minisgl.llm import LLM
+from tests.evaluation.reference import computed_answers, kept_answers
 from tests.process.harness import run_server
 
 CLIENTS = 16
@@ -38,14 +39,32 @@ def prompts() -> list[Prompt]:
 @pytest.fixture(scope="module")
 def reference(prompts: list[Prompt]) -> dict[str, Score]:
     """The scores of transformers."""
-    texts = transformers_answers(prompts, model_path(), "cpu", "float32")
-    return accuracy_by_task(prompts, texts)
+    return accuracy_by_task(prompts, kept_answers())
 
 
-@pytest.mark.slow
+@pytest.fixture(params=[8, pytest.param(50, marks=pytest.mark.proof)])
+def some(
+    request: pytest.FixtureRequest, prompts: list[Prompt]
+) -> tuple[list[Prompt], dict[str, Score]]:
+    """This number of prompts of each task, and the scores of transformers with them."""
+    answers = kept_answers()
+    by_task: defaultdict[str, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        by_task[prompt.task].append(index)
+    # The last look-ups are the longest.
+    chosen = [index for indices in by_task.values() for index in indices[-request.param :]]
+    found = [prompts[index] for index in chosen]
+    return found, accuracy_by_task(found, [answers[index] for index in chosen])
+
+
 def test_transformers_answer_the_held_out_prompts(reference: dict[str, Score]) -> None:
     weak = {task: score for task, score in reference.items() if score.accuracy < LEAST_ACCURACY}
     assert not weak, accuracy_table(reference)
+
+
+@pytest.mark.proof
+def test_transformers_still_give_the_kept_answers() -> None:
+    assert computed_answers() == kept_answers()
 
 
 @pytest.mark.slow
@@ -65,15 +84,14 @@ def test_the_offline_engine_scores_as_transformers_do(
 
 
 @pytest.mark.slow
-def test_an_fp8_kv_cache_answers_as_well(
-    prompts: list[Prompt], reference: dict[str, Score]
-) -> None:
+def test_an_fp8_kv_cache_answers_as_well(some: tuple[list[Prompt], dict[str, Score]]) -> None:
     """Some look-ups find one fact in 3,000 tokens."""
+    prompts, reference = some
     texts = llm_answers(prompts, {"kv_cache_dtype": "fp8", "prefill_budget_tokens": 512})
     scores = accuracy_by_task(prompts, texts)
     assert scores["lookup"] == reference["lookup"]
     for task, score in scores.items():
-        # A task has 50 prompts, so one answer is more than one point.
+        # One answer is more than one point.
         assert score.right >= reference[task].right - max(1, score.total // 100), task
 
 
@@ -95,8 +113,9 @@ def _text(message: ChatCompletionMessage) -> str:
 @pytest.mark.slow
 @pytest.mark.process
 def test_the_server_scores_as_transformers_do(
-    prompts: list[Prompt], reference: dict[str, Score]
+    some: tuple[list[Prompt], dict[str, Score]],
 ) -> None:
+    prompts, reference = some
     with run_server("--max-prefill-length", "512") as server:
         client = server.wait_ready().client()
 
