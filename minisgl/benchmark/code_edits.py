@@ -2,7 +2,7 @@
 
 A request asks for a file after an edit. The file before the edit is in the prompt, and it is the
 request's prediction. The weights are random, so the engine takes the tokens of the new file in
-place of its draws (ModelRunner.replay).
+place of its draws (ReplayTokens).
 
 code_edits.jsonl has 20 edits, each of another file and another commit: the newest ones of 10 to 60
 changed lines in files of 150 to 230 lines. A line of it has the commit, the path, the old file, and
@@ -25,18 +25,28 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.outbox import raise_failure
-from minisgl.core import Batch, EngineConfig, Int32Array, SamplingParams, SchedulerConfig
+from minisgl.core import EngineConfig, Int32Array, SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.drafts import with_speculation
-from minisgl.engine import DEFAULT_EXTENSIONS, Engine, resolve_device
-from minisgl.engine.model_runner import LaunchedStep
-from minisgl.engine.step_launcher import StepLauncher
+from minisgl.engine import (
+    DEFAULT_EXTENSIONS,
+    Engine,
+    Extensions,
+    ModelRunner,
+    Stage,
+    StepColumns,
+    StepTensors,
+    resolve_device,
+)
+from minisgl.engine.launched import LaunchedStep
+from minisgl.engine.sampler import Finish, default_finish
 from minisgl.message.messages import AddReq, DraftTotals, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.process import build_scheduler
@@ -92,26 +102,46 @@ def pages_for(edits: Sequence[Edit], concurrency: int, page_size: int) -> int:
     return sum(pages[-concurrency:])
 
 
-class ReplayEngine(Engine):
-    """An engine that samples the tokens of the new file. edits: those of all requests."""
+class ReplayTokens(Stage):
+    """Lets an engine sample the tokens of the new file: a stage and the Finish of all steps.
 
-    edits: Sequence[Edit] = ()
+    edits: those of all requests.
+    """
 
-    def _assemble(self, counts: Sequence[int]) -> StepLauncher:
-        launcher = super()._assemble(counts)
-        replay = torch.full_like(launcher.runner.token_pool, -1)
-        launcher.runner = replace(launcher.runner, replay=replay)
-        return launcher
+    def __init__(self, edits: Sequence[Edit]) -> None:
+        self._edits = edits
 
-    def launch(self, batch: Batch) -> LaunchedStep:
-        for row, tokens, _ in batch.histories:
-            edit = next(edit for edit in self.edits if np.array_equal(edit.prompt, tokens))
-            replay = self._launcher.runner.replay
-            assert replay is not None, "the runner must have a replay; this is a bug"
-            with self._on_stream():
-                output = torch.from_numpy(edit.output).to(replay.device)
-                replay[row, len(tokens) : len(tokens) + len(output)] = output
-        return super().launch(batch)
+    def added_to(self, extensions: Extensions) -> Extensions:
+        """Return the extensions with this stage and this finish."""
+        stages = (*extensions.stages, self._stage)
+        return replace(extensions, stages=stages, finish=self._finish_of)
+
+    def before(self, x: StepTensors) -> None:
+        for row, tokens, _ in x.batch.histories:
+            edit = next(edit for edit in self._edits if np.array_equal(edit.prompt, tokens))
+            output = torch.from_numpy(edit.output).to(self._replay.device)
+            self._replay[row, len(tokens) : len(tokens) + len(output)] = output
+
+    @property
+    def launched(self) -> type[LaunchedStep]:
+        return self._finish.launched
+
+    def result_rows(self, width: int) -> int:
+        return self._finish.result_rows(width)
+
+    def put(self, columns: StepColumns, drawn: Tensor, finite: Tensor) -> Tensor:
+        views = columns.token_views()
+        given = self._replay[views.rows.long(), (views.start + views.lengths).long()]
+        return self._finish.put(columns, torch.where(given >= 0, given, drawn), finite)
+
+    def _stage(self, runner: ModelRunner) -> Stage:
+        # A number that is not negative takes the place of the token at this row and position.
+        self._replay = torch.full_like(runner.token_pool, -1)
+        return self
+
+    def _finish_of(self, runner: ModelRunner) -> Finish:
+        self._finish = default_finish(runner)
+        return self
 
 
 def run(
@@ -191,8 +221,9 @@ def main(argv: Sequence[str]) -> int:
             extensions = with_speculation(method, DEFAULT_EXTENSIONS)
             label = method or "no drafts"
             sys.stderr.write(f"{label}: loading {options.model}\n")
-            engine = ReplayEngine(config, SingleCommunicator(), extensions=extensions)
-            engine.edits, inbox = edits, LocalInbox()
+            extensions = ReplayTokens(edits).added_to(extensions)
+            engine = Engine(config, SingleCommunicator(), extensions=extensions)
+            inbox = LocalInbox()
             # Without a prefix cache, every run computes all prompts.
             policy = SchedulerConfig(cache_type="naive")
             scheduler = build_scheduler(engine, policy, inbox, outbox.append)

@@ -253,11 +253,11 @@ def _sample(
 
 
 def _step(reqs: int) -> Case:
-    """All metadata kernels of one decode step, with page updates."""
+    """All metadata kernels of one decode step."""
 
     def make() -> Callable[[], object]:
-        layout = kernel.StepLayout(max_reqs=reqs, max_updates=reqs, max_chunk_tokens=0)
-        views = layout.views(torch.zeros(layout.size, dtype=torch.int32, device="cuda"))
+        layout = kernel.StepLayout(reqs)
+        views = layout.views(torch.zeros(layout.words, dtype=torch.int32, device="cuda"))
         views.rows.copy_(torch.randperm(reqs))
         views.start.copy_(_integers(2000, reqs))
         views.lengths.fill_(1)
@@ -268,17 +268,16 @@ def _step(reqs: int) -> Case:
         indices = _integers(1, reqs * 256)
 
         def call() -> None:
-            kernel.update_pages(table, views.page_rows, views.page_cols, views.page_ids)
             requests = views.rows, views.start, views.first
             outputs = ids[:reqs], positions[:reqs], slots[:reqs]
-            kernel.stage_tokens(*requests, views.chunk_ids, reqs, table, pool, 16, *outputs)
+            kernel.stage_tokens(*requests, ids[:0], reqs, table, pool, 16, *outputs)
             contexts = views.rows, views.start, views.lengths
             kernel.kv_metadata(*contexts, table, 16, indptr, indices, last[:reqs])
             kernel.put_tokens(pool, *contexts, views.samples, ids)
 
         return call
 
-    return Case(f"step metadata, 4 launches, {reqs} reqs", 0, make)
+    return Case(f"step metadata, 3 launches, {reqs} reqs", 0, make)
 
 
 def measure(case: Case, bandwidth: float) -> Figure:

@@ -16,7 +16,7 @@ def step_sizes(largest: int, host_bound: int = 0) -> list[int]:
 
     Matrix kernels compute whole tiles of rows. Above 256 rows a tile has 128 rows, so 448 tokens
     take as long as 512. The distance between two sizes grows with the size. On a GPU, steps of up
-    to 4,096 tokens are padded to the sizes of graphs (engine/piecewise_graph.py), so a chunk should
+    to 4,096 tokens are padded to the sizes of graphs (engine.step.PiecewiseStep), so a chunk should
     fill one of them. The scheduler does not know host_bound. It also fills the sizes that it
     replaces, which costs no time.
     """

@@ -26,11 +26,13 @@ from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFTS
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import calibration, memory, warmup
 from minisgl.engine.check import check_memory
-from minisgl.engine.cuda_graph import DecodeGraphs, DecodeShape
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
-from minisgl.engine.model_runner import LaunchedStep, ModelRunner
-from minisgl.engine.piecewise_graph import PieceGraphs
-from minisgl.engine.step_launcher import StepLauncher
+from minisgl.engine.graphs import DecodeShape, capture_steps
+from minisgl.engine.launched import LaunchedStep
+from minisgl.engine.model_runner import DraftTensors, ModelRunner
+from minisgl.engine.stages import CachedLengths, Stage
+from minisgl.engine.step import StepLauncher, StepParts
+from minisgl.engine.step_tensors import Packer
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.layers.rotary import query_scale_table, rope_table
 from minisgl.models.build import build_model
@@ -133,7 +135,7 @@ class Engine:
             config.page_size,
             sum(pool.num_bytes for pool in self._pools),
             self.max_seq_len,
-            0 if self._launcher.graphs is None else len(self._launcher.graphs.graphs),
+            len(self._launcher.graphs.decode),
             graph_bytes,
             memory.free_bytes(self._device),
         )
@@ -174,7 +176,7 @@ class Engine:
             warmup.warm_up(self, DRAFT_WIDTHS if self._drafting else DRAFT_WIDTHS[:1])
             with self._on_stream():
                 self._launcher.warm_up_masks()
-            if self._device.type != "cpu" and self._launcher.pieces is None:
+            if self._device.type != "cpu" and not self._launcher.graphs.pieces:
                 warmup.run_every_size(self, self._max_chunk_tokens)
             if self._device.type != "cpu" and self._config.num_pages is not None:
                 warmup.run_largest(self, self._max_chunk_tokens, self._drafting)
@@ -257,7 +259,10 @@ class Engine:
         ]
         positions = self.max_seq_len + drafts + 1
         token_pool = torch.zeros((rows, positions), dtype=torch.int32, device=self._device)
-        cached = torch.zeros_like(token_pool[:, 0]) if self._drafting else None
+        drafting: DraftTensors | None = None
+        if self._drafting:
+            zeros = torch.zeros((3, rows), dtype=torch.int32, device=self._device)
+            drafting = DraftTensors(*zeros)
         runner = ModelRunner(
             model=self._model,
             pools=pools,
@@ -269,15 +274,22 @@ class Engine:
                 self.extensions.attention_backends,
                 *pools[1:],
             ),
-            columns=self.extensions.sampling_columns,
+            packer=Packer(
+                self.extensions.sampling_columns,
+                dummy_row=config.max_running_reqs,
+                max_pages=max_pages,
+                pinned=self._device.type == "cuda",
+            ),
             ropes=tuple(_with_rows(table, drafts) for table in tables),
             query_scale=query_scale_table(model.query_scale, positions, self._device),
             page_table=torch.cat(page_tables),
             token_pool=token_pool,
-            cached=cached,
-            tails=torch.full_like(cached, token_pool.shape[1]) if cached is not None else None,
+            drafts=drafting,
         )
-        return StepLauncher(runner, self.extensions.logits_processors)
+        stages: list[Stage] = [] if drafting is None else [CachedLengths(drafting)]
+        stages += [make(runner) for make in self.extensions.stages]
+        parts = StepParts(runner, tuple(stages), self.extensions.finish(runner))
+        return StepLauncher(parts, self.extensions.logits_processors)
 
     @property
     def _drafting(self) -> bool:
@@ -301,11 +313,9 @@ class Engine:
                 free.append(memory.free_bytes(self._device))
 
         if self._device.type == "cuda" and shapes:
-            launcher, runner = self._launcher, self._launcher.runner
-            launcher.graphs = graphs = DecodeGraphs(runner, shapes, largest_first)
-            if graphs.graphs:
-                shared = graphs.rehearsed, graphs.memory
-                launcher.pieces = PieceGraphs(runner, token_sizes, *shared, largest_first)
+            parts, processors = self._launcher.parts, self._launcher.processors
+            graphs = capture_steps(parts, shapes, token_sizes, largest_first)
+            self._launcher = StepLauncher(parts, processors, graphs)
             self._clear_dummy()
         return free
 
@@ -369,7 +379,7 @@ class Engine:
         torch.cuda.empty_cache()
         free = self._capture(sizes[-2:], token_sizes[-2:])
         taken = free[0] - memory.free_bytes(self._device)
-        self._launcher.graphs = self._launcher.pieces = None
+        self._launcher = StepLauncher(self._launcher.parts, self._launcher.processors)
         torch.cuda.empty_cache()
         each = memory.further_graph_bytes(free, min(len(sizes), 2)) + _DRIVER_BLOCK_BYTES
         return taken + each * memory.further_graphs(sizes, token_sizes) if taken else 0

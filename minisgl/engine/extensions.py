@@ -7,6 +7,9 @@ from typing import Any, Protocol
 from minisgl.core import SAMPLING_COLUMNS, Column, SamplingParams
 from minisgl.core.batch import DraftLengths
 from minisgl.engine.logits_processing import LogitsProcessor, Penalties, TokenBias
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.sampler import Finish, default_finish
+from minisgl.engine.stages import Stage
 from minisgl.kvcache import CacheListener
 from minisgl.message.messages import ConstraintTotals
 from minisgl.message.stats import KVEventTotals
@@ -42,6 +45,9 @@ class Extensions(ModelExtensions):
                        None: the cache has no listener.
     draft_lengths      makes the object that chooses the number of draft tokens, from the number of
                        rows. None: no step has drafts.
+    stages             each makes a stage of all steps from the engine's memory, in the order in
+                       which the stages run.
+    finish             makes the end of the sampler.
     """
 
     sampling_columns: tuple[Column, ...] = SAMPLING_COLUMNS
@@ -49,6 +55,8 @@ class Extensions(ModelExtensions):
     constraint_totals: ConstraintTotals | None = None
     cache_reporter: Callable[[int, int], CacheReporter] | None = None
     draft_lengths: Callable[[int], DraftLengths] | None = None
+    stages: tuple[Callable[[ModelRunner], Stage], ...] = ()
+    finish: Callable[[ModelRunner], Finish] = default_finish
 
     def open_states(self, params: SamplingParams) -> tuple[Any, ...] | None:
         """Return one state per processor for a new request; None if no processor edits its logits.

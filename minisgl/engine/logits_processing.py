@@ -1,6 +1,6 @@
 """Logits processors: edits of a request's logits before its next token is sampled.
 
-The engine skips this stage if no request of the step has edited logits. Otherwise it collects the
+The engine skips this work if no request of the step has edited logits. Otherwise it collects the
 edits of the processors before it queues the forward. Between the forward and the sampler it applies
 them to a float32 copy of the logits of all ids, in the order of `Extensions.logits_processors`.
 """
@@ -8,7 +8,7 @@ them to a float32 copy of the logits of all ids, in the order of `Extensions.log
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 
 from minisgl.core import Batch, Int32Array, RequestError, SamplingParams
 from minisgl.core.batch import EditedReq
+from minisgl.engine.model_runner import DraftTensors, ModelRunner
+from minisgl.engine.step_tensors import StepTensors
 from minisgl.kernel import (
     PenaltyTensors,
     StepViews,
@@ -44,11 +46,10 @@ class ProcessingStep:
     token_pool     int32 [rows, max_seq_len + 1] on the device; (batch.rows[i], position) is the id
                    of a token that this engine sampled.
     eos_token_ids  of the model.
-    cached         int32 [rows] on the device; the position of the newest token of each row that
-                   decodes. None without drafts: batch.start has it.
-    found          int32 [N] on the device; the number of drafts of the request whose logits begin
-                   at row i * batch.width. The drafts are in the token pool after the newest token.
-                   None if the step forwards no drafts.
+    drafts         None without drafts. Otherwise drafts.cached has the position of the newest token
+                   of each row that decodes, and drafts.found has at i the number of drafts of the
+                   request whose logits begin at row i * batch.width. The drafts are in the token
+                   pool after the newest token. `found` has no meaning if batch.width is 1.
     """
 
     batch: Batch
@@ -56,8 +57,7 @@ class ProcessingStep:
     views: StepViews[Tensor]
     token_pool: Tensor
     eos_token_ids: tuple[int, ...]
-    cached: Tensor | None = None
-    found: Tensor | None = None
+    drafts: DraftTensors | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +76,48 @@ class TokenMask:
     def __call__(self, logits: Tensor, first_id: int = 0) -> None:
         """Change logits, [N, n] of the ids from first_id on, in place."""
         apply_token_mask(logits, *self.compute(), first_id)
+
+
+class Edits(NamedTuple):
+    """The edits of a step, in the order in which they apply.
+
+    masks   applied to the logits of this rank's ids.
+    others  applied to the logits of all ids; then there are no masks.
+    local   whether the sampler needs the logits of this rank's ids only: the edits are token masks,
+            and the step reports no log-probabilities.
+    """
+
+    masks: tuple[TokenMask, ...] = ()
+    others: tuple[Edit, ...] = ()
+    local: bool = True
+
+
+NO_EDITS = Edits()
+
+
+def prepare_edits(
+    processors: "Sequence[LogitsProcessor[Any]]", x: StepTensors, runner: ModelRunner
+) -> Edits:
+    """Return the edits of a loaded step, before its forward is queued."""
+    reqs, edits = x.batch.logit_edits, list[Edit]()
+    if reqs:
+        step = ProcessingStep(
+            x.batch,
+            x.logit_rows(),
+            x.columns.token_views(),
+            runner.token_pool,
+            runner.model.config.eos_token_ids,
+            runner.drafts,
+        )
+        for number, processor in enumerate(processors):
+            edited = [(req, req.states[number]) for req in reqs if req.states[number] is not None]
+            edit = processor.prepare(edited, step) if edited else None
+            if edit is not None:
+                edits.append(edit)
+    masks = tuple(edit for edit in edits if isinstance(edit, TokenMask))
+    if len(masks) == len(edits) and x.batch.logprobs is None:
+        return Edits(masks=masks)
+    return Edits(others=tuple(edits), local=False)
 
 
 class Constraint(ABC):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minisgl.core.batch import Batch, HostLogprobs, Logprobs
 from minisgl.engine.logits_processing import upload
+from minisgl.engine.step_tensors import Logits, StepTensors
 from minisgl.kernel import top_logprobs
 from minisgl.models.decoder import CausalLM
 
@@ -22,7 +23,7 @@ _PROMPT_ROWS = 256  # prompt positions computed at a time: logits take 150 MB fo
 class PendingLogprobs:
     """Log-probabilities that the device copies to the host. Valid when the step is complete.
 
-    sampled   of the sampled tokens, in the order of StepInputs; None if no request asks for them.
+    sampled   of the sampled tokens, in the order of PackedBatch; None if no request asks for them.
     prompts   of prompt tokens, by the index of the request in the batch. Each entry is a list of
               the consecutive parts of the request's chunk.
     """
@@ -33,7 +34,7 @@ class PendingLogprobs:
     def read(self, places: NDArray[np.intp]) -> tuple[HostLogprobs | None, dict[int, HostLogprobs]]:
         """Return StepResult.logprobs and StepResult.prompt_logprobs.
 
-        places: intp [B], the position of each request in the packed buffer (StepInputs.places).
+        places: intp [B], the position of each request in the packed buffer (StepTensors.places).
         """
         sampled = None
         if self.sampled is not None:
@@ -45,37 +46,33 @@ class PendingLogprobs:
         return sampled, prompts
 
 
+def reports_prompts(batch: Batch) -> bool:
+    """Return whether a request of the step asks for log-probabilities of its prompt."""
+    return batch.logprobs is not None and bool((batch.logprobs.prompt >= 0).any())
+
+
 def start_logprobs(
-    model: CausalLM,
-    batch: Batch,
-    first_tokens: NDArray[np.intp],
-    hidden: Tensor | None,
-    logits: Tensor | None,
-    next_tokens: Tensor | None,
+    model: CausalLM, x: StepTensors, out: Logits, tokens: Tensor
 ) -> PendingLogprobs | None:
     """Queue the computation of the log-probabilities and their copies to the host.
 
-    Returns None if batch.logprobs is None.
-
-    first_tokens: [B], the index of the first token of each chunk among the rows of `hidden`.
-    hidden: [T or more, H], hidden states after the final norm; None if no request asks for
-    log-probabilities of its prompt.
-    logits: float32 [N, V], before any edit. next_tokens: int32, row 0 the first
-    tokens [N], from sampler.sample_tokens.
-    Both are None if no request samples.
+    Returns None if x.batch.logprobs is None. tokens: int32, as Finish.put returns it.
     """
-    wanted, reqs = batch.logprobs, batch.num_reqs
+    batch, hidden = x.batch, out.hidden
+    wanted, reqs = batch.logprobs, len(batch.rows)
     if wanted is None:
         return None
     sampled = None
     count = int(wanted.sampled.max(initial=-1))
-    if count >= 0 and logits is not None and next_tokens is not None:
-        sampled = _to_host(top_logprobs(logits[:reqs], next_tokens[0, :reqs], count))
+    if count >= 0 and out.full is not None:
+        first = out.full if x.columns.width == 1 else out.full[x.columns.first_logits().long()]
+        sampled = _to_host(top_logprobs(first[:reqs], tokens[0, :reqs], count))
     prompts: dict[int, list[Logprobs[Tensor]]] = {}
     if hidden is None:
         return PendingLogprobs(sampled, prompts)
     targets = upload({"targets": np.maximum(wanted.prompt_targets, 0)}, hidden.device)["targets"]
     head, asking = model.lm_head, np.flatnonzero(wanted.prompt >= 0)
+    first_tokens = np.cumsum(x.lengths) - x.lengths
     parts = torch.split(targets, batch.lengths[asking].tolist())
     for index, chosen in zip(asking.tolist(), parts, strict=True):
         positions = hidden[int(first_tokens[index]) :][: len(chosen)]

@@ -17,7 +17,7 @@ from minisgl.attention.base import AttentionNeeds
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers, step_sizes
 from minisgl.core.batch import MAX_DRAFT_TOKENS
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
-from minisgl.engine.cuda_graph import DecodeShape, graph_shapes
+from minisgl.engine.graphs import DecodeShape, graph_shapes
 from minisgl.kvcache.pool import KVSpec
 from minisgl.models.decoder import local_kv_spec
 from minisgl.models.spec import ModelSpec

@@ -1,66 +1,122 @@
-"""The second half of a step: the next token of each row, from its logits."""
+"""The sampler: a token of each row of logits, and the `Finish` that hands the tokens on.
 
-from typing import NamedTuple
+No function waits for the device, so a CUDA graph can capture them.
+"""
 
-import numpy as np
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from minisgl.core import SAMPLING_COLUMNS, Batch
-from minisgl.engine.drafting import DraftStep
-from minisgl.engine.model_runner import ModelRunner
-from minisgl.kernel import SamplingTensors, StepViews, put_tokens, sample
+from minisgl.core import SAMPLING_COLUMNS
+from minisgl.engine.launched import LaunchedDrafts, LaunchedStep
+from minisgl.engine.model_runner import DraftTensors, ModelRunner
+from minisgl.engine.step_tensors import SamplingKind, StepColumns
+from minisgl.kernel import SamplingTensors, accept_drafts, put_tokens, sample
 
 
-class SamplingKind(NamedTuple):
-    """The work that the sampler must do for a step.
+class Finish(Protocol):
+    """The end of the sampler. An engine chooses one at its start, and CUDA graphs capture it."""
 
-    any_random  some request samples at random.
-    filters     some such request uses top_k, top_p or min_p.
-    """
+    @property
+    def launched(self) -> type[LaunchedStep]:
+        """The class of its steps, which reads the result on the host."""
 
-    any_random: bool
-    filters: bool
+    def result_rows(self, width: int) -> int:
+        """Return the rows of the result of steps of `width`."""
+
+    def put(self, columns: StepColumns, drawn: Tensor, finite: Tensor) -> Tensor:
+        """Write the new tokens to the token pool, where the next step reads them.
+
+        drawn: int32 [M], finite: bool [M], in the order of columns.token_views(). Returns the
+        result for the host, int32 [result_rows(width), N]; its first two rows are the first token
+        of each request, and whether the logits of this token are finite.
+        """
 
 
-def sampling_kind(batch: Batch) -> SamplingKind:
-    """Return the kind of a batch, from its sampling columns on the host."""
-    columns = batch.sampling
-    random: np.ndarray = columns["temperature"] > 0
-    filters = (columns["top_k"] > 0) | (columns["top_p"] < 1) | (columns["min_p"] > 0)
-    return SamplingKind(bool(random.any()), bool((random & filters).any()))
+class PutTokens:
+    """Puts each drawn token into the token pool. The width of all steps is 1."""
+
+    launched = LaunchedStep
+
+    def __init__(self, token_pool: Tensor) -> None:
+        self._token_pool = token_pool
+
+    def result_rows(self, width: int) -> int:
+        return 2
+
+    def put(self, columns: StepColumns, drawn: Tensor, finite: Tensor) -> Tensor:
+        views = columns.views
+        where = views.rows, views.start, views.lengths, views.samples
+        put_tokens(self._token_pool, *where, drawn)
+        return torch.stack((drawn, finite.int()))
 
 
-def sample_tokens(
+class AcceptDrafts:
+    """Compares the drafts with the drawn tokens, and puts the accepted ones into the token pool."""
+
+    launched = LaunchedDrafts
+
+    def __init__(self, token_pool: Tensor, drafts: DraftTensors) -> None:
+        self._token_pool, self._drafts = token_pool, drafts
+
+    def result_rows(self, width: int) -> int:
+        return 6 + width
+
+    def put(self, columns: StepColumns, drawn: Tensor, finite: Tensor) -> Tensor:
+        """As Finish.put, and write the lengths of the rows.
+
+        The rows of the result: the first token, whether its logits are finite, the number of
+        tokens, the number of drafts that agree, the number of drafts, whether they are predicted,
+        and all `width` tokens.
+        """
+        views, drafts, reqs = columns.views, self._drafts, len(columns.views.rows)
+        accepted = accept_drafts(
+            self._token_pool,
+            views.rows,
+            drafts.cached,
+            views.lengths,
+            views.samples,
+            drafts.found[: columns.num_decode],
+            columns.first_logits(),
+            drawn,
+            finite,
+            columns.num_decode,
+            columns.width,
+        )
+        tokens = accepted.tokens.t()
+        found = accepted.agreed, drafts.found[:reqs], drafts.predicted[:reqs]
+        counted = (accepted.finite.int(), accepted.counts, *found)
+        return torch.cat((tokens[:1], *(column.unsqueeze(0) for column in counted), tokens))
+
+
+def default_finish(runner: ModelRunner) -> Finish:
+    """Return the Finish of an engine that has no other."""
+    if runner.drafts is None:
+        return PutTokens(runner.token_pool)
+    return AcceptDrafts(runner.token_pool, runner.drafts)
+
+
+def draw(
     runner: ModelRunner,
-    logits: Tensor,
-    views: StepViews[Tensor],
+    finish: Finish,
+    columns: StepColumns,
     kind: SamplingKind,
+    logits: Tensor,
     gathered: bool = False,
-    drafts: DraftStep | None = None,
 ) -> Tensor:
-    """Sample a token for each of the N rows, and write it to the token pool for the next step.
+    """Draw a token for each row of logits, and return the result of `finish`.
 
-    logits: [N, n] of this rank's ids, or with `gathered` [N, V] of all ids. Returns int32 [2, N]:
-    the tokens, and 1 for each row with finite logits. With `drafts`, logits has the M rows of
-    DraftStep.token_views, and the result is that of DraftStep.accept. The function does not wait
-    for the device, so that a CUDA graph can capture it.
+    logits: [M, n] of this rank's ids, or with `gathered` [M, V] of all ids; the rows are those of
+    columns.token_views().
     """
-    sampled_views = views if drafts is None else drafts.token_views()
-    columns = {column.name: sampled_views.sampling[column.name] for column in SAMPLING_COLUMNS}
-    position = sampled_views.start + sampled_views.lengths
+    views = columns.token_views()
+    values = {column.name: views.sampling[column.name] for column in SAMPLING_COLUMNS}
+    position = views.start + views.lengths
     params = SamplingTensors(
-        **columns, position=position, any_random=kind.any_random, filters=kind.filters
+        **values, position=position, any_random=kind.any_random, filters=kind.filters
     )
     if logits.is_cpu:
         logits = logits.float()
     sampled = sample(logits, params) if gathered else runner.model.lm_head.sample(logits, params)
-    tokens, finite = sampled.tokens, sampled.finite
-    if runner.replay is not None:
-        given = runner.replay[sampled_views.rows.long(), position.long()]
-        tokens = torch.where(given >= 0, given, tokens)
-    if drafts is not None:
-        return drafts.accept(tokens, finite)
-    where = views.rows, views.start, views.lengths, views.samples
-    put_tokens(runner.token_pool, *where, tokens)
-    return torch.stack((tokens, finite.int()))
+    return finish.put(columns, sampled.tokens, sampled.finite)

@@ -32,7 +32,6 @@ from minisgl.kernel.dispatch import (
     sample,
     silu_and_mul,
     stage_tokens,
-    update_pages,
 )
 from minisgl.kernel.drafts import Accepted
 from minisgl.kernel.elementwise import PendingNorm, rope
@@ -90,5 +89,4 @@ __all__ = [
     "stage_tokens",
     "store_kv",
     "top_logprobs",
-    "update_pages",
 ]

@@ -2,12 +2,13 @@
 
 This file has the torch references of these kernels.
 
-One int32 buffer goes to the device for each step. Padding needs no flags: a padding request is the
-dummy row with start 0 and length 1, and a padding page update writes the dummy page to the dummy
-row. The kernels below compute harmless values for them, in place, over tensors of fixed addresses.
+One int32 buffer goes to the device for each step: the columns of the requests, then the page
+updates, then the prompt tokens. Padding needs no flags: a padding request is the dummy row with
+start 0 and length 1. The kernels below compute harmless values for it, in place, over tensors of
+fixed addresses.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
@@ -24,16 +25,13 @@ _TORCH_DTYPES = {np.int32: torch.int32, np.float32: torch.float32, np.int64: tor
 
 
 class StepViews(NamedTuple, Generic[Array]):
-    """Views of one packed buffer; R = max_reqs, U = max_updates, C = max_chunk_tokens.
+    """The columns of R requests: views of one packed buffer.
 
     rows, start, lengths  int32 [R], as in core.Batch.
     first                 int32 [R]; exclusive sum of lengths, so the index of each request's first
                           token among the T tokens.
     samples               int32 [R]; 1 where the next token is written to the token pool.
     sampling              each sampling column, [R], by name.
-    page_rows, page_cols, page_ids
-                          int32 [U], as core.PageUpdates.
-    chunk_ids             int32 [C].
     """
 
     rows: Array
@@ -42,70 +40,37 @@ class StepViews(NamedTuple, Generic[Array]):
     first: Array
     samples: Array
     sampling: dict[str, Array]
-    page_rows: Array
-    page_cols: Array
-    page_ids: Array
-    chunk_ids: Array
 
 
-class StepLayout(NamedTuple):
-    """Capacities of a packed buffer, and the sampling columns in it.
+class StepLayout:
+    """The places of the columns of `reqs` requests at the beginning of a packed buffer.
 
-    The int64 columns come first, so that they are aligned. chunk_ids come last, so that a buffer
-    for many chunk tokens also serves steps with fewer.
+    words: int32 elements of the columns, an even number. The int64 columns come first, and int64
+    values may follow at `words`, so all of them are aligned to 8 bytes.
     """
 
-    max_reqs: int
-    max_updates: int
-    max_chunk_tokens: int
-    columns: tuple[Column, ...] = SAMPLING_COLUMNS
-
-    @property
-    def size(self) -> int:
-        """Return the number of int32 elements of the buffer."""
-        return self.chunk_offset + self.max_chunk_tokens
-
-    @property
-    def chunk_offset(self) -> int:
-        """Return the number of elements before chunk_ids."""
-        words = 5 + sum(_WORDS[column.dtype] for column in self.columns)
-        return words * self.max_reqs + 3 * self.max_updates
-
-    def views(self, buffer: Tensor) -> StepViews[Tensor]:
-        """Split an int32 [size] tensor, on host or device, aligned to 8 bytes, without a copy."""
-        return self._split(buffer, lambda part, dtype: part.view(_TORCH_DTYPES[dtype]))
+    def __init__(self, reqs: int, columns: Sequence[Column] = SAMPLING_COLUMNS) -> None:
+        wide = [column for column in columns if _WORDS[column.dtype] == 2]
+        narrow = [column for column in columns if _WORDS[column.dtype] == 1]
+        begin, end = 2 * reqs * len(wide), (2 * len(wide) + 5) * reqs
+        self.reqs, self._fields = reqs, slice(begin, end)
+        places = [slice(2 * reqs * nth, 2 * reqs * (nth + 1)) for nth in range(len(wide))]
+        places += [slice(end + reqs * nth, end + reqs * (nth + 1)) for nth in range(len(narrow))]
+        self._columns = list(zip((*wide, *narrow), places, strict=True))
+        end += reqs * len(narrow)
+        self.words = end + end % 2
 
     def host_views(self, buffer: NDArray[np.int32]) -> StepViews[NDArray[Any]]:
-        """Split an int32 [size] array, aligned to 8 bytes, without a copy."""
-        return self._split(buffer, lambda part, dtype: part.view(dtype))
+        """Split an array of at least `words` elements, without a copy."""
+        sampling = {column.name: buffer[at].view(column.dtype) for column, at in self._columns}
+        rows, start, lengths, first, samples = buffer[self._fields].reshape(5, self.reqs)
+        return StepViews(rows, start, lengths, first, samples, sampling)
 
-    def _split(self, buffer: Any, cast: Callable[[Any, Any], Array]) -> StepViews[Array]:
-        offset = 0
-
-        def take(count: int, words: int = 1) -> Any:
-            nonlocal offset
-            begin, offset = offset, offset + count * words
-            return buffer[begin:offset]
-
-        wide = [column for column in self.columns if _WORDS[column.dtype] == 2]
-        narrow = [column for column in self.columns if _WORDS[column.dtype] == 1]
-        reqs, updates = self.max_reqs, self.max_updates
-        sampling = {column.name: cast(take(reqs, 2), column.dtype) for column in wide}
-        fields = take(5 * reqs).reshape(5, reqs)
-        sampling |= {column.name: cast(take(reqs), column.dtype) for column in narrow}
-        pages = take(3 * updates).reshape(3, updates)
-        return StepViews._make([*fields, sampling, *pages, buffer[offset:]])
-
-
-def update_pages(
-    page_table: Tensor, page_rows: Tensor, page_cols: Tensor, page_ids: Tensor
-) -> None:
-    """Set page_table[page_rows, page_cols] = page_ids in place.
-
-    page_table: int32 [rows, max_pages]; the others int32 [U]. A pair of row and column may occur
-    several times, with the same page id each time. No host sync; graph-capturable.
-    """
-    page_table[page_rows.long(), page_cols.long()] = page_ids
+    def views(self, buffer: Tensor) -> StepViews[Tensor]:
+        """Split an int32 tensor of at least `words` elements, without a copy."""
+        sampling = {c.name: buffer[at].view(_TORCH_DTYPES[c.dtype]) for c, at in self._columns}
+        rows, start, lengths, first, samples = buffer[self._fields].view(5, self.reqs).unbind()
+        return StepViews(rows, start, lengths, first, samples, sampling)
 
 
 def stage_tokens(

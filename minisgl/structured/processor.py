@@ -199,16 +199,16 @@ class _NewTokens:
         pool, width = step.token_pool, step.batch.width
         at = upload(arrays, pool.device)
         rows = at["rows"]
-        if step.cached is None:
+        if step.drafts is None:
             copied = pool[rows, at["newest"]]
         else:
-            newest = step.cached[rows]
+            newest = step.drafts.cached[rows]
             window = torch.arange(-MAX_DRAFTS, width, device=pool.device) + newest.unsqueeze(1)
             ids = pool[rows.unsqueeze(1), window.clamp(0, pool.shape[1] - 1)]
-            found = torch.zeros_like(newest) if step.found is None else step.found[at["requests"]]
+            found = step.drafts.found[at["requests"]]
             copied = torch.cat((newest.unsqueeze(1), found.unsqueeze(1), ids), dim=1)
         self._ids = copied.to("cpu", non_blocking=True)
-        self._drafting = step.cached is not None
+        self._drafting = step.drafts is not None
         self._copied: torch.cuda.Event | None = None
         if pool.device.type == "cuda":
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.benchmark.code_edits import Edit, ReplayEngine
+from minisgl.benchmark.code_edits import Edit, ReplayTokens
 from minisgl.core import EngineConfig, SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine
@@ -68,13 +68,14 @@ def test_graphs_accept_all_right_drafts(reqs: int, source: str, folder: str) -> 
     """The replayed output repeats the prompt, or is the prediction: a step gives eight tokens."""
     config = EngineConfig(model_path=folder, dummy_weight=True, max_running_reqs=6, **BF16)
     drafts = ChangingDrafts(7, changing=False)
-    engine = ReplayEngine(config, SingleCommunicator(), extensions=with_drafts(drafts))
     rng = np.random.default_rng(0)
     texts = [rng.permutation(1000)[:160].astype(np.int32) + 3 for _ in range(reqs)]
     if source == "prompt":
         texts = [np.tile(text[:40], 4) for text in texts]
     cut = 80 if source == "prediction" else 160
-    engine.edits = [Edit(text[:80], text[80:], text[cut:]) for text in texts]
+    edits = [Edit(text[:80], text[80:], text[cut:]) for text in texts]
+    extensions = ReplayTokens(edits).added_to(with_drafts(drafts))
+    engine = Engine(config, SingleCommunicator(), extensions=extensions)
     inbox, outbox = LocalInbox(), deque()
     scheduler = Scheduler(
         engine,
@@ -85,14 +86,14 @@ def test_graphs_accept_all_right_drafts(reqs: int, source: str, folder: str) -> 
         send=outbox.append,
         extensions=engine.extensions,
     )
-    for uid, edit in enumerate(engine.edits):
+    for uid, edit in enumerate(edits):
         sampling = SamplingParams(max_tokens=80, ignore_eos=True)
         ids, prediction = edit.prompt.tobytes(), edit.prediction.tobytes()
         message = AddReq(uid=uid, token_ids=ids, sampling=sampling, prediction=prediction)
         inbox.messages.append(message)
     while inbox.messages or not scheduler.idle:
         scheduler.iterate()
-    for uid, edit in enumerate(engine.edits):
+    for uid, edit in enumerate(edits):
         pairs = [pair for out in outbox for pair in zip(out.uids, out.token_ids, strict=True)]
         assert [token for owner, token in pairs if owner == uid] == edit.output.tolist()
     assert drafts.agreed == drafts.drafted

@@ -187,9 +187,12 @@ def test_decode_splits_contexts_anywhere(
 
 
 def packed_step() -> tuple[StepLayout, Tensor, Tensor, Tensor]:
-    """3 decode reqs, chunks of 5, 1 and 300 tokens, 2 padded reqs; tables without equal entries."""
-    layout = StepLayout(max_reqs=8, max_updates=4, max_chunk_tokens=400)
-    buffer = torch.full((layout.size,), -7, dtype=torch.int32)
+    """3 decode reqs, chunks of 5, 1 and 300 tokens, 2 padded reqs; tables without equal entries.
+
+    The chunk ids stand after the columns of the buffer.
+    """
+    layout = StepLayout(8)
+    buffer = torch.full((layout.words + 400,), -7, dtype=torch.int32)
     views = layout.views(buffer)
     lengths = torch.tensor([1, 1, 1, 5, 1, 300, 1, 1])
     views.rows.copy_(torch.tensor([4, 0, 6, 2, 5, 1, 9, 9]))
@@ -197,12 +200,10 @@ def packed_step() -> tuple[StepLayout, Tensor, Tensor, Tensor]:
     views.lengths.copy_(lengths)
     views.first.copy_(lengths.cumsum(0) - lengths)
     views.samples.copy_(torch.tensor([1, 1, 1, 0, 1, 1, 0, 0]))
-    views.chunk_ids.copy_(torch.randint(0, 1000, (400,)))
-    views.page_rows.copy_(torch.tensor([4, 6, 9, 9]))
-    views.page_cols.copy_(torch.tensor([0, 24, 0, 0]))
-    views.page_ids.copy_(torch.tensor([5000, 6000, 9999, 9999]))
+    buffer[layout.words :] = torch.randint(0, 1000, (400,))
     views.sampling["seed"].copy_(torch.arange(8) - 2**62)
     page_table = torch.randperm(10 * 25, dtype=torch.int32).view(10, 25)
+    page_table[4, 0], page_table[6, 24] = 5000, 6000
     token_pool = torch.randperm(10 * 420, dtype=torch.int32).view(10, 420)
     return layout, buffer.to(DEVICE), page_table.to(DEVICE), token_pool.to(DEVICE)
 
@@ -213,27 +214,23 @@ def test_packed_views_travel_with_the_buffer() -> None:
     assert views.sampling["seed"].tolist() == (torch.arange(8) - 2**62).tolist()
     views.sampling["top_p"].fill_(0.25)
     assert set(layout.views(buffer.clone()).sampling["top_p"].tolist()) == {0.25}
-    assert views.chunk_ids.data_ptr() - buffer.data_ptr() == 4 * layout.chunk_offset
 
 
 def test_step_metadata() -> None:
     from minisgl.kernel.triton import step as kernels
 
     layout, buffer, page_table, token_pool = packed_step()
-    views = layout.views(buffer)
-    tables = page_table, page_table.clone()
+    views, chunk_ids = layout.views(buffer), buffer[layout.words :]
     outputs = []
-    for module, table in zip((step, kernels), tables, strict=True):
-        module.update_pages(table, views.page_rows, views.page_cols, views.page_ids)
+    for module in (step, kernels):
         out = torch.full((3, 311), -1, dtype=torch.int32, device=DEVICE)
         reqs = views.rows, views.start, views.first
-        module.stage_tokens(*reqs, views.chunk_ids, 3, table, token_pool, 16, *out)
+        module.stage_tokens(*reqs, chunk_ids, 3, page_table, token_pool, 16, *out)
         outputs.append(out)
-    assert torch.equal(*tables)
     assert torch.equal(*outputs)
     ids, positions, slots = outputs[1]
     assert ids[2] == token_pool[6, 399]
-    assert ids[3:].tolist() == views.chunk_ids[:308].tolist()
+    assert ids[3:].tolist() == chunk_ids[:308].tolist()
     assert positions[:10].tolist() == [7, 16, 399, 0, 1, 2, 3, 4, 31, 50]
     assert slots[0] == 5000 * 16 + 7
     assert slots[2] == 6000 * 16 + 15

@@ -9,6 +9,7 @@ from minisgl.core import Batch, EngineConfig, PageUpdates, SamplingParams, StepR
 from minisgl.core.batch import DraftLengths, LogprobsRequest
 from minisgl.core.columns import sampling_arrays
 from minisgl.distributed.comm import Communicator, SingleCommunicator
+from minisgl.drafts import with_ngrams
 from minisgl.engine import Engine, Extensions
 from minisgl.quantization import with_quantizations
 
@@ -38,12 +39,13 @@ def make_engine(
     comm: Communicator | None = None,
     drafts: DraftLengths | None = None,
     attention_backends: tuple[type[AttentionBackend], ...] = (),
+    extensions: Extensions | None = None,
     **overrides: object,
 ) -> Engine:
     """Return a float32 CPU engine with 64 pages of 4 tokens and 6 rows, except for `overrides`.
 
     drafts: the extension of the engine; None: an engine without drafts. attention_backends: further
-    ones (Extensions).
+    ones (Extensions). extensions: in place of those of with_drafts.
     """
     settings: dict[str, object] = {
         "model_path": path,
@@ -54,12 +56,14 @@ def make_engine(
     }
     comm = comm or SingleCommunicator()
     config = EngineConfig(**settings | overrides)  # type: ignore[arg-type]
-    extensions = replace(with_drafts(drafts), attention_backends=attention_backends)
+    extensions = extensions or with_drafts(drafts)
+    extensions = replace(extensions, attention_backends=attention_backends)
     return Engine(config, comm, extensions=extensions)
 
 
 def with_drafts(drafts: DraftLengths | None) -> Extensions:
-    return replace(with_quantizations(), draft_lengths=drafts and (lambda rows: drafts))
+    extensions = with_quantizations()
+    return extensions if drafts is None else with_ngrams(lambda rows: drafts, extensions)
 
 
 def logprobs_of(*work: Work, prompts: bool) -> LogprobsRequest:

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from minisgl.core import ConfigError, SamplingParams
-from minisgl.engine import drafting
+from minisgl.drafts import ngram
 from tests.parity.drafter import drafts_of
 from tests.parity.driver import make_engine
 from tests.parity.test_scheduler_parity import (
@@ -61,7 +61,7 @@ def test_drafts_change_no_token(
     expected = without_drafts(path, kind)
     if drafter != "n-gram":
         sequences = [p + o for p, o in zip(prompts() * 2, expected, strict=True)]
-        monkeypatch.setattr(drafting, "find_drafts", drafts_of(sequences, drafter))
+        monkeypatch.setattr(ngram, "find_drafts", drafts_of(sequences, drafter))
     drafts = ChangingDrafts(7)
     outputs, scheduler, recorder = run(path, case, KINDS[kind], drafts)
     assert outputs == expected

@@ -14,20 +14,6 @@ _REQ_FIELDS = ["rows", "start"]  # views into the packed buffer, at any alignmen
 
 
 @triton.jit(
-    do_not_specialize=["num_updates"],
-    do_not_specialize_on_alignment=["page_rows", "page_cols", "page_ids"],
-)
-def _update_pages(
-    page_table, page_rows, page_cols, page_ids, num_updates, row_stride, BLOCK: tl.constexpr
-):
-    update = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = update < num_updates
-    row = tl.load(page_rows + update, mask=mask, other=0).to(tl.int64)
-    col = tl.load(page_cols + update, mask=mask, other=0)
-    tl.store(page_table + row * row_stride + col, tl.load(page_ids + update, mask=mask), mask=mask)
-
-
-@triton.jit(
     do_not_specialize=["num_reqs", "num_tokens", "num_decode_tokens", "search_steps"],
     do_not_specialize_on_alignment=[
         *_REQ_FIELDS,
@@ -151,23 +137,6 @@ def _put_tokens(
     position = tl.load(start + req, mask=mask, other=0) + tl.load(lengths + req, mask=mask, other=0)
     token = tl.load(tokens + req, mask=mask, other=0)
     tl.store(token_pool + row * pool_stride + position, token, mask=mask)
-
-
-def update_pages(
-    page_table: Tensor, page_rows: Tensor, page_cols: Tensor, page_ids: Tensor
-) -> None:
-    """See the reference."""
-    updates = len(page_ids)
-    if updates:
-        _update_pages[(triton.cdiv(updates, _BLOCK),)](
-            page_table,
-            page_rows,
-            page_cols,
-            page_ids,
-            updates,
-            page_table.stride(0),
-            BLOCK=_BLOCK,
-        )
 
 
 def stage_tokens(

@@ -3,17 +3,23 @@
 The results of attention for the padding of a graph hold NaN, like uninitialised memory on a GPU.
 """
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionStep
 from minisgl.attention.torch import TorchAttention, _DecodeStep
-from minisgl.engine.engine import Engine
-from minisgl.engine.model_runner import ModelRunner
-from minisgl.engine.piecewise_graph import PieceForward, PieceGraphs, _Piece
+from minisgl.core import Batch
+from minisgl.engine import Engine, ModelRunner
+from minisgl.engine.step import (
+    Piece,
+    PieceForward,
+    PiecewiseStep,
+    Step,
+    StepGraphs,
+    StepLauncher,
+    StepParts,
+)
 from minisgl.models.decoder import Attended
 from tests.parity import test_scheduler_parity as parity
 from tests.parity.models import build_model
@@ -26,10 +32,6 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return build_model("qwen3", tmp_path_factory.mktemp("model"))
 
 
-def largest_first(sizes: Sequence[int], title: str) -> Sequence[int]:
-    return sizes[::-1]
-
-
 class CutError(Exception):
     """Ends a forward at the attention of a layer."""
 
@@ -40,7 +42,7 @@ class Rerun:
     The layers before read the results of their attention from the pieces before.
     """
 
-    def __init__(self, runner: ModelRunner, tokens: Tensor, pieces: list[_Piece]) -> None:
+    def __init__(self, runner: ModelRunner, tokens: Tensor, pieces: list[Piece]) -> None:
         self._runner, self._tokens, self._pieces = runner, tokens, pieces
         self._nth = len(pieces)
 
@@ -76,10 +78,11 @@ class LastRerun(Rerun):
         return attended
 
 
-def emulated(self: PieceGraphs, runner: ModelRunner, size: int, memory: object) -> PieceForward:
-    """Takes the place of PieceGraphs._capture."""
-    tokens = torch.as_strided(self._tokens, (len(runner.padding), size), (size, 1))
-    config, pieces = runner.model.config, list[_Piece]()
+def emulated(parts: StepParts, size: int) -> PieceForward:
+    """Takes the place of graphs.capture_pieces."""
+    runner = parts.runner
+    tokens = torch.zeros((len(runner.padding), size), dtype=torch.int32)
+    config, pieces = runner.model.config, list[Piece]()
     attended = runner.model.model.empty_attended(size)
     for layer in range(config.num_layers):
         shape = size, config.q_heads, config.head_dim
@@ -88,15 +91,15 @@ def emulated(self: PieceGraphs, runner: ModelRunner, size: int, memory: object) 
         out = attended.heads.view(shape) if last else attended.heads.new_empty(shape)
         if isinstance(graph, LastRerun):
             graph.residual = attended.residual
-        pieces.append(_Piece(graph, layer, attended.heads.new_empty(shape), out, None))  # type: ignore[arg-type]
-    return PieceForward(size, tokens, pieces, attended)
+        pieces.append(Piece(graph, layer, attended.heads.new_empty(shape), out, None))  # type: ignore[arg-type]
+    return PieceForward(tokens, tuple(pieces), attended)
 
 
 @pytest.fixture
-def picked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, PieceForward | None]]:
-    """Let engines run steps by pieces. Returns the tokens and the forward of each step."""
-    found: list[tuple[int, PieceForward | None]] = []
-    pick, assemble = PieceGraphs.pick, Engine._assemble
+def picked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Step]]:
+    """Let engines run steps by pieces. Returns the tokens of each step, and its way to run."""
+    found: list[tuple[int, Step]] = []
+    pick, assemble = StepLauncher.pick, Engine._assemble
     prepare = TorchAttention._prepare_decode
 
     def of_the_request(self: TorchAttention, step: AttentionStep, longest: int) -> _DecodeStep:
@@ -106,19 +109,20 @@ def picked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, PieceForward | No
         slots, within = prepared.slots, prepared.mask.any(1)
         return prepared._replace(slots=torch.where(within, slots, slots[:, :1]))
 
-    def record(self: PieceGraphs, num_tokens: int) -> PieceForward | None:
-        found.append((num_tokens, pick(self, num_tokens)))
+    def record(self: StepLauncher, batch: Batch) -> Step:
+        tokens = batch.num_decode * batch.width + batch.num_prefill_tokens
+        found.append((tokens, pick(self, batch)))
         return found[-1][1]
 
     @torch.inference_mode()
-    def with_pieces(self: Engine, counts: list[int]) -> object:
+    def with_pieces(self: Engine, counts: list[int]) -> StepLauncher:
         launcher = assemble(self, counts)
-        launcher.pieces = PieceGraphs(launcher.runner, [16, 32, 64], 1, None, largest_first)
-        return launcher
+        pieces = [emulated(launcher.parts, size) for size in (16, 32, 64)]
+        graphs = StepGraphs(pieces=tuple(pieces))
+        return StepLauncher(launcher.parts, launcher.processors, graphs)
 
     monkeypatch.setattr(TorchAttention, "_prepare_decode", of_the_request)
-    monkeypatch.setattr(PieceGraphs, "_capture", emulated)
-    monkeypatch.setattr(PieceGraphs, "pick", record)
+    monkeypatch.setattr(StepLauncher, "pick", record)
     monkeypatch.setattr(Engine, "_assemble", with_pieces)
     monkeypatch.setattr(Engine, "_clear_dummy", torch.inference_mode()(Engine._clear_dummy))
     return found
@@ -127,7 +131,7 @@ def picked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, PieceForward | No
 @pytest.mark.parametrize("index", [2, 3])
 @pytest.mark.parametrize("drafting", [False, True])
 def test_padding_of_pieces_reaches_no_request(
-    drafting: bool, index: int, path: str, picked: list[tuple[int, PieceForward | None]]
+    drafting: bool, index: int, path: str, picked: list[tuple[int, Step]]
 ) -> None:
     """A draft without a page is stored in the dummy page, as the padding is."""
     expected, _, _ = parity.run(path, PLAIN, [GREEDY])
@@ -135,7 +139,8 @@ def test_padding_of_pieces_reaches_no_request(
     drafts = ChangingDrafts(7) if drafting else None
     outputs, _, recorder = parity.run(path, parity.CASES[index], [GREEDY], drafts)
     assert outputs == expected
-    assert any(piece is not None and tokens < piece.size for tokens, piece in picked)
+    pieces = [(tokens, step) for tokens, step in picked if isinstance(step, PiecewiseStep)]
+    assert any(tokens < step.size for tokens, step in pieces)
     mixed = [batch for batch in recorder.batches if 0 < batch.num_decode < batch.num_reqs]
     assert any((batch.lengths[: batch.num_decode] < batch.width).any() for batch in mixed) == (
         drafting

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from minisgl.engine import Engine
-from minisgl.engine.piecewise_graph import _NoAttention
+from minisgl.engine.graphs import _NoAttention
 from minisgl.engine.rehearsal import layers_to_rehearse
 from minisgl.layers.linear import UnquantizedLinear
 from tests.parity.driver import make_engine

@@ -21,7 +21,7 @@ from minisgl.core import (
 )
 from minisgl.demo import model_path
 from minisgl.engine import Engine
-from minisgl.engine.model_runner import LaunchedStep
+from minisgl.engine.launched import LaunchedStep
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import LocalWorker
 from minisgl.scheduler.kv_manager import KVManager

@@ -5,7 +5,7 @@ import random
 import re
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,8 @@ from llguidance import LLMatcher
 
 from minisgl.core import EngineConfig, FinishReason, Grammar, SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import Communicator
-from minisgl.engine import Engine, drafting
+from minisgl.drafts import ngram, with_ngrams
+from minisgl.engine import Engine
 from minisgl.message.messages import AbortReq, AddReq, LeaderStep, SchedulerStats, Shutdown
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, Scheduler
@@ -182,9 +183,9 @@ def run_tasks(
         **run.engine,
     )
     drafts = ChangingDrafts(7)
-    extensions = replace(
-        with_grammars(path), draft_lengths=(lambda rows: drafts) if run.drafts else None
-    )
+    extensions = with_grammars(path)
+    if run.drafts:
+        extensions = with_ngrams(lambda rows: drafts, extensions)
     processor = extensions.logits_processors[-1]
     assert isinstance(processor, GrammarProcessor)
     processor.forces_tokens = run.forced
@@ -214,7 +215,7 @@ def run_tasks(
         send=outbox.append,
         extensions=extensions,
     )
-    with patch.object(drafting, "find_drafts", drafter or drafting.find_drafts):
+    with patch.object(ngram, "find_drafts", drafter or ngram.find_drafts):
         while comm.tp.rank and not scheduler.stopping:
             scheduler.iterate()
         if not comm.tp.rank:

@@ -1,0 +1,361 @@
+"""A step as a line: `StepLauncher.launch` queues the work of one step on the current stream.
+
+A step runs in one of three ways, which differ in the forward and in the end of the sampler:
+
+GraphStep      every request decodes: CUDA graphs of the forward and of the sampler.
+PiecewiseStep  some request has prompt tokens: a CUDA graph between every two attention calls.
+EagerStep      no graph is large enough, or the device is a CPU.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import DecodeGraphAttention, StepAttention
+from minisgl.core import Batch
+from minisgl.core.batch import DRAFT_WIDTHS
+from minisgl.engine.launched import LaunchedStep
+from minisgl.engine.logits_processing import NO_EDITS, Edits, LogitsProcessor, prepare_edits
+from minisgl.engine.logprobs import reports_prompts, start_logprobs
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.sampler import Finish, draw
+from minisgl.engine.stages import Stage
+from minisgl.engine.step_tensors import Logits, StepColumns, StepTensors
+from minisgl.kernel import StepLayout, apply_token_mask
+from minisgl.models.decoder import Attended, CausalLM
+
+MAX_PAGE_UPDATES = 4096  # in one graph step; a request usually needs no or one update
+
+NO_TOKENS = torch.zeros((0, 1), dtype=torch.int32)  # of a step in which no request samples
+
+
+class StepParts(NamedTuple):
+    """The parts of every step of an engine: the model with its memory, the stages and the finish.
+
+    stages  in the order in which they run.
+    finish  ends the sampler.
+    """
+
+    runner: ModelRunner
+    stages: tuple[Stage, ...]
+    finish: Finish
+
+
+class FinishGraph(NamedTuple):
+    """A graph that computes the logits of some rows from the output of the last attention.
+
+    attended: its input. logits: its result. Both have a fixed number of rows.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    attended: Attended
+    logits: Tensor
+
+
+class LastLayer(NamedTuple):
+    """The work after the last attention.
+
+    graphs: for rising numbers of rows; none on a CPU.
+    """
+
+    model: CausalLM
+    graphs: tuple[FinishGraph, ...] = ()
+
+    def logits(self, attended: Attended) -> Tensor:
+        """Return the logits of the rows that sample. The next graph that runs overwrites them."""
+        rows = len(attended.heads)
+        for graph, inputs, logits in self.graphs:
+            if len(logits) >= rows:
+                for target, part in zip(inputs, attended, strict=True):
+                    target[:rows] = part
+                graph.replay()
+                return logits[:rows]
+        return self.model.logits(attended)
+
+
+class Step(Protocol):
+    """A way to run a step. `load`, `forward` and `sample` are called in this order."""
+
+    def load(self, batch: Batch) -> StepTensors:
+        """Pack the batch, copy it to the device, and update the page table."""
+
+    def forward(self, x: StepTensors) -> Logits:
+        """Queue the stages' captured work and the forward."""
+
+    def sample(self, x: StepTensors, out: Logits, edits: Edits) -> Tensor:
+        """Apply the edits, and queue the sampler.
+
+        Returns the result of Finish.put, or NO_TOKENS if no request samples. Sets out.full unless
+        edits.local.
+        """
+
+
+class EagerStep:
+    """Runs a step of any size, without a graph of its layers; implements Step."""
+
+    def __init__(self, parts: StepParts, last: LastLayer) -> None:
+        self._parts, self._runner, self._last = parts, parts.runner, last
+
+    def load(self, batch: Batch) -> StepTensors:
+        runner = self._runner
+        layout = StepLayout(len(batch.rows), runner.packer.columns)
+        packed = runner.packer.pack(batch, layout, batch.width)
+        buffer = packed.buffer.to(runner.device, non_blocking=True)
+        places, ids, chunk_ids = torch.split(buffer[layout.words :], packed.sizes)
+        runner.page_table.view(-1).scatter_(0, places.view(torch.int64), ids)
+        columns = StepColumns(layout.views(buffer), batch.num_decode, batch.width)
+        return StepTensors(*packed, columns, chunk_ids, by_graph=False)
+
+    def forward(self, x: StepTensors) -> Logits:
+        runner, columns = self._runner, x.columns
+        for stage in self._parts.stages:
+            stage.captured(columns)
+        step = runner.attention_step(columns, x.start, x.lengths)
+        attended = self._attend(x, runner.attention.prepare(step))
+        of_prompts, samples = reports_prompts(x.batch), bool(x.batch.samples.any())
+        if not (of_prompts or samples):
+            return Logits(None, None)
+        model, last = runner.model, columns.views.first + step.device_lengths - 1
+        if columns.width > 1:
+            decoded = torch.arange(columns.num_decode * columns.width, device=runner.device)
+            last = torch.cat((decoded, last[columns.num_decode :]))
+        if of_prompts:
+            hidden = model.model.finish_last_layer(attended)
+            return Logits(hidden, model.lm_head.logits(hidden[last]) if samples else None)
+        return Logits(None, self._last.logits(attended.take_rows(last, model.lm_head.comm)))
+
+    def sample(self, x: StepTensors, out: Logits, edits: Edits) -> Tensor:
+        runner, finish = self._runner, self._parts.finish
+        if out.local is None:
+            return NO_TOKENS
+        if not edits.local:
+            return draw_edited(self._parts, x, out, edits)
+        for mask in edits.masks:
+            mask(out.local, runner.model.lm_head.shard.begin)
+        return draw(runner, finish, x.columns, x.kind, out.local)
+
+    def _attend(self, x: StepTensors, attention: StepAttention) -> Attended:
+        """Run the model up to the last attention. The result has T rows or more."""
+        shape = len(self._runner.padding), int(x.lengths.sum())
+        tokens = torch.empty(shape, dtype=torch.int32, device=self._runner.device)
+        self._runner.stage(x.columns, x.chunk_ids, tokens)
+        return self._runner.run(tokens, attention)
+
+
+class Piece(NamedTuple):
+    """A graph, and the arguments of the attention call that follows it. q, out: [size, Hq, D]."""
+
+    graph: torch.cuda.CUDAGraph
+    layer: int
+    q: Tensor
+    out: Tensor
+    sinks: Tensor | None
+
+
+class PieceForward(NamedTuple):
+    """The graphs of one number of tokens.
+
+    tokens    int32 [2 + pools, size], their input.
+    pieces    one for each layer.
+    attended  their result.
+    """
+
+    tokens: Tensor
+    pieces: tuple[Piece, ...]
+    attended: Attended
+
+    @property
+    def size(self) -> int:
+        return self.tokens.shape[1]
+
+
+class PiecewiseStep(EagerStep):
+    """Runs a step of at most `size` tokens. The work between two attention calls is a graph.
+
+    I1  The graphs of all sizes share their memory, and views of this memory outlive the captured
+        tensors. A graph therefore overwrites earlier results. Work that reads a result must be
+        queued on the same stream before the next graph.
+    """
+
+    def __init__(self, parts: StepParts, last: LastLayer, piece: PieceForward) -> None:
+        super().__init__(parts, last)
+        self.size, self._piece = piece.size, piece
+        column = [[value] for value in parts.runner.padding]
+        self._padding = torch.tensor(column, dtype=torch.int32, device=parts.runner.device)
+
+    def _attend(self, x: StepTensors, attention: StepAttention) -> Attended:
+        """Replay the graphs over the tokens of the step and the padding after them.
+
+        The result has `size` rows, since it includes the padding.
+
+        The attention output of the padding is uninitialised memory. If it holds NaN, the layers
+        after it store NaN in the dummy page, as keys and values of the padding. A request with
+        drafts reads the dummy page if it forwards more tokens than it has pages for
+        (scheduler.page_table). The weight of these keys is zero, but zero times NaN is NaN. No
+        other request reads the dummy page. So in a step with drafts this output is set to zeros.
+
+        With tensor parallelism, a rank may hold the residual of only some rows (two shots in
+        minisgl.kernel.triton.reduce). The number of rows of the sum decides which rows these are.
+        The next sum must therefore have the same number of rows, or Attended.take_rows must first
+        gather the rows from all ranks.
+        """
+        tokens, pieces, attended = self._piece
+        count = int(x.lengths.sum())
+        if count < self.size:
+            tokens[:, count:] = self._padding
+        self._runner.stage(x.columns, x.chunk_ids, tokens[:, :count])
+        for piece in pieces:
+            piece.graph.replay()
+            if x.columns.width > 1:
+                piece.out[count:] = 0
+            attention.forward(piece.layer, piece.q[:count], piece.out[:count], piece.sinks)
+        return attended
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphStep:
+    """Runs a decode step of a fixed shape, over tensors at fixed addresses; implements Step.
+
+    buffer       int32 on the device, shared by all shapes; the packed buffer is copied to its
+                 beginning.
+    layout, columns
+                 the columns in the buffer.
+    attention    kept alive because the graphs read its tensors.
+    graph        the captured work of the stages and the forward. Writes `logits`.
+    logits       [requests * width, n], for the n vocabulary ids of this rank.
+    sampler      samples from `logits` without filters, and writes `tokens`.
+    filtering_sampler
+                 like `sampler`, but with top_k, top_p and min_p.
+    tokens       int32, the result of Finish.put.
+    """
+
+    parts: StepParts
+    buffer: Tensor
+    layout: StepLayout
+    columns: StepColumns
+    attention: DecodeGraphAttention
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+    sampler: torch.cuda.CUDAGraph
+    filtering_sampler: torch.cuda.CUDAGraph
+    tokens: Tensor
+
+    def load(self, batch: Batch) -> StepTensors:
+        runner = self.parts.runner
+        packed = runner.packer.pack(batch, self.layout, self.columns.width)
+        buffer = self.buffer[: len(packed.buffer)].copy_(packed.buffer, non_blocking=True)
+        places, ids, chunk_ids = torch.split(buffer[self.layout.words :], packed.sizes)
+        runner.page_table.view(-1).scatter_(0, places.view(torch.int64), ids)
+        return StepTensors(*packed, self.columns, chunk_ids, by_graph=True)
+
+    def forward(self, x: StepTensors) -> Logits:
+        self.graph.replay()
+        return Logits(None, self.logits)
+
+    def sample(self, x: StepTensors, out: Logits, edits: Edits) -> Tensor:
+        if not edits.local:
+            return draw_edited(self.parts, x, out, edits)
+        for mask in edits.masks:
+            mask(self.logits, self.parts.runner.model.lm_head.shard.begin)
+        (self.filtering_sampler if x.kind.filters else self.sampler).replay()
+        return self.tokens
+
+
+def draw_edited(parts: StepParts, x: StepTensors, out: Logits, edits: Edits) -> Tensor:
+    """Gather the logits of all ids, apply the edits to a copy, and sample from it."""
+    assert out.local is not None, "a request must sample; this is a bug"
+    out.full = edited = parts.runner.model.lm_head.all_gather_logits(out.local).float()
+    if edits.others:
+        edited = out.full.clone()
+    for edit in edits.others:
+        edit(edited)
+    return draw(parts.runner, parts.finish, x.columns, x.kind, edited, gathered=True)
+
+
+class StepGraphs(NamedTuple):
+    """The steps with CUDA graphs: decode steps in rising order, piecewise steps by rising size."""
+
+    decode: tuple[GraphStep, ...] = ()
+    pieces: tuple[PieceForward, ...] = ()
+    finishes: tuple[FinishGraph, ...] = ()
+
+
+NO_GRAPHS = StepGraphs()
+
+
+class StepLauncher:
+    """Launches steps on the current stream, without waiting for the device.
+
+    parts       the parts of all steps.
+    processors  logits processors, in the order in which they edit.
+    graphs      the CUDA graphs; none on a CPU.
+    """
+
+    def __init__(
+        self,
+        parts: StepParts,
+        processors: Sequence[LogitsProcessor[Any]],
+        graphs: StepGraphs = NO_GRAPHS,
+    ) -> None:
+        self.runner, self._stages, self._finish = self.parts = parts
+        self.processors, self.graphs = processors, graphs
+        last = LastLayer(parts.runner.model, graphs.finishes)
+        self._eager: Step = EagerStep(parts, last)
+        self._pieces = [PiecewiseStep(parts, last, piece) for piece in graphs.pieces]
+        # The graph of each number of requests and each largest number of tokens of a request.
+        self._decode: dict[tuple[int, int], GraphStep] = {}
+        for step in reversed(graphs.decode):
+            width = step.columns.width
+            lengths = [n for n in range(1, width + 1) if width == _width_of(n)]
+            for reqs in range(1, step.layout.reqs + 1):
+                self._decode |= {(reqs, length): step for length in lengths}
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch) -> LaunchedStep:
+        """Start the step. On a CPU it is complete when this method returns."""
+        step = self.pick(batch)
+        x = step.load(batch)
+        for stage in self._stages:
+            stage.before(x)
+        edits = self._edits(x) if batch.logit_edits or batch.logprobs else NO_EDITS
+        out = step.forward(x)
+        tokens = step.sample(x, out, edits)
+        for stage in self._stages:
+            stage.after(x, out, tokens)
+        logprobs = None if edits.local else start_logprobs(self.runner.model, x, out, tokens)
+        return self._finish.launched(x, tokens, logprobs)
+
+    def pick(self, batch: Batch) -> Step:
+        """Return the way to run this step: the smallest graph that can, or else the eager step."""
+        reqs, num_decode = len(batch.rows), batch.num_decode
+        if reqs == num_decode and len(batch.page_updates.ids) <= MAX_PAGE_UPDATES:
+            step = self._decode.get((reqs, int(batch.lengths.max())))
+            if step is not None:
+                return step
+        if not self._pieces:
+            return self._eager
+        tokens = num_decode * batch.width + len(batch.chunk_ids)
+        return next((step for step in self._pieces if step.size >= tokens), self._eager)
+
+    def _edits(self, x: StepTensors) -> Edits:
+        if x.batch.logit_edits and x.columns.width > 1:
+            # The masks need the drafts before the forward, whose captured work finds them too.
+            for stage in self._stages:
+                stage.captured(x.columns)
+        return prepare_edits(self.processors, x, self.runner)
+
+    def warm_up_masks(self) -> None:
+        """Launch the kernel of token masks for each dtype of logits that it may get."""
+        weight = self.runner.model.lm_head.weight
+        for dtype in {weight.dtype, torch.float32}:
+            logits = torch.zeros((1, 32), dtype=dtype, device=weight.device)
+            words = torch.zeros((1, 1), dtype=torch.int32, device=weight.device)
+            apply_token_mask(logits, words[0], words, 0)
+
+
+def _width_of(length: int) -> int:
+    """Return the number of tokens that the engine forwards of a request with `length` tokens."""
+    return next(width for width in DRAFT_WIDTHS if width >= length)

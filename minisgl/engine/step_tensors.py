@@ -1,0 +1,218 @@
+"""The tensors of one step: the packed batch on the host, and its columns on the device."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minisgl.core import Batch, Column, Int32Array, PageUpdates
+from minisgl.core.columns import sampling_arrays
+from minisgl.kernel import StepLayout, StepViews
+
+
+class SamplingKind(NamedTuple):
+    """The work that the sampler must do for a step.
+
+    any_random  some request samples at random.
+    filters     some such request uses top_k, top_p or min_p.
+    """
+
+    any_random: bool
+    filters: bool
+
+
+class StepColumns(NamedTuple):
+    """The requests of a step, as columns on the device. Those of a CUDA graph are fixed tensors.
+
+    views       the columns of N requests: those of the batch, and padding.
+    num_decode  decode requests, including padding. They come first.
+    width       tokens that each of them forwards.
+    """
+
+    views: StepViews[Tensor]
+    num_decode: int
+    width: int
+
+    def forwarded_lengths(self) -> Tensor:
+        """Return int32 [N]: the tokens that the engine forwards of each request."""
+        if self.width == 1:
+            return self.views.lengths
+        lengths = self.views.lengths.clone()
+        lengths[: self.num_decode] = self.width
+        return lengths
+
+    def first_logits(self) -> Tensor:
+        """Return int32 [N]: the row of the first logits of each request."""
+        views, reqs = self.views, len(self.views.rows)
+        if self.num_decode == reqs:
+            return views.first
+        places = torch.arange(reqs, device=views.rows.device, dtype=torch.int32)
+        return places + places.clamp(max=self.num_decode) * (self.width - 1)
+
+    def token_views(self) -> StepViews[Tensor]:
+        """Return the columns of the M tokens to sample, one row for each, in the form of requests.
+
+        A decode request has `width` of these tokens, a chunk has one. The token of each row follows
+        position start + length - 1, where length is 1 for a decode request with width above 1.
+        """
+        views, num_decode, width = self.views, self.num_decode, self.width
+        if width == 1:
+            return views
+
+        def expanded(column: Tensor) -> Tensor:
+            repeated = column[:num_decode].repeat_interleave(width)
+            has_chunks = num_decode < len(column)
+            return torch.cat((repeated, column[num_decode:])) if has_chunks else repeated
+
+        nth = torch.arange(num_decode * width, device=views.start.device, dtype=torch.int32) % width
+        start, lengths = expanded(views.start), expanded(views.lengths)
+        start[: len(nth)] += nth
+        lengths[: len(nth)] = 1
+        sampling = {name: expanded(column) for name, column in views.sampling.items()}
+        rows, samples = expanded(views.rows), expanded(views.samples)
+        return views._replace(
+            rows=rows, start=start, lengths=lengths, samples=samples, sampling=sampling
+        )
+
+
+class PackedBatch(NamedTuple):
+    """A batch in one buffer on the host. The buffer has its own order of the requests.
+
+    batch           the packed batch.
+    order           intp [B]; the request at position i of the buffer has index order[i] in the
+                    batch.
+    start, lengths  int32 [N], in the order of the buffer. N is B plus padding. `lengths` are the
+                    tokens that the engine forwards: `width` for every decode request.
+    kind            the work of the sampler.
+    buffer          int32, pinned for a GPU: the columns of StepLayout, then the page updates, as
+                    int64 [U] places in the flat page table and int32 [U] page ids, then chunk_ids.
+    sizes           elements of these three parts after the columns.
+    """
+
+    batch: Batch
+    order: NDArray[np.intp]
+    start: Int32Array
+    lengths: Int32Array
+    kind: SamplingKind
+    buffer: Tensor
+    sizes: list[int]
+
+
+class StepTensors(NamedTuple):
+    """A loaded step. The first fields are those of PackedBatch.
+
+    columns    the requests on the device.
+    chunk_ids  int32 on the device, as in the batch.
+    by_graph   whether a CUDA graph runs the step.
+    """
+
+    batch: Batch
+    order: NDArray[np.intp]
+    start: Int32Array
+    lengths: Int32Array
+    kind: SamplingKind
+    buffer: Tensor
+    sizes: list[int]
+    columns: StepColumns
+    chunk_ids: Tensor
+    by_graph: bool
+
+    def places(self) -> NDArray[np.intp]:
+        """Return intp [B]: the position in the buffer of each request of the batch."""
+        return np.argsort(self.order)
+
+    def logit_rows(self) -> NDArray[np.intp]:
+        """Return intp [B]: the row of the first logits of each request of the batch."""
+        places, columns = self.places(), self.columns
+        more = np.minimum(places, columns.num_decode) * (columns.width - 1)
+        first: NDArray[np.intp] = places + more
+        return first
+
+
+@dataclass(slots=True, eq=False)
+class Logits:
+    """The result of a forward.
+
+    hidden  [T or more, H], the states of all tokens after the final norm. None unless a request
+            asks for log-probabilities of its prompt.
+    local   [M, n] of this rank's ids, a row for each token to sample. None if no request samples.
+    full    float32 [M, V] of all ids, before any edit. None unless the step needs them.
+    """
+
+    hidden: Tensor | None
+    local: Tensor | None
+    full: Tensor | None = None
+
+
+class Packer(NamedTuple):
+    """Writes batches into packed buffers.
+
+    columns    sampling columns.
+    dummy_row  the row of padding requests. They forward tokens to the dummy page and write no
+               sampled token.
+    max_pages  pages of a row of the page table.
+    pinned     whether the buffers are pinned. A copy to a GPU is asynchronous only from pinned
+               memory.
+    """
+
+    columns: tuple[Column, ...]
+    dummy_row: int
+    max_pages: int
+    pinned: bool
+
+    def pack(self, batch: Batch, layout: StepLayout, width: int) -> PackedBatch:
+        """Write the batch to a buffer, padded to the requests of `layout`.
+
+        width: tokens that the engine forwards of each decode request. Decode requests are ordered
+        by decreasing context length. The thread blocks of attention that start last then have
+        little work, and all multiprocessors end at about the same time.
+        """
+        reqs, decode, updates = len(batch.rows), batch.num_decode, batch.page_updates
+        order = np.arange(reqs)
+        order[:decode] = np.argsort(-batch.start[:decode], kind="stable")
+        count = len(updates.ids)
+        sizes = [2 * count, count, len(batch.chunk_ids)]
+        buffer = torch.empty(layout.words + sum(sizes), dtype=torch.int32, pin_memory=self.pinned)
+        host: NDArray[Any] = buffer.numpy()
+        views = layout.host_views(host)
+        views.rows[:reqs], views.rows[reqs:] = batch.rows[order], self.dummy_row
+        views.start[:reqs], views.start[reqs:] = batch.start[order], 0
+        views.lengths[:reqs], views.lengths[reqs:] = batch.lengths[order], 1
+        views.samples[:reqs], views.samples[reqs:] = batch.samples[order], 0
+        for column in self.columns:
+            target, values = views.sampling[column.name], batch.sampling.get(column.name)
+            target[:] = column.neutral
+            if values is not None:
+                target[:reqs] = values[order]
+        # Padding is at the end, so it is part of the decode requests of a step without chunks.
+        lengths = views.lengths.copy()
+        lengths[: layout.reqs if decode == reqs else decode] = width
+        views.first[0] = 0
+        np.cumsum(lengths[:-1], out=views.first[1:])
+        pages, ids, chunk_ids = np.split(host[layout.words :], np.cumsum(sizes)[:2])
+        pages.view(np.int64)[:] = updates.rows * np.int64(self.max_pages) + updates.cols
+        ids[:], chunk_ids[:] = updates.ids, batch.chunk_ids
+        given = batch.sampling
+        random = given["temperature"] > 0
+        filters = (given["top_k"] > 0) | (given["top_p"] < 1) | (given["min_p"] > 0)
+        kind = SamplingKind(bool(random.any()), bool((random & filters).any()))
+        return PackedBatch(batch, order, views.start, lengths, kind, buffer, sizes)
+
+
+def empty_batch() -> Batch:
+    """Return a batch without requests. A graph that loads it computes padding only."""
+    nothing = np.zeros(0, dtype=np.int32)
+    return Batch(
+        step_id=0,
+        num_decode=0,
+        rows=nothing,
+        start=nothing,
+        lengths=nothing,
+        samples=np.zeros(0, dtype=np.bool_),
+        chunk_ids=nothing,
+        page_updates=PageUpdates(nothing, nothing, nothing),
+        sampling=sampling_arrays(()),
+    )
