@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
-from minisgl.engine.rehearsal import layers_to_rehearse
 from minisgl.engine.sampler import draw
 from minisgl.engine.step import (
     MAX_PAGE_UPDATES,
@@ -33,6 +32,7 @@ from minisgl.engine.step import (
     StepParts,
 )
 from minisgl.engine.step_tensors import SamplingKind, StepColumns, empty_batch
+from minisgl.engine.warmup import layers_to_rehearse
 from minisgl.kernel import StepLayout
 from minisgl.models.decoder import Attended
 

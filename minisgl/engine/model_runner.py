@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, AttentionStep, StepAttention
-from minisgl.core import Int32Array
+from minisgl.core import Int32Array, WindowLayers
 from minisgl.engine.step_tensors import Packer, StepColumns
 from minisgl.kernel import stage_tokens
 from minisgl.kvcache.pool import KVPool
@@ -38,6 +38,8 @@ class ModelRunner:
     the device or reads from it.
 
     packer      writes batches into buffers for this memory.
+    max_seq_len
+                the most tokens of a request, prompt and output.
     pools       the KV pools of ModelSpec.pools.
     page_table  int32 [pools * (max_running_reqs + 1), max_pages]; for each pool, the page ids of
                 each row. The last row is for padding and points to the dummy page.
@@ -52,6 +54,7 @@ class ModelRunner:
     pools: tuple[KVPool, ...]
     attention: AttentionBackend
     packer: Packer
+    max_seq_len: int
     ropes: tuple[Tensor, ...]
     query_scale: Tensor | None
     page_table: Tensor
@@ -61,6 +64,12 @@ class ModelRunner:
     @property
     def device(self) -> torch.device:
         return self.pools[0].device
+
+    @property
+    def window(self) -> WindowLayers | None:
+        """The window layers and their pool; None if the model has none."""
+        tokens = self.model.config.window
+        return None if tokens is None else WindowLayers(tokens, self.pools[-1].num_pages)
 
     @property
     def page_tables(self) -> tuple[Tensor, ...]:
@@ -116,3 +125,8 @@ class ModelRunner:
         scale = None if self.query_scale is None else self.query_scale[positions]
         context = ForwardContext(positions, slots, self.ropes, self.pools, attention, scale)
         return self.model.model.forward_to_last_attention(ids, context, most_layers)
+
+    def clear_dummy(self) -> None:
+        """Set the dummy page of each pool to zeros."""
+        for pool in self.pools:
+            pool.clear_dummy()

@@ -287,7 +287,7 @@ NO_GRAPHS = StepGraphs()
 
 
 class StepLauncher:
-    """Launches steps on the current stream, without waiting for the device.
+    """Launches steps on the current stream, without waiting for the device; as core.EngineLike.
 
     parts       the parts of all steps.
     processors  logits processors, in the order in which they edit.
@@ -302,7 +302,10 @@ class StepLauncher:
     ) -> None:
         self.runner, self._stages, self._finish = self.parts = parts
         self.processors, self.graphs = processors, graphs
-        last = LastLayer(parts.runner.model, graphs.finishes)
+        runner, pool = self.runner, self.runner.pools[0]
+        self.num_pages, self.page_size, self.window = pool.num_pages, pool.page_size, runner.window
+        self.max_running_reqs, self.max_seq_len = runner.packer.dummy_row, runner.max_seq_len
+        last = LastLayer(runner.model, graphs.finishes)
         self._eager: Step = EagerStep(parts, last)
         self._pieces = [PiecewiseStep(parts, last, piece) for piece in graphs.pieces]
         # The graph of each number of requests and each largest number of tokens of a request.

@@ -50,6 +50,8 @@ class StepColumns(NamedTuple):
         if self.num_decode == reqs:
             return views.first
         places = torch.arange(reqs, device=views.rows.device, dtype=torch.int32)
+        if self.width == 1:
+            return places
         return places + places.clamp(max=self.num_decode) * (self.width - 1)
 
     def token_views(self) -> StepViews[Tensor]:
@@ -192,9 +194,11 @@ class Packer(NamedTuple):
         lengths[: layout.reqs if decode == reqs else decode] = width
         views.first[0] = 0
         np.cumsum(lengths[:-1], out=views.first[1:])
-        pages, ids, chunk_ids = np.split(host[layout.words :], np.cumsum(sizes)[:2])
-        pages.view(np.int64)[:] = updates.rows * np.int64(self.max_pages) + updates.cols
-        ids[:], chunk_ids[:] = updates.ids, batch.chunk_ids
+        after = host[layout.words :]
+        places: NDArray[np.int64] = after[: 2 * count].view(np.int64)
+        np.multiply(updates.rows, self.max_pages, out=places, dtype=np.int64)
+        places += updates.cols
+        after[2 * count : 3 * count], after[3 * count :] = updates.ids, batch.chunk_ids
         given = batch.sampling
         random = given["temperature"] > 0
         filters = (given["top_k"] > 0) | (given["top_p"] < 1) | (given["min_p"] > 0)

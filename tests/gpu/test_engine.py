@@ -56,11 +56,11 @@ def write_config(folder: Path, architecture: str) -> str:
 def pair(path: str) -> tuple[Engine, Engine]:
     """A CPU and a CUDA engine with the same weights, large enough for peaked logits."""
     cpu = make_engine(path, dummy_weight=True)
-    for parameter in cpu._model.parameters():
+    for parameter in cpu._launcher.runner.model.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(8.0)
     gpu = make_engine(path, dummy_weight=True, device="cuda", dtype="float32")
-    gpu._model.load_state_dict(cpu._model.state_dict())
+    gpu._launcher.runner.model.load_state_dict(cpu._launcher.runner.model.state_dict())
     return cpu, gpu
 
 
@@ -102,7 +102,7 @@ def test_few_rows_after_the_last_attention(architecture: str, tmp_path: Path) ->
             path, dummy_weight=True, device="cuda", dtype="bfloat16", cuda_graph_max_bs=graphs
         )
         assert bool(engine._launcher.graphs.pieces) == (graphs != 0)
-        for parameter in engine._model.parameters():
+        for parameter in engine._launcher.runner.model.parameters():
             if parameter.dim() > 1:
                 parameter.data.mul_(4.0)
         driver = Driver(engine)
@@ -199,7 +199,7 @@ def test_graphs_take_at_most_the_predicted_memory(
     """The driver takes memory for each graph, outside of torch's pool, also for small graphs."""
     path = write_config(tmp_path, "Qwen3ForCausalLM")
     config = EngineConfig(model_path=path, device="cuda", dummy_weight=True, memory_ratio=0.5)
-    with caplog.at_level(logging.INFO, "minisgl.engine.engine"):
+    with caplog.at_level(logging.INFO, "minisgl.engine.start"):
         engine = Engine(config, SingleCommunicator())
     engine.close()
     predicted, taken = (int(n) for n in re.findall(r"graph_bytes=(\d+)", caplog.text))

@@ -63,7 +63,7 @@ def engine_of(model: str, folder: Path, attention: str, kv: str) -> Engine:
         attention_backend=attention,
         kv_cache_dtype=kv,
     )
-    for parameter in engine._model.parameters():
+    for parameter in engine._launcher.runner.model.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(4.0)
     return engine

@@ -89,7 +89,7 @@ def oracle(folder: str) -> Engine:
 def exact_cpu_engine(folder: str) -> Engine:
     """float32 on CPU, with weights that bfloat16 holds exactly and logits that differ clearly."""
     engine = make_engine(folder, device="cpu", dtype="float32", num_pages=64)
-    for parameter in engine._model.parameters():
+    for parameter in engine._launcher.runner.model.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(8.0)
         parameter.data.copy_(parameter.data.bfloat16().float())
@@ -118,7 +118,7 @@ def gpu_engine(
         cuda_graph_max_bs=None if case.graphs else 0,
         **kind,
     )
-    engine._model.load_state_dict(oracle._model.state_dict())
+    engine._launcher.runner.model.load_state_dict(oracle._launcher.runner.model.state_dict())
     torch.cuda.synchronize()
     return engine
 
@@ -149,7 +149,7 @@ class Jitter:
 
     def _idle(self) -> None:
         if self._longest and self._random.random() < 0.5:
-            with torch.cuda.stream(self._engine._stream):
+            with self._engine._on_stream():
                 torch.cuda._sleep(self._random.randrange(self._longest))
 
 
@@ -217,7 +217,7 @@ def drawn(uid: int) -> SamplingParams:
 def shortfall(oracle: Engine, prompt: list[int], output: list[int]) -> torch.Tensor:
     """float32 [len(output)]: the difference between the best logit and that of each token."""
     caught: list[Attended] = []
-    decoder = oracle._model.model
+    decoder = oracle._launcher.runner.model.model
     compute = decoder.forward_to_last_attention
 
     def spy(ids: torch.Tensor, context: ForwardContext, most_layers: int | None) -> Attended:
@@ -228,7 +228,7 @@ def shortfall(oracle: Engine, prompt: list[int], output: list[int]) -> torch.Ten
     Driver(oracle).step(Work(0, 0, prompt + output[:-1]))
     decoder.forward_to_last_attention = compute
     with torch.inference_mode():
-        logits = oracle._model.logits(caught[0])[len(prompt) - 1 :]
+        logits = oracle._launcher.runner.model.logits(caught[0])[len(prompt) - 1 :]
     return logits.max(dim=-1).values - logits[torch.arange(len(output)), torch.tensor(output)]
 
 
@@ -275,7 +275,7 @@ def test_float32_by_torch_equals_the_cpu(
 
 def make_cpu(folder: str, oracle: Engine) -> Engine:
     engine = make_engine(folder, device="cpu", dtype="float32", num_pages=64)
-    engine._model.load_state_dict(oracle._model.state_dict())
+    engine._launcher.runner.model.load_state_dict(oracle._launcher.runner.model.state_dict())
     return engine
 
 

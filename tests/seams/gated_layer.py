@@ -71,6 +71,6 @@ def check_rank(comm: Communicator, folder: str, expected: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         add_kind(patch)
         engine = make_engine(folder, comm)
-        assert engine._model_config.pools == ((0, 1),)
+        assert engine._launcher.runner.model.config.pools == ((0, 1),)
         for row, chunk in enumerate((1, 7, len(PROMPT))):
             assert Driver(engine).generate(row, PROMPT, TOKENS, chunk=chunk) == expected

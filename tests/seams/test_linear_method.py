@@ -85,7 +85,7 @@ def engine(
 def hidden_states(made: Engine) -> Tensor:
     """The hidden states from which a step of the whole prompt computes its logits."""
     seen: list[Tensor] = []
-    head = made._model.lm_head
+    head = made._launcher.runner.model.lm_head
     compute = head.logits
     head.logits = lambda hidden, out=None: seen.append(hidden) or compute(hidden, out)  # type: ignore
     Driver(made).generate(0, PROMPT, 1)
@@ -99,7 +99,11 @@ def test_a_model_of_int8_linears_equals_the_model_of_the_rounded_weights(
     source = build_model(family, tmp_path / "source")
     int8, rounded = quantised(source, tmp_path)
     made = engine(int8, INT8)
-    methods = [module for module in made._model.modules() if isinstance(module, LinearMethod)]
+    methods = [
+        module
+        for module in made._launcher.runner.model.modules()
+        if isinstance(module, LinearMethod)
+    ]
     assert methods
     assert all(isinstance(method, Int8Linear) for method in methods)
     assert {method.weight.dtype for method in methods} == {torch.int8}  # type: ignore[union-attr]
@@ -119,7 +123,9 @@ def test_a_method_that_cannot_fold_norms_runs_in_bfloat16(tmp_path: Path) -> Non
     """In bfloat16 the engine folds norms where the method can. With Int8Linear the norms stay."""
     int8, rounded = quantised(build_model("qwen2", tmp_path / "source"), tmp_path)
     made = engine(int8, INT8, dtype="bfloat16")
-    assert not any(layer.input_layernorm.folded for layer in made._model.model.layers)
+    assert not any(
+        layer.input_layernorm.folded for layer in made._launcher.runner.model.model.layers
+    )
     exact = hidden_states(engine(rounded))
     assert (hidden_states(made) - exact).norm() < 0.1 * exact.norm()
 

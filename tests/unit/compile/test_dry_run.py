@@ -83,7 +83,7 @@ def test_the_engine_of_a_dry_run_holds_no_data() -> None:
     )
     engine = DryRunEngine(config, MetaCommunicator(TPInfo(0, 1)))
     assert engine.facts().device == "meta"
-    parameters = list(engine._model.parameters())
+    parameters = list(engine._launcher.runner.model.parameters())
     assert parameters
     assert all(parameter.is_meta for parameter in parameters)
 

@@ -13,10 +13,12 @@ import torch
 from minisgl.attention.base import AttentionStep, DecodeGraphAttention
 from minisgl.attention.torch import TorchAttention
 from minisgl.core import Batch
-from minisgl.engine import Engine, graphs
+from minisgl.engine import ModelRunner, graphs
 from minisgl.engine.logits_processing import Edits
+from minisgl.engine.start import Start
 from minisgl.engine.step import GraphStep, Step, StepLauncher
 from minisgl.engine.step_tensors import Logits, StepTensors
+from minisgl.models.decoder import CausalLM
 
 Picked = list[tuple[Batch, Step]]
 
@@ -58,7 +60,7 @@ def largest_first(sizes: Sequence[object], title: str) -> Sequence[object]:
 def emulate_decode_graphs(monkeypatch: pytest.MonkeyPatch) -> Picked:
     """Let engines run decode steps by graphs. Returns the batches, each with its way to run."""
     picked: Picked = []
-    pick, sample, assemble = StepLauncher.pick, GraphStep.sample, Engine._assemble
+    pick, sample, assemble = StepLauncher.pick, GraphStep.sample, Start.assemble
 
     def decode_graph(self: TorchAttention, size: int, step: AttentionStep) -> DecodeGraphAttention:
         return FixedAttention(self, step)
@@ -76,9 +78,9 @@ def emulate_decode_graphs(monkeypatch: pytest.MonkeyPatch) -> Picked:
         return sample(self, x, out, edits).clone()
 
     @torch.inference_mode()
-    def with_graphs(self: Engine, counts: list[int]) -> StepLauncher:
-        launcher = assemble(self, counts)
-        shapes, _ = self._graph_sizes()
+    def with_graphs(self: Start, model: CausalLM, counts: list[int]) -> StepLauncher:
+        launcher = assemble(self, model, counts)
+        shapes, _ = self.graph_sizes()
         captured = graphs.capture_steps(launcher.parts, shapes, [], largest_first)
         return StepLauncher(launcher.parts, launcher.processors, captured)
 
@@ -86,8 +88,9 @@ def emulate_decode_graphs(monkeypatch: pytest.MonkeyPatch) -> Picked:
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(StepLauncher, "pick", record)
     monkeypatch.setattr(GraphStep, "sample", copied)
-    monkeypatch.setattr(Engine, "_assemble", with_graphs)
+    monkeypatch.setattr(Start, "assemble", with_graphs)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     # The graphs are built in inference mode, so the warm-up must end in it.
-    monkeypatch.setattr(Engine, "_clear_dummy", torch.inference_mode()(Engine._clear_dummy))
+    clear = torch.inference_mode()(ModelRunner.clear_dummy)
+    monkeypatch.setattr(ModelRunner, "clear_dummy", clear)
     return picked

@@ -10,7 +10,8 @@ from torch import Tensor
 from minisgl.attention.base import AttentionStep
 from minisgl.attention.torch import TorchAttention, _DecodeStep
 from minisgl.core import Batch
-from minisgl.engine import Engine, ModelRunner
+from minisgl.engine import ModelRunner
+from minisgl.engine.start import Start
 from minisgl.engine.step import (
     Piece,
     PieceForward,
@@ -20,7 +21,7 @@ from minisgl.engine.step import (
     StepLauncher,
     StepParts,
 )
-from minisgl.models.decoder import Attended
+from minisgl.models.decoder import Attended, CausalLM
 from tests.parity import test_scheduler_parity as parity
 from tests.parity.models import build_model
 from tests.parity.test_draft_parity import GREEDY, PLAIN
@@ -99,7 +100,7 @@ def emulated(parts: StepParts, size: int) -> PieceForward:
 def picked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Step]]:
     """Let engines run steps by pieces. Returns the tokens of each step, and its way to run."""
     found: list[tuple[int, Step]] = []
-    pick, assemble = StepLauncher.pick, Engine._assemble
+    pick, assemble = StepLauncher.pick, Start.assemble
     prepare = TorchAttention._prepare_decode
 
     def of_the_request(self: TorchAttention, step: AttentionStep, longest: int) -> _DecodeStep:
@@ -115,16 +116,17 @@ def picked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Step]]:
         return found[-1][1]
 
     @torch.inference_mode()
-    def with_pieces(self: Engine, counts: list[int]) -> StepLauncher:
-        launcher = assemble(self, counts)
+    def with_pieces(self: Start, model: CausalLM, counts: list[int]) -> StepLauncher:
+        launcher = assemble(self, model, counts)
         pieces = [emulated(launcher.parts, size) for size in (16, 32, 64)]
         graphs = StepGraphs(pieces=tuple(pieces))
         return StepLauncher(launcher.parts, launcher.processors, graphs)
 
     monkeypatch.setattr(TorchAttention, "_prepare_decode", of_the_request)
     monkeypatch.setattr(StepLauncher, "pick", record)
-    monkeypatch.setattr(Engine, "_assemble", with_pieces)
-    monkeypatch.setattr(Engine, "_clear_dummy", torch.inference_mode()(Engine._clear_dummy))
+    monkeypatch.setattr(Start, "assemble", with_pieces)
+    clear = torch.inference_mode()(ModelRunner.clear_dummy)
+    monkeypatch.setattr(ModelRunner, "clear_dummy", clear)
     return found
 
 

@@ -271,7 +271,7 @@ def test_random_weights_beyond_the_memory_of_a_cpu_are_refused_before_they_are_d
     monkeypatch.setattr(memory, "cpu_free_bytes", lambda: 2**10)
     make_engine(path)
     with monkeypatch.context() as patch:
-        patch.delattr(Engine, "_build_model")
+        patch.setattr(Engine, "_build_model", None)
         with pytest.raises(ConfigError, match=r"weights of 0\.\d GiB and KV pages of 0\.\d GiB do"):
             make_engine(path, dummy_weight=True, num_pages=64)
     monkeypatch.setattr(memory, "cpu_free_bytes", lambda: free)

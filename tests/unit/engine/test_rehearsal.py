@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from minisgl.engine import Engine
 from minisgl.engine.graphs import _NoAttention
-from minisgl.engine.rehearsal import layers_to_rehearse
+from minisgl.engine.warmup import layers_to_rehearse
 from minisgl.layers.linear import UnquantizedLinear
 from tests.parity.driver import make_engine
 from tests.parity.fp8_models import FORMATS, build_fp8
@@ -85,7 +85,7 @@ def operations(engine: Engine, most_layers: int | None) -> set[object]:
 def test_few_layers_launch_the_operations_of_all(family: str, tmp_path: Path) -> None:
     engine = make_engine(longer(build_model(family, tmp_path)), dummy_weight=True)
     count = layers_to_rehearse(engine._launcher.runner)
-    assert (len(engine._model.model.layers), count) == MODELS[family]
+    assert (len(engine._launcher.runner.model.model.layers), count) == MODELS[family]
     assert operations(engine, count) == operations(engine, None)
 
 
@@ -100,7 +100,7 @@ def test_a_format_of_quantised_weights_has_few_kinds(form: str, tmp_path: Path) 
 
 def test_a_changed_layer_is_of_another_kind(tmp_path: Path) -> None:
     engine = make_engine(longer(build_model("qwen3", tmp_path)), dummy_weight=True)
-    runner, layers = engine._launcher.runner, engine._model.model.layers
+    runner, layers = engine._launcher.runner, engine._launcher.runner.model.model.layers
 
     def unaligned() -> None:
         weight = layers[3].mlp.down_proj.method.weight

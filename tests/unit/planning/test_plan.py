@@ -72,9 +72,9 @@ def test_pages_are_those_of_an_engine_with_the_same_memory(
     assert engine.num_pages == found.pages
     if kv_mib == 10_000:
         assert found.pages == 8 * 64, "no more than all requests can fill"
-    (pool,) = engine._pools
+    (pool,) = engine._launcher.runner.pools
     assert pool.num_bytes == found.kv_bytes + found.kv_token_bytes * 8, "and a dummy page"
-    loaded = {id(p): p.nbytes for p in engine._model.parameters()}
+    loaded = {id(p): p.nbytes for p in engine._launcher.runner.model.parameters()}
     assert found.weight_bytes == sum(loaded.values())
     engine.close()
 
@@ -131,7 +131,7 @@ def test_pages_of_windows_are_those_of_an_engine_with_the_same_memory(tmp_path: 
     assert engine.window is not None
     assert (engine.num_pages, engine.window.num_pages) == (found.pages, found.window_pages)
     assert found.window_pages < found.pages
-    assert sum(pool.num_bytes for pool in engine._pools) == found.kv_bytes + 8 * (
+    assert sum(pool.num_bytes for pool in engine._launcher.runner.pools) == found.kv_bytes + 8 * (
         found.kv_token_bytes + found.window_token_bytes
     ), "and a dummy page of each pool"
     few = msgspec.structs.replace(own, cpu_kv_bytes=4 * found.window_token_bytes * 8)

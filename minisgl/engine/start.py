@@ -1,0 +1,320 @@
+"""`Start`: the phases of the start of an engine, from the kernels to the captured graphs."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minisgl.attention.registry import attention_kernels, create_attention_backend
+from minisgl.build import (
+    AttentionKernel,
+    CompileLog,
+    compile_missing,
+    use_kernel_cache,
+    use_recorded_key,
+)
+from minisgl.core import EngineConfig, OutOfMemory, WindowLayers
+from minisgl.core.batch import MAX_DRAFTS
+from minisgl.distributed.comm import Communicator
+from minisgl.engine import memory, warmup
+from minisgl.engine.check import check_memory
+from minisgl.engine.extensions import Extensions
+from minisgl.engine.graphs import DecodeShape, capture_steps
+from minisgl.engine.model_runner import DraftTensors, ModelRunner
+from minisgl.engine.stages import CachedLengths, Stage
+from minisgl.engine.step import StepLauncher, StepParts
+from minisgl.engine.step_tensors import Packer
+from minisgl.kvcache.pool import KVPool, kv_page_bytes
+from minisgl.layers.rotary import query_scale_table, rope_table
+from minisgl.models.config import load_model_spec
+from minisgl.models.decoder import CausalLM
+from minisgl.utils.startup import Progress, Stopwatch
+
+logger = logging.getLogger(__name__)
+
+# The driver allocates memory in units of this size. A measured size is uncertain by one unit.
+_DRIVER_BLOCK_BYTES = 2 * 2**20
+
+
+class Start:
+    """The values of one rank that its start resolves, and the phases that use them.
+
+    drafting           whether steps have drafts.
+    resolved           the values that the configuration leaves open.
+    stream             the stream of all steps; None on a CPU.
+    attention_kernels  the kernels of FlashInfer that the engine needs; none on a CPU.
+    compile_log        logs the kernels that compile.
+    startup            seconds of each phase.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        comm: Communicator,
+        max_chunk_tokens: int,
+        extensions: Extensions,
+        device: torch.device,
+    ) -> None:
+        """Resolve the configuration. Raises ConfigError."""
+        self.config, self.max_chunk_tokens, self.device = config, max_chunk_tokens, device
+        self._comm, self._extensions = comm, extensions
+        self.drafting = extensions.draft_lengths is not None
+        model = load_model_spec(config.model_path)
+        self.resolved = memory.resolve(config, model, comm.tp, device, self.drafting)
+        self._show_progress = comm.tp.rank == 0
+        self.stream: torch.cuda.Stream | None = None
+        self.compile_log = CompileLog()
+        self.attention_kernels: list[AttentionKernel] = []
+        self.startup = Stopwatch(lambda: self.compile_log.compile_s)
+
+    def run(self, build: Callable[..., CausalLM]) -> StepLauncher:
+        """Load the model, allocate all memory and capture the graphs.
+
+        build: models.build.build_model, or a function with the same parameters. Raises ConfigError
+        or OutOfMemory.
+        """
+        device, tp = self.device, self._comm.tp
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            with self.startup.phase("compile"):
+                wait_for_kernels = self._prepare_kernels()
+            self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        elif (threads := memory.cpu_threads(tp.size)) is not None:
+            torch.set_num_threads(threads)
+        if device.type == "cpu" and self.config.dummy_weight:
+            pages = self._sizes_of_pools(lambda: 0)
+            check_memory(self.config, self.resolved, tp, self._extensions, pages)
+        with memory.memory_of(device), self.on_stream():
+            free_before = memory.free_bytes(device)
+            with self.startup.phase("weights"):
+                model = self._load(build)
+            if device.type == "cuda":
+                with self.startup.phase("compile"):
+                    wait_for_kernels()
+            with self.startup.phase("kv"):
+                pages = self._sizes_of_pools(lambda: self._gpu_kv_bytes(model, free_before))
+                launcher = self.assemble(model, pages)
+            assembled_free_bytes = memory.free_bytes(device)
+            with self.startup.phase("graphs"):
+                launcher, _ = self._capture(launcher, *self.graph_sizes())
+            graph_bytes = assembled_free_bytes - memory.free_bytes(device)
+        self._log(launcher, graph_bytes)
+        return launcher
+
+    def assemble(self, model: CausalLM, counts: Sequence[int]) -> StepLauncher:
+        """Allocate all device memory except for graphs. counts: the pages of each KV pool."""
+        config, spec, device = self.config, self.resolved.model, self.device
+        max_seq_len = self.resolved.max_seq_len
+
+        def int32(*shape: int, fill: int = 0) -> Tensor:
+            return torch.full(shape, fill, dtype=torch.int32, device=device)
+
+        pools = tuple(
+            KVPool(
+                self.resolved.kv_spec,
+                layers=layers,
+                num_pages=count,
+                page_size=config.page_size,
+                device=device,
+            )
+            for layers, count in zip(spec.pools, counts, strict=True)
+        )
+        rows = config.max_running_reqs + 1
+        # A draft may stand after the last position of a context. Its results are dropped.
+        drafts = MAX_DRAFTS if self.drafting else 0
+        max_pages = -(-max_seq_len // config.page_size) + -(-drafts // config.page_size)
+        positions = max_seq_len + drafts + 1
+        tables = [rope_table(rope, spec.head_dim, max_seq_len, device) for rope in spec.ropes]
+        page_tables = [int32(rows, max_pages, fill=pool.dummy_page) for pool in pools]
+        runner = ModelRunner(
+            model=model,
+            pools=pools,
+            attention=create_attention_backend(
+                config.attention_backend,
+                pools[0],
+                spec.q_heads // self._comm.tp.size,
+                spec.rules,
+                self._extensions.attention_backends,
+                *pools[1:],
+            ),
+            packer=Packer(
+                self._extensions.sampling_columns,
+                dummy_row=config.max_running_reqs,
+                max_pages=max_pages,
+                pinned=device.type == "cuda",
+            ),
+            max_seq_len=max_seq_len,
+            ropes=tuple(_with_rows(table, drafts) for table in tables),
+            query_scale=query_scale_table(spec.query_scale, positions, device),
+            page_table=torch.cat(page_tables),
+            token_pool=int32(rows, positions),
+            drafts=DraftTensors(*int32(3, rows)) if self.drafting else None,
+        )
+        stages: list[Stage] = [] if runner.drafts is None else [CachedLengths(runner.drafts)]
+        stages += [make(runner) for make in self._extensions.stages]
+        parts = StepParts(runner, tuple(stages), self._extensions.finish(runner))
+        return StepLauncher(parts, self._extensions.logits_processors)
+
+    def graph_sizes(self) -> tuple[list[DecodeShape], list[int]]:
+        """Return the shapes of decode steps and the numbers of tokens to capture graphs for."""
+        model, chunk = self.resolved.model, self.max_chunk_tokens
+        return memory.graph_sizes(self.config, model, chunk, self.drafting)
+
+    def on_stream(self) -> contextlib.AbstractContextManager[object]:
+        """Return a context in which torch queues work on the stream of the steps."""
+        return contextlib.nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
+
+    def _prepare_kernels(self) -> Callable[[], None]:
+        """Add the kernel cache to the searched folders; start to compile missing attention kernels.
+
+        The compilers run while the weights load; the result waits for them. Only rank 0 compiles
+        and logs here. When another rank needs a module that is being compiled, FlashInfer makes
+        that rank wait.
+        """
+        config = self.config
+        major, minor = torch.cuda.get_device_capability(self.device)
+        arch = 10 * major + minor
+        added, needs = self._extensions.attention_backends, self.resolved.attention_needs
+        needed = attention_kernels(config.attention_backend, needs, [arch], added)
+        self.attention_kernels = needed
+        use_recorded_key()
+        if config.kernel_cache is not None:
+            use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
+        if not self._show_progress:
+            return lambda: None
+        self.compile_log.watch()
+        return compile_missing(needed)
+
+    def _load(self, build: Callable[..., CausalLM]) -> CausalLM:
+        config, resolved = self.config, self.resolved
+        return build(
+            resolved.model,
+            config.model_path,
+            device=self.device,
+            dtype=resolved.kv_spec.dtype,
+            comm=self._comm,
+            moe_backend=config.moe_backend,
+            quantization=config.quantization,
+            dummy_weight=config.dummy_weight,
+            show_progress=self._show_progress,
+            extensions=self._extensions,
+        )
+
+    @torch.inference_mode()
+    def _capture(
+        self, launcher: StepLauncher, shapes: Sequence[DecodeShape], token_sizes: Sequence[int]
+    ) -> tuple[StepLauncher, list[int]]:
+        """Capture graphs of these decode steps and numbers of tokens, on a GPU.
+
+        Returns a launcher with the graphs, and the free memory before the captures and after each
+        of them.
+        """
+        free = [memory.free_bytes(self.device)]
+
+        def largest_first(sizes: Sequence[Any], title: str) -> Iterator[Any]:
+            for size in Progress(sizes[::-1], desc=title, disable=not self._show_progress):
+                yield size
+                free.append(memory.free_bytes(self.device))
+
+        if self.device.type == "cuda" and shapes:
+            graphs = capture_steps(launcher.parts, shapes, token_sizes, largest_first)
+            launcher = StepLauncher(launcher.parts, launcher.processors, graphs)
+            launcher.runner.clear_dummy()
+        return launcher, free
+
+    def _sizes_of_pools(self, gpu_kv_bytes: Callable[[], int]) -> list[int]:
+        """Return the pages of each KV pool, the same on every rank. Raises OutOfMemory.
+
+        gpu_kv_bytes: measures the memory for the pools on a GPU, if the configuration leaves it
+        open.
+        """
+        config, size, model = self.config, self.config.page_size, self.resolved.model
+        given, window, length = config.num_pages, model.window, self.resolved.max_seq_len
+        if given is not None and window is not None:
+            return [given, memory.window_pages_for(config, given, window, self.max_chunk_tokens)]
+        if given is not None:
+            return [given]
+        available = config.cpu_kv_bytes if self.device.type == "cpu" else gpu_kv_bytes()
+        spec = self.resolved.kv_spec
+        page_bytes = [kv_page_bytes(spec, len(layers), size) for layers in model.pools]
+        fitting = memory.pages_that_fit(config, available, page_bytes, length, window)
+        found = [self._comm.agree_min(count) for count in fitting]
+        least = 1 if window is None else WindowLayers(window, 0).reserve(size)
+        if found[0] < 1 or found[-1] < least:
+            raise OutOfMemory(
+                f"one KV page of {size} tokens takes {sum(page_bytes)} bytes, and at least "
+                f"{least} pages are needed, but only {available} bytes are left; raise "
+                "memory_ratio (on a CPU, raise cpu_kv_bytes) or lower max_running_reqs"
+            )
+        return found
+
+    def _gpu_kv_bytes(self, model: CausalLM, free_before: int) -> int:
+        """Return the memory for KV pages on a GPU, in bytes.
+
+        The engine may use the share memory_ratio of the memory that was free before the weights
+        were loaded. The KV pages get the part of this share that weights, steps and graphs do not
+        need. To measure the memory of steps and graphs, this method runs the largest step and
+        captures the largest graphs.
+        """
+        torch.cuda.synchronize(self.device)
+        free_loaded = memory.free_bytes(self.device)
+        launcher = self.assemble(model, [1] * len(self.resolved.model.pools))
+        warmup.run_largest(launcher, self.max_chunk_tokens, self.drafting)
+        step_bytes = free_loaded - memory.free_bytes(self.device)
+        graph_bytes = self._measure_graph_bytes(launcher)
+        del launcher
+        torch.cuda.empty_cache()
+        logger.info(
+            "memory of steps and graphs steps_bytes=%d graph_bytes=%d", step_bytes, graph_bytes
+        )
+        taken = free_before - free_loaded + step_bytes + graph_bytes
+        return memory.kv_bytes_left(self.config, free_before, taken)
+
+    def _measure_graph_bytes(self, launcher: StepLauncher) -> int:
+        """Return the memory that all graphs will take, in bytes, from trial captures.
+
+        The trial captures the two largest graphs of each kind. The memory that the second ones
+        take, plus a margin of one block of the driver, is the memory of one further graph. The
+        result is the memory of the trial, plus this amount for each graph that the trial lacks.
+
+        The tensors of smaller graphs reuse the memory of larger graphs, but each further graph also
+        takes memory of the driver, outside of torch's pool. The size of this memory depends mostly
+        on the number of kernels in the graph. That number is the same for every batch size.
+        """
+        sizes, token_sizes = self.graph_sizes()
+        torch.cuda.empty_cache()
+        trial, free = self._capture(launcher, sizes[-2:], token_sizes[-2:])
+        taken = free[0] - memory.free_bytes(self.device)
+        del trial
+        torch.cuda.empty_cache()
+        each = memory.further_graph_bytes(free, min(len(sizes), 2)) + _DRIVER_BLOCK_BYTES
+        return taken + each * memory.further_graphs(sizes, token_sizes) if taken else 0
+
+    def _log(self, launcher: StepLauncher, graph_bytes: int) -> None:
+        spec = self.resolved.kv_spec
+        logger.info(
+            "engine loaded device=%s dtype=%s pages=%d window_pages=%d page_size=%d kv_bytes=%d "
+            "max_seq_len=%d graphs=%d graph_bytes=%d left_bytes=%d",
+            self.device,
+            spec.dtype,
+            launcher.num_pages,
+            sum(pool.num_pages for pool in launcher.runner.pools[1:]),
+            launcher.page_size,
+            sum(pool.num_bytes for pool in launcher.runner.pools),
+            launcher.max_seq_len,
+            len(launcher.graphs.decode),
+            graph_bytes,
+            memory.free_bytes(self.device),
+        )
+        if spec.fp8:
+            gain = spec._replace(fp8=False).token_bytes / spec.token_bytes
+            logger.info("KV cache in fp8: %.2f times as many tokens fit into the same memory", gain)
+
+
+def _with_rows(table: Tensor, count: int) -> Tensor:
+    """Return `table`, [positions, n], with its last row repeated `count` times after it."""
+    return torch.cat((table, table[-1:].expand(count, -1))) if count else table
