@@ -47,7 +47,8 @@ from minisgl.engine import (
 )
 from minisgl.engine.launched import LaunchedStep
 from minisgl.engine.sampler import Finish, default_finish
-from minisgl.message.messages import AddReq, DraftTotals, StepOutput
+from minisgl.message.messages import AddReq, StepOutput
+from minisgl.message.stats import DraftTotals
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.process import build_scheduler
 

@@ -1,7 +1,7 @@
 """Runs the real scheduler and prefix cache under a load in simulated time, without a GPU.
 
 A simulated clock replaces the engine: each step advances the clock by the time that StepCost
-predicts. At its start, a server logs the step costs of its machine ("step cost calibrated"). The
+predicts. A server logs the step cost that it has measured ("step cost"). The
 output has the latencies and the share of cached prompt tokens: with the prefix cache, with an LRU
 cache and with an ideal cache.
 
@@ -56,7 +56,7 @@ class _Arrivals:
             heapq.heappush(self.due, (self._engine.now_s, index))
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
+        self, wait_s: float | None, plan_hash: int | None = None, own: Sequence[ToScheduler] = ()
     ) -> list[ToScheduler]:
         engine = self._engine
         messages: list[ToScheduler] = []

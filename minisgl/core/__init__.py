@@ -28,7 +28,7 @@ from minisgl.core.errors import (
     WorkerDied,
 )
 from minisgl.core.sampling import FinishReason, Grammar, GrammarKind, SamplingParams
-from minisgl.core.step_cost import StepCost, step_sizes
+from minisgl.core.step_cost import FREE_STEPS, StepCost, StepWork, step_sizes
 
 if TYPE_CHECKING:
     from minisgl.core.batch import (
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from minisgl.core.columns import SAMPLING_COLUMNS, Column
 
 __all__ = [
+    "FREE_STEPS",
     "SAMPLING_COLUMNS",
     "Batch",
     "Cancelled",
@@ -71,6 +72,7 @@ __all__ = [
     "SchedulerConfig",
     "StepCost",
     "StepResult",
+    "StepWork",
     "TokenizerInfo",
     "Unsupported",
     "WindowLayers",

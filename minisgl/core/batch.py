@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core.columns import SamplingArrays
-from minisgl.core.step_cost import StepCost
+from minisgl.core.step_cost import StepCost, StepWork
 
 # The numbers of tokens that the decode requests of a step may forward: 1 and the drafts.
 DRAFT_WIDTHS = (1, 2, 4, 8)
@@ -175,6 +175,14 @@ class Batch:
         """The smallest of DRAFT_WIDTHS that is no smaller than the length of any decode request."""
         longest = self.lengths[: self.num_decode].max(initial=1)
         return next(width for width in DRAFT_WIDTHS if width >= longest)
+
+    def work(self) -> StepWork:
+        """Return the work of the step. A decode request that may have drafts counts as `start`."""
+        first = self.num_decode
+        chunks = zip(self.start[first:].tolist(), self.lengths[first:].tolist(), strict=True)
+        pairs = sum(length * (start + length // 2) for start, length in chunks)
+        tokens = self.num_decode_tokens + self.num_prefill_tokens
+        return StepWork(tokens, int(self.start[:first].sum()), pairs)
 
     def plan_hash(self) -> int:
         """Return a checksum of requests, lengths and pages: equal on all tensor-parallel ranks."""

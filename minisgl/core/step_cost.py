@@ -1,6 +1,7 @@
 """The predicted time of a step: a formula cheap enough to evaluate several times in each step."""
 
 from bisect import bisect_left
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,8 +28,23 @@ def step_sizes(largest: int, host_bound: int = 0) -> list[int]:
     return [size for size in sizes if size >= last_free or size in _FEW_SIZES]
 
 
+class StepWork(NamedTuple):
+    """The work of one step, as StepCost.predict_s counts it."""
+
+    tokens: int
+    decode_keys: int
+    prefill_pairs: int
+
+
+class TimedStep(NamedTuple):
+    """The measured time of a step nearly without context."""
+
+    tokens: int
+    seconds: float
+
+
 class StepCost(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicts the time of one forward step, from steps that the engine timed at its start.
+    """Predicts the time of one forward step.
 
     tokens              numbers of tokens in a step, decode and prefill together, in rising order.
     seconds             the time of a step with each of these numbers of tokens, without attention.
@@ -69,3 +85,13 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         terms = [f"{self.per_decode_key_s * 1e9:.2f}", f"{self.per_prefill_pair_s * 1e9:.4f}"]
         sizes = zip(self.tokens, self.seconds, strict=True)
         return ",".join(terms + [f"{tokens}:{seconds * 1e3:.3f}" for tokens, seconds in sizes])
+
+
+# Steps take no time, so no time limit holds prompt tokens back. Each token after the first one adds
+# the same time, so even steps (scheduler/budget.py) save none.
+FREE_STEPS = StepCost(
+    tokens=(1, 1_000_000),
+    seconds=(1e-15, 1e-6),
+    per_decode_key_s=0.0,
+    per_prefill_pair_s=0.0,
+)

@@ -7,16 +7,19 @@ import contextlib
 
 import torch
 
-from minisgl.core import Batch, EngineConfig, ModelFacts, StepCost
+from minisgl.core import Batch, EngineConfig, ModelFacts
 from minisgl.core.batch import DRAFT_WIDTHS
+from minisgl.core.step_cost import TimedStep
 from minisgl.distributed.comm import Communicator
-from minisgl.engine import calibration, memory, warmup
+from minisgl.engine import memory, warmup
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.launched import LaunchedStep
 from minisgl.engine.start import Start
 from minisgl.models.build import build_model
+from minisgl.models.spec import ModelSpec
 
-_TIMED_TOKENS = 128 * 1024  # tokens of all contexts together in the largest timed step
+# Tokens of the chunk that the warm-up times. A CPU takes seconds for many tokens of a large model.
+_TIMED_CHUNK, _TIMED_CHUNK_CPU = 512, 32
 
 
 class Engine:
@@ -51,7 +54,6 @@ class Engine:
         to the KV pool. Raises ConfigError or OutOfMemory.
         """
         self.extensions = extensions
-        self._comm = comm
         device = self._resolve_device(config, comm.tp)
         self._start = start = Start(config, comm, max_chunk_tokens, extensions, device)
         self._launcher = launcher = start.run(self._build_model)
@@ -66,6 +68,22 @@ class Engine:
         """Start the step. On a CPU it is done on return; on a GPU it is queued on the stream."""
         with self._of_launches:
             return self._launcher.launch(batch)
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration that the caller passed to the constructor."""
+        return self._start.config
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model, as this engine runs it."""
+        return self._start.resolved.model
+
+    @property
+    def device_name(self) -> str:
+        """The name of the GPU, or "cpu"."""
+        device = self._start.device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
     def facts(self) -> ModelFacts:
         """Return the properties of the loaded model that the front end needs."""
@@ -84,8 +102,10 @@ class Engine:
             drafts=self._start.drafting,
         )
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> list[TimedStep]:
         """Run steps of every kind on the dummy page, so that no kernel compiles while serving.
+
+        Returns the times of two steps: a decode step and a chunk.
 
         On a GPU it also runs steps of all sizes if there are no piecewise graphs, and the largest
         step if the configuration sets num_pages. Without num_pages the constructor has already run
@@ -101,29 +121,11 @@ class Engine:
                 warmup.run_every_size(self, chunk)
             if not on_cpu and start.config.num_pages is not None:
                 warmup.run_largest(self, chunk, drafting)
+            most = _TIMED_CHUNK_CPU if on_cpu else _TIMED_CHUNK
+            timed = warmup.time_steps(self, min(chunk, most))
         start.compile_log.finish()
         self._clear_dummy()
-
-    def calibrate(self) -> StepCost:
-        """Return the cost of steps, which is the same on all ranks (minisgl.engine.calibration).
-
-        The first start times steps on the dummy page and fits the cost to the timings. Later starts
-        read the timings from a file, and time three steps to check them.
-        """
-        start, chunk = self._start, self._start.max_chunk_tokens
-        # On a GPU the values in the KV pool change the time of a step, so the pool is filled with
-        # noise. On a CPU there is no stream, and the values do not change the time.
-        if start.stream is not None:
-            with self._on_stream():
-                for pool in self._launcher.runner.pools:
-                    pool.fill_noise(_TIMED_TOKENS // self.page_size)
-        with self.startup.phase("calibration"):
-            parts = self.extensions, start.attention_kernels
-            file = calibration.file_for(start.config, start.device, chunk, *parts)
-            vocab_size = start.resolved.model.vocab_size
-            cost = calibration.step_cost(self, self._comm, chunk, vocab_size, start.drafting, file)
-        self._clear_dummy()
-        return cost
+        return timed
 
     def close(self) -> None:
         """Free the device's memory. The communicator stays open, because the caller owns it."""

@@ -11,8 +11,7 @@ from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import Finish, default_finish
 from minisgl.engine.stages import Stage
 from minisgl.kvcache import CacheListener
-from minisgl.message.messages import ConstraintTotals
-from minisgl.message.stats import KVEventTotals
+from minisgl.message.stats import ConstraintTotals, KVEventTotals
 from minisgl.models.build import ModelExtensions
 
 

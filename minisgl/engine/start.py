@@ -11,7 +11,6 @@ from torch import Tensor
 
 from minisgl.attention.registry import attention_kernels, create_attention_backend
 from minisgl.build import (
-    AttentionKernel,
     CompileLog,
     compile_missing,
     use_kernel_cache,
@@ -43,12 +42,11 @@ _DRIVER_BLOCK_BYTES = 2 * 2**20
 class Start:
     """The values of one rank that its start resolves, and the phases that use them.
 
-    drafting           whether steps have drafts.
-    resolved           the values that the configuration leaves open.
-    stream             the stream of all steps; None on a CPU.
-    attention_kernels  the kernels of FlashInfer that the engine needs; none on a CPU.
-    compile_log        logs the kernels that compile.
-    startup            seconds of each phase.
+    drafting     whether steps have drafts.
+    resolved     the values that the configuration leaves open.
+    stream       the stream of all steps; None on a CPU.
+    compile_log  logs the kernels that compile.
+    startup      seconds of each phase.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class Start:
         self._show_progress = comm.tp.rank == 0
         self.stream: torch.cuda.Stream | None = None
         self.compile_log = CompileLog()
-        self.attention_kernels: list[AttentionKernel] = []
         self.startup = Stopwatch(lambda: self.compile_log.compile_s)
 
     def run(self, build: Callable[..., CausalLM]) -> StepLauncher:
@@ -180,7 +177,6 @@ class Start:
         arch = 10 * major + minor
         added, needs = self._extensions.attention_backends, self.resolved.attention_needs
         needed = attention_kernels(config.attention_backend, needs, [arch], added)
-        self.attention_kernels = needed
         use_recorded_key()
         if config.kernel_cache is not None:
             use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])

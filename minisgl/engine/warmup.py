@@ -8,6 +8,7 @@ Layers           run before the capture of a graph, as many as contain every kin
 """
 
 import itertools
+import time
 from collections.abc import Hashable, Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from minisgl.core import Batch, EngineLike, PageUpdates, SamplingParams
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, LogprobsRequest
 from minisgl.core.columns import sampling_arrays
+from minisgl.core.step_cost import TimedStep
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.models.decoder import DecoderLayer
 
@@ -60,6 +62,28 @@ def warm_up(engine: EngineLike, widths: Sequence[int] = DRAFT_WIDTHS[:1]) -> Non
     for shape in shapes:
         for params, logprobs in itertools.product(_KINDS, (False, True)):
             _run(engine, warmup_batch(engine, shape, params, logprobs=logprobs))
+
+
+def time_steps(engine: EngineLike, chunk: int) -> list[TimedStep]:
+    """Time a decode step of one request, and a step with a chunk of that many tokens.
+
+    Each step runs three times, and the shortest time counts, because other work on the machine only
+    makes a step longer. Before them, a chunk with a long context runs. It loads kernels that a
+    short context does not need.
+    """
+    far = min(engine.max_seq_len * 3 // 4, 8192)
+    _run(engine, warmup_batch(engine, StepShape(0, min(chunk, engine.max_seq_len - far), far)))
+    timed = []
+    for shape in (StepShape(1, 0, 1), StepShape(0, min(chunk, engine.max_seq_len), 0)):
+        batch = warmup_batch(engine, shape)
+        assert batch is not None, "the engine must have room for one request; this is a bug"
+        seconds = []
+        for _ in range(3):
+            began_s = time.perf_counter()
+            engine.launch(batch).wait()
+            seconds.append(time.perf_counter() - began_s)
+        timed.append(TimedStep(int(batch.lengths.sum()), min(seconds)))
+    return timed
 
 
 def run_every_size(engine: EngineLike, max_chunk_tokens: int) -> None:

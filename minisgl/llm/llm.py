@@ -17,6 +17,7 @@ from minisgl.core import (
     ModelFacts,
     SamplingParams,
     SchedulerConfig,
+    StepCost,
 )
 from minisgl.demo import model_path as demo_model_path
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
@@ -25,6 +26,7 @@ from minisgl.llm.constraints import Constraints
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
 from minisgl.message.messages import PROMPT_TAIL_TOKENS, AbortReq, AddReq, StepOutput, TextOptions
+from minisgl.scheduler.cost_fit import FixedCost
 from minisgl.settings.hub import resolve_model
 from minisgl.tokenizer import TextStream, TextTokenizer
 from minisgl.utils import near_names
@@ -51,6 +53,7 @@ class LLM:
         revision: str | None = None,
         tp: int = 1,
         extensions: Extensions = DEFAULT_EXTENSIONS,
+        step_cost: StepCost | None = None,
         **settings: Any,
     ) -> None:
         """Load a model.
@@ -60,6 +63,8 @@ class LLM:
         tp: number of tensor-parallel ranks, each on a GPU of its own.
         extensions: implementations from outside this package, as in engine.Extensions. They need
         tp=1, because the processes of several ranks get the settings only.
+        step_cost: predicts step times. None: the LLM measures its steps. With a fixed cost, equal
+        calls give equal steps. It needs tp=1.
         settings: fields of EngineConfig and SchedulerConfig by name, such as num_pages, max_seq_len
         or prefill_budget_tokens. target_step_ms sets a step-time target. By default there is no
         target, because this gives the highest throughput.
@@ -81,7 +86,10 @@ class LLM:
         self._constraints = Constraints(path, self.tokenizer)
         self.worker: LocalWorker | RankWorkers
         if tp == 1:
-            self.worker = LocalWorker(engine_config, scheduler_config, extensions)
+            prices = None if step_cost is None else FixedCost(step_cost)
+            self.worker = LocalWorker(engine_config, scheduler_config, extensions, prices)
+        elif step_cost is not None:
+            raise ConfigError(f"step_cost needs tp=1, not {tp}; leave step_cost out")
         elif extensions is DEFAULT_EXTENSIONS:
             self.worker = RankWorkers(engine_config, scheduler_config)
         else:

@@ -23,6 +23,7 @@ from minisgl.message import messages
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.quantization import with_quantizations
 from minisgl.scheduler import LocalInbox, build_scheduler
+from minisgl.scheduler.cost_fit import StepPrices
 from minisgl.settings.child import ChildSpec
 from minisgl.settings.config import ServerConfig
 from minisgl.structured.processor import with_grammars
@@ -59,8 +60,13 @@ class LocalWorker:
     """A scheduler and an engine of one rank in the caller's process."""
 
     def __init__(
-        self, engine: EngineConfig, config: SchedulerConfig, extensions: Extensions
+        self,
+        engine: EngineConfig,
+        config: SchedulerConfig,
+        extensions: Extensions,
+        prices: StepPrices | None = None,
     ) -> None:
+        """prices: as for build_scheduler."""
         budget = config.prefill_budget_tokens
         grammars = with_grammars(engine.model_path, extensions)
         self.extensions = with_speculation(engine.speculative, with_quantizations(grammars))
@@ -69,7 +75,7 @@ class LocalWorker:
         self._outputs: list[messages.StepOutput] = []
         try:
             send = self._outputs.append
-            self.scheduler = build_scheduler(self._engine, config, self._inbox, send)
+            self.scheduler = build_scheduler(self._engine, config, self._inbox, send, prices)
         except BaseException:
             self._engine.close()
             raise

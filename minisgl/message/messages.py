@@ -15,8 +15,7 @@ need no compatibility rules. Each queue has a decoder for its own union only.
 import msgspec
 
 from minisgl.core import FinishReason, GrammarKind, ModelFacts, SamplingParams, TokenizerInfo
-from minisgl.message.stats import ConstraintTotals as ConstraintTotals
-from minisgl.message.stats import DraftTotals as DraftTotals
+from minisgl.core.step_cost import StepCost
 from minisgl.message.stats import SchedulerStats as SchedulerStats
 from minisgl.message.text import TokenLogprob as TokenLogprob
 from minisgl.message.text import ToolCallDelta as ToolCallDelta
@@ -197,22 +196,25 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class Prepared(Message, frozen=True, kw_only=True):
-    """The constraints of these requests are prepared on rank 0: every rank enqueues the requests.
-
-    Rank 0 adds this message to its own input, so that all ranks enqueue in the same iteration.
-    """
+    """The constraints of these requests are prepared on rank 0: every rank enqueues them."""
 
     uids: list[int]
 
 
-ToScheduler = AddReq | AbortReq | FlushCache | Shutdown | Prepared
+class SetStepCost(Message, frozen=True, kw_only=True):
+    """Rank 0 has fitted this step cost to its steps: every rank plans with it from now on."""
+
+    cost: StepCost
+
+
+# Rank 0 adds Prepared and SetStepCost to its own input, so all ranks apply them in one iteration.
+ToScheduler = AddReq | AbortReq | FlushCache | Shutdown | Prepared | SetStepCost
 
 
 class LeaderStep(Message, frozen=True, kw_only=True):
     """The messages that every rank applies before it plans iteration `iteration`.
 
-    plan_hash  hash of the step that the leader launched last. Each other rank compares it with the
-               hash of its own last step.
+    plan_hash  hash of the leader's last step. Each other rank compares it with that of its own.
     """
 
     iteration: int

@@ -29,9 +29,8 @@ EVEN_STEP_TOKENS = 512  # larger steps hardly lower the time per token of an 8B 
 class PrefillBudget:
     """Limits the prompt tokens of a step, so that they do not slow down decoding requests too much.
 
-    Without known step costs, the limit is prefill_budget_tokens. This is also the limit while no
-    request decodes, except on a server with several clients or several priorities, and within
-    MAX_STEP_S. In all other cases the limit is lower:
+    The limit is prefill_budget_tokens while no request decodes, except on a server with several
+    clients or several priorities, and within MAX_STEP_S. In all other cases the limit is lower:
 
     - With a step-time target (a server), the predicted step time stays below a limit:
       `_timed_tokens`.
@@ -54,15 +53,15 @@ class PrefillBudget:
         most_tokens = self._config.prefill_budget_tokens + self._table.rows.size
         self._sizes = step_sizes(most_tokens + 1024)
 
-    def tokens(self, decode_rows: Int32Array, cost: StepCost | None, urgent: bool) -> int:
+    def tokens(self, decode_rows: Int32Array, cost: StepCost, urgent: bool) -> int:
         """Return the largest number of prompt tokens that the next step may contain.
 
-        decode_rows: int32, the rows that decode in this step. cost: predicts step times; None when
-        they are unknown. urgent: the first priority in use has prompts.
+        decode_rows: int32, the rows that decode in this step. cost: predicts step times. urgent:
+        the first priority in use has prompts.
         """
         budget = self._config.prefill_budget_tokens
         target_ms = self._config.target_step_ms
-        if cost is None or not (self._prefilling or self._waiting):
+        if not (self._prefilling or self._waiting):
             return budget
         budget = min(budget, self._tokens_within(decode_rows, cost, MAX_STEP_S))
         shared = len(self._clients) > 1 or self._waiting.has_classes

@@ -4,7 +4,7 @@ import numpy as np
 
 from minisgl.core import Batch, Int32Array, StepCost, StepResult
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, DraftLengths
-from minisgl.message.messages import DraftTotals
+from minisgl.message.stats import DraftTotals
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.request import ReqState
 

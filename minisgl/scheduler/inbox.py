@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from minisgl.core import InvariantBroken
-from minisgl.message.messages import LeaderStep, Prepared, ToScheduler
+from minisgl.message.messages import LeaderStep, ToScheduler
 from minisgl.message.queues import Receiver, Sender
 
 Messages = Sequence[ToScheduler]
@@ -15,15 +15,14 @@ class Inbox(Protocol):
     """The ordered input of one rank."""
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
+        self, wait_s: float | None, plan_hash: int | None = None, own: Messages = ()
     ) -> Messages:
         """Return the messages of this iteration.
 
         wait_s: wait at most this long for the first message; None waits without a limit.
         plan_hash: hash of the batch that this rank launched last. Ranks compare their hashes.
-        prepared: uids of the requests whose constraints became prepared on this rank. Rank 0 gets
-        them back as a Prepared message, after the other messages. The other ranks get the message
-        of rank 0.
+        own: messages of this rank about itself (Prepared, SetStepCost). Rank 0 gets them back after
+        the other messages. The other ranks get the messages of rank 0 and drop their own.
         """
 
 
@@ -39,13 +38,11 @@ class LocalInbox:
         self._iteration = 0
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
+        self, wait_s: float | None, plan_hash: int | None = None, own: Messages = ()
     ) -> Messages:
         self._collect(wait_s)
-        messages = [*self.messages]
+        messages = [*self.messages, *own]
         self.messages.clear()
-        if prepared:
-            messages.append(Prepared(uids=list(prepared)))
         self._iteration += 1
         for follower in self._followers:
             step = LeaderStep(iteration=self._iteration, messages=messages, plan_hash=plan_hash)
@@ -85,7 +82,7 @@ class FollowerInbox:
         self._iteration = 0
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
+        self, wait_s: float | None, plan_hash: int | None = None, own: Messages = ()
     ) -> Messages:
         """Wait for the leader's next LeaderStep without a limit. Uses plan_hash only.
 

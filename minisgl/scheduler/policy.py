@@ -55,7 +55,7 @@ class Planner:
     waiting      the requests of each client in the order of service.
     prefilling   admitted requests with prompt tokens or forced tokens that are not launched yet.
     decode_rows  int32, rows of the decoding requests.
-    cost         predicts step times; None when they are unknown.
+    cost         predicts step times.
 
     I1  A request is in exactly one place: waiting, prefilling, decoding, or in state ENDING.
     I2  decode_rows holds the decoding requests with a step left to launch, in the order in which
@@ -65,12 +65,16 @@ class Planner:
     """
 
     def __init__(
-        self, config: SchedulerConfig, kv_manager: KVManager, drafts: DraftPlanner | None
+        self,
+        config: SchedulerConfig,
+        kv_manager: KVManager,
+        drafts: DraftPlanner | None,
+        cost: StepCost,
     ) -> None:
         self._drafts = drafts
         self._kv_manager = kv_manager
         self._table = table = kv_manager.table
-        self.cost: StepCost | None = None
+        self.cost = cost
         self.waiting = WaitingQueue()
         self._shares = ClientShares(table, kv_manager.pool.size)
         self.prefilling: list[Req] = []
@@ -87,14 +91,8 @@ class Planner:
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
 
     def predict_s(self, batch: Batch) -> float:
-        """Predict the seconds of a batch; 0.0 without known costs."""
-        if self.cost is None:
-            return 0.0
-        first = batch.num_decode
-        chunks = zip(batch.start[first:].tolist(), batch.lengths[first:].tolist(), strict=True)
-        pairs = sum(length * (start + length // 2) for start, length in chunks)
-        keys = int(batch.start[:first].sum())
-        return self.cost.predict_s(batch.num_decode_tokens + batch.num_prefill_tokens, keys, pairs)
+        """Predict the seconds of a batch."""
+        return self.cost.predict_s(*batch.work())
 
     def plan(self, step_id: int, in_flight: bool) -> tuple[Batch | None, Req | None]:
         """Plan the next step.

@@ -4,10 +4,13 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from minisgl.core import EngineConfig, SchedulerConfig
+from minisgl.core import EngineConfig, SchedulerConfig, StepCost
+from minisgl.core.step_cost import TimedStep
+from minisgl.cost.floor import cost_of, with_weights
+from minisgl.cost.roofline import roofline
 from minisgl.distributed.comm import TPInfo, connect
 from minisgl.engine import (
     DEFAULT_EXTENSIONS,
@@ -18,9 +21,10 @@ from minisgl.engine import (
 )
 from minisgl.message.messages import LeaderStep, Ready, SchedulerStats, StepOutput, ToScheduler
 from minisgl.message.queues import Receiver, Sender, endpoint
+from minisgl.scheduler.cost_fit import CostFit, StepPrices
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, QueueInbox
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.utils import log_event, process_age_s
+from minisgl.utils import process_age_s
 
 logger = logging.getLogger(__name__)
 
@@ -82,15 +86,19 @@ def run_scheduler(
 
 
 def build_scheduler(
-    engine: Engine, config: SchedulerConfig, inbox: Inbox, send: Callable[[StepOutput], object]
+    engine: Engine,
+    config: SchedulerConfig,
+    inbox: Inbox,
+    send: Callable[[StepOutput], object],
+    prices: StepPrices | None = None,
 ) -> Scheduler:
     """Warm up `engine` and return a scheduler for it.
 
-    The function also times steps of the engine, so that the scheduler can predict step times. On a
-    CPU, timing takes 2 s. Without a step-time target and without drafts, a CPU does not time steps.
+    prices: the source of the step cost; by default an estimate, and then the measured steps.
     """
+    timed = engine.warm_up()
     facts = engine.facts()
-    scheduler = Scheduler(
+    return Scheduler(
         engine,
         config,
         vocab_size=facts.vocab_size,
@@ -98,13 +106,17 @@ def build_scheduler(
         inbox=inbox,
         send=send,
         extensions=engine.extensions,
+        prices=prices or CostFit(_first_cost(engine, config, timed)),
     )
-    engine.warm_up()
-    drafting = engine.extensions.draft_lengths is not None
-    if config.target_step_ms is not None or facts.device != "cpu" or drafting:
-        scheduler.planner.cost = engine.calibrate()
-        log_event(logger, logging.INFO, "step cost calibrated", cost=scheduler.planner.cost)
-    return scheduler
+
+
+def _first_cost(engine: Engine, config: SchedulerConfig, timed: Sequence[TimedStep]) -> StepCost:
+    """Return the estimated step cost of an engine, from its device and the steps of its warm-up."""
+    model, tp = engine.model, engine.config.tp_size
+    fp8_kv = engine.facts().kv_dtype == "fp8"
+    cost = with_weights(cost_of(model, tp, fp8_kv), model, engine.config.quantization, tp)
+    most = config.prefill_budget_tokens + engine.max_running_reqs
+    return roofline(model, cost, tp, engine.device_name, timed, most)
 
 
 def _discard(output: StepOutput) -> None:

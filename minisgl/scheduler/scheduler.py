@@ -23,16 +23,16 @@ from minisgl.engine.logits_processing import Constraint
 from minisgl.message.messages import (
     AbortReq,
     AddReq,
-    ConstraintTotals,
-    DraftTotals,
     FlushCache,
     Prepared,
     SchedulerStats,
+    SetStepCost,
     Shutdown,
     StepOutput,
     ToScheduler,
 )
-from minisgl.message.stats import KVEventTotals
+from minisgl.message.stats import ConstraintTotals, DraftTotals, KVEventTotals
+from minisgl.scheduler.cost_fit import FREE, StepPrices
 from minisgl.scheduler.drafts import DraftPlanner
 from minisgl.scheduler.forced import append_forced
 from minisgl.scheduler.inbox import Inbox
@@ -88,9 +88,10 @@ class Scheduler:
         send: Callable[[StepOutput], object],
         clock: Callable[[], float] = time.monotonic,
         extensions: Extensions = DEFAULT_EXTENSIONS,
+        prices: StepPrices = FREE,
     ) -> None:
         """vocab_size: width of the logits. send: takes the output of an iteration and must not
-        block. clock: returns seconds. extensions: the engine's extensions."""
+        block. clock: returns seconds. extensions: the engine's extensions. prices: of steps."""
         self._engine = engine
         self._config = config
         self._vocab_size = vocab_size
@@ -98,17 +99,17 @@ class Scheduler:
         self._extensions = extensions
         self._send = send
         self.table = RequestTable(engine, extensions, eos_token_ids)
-        use_prefix_cache = config.cache_type != "naive"
-        new_reporter = extensions.cache_reporter
-        self._reporter = new_reporter and new_reporter(engine.page_size, engine.num_pages)
-        self.kv_manager = KVManager(engine, self.table, use_prefix_cache, self._reporter)
+        report = extensions.cache_reporter
+        self._reporter = report and report(engine.page_size, engine.num_pages)
+        cached = config.cache_type != "naive"
+        self.kv_manager = KVManager(engine, self.table, cached, self._reporter)
         lengths = extensions.draft_lengths and extensions.draft_lengths(engine.max_running_reqs)
         drafts = DraftPlanner(lengths, self.kv_manager) if lengths else None
-        self.planner = Planner(config, self.kv_manager, drafts)
+        self.planner = Planner(config, self.kv_manager, drafts, prices.cost())
         self._capacity_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self._arrivals = 0
         self._outputs = OutputBuilder(self.table)
-        self._meter = StepMeter(clock)
+        self._meter = StepMeter(clock, prices)
         self._reqs: dict[int, Req] = {}
         self._preparing: dict[int, Constraint] = {}  # constraints that are not prepared, by uid
         self._preparations = PreparationQueue()
@@ -136,8 +137,7 @@ class Scheduler:
 
     def iterate(self) -> None:
         """Run one iteration. If idle, or if no step is due yet, first wait for a message."""
-        prepared = self._prepared() if self._preparing else ()
-        for message in self._inbox.receive(self.message_wait_s(), self._plan_hash, prepared):
+        for message in self._inbox.receive(self.message_wait_s(), self._plan_hash, self._own()):
             self._apply(message)
         batch, victim = self.planner.plan(self._launched_step + 1, bool(self._in_flight))
         if batch is not None:
@@ -152,8 +152,7 @@ class Scheduler:
         """Read the results of launched steps, except for the last `keep`, and send the output."""
         while len(self._in_flight) > keep:
             self._resolve(*self._in_flight.popleft())
-        output = self._outputs.take(self._resolved_step)
-        if output is not None:
+        if (output := self._outputs.take(self._resolved_step)) is not None:
             self._send(output)
 
     def stats(self) -> SchedulerStats:
@@ -196,7 +195,7 @@ class Scheduler:
         if pending.done():
             return 0.0
         predicted_s = self.planner.predict_s(batch)
-        remaining_s = self._meter.remaining_s(predicted_s, of_decode=not has_prompts)
+        remaining_s = self._meter.remaining_s(predicted_s, not has_prompts)
         # The next step must be launched before the device runs out of work. A launch with token
         # masks returns later, so the scheduler notices the end of the previous step later.
         lead_s = max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s) + self._mask_s
@@ -205,18 +204,20 @@ class Scheduler:
     @property
     def _only_preparing(self) -> bool:
         """No step is due: all open requests, at least one, wait for their constraints."""
-        waits = bool(self._preparing) and len(self._preparing) == len(self._reqs)
-        return waits and not self._in_flight
+        return 0 < len(self._preparing) == len(self._reqs) and not self._in_flight
 
-    def _prepared(self) -> list[int]:
-        """Return the uids of the preparing requests whose constraints are prepared.
-
-        While no other request is open, wait for at most PREPARING_WAIT_S for the oldest request.
-        """
-        self._preparations.begin()
-        if self._only_preparing:
-            next(iter(self._preparing.values())).prepared(PREPARING_WAIT_S)
-        return [uid for uid, constraint in self._preparing.items() if constraint.prepared()]
+    def _own(self) -> list[ToScheduler]:
+        """Return the messages of this rank about itself: prepared constraints, a new step cost."""
+        own: list[ToScheduler] = []
+        if self._preparing:
+            self._preparations.begin()
+            if self._only_preparing:  # wait for the oldest request
+                next(iter(self._preparing.values())).prepared(PREPARING_WAIT_S)
+            if uids := [uid for uid, each in self._preparing.items() if each.prepared()]:
+                own.append(Prepared(uids=uids))
+        if cost := self._meter.prices.news(self._meter.clock()):
+            own.append(SetStepCost(cost=cost))
+        return own
 
     def _apply(self, message: ToScheduler) -> None:
         match message:
@@ -232,6 +233,8 @@ class Scheduler:
                     constraint = self._preparing.pop(uid, None)
                     if constraint is not None:  # None: the request was aborted
                         self._start(self._reqs[uid], constraint)
+            case SetStepCost():
+                self.planner.cost = message.cost
             case FlushCache():
                 self.kv_manager.flush()
             case Shutdown():
@@ -331,9 +334,9 @@ class Scheduler:
         now_s = self._meter.clock()
         for req in self.planner.prefilling:
             req.admitted_s = req.admitted_s or now_s
-        self._meter.record_launch()
         before_s = self.totals.constraints.mask_seconds
         self._in_flight.append((batch, self._engine.launch(batch)))
+        self._meter.record_launch(now_s, self._in_flight[-1][1].done())
         self._mask_s = self.totals.constraints.mask_seconds - before_s
         # With edited logits a launch may wait for the previous step, so its time is not recorded.
         if not batch.num_prefill_tokens and batch.logit_edits is None:

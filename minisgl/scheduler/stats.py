@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from minisgl.core import Batch
 from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, STEP_PHASES, PhaseStats
+from minisgl.scheduler.cost_fit import FREE, StepPrices
 
 
 class StepMeter:
@@ -21,22 +22,39 @@ class StepMeter:
             them to keep their values.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: returns seconds."""
-        self.clock = clock
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, prices: StepPrices = FREE
+    ) -> None:
+        """clock: returns seconds. prices: get the times that the device takes for steps."""
+        self.clock, self.prices = clock, prices
         self.phases = {phase: PhaseStats() for phase in STEP_PHASES}
         self._launched_s: deque[float] = deque()
+        self._own_s: deque[float | None] = deque()
         self._ended_s = 0.0
         self._decode_s: deque[float] = deque([0.0], maxlen=2)
 
-    def record_launch(self) -> None:
-        """Record that a step has been launched."""
-        self._launched_s.append(self.clock())
+    def record_launch(self, began_s: float, done: bool) -> None:
+        """Record that a step has been launched.
+
+        began_s: time before the launch. done: the step has ended within the launch, as on a CPU.
+        """
+        self._launched_s.append(began_s)
+        self._own_s.append(self.clock() - began_s if done else None)
 
     def record_result(self, batch: Batch, by_graph: bool) -> None:
-        """Record that the oldest launched step has completed. by_graph: a CUDA graph ran it."""
+        """Record that the oldest launched step has completed. by_graph: a CUDA graph ran it.
+
+        The device took the time of the launch if the step has ended in it, and the time since the
+        end of the step before if the step was launched before this end. Otherwise the device may
+        have waited for the launch. Prices do not contain the time of token masks.
+        """
         now_s = self.clock()
-        duration_s = now_s - max(self._launched_s.popleft(), self._ended_s)
+        launched_s, own_s = self._launched_s.popleft(), self._own_s.popleft()
+        duration_s = now_s - max(launched_s, self._ended_s)
+        if own_s is None and launched_s < self._ended_s:
+            own_s = duration_s
+        if own_s is not None and batch.logit_edits is None:
+            self.prices.record(batch.work(), own_s)
         self._ended_s = now_s
         chunk_tokens = batch.num_prefill_tokens
         tokens = batch.num_decode_tokens + chunk_tokens

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from minisgl.core import Grammar, Int32Array, RequestError, SamplingParams
 from minisgl.engine.logits_processing import Constraint
-from minisgl.message.messages import ConstraintTotals
+from minisgl.message.stats import ConstraintTotals
 from minisgl.structured.library import dead_end, failure_of, open_matcher
 
 Mask = NDArray[np.int32]  # [W]; id i is allowed if bit i % 32 of word i // 32 is set

@@ -18,7 +18,7 @@ from minisgl.core import ConfigError, Grammar, SamplingParams, Unsupported
 from minisgl.core.batch import MAX_DRAFTS, EditedReq
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import ProcessingStep, TokenMask, upload
-from minisgl.message.messages import ConstraintTotals
+from minisgl.message.stats import ConstraintTotals
 from minisgl.models.config import load_model_spec
 from minisgl.structured.compile_threads import CompileThreads, raise_stack_limit
 from minisgl.structured.library import compile_grammar, load_tokenizer

@@ -24,7 +24,6 @@ PHASES = (
     "kv",
     "graphs",
     "warm_up",
-    "calibration",
 )
 _LOG_INTERVAL_S = 10.0  # between two lines about the progress of a phase
 
@@ -58,7 +57,7 @@ def whole_start(seconds: Mapping[str, float], total_s: float) -> dict[str, float
 
 
 def startup_table(seconds: Mapping[str, float]) -> str:
-    """Return a title, the names of the phases, and below them their seconds, in 80 columns."""
+    """Return a title, the names of the phases, and below them their seconds, in 68 columns."""
     heads = [f"{name.replace('_', '-'):>5}" for name in seconds]
     shown = [f"{s:.2f}" if s < 100 else f"{s:.0f}" for s in seconds.values()]
     row = [text.rjust(len(head)) for head, text in zip(heads, shown, strict=True)]

@@ -73,5 +73,4 @@ def test_nothing_is_compiled_after_minisgl_compile(kv: str, tmp_path: Path) -> N
     assert json.loads(output.splitlines()[-1])["flashinfer"] == sorted(os.listdir(modules))
     assert files(kernels) == before
     written = [path for path in own.rglob("*") if path.suffix in (".json", ".cubin", ".so", ".o")]
-    step_times = [*(own / "cache/minisgl/step-times").glob("*.json")]
-    assert written == step_times, "the engine compiled a kernel"
+    assert written == [], "the engine compiled a kernel"

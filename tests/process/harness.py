@@ -52,9 +52,7 @@ class ServerProcess:
         self._err = folder / "err"
         with self._out.open("wb") as out, self._err.open("wb") as err:
             # A killed launcher does not remove its socket folder. Removing this folder removes it.
-            # Each server has its own folder for step times, unless the test sets the variable.
-            own = {"XDG_CACHE_HOME": str(folder / "cache")}
-            environment = {**own, **os.environ, "TMPDIR": str(folder)}
+            environment = {**os.environ, "TMPDIR": str(folder)}
             self.process = subprocess.Popen(
                 command,
                 stdout=out,

@@ -92,7 +92,7 @@ def test_chat_opens_a_chat_in_the_terminal(tiny_model: Path) -> None:
     command = [sys.executable, "-m", "minisgl", "chat", str(tiny_model)]
     terminal = Terminal([*command, "--port", "0", "--num-pages", "64"])
     try:
-        terminal.expect("calibration total")
+        terminal.expect("warm-up total")
         terminal.expect("/help lists the commands")
         terminal.type("/exit\r")
         wait_for(lambda: terminal.process.poll() is not None, "the end of the server")

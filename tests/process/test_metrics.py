@@ -111,9 +111,9 @@ def test_gauges_of_an_idle_server(used: tuple[ServerProcess, Scrape]) -> None:
         assert found[name] == 0
     phases = {key for key in found if key.startswith("startup_seconds{")}
     total_s = found["startup_seconds{phase=total}"]
-    assert len(phases) == 10
+    assert len(phases) == 9
     assert sum(found[phase] for phase in phases) == pytest.approx(2 * total_s), "rows and total"
-    busy = ("import", "weights", "warm_up", "calibration", "processes")
+    busy = ("import", "weights", "warm_up", "processes")
     assert all(found[f"startup_seconds{{phase={phase}}}"] > 0 for phase in busy)
     assert found["startup_seconds{phase=compile}"] == 0, "no GPU"
     assert found["scheduler_last_step_timestamp_seconds"] > found["process_start_time_seconds"]

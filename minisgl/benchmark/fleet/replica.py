@@ -137,7 +137,7 @@ class Replica:
         return max(len(self.open_reqs) - self.running, 0)
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
+        self, wait_s: float | None, plan_hash: int | None = None, own: Sequence[ToScheduler] = ()
     ) -> list[ToScheduler]:
         """Return the messages that have arrived. The owner has already waited."""
         arrived: list[ToScheduler] = []

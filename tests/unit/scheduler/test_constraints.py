@@ -130,14 +130,14 @@ def test_one_short_chunk_does_not_slow_many_streams_down() -> None:
     assert h.scheduler.totals.constraints.forced_tokens <= 4, "only those that end the request"
 
 
-def test_every_rank_gets_the_uids_that_are_prepared_on_rank_0(tmp_path: Path) -> None:
+def test_every_rank_gets_the_own_messages_of_rank_0(tmp_path: Path) -> None:
     write_socket_key(str(tmp_path))
     address = endpoint(str(tmp_path), "rank-1")
     follower = FollowerInbox(Receiver(address, LeaderStep))
     leader = LocalInbox([Sender(address)])
     expected = [Prepared(uids=[4, 7])]
-    assert list(leader.receive(0.0, None, [4, 7])) == expected
-    assert list(follower.receive(0.0, None, [9])) == expected
+    assert list(leader.receive(0.0, None, expected)) == expected
+    assert list(follower.receive(0.0, None, [Prepared(uids=[9])])) == expected
     assert list(leader.receive(0.0, None, [])) == []
 
 

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from minisgl.core import SchedulerConfig, StepCost
+from minisgl.core import FREE_STEPS, SchedulerConfig, StepCost
 from tests.examples import examples
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
@@ -19,7 +19,7 @@ def start(
     rows: int = 8,
     num_pages: int = 8192,
     budget: int = BUDGET,
-    cost: StepCost | None = COST,
+    cost: StepCost = COST,
     cache_type: str = "radix",
 ) -> Harness:
     """Queue requests of (prompt tokens, output tokens) with different prompts."""
@@ -28,8 +28,7 @@ def start(
         prefill_budget_tokens=budget, target_step_ms=None, cache_type=cache_type
     )
     harness = Harness(engine, config)
-    if cost is not None:
-        harness.scheduler.planner.cost = cost
+    harness.scheduler.planner.cost = cost
     for index, (length, most) in enumerate(requests):
         harness.add(prompt_of(length, index), max_tokens=most, ignore_eos=True)
     return harness
@@ -106,8 +105,8 @@ def test_prompts_come_first_when_mixed_steps_cost_more() -> None:
     assert chunks_of([(100, 60), *[(2000, 5)] * 4], cost=cost) == [2048] * 3 + [1956]
 
 
-def test_prompts_come_first_without_step_costs() -> None:
-    assert chunks_of([(100, 60), *[(2000, 5)] * 4], cost=None) == [2048] * 3 + [1956]
+def test_prompts_come_first_if_steps_take_no_time() -> None:
+    assert chunks_of([(100, 60), *[(2000, 5)] * 4], cost=FREE_STEPS) == [2048] * 3 + [1956]
 
 
 def test_prompts_come_first_while_no_request_decodes() -> None:

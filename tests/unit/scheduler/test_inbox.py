@@ -108,10 +108,10 @@ class RecordingInbox(LocalInbox):
         harness.scheduler._inbox = self
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, prepared: Sequence[int] = ()
+        self, wait_s: float | None, plan_hash: int | None = None, own: Sequence[ToScheduler] = ()
     ) -> Sequence[ToScheduler]:
         self.waits_s.append(wait_s)
-        return super().receive(wait_s, plan_hash, prepared)
+        return super().receive(wait_s, plan_hash, own)
 
 
 def test_an_idle_scheduler_blocks_and_a_busy_one_does_not() -> None:

@@ -1,9 +1,12 @@
 """The counts of forward steps by phase, and the sums of their times."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from minisgl.core import Batch, PageUpdates
+from minisgl.core import Batch, PageUpdates, StepWork
 from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS
+from minisgl.scheduler.cost_fit import FixedCost
 from minisgl.scheduler.stats import StepMeter
 from tests.unit.scheduler.fake_engine import FakeEngine
 from tests.unit.scheduler.harness import Harness
@@ -25,6 +28,17 @@ def batch(decode: int, chunks: tuple[int, ...] = ()) -> Batch:
     )
 
 
+class RecordedPrices(FixedCost):
+    """Keeps the times of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def record(self, work: StepWork, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
 def test_steps_are_counted_by_phase_size_and_graph() -> None:
     meter = StepMeter()
     steps = [
@@ -34,7 +48,7 @@ def test_steps_are_counted_by_phase_size_and_graph() -> None:
         (batch(2), True),
     ]
     for step, by_graph in steps:
-        meter.record_launch()
+        meter.record_launch(meter.clock(), False)
         meter.record_result(step, by_graph)
     prefill, decode, mixed = (meter.phases[name] for name in ("prefill", "decode", "mixed"))
     assert (prefill.eager_steps, prefill.graph_steps) == (1, 0)
@@ -48,7 +62,7 @@ def test_steps_are_counted_by_phase_size_and_graph() -> None:
 
 def test_a_step_above_all_bounds_is_in_the_last_bucket() -> None:
     meter = StepMeter()
-    meter.record_launch()
+    meter.record_launch(meter.clock(), False)
     meter.record_result(batch(0, (BATCH_TOKENS_BOUNDS[-1] + 1,)), False)
     assert meter.phases["prefill"].tokens_counts[-1] == 1
 
@@ -56,15 +70,36 @@ def test_a_step_above_all_bounds_is_in_the_last_bucket() -> None:
 def test_overlapped_time_counts_once() -> None:
     """Two steps are launched at 0 and 2 and end at 5 and 9. After a pause, a third takes 1 s."""
     times = iter([0.0, 2.0, 5.0, 9.0, 20.0, 21.0])
-    meter = StepMeter(clock=lambda: next(times))
-    meter.record_launch()
-    meter.record_launch()
+    prices = RecordedPrices()
+    meter = StepMeter(lambda: next(times), prices)
+    meter.record_launch(meter.clock(), False)
+    meter.record_launch(meter.clock(), False)
     for _ in range(2):
         meter.record_result(batch(1), False)
     assert meter.phases["decode"].seconds == 9.0
-    meter.record_launch()
+    meter.record_launch(meter.clock(), False)
     meter.record_result(batch(1), False)
     assert meter.phases["decode"].seconds == 10.0
+    assert prices.seconds == [4.0], "only the second step found the device busy"
+
+
+def test_a_step_that_ends_in_its_launch_takes_the_time_of_the_launch() -> None:
+    """On a CPU the result is read after the next launch, which has taken 7 s."""
+    times = iter([1.0, 3.0, 3.0, 10.0, 10.5])
+    prices = RecordedPrices()
+    meter = StepMeter(lambda: next(times), prices)
+    meter.record_launch(meter.clock(), True)
+    meter.record_launch(meter.clock(), True)
+    meter.record_result(batch(1), False)
+    assert prices.seconds == [2.0]
+
+
+def test_steps_with_token_masks_are_not_priced() -> None:
+    prices = RecordedPrices()
+    meter = StepMeter(prices=prices)
+    meter.record_launch(meter.clock(), True)
+    meter.record_result(replace(batch(1), logit_edits=()), False)
+    assert prices.seconds == []
 
 
 def test_the_remaining_time_uses_the_shorter_of_two_decode_steps() -> None:
@@ -72,7 +107,7 @@ def test_the_remaining_time_uses_the_shorter_of_two_decode_steps() -> None:
     times = iter([0.0, 0.0, 0.0, 0.0, 10.0, 24.0, 30.0, 60.0, 61.0, 61.0])
     meter = StepMeter(clock=lambda: next(times))
     for _ in range(4):
-        meter.record_launch()
+        meter.record_launch(meter.clock(), False)
     for step in (batch(1), batch(1), batch(1), batch(1, (100,))):
         meter.record_result(step, False)
     assert meter.remaining_s(predicted_s=8.0) == 60.0 + min(14.0, 6.0) - 61.0

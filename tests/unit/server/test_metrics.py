@@ -16,14 +16,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from minisgl.core import Cancelled, FinishReason, InvalidRequest, Overloaded, RequestError
-from minisgl.message.messages import (
-    DraftTotals,
-    Ready,
-    SchedulerStats,
-    TextUpdate,
-    TokenizeResult,
-    TokenizeText,
-)
+from minisgl.message.messages import Ready, SchedulerStats, TextUpdate, TokenizeResult, TokenizeText
+from minisgl.message.stats import DraftTotals
 from minisgl.server.errors import EngineFailure, NotReady, RanTooLong
 from minisgl.server.lifecycle import Phase
 from minisgl.server.metrics import CACHED_S, Metrics

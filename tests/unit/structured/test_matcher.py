@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from minisgl.core import Grammar, GrammarFailed, InvalidRequest, SamplingParams
 from minisgl.demo import model_path
-from minisgl.message.messages import ConstraintTotals
+from minisgl.message.stats import ConstraintTotals
 from minisgl.structured.library import compile_grammar, load_tokenizer
 from minisgl.structured.matcher import Compiled, GrammarState, allows
 

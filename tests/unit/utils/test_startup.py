@@ -22,10 +22,10 @@ def test_rows_add_up_to_the_total() -> None:
     assert whole["processes"] == 2.0
     assert (next(iter(whole)), list(whole)[-1]) == ("processes", "total")
     title, heads, seconds = startup_table(whole).splitlines()
-    assert len(title) < len(heads) == len(seconds) == 80
+    assert len(title) < len(heads) == len(seconds) == 68
     assert seconds.split()[:2] == ["2.00", "1.00"]
     longer = startup_table(whole | {"total": 125.0}).splitlines()[2]
-    assert len(longer) == 80
+    assert len(longer) == 68
     assert longer.endswith("  125")
 
 

@@ -1,0 +1,66 @@
+"""The first step cost of a server, before it has measured its steps."""
+
+from collections.abc import Sequence
+from math import log
+
+import numpy as np
+
+from minisgl.core import StepCost
+from minisgl.core.step_cost import TimedStep
+from minisgl.cost.floor import MEASURED_TP, Ceilings, Cost, step_s
+from minisgl.cost.gpus import GPUS
+from minisgl.models.spec import ModelSpec
+
+SIZES = (1, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 2048, 4096, 8192, 16_384, 32_768)
+_ABOVE_FLOOR = 1.3  # kernels reach about three quarters of the rates
+_HOST_S = 0.0003  # of each step
+_PAIR_OPERATIONS = 4  # of a query and a key, for each of their numbers
+
+
+def roofline(
+    model: ModelSpec, cost: Cost, tp: int, device: str, timed: Sequence[TimedStep], most: int
+) -> StepCost:
+    """Return an estimate of the step cost of an engine.
+
+    cost: of the model on each of tp GPUs. device: the name of the GPU, or "cpu". timed: a decode
+    step and a larger step, both nearly without context. most: the tokens of the largest step.
+
+    On a GPU with known rates a step takes 1.3 times its floor, and 0.3 ms of the host. If the timed
+    steps took longer than this, all steps take longer by the same factor; between the two numbers
+    of tokens the factor is interpolated. On other devices the times are those of the timed steps,
+    linear in the tokens, and the rates of keys and pairs follow from them.
+    """
+    small, large = timed
+    sizes = [size for size in SIZES if size < most] + [most]
+    pair_operations = _PAIR_OPERATIONS * len(model.attention) * model.q_heads * model.head_dim / tp
+    ceilings = rates_of(device)
+    if ceilings is None:
+        rise_s = max(large.seconds - small.seconds, 0.0) / (large.tokens - small.tokens)
+        seconds = [small.seconds + max(size - small.tokens, 0) * rise_s for size in sizes]
+        ceilings = Ceilings(
+            bytes_per_s=cost.read_bytes(small.tokens) / small.seconds,
+            operations_per_s=cost.operations * large.tokens / large.seconds,
+        )
+    else:
+        # All-reduces over a number of GPUs that was not measured count as no time.
+        known = cost if tp in MEASURED_TP else cost._replace(reduces=0)
+
+        def estimate_s(tokens: int) -> float:
+            return _ABOVE_FLOOR * step_s(known, tokens, 0, ceilings, tp) + _HOST_S
+
+        factors = [max(step.seconds / estimate_s(step.tokens), 1.0) for step in timed]
+        points = [log(step.tokens) for step in timed]
+        found = np.interp(np.log(sizes), points, factors)
+        seconds = [f * estimate_s(size) for f, size in zip(found.tolist(), sizes, strict=True)]
+    return StepCost(
+        tokens=tuple(sizes),
+        seconds=tuple(np.maximum.accumulate(seconds).tolist()),
+        per_decode_key_s=_ABOVE_FLOOR * cost.kv_bytes / ceilings.bytes_per_s,
+        per_prefill_pair_s=_ABOVE_FLOOR * pair_operations / ceilings.operations_per_s,
+    )
+
+
+def rates_of(device: str) -> Ceilings | None:
+    """Return the rates of a GPU by the name that CUDA gives it; None for an unknown device."""
+    name = device.upper().replace(" ", "").replace("-", "")
+    return next((gpu.ceilings for key, gpu in GPUS.items() if key in name), None)

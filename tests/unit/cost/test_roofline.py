@@ -1,0 +1,69 @@
+"""The first step cost of a server, from its device and two steps of its warm-up."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minisgl.benchmark.floor import load_shape
+from minisgl.benchmark.virtual_engine import DEFAULT_COST, read_cost
+from minisgl.core import StepCost
+from minisgl.core.step_cost import TimedStep
+from minisgl.cost.floor import cost_of
+from minisgl.cost.roofline import rates_of, roofline
+
+H200 = "NVIDIA H200"
+FAST = [TimedStep(1, 1e-6), TimedStep(512, 1e-6)]
+
+
+def first(folder: Path, device: str, timed: list[TimedStep], shape: str = "qwen3-8b") -> StepCost:
+    _, model = load_shape(shape, folder)
+    return roofline(model, cost_of(model), 1, device, timed, 8448)
+
+
+def test_on_a_known_gpu_the_estimate_is_near_a_measured_cost(tmp_path: Path) -> None:
+    """The cost that a server of Qwen3-8B has measured on one H200."""
+    cost, measured = first(tmp_path, H200, FAST), read_cost(DEFAULT_COST)
+    for tokens, seconds in zip(measured.tokens, measured.seconds, strict=True):
+        assert 0.7 < cost.predict_s(tokens, 0, 0) / seconds < 1.4
+    assert cost.per_decode_key_s == pytest.approx(measured.per_decode_key_s, rel=0.4)
+    assert cost.per_prefill_pair_s == pytest.approx(measured.per_prefill_pair_s, rel=0.4)
+
+
+def test_slower_steps_of_the_warm_up_raise_the_estimate(tmp_path: Path) -> None:
+    bare = first(tmp_path, H200, FAST)
+    slow = [TimedStep(1, 2 * bare.seconds[0]), TimedStep(512, 3 * bare.predict_s(512, 0, 0))]
+    cost = first(tmp_path, H200, slow)
+    factors = np.array(cost.seconds) / bare.seconds
+    assert factors[0] == pytest.approx(2.0)
+    assert factors[list(cost.tokens).index(512) :] == pytest.approx(3.0)
+    assert (np.diff(factors) >= -1e-9).all()
+
+
+@pytest.mark.parametrize("device", ["cpu", "NVIDIA Unknown 9000"])
+def test_without_known_rates_the_timed_steps_count(device: str, tmp_path: Path) -> None:
+    cost = first(tmp_path, device, [TimedStep(1, 0.9), TimedStep(32, 4.0)])
+    assert cost.predict_s(1, 0, 0) == pytest.approx(0.9)
+    assert cost.predict_s(32, 0, 0) == pytest.approx(4.0)
+    assert cost.predict_s(63, 0, 0) == pytest.approx(7.1)
+    assert 0 < cost.per_prefill_pair_s < cost.per_decode_key_s < 1e-3
+
+
+def test_a_chunk_that_is_no_slower_than_a_decode_step_gives_equal_times(tmp_path: Path) -> None:
+    cost = first(tmp_path, "cpu", [TimedStep(1, 0.004), TimedStep(32, 0.003)])
+    assert set(cost.seconds) == {0.004}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA H200",
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA A100-SXM4-80GB",
+        "NVIDIA L40S",
+        "NVIDIA GeForce RTX 4090",
+    ],
+)
+def test_a_gpu_is_found_by_the_name_that_cuda_gives_it(name: str) -> None:
+    assert rates_of(name) is not None
+    assert rates_of("cpu") is None

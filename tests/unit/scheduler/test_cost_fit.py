@@ -1,0 +1,192 @@
+"""The step cost that a server fits to its steps, against engines of other speeds."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
+from minisgl.core import Batch, PendingStep, SchedulerConfig, StepCost, StepWork
+from minisgl.message.messages import AddReq, LeaderStep, SetStepCost
+from minisgl.message.queues import Receiver, Sender, endpoint
+from minisgl.scheduler import LocalInbox, Scheduler
+from minisgl.scheduler.cost_fit import ANNOUNCE_S, CostFit, FixedCost, StepPrices
+from minisgl.scheduler.inbox import FollowerInbox, Inbox
+from minisgl.utils.process import write_socket_key
+from tests.unit.scheduler.scripted import ScriptedParams
+
+FIRST = read_cost(DEFAULT_COST)
+DECODE = StepWork(16, 16_000, 0)
+LEARNED_STEPS = 200
+
+
+def scaled(factor: float, seed: int) -> StepCost:
+    """FIRST times a factor. Each time and price also has a factor of its own, 0.8 to 1.25."""
+    rng = np.random.default_rng(seed)
+
+    def own() -> float:
+        return factor * math.exp(rng.uniform(-1, 1) * math.log(1.25))
+
+    seconds = np.maximum.accumulate([own() * each for each in FIRST.seconds])
+    return StepCost(
+        tokens=FIRST.tokens,
+        seconds=tuple(seconds.tolist()),
+        per_decode_key_s=own() * FIRST.per_decode_key_s,
+        per_prefill_pair_s=own() * FIRST.per_prefill_pair_s,
+    )
+
+
+def build(engine: VirtualEngine, inbox: Inbox, prices: StepPrices) -> Scheduler:
+    return Scheduler(
+        engine,
+        SchedulerConfig(),
+        vocab_size=1000,
+        eos_token_ids=(999,),
+        inbox=inbox,
+        send=lambda output: None,
+        clock=lambda: engine.now_s,
+        prices=prices,
+    )
+
+
+class Load:
+    """A scheduler on a simulated engine, with requests that arrive at random."""
+
+    def __init__(self, true: StepCost, prices: StepPrices, seed: int) -> None:
+        self.engine = VirtualEngine(true, 49_000, 256, 40_960)
+        self.inbox = LocalInbox()
+        self.scheduler = build(self.engine, self.inbox, prices)
+        self.ratios: list[float] = []
+        self._true, self._rng, self._uid = true, np.random.default_rng(seed), 0
+        self._launch: Callable[[Batch], PendingStep] = self.engine.launch
+        self.engine.launch = self.launch  # type: ignore[assignment, method-assign]
+
+    def launch(self, batch: Batch) -> PendingStep:
+        """Compare the prediction of the scheduler with the time of the step."""
+        self.ratios.append(
+            self.scheduler.planner.predict_s(batch) / self._true.predict_s(*batch.work())
+        )
+        return self._launch(batch)
+
+    def run(self, steps: int) -> None:
+        end = len(self.ratios) + steps
+        while len(self.ratios) < end:
+            if self._uid < 12 or self._rng.random() < 0.04:
+                self._uid += 1
+                ids = self._rng.integers(0, 999, self._rng.integers(30, 3000)).astype("<i4")
+                most = int(self._rng.integers(100, 600))
+                params = ScriptedParams(max_tokens=most, ignore_eos=True)
+                message = AddReq(uid=self._uid, token_ids=ids.tobytes(), sampling=params)
+                self.inbox.messages.append(message)
+            self.scheduler.iterate()
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("factor", [0.3, 0.5, 1.0, 2.0, 5.0])
+def test_predictions_are_within_a_tenth_after_200_steps(factor: float, seed: int) -> None:
+    load = Load(scaled(factor, seed), CostFit(FIRST), seed)
+    load.run(LEARNED_STEPS + 200)
+    errors = np.abs(np.array(load.ratios[LEARNED_STEPS:]) - 1)
+    assert np.median(errors) < 0.05
+    assert np.quantile(errors, 0.9) < 0.1
+    if factor != 1.0:
+        assert abs(load.ratios[0] - 1) > 0.4, "the first cost is wrong"
+
+
+def test_predictions_follow_a_device_that_gets_warm() -> None:
+    """At its power limit a warm GPU takes 8 % longer."""
+    fit, cool = CostFit(FIRST), FIRST.predict_s(*DECODE)
+    for step in range(300):
+        fit.record(DECODE, cool * (1 + 0.08 * step / 300))
+    assert fit.cost().predict_s(*DECODE) == pytest.approx(1.08 * cool, rel=0.04)
+
+
+def test_a_fixed_cost_stays() -> None:
+    load = Load(scaled(2.0, 0), FixedCost(FIRST), 0)
+    load.run(100)
+    assert load.scheduler.planner.cost == FIRST
+
+
+def test_three_slow_steps_in_a_row_change_nothing_and_a_fourth_does() -> None:
+    fit, usual = CostFit(FIRST), FIRST.predict_s(*DECODE)
+    for _ in range(3):
+        fit.record(DECODE, 10 * usual)
+    assert fit.cost() == FIRST
+    fit.record(DECODE, usual)
+    for _ in range(3):
+        fit.record(DECODE, 10 * usual)
+    assert fit.cost() == FIRST, "a usual step came between them"
+    fit.record(DECODE, 10 * usual)
+    assert fit.cost().predict_s(*DECODE) > 1.1 * usual
+
+
+@pytest.mark.parametrize(("factor", "bound"), [(1000.0, 8.0), (0.001, 0.25)])
+def test_a_price_changes_by_a_quarter_in_a_step_and_stays_in_its_bounds(
+    factor: float, bound: float
+) -> None:
+    fit, usual = CostFit(FIRST), FIRST.predict_s(*DECODE)
+    before = np.array(fit.cost().seconds)
+    for _ in range(100):
+        fit.record(DECODE, factor * usual)
+        after = np.array(fit.cost().seconds)
+        change = np.abs(np.log(after / before)).max()
+        assert change < math.log(1.25) + 1e-9
+        before = after
+    times = np.array(fit.cost().seconds) / FIRST.seconds
+    assert max(times.max(), 1 / times.min()) == pytest.approx(max(bound, 1 / bound))
+
+
+def test_sizes_without_steps_follow_the_others() -> None:
+    fit = CostFit(FIRST)
+    for _ in range(100):
+        fit.record(DECODE, 2 * FIRST.predict_s(*DECODE))
+    cost = fit.cost()
+    for tokens, least in ((64, 1.8), (512, 1.6), (2048, 1.6)):
+        assert least < cost.predict_s(tokens, 0, 0) / FIRST.predict_s(tokens, 0, 0) < 2.1
+
+
+def test_times_rise_with_the_tokens_and_the_measured_ones_count() -> None:
+    fit = CostFit(FIRST)
+    for _ in range(200):  # 256 tokens take as long as 512
+        fit.record(StepWork(256, 0, 0), FIRST.predict_s(512, 0, 0))
+    seconds = fit.cost().seconds
+    assert list(seconds) == sorted(seconds)
+    assert fit.cost().predict_s(256, 0, 0) == pytest.approx(FIRST.predict_s(512, 0, 0), rel=0.05)
+
+
+def test_a_cost_is_news_at_first_and_then_after_a_change_and_a_quarter_of_a_second() -> None:
+    fit, usual = CostFit(FIRST), FIRST.predict_s(*DECODE)
+    assert fit.news(10.0) == FIRST
+    assert fit.news(20.0) is None, "nothing has changed"
+    for _ in range(20):
+        fit.record(DECODE, 2 * usual)
+    cost = fit.news(30.0)
+    assert cost is not None
+    assert cost.predict_s(*DECODE) > 1.8 * usual
+    for _ in range(20):
+        fit.record(DECODE, usual)
+    assert fit.news(30.0 + 0.9 * ANNOUNCE_S) is None
+    assert fit.news(30.0 + ANNOUNCE_S) is not None
+
+
+def test_every_rank_plans_with_the_cost_of_rank_0(tmp_path) -> None:
+    write_socket_key(str(tmp_path))
+    address = endpoint(str(tmp_path), "rank-1")
+    follower = FollowerInbox(Receiver(address, LeaderStep))
+    other = build(VirtualEngine(FIRST, 100, 8, 1000), follower, CostFit(scaled(3.0, 1)))
+    load = Load(scaled(2.0, 0), CostFit(FIRST), 0)
+    load.inbox._followers = [Sender(address)]
+    for _ in range(300):
+        load.scheduler.message_wait_s()
+        cost = load.scheduler._meter.prices.news(load.engine.now_s)
+        load.inbox.receive(0.0, None, [SetStepCost(cost=cost)] if cost else [])
+        for message in follower.receive(0.0, None, [SetStepCost(cost=scaled(3.0, 1))]):
+            other._apply(message)
+            load.scheduler._apply(message)
+        assert other.planner.cost == load.scheduler.planner.cost
+        load.scheduler._meter.prices.record(DECODE, 2 * FIRST.predict_s(*DECODE))
+        load.engine.now_s += 0.01
+    assert other.planner.cost.predict_s(*DECODE) == pytest.approx(
+        2 * FIRST.predict_s(*DECODE), rel=0.05
+    )
