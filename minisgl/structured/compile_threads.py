@@ -3,6 +3,7 @@
 import os
 import resource
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,17 +26,19 @@ class _Job(NamedTuple):
 
 
 class CompileThreads:
-    """Runs functions in threads with a defined stack. A client has at most one thread at a time.
+    """Runs functions in threads with a defined stack. A client leaves one thread to the others.
 
-    The grammars of one client therefore never delay those of another client by more than the time
-    of one of them, while there are fewer clients than threads not even by that.
+    A grammar therefore waits for at most one grammar of each other client.
+
+    count: number of threads, at least 2.
     """
 
     def __init__(self, count: int) -> None:
+        self._of_client = count - 1
         self._executor = ThreadPoolExecutor(count, "grammar", initializer=_lower_priority)
         self._lock = threading.Lock()
         self._jobs: Turns[_Job] = Turns()
-        self._busy: set[str] = set()  # the clients of the jobs that run
+        self._running: Counter[str] = Counter()  # jobs of each client
 
     def submit(self, client: str, function: Callable[[], T]) -> "Future[T]":
         """Call the function in a thread at the turn of the client."""
@@ -47,13 +50,13 @@ class CompileThreads:
         return job.future
 
     def _run(self) -> None:
-        """Run the jobs whose clients have no thread. A thread of a busy client runs its others."""
+        """Run jobs until only clients with all their threads have some. These threads run them."""
         while True:
             with self._lock:
-                job = self._jobs.take(lambda client: client not in self._busy)
+                job = self._jobs.take(lambda client: self._running[client] < self._of_client)
                 if job is None:
                     return
-                self._busy.add(job.client)
+                self._running[job.client] += 1
             if job.future.set_running_or_notify_cancel():
                 try:
                     result = job.function()
@@ -63,7 +66,7 @@ class CompileThreads:
                 else:
                     job.future.set_result(result)
             with self._lock:
-                self._busy.remove(job.client)
+                self._running[job.client] -= 1
 
 
 @contextmanager

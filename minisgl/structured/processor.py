@@ -24,7 +24,7 @@ from minisgl.structured.compile_threads import CompileThreads, raise_stack_limit
 from minisgl.structured.library import compile_grammar, load_tokenizer
 from minisgl.structured.matcher import Compiled, GrammarState, allows
 
-COMPILE_THREADS = 2
+COMPILE_THREADS = 3
 MAX_MASK_THREADS = 8
 
 
@@ -38,7 +38,7 @@ def with_grammars(model_path: str, extensions: Extensions = DEFAULT_EXTENSIONS) 
 class GrammarProcessor:
     """Computes the token masks of the requests with a grammar.
 
-    Two threads compile grammars (CompileThreads). One of them reads the model's tokenizer at the
+    Three threads compile grammars (CompileThreads). One of them reads the model's tokenizer at the
     start. The masks of a step are computed on the host while the device computes its forward.
 
     totals         the counters of all requests.
