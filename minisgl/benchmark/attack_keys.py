@@ -79,9 +79,9 @@ def _self_references(number: int) -> Body:
 
 
 def _shared_definitions(number: int) -> Body:
-    """A body of 0.25 MB: 1,000 parameters, and definitions of 0.2 MB."""
-    definitions = {f"d{i}": {"enum": [f"{number}-{i}" + "x" * 180]} for i in range(1000)}
-    properties = {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(1000)}
+    """700 parameters and 0.09 MB of definitions, within the 131,072 characters of the model."""
+    definitions = {f"d{i}": {"enum": [i, f"{number}" + "x" * 90]} for i in range(700)}
+    properties = {f"p{i}": {"$ref": f"#/$defs/d{i}"} for i in range(700)}
     return _required({"properties": properties, "$defs": definitions})
 
 

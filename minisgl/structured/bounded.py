@@ -12,6 +12,7 @@ from struct import Struct
 from typing import NamedTuple, NoReturn
 
 STACK_BYTES = 3 * 2**19
+LOW_PRIORITY = 10  # niceness of work that only its own request waits for
 _NUMBER = Struct("<Q")  # stands before each request and each reply
 _STAYS, _ENDS = b"s", b"e"  # stands before a reply of the process that works
 
@@ -130,6 +131,7 @@ def _supervise(handle: Callable[[bytes], bytes], bounds: Bounds, owner: Connecti
 
 def _serve(handle: Callable[[bytes], bytes], bounds: Bounds, pipe: Connection) -> NoReturn:
     """Serve until the parent ends, or until past calls hold half of the memory of one call."""
+    os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), 2)  # the library reports there that memory is not available

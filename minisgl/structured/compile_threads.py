@@ -9,12 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from minisgl.structured.bounded import STACK_BYTES
+from minisgl.structured.bounded import LOW_PRIORITY, STACK_BYTES
 from minisgl.utils.turns import Turns
 
 T = TypeVar("T")
-
-_LOW_PRIORITY = 10  # niceness; the threads of steps, masks and queues run first
 
 
 class _Job(NamedTuple):
@@ -94,4 +92,4 @@ def raise_stack_limit() -> None:
 
 
 def _lower_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
