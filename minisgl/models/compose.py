@@ -1,6 +1,6 @@
 """The parts from which a family composes its ModelSpec."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,25 +8,48 @@ import torch
 from minisgl.attention.base import AttentionRule
 from minisgl.core import ConfigError
 from minisgl.kvcache.pool import KVSpec
-from minisgl.layers.attention import AttentionSpec, QkNorm
+from minisgl.layers.attention import AttentionSpec
 from minisgl.layers.mlp import DenseSpec
 from minisgl.layers.rotary import Rope
 from minisgl.models.hf_config import (
     HfConfig,
     HfExperts,
     ModelSettings,
+    Raw,
     check_supported,
     read_fields,
 )
-from minisgl.models.rope import RopeSettings
-from minisgl.models.spec import LayerSpec, MixerSpec, ModelSpec, Multipliers, NormsSpec
+from minisgl.models.rope import RopeSettings, rope_of
+from minisgl.models.spec import LayerSpec, MixerSpec, ModelSpec, NormsSpec
 from minisgl.moe.spec import ExpertsSpec
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _SLIDING = "sliding_attention"
 _NORM_BEFORE = NormsSpec()
-_NO_FACTORS = Multipliers()
+
+
+def transformer(
+    config: HfConfig,
+    windows: Sequence[int | None],
+    mlps: Sequence[DenseSpec | ExpertsSpec] | None = None,
+    *,
+    rope: RopeSettings | None = None,
+    ropes: Sequence[Rope] | None = None,
+    norms: NormsSpec = _NORM_BEFORE,
+    end_texts: tuple[str, ...] = (),
+    **traits: Any,
+) -> ModelSpec:
+    """Return a model whose layers all have attention. Raises ConfigError.
+
+    mlps: None: all are dense. rope, ropes: the rotary settings of config.json, and the embedding of
+    each layer if it does not follow from its window. For the others see ModelSpec and
+    attention_layers.
+    """
+    rope = rope or rope_of(config)
+    mixers = attention_layers(config, windows, ropes or rope.of(windows), **traits)
+    mlps = mlps or dense_layers(config)
+    return model_spec(config, rope, mixers, mlps, norms=norms, end_texts=end_texts)
 
 
 def model_spec(
@@ -36,7 +59,6 @@ def model_spec(
     mlps: Sequence[DenseSpec | ExpertsSpec],
     *,
     norms: NormsSpec = _NORM_BEFORE,
-    multipliers: Multipliers = _NO_FACTORS,
     end_texts: tuple[str, ...] = (),
 ) -> ModelSpec:
     """Return a model with one mixer and one MLP for each layer. rope: of full attention."""
@@ -47,7 +69,6 @@ def model_spec(
         layers=tuple(layers),
         max_position=rope.max_position,
         query_scale=rope.query_scale,
-        multipliers=multipliers,
         dtype=dtype_of(config),
         eos_token_ids=tuple(ends if isinstance(ends, list) else [ends]),
         end_texts=end_texts,
@@ -62,21 +83,12 @@ def dtype_of(config: HfConfig) -> str:
 
 
 def attention_layers(
-    config: HfConfig,
-    windows: Sequence[int | None],
-    ropes: Sequence[Rope],
-    *,
-    qk_norm: QkNorm | None = None,
-    norm_offset: bool = False,
-    sinks: bool = False,
-    qkv_bias: bool = False,
-    output_bias: bool = False,
-    merged: bool = False,
+    config: HfConfig, windows: Sequence[int | None], ropes: Sequence[Rope], **traits: Any
 ) -> list[AttentionSpec]:
     """Return the attention of each layer, all with the same heads. Raises ConfigError.
 
-    windows: of each layer in tokens; None: the layer has full attention. For the other arguments
-    see AttentionSpec.
+    windows: of each layer in tokens; None: the layer has full attention. traits: further fields of
+    AttentionSpec. `sinks` is that of its rule, and `bias` sets both biases.
     """
     if config.use_bidirectional_attention:
         raise ConfigError("use_bidirectional_attention true is not supported: attention is causal")
@@ -85,20 +97,11 @@ def attention_layers(
     if q_heads % kv_heads:
         raise ConfigError(f"{q_heads} attention heads do not divide over {kv_heads} KV heads")
     kv = KVSpec(kv_heads, config.width_of_heads, getattr(torch, dtype_of(config)))
-    cap = config.attn_logit_softcapping
+    cap, sinks = config.attn_logit_softcapping, traits.pop("sinks", False)
+    if "bias" in traits:
+        traits["qkv_bias"] = traits["output_bias"] = traits.pop("bias")
     return [
-        AttentionSpec(
-            q_heads,
-            AttentionRule(window, cap, sinks),
-            rope,
-            kv,
-            index,
-            qk_norm,
-            norm_offset,
-            qkv_bias,
-            output_bias,
-            merged,
-        )
+        AttentionSpec(q_heads, AttentionRule(window, cap, sinks), rope, kv, index, **traits)
         for index, (window, rope) in enumerate(zip(windows, ropes, strict=True))
     ]
 
@@ -112,7 +115,7 @@ def dense_layers(config: HfConfig, *, bias: bool = False, merged: bool = False) 
 
 
 def sparse_layers(
-    config: HfConfig, raw: Mapping[str, Any], *, shared: bool = False
+    config: HfConfig, raw: Raw, *, shared: bool = False
 ) -> list[DenseSpec | ExpertsSpec]:
     """Return the MLP of each layer: experts, and dense where config.json says so.
 
@@ -130,7 +133,7 @@ def sparse_layers(
     return [experts if fields.in_layer(layer) else mlp for layer, mlp in enumerate(dense)]
 
 
-def read_experts(raw: Mapping[str, Any]) -> HfExperts:
+def read_experts(raw: Raw) -> HfExperts:
     """Read the fields of a mixture of experts. Raises ConfigError."""
     # transformers 5 writes num_local_experts, earlier versions num_experts.
     key = "num_local_experts" if raw.get("num_experts") is None else "num_experts"
@@ -142,14 +145,16 @@ def read_experts(raw: Mapping[str, Any]) -> HfExperts:
     return fields
 
 
-def windows_if_enabled(config: HfConfig, first: float) -> list[int | None]:
+def windows_if_enabled(config: HfConfig, first: float | None = None) -> list[int | None]:
     """Return the windows of a model with use_sliding_window: those of the layers from `first` on.
+
+    first: None: max_window_layers in config.json.
 
     This function and the next two give the window of each layer in tokens; None: the layer has full
     attention. In all of them, layer_types in config.json counts before the rule of the family. They
     raise ConfigError for a layer type that is neither full nor sliding attention.
     """
-    layers = range(config.num_layers)
+    layers, first = range(config.num_layers), config.max_window_layers if first is None else first
     return _windows(config, [config.use_sliding_window and layer >= first for layer in layers])
 
 

@@ -16,6 +16,8 @@ from minisgl.core import ConfigError
 from minisgl.layers.rotary import Positive
 
 _Fields = TypeVar("_Fields")
+# config.json, from which a family reads fields that no other has.
+Raw = Mapping[str, Any]
 
 # The engine stores sizes as int32.
 Count = Annotated[int, Meta(ge=1, lt=2**31)]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from minisgl.core import ConfigError
 from minisgl.models.families import (
@@ -19,7 +19,7 @@ from minisgl.models.families import (
     seed_oss,
     smollm3,
 )
-from minisgl.models.hf_config import HfConfig
+from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.spec import ModelSpec
 from minisgl.models.text_part import TEXT_PARTS
 
@@ -32,8 +32,8 @@ class Family(NamedTuple):
     defaults  values of fields that config.json lacks. A null in config.json stays.
     """
 
-    spec: Callable[[HfConfig, Mapping[str, Any]], ModelSpec]
-    defaults: Mapping[str, Any] = MappingProxyType({})
+    spec: Callable[[HfConfig, Raw], ModelSpec]
+    defaults: Raw = MappingProxyType({})
 
 
 FAMILIES: Mapping[str, Family] = {

@@ -66,7 +66,7 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
     layers: tuple[LayerSpec, ...]
     max_position: int
     query_scale: QueryScale | None
-    multipliers: Multipliers
+    multipliers: Multipliers = Multipliers()
     dtype: str
     eos_token_ids: tuple[int, ...]
     end_texts: tuple[str, ...]

@@ -1,24 +1,18 @@
 """Gemma 2 and 3: norms before and after the blocks, and a factor on the embedding."""
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
 import torch
 
 from minisgl.layers.attention import QkNorm
-from minisgl.models.compose import (
-    attention_layers,
-    dense_layers,
-    dtype_of,
-    model_spec,
-    windows_by_interval,
-)
-from minisgl.models.hf_config import HfConfig
-from minisgl.models.rope import RopeSettings, rope_of
+from minisgl.models.compose import dtype_of, transformer, windows_by_interval
+from minisgl.models.hf_config import HfConfig, Raw
+from minisgl.models.rope import rope_of
 from minisgl.models.spec import ModelSpec, Multipliers, NormsSpec
 
-_DEFAULTS: Mapping[str, Any] = {
+_DEFAULTS: Raw = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -28,12 +22,12 @@ _DEFAULTS: Mapping[str, Any] = {
     "tie_word_embeddings": True,
     "eos_token_id": 1,
 }
-DEFAULTS_2: Mapping[str, Any] = {
+DEFAULTS_2: Raw = {
     **_DEFAULTS,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-DEFAULTS_3: Mapping[str, Any] = {
+DEFAULTS_3: Raw = {
     **_DEFAULTS,
     "vocab_size": 262208,
     "max_position_embeddings": 131072,
@@ -42,36 +36,19 @@ DEFAULTS_3: Mapping[str, Any] = {
 }
 
 
-def spec_2(config: HfConfig, raw: Mapping[str, Any]) -> ModelSpec:
-    return _spec(config, rope_of(config), windows_by_interval(config, 2), None)
+def spec_2(config: HfConfig, raw: Raw) -> ModelSpec:
+    return _spec(config, windows_by_interval(config, 2))
 
 
-def spec_3(config: HfConfig, raw: Mapping[str, Any]) -> ModelSpec:
+def spec_3(config: HfConfig, raw: Raw) -> ModelSpec:
     rope, windows = rope_of(config, plain_windows=True), windows_by_interval(config, 6)
-    return _spec(config, rope, windows, QkNorm.PER_HEAD)
+    return _spec(config, windows, rope=rope, qk_norm=QkNorm.PER_HEAD)
 
 
-def _spec(
-    config: HfConfig, rope: RopeSettings, windows: Sequence[int | None], qk_norm: QkNorm | None
-) -> ModelSpec:
-    bias = config.attention_bias
-    mixers = attention_layers(
-        config,
-        windows,
-        rope.of(windows),
-        qk_norm=qk_norm,
-        norm_offset=True,
-        qkv_bias=bias,
-        output_bias=bias,
-    )
-    return model_spec(
-        config,
-        rope,
-        mixers,
-        dense_layers(config),
-        norms=NormsSpec(before=True, after=True, offset=True),
-        multipliers=_multipliers(config),
-    )
+def _spec(config: HfConfig, windows: list[int | None], **traits: Any) -> ModelSpec:
+    norms, bias = NormsSpec(before=True, after=True, offset=True), config.attention_bias
+    model = transformer(config, windows, norms=norms, norm_offset=True, bias=bias, **traits)
+    return msgspec.structs.replace(model, multipliers=_multipliers(config))
 
 
 def _multipliers(config: HfConfig) -> Multipliers:

@@ -1,21 +1,12 @@
 """gpt-oss: windows in every other layer, attention sinks, and stacked experts."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from minisgl.models.compose import (
-    attention_layers,
-    model_spec,
-    read_experts,
-    windows_by_interval,
-)
-from minisgl.models.hf_config import HfConfig
-from minisgl.models.rope import rope_of
+from minisgl.models.compose import read_experts, transformer, windows_by_interval
+from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.base import ClampedSwiglu
 from minisgl.moe.spec import ExpertsSpec
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: Raw = {
     "attention_bias": True,
     "sliding_window": 128,
     "rope_theta": 150000.0,
@@ -23,12 +14,8 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 
-def spec(config: HfConfig, raw: Mapping[str, Any]) -> ModelSpec:
-    rope, windows, bias = rope_of(config), windows_by_interval(config, 2), config.attention_bias
-    mixers = attention_layers(
-        config, windows, rope.of(windows), sinks=True, qkv_bias=bias, output_bias=bias
-    )
-    fields = read_experts(raw)
+def spec(config: HfConfig, raw: Raw) -> ModelSpec:
+    fields, windows = read_experts(raw), windows_by_interval(config, 2)
     experts = ExpertsSpec(
         fields.num_experts,
         fields.num_experts_per_tok,
@@ -38,5 +25,6 @@ def spec(config: HfConfig, raw: Mapping[str, Any]) -> ModelSpec:
         stacked=True,
         swiglu=ClampedSwiglu(fields.swiglu_alpha, fields.swiglu_limit),
     )
-    ends = ("<|return|>", "<|call|>")
-    return model_spec(config, rope, mixers, [experts] * config.num_layers, end_texts=ends)
+    mlps, ends = [experts] * config.num_layers, ("<|return|>", "<|call|>")
+    bias = config.attention_bias
+    return transformer(config, windows, mlps, end_texts=ends, sinks=True, bias=bias)

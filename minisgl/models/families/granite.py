@@ -1,17 +1,15 @@
 """Granite 3: as Llama, with factors of embedding, queries, blocks and logits."""
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 
 from minisgl.models.families import llama
-from minisgl.models.hf_config import HfConfig
+from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.spec import ModelSpec, Multipliers
 
 
-def spec(config: HfConfig, raw: Mapping[str, Any]) -> ModelSpec:
+def spec(config: HfConfig, raw: Raw) -> ModelSpec:
     query = 1.0
     if config.attention_multiplier is not None:
         query = config.attention_multiplier * math.sqrt(config.width_of_heads)

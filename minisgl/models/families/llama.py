@@ -1,21 +1,10 @@
 """Llama."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from minisgl.models.compose import (
-    attention_layers,
-    dense_layers,
-    model_spec,
-    windows_if_enabled,
-)
-from minisgl.models.hf_config import HfConfig
-from minisgl.models.rope import rope_of
+from minisgl.models.compose import dense_layers, transformer, windows_if_enabled
+from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.spec import ModelSpec
 
 
-def spec(config: HfConfig, raw: Mapping[str, Any]) -> ModelSpec:
-    rope, bias = rope_of(config), config.attention_bias
-    windows = windows_if_enabled(config, config.max_window_layers)
-    mixers = attention_layers(config, windows, rope.of(windows), qkv_bias=bias, output_bias=bias)
-    return model_spec(config, rope, mixers, dense_layers(config, bias=config.mlp_bias))
+def spec(config: HfConfig, raw: Raw) -> ModelSpec:
+    mlps = dense_layers(config, bias=config.mlp_bias)
+    return transformer(config, windows_if_enabled(config), mlps, bias=config.attention_bias)

@@ -1,27 +1,18 @@
 """SmolLM3: as Llama, with layers without a rotary embedding."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from minisgl.core import ConfigError
-from minisgl.models.compose import (
-    attention_layers,
-    dense_layers,
-    model_spec,
-    windows_if_enabled,
-)
-from minisgl.models.hf_config import HfConfig
+from minisgl.models.compose import dense_layers, transformer, windows_if_enabled
+from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.rope import rope_of
 from minisgl.models.spec import ModelSpec
 
 
-def spec(config: HfConfig, raw: Mapping[str, Any]) -> ModelSpec:
-    rope, bias = rope_of(config), config.attention_bias
-    windows = windows_if_enabled(config, config.max_window_layers)
+def spec(config: HfConfig, raw: Raw) -> ModelSpec:
+    windows, rope = windows_if_enabled(config), rope_of(config)
     chosen = zip(_rotates(config), rope.of(windows), strict=True)
     ropes = [one if rotates else rope.none for rotates, one in chosen]
-    mixers = attention_layers(config, windows, ropes, qkv_bias=bias, output_bias=bias)
-    return model_spec(config, rope, mixers, dense_layers(config, bias=config.mlp_bias))
+    mlps = dense_layers(config, bias=config.mlp_bias)
+    return transformer(config, windows, mlps, ropes=ropes, bias=config.attention_bias)
 
 
 def _rotates(config: HfConfig) -> list[bool]:
