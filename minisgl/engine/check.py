@@ -30,14 +30,47 @@ def check_start(config: EngineConfig, tp: TPInfo, extensions: ModelExtensions) -
     and types of the stored tensors. An engine reports the same faults, but some of them only when
     it has loaded most of the weights.
     """
-    device, drafting = memory.resolve_device(config, tp), config.speculative is not None
-    model = load_model_spec(config.model_path)
-    model, _, kv_spec, needs = memory.resolve(config, model, tp, device, drafting)
-    resolve_phases(config.attention_backend, needs, extensions.attention_backends)
-    resolve_moe_backend(config.moe_backend, device, extensions.moe_backends)
-    share, unused = share_of(model, tp, kv_spec.dtype, extensions, config.quantization)
+    resolved = _check_settings(config, tp, extensions)
+    dtype = resolved.kv_spec.dtype
+    share, unused = share_of(resolved.model, tp, dtype, extensions, config.quantization)
     if not config.dummy_weight:
         load_weights(share, config.model_path, unused=unused, headers_only=True)
+
+
+def check_before_weights(config: EngineConfig, extensions: ModelExtensions) -> None:
+    """As check_start, for a folder without weights: check that they would fit into memory.
+
+    This opens a context on each GPU of the engine, which takes memory of the GPUs until the process
+    ends.
+    """
+    tp = TPInfo(0, config.tp_size)
+    model, _, kv_spec, needs = _check_settings(config, tp, extensions)
+    weights = weight_bytes(model, tp, kv_spec.dtype, extensions, config.quantization)
+    if needs.device.type == "cpu":
+        free, place = memory.cpu_free_bytes() // tp.size, "of the memory of this machine"
+    else:
+        ranks = [torch.device(needs.device.type, rank) for rank in range(tp.size)]
+        free, place = min(memory.free_bytes(device) for device in ranks), "of each GPU"
+    usable = int(config.memory_ratio * free)
+    if weights > usable:
+        raise ConfigError(
+            f"each of {tp.size} ranks needs {weights / _GIB:.1f} GiB for weights and may use "
+            f"{usable / _GIB:.1f} GiB {place}: use more GPUs (--tensor-parallel-size), "
+            "--quantization fp8 or a smaller model; minisgl plan shows the memory of a model"
+        )
+
+
+def _check_settings(
+    config: EngineConfig, tp: TPInfo, extensions: ModelExtensions
+) -> memory.Resolved:
+    """Check all that needs no weights except their format, and return the resolved values."""
+    device, drafting = memory.resolve_device(config, tp), config.speculative is not None
+    model = load_model_spec(config.model_path)
+    resolved = memory.resolve(config, model, tp, device, drafting)
+    needs = resolved.attention_needs
+    resolve_phases(config.attention_backend, needs, extensions.attention_backends)
+    resolve_moe_backend(config.moe_backend, device, extensions.moe_backends)
+    return resolved
 
 
 def check_memory(

@@ -3,9 +3,11 @@
 import itertools
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from math import inf
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 from tqdm import tqdm
 
@@ -27,6 +29,7 @@ from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
 from minisgl.message.messages import PROMPT_TAIL_TOKENS, AbortReq, AddReq, StepOutput, TextOptions
 from minisgl.scheduler.cost_fit import FixedCost
+from minisgl.settings.child import check_before_weights
 from minisgl.settings.hub import resolve_model
 from minisgl.tokenizer import TextStream, TextTokenizer
 from minisgl.utils import near_names
@@ -74,14 +77,17 @@ class LLM:
         be closed.
         """
         inputs.check_settings(settings)
+        names = settings.keys() & {*SchedulerConfig.__struct_fields__}
+        policy = {"target_step_ms": None} | {name: settings.pop(name) for name in names}
+        # A wrong value raises an error here, before the download of a model.
+        engine_config = EngineConfig(model_path="", tp_size=tp, **settings)
+        scheduler_config = SchedulerConfig(**policy)
         if model is None:
             path = str(demo_model_path())
         else:
-            path = resolve_model(model, revision, weights=not settings.get("dummy_weight"))
-        names = settings.keys() & {*SchedulerConfig.__struct_fields__}
-        policy = {"target_step_ms": None} | {name: settings.pop(name) for name in names}
-        engine_config = EngineConfig(model_path=path, tp_size=tp, **settings)
-        scheduler_config = SchedulerConfig(**policy)
+            check = partial(check_before_weights, engine_config)
+            path = resolve_model(model, revision, not engine_config.dummy_weight, check)
+        engine_config = msgspec.structs.replace(engine_config, model_path=path)
         self.tokenizer = TextTokenizer(path)
         self._constraints = Constraints(path, self.tokenizer)
         self.worker: LocalWorker | RankWorkers

@@ -1,5 +1,6 @@
 """The supported architectures. All run the same decoder; a family describes its layers as specs."""
 
+import difflib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from minisgl.models.families import (
 from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.spec import ModelSpec
 from minisgl.models.text_part import TEXT_PARTS
+
+_LIST = "docs/models.md lists the supported architectures"
 
 
 class Family(NamedTuple):
@@ -60,12 +63,21 @@ FAMILIES: Mapping[str, Family] = {
 def family_of(architectures: object) -> Family:
     """Return the family of the first architecture in config.json.
 
-    Raises ConfigError that lists the supported architectures.
+    Raises ConfigError that names the nearest supported architecture, if one has a similar name.
     """
-    supported = ", ".join([*FAMILIES, *TEXT_PARTS])
     if not isinstance(architectures, list) or not architectures:
-        raise ConfigError(f"config.json names no architecture; supported: {supported}")
+        raise ConfigError(f"config.json names no architecture; {_LIST}")
     name = str(architectures[0])
     if name not in FAMILIES:
-        raise ConfigError(f"architecture {name} is not supported; supported: {supported}")
+        raise ConfigError(f"architecture {name} is not supported{_nearest(name)}; {_LIST}")
     return FAMILIES[name]
+
+
+def _nearest(name: str) -> str:
+    """Return the supported architecture with the most similar name, as a part of a message.
+
+    The names are compared without their endings, such as ForCausalLM, which most of them share.
+    """
+    stems = {known.partition("For")[0]: known for known in (*TEXT_PARTS, *FAMILIES)}
+    found = difflib.get_close_matches(name[:64].partition("For")[0], stems, n=1)
+    return f"; the nearest supported one is {stems[found[0]]}" if found else ""

@@ -1,15 +1,30 @@
-"""`ChildSpec`: the configuration of one child process, and the command that starts the child."""
+"""`ChildSpec`: the configuration of one child process, and the commands that start children."""
 
+import subprocess
 import sys
 from collections.abc import Sequence
 
 import msgspec
 
+from minisgl.core import ConfigError, EngineConfig
 from minisgl.settings.config import ServerConfig
 from minisgl.utils import supervise
 
 # The launcher appends two arguments: the name of the process, and the pid of the launcher.
 CHILD_COMMAND = (sys.executable, "-m", "minisgl.launch.worker_main")
+_CHECK_COMMAND = (sys.executable, "-m", "minisgl.launch.model_check")
+
+
+def check_before_weights(config: EngineConfig, folder: str) -> None:
+    """Raise ConfigError if an engine cannot serve the model of a folder that lacks its weights.
+
+    The check runs in a child process: it loads torch and opens a context on each GPU.
+    """
+    payload = msgspec.json.encode(msgspec.structs.replace(config, model_path=folder))
+    done = subprocess.run(_CHECK_COMMAND, input=payload, stdout=subprocess.PIPE, check=False)
+    if done.returncode:
+        unknown = f"the check of its configuration ended with code {done.returncode}"
+        raise ConfigError(done.stdout.decode().strip() or unknown)
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,8 +19,9 @@ import msgspec
 import minisgl
 from minisgl.core import ConfigError, EngineConfig, SchedulerConfig
 from minisgl.demo import model_path
+from minisgl.settings.child import check_before_weights
 from minisgl.settings.config import DEMO_NAME, KVEventsConfig, Limits, ServerConfig
-from minisgl.settings.hub import resolve_model
+from minisgl.settings.hub import Check, resolve_model
 from minisgl.settings.keys import key_hashes, lowest_priorities
 from minisgl.settings.places import (
     environment_words,
@@ -215,15 +217,15 @@ def resolve(
     argv: Sequence[str],
     environ: Mapping[str, str],
     weights: bool = True,
-    find_model: Callable[[str, str | None, bool], str] = resolve_model,
+    find_model: Callable[[str, str | None, bool, Check], str] = resolve_model,
     before_download: Callable[[ServerConfig], None] = lambda config: None,
     command: tuple[str, ...] = ("minisgl",),
 ) -> ServerConfig:
     """Parse flags and environment, find the model, and return the complete configuration.
 
     weights: False for commands that need no weights. --dummy-weight needs none either.
-    find_model: returns the folder of a model from its name, its revision, and a flag that is True
-    if the command needs the weights; tests pass a function that downloads nothing.
+    find_model: returns the folder of a model, as resolve_model does; tests pass a function that
+    downloads nothing.
     before_download: called with the configuration, whose engine.model_path is still "".
     command: the name of the command for error messages, and flags that the caller has parsed.
 
@@ -279,7 +281,8 @@ def resolve(
         folder = str(model_path())
     else:
         needs_weights = weights and not (engine["dummy_weight"] or server["render_only"])
-        folder = find_model(options.model, options.revision, needs_weights)
+        check = partial(check_before_weights, engine_config)
+        folder = find_model(options.model, options.revision, needs_weights, check)
     engine_config = msgspec.structs.replace(engine_config, model_path=folder)
     return msgspec.structs.replace(config, engine=engine_config)
 

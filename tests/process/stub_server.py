@@ -14,7 +14,7 @@ def main() -> int:
     mode, *flags = sys.argv[1:]
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, which may run the tests, ignores it
     setup_logging("launcher", "info")
-    config = resolve(flags, os.environ, find_model=lambda name, revision, weights: name)
+    config = resolve(flags, os.environ, find_model=lambda name, revision, weights, check: name)
     command = (sys.executable, "-m", "tests.process.stub_scheduler", mode)
     try:
         return launch(config, scheduler_command=command)

@@ -44,7 +44,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str]] = {
     "architecture": (
         lambda folder: change_config(folder, architectures=["SurpriseForCausalLM"]),
         (),
-        "architecture SurpriseForCausalLM is not supported; supported: ",
+        "architecture SurpriseForCausalLM is not supported; docs/models.md lists",
     ),
     "missing tensors": (
         lambda folder: change_config(folder, num_hidden_layers=3, layer_types=None),

@@ -15,10 +15,14 @@ import jinja2
 import pytest
 
 import minisgl
+from minisgl.core import EngineConfig
 from minisgl.demo import model_path
+from minisgl.settings.child import check_before_weights
 from minisgl.tokenizer import TextTokenizer
+from minisgl.utils.supervise import CONFIG_EXIT
 from tests.patience import patience
 from tests.process.harness import ServerProcess, run_server, wait_for
+from tests.stub_hub import settings_for, stub_hub
 
 pytestmark = pytest.mark.process
 
@@ -178,3 +182,34 @@ def test_first_ctrl_c_says_how_long_it_waits_and_the_second_ends_streams_with_an
     whole = "".join(text)
     assert '"message":"the server is shutting down"' in whole
     assert whole.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["SurpriseForCausalLM"]}, "architecture SurpriseForCausalLM is not"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config (awq) is not"),
+        ({"vocab_size": 2**30}, "each of 1 ranks needs "),
+        ({}, "tokenizer.json cannot be read"),
+    ],
+)
+def test_model_that_cannot_be_served_is_refused_before_its_weights_are_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], expected: str
+) -> None:
+    config = json.loads((model_path() / "config.json").read_text()) | changes
+    files = {
+        "config.json": json.dumps(config).encode(),
+        "tokenizer.json": b"{}",
+        "model.safetensors": b"weights",
+    }
+    with stub_hub(files) as (endpoint, fetched):
+        for name, value in settings_for(endpoint, tmp_path).items():
+            monkeypatch.setenv(name, value)
+        with run_server("serve", "owner/good", "--device", "cpu") as server:
+            assert server.wait_exit() == CONFIG_EXIT, server.stderr
+            assert expected in server.stderr.splitlines()[-1]
+    assert set(fetched) == {"config.json", "tokenizer.json"}
+
+
+def test_model_that_can_be_served_passes_the_check_before_its_weights_are_downloaded() -> None:
+    check_before_weights(EngineConfig(model_path=""), str(model_path()))

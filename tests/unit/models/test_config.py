@@ -139,8 +139,15 @@ def test_yarn_resolves_mscale_and_factor() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: Ll"),
-        ({"architectures": None}, "names no architecture; supported: LlamaForCausalLM, "),
+        (
+            {"architectures": ["SurpriseForCausalLM"]},
+            "^architecture SurpriseForCausalLM is not supported; docs/models.md lists",
+        ),
+        (
+            {"architectures": ["MistralXForCausalLM"]},
+            "not supported; the nearest supported one is MistralForCausalLM; docs/models.md lists",
+        ),
+        ({"architectures": None}, "names no architecture; docs/models.md lists"),
         ({"quantization_config": "awq"}, "quantization_config is 'awq': Expected `object"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' .* supported: silu"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -2,14 +2,11 @@
 
 import contextlib
 import errno
-import json
 import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -18,69 +15,7 @@ from minisgl.core import ConfigError
 from minisgl.settings import hub as hub_module
 from minisgl.settings.hub import resolve_model
 from tests.patience import patience
-
-SHA = "0123456789abcdef0123456789abcdef01234567"
-FILES = {
-    "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
-    "model.safetensors": b"weights",
-    "tokenizer.json": b"{}",
-    "chat_template.jinja": b"{{ messages }}",
-    "pytorch_model.bin": b"never fetched",
-    "consolidated.safetensors": b"never fetched",
-    "original/params.json": b"never fetched",
-}
-
-
-class StubHub(BaseHTTPRequestHandler):
-    """A hub with the repositories owner/good, owner/bin and owner/gated, and no others."""
-
-    fetched: list[str]
-
-    def do_HEAD(self) -> None:
-        self.answer(send_body=False)
-
-    def do_GET(self) -> None:
-        self.answer(send_body=True)
-
-    def answer(self, send_body: bool) -> None:
-        path = self.path.split("?")[0]
-        if "owner/gated" in path:
-            self.reply(403, b"{}", send_body, {"X-Error-Code": "GatedRepo"})
-        elif path.startswith("/api/models/owner/good/revision/missing"):
-            self.reply(404, b"{}", send_body, {"X-Error-Code": "RevisionNotFound"})
-        elif path.startswith(("/api/models/owner/good/tree", "/api/models/owner/bin/tree")):
-            tree = [
-                {"type": "file", "path": name, "size": len(FILES[name]), "oid": SHA}
-                for name in self.listing(path)
-            ]
-            self.reply(200, json.dumps(tree).encode(), send_body, {})
-        elif path.startswith(("/api/models/owner/good", "/api/models/owner/bin")):
-            siblings = [{"rfilename": name} for name in self.listing(path)]
-            info = {"id": "owner/good", "sha": SHA, "siblings": siblings}
-            self.reply(200, json.dumps(info).encode(), send_body, {})
-        elif f"/resolve/{SHA}/" in path:
-            name = path.rpartition(f"/resolve/{SHA}/")[2]
-            if send_body:
-                self.fetched.append(name)
-            headers = {"ETag": f'"{name}"', "X-Repo-Commit": SHA}
-            self.reply(200, FILES[name], send_body, headers)
-        else:
-            self.reply(404, b"{}", send_body, {"X-Error-Code": "RepoNotFound"})
-
-    def listing(self, path: str) -> list[str]:
-        return ["config.json", "pytorch_model.bin"] if "owner/bin" in path else list(FILES)
-
-    def reply(self, status: int, body: bytes, send_body: bool, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        for key, value in headers.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if send_body:
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
+from tests.stub_hub import FILES, settings_for, stub_hub
 
 
 class Hub:
@@ -90,15 +25,26 @@ class Hub:
         self.fetched = fetched
 
     def resolve(
-        self, name: str, revision: str | None = None, weights: bool = True, **env: str
+        self,
+        name: str,
+        revision: str | None = None,
+        weights: bool = True,
+        refusal: str = "",
+        **env: str,
     ) -> str:
-        """Run resolve_model in a process of its own: huggingface_hub reads HF_* at import."""
+        """Run resolve_model in a process of its own: huggingface_hub reads HF_* at import.
+
+        refusal: the message with which the check before the weights refuses the model.
+        """
         code = (
             "import sys\n"
             "from minisgl.core import ConfigError\n"
             "from minisgl.settings.hub import resolve_model\n"
+            "def check(folder):\n"
+            f"    if {refusal!r}:\n"
+            f"        raise ConfigError({refusal!r})\n"
             "try:\n"
-            f"    print('PATH', resolve_model({name!r}, {revision!r}, {weights}))\n"
+            f"    print('PATH', resolve_model({name!r}, {revision!r}, {weights}, check))\n"
             "except ConfigError as error:\n"
             "    print('ERROR', error)\n"
             "print('TORCH', 'torch' in sys.modules)\n"
@@ -108,17 +54,9 @@ class Hub:
         return next(line for line in done.stdout.splitlines() if line[:4] in ("PATH", "ERRO"))
 
     def run(self, code: str, **env: str) -> "subprocess.CompletedProcess[str]":
-        settings = {
-            "HF_ENDPOINT": self.endpoint,
-            "HF_HOME": str(self.home),
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "PATH": "/usr/bin:/bin",
-            "NO_PROXY": "127.0.0.1",
-        }
         done = subprocess.run(
             [sys.executable, "-c", code],
-            env=settings | env,
+            env={"PATH": "/usr/bin:/bin", **settings_for(self.endpoint, self.home)} | env,
             capture_output=True,
             text=True,
             timeout=patience(120),
@@ -130,14 +68,8 @@ class Hub:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[Hub]:
-    fetched: list[str] = []
-    handler = type("Handler", (StubHub,), {"fetched": fetched})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield Hub(f"http://127.0.0.1:{server.server_port}", tmp_path / "home", fetched)
-    server.shutdown()
-    server.server_close()
+    with stub_hub() as (endpoint, fetched):
+        yield Hub(endpoint, tmp_path / "home", fetched)
 
 
 def test_hub_id_downloads_only_what_is_needed_and_works_offline_afterwards(hub: Hub) -> None:
@@ -145,6 +77,7 @@ def test_hub_id_downloads_only_what_is_needed_and_works_offline_afterwards(hub: 
     assert first.startswith("PATH "), first
     wanted = {"config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
     assert set(hub.fetched) == wanted
+    assert hub.fetched[-1] == "model.safetensors"
     assert {path.name for path in Path(first[5:]).iterdir()} == wanted
     assert hub.resolve("owner/good", HF_HUB_OFFLINE="1") == first
 
@@ -179,6 +112,7 @@ def test_without_weights_the_configuration_is_enough(hub: Hub, tmp_path: Path) -
         ("owner/gated", None, "is gated"),
         ("owner/good", "missing", "has no revision missing"),
         ("owner/bin", None, "has no *.safetensors"),
+        ("owner/huge", None, "has 1048576.0 GiB of weights to download, and the disk of the cache"),
         ("owner/not a name", None, "valid hub id"),
     ],
 )
@@ -188,11 +122,31 @@ def test_hub_id_that_cannot_be_used_gives_a_one_line_error(
     line = hub.resolve(name, revision)
     assert line.startswith(f"ERROR model {name}")
     assert says in line
+    assert "model.safetensors" not in hub.fetched
 
 
-def test_unreachable_hub_gives_a_one_line_error(hub: Hub) -> None:
-    line = hub.resolve("owner/good", HF_HUB_OFFLINE="1")
-    assert "is not in the local cache" in line
+@pytest.mark.parametrize("setting", ["HF_HUB_OFFLINE=1", "HF_ENDPOINT=http://127.0.0.1:1"])
+def test_unreachable_hub_gives_a_one_line_error(hub: Hub, setting: str) -> None:
+    name, _, value = setting.partition("=")
+    line = hub.resolve("owner/good", **{name: value})
+    assert line.startswith("ERROR model owner/good is not in the local cache")
+    hub.resolve("owner/good", weights=False)
+    line = hub.resolve("owner/good", **{name: value})
+    assert line.startswith("ERROR model owner/good is not in the local cache")
+
+
+def test_model_that_cannot_be_served_is_refused_before_its_weights_are_read(
+    hub: Hub, tmp_path: Path
+) -> None:
+    refusal = "architecture SurpriseForCausalLM is not supported"
+    assert hub.resolve("owner/good", refusal=refusal) == f"ERROR {refusal}"
+    assert set(hub.fetched) == {"config.json", "tokenizer.json", "chat_template.jinja"}
+    assert hub.resolve("owner/bin", refusal=refusal) == f"ERROR {refusal}"
+    (tmp_path / "config.json").write_bytes(FILES["config.json"])
+    assert hub.resolve(str(tmp_path), refusal=refusal) == f"ERROR {refusal}"
+    assert hub.resolve("owner/good").startswith("PATH ")
+    # The start itself checks a model whose weights are in the cache.
+    assert hub.resolve("owner/good", refusal=refusal).startswith("PATH ")
 
 
 def test_folder_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

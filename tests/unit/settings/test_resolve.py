@@ -9,11 +9,12 @@ import pytest
 from minisgl.core import ConfigError
 from minisgl.demo import model_path
 from minisgl.settings import ServerConfig
+from minisgl.settings.hub import Check
 from minisgl.settings.resolve import build_parser, resolve
 
 
 def config(*flags: str, **environ: str) -> ServerConfig:
-    def find(name: str, revision: str | None, weights: bool) -> str:
+    def find(name: str, revision: str | None, weights: bool, check: Check) -> str:
         return f"/models/{name}" if weights else f"/without-weights/{name}"
 
     return resolve(flags, environ, find_model=find)
@@ -103,21 +104,21 @@ def test_configuration_is_checked_by_the_caller_before_the_model_is_looked_up() 
     """Regression: a chat with a running server first looked up or downloaded the model."""
     calls: list[str] = []
 
-    def find(name: str, revision: str | None, weights: bool) -> str:
+    def find(name: str, revision: str | None, weights: bool, check: Check) -> str:
         calls.append(name)
         return "/models"
 
-    def check(config: ServerConfig) -> None:
+    def before(config: ServerConfig) -> None:
         calls.append(f"check {config.served_names[0]}")
 
-    resolve(["--shell", "-m", "org/name"], {}, find_model=find, before_download=check)
+    resolve(["--shell", "-m", "org/name"], {}, find_model=find, before_download=before)
     assert calls == ["check org/name", "org/name"]
 
 
 def test_wrong_page_size_is_refused_before_the_model_is_looked_up() -> None:
     """Regression: the error came after the download."""
 
-    def find(name: str, revision: str | None, weights: bool) -> str:
+    def find(name: str, revision: str | None, weights: bool, check: Check) -> str:
         pytest.fail(f"{name} was looked up")
 
     with pytest.raises(ConfigError, match="page_size 12 is not a power of two"):
