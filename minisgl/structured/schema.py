@@ -39,6 +39,9 @@ _SINCE: Mapping[str, float] = MappingProxyType(
         **dict.fromkeys(("disallow", "divisibleBy"), float("inf")),
     }
 )
+# llguidance also accepts the lower-case letters of RFC 3339 and any number of digits of a second,
+# which many libraries cannot read.
+_DATE_TIME = r"^[^tz.]*(\.[0-9]{1,9}(Z|[+-][0-9:]*))?$"
 _MAX_EXACT = 2**53  # llguidance reads numbers as 64-bit floats
 _MAX_DIGITS = 300  # of an integer; a 64-bit float has at most 309
 _MAX_INTEGER = 2**63 - 1  # of the integers that llguidance generates
@@ -136,6 +139,9 @@ class _Checker:
             self._check(key, part, here, draft)
             copy[key] = part if key in _DATA else self.read(part, here, draft, key in _NAMED)
         _check_min_properties(value, pointer)
+        if value.get("format") == "date-time":
+            parts = copy.get("allOf", [])
+            copy["allOf"] = [*parts, {"pattern": _DATE_TIME}] if isinstance(parts, list) else parts
         return copy
 
     def _check(self, key: str, value: Any, pointer: str, draft: int) -> None:

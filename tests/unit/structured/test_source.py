@@ -76,6 +76,23 @@ def test_recursive_schema_is_enforced(tokenizer: LLTokenizer, compiler: GrammarC
     check(tokenizer, compiler, of_schema(LIST), right, wrong)
 
 
+@pytest.mark.parametrize(
+    "further", [{}, {"pattern": "^20"}, {"allOf": [{"minLength": 9}]}], ids=str
+)
+def test_a_date_time_is_one_that_libraries_read(
+    tokenizer: LLTokenizer, compiler: GrammarCompiler, further: dict[str, Any]
+) -> None:
+    """Models once wrote a second with hundreds of digits, and lower-case letters."""
+    schema = {"type": "string", "format": "date-time", **further}
+    begin = "2026-11-27T15:04:05"
+    right = [f'"{begin}{end}"' for end in ("Z", "+01:00", ".5Z", ".123456789Z", ".25-08:30")]
+    wrong = [
+        f'"{begin}{end}"' for end in ("", "z", ".Z", ".1234567890Z", ".1", ".1234567890+01:00")
+    ]
+    wrong += [json.dumps(begin.replace("T", "t") + "Z"), '"2026-11-27 15:04:05Z"']
+    check(tokenizer, compiler, of_schema(schema), right, wrong)
+
+
 def test_white_space_is_bounded(tokenizer: LLTokenizer, compiler: GrammarCompiler) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     eight = '{"a":' + " " * 8 + "1}"
