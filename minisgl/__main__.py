@@ -18,7 +18,12 @@ from minisgl.utils import near_names, setup_logging, supervise
 from minisgl.utils.bytecode import keep_bytecode
 
 # Commands with a module of their own below minisgl, which has the function `main`.
-_MODULES = {"plan": "planning.command", "doctor": "doctor", "bench": "benchmark.cli"}
+_MODULES = {
+    "plan": "planning.command",
+    "doctor": "doctor",
+    "bench": "benchmark.cli",
+    "scripted": "scripted",
+}
 _COMMANDS = ("serve", "chat", "run", "compile", *_MODULES)
 
 

@@ -1,8 +1,8 @@
-"""Agents finish a tool round against a scripted engine: Codex CLI, Claude Code and frameworks.
+"""Agents finish a tool round: Codex CLI, Claude Code, opencode, qwen-code, SDKs and frameworks.
 
-The newest versions of the two command lines come from npm. The answer to the request of the user
-calls the shell tool of the agent. The agent must run the command, and must print the answer to the
-result of the tool.
+The newest versions come from the registries of npm and Python. The answer to the request of the
+user calls the shell tool of the agent. The agent must run the command, and must print the answer to
+the result of the tool.
 """
 
 import json
@@ -10,14 +10,16 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
+from minisgl.scripted import DONE, write_model
 from tests.patience import patience
 from tests.process.agents import ANSWER, CALL, run_scripted
-from tests.process.harness import ServerProcess
+from tests.process.harness import ServerProcess, run_server
 from tests.proof.venvs import make_venv
 
 pytestmark = pytest.mark.proof
@@ -27,6 +29,20 @@ KEY = "secret"
 LIMIT_S = 600
 TASK = "Write the word sesame to the file made.txt."
 COMMAND = "echo sesame > made.txt"
+SCRIPTS = Path(__file__).parent / "scripts"
+# As in docs/api.md.
+OPENCODE_CONFIG = """
+{
+  "provider": {
+    "minisgl": {
+      "npm": "@ai-sdk/openai-compatible",
+      "options": {"baseURL": "URL/v1", "apiKey": "none"},
+      "models": {"NAME": {"limit": {"context": 131072, "output": 8192}}}
+    }
+  },
+  "permission": {"bash": "allow"}
+}
+"""
 CODEX_CONFIG = """
 model = "{model}"
 model_provider = "minisgl"
@@ -63,11 +79,28 @@ def install(folder: Path, package: str, command: str) -> Path:
     return folder / "node_modules" / ".bin" / command
 
 
-def run_agent(server: ServerProcess, folder: Path, command: list[str], **environment: str) -> str:
+class Expected(NamedTuple):
+    """The file that the call of the agent makes, its content, and the answer to its result."""
+
+    file: str = "made.txt"
+    content: str = "sesame\n"
+    answer: str = ANSWER
+
+
+MADE = Expected()
+
+
+def run_agent(
+    server: ServerProcess,
+    folder: Path,
+    command: list[str],
+    expected: Expected = MADE,
+    **environment: str,
+) -> str:
     """Run an agent in a new folder with the task. Returns its output; it has made the file."""
     home, work = folder / "home", folder / "work"
     home.mkdir(exist_ok=True)
-    work.mkdir()
+    work.mkdir(exist_ok=True)
     done = subprocess.run(
         command,
         capture_output=True,
@@ -79,8 +112,8 @@ def run_agent(server: ServerProcess, folder: Path, command: list[str], **environ
     )
     report = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}\n{server.stderr[-3000:]}"
     assert done.returncode == 0, report
-    assert (work / "made.txt").read_text() == "sesame\n", report
-    assert ANSWER in done.stdout, report
+    assert (work / expected.file).read_text() == expected.content, report
+    assert expected.answer in done.stdout, report
     return done.stdout
 
 
@@ -119,14 +152,74 @@ def test_claude_code_finishes_a_tool_round(tmp_path: Path) -> None:
     sys.stdout.write(version)
 
 
+@pytest.fixture
+def scripted(tmp_path: Path) -> Iterator[ServerProcess]:
+    """A server with the model of `minisgl scripted`, on which new users try their agents."""
+    write_model(tmp_path / "model")
+    flags = ("--model", str(tmp_path / "model"), "--served-model-name", MODEL, "--device", "cpu")
+    with run_server(*flags) as server:
+        yield server.wait_ready()
+
+
+SCRIPTED = Expected("minisgl.txt", "hello\n", DONE)
+
+
+def test_opencode_finishes_a_tool_round_with_scripted_weights(
+    scripted: ServerProcess, tmp_path: Path
+) -> None:
+    opencode = install(tmp_path / "npm", "opencode-ai", "opencode")
+    (tmp_path / "work").mkdir()
+    config = OPENCODE_CONFIG.replace("URL", scripted.url).replace("NAME", MODEL)
+    (tmp_path / "work" / "opencode.json").write_text(config)
+    command = [str(opencode), "run", "-m", f"minisgl/{MODEL}", TASK]
+    run_agent(scripted, tmp_path, command, SCRIPTED)
+
+
+def test_qwen_code_finishes_a_tool_round_with_scripted_weights(
+    scripted: ServerProcess, tmp_path: Path
+) -> None:
+    qwen = install(tmp_path / "npm", "@qwen-code/qwen-code", "qwen")
+    run_agent(
+        scripted,
+        tmp_path,
+        [str(qwen), "--yolo", "-p", TASK],
+        SCRIPTED,
+        OPENAI_BASE_URL=f"{scripted.url}/v1",
+        OPENAI_API_KEY="none",
+        OPENAI_MODEL=MODEL,
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "packages"),
+    [("tool_runner.mjs", ["@anthropic-ai/sdk"]), ("vercel.mjs", ["ai", "@ai-sdk/openai", "zod"])],
+)
+def test_clients_in_typescript_finish_a_tool_round(
+    tmp_path: Path, script: str, packages: list[str]
+) -> None:
+    for package in packages:
+        install(tmp_path / "npm", package, "")
+    shutil.copy(SCRIPTS / script, tmp_path / "npm")
+    run_client(tmp_path, ["node", str(tmp_path / "npm" / script)])
+
+
+def test_the_tool_runner_of_anthropic_finishes_a_tool_round(tmp_path: Path) -> None:
+    python = make_venv(tmp_path / "venv", "anthropic") / "python"
+    run_client(tmp_path, [str(python), str(SCRIPTS / "tool_runner.py")])
+
+
 def test_frameworks_finish_a_tool_round(tmp_path: Path) -> None:
     packages = ("openai-agents", "pydantic-ai-slim[openai,anthropic]", "litellm")
     python = make_venv(tmp_path / "venv", *packages) / "python"
+    run_client(tmp_path, [str(python), str(SCRIPTS / "agents_client.py")])
+
+
+def run_client(folder: Path, command: list[str]) -> None:
+    """Run a script of a client, which asks a question and calls the tool `add`."""
     question = "What is 2 + 3?"
-    script = [("<|im_start|>tool", ANSWER), (question, CALL)]
-    with run_scripted(tmp_path, script, "--served-model-name", MODEL) as server:
-        path = Path(__file__).parent / "scripts" / "agents_client.py"
-        command = [str(python), str(path), server.url, MODEL, question, ANSWER]
+    script = [("<|im_start|>tool", ANSWER), (question, CALL), ("", "Hello there.")]
+    with run_scripted(folder, script, "--served-model-name", MODEL) as server:
+        command = [*command, server.url, MODEL, question, ANSWER]
         done = subprocess.run(command, capture_output=True, text=True, timeout=patience(LIMIT_S))
         assert done.returncode == 0, f"{done.stderr[-3000:]}\n{server.stderr[-3000:]}"
     sys.stdout.write(done.stdout)
