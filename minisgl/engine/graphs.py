@@ -187,6 +187,7 @@ class _DecodeCapture:
             layout=layout,
             columns=columns,
             attention=attention,
+            inputs=tokens,
             graph=graph,
             logits=logits,
             sampler=captured(plain, plain),

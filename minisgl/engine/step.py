@@ -223,7 +223,9 @@ class GraphStep:
                  beginning.
     layout, columns
                  the columns in the buffer.
-    attention    kept alive because the graphs read its tensors.
+    attention, inputs
+                 kept alive because the graphs use their memory: the attention, and the ids,
+                 positions and slots of the tokens.
     graph        the captured work of the stages and the forward. Writes `logits`.
     logits       [requests * width, n], for the n vocabulary ids of this rank.
     sampler      samples from `logits` without filters, and writes `tokens`.
@@ -237,6 +239,7 @@ class GraphStep:
     layout: StepLayout
     columns: StepColumns
     attention: DecodeGraphAttention
+    inputs: Tensor
     graph: torch.cuda.CUDAGraph
     logits: Tensor
     sampler: torch.cuda.CUDAGraph
