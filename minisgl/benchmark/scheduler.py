@@ -1,8 +1,8 @@
 """CPU time of the scheduler, with an engine that does no work.
 
-Three times are measured: one decode step with 256 running requests; one request from its admission
-to its end, with a prompt of 8,192 tokens of which half is cached; and one eviction from a radix
-tree of 100,000 nodes.
+Four times are measured: one decode step with 256 running requests; the same while 1,000 requests
+of 8 clients wait for a row; one request from its admission to its end, with a prompt of 8,192
+tokens of which half is cached; and one eviction from a radix tree of 100,000 nodes.
 """
 
 import argparse
@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from tqdm import tqdm
 
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.outbox import raise_failure
+from minisgl.benchmark.virtual_engine import DEFAULT_COST, read_cost
 from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult, WindowLayers
 from minisgl.kvcache import RadixCache
 from minisgl.message.messages import AddReq, StepOutput
@@ -25,6 +27,7 @@ from minisgl.scheduler import LocalInbox, Scheduler
 
 VOCAB = 32_000
 PAGE_SIZE = 16
+DEFAULT_CONFIG = SchedulerConfig(prefill_budget_tokens=16_384, target_step_ms=None)
 
 
 class Figure(NamedTuple):
@@ -72,11 +75,41 @@ def measure_decode(num_reqs: int, steps: int, show: bool = True) -> Figure:
     for uid in range(num_reqs):
         prompt = np.random.default_rng(uid).integers(0, VOCAB, 100, dtype=np.int32)
         inbox.messages.append(_request(uid, prompt, max_tokens=steps + 50))
-    while len(scheduler.planner.decode_rows) < num_reqs:
+    while len(scheduler.view.decode_rows) < num_reqs:
         scheduler.iterate()
     seconds = _timed(scheduler.iterate, steps, "decode steps", show)
     outbox.clear()
-    return _figure(f"decode step, {num_reqs} requests", seconds, aim_s=1e-3)
+    return _figure(f"decode step, {num_reqs} requests", seconds, aim_s=0.1e-3)
+
+
+def measure_waiting(num_reqs: int, waiting: int, steps: int, show: bool = True) -> Figure:
+    """Measure steps as in `measure_decode` while `waiting` requests of 8 clients find no row.
+
+    The scheduler predicts step times, and has a target for them, as in a server.
+    """
+    pages = -(-(100 + steps + 300) // PAGE_SIZE)
+    engine = _IdleEngine(num_reqs * pages, num_reqs, 100 + steps + 300)
+    scheduler, inbox, outbox = _scheduler(engine, SchedulerConfig())
+    scheduler.view.cost = read_cost(DEFAULT_COST)
+    prompts = np.random.default_rng(0).integers(0, VOCAB, (num_reqs + waiting, 100), dtype=np.int32)
+
+    def add(uids: range) -> None:
+        for uid in uids:
+            request = _request(uid, prompts[uid], max_tokens=steps + 200)
+            named = {"client": f"client-{uid % 8}", "call": uid}
+            inbox.messages.append(msgspec.structs.replace(request, **named))
+
+    add(range(num_reqs))
+    while len(scheduler.view.decode_rows) < num_reqs:
+        scheduler.iterate()
+    add(range(num_reqs, num_reqs + waiting))
+    scheduler.iterate()
+    seconds = _timed(scheduler.iterate, steps, "decode steps, others wait", show)
+    if len(scheduler.view.waiting) != waiting or len(scheduler.view.decode_rows) != num_reqs:
+        raise RuntimeError(f"{len(scheduler.view.waiting)} requests wait, expected {waiting}")
+    outbox.clear()
+    name = f"decode step, {num_reqs} requests, {waiting:,} wait"
+    return _figure(name, seconds, aim_s=0.25e-3)
 
 
 def measure_admission(num_prompts: int, show: bool = True) -> Figure:
@@ -116,7 +149,9 @@ def measure_eviction(num_nodes: int, evictions: int, show: bool = True) -> Figur
     return _figure(f"eviction, {num_nodes:,} nodes", seconds, aim_s=20e-6)
 
 
-def _scheduler(engine: _IdleEngine) -> tuple[Scheduler, LocalInbox, deque[StepOutput]]:
+def _scheduler(
+    engine: _IdleEngine, config: SchedulerConfig = DEFAULT_CONFIG
+) -> tuple[Scheduler, LocalInbox, deque[StepOutput]]:
     inbox, outbox = LocalInbox(), deque[StepOutput]()
 
     def send(output: StepOutput) -> None:
@@ -125,7 +160,7 @@ def _scheduler(engine: _IdleEngine) -> tuple[Scheduler, LocalInbox, deque[StepOu
 
     scheduler = Scheduler(
         engine,
-        SchedulerConfig(prefill_budget_tokens=16_384, target_step_ms=None),
+        config,
         vocab_size=VOCAB,
         eos_token_ids=(0,),
         inbox=inbox,
@@ -167,6 +202,9 @@ def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench scheduler", description=__doc__)
     parser.add_argument("--running", type=positive_int, default=256, help="decoding requests (256)")
+    parser.add_argument(
+        "--waiting", type=positive_int, default=1000, help="waiting requests (1000)"
+    )
     parser.add_argument("--steps", type=positive_int, default=1000, help="decode steps (1000)")
     parser.add_argument("--prompts", type=positive_int, default=200, help="admitted requests (200)")
     parser.add_argument("--nodes", type=positive_int, default=100_000, help="radix nodes (100000)")
@@ -174,6 +212,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     figures = [
         measure_decode(options.running, options.steps),
+        measure_waiting(options.running, options.waiting, options.steps),
         measure_admission(options.prompts),
         measure_eviction(options.nodes, options.evictions),
     ]

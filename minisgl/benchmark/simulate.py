@@ -105,7 +105,7 @@ def simulate(
         send=outbox.append,
         clock=lambda: engine.now_s,
     )
-    scheduler.planner.cost = cost
+    scheduler.view.cost = cost
     bar = tqdm(total=len(answers), unit="req", disable=None)
     while arrivals.due or not scheduler.idle:
         scheduler.iterate()

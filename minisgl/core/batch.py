@@ -248,6 +248,25 @@ class DraftLengths(Protocol):
         """Take the measured acceptance of decode requests, as in StepResult."""
 
 
+class NoDrafts:
+    """Implements DraftLengths for a scheduler without drafts."""
+
+    def __init__(self, rows: int) -> None:
+        """rows: number of rows."""
+
+    def choose(
+        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
+    ) -> int:
+        """Choose none."""
+        return 0
+
+    def open(self, row: int) -> None:
+        """Measure nothing."""
+
+    def record(self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array) -> None:
+        """Measure nothing."""
+
+
 class PendingStep(Protocol):
     """A launched step whose result has not been read."""
 

@@ -1,7 +1,7 @@
 """Speculative decoding: the drafts of a step, and their number, chosen by its price.
 
 The engine accepts drafts on the device (minisgl/engine/sampler.py), and the scheduler gives them
-pages (minisgl/scheduler/drafts.py). Entry points (launch/worker_main.py, LLM) register this package
+pages (minisgl/scheduler/plan.py). Entry points (launch/worker_main.py, LLM) register this package
 with `with_speculation`; the core does not import it.
 """
 

@@ -17,78 +17,12 @@ nodes, the cache evicts reused leaves first. This is a segmented LRU (Karedla, L
 
 import heapq
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
+from minisgl.kvcache.node import CacheListener, Evicted, Hit, Match, RadixNode
 from minisgl.kvcache.windows import ABSENT, WindowPages
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class RadixNode:
-    """A node of the tree, with the edge that leads to it from its parent.
-
-    tokens      int32 [n * page_size]; the tokens of the edge.
-    pages       int32 [n]; the pages that hold the KV of these tokens.
-    key         the node's key in parent.children.
-    last_use    time of the last match or insertion, from the cache's operation counter.
-    node_id     number of the node; it orders nodes of equal last_use in the heap.
-    lock_count  number of running requests whose prefix ends at or below this node.
-    fence       the last step of the requests that have unlocked the node. This step may still read
-                the pages. It is no earlier than the fence of any child.
-    in_heap     the node has a valid entry in the heap of its class.
-    reused      a request has matched the node since its insertion.
-    windows     int32 [n]; the window page of each page, or ABSENT. Empty without window layers.
-    """
-
-    tokens: Int32Array
-    pages: Int32Array
-    windows: Int32Array
-    parent: "RadixNode | None"
-    key: bytes
-    last_use: int
-    node_id: int
-    children: "dict[bytes, RadixNode]" = field(default_factory=dict)
-    lock_count: int = 0
-    fence: int = 0
-    in_heap: bool = False
-    reused: bool = False
-
-
-class Match(NamedTuple):
-    """A cached prefix: the node at its end, and its pages, int32 [tokens / page_size].
-
-    Of a model with window layers also:
-    windows      int32, as long as `pages`; the window pages. ABSENT where the cache has none.
-    known_pages  pages of the longest cached prefix, even if its window is absent.
-    """
-
-    node: RadixNode
-    pages: Int32Array
-    windows: Int32Array | None = None
-    known_pages: int = 0
-
-
-class Evicted(NamedTuple):
-    """Pages that the cache has evicted, int32.
-
-    fence: the last step that reads them. It has been resolved, except after `lift_fences`.
-    """
-
-    pages: Int32Array
-    fence: int
-
-
-class CacheListener(Protocol):
-    """Learns of the prefixes that enter and leave the cache. Its methods must not block."""
-
-    def stored(self, tokens: Int32Array, pages: Int32Array, salt: str) -> None:
-        """The whole prefix `tokens` is cached in `pages`. A part of it may be known already."""
-
-    def removed(self, pages: Int32Array) -> None:
-        """These pages have been evicted."""
 
 
 def common_prefix(a: Int32Array, b: Int32Array) -> int:
@@ -153,6 +87,27 @@ class RadixCache:
         self.fenced_pages = 0
         self._fenced: dict[RadixNode, None] = {}  # a dict and not a set, because it keeps the order
         self._resolved_step = 0
+
+    def hit(self, tokens: Int32Array, salt: str = "") -> Hit:
+        """Find the prefix that `match` would return, and change nothing."""
+        path = self._find(tokens, salt)
+        length, windows = sum(pages for _, pages in path), None
+        if self._windows is not None:
+            parts = [node.windows[:pages] for node, pages in path]
+            windows = np.concatenate([self._root.windows, *parts])
+            length = self._windows.usable(windows)
+            windows = windows[:length]
+            ends = np.cumsum([pages for _, pages in path])
+            path = [
+                (node, min(pages, length - int(end) + pages))
+                for (node, pages), end in zip(path, ends, strict=True)
+                if end - pages < length
+            ]
+        return Hit(path, length, length * self._page_size, windows)
+
+    def is_locked(self, node: RadixNode) -> bool:
+        """A running request or a step in flight uses the node, so `evict` skips it."""
+        return node.lock_count > 0 or node in self._fenced
 
     def match(self, tokens: Int32Array, salt: str = "") -> Match:
         """Find the longest cached prefix of `tokens`, int32, and mark its nodes as used.
@@ -289,26 +244,35 @@ class RadixCache:
             count -= taken
         return evicted
 
+    def _find(self, tokens: Int32Array, salt: str) -> list[tuple[RadixNode, int]]:
+        """Return the nodes of the longest cached prefix, each with its number of pages in it."""
+        node, position = self._root, 0
+        path: list[tuple[RadixNode, int]] = []
+        while position + self._page_size <= len(tokens):
+            child = node.children.get(self._key(node, tokens[position:], salt))
+            if child is None:
+                break
+            shared_pages = common_prefix(child.tokens, tokens[position:]) // self._page_size
+            path.append((child, shared_pages))
+            if shared_pages < len(child.pages):
+                break
+            position += shared_pages * self._page_size
+            node = child
+        return path
+
     def _walk(self, tokens: Int32Array, salt: str) -> tuple[RadixNode, list[Int32Array], int]:
         """Follow `tokens` from the root and mark the nodes on the way as used.
 
         Returns the last node, the list of the nodes' pages, and the number of tokens that these
         pages hold. The list begins with the empty array of the root.
         """
-        node, position = self._root, 0
-        pages = [node.pages]
-        while position + self._page_size <= len(tokens):
-            child = node.children.get(self._key(node, tokens[position:], salt))
-            if child is None:
-                break
-            shared_pages = common_prefix(child.tokens, tokens[position:]) // self._page_size
-            if shared_pages < len(child.pages):
-                child = self._split(child, shared_pages)
-            child.last_use = self._clock
-            pages.append(child.pages)
-            position += shared_pages * self._page_size
-            node = child
-        return node, pages, position
+        node, pages = self._root, [self._root.pages]
+        for node, num_pages in self._find(tokens, salt):
+            if num_pages < len(node.pages):
+                node = self._split(node, num_pages)
+            node.last_use = self._clock
+            pages.append(node.pages)
+        return node, pages, sum(map(len, pages)) * self._page_size
 
     def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
         """Move the first `num_pages` pages of `node` to a new parent node. Returns the new node."""

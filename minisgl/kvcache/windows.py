@@ -11,7 +11,7 @@ from minisgl.core import Int32Array
 from minisgl.kvcache.fenced_pool import FencedPool
 
 if TYPE_CHECKING:
-    from minisgl.kvcache.radix import RadixNode
+    from minisgl.kvcache.node import RadixNode
 
 ABSENT = -1  # in place of a page id: the cache does not have the window page
 
@@ -78,6 +78,21 @@ class WindowPages:
     def available(self) -> int:
         """The number of pages that can be allocated now: free ones and those `evict` frees."""
         return self.pool.num_free + int(self._is_idle(np.flatnonzero(self.cached)).sum())
+
+    def idle(self, pages: Int32Array) -> Int32Array:
+        """Return those of the cached `pages` that `evict` could take."""
+        return pages[self._is_idle(pages)]
+
+    def freed(self, pages: Int32Array, fence: int) -> Int32Array:
+        """Return those of `pages` that become available at once if a user drops them.
+
+        fence: the user's last launched step.
+        """
+        if fence > self.pool.resolved_step:
+            return pages[:0]
+        resolved = self._last_step[pages] <= self.pool.resolved_step
+        freed: Int32Array = pages[resolved & (self.users[pages] == 1)]
+        return freed
 
     def _is_idle(self, pages: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
         """Return which of these pages neither a request nor a step in flight uses."""

@@ -5,16 +5,16 @@ from itertools import zip_longest
 import numpy as np
 
 from minisgl.core import Int32Array
-from minisgl.scheduler.kv_manager import KVManager
-from minisgl.scheduler.policy import Planner
+from minisgl.scheduler.apply import recompute
 from minisgl.scheduler.request import ReqState
 from minisgl.scheduler.request_table import NewTokens
+from minisgl.scheduler.view import View
 
 # The extra time of a step with a chunk, as a share of a decode-only step (approximate).
 CHUNK_SLOWDOWN = 0.5
 
 
-def append_forced(sampled_rows: Int32Array, planner: Planner, kv_manager: KVManager) -> NewTokens:
+def append_forced(sampled_rows: Int32Array, view: View) -> NewTokens:
     """Append the tokens that must follow the sampled tokens.
 
     The next step forwards the appended tokens of a request as one chunk. A step that is
@@ -28,7 +28,7 @@ def append_forced(sampled_rows: Int32Array, planner: Planner, kv_manager: KVMana
 
     sampled_rows: int32, the rows that got a token in the step just resolved.
     """
-    table = kv_manager.table
+    table = view.table
     forced: dict[int, list[int]] = {}
     ending: set[int] = set()
     for row in sampled_rows.tolist():
@@ -45,11 +45,11 @@ def append_forced(sampled_rows: Int32Array, planner: Planner, kv_manager: KVMana
         if len(ids) > 1 or row in ending:
             forced[row] = ids
     saved = sum(len(ids) - 1 for ids in forced.values())
-    delay = 0.0 if planner.prefilling else CHUNK_SLOWDOWN * len(planner.decode_rows)
+    delay = 0.0 if view.prefilling else CHUNK_SLOWDOWN * len(view.decode_rows)
     for row, ids in list(forced.items()):
         tokens = int(table.known[row]) + len(ids)
         if row not in ending and not (
-            saved > delay and kv_manager.try_extend(table.req_at(row), tokens)
+            saved > delay and view.memory.try_extend(table.req_at(row), tokens)
         ):
             del forced[row]
     if not forced:
@@ -64,5 +64,5 @@ def append_forced(sampled_rows: Int32Array, planner: Planner, kv_manager: KVMana
     for row in forced:
         if row not in appended.ended:
             table.prefill_end[row] = table.known[row]
-            planner.recompute(table.req_at(row))
+            recompute(view, table.req_at(row))
     return appended

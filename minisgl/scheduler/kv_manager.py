@@ -5,7 +5,15 @@ from collections.abc import Iterable
 import numpy as np
 
 from minisgl.core import EngineLike, Int32Array
-from minisgl.kvcache import CacheListener, FencedPool, Match, RadixCache, RadixNode, common_prefix
+from minisgl.kvcache import (
+    CacheListener,
+    FencedPool,
+    Hit,
+    Match,
+    RadixCache,
+    RadixNode,
+    common_prefix,
+)
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.window_manager import WindowManager
@@ -62,14 +70,25 @@ class KVManager:
         """Return the number of whole pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
-    def match(self, req: Req) -> Match:
-        """Find the cached prefix of a waiting request, leaving at least one token to compute.
+    def hit(self, req: Req) -> Hit:
+        """Find the cached prefix of a waiting request, and change nothing.
 
-        A request for log-probabilities of its prompt computes the whole prompt, so it matches
-        nothing.
+        At least one token is left to compute. A request for log-probabilities of its prompt
+        computes the whole prompt, so it matches nothing.
         """
+        return self.cache.hit(self._usable_tokens(req), req.cache_salt)
+
+    def match(self, req: Req) -> Match:
+        """Find the same prefix, and mark it as used."""
+        return self.cache.match(self._usable_tokens(req), req.cache_salt)
+
+    def _usable_tokens(self, req: Req) -> Int32Array:
         usable = 0 if req.sampling.prompt_logprobs is not None else len(req.tokens) - 1
-        return self.cache.match(req.tokens[:usable], req.cache_salt)
+        return req.tokens[:usable]
+
+    def room(self) -> "Room":
+        """Return the counters of one plan."""
+        return Room(self)
 
     def shared_with_older(self, req: Req, cached: int, others: Iterable[Req]) -> int:
         """Return the number of leading tokens of `req` that an older request in `others` computes.
@@ -102,36 +121,41 @@ class KVManager:
                     return shared // self.page_size * self.page_size
         return 0
 
-    def try_admit(self, req: Req, match: Match) -> bool:
-        """Give a waiting request a row, its cached prefix and pages for all its tokens.
-
-        Returns False, and changes nothing, when pages are short. Admission leaves spare pages: one
-        for each running request that can still need a page, and one for `req` if it can. Without
-        the spare pages, the next running request that needs a page would preempt `req`, and its
-        prefill would be wasted.
-
-        A request can still need a page while its pages have room for fewer tokens than its
-        max_total_tokens.
-        """
-        table = self.table
+    def lock(self, match: Match) -> None:
+        """Protect a prefix, which a request will use, from eviction."""
         self.cache.lock(match.node)
-        pages_in_all = self.pages_for(len(req.tokens))
-        own_pages = pages_in_all - len(match.pages)
-        spare = min(1, self.pages_for(req.max_total_tokens) - pages_in_all)
-        capacities = table.pages.counts * self.page_size
-        may_grow = table.rows.allocated & (capacities < table.max_total_tokens)
-        needed = own_pages + spare + int(may_grow.sum())
-        if needed > self.available or not (self.windows is None or self.windows.fits(req)):
-            self.cache.unlock(match.node, 0)
-            return False
-        pages = self.allocate(own_pages)
+        if self.windows is not None and match.windows is not None:
+            self.windows.pages.use(self.windows.last_of(match.windows))
+
+    def open_row(self, req: Req, match: Match) -> None:
+        """Give a waiting request a row, its locked prefix and pages for its other tokens."""
+        pages = self.allocate(self.pages_for(len(req.tokens)) - len(match.pages))
         req.shared_pages = len(match.pages)
         cached_tokens = req.shared_pages * self.page_size
-        table.open_row(req, np.concatenate([match.pages, pages]), cached_tokens)
+        self.table.open_row(req, np.concatenate([match.pages, pages]), cached_tokens)
         self._nodes[req.row] = match.node
         if self.windows is not None:
             self.windows.open_row(req, match)
-        return True
+
+    def grow(self, rows: Int32Array, counts: Int32Array) -> None:
+        """Give `counts` more pages, int32, to these rows. A plan has counted them."""
+        if not len(rows):
+            return
+        pages = self.allocate(int(counts.sum()))
+        for nth in range(int(counts.max())):
+            growing = rows[counts > nth]
+            self.table.pages.append(growing, pages[: len(growing)])
+            pages = pages[len(growing) :]
+
+    def grow_windows(self, rows: Int32Array, tokens: Int32Array) -> None:
+        """The same for the pages of window layers."""
+        if self.windows is not None:
+            self.windows.grow(rows, tokens)
+
+    def advance(self, rows: Int32Array) -> None:
+        """Drop the pages that no later step of these running rows reads."""
+        if self.windows is not None:
+            self.windows.advance(rows)
 
     @property
     def available(self) -> int:
@@ -159,14 +183,6 @@ class KVManager:
         if pages is not None:
             self.table.pages.extend(req.row, pages)
         return pages is not None
-
-    def grow_windows(self, rows: Int32Array) -> Int32Array:
-        """Return the decoding rows that have a window page for their next token: usually all."""
-        return rows if self.windows is None else self.windows.grow(rows)
-
-    def extend_window(self, req: Req, tokens: int) -> int:
-        """Return how many of the next `tokens` tokens of a running request have window pages."""
-        return tokens if self.windows is None else self.windows.extend(req.row, tokens)
 
     def publish(self, req: Req, tokens: int) -> None:
         """Give the whole pages of the row's first `tokens` tokens to the prefix cache.
@@ -230,3 +246,92 @@ class KVManager:
         for evicted in self.cache.evict(count):
             self.evicted_pages_total += len(evicted.pages)
             self.pool.release(evicted.pages, evicted.fence)
+
+
+class Room:
+    """Counts the rows' pages that one plan gives away. It changes nothing else.
+
+    available      pages that are left.
+    pending        as in KVManager.
+    grown, counts  int32; the running rows that get pages, and the number of pages of each.
+    """
+
+    def __init__(self, memory: KVManager) -> None:
+        self._memory = memory
+        self._windows = None if memory.windows is None else memory.windows.room()
+        self.available, self.pending = memory.available, memory.pending
+        self._locked: dict[int, int] = {}  # by node: its pages that new rows use
+        self.grown: Int32Array = np.empty(0, dtype=np.int32)
+        self.counts = self.grown
+        self._may_grow: int | None = None  # requests that can still need a page
+
+    def lacks(self, rows: Int32Array, tokens: Int32Array | int) -> Int32Array:
+        """Return the number of pages, int32, that each row lacks for its next `tokens` tokens."""
+        memory, table = self._memory, self._memory.table
+        ends = -(-(table.computed[rows] + tokens) // memory.page_size)
+        lacks: Int32Array = np.maximum(ends - table.pages.counts[rows], 0)
+        return lacks
+
+    def grow(self, rows: Int32Array, tokens: Int32Array) -> bool:
+        """Give each row the pages of its next tokens; False, and no pages, if too few are left."""
+        lacks = self.lacks(rows, tokens)
+        count = int(lacks.sum())
+        if count > self.available:
+            return False
+        if count:
+            self.available -= count
+            self.grown, self.counts = rows[lacks > 0], lacks[lacks > 0]
+        return True
+
+    def with_parts(self, rows: Int32Array) -> Int32Array:
+        """Give each row a page of the other kinds for its next token. Returns rows that have it."""
+        if self._windows is None:
+            return rows
+        return self._windows.grow(rows, self._memory.table.computed[rows])
+
+    def open(self, row: int, req: Req, hit: Hit) -> bool:
+        """Give a waiting request its cached prefix and pages for all its tokens, if they are left.
+
+        Spare pages stay: one for each running request that can still need a page, and one for `req`
+        if it can. Without the spare pages, the next running request that needs a page would preempt
+        `req`, and its prefill would be wasted. A request can still need a page while its pages have
+        room for fewer tokens than its max_total_tokens.
+
+        row: a number that no other request has.
+        """
+        memory = self._memory
+        pages = memory.pages_for(len(req.tokens))
+        spare = min(1, memory.pages_for(req.max_total_tokens) - pages)
+        locked = {
+            node.node_id: used
+            for node, used in hit.path
+            if not memory.cache.is_locked(node) and used > self._locked.get(node.node_id, 0)
+        }
+        left = self.available - sum(locked.values())
+        left += sum(self._locked.get(node, 0) for node in locked)
+        own = pages - hit.pages
+        if own + spare + self._growing() > left:
+            return False
+        if not (self._windows is None or self._windows.open(row, req.max_total_tokens, hit)):
+            return False
+        self._locked |= locked
+        self.available = left - own
+        self._may_grow = self._growing() + spare
+        return True
+
+    def cut(self, row: int, start: int, tokens: int) -> int:
+        """Give a row pages of the other kinds for up to `tokens` tokens from `start` on.
+
+        Returns the number of tokens for which it has pages.
+        """
+        return tokens if self._windows is None else self._windows.cut(row, start, tokens)
+
+    def _growing(self) -> int:
+        """Return the number of running requests that can still need a page."""
+        if self._may_grow is None:
+            table = self._memory.table
+            counts = table.pages.counts.copy()
+            counts[self.grown] += self.counts
+            short = counts * self._memory.page_size < table.max_total_tokens
+            self._may_grow = int((table.rows.allocated & short).sum())
+        return self._may_grow

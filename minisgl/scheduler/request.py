@@ -41,7 +41,7 @@ class Req:
                       begins to wait. It leaves out tokens in the prefix cache and tokens that an
                       older request computes.
     arrival_index     position in the order of arrival. Among the running requests of one priority
-                      and client, the planner preempts the highest index first.
+                      and client, a plan preempts the highest index first.
     row               index in page table, token pool and RequestTable; -1 while the request owns no
                       row.
     shared_pages      the first shared_pages pages of the row belong to the prefix cache; the others
@@ -50,7 +50,7 @@ class Req:
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
     client, call      the client and its call, which take turns in the queue.
-    priority          requests with a lower number are served first. The planner lowers the number
+    priority          requests with a lower number are served first. `prepare` lowers the number
                       of a request that many others have overtaken.
     logit_states      state of each logits processor for this request; None without edited logits.
     constraint        the element of logit_states that is a Constraint; None if there is none.

@@ -3,7 +3,6 @@
 A step then uses a few array operations instead of Python loops over the requests.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -59,7 +58,9 @@ class RequestTable:
     has_logprobs  bool [R]; the request asks for log-probabilities.
     may_draft     bool [R]; a step may forward draft tokens of the request. False if the request
                   asks for log-probabilities, or if a state edits its logits and masks no drafts.
-    step_tokens   int32 [R]; tokens that the row forwards if the next step decodes it: 1 and drafts.
+    priority      int32 [R]; Req.priority.
+    client        int32 [R]; the number of the client (WaitingQueue.clients).
+    running       bool [R]; the row belongs to a request in state PREFILL or DECODE.
 
     I1  A row is released with its last step as the fence, since that step may still write a token
         to the same row of the token pool.
@@ -89,7 +90,9 @@ class RequestTable:
         self.edits_logits = np.zeros(num_rows, dtype=np.bool_)
         self.has_logprobs = np.zeros(num_rows, dtype=np.bool_)
         self.may_draft = np.zeros(num_rows, dtype=np.bool_)
-        self.step_tokens: Int32Array = np.ones(num_rows, dtype=np.int32)
+        self.priority: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.client: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.running = np.zeros(num_rows, dtype=np.bool_)
         self._columns = extensions.sampling_columns
         self._sampling = {c.name: np.zeros(num_rows, dtype=c.dtype) for c in self._columns}
 
@@ -124,7 +127,8 @@ class RequestTable:
         self.may_draft[row] = masks_drafts and not self.has_logprobs[row]
         if not self.may_draft[row]:
             req.prediction = req.prediction[:0]
-        self.step_tokens[row] = 1
+        self.priority[row] = req.priority
+        self.running[row] = True
         for column in self._columns:
             self._sampling[column.name][row] = column.read(sampling)
 
@@ -136,6 +140,7 @@ class RequestTable:
         req.tokens = self.tokens[row, : self.known[row]].copy()
         req.row = -1
         self.reqs[row] = None
+        self.running[row] = False
         self.rows.release(np.array([row], dtype=np.int32), int(self.last_step[row]))
 
     def read_result(self, batch: Batch, result: StepResult) -> NewTokens:
@@ -190,21 +195,19 @@ class RequestTable:
         return NewTokens(new_rows, new, ended)
 
     def build_batch(
-        self, step_id: int, decode_rows: Int32Array, chunks: Mapping[int, int]
+        self, step_id: int, rows: Int32Array, lengths: Int32Array, num_decode: int
     ) -> Batch:
-        """Return the batch of the decoding rows, with step_tokens tokens each, and the chunks.
+        """Return a batch of the next `lengths` tokens of each row. Page updates count as sent.
 
-        chunks: the number of prompt tokens of each row. The page updates count as sent.
+        rows, lengths: int32 [B]; first the num_decode decoding rows, then the chunks.
         """
-        num_decode = len(decode_rows)
-        rows = np.concatenate([decode_rows, np.array([*chunks], dtype=np.int32)])
         start = self.computed[rows]
-        lengths = self.step_tokens[rows]
-        lengths[num_decode:] = [*chunks.values()]
         ends = start + lengths
         chunk_ids = [
-            self.tokens[row, self.computed[row] : self.computed[row] + length]
-            for row, length in chunks.items()
+            self.tokens[row, first:end]
+            for row, first, end in zip(
+                rows[num_decode:], start[num_decode:], ends[num_decode:], strict=True
+            )
         ]
         samples = ends >= self.prefill_end[rows]
         updates = self.pages.take_updates(rows)

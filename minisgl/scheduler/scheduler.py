@@ -31,18 +31,19 @@ from minisgl.message.messages import (
     StepOutput,
     ToScheduler,
 )
-from minisgl.message.stats import ConstraintTotals, DraftTotals, KVEventTotals
+from minisgl.message.stats import ConstraintTotals, KVEventTotals
+from minisgl.scheduler.apply import apply, enqueue, prepare, record_drafts, record_launch, remove
 from minisgl.scheduler.cost_fit import FREE, StepPrices
-from minisgl.scheduler.drafts import DraftPlanner
 from minisgl.scheduler.forced import append_forced
 from minisgl.scheduler.inbox import Inbox
 from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.outputs import OutputBuilder
-from minisgl.scheduler.policy import Planner
+from minisgl.scheduler.plan import plan
 from minisgl.scheduler.preparation import PreparationQueue
 from minisgl.scheduler.request import Req, ReqState, accept_request
 from minisgl.scheduler.request_table import NewTokens, RequestTable
 from minisgl.scheduler.stats import StepMeter
+from minisgl.scheduler.view import new_view
 
 MIN_LAUNCH_LEAD_S = 0.002  # plan and launch take 0.3 to 0.8 ms; 5 ms without a CUDA graph
 PREPARING_WAIT_S = 0.001  # one wait for a constraint while no other request is open
@@ -54,7 +55,8 @@ class Scheduler:
     One iteration, with overlap (the engine computes step n at the same time):
 
         inbox ----> receive messages            new requests, aborts
-                    plan step n + 1             Planner: which requests, how many tokens
+                    plan step n + 1             `plan`: which requests, how many tokens
+                    apply the plan              rows, pages and the batch
         engine <--- launch step n + 1           does not wait
         engine ---> read the result of step n   tokens, ended requests; free and cache pages
         send <----- StepOutput                  all tokens of the step, in one message
@@ -103,9 +105,7 @@ class Scheduler:
         self._reporter = report and report(engine.page_size, engine.num_pages)
         cached = config.cache_type != "naive"
         self.kv_manager = KVManager(engine, self.table, cached, self._reporter)
-        lengths = extensions.draft_lengths and extensions.draft_lengths(engine.max_running_reqs)
-        drafts = DraftPlanner(lengths, self.kv_manager) if lengths else None
-        self.planner = Planner(config, self.kv_manager, drafts, prices.cost())
+        self.view = new_view(engine, config, extensions, self.kv_manager, prices.cost())
         self._capacity_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self._arrivals = 0
         self._outputs = OutputBuilder(self.table)
@@ -116,15 +116,12 @@ class Scheduler:
         # Requests to end or preempt once the step in flight that contains them is resolved.
         self._ending: list[Req] = []
         self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
-        self._launched_step = 0
-        self._resolved_step = 0
         self._decode_launch_s = 0.0  # host time of the last launch of a decode-only step
         self._mask_s = 0.0  # host time of the token masks of the last launch
         self._plan_hash: int | None = None
         self.totals = SchedulerStats(
             phases=self._meter.phases,
             total_pages=engine.num_pages,
-            drafts=drafts.totals if drafts else DraftTotals(),
             constraints=extensions.constraint_totals or ConstraintTotals(),
             kv_events=self._reporter.totals if self._reporter else KVEventTotals(),
         )
@@ -139,11 +136,13 @@ class Scheduler:
         """Run one iteration. If idle, or if no step is due yet, first wait for a message."""
         for message in self._inbox.receive(self.message_wait_s(), self._plan_hash, self._own()):
             self._apply(message)
-        batch, victim = self.planner.plan(self._launched_step + 1, bool(self._in_flight))
+        prepare(self.view)
+        step = plan(self.view)
+        batch = apply(self.view, step)
         if batch is not None:
             self._launch(batch)
-        if victim is not None:
-            self._end_when_resolved(victim)
+        if step.preempt is not None:
+            self._end_when_resolved(step.preempt)
         self.drain_in_flight(keep=int(self._config.overlap and batch is not None))
         if self._reporter is not None:
             self._reporter.flush()
@@ -152,7 +151,7 @@ class Scheduler:
         """Read the results of launched steps, except for the last `keep`, and send the output."""
         while len(self._in_flight) > keep:
             self._resolve(*self._in_flight.popleft())
-        if (output := self._outputs.take(self._resolved_step)) is not None:
+        if (output := self._outputs.take(self.view.resolved_step)) is not None:
             self._send(output)
 
     def stats(self) -> SchedulerStats:
@@ -160,10 +159,10 @@ class Scheduler:
         manager = self.kv_manager
         pool, cache, windows = manager.pool, manager.cache, manager.windows
         free_pages = pool.num_free + pool.num_quarantined
-        waiting = len(self.planner.waiting) + len(self._preparing)
+        waiting = len(self.view.waiting) + len(self._preparing)
         return msgspec.structs.replace(
             self.totals,
-            step_id=self._resolved_step,
+            step_id=self.view.resolved_step,
             busy=not self.idle,
             preparing=self._only_preparing,
             waiting_reqs=waiting,
@@ -188,14 +187,13 @@ class Scheduler:
             return None
         if self._config.target_step_ms is None:
             return 0.0  # without a target only throughput counts, so the scheduler never waits
-        has_prompts = bool(self.planner.prefilling or self.planner.waiting)
-        if not self._in_flight or self.planner.has_urgent_prompts:
+        if not self._in_flight or self.view.has_urgent(self.view.prefilling):
             return 0.0
         batch, pending = self._in_flight[0]
         if pending.done():
             return 0.0
-        predicted_s = self.planner.predict_s(batch)
-        remaining_s = self._meter.remaining_s(predicted_s, not has_prompts)
+        predicted_s = self.view.predict_s(batch)
+        remaining_s = self._meter.remaining_s(predicted_s, not self.view.has_prompts)
         # The next step must be launched before the device runs out of work. A launch with token
         # masks returns later, so the scheduler notices the end of the previous step later.
         lead_s = max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s) + self._mask_s
@@ -234,7 +232,7 @@ class Scheduler:
                     if constraint is not None:  # None: the request was aborted
                         self._start(self._reqs[uid], constraint)
             case SetStepCost():
-                self.planner.cost = message.cost
+                self.view.cost = message.cost
             case FlushCache():
                 self.kv_manager.flush()
             case Shutdown():
@@ -259,7 +257,7 @@ class Scheduler:
         states = req.logit_states or ()
         req.constraint = next((state for state in states if isinstance(state, Constraint)), None)
         if req.constraint is None:
-            self.planner.enqueue(req)
+            enqueue(self.view, req)
         else:
             req.state = ReqState.PREPARING
             self._preparing[req.uid] = req.constraint
@@ -271,7 +269,7 @@ class Scheduler:
         constraint.prepared(None)
         error = constraint.failure(len(req.tokens))
         if error is None:
-            self.planner.enqueue(req)
+            enqueue(self.view, req)
         else:
             req.end_reason = FinishReason.ERROR
             self._finish(req, error)
@@ -283,7 +281,7 @@ class Scheduler:
             self._preparations.withdraw(req)
             self._finish(req)
         elif req.state is ReqState.WAITING:
-            self.planner.waiting.remove(req)
+            self.view.waiting.remove(req)
             self._finish(req)
         else:
             self._end_when_resolved(req)
@@ -292,8 +290,8 @@ class Scheduler:
 
     def _end_when_resolved(self, req: Req) -> None:
         """End or preempt `req`: now, or once the step in flight that contains it has a result."""
-        self.planner.remove(req)
-        if int(self.table.last_step[req.row]) <= self._resolved_step:
+        remove(self.view, req)
+        if int(self.table.last_step[req.row]) <= self.view.resolved_step:
             self._release(req)
         elif req not in self._ending:
             self._ending.append(req)
@@ -310,12 +308,12 @@ class Scheduler:
         # the tokens of a decode step in flight, and forced tokens. The newest known token is one of
         # them, because the next decode step forwards it first.
         cacheable = error is None and table.known[row] > table.prefill_end[row]
-        forwarded = int(table.computed[row]) - int(table.last_step[row] > self._resolved_step)
+        forwarded = int(table.computed[row]) - int(table.last_step[row] > self.view.resolved_step)
         forwarded = min(forwarded, int(table.known[row]) - 1)
         self.kv_manager.release(req, forwarded if cacheable else 0)
         if req.end_reason is None:
             self.totals.preemptions_total += 1
-            self.planner.enqueue(req)
+            enqueue(self.view, req)
         else:
             self._finish(req, error)
 
@@ -332,7 +330,7 @@ class Scheduler:
     def _launch(self, batch: Batch) -> None:
         self.totals.overlapped_steps_total += bool(self._in_flight)
         now_s = self._meter.clock()
-        for req in self.planner.prefilling:
+        for req in self.view.prefilling:
             req.admitted_s = req.admitted_s or now_s
         before_s = self.totals.constraints.mask_seconds
         self._in_flight.append((batch, self._engine.launch(batch)))
@@ -341,8 +339,7 @@ class Scheduler:
         # With edited logits a launch may wait for the previous step, so its time is not recorded.
         if not batch.num_prefill_tokens and batch.logit_edits is None:
             self._decode_launch_s = self._meter.clock() - now_s
-        self._launched_step = batch.step_id
-        self.planner.record_launch(batch)
+        record_launch(self.view, batch)
         if self._config.check_plans:
             self._plan_hash = batch.plan_hash()
         self.totals.prefill_tokens_total += batch.num_prefill_tokens
@@ -351,7 +348,7 @@ class Scheduler:
         """Wait for a launched step and act on its result."""
         result = pending.wait()
         self._meter.record_result(batch, result.by_graph)
-        self._resolved_step = batch.step_id
+        self.view.resolved_step = batch.step_id
         self.kv_manager.resolve(batch.step_id)
         chunks = slice(batch.num_decode, None)
         completed_rows = batch.rows[chunks][batch.samples[chunks]].tolist()
@@ -365,19 +362,20 @@ class Scheduler:
         self._outputs.predicted(batch, result, new.rows)
         self._outputs.logprobs(batch, result, new.rows)
         self._take_tokens(new)
-        self.planner.record_result(batch, result)
+        if batch.drafting:
+            record_drafts(self.view, batch, result, self.totals.drafts)
         # A prompt with non-finite logits has ended above. The logits of the prompts that are left
         # are finite, so other requests may now use their KV.
         for req in prefilled:
-            if req in self.planner.uncached:  # False: the chunk held forced tokens, or `req` ends
-                del self.planner.uncached[req]
+            if req in self.view.uncached:  # False: the chunk held forced tokens, or `req` ends
+                del self.view.uncached[req]
                 self.kv_manager.publish(req, int(self.table.prefill_end[req.row]))
         ending, self._ending = self._ending, []
         for req in ending:
             if req.state is not ReqState.FINISHED:  # a token of this step may have ended it
                 self._end_when_resolved(req)
         if batch.logit_edits is not None:
-            new = append_forced(new.rows, self.planner, self.kv_manager)
+            new = append_forced(new.rows, self.view)
             self.totals.constraints.forced_tokens += len(new.rows)
             self._take_tokens(new)
 
@@ -395,6 +393,6 @@ class Scheduler:
                 if error is None:
                     self.totals.nonfinite_rows_total += 1
                     error = EngineError("the model produced non-finite logits")
-            self.planner.remove(req)
+            remove(self.view, req)
             # A step in flight may still contain the request: the pages are fenced (I2).
             self._release(req, error)

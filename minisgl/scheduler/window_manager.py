@@ -1,11 +1,35 @@
 """`WindowManager`: the pages of window layers that the running requests hold."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from minisgl.core import Int32Array, WindowLayers
-from minisgl.kvcache import ABSENT, Match, WindowPages
+from minisgl.kvcache import ABSENT, Hit, Match, WindowPages
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
+
+
+@dataclass(slots=True)
+class Holding:
+    """The pages of a row, as one plan counts them.
+
+    reserve, held  as in WindowManager.
+    end            the row has pages for the tokens before page `end`.
+    kept           number of pages that the row can give up.
+    freed          int32; those of them that are then available at once.
+    """
+
+    reserve: int
+    held: int
+    end: int
+    kept: int
+    freed: Int32Array
+
+    @property
+    def charged(self) -> int:
+        """The pages that no other row may get."""
+        return max(self.reserve, self.held)
 
 
 class WindowManager:
@@ -63,9 +87,9 @@ class WindowManager:
         used, evictable = int(in_use.sum()), int((self.pages.cached & ~in_use).sum())
         return used, evictable, self.pages.pool.size - used - evictable
 
-    def fits(self, req: Req) -> bool:
-        """The reserve of a waiting request is free."""
-        return self._reserve_of(req) <= self.spare
+    def room(self) -> "WindowRoom":
+        """Return the counters of one plan."""
+        return WindowRoom(self)
 
     def open_row(self, req: Req, match: Match) -> None:
         """Let a row begin with the window at the end of its cached prefix."""
@@ -74,37 +98,37 @@ class WindowManager:
         first = max(length - self.span, 0)
         self.table.open_row(row, match.windows)
         self.table.sent[row] = self.first[row] = first
-        self.pages.use(match.windows[first:])
-        self._reserve[row] = self._reserve_of(req)
+        self._reserve[row] = self.reserve_of(req.max_total_tokens)
         if match.known_pages > length:
             self._kept_first[row] = max(match.known_pages - self.span, first)
             self._kept_end[row] = match.known_pages
 
-    def grow(self, rows: Int32Array) -> Int32Array:
-        """Give each decoding row a page for its next token. Returns the rows that have one.
+    def last_of(self, windows: Int32Array) -> Int32Array:
+        """Return the window at the end of a cached prefix."""
+        return windows[max(len(windows) - self.span, 0) :]
 
-        A row without a page gets one when the step in flight has been resolved.
+    def advance(self, rows: Int32Array) -> None:
+        """Drop the pages that no later step of these running rows reads.
+
+        A row whose prompt is computed but not published keeps them.
         """
-        pages = self._req_table.computed[rows] // self._page_size
-        moved = (pages >= self.table.counts[rows]) | (pages - self.span > self.first[rows])
-        starved = [row for row in rows[moved].tolist() if not self.extend(row, 1)]
-        return rows[~np.isin(rows, starved)] if starved else rows
+        table = self._req_table
+        ends = table.computed[rows] // self._page_size - self.span
+        behind = ends > self.first[rows]
+        behind &= self._published[rows] | (table.computed[rows] < table.prefill_end[rows])
+        for row, end in zip(rows[behind].tolist(), ends[behind].tolist(), strict=True):
+            self._drop_before(row, end)
 
-    def extend(self, row: int, tokens: int) -> int:
-        """Give a row pages for up to `tokens` tokens of the next step.
-
-        Returns the number of tokens for which it has pages.
-        """
-        start = int(self._req_table.computed[row])
-        if self._published[row] or start < self._req_table.prefill_end[row]:
-            self._drop_before(row, start // self._page_size - self.span)
-        missing = -(-(start + tokens) // self._page_size) - int(self.table.counts[row])
-        if missing > 0:
-            if not (room := self._room(row)):
+    def grow(self, rows: Int32Array, tokens: Int32Array) -> None:
+        """Give each row the pages of its next `tokens` tokens. A plan has counted them."""
+        ends = -(-(self._req_table.computed[rows] + tokens) // self._page_size)
+        missing = ends - self.table.counts[rows]
+        for index in np.flatnonzero(missing > 0).tolist():
+            row, count = int(rows[index]), int(missing[index])
+            if count > max(int(self._reserve[row] - self.held[row]), 0) + self.spare:
                 self._forget(row)
-                room = self._room(row)
-            self.table.extend(row, self._allocate(min(missing, room)))
-        return max(min(tokens, int(self.table.counts[row]) * self._page_size - start), 0)
+            self.pages.evict(count - self.pages.pool.num_free)
+            self.table.extend(row, self.pages.allocate(count))
 
     def windows_of(self, row: int, num_pages: int) -> Int32Array:
         """Return the window pages of the first num_pages pages of a row, ABSENT behind the window.
@@ -132,18 +156,22 @@ class WindowManager:
         self.table.counts[row] = self.first[row] = self._reserve[row] = 0
         self._published[row] = False
 
-    def _reserve_of(self, req: Req) -> int:
-        return min(self._full_reserve, -(-req.max_total_tokens // self._page_size))
+    def reserve_of(self, max_total_tokens: int) -> int:
+        """Return the reserve of a request with this many tokens at most."""
+        return min(self._full_reserve, -(-max_total_tokens // self._page_size))
 
-    def _room(self, row: int) -> int:
-        """The number of pages that a row may get."""
-        return max(int(self._reserve[row] - self.held[row]), 0) + self.spare
-
-    def _allocate(self, count: int) -> Int32Array:
-        """Allocate up to `count` pages; evict cached pages if needed."""
-        pool = self.pages.pool
-        self.pages.evict(count - pool.num_free)
-        return self.pages.allocate(min(count, pool.num_free))
+    def holding(self, row: int) -> "Holding":
+        """Return what a row holds."""
+        behind = slice(self._kept_first[row], min(self._kept_end[row], self.first[row]))
+        kept = self.table.entries[row, behind]
+        freed = self.pages.freed(kept, int(self._req_table.last_step[row]))
+        return Holding(
+            int(self._reserve[row]),
+            int(self.held[row]),
+            int(self.table.counts[row]),
+            len(kept),
+            freed,
+        )
 
     def _drop_before(self, row: int, end: int) -> None:
         """Drop the pages of the window before page `end`, except for the kept ones."""
@@ -162,3 +190,78 @@ class WindowManager:
         kept = self.table.entries[row, self._kept_first[row] : behind]
         self.pages.drop(kept, int(self._req_table.last_step[row]))
         self._kept_first[row] = self._kept_end[row] = 0
+
+
+class WindowRoom:
+    """Counts the window pages that one plan gives to rows. It changes nothing else.
+
+    WindowManager.open_row and WindowManager.grow then find the counted pages.
+    """
+
+    def __init__(self, windows: WindowManager) -> None:
+        self._windows = windows
+        self._page_size = windows.table.page_size
+        self._spare = windows.spare
+        self._available = windows.pages.available
+        self._holdings: dict[int, Holding] = {}
+        self._used: set[int] = set()  # cached pages of the new rows
+        self._given_up: set[int] = set()  # pages that are available because rows give them up
+
+    def open(self, row: int, max_total_tokens: int, hit: Hit) -> bool:
+        """Count a new row, if its reserve fits. row: a number that no other row has.
+
+        hit: the cached prefix.
+        """
+        assert hit.windows is not None, "a hit must have window pages; this is a bug"
+        reserve = self._windows.reserve_of(max_total_tokens)
+        window = self._windows.last_of(hit.windows)
+        used = {*window.tolist()}
+        idle = {*self._windows.pages.idle(window).tolist()} - self._used
+        idle |= used & self._given_up
+        if reserve > self._spare or len(idle) > self._available:
+            return False
+        self._used |= used
+        self._given_up -= used
+        self._available -= len(idle)
+        self._holdings[row] = Holding(reserve, len(window), hit.pages, 0, window[:0])
+        self._spare -= self._holdings[row].charged
+        return True
+
+    def grow(self, rows: Int32Array, starts: Int32Array) -> Int32Array:
+        """Give each row a page for its token at `starts`. Returns the rows that have one."""
+        at_end = np.flatnonzero(starts // self._page_size >= self._windows.table.counts[rows])
+        starved = [i for i in at_end.tolist() if not self.cut(int(rows[i]), int(starts[i]), 1)]
+        return np.delete(rows, starved)
+
+    def cut(self, row: int, start: int, tokens: int) -> int:
+        """Give a row pages for up to `tokens` tokens from `start` on.
+
+        Returns the number of tokens for which it has pages.
+        """
+        holding = self._holdings.get(row)
+        if holding is None:
+            holding = self._holdings[row] = self._windows.holding(row)
+        missing = -(-(start + tokens) // self._page_size) - holding.end
+        if missing > 0:
+            if not self._room(holding):
+                self._give_up(holding)
+            charged = holding.charged
+            pages = min(missing, self._room(holding), self._available)
+            holding.held += pages
+            holding.end += pages
+            self._available -= pages
+            self._spare -= holding.charged - charged
+        return max(min(tokens, holding.end * self._page_size - start), 0)
+
+    def _room(self, holding: Holding) -> int:
+        return max(holding.reserve - holding.held, 0) + self._spare
+
+    def _give_up(self, holding: Holding) -> None:
+        """Count the kept pages as given up."""
+        charged = holding.charged
+        holding.held -= holding.kept
+        self._spare += charged - holding.charged
+        freed = {*holding.freed.tolist()} - self._used
+        self._given_up |= freed
+        self._available += len(freed)
+        holding.kept = 0

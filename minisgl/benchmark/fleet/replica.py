@@ -94,7 +94,7 @@ class Replica:
             send=self._outputs.append,
             clock=lambda: self.engine.now_s,
         )
-        self._scheduler.planner.cost = settings.cost
+        self._scheduler.view.cost = settings.cost
         page_size, num_pages = self.engine.page_size, self.engine.num_pages
         self._recorder = BlockRecorder(page_size, num_pages)
         if observed:

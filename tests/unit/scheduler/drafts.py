@@ -28,19 +28,20 @@ PREDICTIONS: dict[str, Callable[[list[int]], list[int]]] = {
 class ChangingDrafts:
     """Chooses another number of drafts in each step; implements core.batch.DraftLengths.
 
+    The number depends on the lengths of the contexts, because a plan must not change it.
+
     drafted, agreed  totals of all steps.
     """
 
     def __init__(self, most: int, changing: bool = True) -> None:
         self.most = most
         self.changing = changing
-        self.steps = self.drafted = self.agreed = 0
+        self.drafted = self.agreed = 0
 
     def choose(
         self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
     ) -> int:
-        self.steps += 1
-        most = (5 * self.steps) % (self.most + 1) if self.changing else self.most
+        most = (5 * keys) % (self.most + 1) if self.changing else self.most
         return min(most, limit)
 
     def open(self, row: int) -> None:

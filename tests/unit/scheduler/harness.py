@@ -1,7 +1,9 @@
 """A scheduler with the fake engine, driven message by message."""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from unittest.mock import patch
 
 import numpy as np
 
@@ -9,6 +11,9 @@ from minisgl.core import Batch, FinishReason, SchedulerConfig
 from minisgl.core.batch import DraftLengths
 from minisgl.message.messages import AbortReq, AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
+from minisgl.scheduler import scheduler as scheduler_module
+from minisgl.scheduler.plan import plan
+from minisgl.scheduler.view import Plan, View
 from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine
 from tests.unit.scheduler.integrity import check_held, check_scheduler
 from tests.unit.scheduler.scripted import SCRIPTED, ScriptedParams
@@ -39,7 +44,10 @@ class Harness:
         config: SchedulerConfig | None = None,
         eos_token_ids: tuple[int, ...] = (EOS,),
         drafts: DraftLengths | None = None,
+        checks: Callable[[View], Plan] = plan,
     ) -> None:
+        """checks: called in place of `plan`."""
+        self.checks = checks
         self.engine = engine
         self.inbox, self.outbox = LocalInbox(), deque()
         self.scheduler = Scheduler(
@@ -95,7 +103,8 @@ class Harness:
         in_flight = [batch for batch, _ in self.scheduler._in_flight]
         read = {place: page for batch in in_flight for place, page in self._pages(batch, False)}
         launched = len(self.engine.batches)
-        self.scheduler.iterate()
+        with patch.object(scheduler_module, "plan", self.checks):
+            self.scheduler.iterate()
         for batch in self.engine.batches[launched:]:
             for place, page in self._pages(batch, written_only=True):
                 others = {where for where, other in read.items() if other == page} - {place}

@@ -46,7 +46,7 @@ def run_offline(
 ) -> Run:
     """Run requests of (prompt tokens, output tokens), the longest outputs first.
 
-    No two prompts share a prefix. even: the planner knows the step costs and makes even steps.
+    No two prompts share a prefix. even: the scheduler knows the step costs and makes even steps.
     Otherwise it computes prompts first, in chunks of the whole budget.
     """
     engine, inbox = RecordingEngine(rows), LocalInbox()
@@ -61,7 +61,7 @@ def run_offline(
         engine, config, vocab_size=2**31 - 1, eos_token_ids=(), inbox=inbox, send=count
     )
     if even:
-        scheduler.planner.cost = COST
+        scheduler.view.cost = COST
     for uid, (length, max_tokens) in enumerate(sorted(requests, key=lambda request: -request[1])):
         ids = np.full(length, uid, dtype="<i4").tobytes()
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=0)

@@ -7,8 +7,8 @@ from minisgl.benchmark.simulate import simulate
 from minisgl.benchmark.trace import Load
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
 from minisgl.core import Batch, SamplingParams, SchedulerConfig
-from minisgl.scheduler.queue import WaitingQueue
 from minisgl.scheduler.request import Req
+from minisgl.scheduler.waiting import WaitingQueue
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, prompt_of
@@ -28,7 +28,7 @@ def served(queue: WaitingQueue) -> list[str]:
     """Serve one client after the other, and return the names in this order."""
     order = []
     while len(queue):
-        for client in sorted(queue.clients):
+        for client in sorted({client for _, client in queue.uncached}):
             req = next(iter(queue.of(client)))
             queue.remove(req)
             order.append(f"{req.client}{req.call}")
@@ -64,7 +64,7 @@ def test_a_preempted_request_comes_first_within_its_client_only() -> None:
     assert [req.uid for req in queue] == [0, 9, 1]
     queue.remove(back)
     assert [req.uid for req in queue] == [0, 1]
-    assert set(queue.clients) == {"a", "b"}
+    assert set({client for _, client in queue.uncached}) == {"a", "b"}
 
 
 def test_the_choices_of_a_prompt_are_requests_of_their_own() -> None:
@@ -143,7 +143,7 @@ def test_pages_are_taken_from_the_client_that_holds_most() -> None:
     preempted = set()
     while not harness.answers[other].finishes:
         harness.step()
-        preempted |= {r.client for r in harness.scheduler.planner.waiting if r.admitted}
+        preempted |= {r.client for r in harness.scheduler.view.waiting if r.admitted}
     assert preempted == {"hostile"}
     harness.run()
     for index, uid in enumerate(hostile, 1):

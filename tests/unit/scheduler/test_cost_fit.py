@@ -65,7 +65,7 @@ class Load:
     def launch(self, batch: Batch) -> PendingStep:
         """Compare the prediction of the scheduler with the time of the step."""
         self.ratios.append(
-            self.scheduler.planner.predict_s(batch) / self._true.predict_s(*batch.work())
+            self.scheduler.view.predict_s(batch) / self._true.predict_s(*batch.work())
         )
         return self._launch(batch)
 
@@ -105,7 +105,7 @@ def test_predictions_follow_a_device_that_gets_warm() -> None:
 def test_a_fixed_cost_stays() -> None:
     load = Load(scaled(2.0, 0), FixedCost(FIRST), 0)
     load.run(100)
-    assert load.scheduler.planner.cost == FIRST
+    assert load.scheduler.view.cost == FIRST
 
 
 def test_three_slow_steps_in_a_row_change_nothing_and_a_fourth_does() -> None:
@@ -184,9 +184,9 @@ def test_every_rank_plans_with_the_cost_of_rank_0(tmp_path) -> None:
         for message in follower.receive(0.0, None, [SetStepCost(cost=scaled(3.0, 1))]):
             other._apply(message)
             load.scheduler._apply(message)
-        assert other.planner.cost == load.scheduler.planner.cost
+        assert other.view.cost == load.scheduler.view.cost
         load.scheduler._meter.prices.record(DECODE, 2 * FIRST.predict_s(*DECODE))
         load.engine.now_s += 0.01
-    assert other.planner.cost.predict_s(*DECODE) == pytest.approx(
+    assert other.view.cost.predict_s(*DECODE) == pytest.approx(
         2 * FIRST.predict_s(*DECODE), rel=0.05
     )

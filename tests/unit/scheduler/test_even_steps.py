@@ -28,7 +28,7 @@ def start(
         prefill_budget_tokens=budget, target_step_ms=None, cache_type=cache_type
     )
     harness = Harness(engine, config)
-    harness.scheduler.planner.cost = cost
+    harness.scheduler.view.cost = cost
     for index, (length, most) in enumerate(requests):
         harness.add(prompt_of(length, index), max_tokens=most, ignore_eos=True)
     return harness
@@ -170,7 +170,7 @@ def test_a_preempted_request_counts_the_tokens_that_it_computes_again() -> None:
     """
     requests = [(600, 300), (600, 40), (600, 80)]
     harness = start(requests, rows=4, num_pages=118, cache_type="naive")
-    while not any(req.admitted for req in harness.scheduler.planner.waiting):
+    while not any(req.admitted for req in harness.scheduler.view.waiting):
         harness.step()
         assert not harness.scheduler.idle
     harness.engine.batches.clear()

@@ -154,7 +154,7 @@ def test_a_request_that_arrives_while_others_decode_is_in_the_next_step(
     harness = Harness(engine, config(target_step_ms=target_ms, prefill_budget_tokens=8))
     inbox = RecordingInbox(harness)
     harness.scheduler._meter.clock = lambda: engine.now_s
-    harness.scheduler.planner.cost = linear_cost(0.0119)
+    harness.scheduler.view.cost = linear_cost(0.0119)
     harness.add([1, 2, 3], max_tokens=40, ignore_eos=True)
     for _ in range(5):
         harness.scheduler.iterate()
@@ -177,7 +177,7 @@ def test_the_next_step_is_planned_earlier_by_the_time_of_its_masks() -> None:
     inbox = RecordingInbox(harness)
     scheduler = harness.scheduler
     scheduler._meter.clock = lambda: engine.now_s
-    scheduler.planner.cost = linear_cost(0.0119)
+    scheduler.view.cost = linear_cost(0.0119)
     launch = engine.launch
 
     def launch_with_masks(batch: Batch) -> Any:

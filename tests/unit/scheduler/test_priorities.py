@@ -3,7 +3,7 @@
 import pytest
 
 from minisgl.core import StepCost
-from minisgl.scheduler import policy
+from minisgl.scheduler import apply
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, prompt_of
@@ -122,7 +122,7 @@ def test_requests_of_a_later_priority_do_not_take_the_room_that_a_request_waits_
 def test_an_old_request_comes_first_after_many_were_served_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(policy, "MAX_OVERTAKES", 5)
+    monkeypatch.setattr(apply, "MAX_OVERTAKES", 5)
     harness = Harness(FakeEngine(256, 4, max_running_reqs=1, max_seq_len=64), config())
     patient = [
         harness.add(prompt_of(9, i), max_tokens=2, ignore_eos=True, priority=7) for i in (0, 1)
@@ -144,7 +144,7 @@ def test_an_admitted_prompt_is_computed_although_earlier_priorities_use_up_every
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows and pages suffice, so the request is not preempted and never waits again."""
-    monkeypatch.setattr(policy, "MAX_OVERTAKES", 5)
+    monkeypatch.setattr(apply, "MAX_OVERTAKES", 5)
     engine = FakeEngine(4096, 4, max_running_reqs=64, max_seq_len=512)
     harness = Harness(engine, config(prefill_budget_tokens=32))
     patient = harness.add(prompt_of(200, 0), max_tokens=2, ignore_eos=True, priority=7)
@@ -164,7 +164,7 @@ def test_a_long_queue_of_a_later_priority_does_not_lengthen_the_steps() -> None:
     for earlier in (-5, 0):  # the priority of a request that has ended
         engine = FakeEngine(4096, 4, max_running_reqs=4, max_seq_len=1024)
         harness = Harness(engine, config(prefill_budget_tokens=512, target_step_ms=10.0))
-        harness.scheduler.planner.cost = StepCost(
+        harness.scheduler.view.cost = StepCost(
             tokens=(1, 2000), seconds=(0.001, 0.2), per_decode_key_s=0.0, per_prefill_pair_s=0.0
         )
         harness.add(prompt_of(20, 99), max_tokens=1, priority=earlier)

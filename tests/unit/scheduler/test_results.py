@@ -37,7 +37,7 @@ def test_tokens_with_drafts_are_those_of_the_plain_computation(drafter: str, ove
         assert harness.answers[uid].tokens == expected_output(prompt, 21, ignore_eos=True)
         assert harness.answers[uid].finishes == [FinishReason.LENGTH]
     assert harness.scheduler.totals.output_tokens_total == 21 * len(uids)
-    drafts = harness.scheduler.planner._drafts.lengths
+    drafts = harness.scheduler.view.lengths
     assert drafts.drafted > 60
     assert (drafts.agreed > 0) == (drafter != "wrong")
     assert (drafts.agreed == drafts.drafted) == (drafter == "right")
@@ -134,7 +134,7 @@ def test_the_lengths_get_no_step_times_while_a_prompt_waits_or_is_computed() -> 
     engine = FakeEngine(num_pages=64, page_size=PAGE_SIZE, drafter=DRAFTERS["wrong"])
     config = SchedulerConfig(target_step_ms=None, prefill_budget_tokens=8)
     harness = Harness(engine, config, drafts=drafts)
-    harness.scheduler.planner.cost = cost
+    harness.scheduler.view.cost = cost
     harness.add([1, 2, 3], max_tokens=60, ignore_eos=True)
     for _ in range(4):
         harness.step()

@@ -1,6 +1,7 @@
 """Random arrivals, shared prefixes, forced tokens, drafts, aborts and tiny pools.
 
-All invariants hold after each step, and every request gets the tokens of the plain computation.
+All invariants hold after each step, each plan keeps its guarantees, and every request gets the
+tokens of the plain computation.
 """
 
 from unittest.mock import patch
@@ -11,10 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from minisgl.core import FinishReason, SchedulerConfig, StepCost, WindowLayers
 from minisgl.message.messages import FlushCache
-from minisgl.scheduler import budget, kv_manager, policy
+from minisgl.scheduler import apply, budget, kv_manager, plan, view
 from tests.examples import examples
 from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
+from tests.unit.scheduler.guarantees import PlanChecks
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.integrity import check_cached_slots
 
@@ -59,7 +61,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         window: int | None,
         window_slack: int,
     ) -> None:
-        """seconds: step costs that the planner knows; None: it knows none.
+        """seconds: step costs that the scheduler knows; None: it knows none.
 
         most_drafts: steps have up to this many drafts; None: the scheduler makes none.
         window: tokens of a window, without drafts; None: the model has no window layers.
@@ -78,7 +80,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             overlap=overlap,
         )
         drafts = None if most_drafts is None else ChangingDrafts(most_drafts)
-        self.harness = Harness(engine, config, drafts=drafts)
+        self.harness = Harness(engine, config, drafts=drafts, checks=PlanChecks())
         if seconds is not None:
             attention_s = seconds[0] / 10
             cost = StepCost(
@@ -87,7 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 per_decode_key_s=attention_s,
                 per_prefill_pair_s=attention_s,
             )
-            self.harness.scheduler.planner.cost = cost
+            self.harness.scheduler.view.cost = cost
         self.clients = clients
         self.wanted: dict[int, list[int]] = {}
         self.prompts: list[list[int]] = []
@@ -201,16 +203,15 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
     """Allows steps of any size and short shared prefixes.
 
     Otherwise the machine's short prompts would never be split into even steps, nor wait for each
-    other.
+    other. The limits of a plan are small, so that the machine reaches them.
     """
 
     settings = settings(max_examples=examples(150), stateful_step_count=40)
 
     def setUp(self) -> None:
-        any_size = {
-            "EVEN_STEP_TOKENS": 1,
-            "step_sizes": lambda largest: list(range(1, largest + 1)),
-        }
-        self.enterContext(patch.multiple(budget, **any_size))
+        self.enterContext(patch.object(budget, "EVEN_STEP_TOKENS", 1))
+        self.enterContext(patch.object(view, "step_sizes", lambda most: [*range(1, most + 1)]))
         self.enterContext(patch.object(kv_manager, "MIN_SHARED_TOKENS", 4))
-        self.enterContext(patch.object(policy, "MAX_OVERTAKES", 3))
+        self.enterContext(patch.object(apply, "MAX_OVERTAKES", 3))
+        limits = {"MAX_PAUSES": 3, "RESERVED_ROWS": 3, "MAX_DEFERRED": 2}
+        self.enterContext(patch.multiple(plan, **limits))

@@ -19,7 +19,7 @@ def test_the_step_time_target_cuts_chunks_only_while_streams_decode() -> None:
     engine = FakeEngine(512, 4, max_seq_len=1024)
     harness = Harness(engine, config(prefill_budget_tokens=512, target_step_ms=20.0))
     cost = linear_cost(base_s=0.005)
-    harness.scheduler.planner.cost = cost
+    harness.scheduler.view.cost = cost
     harness.add(prompt_of(600, 3), max_tokens=8, ignore_eos=True)
     harness.run()
     assert [b.num_prefill_tokens for b in engine.batches[:2]] == [512, 88]
@@ -40,7 +40,7 @@ def mixed_steps(base_s: float, waiting: int, pair_s: float = 0.0) -> list[int]:
     engine = FakeEngine(2048, 4, max_running_reqs=5, max_seq_len=1024)
     harness = Harness(engine, config(prefill_budget_tokens=512, target_step_ms=20.0))
     cost = linear_cost(base_s, pair_s)
-    harness.scheduler.planner.cost = cost
+    harness.scheduler.view.cost = cost
     for stream in range(4):
         harness.add(prompt_of(4, stream), max_tokens=200, ignore_eos=True)
     harness.step()
@@ -80,7 +80,7 @@ def test_no_chunk_of_a_lone_prompt_takes_more_than_two_seconds(
     engine = FakeEngine(1024, 4, max_seq_len=4096)
     harness = Harness(engine, config(prefill_budget_tokens=2048, target_step_ms=target_step_ms))
     cost = linear_cost(base_s=0.005, pair_s=5e-6)
-    harness.scheduler.planner.cost = cost
+    harness.scheduler.view.cost = cost
     harness.add(prompt_of(3000, 3), max_tokens=2, ignore_eos=True)
     harness.run()
     chunks = [b.num_prefill_tokens for b in engine.batches if b.num_prefill_tokens]
@@ -104,7 +104,7 @@ def test_a_shared_prefix_counts_once_in_the_queue(cache_type: str) -> None:
     harness.add(first, cache_salt="other")
     harness.add(first, prompt_logprobs=0)
     harness.step()
-    counted = [req.uncached_tokens for req in harness.scheduler.planner.waiting]
+    counted = [req.uncached_tokens for req in harness.scheduler.view.waiting]
     shared = 196 if cache_type == "radix" else 0
     assert counted == [200, 200 - shared, 163 - min(shared, 160), 61, 200, 200]
 
@@ -128,7 +128,7 @@ def test_cached_keys_count_in_the_time_of_a_chunk() -> None:
         FakeEngine(512, 4, max_seq_len=1024),
         config(prefill_budget_tokens=512, target_step_ms=20.0),
     )
-    harness.scheduler.planner.cost = linear_cost(base_s=0.005, pair_s=2e-7)
+    harness.scheduler.view.cost = linear_cost(base_s=0.005, pair_s=2e-7)
     harness.add(prompt_of(600, 3), max_tokens=1)
     harness.run()
     harness.add(prompt_of(4, 9), max_tokens=60, ignore_eos=True)

@@ -82,6 +82,6 @@ def test_the_newest_request_is_preempted_although_it_waits_for_a_window_page() -
         harness.add([length] * length, max_tokens=max_tokens, ignore_eos=True)
     while not harness.scheduler.totals.preemptions_total:
         harness.step()
-    (preempted,) = harness.scheduler.planner.waiting
+    (preempted,) = harness.scheduler.view.waiting
     assert preempted.arrival_index == 3
     harness.run()

@@ -1,0 +1,177 @@
+"""`apply` carries out a plan. This module is the only writer of the View.
+
+`apply` cannot fail: a plan counts only pages that are free or that eviction frees at once, and
+nothing changes between the plan and `apply`. A failed allocation is therefore InvariantBroken.
+"""
+
+from itertools import chain, islice
+
+import numpy as np
+
+from minisgl.core import Batch, InvariantBroken, StepResult
+from minisgl.kvcache import Match
+from minisgl.message.stats import DraftTotals
+from minisgl.scheduler.plan import MAX_DEFERRED
+from minisgl.scheduler.request import Req, ReqState
+from minisgl.scheduler.view import Plan, View
+
+MAX_OVERTAKES = 64  # admissions that overtake an older request before that request comes first
+
+
+def prepare(view: View) -> None:
+    """Update the view before a plan.
+
+    Running rows drop the pages that no later step reads. After MAX_OVERTAKES admissions that
+    overtook an older request, the first admitted prompt of the later priorities, or else the oldest
+    request in the queue, gets the first priority in use.
+    """
+    rows = view.decode_rows
+    if view.prefilling:
+        rows = np.concatenate([rows, np.array([r.row for r in view.prefilling], dtype=np.int32)])
+    view.memory.advance(rows)
+    if view.carry.overtakes < MAX_OVERTAKES:
+        return
+    delayed = view.waiting.longest_delayed(view.prefilling)
+    if delayed is not None:
+        view.carry = view.carry._replace(overtakes=0)
+        view.waiting.raise_to(delayed, view.waiting.highest_class)
+        if delayed.row >= 0:
+            view.table.priority[delayed.row] = delayed.priority
+
+
+def apply(view: View, plan: Plan) -> Batch | None:
+    """Make the changes of `plan`, and return its batch; None if no request can run now.
+
+    1. Lock all cached prefixes that the plan uses. No later eviction takes them.
+    2. Give pages to the rows that decode.
+    3. Open the rows of new requests, and build the batch.
+    """
+    memory, table = view.memory, view.table
+    locked = _lock(view, plan)
+    memory.grow(plan.grow, plan.pages)
+    for req, _ in plan.admit:
+        _admit(view, req, locked[req])
+    if plan.preempt is not None:
+        remove(view, plan.preempt)
+    view.carry = plan.carry
+    rows, lengths = plan.decode
+    if plan.chunks:
+        chunk_rows = [req.row for req, _ in plan.chunks]
+        rows = np.concatenate([rows, np.array(chunk_rows, dtype=np.int32)])
+        chunks = np.array([tokens for _, tokens in plan.chunks], dtype=np.int32)
+        lengths = np.concatenate([lengths, chunks])
+    if not len(rows):
+        if view.waiting and not view.in_flight and plan.preempt is None:
+            raise InvariantBroken(
+                "no request runs, but no waiting request can be admitted; this is a bug"
+            )
+        return None
+    memory.grow_windows(rows, lengths)
+    return table.build_batch(view.launched_step + 1, rows, lengths, len(plan.decode.rows))
+
+
+def _lock(view: View, plan: Plan) -> dict[Req, Match]:
+    """Mark the prefixes that the plan looked up as used, in order. Lock those that it uses."""
+    hits = dict(plan.admit)
+    locked: dict[Req, Match] = {}
+    for req in plan.seen:
+        match = view.memory.match(req)
+        if req in hits and req not in locked:
+            if len(match.pages) != hits[req].pages:
+                raise InvariantBroken(
+                    f"{len(match.pages)} cached pages found, {hits[req].pages} planned; this is a "
+                    "bug"
+                )
+            view.memory.lock(match)
+            locked[req] = match
+    return locked
+
+
+def _admit(view: View, req: Req, match: Match) -> None:
+    view.waiting.remove(req)
+    view.memory.open_row(req, match)
+    view.table.client[req.row] = view.waiting.clients[req.client]
+    view.lengths.open(req.row)
+    if not req.admitted:
+        req.admitted = True
+        req.cached_tokens = len(match.pages) * view.memory.page_size
+    req.state = ReqState.PREFILL
+    view.prefilling.append(req)
+    view.uncached[req] = None
+
+
+def record_launch(view: View, batch: Batch) -> None:
+    """Record that `batch` was launched: advance the lengths of its requests.
+
+    Requests whose last chunk the batch contains begin to decode. Requests whose last token the
+    batch samples need no further step, so they leave decode_rows.
+    """
+    table = view.table
+    view.launched_step = batch.step_id
+    table.computed[batch.rows] = batch.start + batch.lengths
+    table.last_step[batch.rows] = batch.step_id
+    chunk_rows = batch.rows[batch.num_decode :]
+    entering = chunk_rows[table.computed[chunk_rows] >= table.prefill_end[chunk_rows]]
+    for row in entering.tolist():
+        req = table.req_at(row)
+        view.prefilling.remove(req)
+        req.state = ReqState.DECODE
+    rows = np.concatenate([view.decode_rows, entering])
+    samples_last_token = table.computed[rows] >= table.max_total_tokens[rows] - 1
+    view.decode_rows = rows[~samples_last_token]
+
+
+def record_drafts(view: View, batch: Batch, result: StepResult, totals: DraftTotals) -> None:
+    """Take the measured acceptance of a resolved step with drafts.
+
+    A row leaves decode_rows while the steps in flight may sample its last token. It comes back
+    if they did not, because they rejected drafts.
+    """
+    assert result.drafted is not None, "a drafting engine must count drafts; this is a bug"
+    assert result.agreed is not None, "a drafting engine must count drafts; this is a bug"
+    decoding, table = slice(batch.num_decode), view.table
+    rows, lengths = batch.rows[decoding], batch.lengths[decoding]
+    measured = table.rows.allocated[rows] & table.may_draft[rows]
+    measured &= batch.step_id > table.dropped_until[rows]
+    if measured.any():
+        drafted, agreed = result.drafted[decoding][measured], result.agreed[decoding][measured]
+        view.lengths.record(rows[measured], drafted, agreed)
+        forwarded = np.minimum(lengths[measured] - 1, drafted)
+        for nth in range(int(forwarded.max())):
+            totals.drafted[nth] += int((forwarded > nth).sum())
+            totals.accepted[nth] += int((np.minimum(agreed, forwarded) > nth).sum())
+    left = table.computed[rows] < table.max_total_tokens[rows] - 1
+    left &= table.rows.allocated[rows] & ~np.isin(rows, view.decode_rows)
+    back = [row for row in rows[left].tolist() if table.req_at(row).state is ReqState.DECODE]
+    view.decode_rows = np.concatenate([view.decode_rows, np.array(back, dtype=np.int32)])
+
+
+def recompute(view: View, req: Req) -> None:
+    """Let a decoding request forward its forced tokens as a chunk of the next step.
+
+    `req` comes before all prompts, because its client is receiving tokens.
+    """
+    view.decode_rows = view.decode_rows[view.decode_rows != req.row]
+    view.prefilling.insert(0, req)
+    req.state = ReqState.PREFILL
+
+
+def remove(view: View, req: Req) -> None:
+    """Take `req` out of the running requests. `req` keeps its row and pages until `release`."""
+    if req.state is ReqState.PREFILL:
+        view.prefilling.remove(req)
+    elif req.state is ReqState.DECODE:
+        view.decode_rows = view.decode_rows[view.decode_rows != req.row]
+    view.uncached.pop(req, None)
+    view.table.running[req.row] = False
+    req.state = ReqState.ENDING
+
+
+def enqueue(view: View, req: Req) -> None:
+    """Put a new or a preempted request into the queue."""
+    req.state = ReqState.WAITING
+    cached = len(view.memory.match(req).pages) * view.memory.page_size
+    others = chain(view.uncached, islice(reversed(view.waiting), MAX_DEFERRED))
+    shared = view.memory.shared_with_older(req, cached, others)
+    req.uncached_tokens = len(req.tokens) - (shared or cached)
+    view.waiting.append(req)

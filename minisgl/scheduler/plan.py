@@ -1,0 +1,251 @@
+"""`plan`: chooses the requests of the next step and the number of tokens of each.
+
+A plan is a function of the View, and changes nothing. All tensor-parallel ranks therefore plan the
+same steps, and a test can compare the state before and after a plan. `apply` carries a plan out.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from minisgl.core import Int32Array, InvariantBroken
+from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
+from minisgl.kvcache import Hit
+from minisgl.scheduler.budget import prompt_tokens
+from minisgl.scheduler.kv_manager import Room
+from minisgl.scheduler.request import Req
+from minisgl.scheduler.view import Admission, Carry, Chunk, Decode, Plan, View
+
+MAX_DEFERRED = 64  # requests of a client that one round of a plan skips at most, to limit its time
+MAX_PAUSES = 8  # steps in a row that leave decoding requests of later priorities out
+RESERVED_ROWS = 16  # one of this many rows stays free for the first priority in use
+
+
+class Shortage(NamedTuple):
+    """Rows find no pages. victim: the request to preempt; None if the step in flight frees some."""
+
+    victim: Req | None
+
+
+def plan(view: View) -> Plan:
+    """Plan the next step.
+
+    1. Every decoding request computes its next token, and draft tokens. When pages run short, the
+       step has no drafts, the oldest requests get the free pages, and the newest one is preempted.
+    2. Admitted prompts get chunks, in order of admission, up to `prompt_tokens`.
+    3. Waiting requests are admitted, in the order of the queue, while prompt tokens, a row and
+       pages are left. A request waits while an older request computes a prefix that both share.
+
+    Requests with a lower priority number come first in all three parts: they get prompt tokens and
+    rows before the others, and if rows or pages are short, the others are preempted for them. A
+    step with prompts of the first priority in use leaves decoding requests of the others out. At
+    most MAX_PAUSES steps in a row leave them out (docs/decisions/24-priorities.md).
+
+    If several clients have prompts of one priority, each may first use an equal part of the
+    step's prompt tokens. Then each client in turn may use all unused tokens. If rows or pages are
+    short, Shares decides (docs/decisions/20-clients-in-turn.md).
+    """
+    room = view.memory.room()
+    decode, short = decoding(view, room)
+    if short is None and not view.has_prompts:  # the usual step: no Python loop
+        return Plan(decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))
+    fill = Filling(view, room, short)
+    first = fill.beside_urgent(decode)
+    left = prompt_tokens(view, fill.prefilling, first, fill.urgent)
+    admit = short is None
+    for level, clients in fill.levels():
+        for part in [left // len(clients), left] if len(clients) > 1 else [left]:
+            for client in clients:
+                left -= fill.take(level, client, min(part, left), admit)
+        admit = admit and not fill.waits(level, clients)
+    has_first = any(map(view.waiting.is_first, fill.chunks))
+    pauses = has_first and first is not decode and view.carry.pauses < MAX_PAUSES
+    return fill.plan(first if pauses else decode, pauses)
+
+
+def decoding(view: View, room: Room) -> tuple[Decode, Shortage | None]:
+    """Return the decoding rows with pages for their next tokens, and why others have none."""
+    rows, tokens = view.decode_rows, draft_tokens(view)
+    if len(tokens) and room.grow(rows, tokens):
+        return Decode(rows, tokens), None
+    rows = room.with_parts(rows)
+    decode = Decode.one_each(rows)
+    if not room.grow(*decode):
+        return shortage(view, room, rows)
+    return decode, None if len(rows) == len(view.decode_rows) else Shortage(None)
+
+
+def draft_tokens(view: View) -> Int32Array:
+    """Return the tokens of each decoding row in a step with drafts; empty if it has none.
+
+    The engine finds and checks the drafts on the device, so the host learns one step later how many
+    tokens a step gave to a request. Until then it counts all drafts as accepted: table.computed is
+    an upper bound, and a request has pages up to it. Nothing is rolled back when drafts are
+    rejected. The row keeps its pages, and the next step overwrites the keys and values.
+    Drafts end before the last token that the request may forward.
+    """
+    table, rows = view.table, view.decode_rows
+    if not (view.max_drafts and table.may_draft[rows].any()):
+        return rows[:0]
+    may_draft = table.may_draft[rows]
+    computed, fitting = table.computed[rows], MAX_DRAFT_TOKENS // len(rows)
+    limit = max(width for width in DRAFT_WIDTHS if width <= max(fitting, 1)) - 1
+    cost = None if view.has_prompts else view.cost
+    most = view.lengths.choose(rows[may_draft], len(rows), int(computed.sum()), limit, cost)
+    tokens: Int32Array = np.where(may_draft, 1 + most, 1).astype(np.int32)
+    tokens = np.minimum(tokens, table.max_total_tokens[rows] - 1 - computed)
+    return tokens if tokens.max() > 1 else rows[:0]
+
+
+def shortage(view: View, room: Room, rows: Int32Array) -> tuple[Decode, Shortage]:
+    """Give the pages that are left to the oldest requests. The newest one is preempted."""
+    table, shares = view.table, view.shares()
+    growing = rows[room.lacks(rows, 1) > 0].tolist()
+    ages = {row: shares.age(table.req_at(row)) for row in growing}
+    oldest_first: Int32Array = np.array(sorted(ages, key=ages.__getitem__), dtype=np.int32)
+    starved = oldest_first[room.available :]
+    kept = rows[~np.isin(rows, starved)]
+    decode = Decode.one_each(kept)
+    room.grow(*decode)
+    # `rows` lacks the requests that wait for a window page, and these can be preempted too.
+    running = [*view.prefilling, *map(table.req_at, view.decode_rows.tolist())]
+    # The step in flight frees pages when it is resolved. If it has drafts of the starved rows, and
+    # rejects them, no page is missing either.
+    drafted = (table.computed[starved] > table.known[starved]).all()
+    waits = room.pending >= len(starved) or drafted
+    if waits or (len(running) == 1 and view.in_flight):
+        return decode, Shortage(None)
+    if len(running) == 1:
+        raise InvariantBroken("no page is left for the only running request; this is a bug")
+    victim = max(running, key=shares.age)
+    return decode.only(kept != victim.row), Shortage(victim)
+
+
+class Filling:
+    """Fills one step with prompts. All counters are local to a plan."""
+
+    def __init__(self, view: View, room: Room, short: Shortage | None) -> None:
+        self._view, self._room = view, room
+        self._victim = None if short is None else short.victim
+        self.prefilling = [req for req in view.prefilling if req is not self._victim]
+        self.urgent = view.has_urgent(self.prefilling)
+        self._shares = view.shares()
+        rows, priority = view.table.rows, view.table.priority
+        self._last_priority = priority.max(where=rows.allocated, initial=-(2**31))
+        self._rows_left, self._reserved_rows = rows.num_free, rows.size // RESERVED_ROWS
+        self._delayed = view.waiting.longest_delayed(view.prefilling)
+        self._overtakes = view.carry.overtakes
+        self.chunks: dict[Req, int] = {}
+        self._admit: dict[Req, Hit] = {}
+        self._seen: list[Req] = []
+        # The first request that found no room, although its client is within its share or a
+        # request of a later priority runs.
+        self._blocked: Req | None = None
+
+    def beside_urgent(self, decode: Decode) -> Decode:
+        """The decoding rows that run beside prompts of the first priority."""
+        waiting = self._view.waiting
+        if not (waiting.has_classes and self.urgent):
+            return decode
+        return decode.only(self._view.table.priority[decode.rows] <= waiting.highest_class)
+
+    def levels(self) -> Iterator[tuple[int, list[str]]]:
+        """The priorities with prompts in their order, each with its clients in their order."""
+        keys = {*self._view.waiting.uncached, *((r.priority, r.client) for r in self.prefilling)}
+        for level in sorted({level for level, _ in keys}):
+            yield level, self._shares.in_order(client for of, client in keys if of == level)
+
+    def waits(self, level: int, clients: Iterable[str]) -> bool:
+        """A request of this priority stays in the queue."""
+        waiting, admitted = self._view.waiting, [*self._admit]
+        return any(True for client in clients for _ in waiting.of(client, level, admitted))
+
+    def take(self, level: int, client: str, budget: int, admit: bool) -> int:
+        """Add up to `budget` prompt tokens of one client and priority to the step.
+
+        While a request of another client is blocked, only requests within their client's share are
+        admitted. Returns the number of tokens.
+        """
+        left, deferred = budget, 0
+        for req in self.prefilling:
+            if left > 0 and (req.client, req.priority) == (client, level):
+                left -= self._add_chunk(req, left)
+        queue = self._view.waiting.of(client, level, [*self._admit])
+        for req in queue if admit and left > 0 else ():
+            pages = self._view.memory.pages_for(len(req.tokens))
+            within = self._shares.is_within(req, pages)
+            reserved = 0 if self._view.waiting.is_first(req) else self._reserved_rows
+            if self._rows_left <= reserved or not (within or self._blocked is None):
+                self._block(req, within)
+                break
+            hit = self._view.hit(req)
+            self._seen.append(req)
+            others = (r for r in chain(self._view.uncached, self._admit) if r is not self._victim)
+            if self._view.memory.shared_with_older(req, hit.tokens, others):
+                deferred += 1
+                if deferred == MAX_DEFERRED:
+                    break
+                continue
+            if not self._room.open(_number_of(req), req, hit):
+                self._block(req, within)
+                break
+            self._shares.record_admitted(req, pages)
+            self._overtakes += self._delayed is not None and self._delayed.priority > level
+            self._rows_left -= 1
+            self._last_priority = max(self._last_priority, level)
+            self._admit[req] = hit
+            self.prefilling.append(req)
+            left -= self._add_chunk(req, left)
+            if left <= 0:
+                break
+        return budget - left
+
+    def plan(self, decode: Decode, pauses: bool) -> Plan:
+        """Return the step. pauses: `decode` leaves rows of later priorities out."""
+        victim = self._victim
+        if victim is None and self._blocked is not None:
+            victim = self._make_room(self._blocked)
+        if victim is not None:
+            decode = decode.only(decode.rows != victim.row)
+            self.chunks.pop(victim, None)
+        carry = Carry(self._overtakes, self._view.carry.pauses + 1 if pauses else 0)
+        admit = tuple(Admission(*each) for each in self._admit.items())
+        chunks = tuple(Chunk(*each) for each in self.chunks.items())
+        grow, pages = self._room.grown, self._room.counts
+        return Plan(decode, grow, pages, chunks, admit, tuple(self._seen), victim, carry)
+
+    def _add_chunk(self, req: Req, budget: int) -> int:
+        """Add up to `budget` tokens to the chunk of an admitted request. Returns their number."""
+        table, chosen, row = self._view.table, self.chunks.get(req, 0), req.row
+        if req in self._admit:
+            row, start, end = _number_of(req), self._admit[req].tokens, len(req.tokens)
+        else:
+            start, end = int(table.computed[row]), int(table.prefill_end[row])
+        tokens = self._room.cut(row, start, min(chosen + budget, end - start)) - chosen
+        if tokens:
+            self.chunks[req] = chosen + tokens
+        return tokens
+
+    def _make_room(self, req: Req) -> Req | None:
+        """Choose a request of a later priority or of a client above its share, so that `req` runs.
+
+        Returns None if there is none, or if the rows that end with the step in flight may suffice.
+        """
+        table = self._view.table
+        running = [*self.prefilling, *map(table.req_at, self._view.decode_rows.tolist())]
+        allocated = int(table.rows.allocated.sum()) + len(self._admit)
+        if table.rows.num_quarantined or allocated > len(running):
+            return None
+        return self._shares.victim(req, running, self._rows_left)
+
+    def _block(self, req: Req, is_within: bool) -> None:
+        """Remember `req`, which found no room, if another request may be preempted for it."""
+        if is_within or self._last_priority > req.priority:
+            self._blocked = self._blocked or req
+
+
+def _number_of(req: Req) -> int:
+    """Return a number in place of the row of a request that the plan admits."""
+    return ~req.arrival_index

@@ -1,0 +1,188 @@
+"""What a plan reads, and what it returns."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minisgl.core import Batch, EngineLike, Int32Array, SchedulerConfig, StepCost, step_sizes
+from minisgl.core.batch import MAX_DRAFTS, DraftLengths, NoDrafts
+from minisgl.engine import Extensions
+from minisgl.kvcache import Hit
+from minisgl.scheduler.kv_manager import KVManager
+from minisgl.scheduler.request import Req
+from minisgl.scheduler.request_table import RequestTable
+from minisgl.scheduler.waiting import Shares, WaitingQueue
+
+
+class Carry(NamedTuple):
+    """What one plan hands on to the next.
+
+    overtakes  admissions that overtook the longest delayed request.
+    pauses     steps in a row without the decoding requests of later priorities.
+    """
+
+    overtakes: int = 0
+    pauses: int = 0
+
+
+NO_CARRY = Carry()
+
+
+class Decode(NamedTuple):
+    """Rows that decode, int32, and the number of tokens of each."""
+
+    rows: Int32Array
+    tokens: Int32Array
+
+    @classmethod
+    def one_each(cls, rows: Int32Array) -> "Decode":
+        """Return `rows` with one token each."""
+        return cls(rows, np.ones(len(rows), dtype=np.int32))
+
+    def only(self, kept: NDArray[np.bool_]) -> "Decode":
+        """The rows at which `kept`, a bool for each row, is True."""
+        return self if kept.all() else Decode(self.rows[kept], self.tokens[kept])
+
+
+class Chunk(NamedTuple):
+    """The next tokens of a prompt, or forced tokens."""
+
+    req: Req
+    tokens: int
+
+
+class Admission(NamedTuple):
+    """A waiting request that gets a row, and its cached prefix."""
+
+    req: Req
+    hit: Hit
+
+
+class Plan(NamedTuple):
+    """One step, and the changes before it.
+
+    decode   the rows that decode in the step.
+    grow     int32; the decoding rows that get pages. This step may leave some of them out.
+    pages    int32; the number of pages of each.
+    chunks   in the order of the batch.
+    admit    in order.
+    seen     the requests whose cached prefix was looked up, in order.
+    preempt  a request that loses its row and its pages, because others need them.
+    """
+
+    decode: Decode
+    grow: Int32Array
+    pages: Int32Array
+    chunks: tuple[Chunk, ...] = ()
+    admit: tuple[Admission, ...] = ()
+    seen: tuple[Req, ...] = ()
+    preempt: Req | None = None
+    carry: Carry = NO_CARRY
+
+
+@dataclass(slots=True)
+class View:
+    """The requests, their memory and their order. A plan reads it; only `apply` changes it.
+
+        waiting  --admit-->  prefilling  --last chunk launched-->  decoding
+           ^                     |                                    |
+           +----------------- preempt --------------------------------+
+                                 ^----------- forced tokens ----------+
+
+    Each rank has one. The views of all ranks are equal, so that their plans are equal too: a view
+    has no clock, no random number and no result of I/O.
+
+    lengths      chooses the numbers of drafts. It is read only if max_drafts is not 0.
+    waiting      the requests of each client in the order of service.
+    prefilling   admitted requests with prompt tokens or forced tokens that are not launched yet.
+    decode_rows  int32, rows of the decoding requests.
+    sizes        the preferred sizes of a step in tokens, in rising order.
+    cost         predicts step times.
+    launched_step, resolved_step
+                 the newest step that was launched, and the newest whose result was read.
+
+    I1  A request is in exactly one place: waiting, prefilling, decoding, or in state ENDING.
+    I2  decode_rows holds the decoding requests with a step left to launch, in the order in which
+        they began to decode.
+    I3  uncached holds the running requests whose prompt is not in the prefix cache yet, in order
+        of admission.
+    """
+
+    config: SchedulerConfig
+    memory: KVManager
+    lengths: DraftLengths
+    max_drafts: int
+    sizes: list[int]
+    cost: StepCost
+    waiting: WaitingQueue = field(default_factory=WaitingQueue)
+    prefilling: list[Req] = field(default_factory=list)
+    uncached: dict[Req, None] = field(default_factory=dict)  # a dict keeps the order
+    decode_rows: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    carry: Carry = NO_CARRY
+    launched_step: int = 0
+    resolved_step: int = 0
+
+    @property
+    def table(self) -> RequestTable:
+        """The columns of the running requests."""
+        return self.memory.table
+
+    @property
+    def in_flight(self) -> bool:
+        """A launched step has no result yet. Its result may free pages."""
+        return self.launched_step > self.resolved_step
+
+    @property
+    def has_prompts(self) -> bool:
+        """Requests have prompt tokens that are not launched."""
+        return bool(self.prefilling or self.waiting)
+
+    def has_urgent(self, prefilling: Iterable[Req]) -> bool:
+        """A prompt that waits or is in `prefilling` has the first priority in use."""
+        waits = any(level <= self.waiting.highest_class for level, _ in self.waiting.uncached)
+        return waits or any(map(self.waiting.is_first, prefilling))
+
+    def hit(self, req: Req) -> Hit:
+        """Find the cached prefix of a waiting request."""
+        return self.memory.hit(req)
+
+    def shares(self) -> Shares:
+        """Count what the clients hold."""
+        return Shares(self.table, self.waiting, self.memory.pool.size)
+
+    def keys(self, decode: Decode) -> int:
+        """Return the number of keys that the decoding rows read."""
+        return int(self.table.computed[decode.rows].sum())
+
+    def next_start(self, prefilling: Sequence[Req]) -> int:
+        """Return the position of the next prompt token. prefilling: the admitted prompts."""
+        if prefilling:
+            return int(self.table.computed[prefilling[0].row])
+        first = next(iter(self.waiting))
+        return len(first.tokens) - first.uncached_tokens  # the cached part of its prompt
+
+    def predict_s(self, batch: Batch) -> float:
+        """Predict the seconds of a batch."""
+        return self.cost.predict_s(*batch.work())
+
+
+def new_view(
+    engine: EngineLike,
+    config: SchedulerConfig,
+    extensions: Extensions,
+    memory: KVManager,
+    cost: StepCost,
+) -> View:
+    """Return a view without requests."""
+    new_lengths = extensions.draft_lengths or NoDrafts
+    return View(
+        config,
+        memory,
+        new_lengths(engine.max_running_reqs),
+        MAX_DRAFTS if extensions.draft_lengths else 0,
+        step_sizes(config.prefill_budget_tokens + engine.max_running_reqs + 1024),
+        cost,
+    )

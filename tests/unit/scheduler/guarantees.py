@@ -1,0 +1,175 @@
+"""What every plan guarantees, checked around each call of `plan`.
+
+The names F1 to F10 are those of docs/decisions/28-plan-and-apply.md. F8 is in test_fairness.py.
+"""
+
+import hashlib
+from collections import Counter
+from unittest.mock import patch
+
+import numpy as np
+
+from minisgl.kvcache import FencedPool
+from minisgl.scheduler import apply, budget
+from minisgl.scheduler import plan as planning
+from minisgl.scheduler.request import Req
+from minisgl.scheduler.view import Plan, View
+from tests.unit.scheduler.integrity import nodes_of
+
+
+class PlanChecks:
+    """Replaces `plan` in a scheduler of one engine, and checks each plan that it makes."""
+
+    def __init__(self) -> None:
+        self.left_out: Counter[int] = Counter()  # by uid: steps in a row without the row
+
+    def __call__(self, view: View) -> Plan:
+        before, hits = state_of(view), Counter[str]()
+        find = View.hit
+
+        def counting(view: View, req: Req) -> object:
+            hits[req.client] += 1
+            return find(view, req)
+
+        with patch.object(View, "hit", counting):
+            plan = planning.plan(view)
+        assert state_of(view) == before, "a plan changed the state"
+        self.f1_one_plan_skips_few_requests_of_a_client(view, plan, hits)
+        self.f2_overtakes_are_bounded(view, plan)
+        self.f3_rows_pause_few_steps_in_a_row(view, plan)
+        self.f4_a_row_stays_free_for_the_first_priority(view, plan)
+        self.f5_the_last_request_of_a_client_is_not_preempted_for_another_client(view, plan)
+        self.f6_each_client_gets_an_equal_part_first(view, plan)
+        self.f7_the_first_request_of_a_client_is_looked_up_first(view, plan)
+        self.f9_something_runs_while_requests_wait(view, plan)
+        self.f10_prompts_go_on_in_every_step(view, plan)
+        return plan
+
+    def f1_one_plan_skips_few_requests_of_a_client(
+        self, view: View, plan: Plan, hits: Counter[str]
+    ) -> None:
+        """Each round skips MAX_DEFERRED at most; at the end of a round, one finds no pages."""
+        rounds = 2 * len({level for level, _ in view.waiting.uncached})
+        admitted = Counter(req.client for req, _ in plan.admit)
+        for client, count in hits.items():
+            assert count - admitted[client] <= rounds * (planning.MAX_DEFERRED + 1)
+
+    def f2_overtakes_are_bounded(self, view: View, plan: Plan) -> None:
+        """The step before a plan raises a request that was overtaken too often."""
+        if view.has_prompts:
+            assert view.carry.overtakes < apply.MAX_OVERTAKES
+        assert plan.carry.overtakes <= view.carry.overtakes + len(plan.admit)
+
+    def f3_rows_pause_few_steps_in_a_row(self, view: View, plan: Plan) -> None:
+        """A row that has room is left out in MAX_PAUSES steps in a row at most."""
+        if view.memory.windows is not None or not (len(plan.decode.rows) or plan.chunks):
+            return
+        ends = -(-(view.table.computed[view.decode_rows] + 1) // view.memory.page_size)
+        has_room = ends <= view.table.pages.counts[view.decode_rows]
+        has_room |= np.isin(view.decode_rows, plan.grow)
+        runs = np.isin(view.decode_rows, plan.decode.rows)
+        left_out = view.decode_rows[has_room & ~runs].tolist()
+        reqs = [view.table.req_at(row) for row in left_out]
+        uids = [req.uid for req in reqs if req is not plan.preempt]
+        self.left_out = Counter({uid: self.left_out[uid] + 1 for uid in uids})
+        assert max(self.left_out.values(), default=0) <= planning.MAX_PAUSES
+
+    def f4_a_row_stays_free_for_the_first_priority(self, view: View, plan: Plan) -> None:
+        rows = view.table.rows
+        later = [i for i, (req, _) in enumerate(plan.admit) if not view.waiting.is_first(req)]
+        if later:
+            assert rows.num_free - later[-1] > rows.size // planning.RESERVED_ROWS
+
+    def f5_the_last_request_of_a_client_is_not_preempted_for_another_client(
+        self, view: View, plan: Plan
+    ) -> None:
+        victim = plan.preempt
+        ends = -(-(view.table.computed[view.decode_rows] + 1) // view.memory.page_size)
+        lacks = view.decode_rows[ends > view.table.pages.counts[view.decode_rows]]
+        if victim is None or not np.isin(lacks, plan.grow).all():
+            return  # requests that decode are short of pages: F9
+        running = [
+            req for req in view.table.reqs if req is not None and view.table.running[req.row]
+        ]
+        running += [req for req, _ in plan.admit]
+        of_client = sum(req.client == victim.client for req in running)
+        waits_earlier = any(req.priority < victim.priority for req in view.waiting)
+        assert of_client > 1 or waits_earlier or view.memory.windows is not None
+
+    def f6_each_client_gets_an_equal_part_first(self, view: View, plan: Plan) -> None:
+        keys = {*view.waiting.uncached, *((req.priority, req.client) for req in view.prefilling)}
+        if view.memory.windows is not None or not keys:
+            return
+        first = min(level for level, _ in keys)
+        clients = [client for level, client in keys if level == first]
+        chunks = {req: tokens for req, tokens in plan.chunks if req.priority == first}
+        part = sum(chunks.values()) // len(clients)
+        for client in clients:
+            mine = [
+                req
+                for req in view.prefilling
+                if (req.priority, req.client) == (first, client) and req is not plan.preempt
+            ]
+            rest = sum(
+                int(view.table.prefill_end[r.row] - view.table.computed[r.row]) for r in mine
+            )
+            got = sum(tokens for req, tokens in chunks.items() if req.client == client)
+            assert got >= min(part, rest), "a client got less than its part"
+
+    def f7_the_first_request_of_a_client_is_looked_up_first(self, view: View, plan: Plan) -> None:
+        """A preempted request is the first one of its client, and of no other client."""
+        for level, client in view.waiting.uncached:
+            queue = [*view.waiting.of(client, level)]
+            seen = [r for r in plan.seen if (r.priority, r.client) == (level, client)]
+            assert not seen or seen[0] is queue[0]
+            oldest = [req.admitted for req in queue if req.call == queue[0].call]
+            raised = sum(not admitted for admitted in oldest[: sum(oldest)])
+            assert raised <= 1, "a new request is before a preempted one"
+
+    def f9_something_runs_while_requests_wait(self, view: View, plan: Plan) -> None:
+        if view.in_flight or not (view.has_prompts or len(view.decode_rows)):
+            return
+        assert len(plan.decode.rows) or plan.chunks or plan.preempt is not None
+
+    def f10_prompts_go_on_in_every_step(self, view: View, plan: Plan) -> None:
+        if view.memory.windows is not None or plan.preempt is not None:
+            return
+        table, config = view.table, view.config
+        rest = sum(int(table.prefill_end[r.row] - table.computed[r.row]) for r in view.prefilling)
+        least = budget.MIN_CHUNK_TOKENS if config.target_step_ms is not None else 1
+        got = sum(tokens for _, tokens in plan.chunks)
+        assert got >= min(least, rest, config.prefill_budget_tokens)
+
+
+def state_of(view: View) -> bytes:
+    """Return a hash of the columns, the tree, the pools and the queue."""
+    found = hashlib.sha256()
+
+    def add(*values: object) -> None:
+        for value in values:
+            found.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
+
+    def add_pool(pool: FencedPool) -> None:
+        groups = [(fence, [*map(bytes, ids)]) for fence, ids in pool._quarantine.items()]
+        add(pool._stack, pool.num_free, pool.allocated, groups, pool.resolved_step)
+
+    memory, table = view.memory, view.table
+    add(*(value for value in vars(table).values() if isinstance(value, np.ndarray)))
+    add(table.pages.entries, table.pages.counts, table.pages.sent, view.decode_rows, view.carry)
+    add_pool(memory.pool)
+    add_pool(table.rows)
+    for node in sorted(nodes_of(memory.cache), key=lambda node: node.node_id):
+        add(node.tokens, node.pages, node.windows, node.last_use, node.lock_count, node.fence)
+        add(node.in_heap, node.reused, node.key, len(node.children))
+    add(memory.cache.evictable_pages, memory.cache.fenced_pages, memory.cache._clock)
+    for reqs in (view.waiting, view.prefilling, view.uncached):
+        add([(req.uid, req.priority, req.state, req.row, req.admitted) for req in reqs])
+    add(view.waiting.highest_class, dict(view.waiting.uncached), view.waiting._queues.keys())
+    if memory.windows is not None:
+        windows = memory.windows
+        add_pool(windows.pages.pool)
+        add(windows.pages.users, windows.pages.cached, windows.pages._last_step)
+        add([node.node_id for node in windows.pages._lru])
+        add(windows.first, windows._reserve, windows._kept_first, windows._kept_end)
+        add(windows.table.entries, windows.table.counts, windows.table.sent)
+    return found.digest()
