@@ -35,7 +35,8 @@ class Stage:
     def after(self, x: StepTensors, out: Logits, tokens: Tensor) -> None:
         """Queue the work that follows the sampler.
 
-        tokens: int32 on the device, as Finish.put returns it. No row, if no request samples.
+        tokens: int32 on the device, as Finish.put returns it; step.NO_TOKENS, which has no row, if
+        no request samples.
         """
 
 
