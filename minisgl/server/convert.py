@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
+from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams, Unsupported
 from minisgl.core.sampling import CONSTRAINTS, RANGES
 from minisgl.message.messages import DecodeIds, TextOptions, TokenizeChat, TokenizeText
 from minisgl.protocol import messages_api, requests, responses_api
@@ -138,6 +138,9 @@ class RequestConverter:
         grammar = constraint_of(body, self._config.max_json_whitespace)
         if grammar is not None:
             grammar = grammar._replace(param=translation.client_path(grammar.param))
+            if self._config.no_grammars and grammar.message.kind in ("grammar", "regex"):
+                message = "grammars and regexes are refused here (--no-grammars); use a JSON schema"
+                raise Unsupported(message, param=grammar.param)
         if tools is not None:
             grammar = tools.constraint(grammar, self._config.max_json_whitespace)
             continues = isinstance(body, requests.ChatBody) and body.continue_final_message

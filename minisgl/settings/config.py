@@ -80,6 +80,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     strict_max_tokens: bool = False
     key_metrics: bool = False
     no_playground: bool = False
+    no_grammars: bool = False
     escape_special_tokens: bool = False
     tool_format: str = "auto"
     max_json_whitespace: int = MAX_JSON_WHITESPACE

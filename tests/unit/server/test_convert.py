@@ -145,6 +145,15 @@ def test_unsupported_parameters_may_have_neutral_values(name: str, value: Any) -
     assert read(**{name: value}) == read()
 
 
+def test_grammars_can_be_switched_off() -> None:
+    config = msgspec.structs.replace(CONFIG, no_grammars=True)
+    for name in ("regex", "ebnf", "guided_grammar"):
+        error = refusal(config=config, **{name: "a"})
+        assert (type(error), error.param) == (Unsupported, name)
+    assert read(config=config, guided_json={}).grammar
+    assert read(regex="a").grammar
+
+
 def test_tools_need_a_model_that_knows_them() -> None:
     tools = [{"type": "function", "function": {"name": "f"}}]
     assert read(tools=tools, tool_choice="none") == read()
