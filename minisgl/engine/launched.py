@@ -34,6 +34,13 @@ class LaunchedStep:
     def done(self) -> bool:
         return self._done is None or bool(self._done.query())  # type: ignore[no-untyped-call]
 
+    def failed_rows(self) -> set[int]:
+        """Return the rows that sampled and got no token. Valid once the step is done."""
+        order, batch = self._x.order, self._x.batch
+        flags = self._host.numpy()[1:2, : len(order)]
+        failed = batch.samples[order] & (flags == 0).any(axis=0)
+        return set(batch.rows[order][failed].tolist())
+
     def wait(self) -> StepResult:
         """Block until the step is done. Requests that do not sample get token 0, finite=True."""
         if self._done is not None:

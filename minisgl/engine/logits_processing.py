@@ -6,7 +6,7 @@ them to a float32 copy of the logits of all ids, in the order of `Extensions.log
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -50,6 +50,9 @@ class ProcessingStep:
                    of each row that decodes, and drafts.found has at i the number of drafts of the
                    request whose logits begin at row i * batch.width. The drafts are in the token
                    pool after the newest token. `found` has no meaning if batch.width is 1.
+    failed_rows    returns the rows of the token pool that sampled in the previous step and got no
+                   token. Their result of this step is dropped. Valid once the copy of the previous
+                   step's tokens to the host is complete.
     """
 
     batch: Batch
@@ -58,6 +61,35 @@ class ProcessingStep:
     token_pool: Tensor
     eos_token_ids: tuple[int, ...]
     drafts: DraftTensors | None = None
+    failed_rows: Callable[[], Collection[int]] = frozenset
+
+
+class MaskedRows(NamedTuple):
+    """The token masks of a step, on the device. The logits may stay sharded.
+
+    rows, mask  int32 [R] and int32 [R, W], as kernel.apply_token_mask takes them.
+    withheld    int32 [S]; rows that get no token in this step, because their masks are not ready.
+                Their logits become NaN. None: no row.
+    """
+
+    rows: Tensor
+    mask: Tensor
+    withheld: Tensor | None = None
+
+    def __call__(self, logits: Tensor, first_id: int = 0) -> None:
+        """Change logits, [N, n] of the ids from first_id on, in place."""
+        if len(self.rows):
+            apply_token_mask(logits, self.rows, self.mask, first_id)
+        self.withhold(logits)
+
+    def withhold(self, logits: Tensor) -> None:
+        """Make the withheld rows unusable. A row that one rank withholds gets a token on no rank.
+
+        The ranks measure time, so they withhold different rows. The sampler, or the gather of the
+        logits, lets all ranks see a NaN of one rank.
+        """
+        if self.withheld is not None:
+            logits.index_fill_(0, self.withheld.long(), torch.nan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,15 +99,14 @@ class TokenMask:
     If all edits of a step are token masks and no request asks for log-probabilities, the ranks do
     not gather the logits, and a decode step samples in its CUDA graph.
 
-    compute  returns rows, int32 [R], and mask, int32 [R, W], as kernel.apply_token_mask takes them,
-             on the device. Called once, after the forward is queued.
+    compute  returns the masks. Called once, after the forward is queued.
     """
 
-    compute: Callable[[], tuple[Tensor, Tensor]]
+    compute: Callable[[], MaskedRows]
 
     def __call__(self, logits: Tensor, first_id: int = 0) -> None:
         """Change logits, [N, n] of the ids from first_id on, in place."""
-        apply_token_mask(logits, *self.compute(), first_id)
+        self.compute()(logits, first_id)
 
 
 class Edits(NamedTuple):
@@ -96,9 +127,15 @@ NO_EDITS = Edits()
 
 
 def prepare_edits(
-    processors: "Sequence[LogitsProcessor[Any]]", x: StepTensors, runner: ModelRunner
+    processors: "Sequence[LogitsProcessor[Any]]",
+    x: StepTensors,
+    runner: ModelRunner,
+    failed_rows: Callable[[], Collection[int]],
 ) -> Edits:
-    """Return the edits of a loaded step, before its forward is queued."""
+    """Return the edits of a loaded step, before its forward is queued.
+
+    failed_rows: as in ProcessingStep.
+    """
     reqs, edits = x.batch.logit_edits, list[Edit]()
     if reqs:
         step = ProcessingStep(
@@ -108,6 +145,7 @@ def prepare_edits(
             runner.token_pool,
             runner.model.config.eos_token_ids,
             runner.drafts,
+            failed_rows,
         )
         for number, processor in enumerate(processors):
             edited = [(req, req.states[number]) for req in reqs if req.states[number] is not None]
@@ -126,6 +164,10 @@ class Constraint(ABC):
     At most one state of a request is a Constraint. The scheduler calls its methods. Results must
     depend only on the request and its tokens, so that all ranks get the same results.
 
+    An edit may withhold a row (MaskedRows). The request then gets no token from the step on any
+    rank, and the scheduler preempts it. It waits until `prepared`, and then for a row. If its next
+    step gives it no token again, it fails.
+
     masks_drafts  True if the edit also masks the logits after each draft, so that the request may
                   have drafts. The logits after draft i are i rows after the first ones.
     """
@@ -135,6 +177,13 @@ class Constraint(ABC):
     @abstractmethod
     def start(self, client: str) -> None:
         """Start the preparation in another thread. The preparations of clients take turns."""
+
+    @abstractmethod
+    def prepare(self, tokens: Int32Array) -> None:
+        """Start to prepare the next edit in another thread, because a step gave no token.
+
+        tokens: all known tokens of the request. No step in flight uses the state.
+        """
 
     @abstractmethod
     def withdraw(self) -> None:
@@ -150,7 +199,10 @@ class Constraint(ABC):
 
     @abstractmethod
     def failure(self, position: int) -> RequestError | None:
-        """Return the error if no token is allowed at `position`; None if a token is allowed."""
+        """Return the error if no token is allowed at `position`; None if a token is allowed.
+
+        After a preparation only the result of rank 0 counts, so it may depend on measured times.
+        """
 
     @abstractmethod
     def forced(self, tokens: Int32Array) -> Sequence[int]:

@@ -18,7 +18,14 @@ from minisgl.attention.base import DecodeGraphAttention, StepAttention
 from minisgl.core import Batch
 from minisgl.core.batch import DRAFT_WIDTHS
 from minisgl.engine.launched import LaunchedStep
-from minisgl.engine.logits_processing import NO_EDITS, Edits, LogitsProcessor, prepare_edits
+from minisgl.engine.logits_processing import (
+    NO_EDITS,
+    Edits,
+    LogitsProcessor,
+    MaskedRows,
+    TokenMask,
+    prepare_edits,
+)
 from minisgl.engine.logprobs import reports_prompts, start_logprobs
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import Finish, draw
@@ -270,11 +277,17 @@ class GraphStep:
 def draw_edited(parts: StepParts, x: StepTensors, out: Logits, edits: Edits) -> Tensor:
     """Gather the logits of all ids, apply the edits to a copy, and sample from it."""
     assert out.local is not None, "a request must sample; this is a bug"
+    changes = [edit.compute() if isinstance(edit, TokenMask) else edit for edit in edits.others]
+    masks = [change for change in changes if isinstance(change, MaskedRows)]
+    for mask in masks:
+        mask.withhold(out.local)  # before the gather, so that all ranks see it
     out.full = edited = parts.runner.model.lm_head.all_gather_logits(out.local).float()
-    if edits.others:
+    if changes:
         edited = out.full.clone()
-    for edit in edits.others:
-        edit(edited)
+    for change in changes:
+        change(edited)
+    if masks:  # A mask of this rank may cover the NaN of a row that another rank withholds.
+        edited.masked_fill_(out.full.isnan().any(dim=1, keepdim=True), torch.nan)
     return draw(parts.runner, parts.finish, x.columns, x.kind, edited, gathered=True)
 
 
@@ -308,6 +321,7 @@ class StepLauncher:
         runner, pool = self.runner, self.runner.pools[0]
         self.num_pages, self.page_size, self.window = pool.num_pages, pool.page_size, runner.window
         self.max_running_reqs, self.max_seq_len = runner.packer.dummy_row, runner.max_seq_len
+        self._last: LaunchedStep | None = None
         last = LastLayer(runner.model, graphs.finishes)
         self._eager: Step = EagerStep(parts, last)
         self._pieces = [PiecewiseStep(parts, last, piece) for piece in graphs.pieces]
@@ -332,7 +346,8 @@ class StepLauncher:
         for stage in self._stages:
             stage.after(x, out, tokens)
         logprobs = None if edits.local else start_logprobs(self.runner.model, x, out, tokens)
-        return self._finish.launched(x, tokens, logprobs)
+        self._last = self._finish.launched(x, tokens, logprobs)
+        return self._last
 
     def pick(self, batch: Batch) -> Step:
         """Return the way to run this step: the smallest graph that can, or else the eager step."""
@@ -351,7 +366,8 @@ class StepLauncher:
             # The masks need the drafts before the forward, whose captured work finds them too.
             for stage in self._stages:
                 stage.captured(x.columns)
-        return prepare_edits(self.processors, x, self.runner)
+        failed_rows = frozenset if self._last is None else self._last.failed_rows
+        return prepare_edits(self.processors, x, self.runner, failed_rows)
 
     def warm_up_masks(self) -> None:
         """Launch the kernel of token masks for each dtype of logits that it may get."""

@@ -83,10 +83,8 @@ class CompileGrammar(Message, frozen=True, kw_only=True):
 
 
 class Ping(Message, frozen=True, kw_only=True):
-    """The receiver answers with Alive after it has handled all messages before the Ping.
-
-    The process for grammars answers after the grammar that it compiles.
-    """
+    """The receiver answers with Alive when it has handled all messages before. The process
+    for grammars answers after the grammar that it compiles."""
 
 
 TokenizeRequest = TokenizeText | TokenizeChat | DecodeIds
@@ -196,9 +194,11 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class Prepared(Message, frozen=True, kw_only=True):
-    """The constraints of these requests are prepared on rank 0: every rank enqueues them."""
+    """The constraints of these requests are prepared on rank 0: all ranks enqueue them, or end the
+    requests in `failed`."""
 
     uids: list[int]
+    failed: list[int] = []
 
 
 class SetStepCost(Message, frozen=True, kw_only=True):

@@ -42,6 +42,8 @@ class ConstraintTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fi
     compiles, compile_seconds  grammars compiled, and the time of the compiling threads.
     masks, mask_seconds        token masks computed, and the host time of these computations. The
                                device computes a forward step meanwhile.
+    withheld                   rows that got no token in a step, because their client's masks took
+                               too long.
     forced_tokens              output tokens that a grammar forced, so that no step sampled them.
     failures                   requests that ended with GrammarFailed, by the code of the error.
     """
@@ -50,6 +52,7 @@ class ConstraintTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fi
     compile_seconds: float = 0.0
     masks: int = 0
     mask_seconds: float = 0.0
+    withheld: int = 0
     forced_tokens: int = 0
     failures: dict[str, int] = {}
 

@@ -59,7 +59,7 @@ def append_forced(sampled_rows: Int32Array, view: View) -> NewTokens:
     columns = [*zip_longest(*forced.values(), fillvalue=0)]
     padded: Int32Array = np.array(columns, dtype=np.int32).T
     table.computed[rows] = np.minimum(table.computed[rows], table.known[rows])
-    table.dropped_until[rows] = table.last_step[rows]
+    table.drop_in_flight(rows)
     appended = table.append_tokens(rows, padded, counts)
     for row in forced:
         if row not in appended.ended:

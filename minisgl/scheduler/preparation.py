@@ -1,7 +1,9 @@
-"""`PreparationQueue`: begins the preparation of constraints, a few at a time for each client."""
+"""`PreparationQueue`: the requests in PREPARING. It prepares a few of each client at a time."""
 
 from dataclasses import dataclass, field
 
+from minisgl.engine.logits_processing import Constraint
+from minisgl.message.messages import Prepared
 from minisgl.scheduler.request import Req, ReqState
 
 # Requests of one client and priority whose preparation has begun and that no step has admitted. A
@@ -9,21 +11,61 @@ from minisgl.scheduler.request import Req, ReqState
 MAX_AHEAD = 32
 
 
-class PreparationQueue:
-    """The requests whose preparation has not begun. The calls of a client take turns.
+WAIT_S = 0.001  # one wait for a constraint while no other request is open
 
-    Constraint.start takes turns by client. This queue bounds the backlog of each client, so that
-    the constraints of requests that are aborted in the queue take no time and no memory.
+
+class PreparationQueue:
+    """The requests that wait for their constraints, outside of the queue of the planner.
+
+    The calls of a client take turns. Constraint.start takes turns by client. This queue bounds the
+    backlog of each client, so that the constraints of requests that are aborted in the queue take
+    no time and no memory.
     """
 
     def __init__(self) -> None:
         self._queues: dict[tuple[str, int], _Queue] = {}
+        self._preparing: dict[int, Req] = {}
+
+    def __len__(self) -> int:
+        return len(self._preparing)
 
     def add(self, req: Req) -> None:
         """Add a request with a constraint. Its preparation begins at once if there is room."""
+        req.state = ReqState.PREPARING
+        self._preparing[req.uid] = req
         queue = self._queues.setdefault((req.client, req.priority), _Queue())
         queue.calls.setdefault(req.call, {})[req.uid] = req
         queue.begin()
+
+    def again(self, req: Req) -> None:
+        """Add a preempted request that got no token from a step. Its preparation begins at once."""
+        req.state = ReqState.PREPARING
+        self._preparing[req.uid] = req
+        _constraint(req).prepare(req.tokens)
+
+    def prepared(self, wait: bool) -> Prepared:
+        """Return the requests whose constraints are prepared on this rank.
+
+        wait: wait for the oldest request, at most WAIT_S.
+        """
+        self.begin()
+        if wait:
+            _constraint(next(iter(self._preparing.values()))).prepared(WAIT_S)
+        done = [req for req in self._preparing.values() if _constraint(req).prepared()]
+        failed = [req.uid for req in done if _constraint(req).failure(len(req.tokens)) is not None]
+        return Prepared(uids=[req.uid for req in done], failed=failed)
+
+    def take(self, uid: int) -> Req | None:
+        """Take out a request that is prepared on rank 0. Returns None if it was aborted.
+
+        Waits for the constraint, because this rank may be later than rank 0.
+        """
+        req = self._preparing.pop(uid, None)
+        if req is not None:
+            if self._take(req):
+                _start(req)
+            _constraint(req).prepared(None)
+        return req
 
     def begin(self) -> None:
         """Begin further preparations, in the place of requests that were admitted or have ended."""
@@ -35,14 +77,9 @@ class PreparationQueue:
 
     def withdraw(self, req: Req) -> None:
         """Remove a request that was aborted before its constraint was prepared."""
-        assert req.constraint is not None, "a request in PREPARING has a constraint"
+        del self._preparing[req.uid]
         if not self._take(req):
-            req.constraint.withdraw()
-
-    def require(self, req: Req) -> None:
-        """Begin the preparation of a request that is prepared on rank 0."""
-        if self._take(req):
-            _start(req)
+            _constraint(req).withdraw()
 
     def _take(self, req: Req) -> bool:
         """Take out a request. Returns False if its preparation has begun."""
@@ -83,5 +120,9 @@ def _waits(req: Req) -> bool:
 
 
 def _start(req: Req) -> None:
+    _constraint(req).start(req.client)
+
+
+def _constraint(req: Req) -> Constraint:
     assert req.constraint is not None, "a request in PREPARING has a constraint"
-    req.constraint.start(req.client)
+    return req.constraint

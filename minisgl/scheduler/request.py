@@ -16,7 +16,8 @@ from minisgl.message.messages import AddReq, TokenLogprobs
 class ReqState(StrEnum):
     """The state of a request, in this order. Preemption returns the request to WAITING.
 
-    Forced tokens return the request from DECODE to PREFILL.
+    Forced tokens return the request from DECODE to PREFILL. A step that gives a request with a
+    constraint no token returns it to PREPARING.
     """
 
     PREPARING = "preparing"  # as WAITING, but outside of the queue until its constraint is prepared
@@ -54,6 +55,7 @@ class Req:
                       of a request that many others have overtaken.
     logit_states      state of each logits processor for this request; None without edited logits.
     constraint        the element of logit_states that is a Constraint; None if there is none.
+    failed_at         number of tokens at which a step last gave the request no token; -1: none did.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.
     admitted          True from the first admission on, also while the request waits again after
@@ -80,6 +82,7 @@ class Req:
     constraint: Constraint | None = None
     state: ReqState = ReqState.WAITING
     uncached_tokens: int = 0
+    failed_at: int = -1
     row: int = -1
     shared_pages: int = 0
     cached_tokens: int = 0

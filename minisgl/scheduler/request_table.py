@@ -51,7 +51,7 @@ class RequestTable:
     stop_from     int32 [R]; tokens from this position on may stop the request.
     last_step     int64 [R]; the last launched step that contains the row.
     dropped_until int64 [R]; steps up to this one give the row no tokens, because forced tokens have
-                  taken the positions.
+                  taken the positions, or because an earlier step gave no token.
     obeys_eos     bool [R]; the model's EOS ids end the request.
     has_stop_ids  bool [R]; the request has stop token ids of its own.
     edits_logits  bool [R]; at least one logits processor has a state for the request.
@@ -161,6 +161,10 @@ class RequestTable:
         rows: Int32Array = batch.rows[sampled]
         new = self.append_tokens(rows, result.tokens[sampled], result.counts[sampled])
         return NewTokens(new.rows, new.tokens, broken | new.ended)
+
+    def drop_in_flight(self, rows: Int32Array) -> None:
+        """Let the step in flight give these rows no tokens."""
+        self.dropped_until[rows] = self.last_step[rows]
 
     def append_tokens(self, rows: Int32Array, tokens: Int32Array, counts: Int32Array) -> NewTokens:
         """Append tokens[i, : counts[i]] to row rows[i].

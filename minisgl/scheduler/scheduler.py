@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 
 from minisgl.core import (
     Batch,
@@ -46,7 +47,6 @@ from minisgl.scheduler.stats import StepMeter
 from minisgl.scheduler.view import new_view
 
 MIN_LAUNCH_LEAD_S = 0.002  # plan and launch take 0.3 to 0.8 ms; 5 ms without a CUDA graph
-PREPARING_WAIT_S = 0.001  # one wait for a constraint while no other request is open
 
 
 class Scheduler:
@@ -111,7 +111,6 @@ class Scheduler:
         self._outputs = OutputBuilder(self.table)
         self._meter = StepMeter(clock, prices)
         self._reqs: dict[int, Req] = {}
-        self._preparing: dict[int, Constraint] = {}  # constraints that are not prepared, by uid
         self._preparations = PreparationQueue()
         # Requests to end or preempt once the step in flight that contains them is resolved.
         self._ending: list[Req] = []
@@ -159,7 +158,7 @@ class Scheduler:
         manager = self.kv_manager
         pool, cache, windows = manager.pool, manager.cache, manager.windows
         free_pages = pool.num_free + pool.num_quarantined
-        waiting = len(self.view.waiting) + len(self._preparing)
+        waiting = len(self.view.waiting) + len(self._preparations)
         return msgspec.structs.replace(
             self.totals,
             step_id=self.view.resolved_step,
@@ -202,17 +201,14 @@ class Scheduler:
     @property
     def _only_preparing(self) -> bool:
         """No step is due: all open requests, at least one, wait for their constraints."""
-        return 0 < len(self._preparing) == len(self._reqs) and not self._in_flight
+        return 0 < len(self._preparations) == len(self._reqs) and not self._in_flight
 
     def _own(self) -> list[ToScheduler]:
         """Return the messages of this rank about itself: prepared constraints, a new step cost."""
         own: list[ToScheduler] = []
-        if self._preparing:
-            self._preparations.begin()
-            if self._only_preparing:  # wait for the oldest request
-                next(iter(self._preparing.values())).prepared(PREPARING_WAIT_S)
-            if uids := [uid for uid, each in self._preparing.items() if each.prepared()]:
-                own.append(Prepared(uids=uids))
+        if self._preparations:
+            prepared = self._preparations.prepared(wait=self._only_preparing)
+            own += [prepared] if prepared.uids else []
         if cost := self._meter.prices.news(self._meter.clock()):
             own.append(SetStepCost(cost=cost))
         return own
@@ -228,9 +224,7 @@ class Scheduler:
                     self._abort(req, message.reason)
             case Prepared():
                 for uid in message.uids:
-                    constraint = self._preparing.pop(uid, None)
-                    if constraint is not None:  # None: the request was aborted
-                        self._start(self._reqs[uid], constraint)
+                    self._start(uid, uid in message.failed)
             case SetStepCost():
                 self.view.cost = message.cost
             case FlushCache():
@@ -259,25 +253,22 @@ class Scheduler:
         if req.constraint is None:
             enqueue(self.view, req)
         else:
-            req.state = ReqState.PREPARING
-            self._preparing[req.uid] = req.constraint
             self._preparations.add(req)
 
-    def _start(self, req: Req, constraint: Constraint) -> None:
-        """Enqueue a request whose constraint is prepared on rank 0, or end it after a failure."""
-        self._preparations.require(req)  # this rank may be later than rank 0
-        constraint.prepared(None)
-        error = constraint.failure(len(req.tokens))
-        if error is None:
-            enqueue(self.view, req)
-        else:
+    def _start(self, uid: int, failed: bool) -> None:
+        """Enqueue a request that is prepared on rank 0. failed: end it, as it failed on rank 0."""
+        req = self._preparations.take(uid)
+        if req is None:  # it was aborted
+            return
+        if failed and req.constraint is not None:
             req.end_reason = FinishReason.ERROR
-            self._finish(req, error)
+            self._finish(req, req.constraint.failure(len(req.tokens)))
+        else:
+            enqueue(self.view, req)
 
     def _abort(self, req: Req, reason: FinishReason) -> None:
         req.end_reason = reason
         if req.state is ReqState.PREPARING:
-            del self._preparing[req.uid]
             self._preparations.withdraw(req)
             self._finish(req)
         elif req.state is ReqState.WAITING:
@@ -311,11 +302,13 @@ class Scheduler:
         forwarded = int(table.computed[row]) - int(table.last_step[row] > self.view.resolved_step)
         forwarded = min(forwarded, int(table.known[row]) - 1)
         self.kv_manager.release(req, forwarded if cacheable else 0)
-        if req.end_reason is None:
+        if req.end_reason is not None:
+            self._finish(req, error)
+        elif req.constraint is not None and req.failed_at == len(req.tokens):
+            self._preparations.again(req)
+        else:
             self.totals.preemptions_total += 1
             enqueue(self.view, req)
-        else:
-            self._finish(req, error)
 
     def _finish(self, req: Req, error: MinisglError | None = None) -> None:
         if isinstance(error, GrammarFailed):
@@ -384,15 +377,20 @@ class Scheduler:
         self.totals.output_tokens_total += len(new.rows)
         self._outputs.tokens(new)
         for row, reason in new.ended.items():
-            req = self.table.req_at(row)
+            req, known = self.table.req_at(row), int(self.table.known[row])
+            constraint = req.constraint if reason is FinishReason.ERROR else None
+            if constraint is not None and req.failed_at != known:
+                # The mask of this position was not ready, or allows no token. The request is
+                # preempted, and its constraint prepares the mask.
+                req.failed_at = known
+                self.table.drop_in_flight(np.array([row], dtype=np.int32))
+                self._end_when_resolved(req)
+                continue
             req.end_reason = reason
-            error: MinisglError | None = None
-            if reason is FinishReason.ERROR:
-                if req.constraint is not None:
-                    error = req.constraint.failure(int(self.table.known[row]))
-                if error is None:
-                    self.totals.nonfinite_rows_total += 1
-                    error = EngineError("the model produced non-finite logits")
+            error: MinisglError | None = None if constraint is None else constraint.failure(known)
+            if reason is FinishReason.ERROR and error is None:
+                self.totals.nonfinite_rows_total += 1
+                error = EngineError("the model produced non-finite logits")
             remove(self.view, req)
             # A step in flight may still contain the request: the pages are fenced (I2).
             self._release(req, error)

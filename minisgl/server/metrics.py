@@ -273,6 +273,7 @@ class Metrics(Collector):
         self._set("grammar_compile_seconds_total", totals.compile_seconds)
         self._set("grammar_masks_total", totals.masks)
         self._set("grammar_mask_seconds_total", totals.mask_seconds)
+        self._set("grammar_withheld_total", totals.withheld)
         self._set("forced_tokens_total", totals.forced_tokens)
         counted = zip(stats.drafts.drafted, stats.drafts.accepted, strict=True)
         for position, (drafted, accepted) in enumerate(counted, 1):

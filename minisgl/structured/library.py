@@ -6,7 +6,7 @@ is within the limits of the others. Nothing here imports torch.
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from minisgl.core import ConfigError, GrammarFailed
+from minisgl.core import ConfigError, Grammar, GrammarFailed, GrammarKind
 from minisgl.tokenizer.convert import tokenizer_folder
 
 # llguidance computes masks in advance for the tokens that match these regexes. Two more regexes in
@@ -32,40 +32,50 @@ def load_tokenizer(folder: str, eos_token_ids: tuple[int, ...]) -> LLTokenizer:
         raise ConfigError(f"the tokenizer in {folder} cannot serve grammars: {error}") from None
 
 
-def parser_limits() -> LLParserLimits:
-    """Return the work limits. They are counts and not times, so that all ranks agree.
+def parser_limits(kind: GrammarKind) -> LLParserLimits:
+    """Return the work limits of a grammar. They are counts and not times, so that all ranks agree.
 
-    The library does about 50,000 units of initial_lexer_fuel, 14,000 of step_lexer_fuel and 20,000
-    of step_max_items in a millisecond. A lexer state takes 1 to 2 KB.
+    The library does about 50,000 units of initial_lexer_fuel and 14,000 of step_lexer_fuel in a
+    millisecond. A lexer state takes 1 to 2 KB.
+
+    The time of an item is not bounded: a row finds duplicates by a linear search, and an ambiguous
+    rule adds each item to a row many times. A grammar of 36 bytes takes 280 ms for one mask with
+    rows of 2,000 items, and 5 ms with rows of 250 (docs/measurements.md, "Limits of grammars").
+    The text of a JSON schema is not ambiguous, but optional properties need long rows: 64 of them
+    need 255 items, and a schema of MaskBench needs 1,220.
     """
+    row, step = (250, 5_000) if kind == "grammar" else (2_000, 10_000)
     return LLParserLimits(
-        max_items_in_row=2_000,
+        max_items_in_row=row,
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=100_000,
-        step_max_items=50_000,
+        step_max_items=step,
         max_lexer_states=50_000,
-        max_grammar_size=500_000,
+        max_grammar_size=50_000,
         verbose_errors=False,
     )
 
 
-def compile_grammar(tokenizer: LLTokenizer, source: str) -> LLMatcher:
+def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
     """Compile a grammar and compute its first mask. Releases the GIL; takes about a millisecond.
 
-    source: as in core.Grammar. Raises GrammarFailed.
+    Raises GrammarFailed.
 
     Each request gets a matcher of its own. Copies of a matcher share a lexer and its limits, so one
     request that exceeds a limit would end the others, in an order that differs between the ranks.
     """
-    matcher = open_matcher(tokenizer, source)
+    matcher = open_matcher(tokenizer, grammar.source, grammar.kind)
     if matcher.is_error():
         raise failure_of(matcher)
     return matcher
 
 
-def open_matcher(tokenizer: LLTokenizer, source: str) -> LLMatcher:
-    """Return a matcher that has computed its first mask, or is in its error state."""
-    matcher = LLMatcher(tokenizer, source, log_level=0, limits=parser_limits())
+def open_matcher(tokenizer: LLTokenizer, source: str, kind: GrammarKind) -> LLMatcher:
+    """Return a matcher that has computed its first mask, or is in its error state.
+
+    source: as in core.Grammar.
+    """
+    matcher = LLMatcher(tokenizer, source, log_level=0, limits=parser_limits(kind))
     if not matcher.is_error():
         matcher.compute_bitmask()
     return matcher

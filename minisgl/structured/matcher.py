@@ -1,5 +1,6 @@
 """`GrammarState`: the grammar of one request, and the position of the output in the grammar."""
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
@@ -9,10 +10,12 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from minisgl.core import Grammar, Int32Array, RequestError, SamplingParams
+from minisgl.core import Grammar, GrammarFailed, Int32Array, RequestError, SamplingParams
 from minisgl.engine.logits_processing import Constraint
 from minisgl.message.stats import ConstraintTotals
-from minisgl.structured.library import dead_end, failure_of, open_matcher
+from minisgl.structured.library import TOO_COMPLEX, dead_end, failure_of, open_matcher
+
+MAX_PREPARED_S = 0.25  # CPU time of the masks of one request that a step withheld
 
 Mask = NDArray[np.int32]  # [W]; id i is allowed if bit i % 32 of word i // 32 is set
 
@@ -37,11 +40,17 @@ class GrammarState(Constraint):
     A copy of the state follows the drafts of a step. The matcher of a copy shares the lexer of the
     original, and the limit of lexer states counts the states of both. So wrong drafts could make
     the original fail. A matcher that fails after it was copied is therefore replaced by a new one
-    with a lexer of its own, and the request gets no further drafts.
+    with a lexer of its own, and the request gets no further drafts. `prepare` replaces the matcher
+    too if steps have drafts, because some ranks have copied it in the step that gave no token, and
+    others have not.
 
     compile        compiles the grammar in another thread, at the turn of this client.
     eos_token_ids  the EOS ids of the model.
     totals         the counters of all requests; this state adds to them.
+    prepare_mask   starts `compute_ahead` with these tokens in another thread.
+    client         the client of the request, from `start` on.
+    drafting       the steps of the engine have drafts.
+    ready          the matcher has computed the next mask, after a step withheld it.
     forces_tokens  False: `forced` returns no token.
     _compiled      the matcher, from the thread that compiles the grammar.
     _drafts        the drafts of the last step before the first one that the grammar forbids or that
@@ -57,6 +66,8 @@ class GrammarState(Constraint):
                    the matcher has been copied; it has been replaced by a new one.
     _failed        the first error, and the position at which no token was allowed; position None:
                    the grammar could not be compiled.
+    _preparation   the thread that computes a mask; its result is the CPU time in seconds.
+    _prepared_s    CPU time of all masks that other threads have computed.
     """
 
     params: SamplingParams
@@ -64,7 +75,11 @@ class GrammarState(Constraint):
     compile: Callable[[str], Future[Compiled]]
     eos_token_ids: tuple[int, ...]
     totals: ConstraintTotals
+    prepare_mask: "Callable[[GrammarState, list[int]], Future[float]]"
     forces_tokens: bool = True
+    client: str = ""
+    drafting: bool = False
+    ready: bool = False
     _free_until: int | None = None
     _compiled: Future[Compiled] | None = None
     _matcher: LLMatcher | None = None
@@ -76,6 +91,8 @@ class GrammarState(Constraint):
     _copied: bool = False
     _renewed: bool = False
     _failed: tuple[int | None, RequestError] | None = None
+    _preparation: Future[float] | None = None
+    _prepared_s: float = 0.0
 
     masks_drafts = True
 
@@ -89,15 +106,27 @@ class GrammarState(Constraint):
 
     def start(self, client: str) -> None:
         """As Constraint.start."""
+        self.client = client
         self._compiled = self.compile(client)
+
+    def prepare(self, tokens: Int32Array) -> None:
+        """As Constraint.prepare."""
+        self._preparation = self.prepare_mask(self, tokens.tolist())
 
     def withdraw(self) -> None:
         """As Constraint.withdraw."""
-        if self._compiled is not None:
-            self._compiled.cancel()
+        for future in (self._compiled, self._preparation):
+            if future is not None:
+                future.cancel()
 
     def prepared(self, wait_s: float | None = 0.0) -> bool:
         """As Constraint.prepared."""
+        if self._preparation is not None:
+            if not wait([self._preparation], wait_s).done:
+                return False
+            self._prepared_s += self._preparation.result()
+            self._preparation = None
+            return True
         if self._compiled is None:
             return False
         done = bool(wait([self._compiled], wait_s).done)
@@ -112,10 +141,13 @@ class GrammarState(Constraint):
         return done
 
     def failure(self, position: int) -> RequestError | None:
-        """As Constraint.failure."""
-        if self._failed is None or self._failed[0] not in (None, position):
+        """As Constraint.failure. Also fails if `prepare` has taken more than MAX_PREPARED_S."""
+        if self._failed is not None and self._failed[0] in (None, position):
+            return self._failed[1]
+        if self._prepared_s <= MAX_PREPARED_S:
             return None
-        return self._failed[1]
+        reason = f"the allowed tokens took more than {MAX_PREPARED_S:g} s of CPU time"
+        return GrammarFailed(f"the grammar is too complex: {reason}; simplify it", code=TOO_COMPLEX)
 
     def forced(self, tokens: Int32Array) -> Sequence[int]:
         """As Constraint.forced. An EOS id follows a text that is complete and cannot go on."""
@@ -130,6 +162,27 @@ class GrammarState(Constraint):
         ids = ids[: stops[0]] if stops else ids
         drafts, at = self._drafts
         return [] if at == self._seen and drafts[: len(ids)] == ids else ids
+
+    # --- called by another thread ---------------------------------------------------------------
+
+    def compute_ahead(self, tokens: list[int], tokenizer: LLTokenizer) -> float:
+        """Follow the output and compute the next mask. Returns the CPU time in seconds.
+
+        tokens: all known tokens of the request. The matcher keeps the mask until the next step.
+        """
+        began_s = time.thread_time()
+        self.follow(tokens[self._seen :])
+        if self.drafting:
+            self._renew(tokenizer)
+        mask = np.empty(-(-tokenizer.vocab_size // 32), dtype=np.int32)
+        while True:
+            if self.masked_by_grammar:
+                self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if not self.renew(tokenizer):
+                break
+        self.complete(mask)
+        self.ready = True
+        return time.thread_time() - began_s
 
     # --- called by the processor ----------------------------------------------------------------
 
@@ -160,6 +213,7 @@ class GrammarState(Constraint):
         """Count the next token of the output; return True if the matcher has to consume it."""
         thinks = self._may_think and token == self.grammar.think_start
         consumes = self._free_until is None and not thinks
+        self.ready = False
         if thinks:
             self._free_until = self.grammar.think_end
         elif token == self._free_until:
@@ -191,10 +245,14 @@ class GrammarState(Constraint):
         ended = bool(self._followed) and self._followed[-1] in self._ends
         if not self._copied or self._renewed or ended or not self.matcher.is_error():
             return False
-        self._matcher = open_matcher(tokenizer, self.grammar.source)
+        self._renew(tokenizer)
+        return True
+
+    def _renew(self, tokenizer: LLTokenizer) -> None:
+        self._matcher = open_matcher(tokenizer, self.grammar.source, self.grammar.kind)
         self._matcher.consume_tokens(self._followed)
         self._renewed = True
-        return True
+        self._drafts = [], -1
 
     def complete(self, mask: Mask) -> None:
         """Complete the mask of the next token in place. After a failure, the mask forbids all ids.

@@ -1,31 +1,27 @@
 """`GrammarProcessor`: the logits processor that keeps outputs inside their grammars."""
 
-import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from llguidance import LLExecutor, LLTokenizer
-from numpy.typing import NDArray
-from torch import Tensor
+from llguidance import LLTokenizer
 
 from minisgl.core import ConfigError, Grammar, SamplingParams, Unsupported
 from minisgl.core.batch import MAX_DRAFTS, EditedReq
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
-from minisgl.engine.logits_processing import ProcessingStep, TokenMask, upload
+from minisgl.engine.logits_processing import MaskedRows, ProcessingStep, TokenMask, upload
 from minisgl.message.stats import ConstraintTotals
 from minisgl.models.config import load_model_spec
 from minisgl.structured.compile_threads import CompileThreads, raise_stack_limit
 from minisgl.structured.library import compile_grammar, load_tokenizer
-from minisgl.structured.matcher import Compiled, GrammarState, allows
+from minisgl.structured.masks import MaskComputer, Position
+from minisgl.structured.matcher import Compiled, GrammarState
 
 COMPILE_THREADS = 3
-MAX_MASK_THREADS = 8
 
 
 def with_grammars(model_path: str, extensions: Extensions = DEFAULT_EXTENSIONS) -> Extensions:
@@ -38,8 +34,9 @@ def with_grammars(model_path: str, extensions: Extensions = DEFAULT_EXTENSIONS) 
 class GrammarProcessor:
     """Computes the token masks of the requests with a grammar.
 
-    Three threads compile grammars (CompileThreads). One of them reads the model's tokenizer at the
-    start. The masks of a step are computed on the host while the device computes its forward.
+    Three threads compile grammars (CompileThreads), and compute the masks that a step withholds
+    (MaskComputer). One of them reads the model's tokenizer at the start. The other masks of a step
+    are computed on the host while the device computes its forward.
 
     totals         the counters of all requests.
     forces_tokens  True: the scheduler appends forced tokens. False: a step samples every token of
@@ -56,8 +53,7 @@ class GrammarProcessor:
         self._threads = CompileThreads(COMPILE_THREADS)
         load = partial(load_tokenizer, model_path, eos_token_ids)
         self._tokenizer = self._threads.submit("", load)
-        cores = os.cpu_count() or 1
-        self._library = LLExecutor(max(1, min(cores // 2, MAX_MASK_THREADS)))
+        self._masks = MaskComputer(self._tokenizer)
 
     def open(self, params: SamplingParams) -> GrammarState | None:
         """As LogitsProcessor.open."""
@@ -65,11 +61,10 @@ class GrammarProcessor:
         if grammar is None:
             return None
         assert isinstance(grammar, Grammar), "the front end must compile grammars: this is a bug"
-        function = partial(_compile, self._tokenizer, grammar.source)
+        function = partial(_compile, self._tokenizer, grammar)
         compile = partial(self._threads.submit, function=function)
-        return GrammarState(
-            params, grammar, compile, self._eos_token_ids, self.totals, self.forces_tokens
-        )
+        common = self._eos_token_ids, self.totals, self._prepare_mask, self.forces_tokens
+        return GrammarState(params, grammar, compile, *common)
 
     def prepare(
         self, reqs: Sequence[tuple[EditedReq, GrammarState]], step: ProcessingStep
@@ -78,109 +73,36 @@ class GrammarProcessor:
         sampled = [req for req, _ in reqs if req.history is None]
         newest = _NewTokens(sampled, step) if sampled else None
 
-        def compute() -> tuple[Tensor, Tensor]:
+        def compute() -> MaskedRows:
             found = {} if newest is None else newest.wait()
+            failed_rows = step.failed_rows() if sampled else ()
             began_s = time.perf_counter()
-            followed = []
-            positions = []
+            clients: dict[str, list[Position]] = {}
             for req, state in reqs:
+                state.drafting = step.drafts is not None
                 drafts: list[int] = []
                 if req.history is not None:
                     count = state.unseen(req.position, req.prompt_len)
-                    state.follow(req.history[req.position - count :].tolist())
+                    unseen: list[int] = req.history[req.position - count :].tolist()
+                elif step.batch.rows[req.index] in failed_rows:
+                    continue  # the previous step gave no token, so the result is dropped
                 else:
                     position, tokens, drafts = found[req.index]
-                    count = state.unseen(position, req.prompt_len)
-                    followed.append((state, tokens[len(tokens) - count :]))
-                positions.append(_Position(state, int(step.places[req.index]), drafts))
-            self._follow(followed)
-            sent = self._compute_masks(positions, step.token_pool.device)
-            self.totals.masks += len(sent[0])
+                    unseen = tokens[len(tokens) - state.unseen(position, req.prompt_len) :]
+                place = int(step.places[req.index])
+                clients.setdefault(state.client, []).append(Position(state, place, drafts, unseen))
+            masks = self._masks.compute(clients, step.token_pool.device)
+            self.totals.masks += len(masks.rows)
             self.totals.mask_seconds += time.perf_counter() - began_s
-            return sent
+            if masks.withheld is not None:
+                self.totals.withheld += len(masks.withheld)
+            return masks
 
         return TokenMask(compute)
 
-    def _follow(self, followed: Sequence[tuple[GrammarState, Sequence[int]]]) -> None:
-        """Let each state follow its tokens."""
-        for nth in range(max((len(tokens) for _, tokens in followed), default=0)):
-            consumed = [
-                (state.matcher, tokens[nth])
-                for state, tokens in followed
-                if nth < len(tokens) and state.count(tokens[nth])
-            ]
-            if consumed:
-                self._library.consume_token_par(consumed)
-
-    def _compute_masks(
-        self, positions: Sequence["_Position"], device: torch.device
-    ) -> tuple[Tensor, Tensor]:
-        """Return the result of TokenMask.compute for states that have followed every token.
-
-        A draft that the mask of its position forbids is never accepted, so the positions after it
-        get no mask.
-        """
-        words = -(-self._tokenizer.result().vocab_size // 32)
-        most = sum(1 + len(position.drafts) for position in positions)
-        # One transfer sends all masks, and after them all rows.
-        size, pinned = most * (words + 1), device.type == "cuda"
-        buffer = torch.empty(size, dtype=torch.int32, pin_memory=pinned)
-        rows: list[int] = []
-        while positions:
-            masks = buffer[len(rows) * words :][: len(positions) * words].view(-1, words)
-            self._fill([position.state for position in positions], masks)
-            rows += [position.row for position in positions]
-            positions = self._after_drafts(positions, masks.numpy())
-        count = len(rows)
-        buffer[count * words : count * (words + 1)] = torch.tensor(rows, dtype=torch.int32)
-        sent = buffer[: count * (words + 1)].to(device, non_blocking=True)
-        return sent[count * words :], sent[: count * words].view(count, words)
-
-    def _fill(self, states: Sequence[GrammarState | None], masks: Tensor) -> None:
-        """Write the mask of each state. A mask without a state forbids all ids."""
-        pending = [(state, i) for i, state in enumerate(states) if state is not None]
-        while pending:
-            targets = [(state.matcher, i) for state, i in pending if state.masked_by_grammar]
-            if targets:
-                words_bytes = masks.shape[1] * 4
-                self._library.unsafe_compute_mask_ptr(
-                    targets, masks.data_ptr(), words_bytes, len(masks)
-                )
-            tokenizer = self._tokenizer.result()
-            pending = [(state, i) for state, i in pending if state.renew(tokenizer)]
-        for state, mask in zip(states, masks.numpy(), strict=True):
-            if state is None:
-                mask[:] = 0
-            else:
-                state.complete(mask)
-
-    def _after_drafts(
-        self, positions: Sequence["_Position"], masks: NDArray[np.int32]
-    ) -> list["_Position"]:
-        """Return the positions that follow an allowed draft, with states that have followed it."""
-        after = []
-        followed = []
-        for (state, row, drafts), mask in zip(positions, masks, strict=True):
-            if state is not None and drafts and allows(mask, drafts[0]):
-                follower = state.before(drafts[0])
-                after.append(_Position(follower, row + 1, drafts[1:]))
-                if follower is not None:
-                    followed.append((follower, drafts[:1]))
-        self._follow(followed)
-        return after
-
-
-class _Position(NamedTuple):
-    """A position of an output that a step samples.
-
-    state   has followed all tokens before the position; None: the output ends before it.
-    row     the row of its logits.
-    drafts  the draft of this position and those after it.
-    """
-
-    state: GrammarState | None
-    row: int
-    drafts: list[int]
+    def _prepare_mask(self, state: GrammarState, tokens: list[int]) -> Future[float]:
+        function = partial(state.compute_ahead, tokens, self._tokenizer.result())
+        return self._threads.submit(state.client, function)
 
 
 class _NewTokens:
@@ -233,10 +155,10 @@ class _NewTokens:
         return copied
 
 
-def _compile(tokenizer: Future[LLTokenizer], source: str) -> Compiled:
+def _compile(tokenizer: Future[LLTokenizer], grammar: Grammar) -> Compiled:
     began_s = time.perf_counter()
     try:
         loaded = tokenizer.result()
     except ConfigError as error:
         raise Unsupported(str(error)) from None
-    return Compiled(compile_grammar(loaded, source), time.perf_counter() - began_s)
+    return Compiled(compile_grammar(loaded, grammar), time.perf_counter() - began_s)

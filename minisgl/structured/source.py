@@ -8,7 +8,7 @@ import llguidance
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from minisgl.core import InvalidRequest
+from minisgl.core import GrammarKind, InvalidRequest
 from minisgl.message.messages import CompileGrammar
 from minisgl.structured.library import open_matcher
 from minisgl.structured.schema import MAX_CHARS, check_regex, check_schema, children, refusal
@@ -80,14 +80,14 @@ class GrammarCompiler:
         else:
             _check_chars(request.text, "the constraint")
             source = _plain_source(request)
-        if error := self._error(source):
+        if error := self._error(source, request.kind):
             pointer = "" if schema is None else self._locate(schema, error, options)
             raise refusal(pointer, error)
         return CheckedGrammar(source, trigger)
 
-    def _error(self, source: str) -> str:
+    def _error(self, source: str, kind: GrammarKind) -> str:
         """Return the reason why a grammar does not compile or has no first token, or ""."""
-        matcher = open_matcher(self._tokenizer, source)
+        matcher = open_matcher(self._tokenizer, source, kind)
         reason = " ".join(matcher.get_error().split())[:_MAX_REASON_CHARS]
         if reason.startswith("NoExtension"):
             return "no text matches this grammar"
@@ -109,7 +109,8 @@ class GrammarCompiler:
             left -= len(text)
             if left < 0:
                 return False
-            return self._error(LLMatcher.grammar_from_json_schema(text, overrides=options)) == error
+            source = LLMatcher.grammar_from_json_schema(text, overrides=options)
+            return self._error(source, "json_schema") == error
 
         pointer, part = "", schema
         while found := next((c for c in children(part) if same(c[1])), None):

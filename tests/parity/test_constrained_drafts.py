@@ -88,3 +88,46 @@ def test_two_ranks_with_drafts_give_the_answers_of_one_without(path: str, tmp_pa
         assert outcome.tokens == plain.tokens
         assert outcome.ends == plain.ends
         assert sum(outcome.totals.drafts.accepted) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts"),
+    [
+        ("overlap", False),
+        ("overlap", True),
+        ("plain", True),
+        ("crowded", False),
+        ("stopped", False),
+        ("greedy", True),
+    ],
+)
+def test_withheld_masks_change_no_answer(
+    name: str, drafts: bool, path: str, tmp_path: Path
+) -> None:
+    """The answers are those of other steps, in which no row waits for its mask."""
+    tasks, run = tasks_of(len(name)), Run(**RUNS[name], drafts=drafts, withheld=True)
+    plain = without_drafts(path, name)
+    found = run_tasks(SingleCommunicator(), str(tmp_path), path, run, tasks)
+    assert found.tokens == plain.tokens
+    assert found.ends == plain.ends
+    assert found.errors == plain.errors
+    assert found.totals.constraints.withheld > 100
+    assert found.totals.nonfinite_rows_total == 0
+
+
+@pytest.mark.parametrize(("drafts", "logprobs"), [(True, None), (False, 2)])
+def test_two_ranks_that_withhold_other_masks_give_the_answers_of_one(
+    drafts: bool, logprobs: int | None, path: str, tmp_path: Path
+) -> None:
+    """With log-probabilities the ranks gather the logits before the masks."""
+    params = {"logprobs": logprobs}
+    tasks, withheld = tasks_of(3), Run(drafts=drafts, free=True, withheld=True, params=params)
+    outcomes: list[Outcome] = run_ranks(
+        2, tmp_path, run_tasks, str(tmp_path), path, withheld, tasks
+    )
+    one = Run(free=True, params=params)
+    plain = run_tasks(SingleCommunicator(), str(tmp_path), path, one, tasks)
+    for outcome in outcomes:
+        assert outcome.tokens == plain.tokens
+        assert outcome.ends == plain.ends
+        assert outcome.totals.constraints.withheld > 100

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,38 @@ def test_definitions_of_a_tool_are_not_copied_for_each_parameter(server: ServerP
     grown = {name: peak_bytes(pid) - before[name] for name, pid in pids.items()}
     assert max(grown.values()) < 100 * 2**20, grown
     assert works(server)
+
+
+@pytest.mark.parametrize(("calls", "choices"), [(1, 1), (1, 16), (5, 16)])
+def test_masks_that_take_long_delay_no_other_key(
+    server: ServerProcess, calls: int, choices: int
+) -> None:
+    """Regression: a grammar of 36 bytes took up to 1.6 s for each mask and choice.
+
+    A token of another key then took 4.9 s. The calls below would need hours.
+    """
+    grammar = {"structured_outputs": {"grammar": "start: e\ne: e e e | e e | /[a-z ]/"}}
+    hostile = {**grammar, "n": choices, "max_tokens": 400, "ignore_eos": True, "temperature": 1}
+    failed = "grammar_failures_total{reason=grammar_too_complex}"
+    before = server.metrics()[failed]
+    with ThreadPoolExecutor(calls) as threads:
+        answers = [
+            threads.submit(post, server, "one", prompt="x", seed=seed, **hostile)
+            for seed in range(calls)
+        ]
+        for _ in range(3):
+            assert works(server, temperature=0)
+        wait_for(lambda: server.metrics()[failed] > before, "a choice that exceeds its work")
+        assert works(server, temperature=0)
+        assert {answer.result()[0] for answer in answers} <= {200, 400}
+    assert works(server)
+
+
+def test_legal_schema_with_long_rows_is_followed_by_16_choices(server: ServerProcess) -> None:
+    properties = {f"property_{i}": {"type": "string", "maxLength": 2} for i in range(64)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    body = {"structured_outputs": {"json": schema}, "n": 16, "max_tokens": 60, "temperature": 1}
+    assert post(server, "one", prompt="x", seed=1, **body)[0] == 200
 
 
 def peak_bytes(pid: int) -> int:

@@ -26,7 +26,7 @@ from minisgl.core import (
 from minisgl.core.batch import EditedReq
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
-from minisgl.engine.logits_processing import Edit, ProcessingStep, TokenMask
+from minisgl.engine.logits_processing import Edit, MaskedRows, ProcessingStep, TokenMask
 from minisgl.llm import LLM
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
@@ -92,9 +92,7 @@ class CountUp:
         assert isinstance(params, PushParams)
         return Counter() if params.counts_up else None
 
-    def prepare(
-        self, reqs: Sequence[tuple[EditedReq, Counter]], step: ProcessingStep
-    ) -> Edit | TokenMask:
+    def prepare(self, reqs: Sequence[tuple[EditedReq, Counter]], step: ProcessingStep) -> Edit:
         token_rows = torch.from_numpy(step.batch.rows[[req.index for req, _ in reqs]]).long()
         positions = torch.tensor([req.position - 1 for req, _ in reqs])
         on_host = step.token_pool[token_rows, positions].to("cpu", non_blocking=True)
@@ -114,11 +112,11 @@ class CountUp:
             mask[rows, allowed()] = 0.0
             logits[rows] += mask[rows]
 
-        def compute() -> tuple[Tensor, Tensor]:
+        def compute() -> MaskedRows:
             words = torch.zeros((len(reqs), -(-VOCAB_SIZE // 32)), dtype=torch.int32)
             for index, token in enumerate(allowed()):
                 words[index, token // 32] = 1 << token % 32
-            return rows.int(), words
+            return MaskedRows(rows.int(), words)
 
         return TokenMask(compute) if self.token_mask else edit
 

@@ -16,6 +16,8 @@ class ScriptedParams(SamplingParams, frozen=True, kw_only=True):
     stretch     forced tokens have up to this many ids.
     polls       the constraint is prepared after this many questions.
     broken      the preparation fails.
+    most_preparations
+                further preparations take too long.
     """
 
     prompt_len: int = 0
@@ -23,6 +25,7 @@ class ScriptedParams(SamplingParams, frozen=True, kw_only=True):
     stretch: int = 0
     polls: int = 0
     broken: bool = False
+    most_preparations: int = 10**9
 
     def __post_init__(self) -> None:
         """Check nothing: a test may queue parameters that the scheduler must refuse itself."""
@@ -38,6 +41,7 @@ class Scripted(Constraint):
         self.polls = params.polls
         self.client: str | None = None  # None before `start`
         self.withdrawn = False
+        self.preparations: list[int] = []
 
     def start(self, client: str) -> None:
         assert self.client is None, "a preparation starts once"
@@ -52,7 +56,13 @@ class Scripted(Constraint):
         self.polls = 0 if wait_s is None else self.polls - 1
         return self.polls <= 0
 
+    def prepare(self, tokens: Int32Array) -> None:
+        self.preparations.append(len(tokens))
+        self.polls = self.params.polls
+
     def failure(self, position: int) -> RequestError | None:
+        if len(self.preparations) > self.params.most_preparations:
+            return GrammarFailed("the script takes too long", code="slow")
         return GrammarFailed("the script is broken", code="broken") if self.params.broken else None
 
     def forced(self, tokens: Int32Array) -> Sequence[int]:

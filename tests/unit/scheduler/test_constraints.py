@@ -96,6 +96,58 @@ def test_a_row_without_an_allowed_token_ends_with_the_constraint_s_error() -> No
 
 
 @pytest.mark.parametrize("overlap", [True, False])
+def test_a_request_without_a_token_is_prepared_again_and_goes_on(overlap: bool) -> None:
+    """An engine withholds a row whose mask is not ready. Its logits are then not finite."""
+    h = harness(overlap=overlap)
+    uid, output = scripted(h, polls=3)
+    other = h.add([30, 31], max_tokens=12, ignore_eos=True)
+    req = withhold(h, uid, output[3])
+    given = len(h.answers[other].tokens)
+    h.step()
+    assert req.state is ReqState.PREPARING
+    assert h.answers[uid].tokens == output[:4]
+    assert len(h.answers[other].tokens) > given, "the other request is not delayed"
+    h.run()
+    assert h.answers[uid].tokens == output
+    assert req.constraint.preparations == [len(PROMPT) + 4]
+    totals = h.scheduler.totals
+    assert (totals.preemptions_total, totals.nonfinite_rows_total) == (0, 0)
+    check_cached_slots(h.scheduler.kv_manager.cache, h.engine)
+
+
+def withhold(h: Harness, uid: int, token: int) -> Any:
+    """Run until the step that forwards `token` has given no token. Returns the request."""
+    h.engine.break_prompts_with = token
+    req = None
+    while req is None or not req.constraint.preparations:
+        h.step()
+        req = h.scheduler._reqs[uid]
+    h.engine.break_prompts_with = None
+    return req
+
+
+def test_a_prepared_request_without_a_token_ends() -> None:
+    """The mask is ready, so the logits of the model are not finite."""
+    h = harness()
+    uid, output = scripted(h)
+    h.engine.break_prompts_with = output[3]
+    h.run()
+    assert h.answers[uid].tokens == output[:4]
+    assert h.answers[uid].error == "the model produced non-finite logits"
+    assert h.scheduler.totals.nonfinite_rows_total == 1
+
+
+def test_preparations_that_take_too_long_end_the_request() -> None:
+    h = harness()
+    uid, output = scripted(h, most_preparations=0)
+    withhold(h, uid, output[3])
+    h.run()
+    assert h.answers[uid].finishes == [FinishReason.ERROR]
+    assert h.answers[uid].error == "the script takes too long"
+    assert h.scheduler.totals.constraints.failures == {"slow": 1}
+
+
+@pytest.mark.parametrize("overlap", [True, False])
 def test_forced_tokens_take_one_step_instead_of_one_each(overlap: bool) -> None:
     launched = {}
     for stretch in (0, 6):
@@ -135,7 +187,7 @@ def test_every_rank_gets_the_own_messages_of_rank_0(tmp_path: Path) -> None:
     address = endpoint(str(tmp_path), "rank-1")
     follower = FollowerInbox(Receiver(address, LeaderStep))
     leader = LocalInbox([Sender(address)])
-    expected = [Prepared(uids=[4, 7])]
+    expected = [Prepared(uids=[4, 7], failed=[7])]
     assert list(leader.receive(0.0, None, expected)) == expected
     assert list(follower.receive(0.0, None, [Prepared(uids=[9])])) == expected
     assert list(leader.receive(0.0, None, [])) == []

@@ -125,6 +125,7 @@ class Run:
     random   the checkpoint has no weights; the engine draws them.
     forced   forced tokens are appended; otherwise every token is sampled.
     drafts   steps have up to seven drafts: n-grams, or those of `drafter` in run_tasks.
+    withheld half of the masks are withheld, on each rank others.
     params   sampling parameters of all requests.
     engine   further settings of the engine.
     """
@@ -139,6 +140,7 @@ class Run:
     random: bool = False
     forced: bool = True
     drafts: bool = False
+    withheld: bool = False
     params: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
 
@@ -189,6 +191,9 @@ def run_tasks(
     processor = extensions.logits_processors[-1]
     assert isinstance(processor, GrammarProcessor)
     processor.forces_tokens = run.forced
+    if run.withheld:
+        masks = processor._masks
+        masks._group, masks._clock = 1, random.Random(comm.tp.rank).random
     engine = Engine(config, comm, extensions=extensions)
     engine.warm_up()
     facts, source, outbox = engine.facts(), LocalInbox(), deque()

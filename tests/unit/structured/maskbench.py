@@ -80,7 +80,9 @@ class MaskBench:
         return self._compiler.check(request.grammar.message).source
 
     def _allows(self, source: str, instance: Any) -> bool:
-        matcher = LLMatcher(self._tokenizer, source, log_level=0, limits=parser_limits())
+        matcher = LLMatcher(
+            self._tokenizer, source, log_level=0, limits=parser_limits("json_schema")
+        )
         for token in self._tokenizer.tokenize_str(json.dumps(instance, ensure_ascii=False)):
             mask = matcher.compute_bitmask()
             if matcher.is_error() or not mask[token >> 3] & (1 << (token & 7)):

@@ -2,12 +2,13 @@
 
 from llguidance import LLTokenizer
 
+from minisgl.core import Grammar
 from minisgl.structured.library import compile_grammar
 
 
 def follows(tokenizer: LLTokenizer, source: str, text: str) -> bool:
     """True if the mask of each position allows the next token of the text, and its end."""
-    matcher = compile_grammar(tokenizer, source)
+    matcher = compile_grammar(tokenizer, Grammar(source=source, kind="grammar"))
     for token in tokenizer.tokenize_str(text):
         mask = matcher.compute_bitmask()
         if matcher.is_error() or not mask[token >> 3] & (1 << (token & 7)):

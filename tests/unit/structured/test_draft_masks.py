@@ -13,6 +13,7 @@ from minisgl.core import Batch, Grammar, PageUpdates, SamplingParams
 from minisgl.core.batch import EditedReq
 from minisgl.demo import model_path
 from minisgl.engine.logits_processing import ProcessingStep
+from minisgl.engine.model_runner import DraftTensors
 from minisgl.structured.matcher import GrammarState
 from minisgl.structured.processor import GrammarProcessor
 
@@ -70,9 +71,10 @@ def masks(
         sampling={},
         drafting=True,
     )
-    step = ProcessingStep(batch, np.array([PLACE, 0]), None, pool, (EOS,), cached, counts)  # type: ignore[arg-type]
+    tensors = DraftTensors(cached, counts, torch.zeros_like(counts))
+    step = ProcessingStep(batch, np.array([PLACE, 0]), None, pool, (EOS,), tensors)  # type: ignore[arg-type]
     req = EditedReq(0, known + 4 + len(drafts), PROMPT, None, (state,))
-    rows, mask = processor.prepare([(req, state)], step).compute()
+    rows, mask, _ = processor.prepare([(req, state)], step).compute()
     bits = np.unpackbits(mask.numpy().view(np.uint8), axis=1, bitorder="little")
     assert len(set(rows.tolist())) == len(rows)
     return {

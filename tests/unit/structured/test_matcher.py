@@ -1,5 +1,6 @@
 """The state of one grammar: thinking, ends of the output, forced tokens and failures."""
 
+import json
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,6 +17,7 @@ from minisgl.structured.matcher import Compiled, GrammarState, allows
 
 EOS, THINK, THOUGHT, STOP, TRIGGER = 0, 1, 2, 3, 4
 PROMPT = 10  # tokens of the prompt
+AMBIGUOUS = "start: e\ne: e e e | e e | /[a-z ]/"
 TOKENIZER = tokenizers.Tokenizer.from_file(str(model_path() / "tokenizer.json"))
 
 
@@ -34,22 +36,29 @@ class Output:
     def __init__(self, library: LLTokenizer, source: str, thinking: Any = "off", **params: Any):
         grammar = Grammar(
             source=source,
-            kind="regex",
+            kind=params.pop("kind", "regex"),
             thinking=thinking,
             think_start=THINK,
             think_end=THOUGHT,
             trigger=params.pop("trigger", -1),
         )
         compiled: Future[Compiled] = Future()
-        compiled.set_result(Compiled(compile_grammar(library, source), 0.001))
+        compiled.set_result(Compiled(compile_grammar(library, grammar), 0.001))
         self.totals = ConstraintTotals()
         sampling = SamplingParams(grammar=grammar, **params)
-        self.state = GrammarState(sampling, grammar, lambda _: compiled, (EOS,), self.totals)
+        common = (EOS,), self.totals, self.prepare
+        self.state = GrammarState(sampling, grammar, lambda _: compiled, *common)
         self.state.start("")
         assert self.state.prepared()
         assert self.state.unseen(PROMPT, PROMPT) == 0
         self.tokens = [0] * PROMPT
         self.words = -(-library.vocab_size // 32)
+        self.library = library
+
+    def prepare(self, state: GrammarState, tokens: list[int]) -> Future[float]:
+        future: Future[float] = Future()
+        future.set_result(state.compute_ahead(tokens, self.library))
+        return future
 
     def allowed(self) -> set[int]:
         """Return the ids that may come next."""
@@ -189,26 +198,34 @@ def test_ignore_eos_forbids_an_eos_id_while_the_text_can_go_on(library: LLTokeni
 
 
 def test_a_request_that_exceeds_its_work_fails_at_that_token(library: LLTokenizer) -> None:
-    many = {
-        "anyOf": [
-            {
-                "type": "object",
-                "properties": {f"k{j}": {"type": "string"} for j in range(i, i + 30)},
-            }
-            for i in range(200)
-        ]
-    }
-    output = Output(library, LLMatcher.grammar_from_json_schema(many))
-    tokens = 0
-    while (allowed := output.allowed()) and tokens < 50:
-        output.add(min(allowed - {EOS}))
-        tokens += 1
+    """The rows of an ambiguous grammar grow with the text, and their time by the third power."""
+    source = LLMatcher.grammar_from_lark(AMBIGUOUS)
+    output = Output(library, source, kind="grammar")
+    letter = ids("a")[0]
+    while letter in output.allowed() and output.position < 100:
+        output.add(letter)
+    assert output.position > PROMPT + 20
     failure = output.state.failure(output.position)
     assert isinstance(failure, GrammarFailed)
     assert failure.code == "grammar_too_complex"
     assert "too complex" in failure.message
-    other = Output(library, LLMatcher.grammar_from_json_schema(many))
+    other = Output(library, source, kind="grammar")
     assert other.allowed(), "another request with the same grammar goes on"
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_schema_of_64_properties_is_followed_to_its_end(
+    library: LLTokenizer, required: bool
+) -> None:
+    """The schema is within the limits, although a row of the optional properties has 255 items."""
+    names = [f"property_{i}" for i in range(64)]
+    schema = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
+    schema |= {"additionalProperties": False, "required": names if required else []}
+    compact = {"item_separator": ",", "key_separator": ":", "whitespace_flexible": False}
+    source = LLMatcher.grammar_from_json_schema(schema, overrides=compact)
+    output = Output(library, source, kind="json_schema")
+    output.add(*ids(json.dumps(dict.fromkeys(names, "text"), separators=(",", ":"))))
+    assert output.allowed() == {EOS}
 
 
 @pytest.mark.parametrize(
@@ -222,14 +239,19 @@ def test_a_grammar_that_cannot_be_compiled_fails(
     source: str, reason: str, library: LLTokenizer
 ) -> None:
     with pytest.raises(GrammarFailed, match=reason):
-        compile_grammar(library, source)
+        compile_grammar(library, Grammar(source=source, kind="json_schema"))
 
 
 def test_a_failed_compilation_is_the_failure_of_every_position() -> None:
     compiled: Future[Compiled] = Future()
     grammar = Grammar(source="", kind="grammar")
     state = GrammarState(
-        SamplingParams(grammar=grammar), grammar, lambda _: compiled, (EOS,), ConstraintTotals()
+        SamplingParams(grammar=grammar),
+        grammar,
+        lambda _: compiled,
+        (EOS,),
+        ConstraintTotals(),
+        pytest.fail,
     )
     assert not state.prepared(), "the compilation has not started"
     state.start("")
@@ -291,7 +313,7 @@ def test_a_matcher_that_fails_because_of_wrong_drafts_is_replaced(
 ) -> None:
     """The answer needs fewer lexer states than the limit; answer and drafts need more."""
     few = LLParserLimits(max_lexer_states=80, verbose_errors=False)
-    monkeypatch.setattr("minisgl.structured.library.parser_limits", lambda: few)
+    monkeypatch.setattr("minisgl.structured.library.parser_limits", lambda kind: few)
     source = regex("([a-z]{3}|[0-9]{5}x|[A-Z]+q){10,80}")
     plain, output = Output(library, source), Output(library, source)
     renewed = 0
