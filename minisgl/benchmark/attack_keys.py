@@ -91,6 +91,20 @@ def _slow_schema(number: int) -> Body:
     return {"structured_outputs": {"json": schema}, "max_tokens": 4}
 
 
+def _ambiguous_grammar(choices: int) -> Callable[[int], Body]:
+    """Returns calls with a grammar of 36 bytes, whose masks take longer with each token."""
+    grammar = "start: e\ne: e e e | e e | /[a-z ]/"
+    body = {"structured_outputs": {"grammar": grammar}, "n": choices, "max_tokens": 200}
+    return lambda number: {**body, "temperature": 1.0, "ignore_eos": True, "seed": number}
+
+
+def _many_properties(number: int) -> Body:
+    """A legal schema: 64 strings, all of them optional."""
+    properties = {f"property_{i}": {"type": "string"} for i in range(64)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    return {"structured_outputs": {"json": schema}, "n": 16, "max_tokens": 200, "seed": number}
+
+
 _STRUCTURED: Body = {"structured_outputs": {"regex": "[a-z]{4,40}"}}
 _CODER = ("--tool-format", "qwen3-coder")
 
@@ -105,6 +119,10 @@ KEY_ATTACKS = MappingProxyType(
             lambda number: {**_slow_schema(number), "n": 100}, 12, open_s=0.5, other=_STRUCTURED
         ),
         "different small schemas": KeyAttack(_slow_schema, 64),
+        "ambiguous grammar": KeyAttack(_ambiguous_grammar(1), 1),
+        "ambiguous grammar, 16 choices": KeyAttack(_ambiguous_grammar(16), 1),
+        "ambiguous grammar, 80 rows": KeyAttack(_ambiguous_grammar(16), 5),
+        "a legal schema of 64 strings, 16 choices": KeyAttack(_many_properties, 1),
     }
 )
 
