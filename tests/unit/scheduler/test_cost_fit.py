@@ -95,11 +95,13 @@ def test_predictions_are_within_a_tenth_after_200_steps(factor: float, seed: int
 
 
 def test_predictions_follow_a_device_that_gets_warm() -> None:
-    """At its power limit a warm GPU takes 8 % longer."""
-    fit, cool = CostFit(FIRST), FIRST.predict_s(*DECODE)
-    for step in range(300):
-        fit.record(DECODE, cool * (1 + 0.08 * step / 300))
-    assert fit.cost().predict_s(*DECODE) == pytest.approx(1.08 * cool, rel=0.04)
+    """At its power limit a warm GPU takes 8 % longer. The times of steps scatter by 5 %."""
+    work = StepWork(64, 0, 0)
+    fit, cool, rng = CostFit(FIRST), FIRST.predict_s(*work), np.random.default_rng(0)
+    for step in range(5200):
+        warm = 1.0 if step < 5000 else 1.08
+        fit.record(work, cool * warm * rng.normal(1, 0.05))
+    assert fit.cost().predict_s(*work) == pytest.approx(1.08 * cool, rel=0.03)
 
 
 def test_a_fixed_cost_stays() -> None:
@@ -147,12 +149,15 @@ def test_sizes_without_steps_follow_the_others() -> None:
 
 
 def test_times_rise_with_the_tokens_and_the_measured_ones_count() -> None:
-    fit = CostFit(FIRST)
-    for _ in range(200):  # 256 tokens take as long as 512
-        fit.record(StepWork(256, 0, 0), FIRST.predict_s(512, 0, 0))
+    """Steps of 256 tokens take as long as 512, and 384 tokens had a few short steps."""
+    fit, slow = CostFit(FIRST), FIRST.predict_s(512, 0, 0)
+    for step in range(200):
+        fit.record(StepWork(256, 0, 0), slow)
+        if step % 100 == 0:
+            fit.record(StepWork(384, 0, 0), 0.5 * slow)
     seconds = fit.cost().seconds
     assert list(seconds) == sorted(seconds)
-    assert fit.cost().predict_s(256, 0, 0) == pytest.approx(FIRST.predict_s(512, 0, 0), rel=0.05)
+    assert fit.cost().predict_s(256, 0, 0) == pytest.approx(slow, rel=0.05)
 
 
 def test_a_cost_is_news_at_first_and_then_after_a_change_and_a_quarter_of_a_second() -> None:
