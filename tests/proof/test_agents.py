@@ -36,8 +36,8 @@ OPENCODE_CONFIG = """
   "provider": {
     "minisgl": {
       "npm": "@ai-sdk/openai-compatible",
-      "options": {"baseURL": "URL/v1", "apiKey": "none"},
-      "models": {"NAME": {"limit": {"context": 131072, "output": 8192}}}
+      "options": {"baseURL": "@address/v1", "apiKey": "none"},
+      "models": {"@model": {"limit": {"context": 131072, "output": 8192}}}
     }
   },
   "permission": {"bash": "allow"}
@@ -169,7 +169,7 @@ def test_opencode_finishes_a_tool_round_with_scripted_weights(
 ) -> None:
     opencode = install(tmp_path / "npm", "opencode-ai", "opencode")
     (tmp_path / "work").mkdir()
-    config = OPENCODE_CONFIG.replace("URL", scripted.url).replace("NAME", MODEL)
+    config = OPENCODE_CONFIG.replace("@address", scripted.url).replace("@model", MODEL)
     (tmp_path / "work" / "opencode.json").write_text(config)
     command = [str(opencode), "run", "-m", f"minisgl/{MODEL}", TASK]
     run_agent(scripted, tmp_path, command, SCRIPTED)
