@@ -21,6 +21,7 @@ from minisgl.utils.bytecode import keep_bytecode
 _MODULES = {
     "plan": "planning.command",
     "doctor": "doctor",
+    "check": "parity",
     "bench": "benchmark.cli",
     "scripted": "scripted",
 }

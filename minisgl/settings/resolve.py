@@ -55,6 +55,7 @@ minisgl serves language models over the OpenAI API. Its commands:
   minisgl chat [MODEL] [FLAGS]      the same as serve --shell
   minisgl plan [MODEL] [FLAGS]      compute the capacity of a GPU; needs no GPU
   minisgl doctor                    check GPU, compilers, memory and hub
+  minisgl check [MODEL] [FLAGS]     compare answers with those of transformers
   minisgl compile [MODEL] [FLAGS]   compile GPU kernels ahead of time
   minisgl bench NAME [FLAGS]        run a benchmark; bench --help lists them
 """
