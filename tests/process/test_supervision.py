@@ -62,7 +62,7 @@ def _assert_told(stream: Stream | None, name: str) -> None:
             with pytest.raises(httpx.TransportError):
                 response.read()
         else:
-            assert '{"error":{"message":"the engine has failed' in response.read().decode()
+            assert '{"error":{"message":"the service has failed' in response.read().decode()
             assert response.text.endswith("data: [DONE]\n\n")
 
 
