@@ -393,6 +393,12 @@ def _structured() -> list[Panel]:
             "Mean time of compiling a grammar, and host time of the mask of one token.",
         ),
         graph(
+            "Rows without a mask per second",
+            {"rows": "sum(rate(minisgl_grammar_withheld_total{m}[r]))"},
+            "none",
+            "Rows that got no token in a step, because the masks of their client took too long.",
+        ),
+        graph(
             "Forced tokens",
             {
                 "forced": "sum(rate(minisgl_forced_tokens_total{m}[r]))",

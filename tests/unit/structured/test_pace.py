@@ -32,10 +32,10 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def hostile(path: str) -> list[Grammar]:
     """The hostile grammars that a tokenizer worker accepts."""
-    service = GrammarService(path, None)
+    service = GrammarService(path, (-1, -1))
     results = [service.compile(request(kind, value)) for kind, value, _ in HOSTILE]
     service.close()
-    return [Grammar(source=result.text, kind="regex") for result in results if not result.error]
+    return [Grammar(source=result.source, kind="regex") for result in results if not result.error]
 
 
 @pytest.fixture
