@@ -290,7 +290,7 @@ class WindowLayers(NamedTuple):
     def reserve(self, page_size: int) -> int:
         """The pages that a request needs to continue: its window, one more, and one in quarantine.
 
-        See scheduler.window_manager.
+        See kvcache.window.
         """
         return self.span(page_size) + 2
 

@@ -10,7 +10,7 @@ from minisgl.engine.logits_processing import LogitsProcessor, Penalties, TokenBi
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import Finish, default_finish
 from minisgl.engine.stages import Stage
-from minisgl.kvcache import CacheListener
+from minisgl.kvcache import CacheListener, NewKind
 from minisgl.message.stats import ConstraintTotals, KVEventTotals
 from minisgl.models.build import ModelExtensions
 
@@ -42,6 +42,7 @@ class Extensions(ModelExtensions):
                        SchedulerStats reports it. None: the scheduler uses an object of its own.
     cache_reporter     makes the listener of the prefix cache from page size and number of pages.
                        None: the cache has no listener.
+    cache_kinds        make further kinds of memory (kvcache.CacheKind).
     draft_lengths      makes the object that chooses the number of draft tokens, from the number of
                        rows. None: no step has drafts.
     stages             each makes a stage of all steps from the engine's memory, in the order in
@@ -53,6 +54,7 @@ class Extensions(ModelExtensions):
     logits_processors: tuple[LogitsProcessor[Any], ...] = (TokenBias(), Penalties())
     constraint_totals: ConstraintTotals | None = None
     cache_reporter: Callable[[int, int], CacheReporter] | None = None
+    cache_kinds: tuple[NewKind, ...] = ()
     draft_lengths: Callable[[int], DraftLengths] | None = None
     stages: tuple[Callable[[ModelRunner], Stage], ...] = ()
     finish: Callable[[ModelRunner], Finish] = default_finish

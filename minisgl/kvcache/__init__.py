@@ -1,18 +1,24 @@
-"""KV memory: the KV tensors, the pool of free pages, and the prefix cache."""
+"""KV memory: the KV tensors, the pools of free pages, the kinds of memory and the prefix cache."""
 
 from minisgl.kvcache.fenced_pool import FencedPool
-from minisgl.kvcache.node import CacheListener, Hit, Match, RadixNode
+from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
+from minisgl.kvcache.memory import Memory, Room
+from minisgl.kvcache.node import CacheListener, Hit, Match, NoListener, RadixNode
 from minisgl.kvcache.radix import RadixCache, common_prefix
-from minisgl.kvcache.windows import ABSENT, WindowPages
 
 __all__ = [
-    "ABSENT",
+    "CacheKind",
     "CacheListener",
     "FencedPool",
     "Hit",
+    "KindRoom",
     "Match",
+    "Memory",
+    "NewKind",
+    "NoListener",
     "RadixCache",
     "RadixNode",
-    "WindowPages",
+    "Room",
+    "Wanted",
     "common_prefix",
 ]

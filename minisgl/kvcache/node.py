@@ -1,9 +1,12 @@
 """The nodes of the prefix tree, and the prefixes that it finds."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from minisgl.core import Int32Array
+
+Path = list[tuple["RadixNode", int]]  # nodes from the root on, each with a number of its pages
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -11,7 +14,8 @@ class RadixNode:
     """A node of the tree, with the edge that leads to it from its parent.
 
     tokens      int32 [n * page_size]; the tokens of the edge.
-    pages       int32 [n]; the pages that hold the KV of these tokens.
+    pages       int32 [n]; the pages of full attention that hold the KV of these tokens.
+    parts       what each further kind of memory stores for the edge (CacheKind).
     key         the node's key in parent.children.
     last_use    time of the last match or insertion, from the cache's operation counter.
     node_id     number of the node; it orders nodes of equal last_use in the heap.
@@ -20,12 +24,11 @@ class RadixNode:
                 the pages. It is no earlier than the fence of any child.
     in_heap     the node has a valid entry in the heap of its class.
     reused      a request has matched the node since its insertion.
-    windows     int32 [n]; the window page of each page, or ABSENT. Empty without window layers.
     """
 
     tokens: Int32Array
     pages: Int32Array
-    windows: Int32Array
+    parts: list[Any]
     parent: "RadixNode | None"
     key: bytes
     last_use: int
@@ -36,33 +39,34 @@ class RadixNode:
     in_heap: bool = False
     reused: bool = False
 
+    def path(self) -> "Iterator[RadixNode]":
+        """Yield the nodes from this one up to the child of the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
 
 class Match(NamedTuple):
     """A cached prefix: the node at its end, and its pages, int32 [tokens / page_size].
 
-    Of a model with window layers also:
-    windows      int32, as long as `pages`; the window pages. ABSENT where the cache has none.
-    known_pages  pages of the longest cached prefix, even if its window is absent.
+    known_pages: the pages of the longest cached prefix. Not all kinds of memory can use all of it.
     """
 
     node: RadixNode
     pages: Int32Array
-    windows: Int32Array | None = None
-    known_pages: int = 0
+    known_pages: int
 
 
 class Hit(NamedTuple):
-    """A cached prefix that a plan has found. It changes nothing; `match` finds the same prefix.
+    """A cached prefix that a plan has found, without a change. `match` finds the same prefix.
 
-    path     the nodes from the root on, each with the number of its pages in the prefix.
-    pages    the number of all pages; tokens: the tokens that they hold.
-    windows  int32 [pages] of a model with window layers, as in Match.
+    pages: the number of its pages. tokens: the tokens that they hold.
     """
 
-    path: list[tuple[RadixNode, int]]
+    path: Path
     pages: int
     tokens: int
-    windows: Int32Array | None = None
 
 
 class Evicted(NamedTuple):
@@ -83,3 +87,13 @@ class CacheListener(Protocol):
 
     def removed(self, pages: Int32Array) -> None:
         """These pages have been evicted."""
+
+
+class NoListener:
+    """Implements CacheListener for a cache that announces nothing."""
+
+    def stored(self, tokens: Int32Array, pages: Int32Array, salt: str) -> None:
+        """Do nothing."""
+
+    def removed(self, pages: Int32Array) -> None:
+        """Do nothing."""

@@ -16,13 +16,13 @@ nodes, the cache evicts reused leaves first. This is a segmented LRU (Karedla, L
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
-from minisgl.kvcache.node import CacheListener, Evicted, Hit, Match, RadixNode
-from minisgl.kvcache.windows import ABSENT, WindowPages
+from minisgl.kvcache.kinds import CacheKind
+from minisgl.kvcache.node import CacheListener, Evicted, Hit, Match, NoListener, Path, RadixNode
 
 
 def common_prefix(a: Int32Array, b: Int32Array) -> int:
@@ -66,15 +66,15 @@ class RadixCache:
         self,
         page_size: int,
         listener: CacheListener | None = None,
-        windows: WindowPages | None = None,
+        kinds: Sequence[CacheKind] = (),
     ) -> None:
-        """listener: learns of each insertion and eviction. windows: of a model with window layers.
+        """listener: learns of each insertion and eviction. kinds: beside full attention.
 
-        With `windows`, a match ends only where the window of the next token is cached.
+        A match ends where every kind can use it.
         """
+        self.listener = listener or NoListener()
         self._page_size = page_size
-        self._listener = listener
-        self._windows = windows
+        self._kinds = kinds
         self._clock = 0
         self._num_nodes = 0
         # Entries are (last_use, node_id, node). Heap 0 has new leaves, heap 1 reused leaves.
@@ -82,7 +82,7 @@ class RadixCache:
         self._void_entries = 0  # in heap 0
         self._reused_pages = 0  # evictable pages of reused nodes
         empty: Int32Array = np.empty(0, dtype=np.int32)
-        self._root = RadixNode(empty, empty, empty, None, b"", last_use=0, node_id=0)
+        self._root = RadixNode(empty, empty, [], None, b"", last_use=0, node_id=0)
         self.evictable_pages = 0
         self.fenced_pages = 0
         self._fenced: dict[RadixNode, None] = {}  # a dict and not a set, because it keeps the order
@@ -91,19 +91,22 @@ class RadixCache:
     def hit(self, tokens: Int32Array, salt: str = "") -> Hit:
         """Find the prefix that `match` would return, and change nothing."""
         path = self._find(tokens, salt)
-        length, windows = sum(pages for _, pages in path), None
-        if self._windows is not None:
-            parts = [node.windows[:pages] for node, pages in path]
-            windows = np.concatenate([self._root.windows, *parts])
-            length = self._windows.usable(windows)
-            windows = windows[:length]
-            ends = np.cumsum([pages for _, pages in path])
-            path = [
-                (node, min(pages, length - int(end) + pages))
-                for (node, pages), end in zip(path, ends, strict=True)
-                if end - pages < length
-            ]
-        return Hit(path, length, length * self._page_size, windows)
+        length = self._usable(path)
+        used, left = [], length
+        for node, pages in path:
+            if left > 0:
+                used.append((node, min(pages, left)))
+            left -= pages
+        return Hit(used, length, length * self._page_size)
+
+    def _usable(self, path: Path) -> int:
+        """Return the pages of the longest hit on `path` that every kind can use."""
+        length, before = sum(pages for _, pages in path), -1
+        while length != before:
+            before = length
+            for kind in self._kinds:
+                length = kind.usable(path, length)
+        return length
 
     def is_locked(self, node: RadixNode) -> bool:
         """A running request or a step in flight uses the node, so `evict` skips it."""
@@ -115,40 +118,22 @@ class RadixCache:
         If only the first pages of an edge match, the edge is split after these pages.
         """
         self._clock += 1
-        end, parts, _ = self._walk(tokens, salt)
-        match = Match(end, np.concatenate(parts))
-        if self._windows is not None:
-            match = self._usable(match, self._windows, tokens, salt)
-        for node in self._path(match.node):
-            if not node.reused:
-                self._mark_reused(node)
-        return match
-
-    def _usable(
-        self, match: Match, window_pages: WindowPages, tokens: Int32Array, salt: str
-    ) -> Match:
-        """Return the part of a match up to the last page at which a window is complete."""
-        node, pages, known = match.node, match.pages, len(match.pages)
-        parts = [part.windows for part in self._path(node)]
-        windows = np.concatenate([*parts[::-1], pages[:0]])
-        length = window_pages.usable(windows)
+        path = self._find(tokens, salt)
+        length, known = self._usable(path), sum(pages for _, pages in path)
+        node, parts = self._use(path)
         if length < known:
-            node, _, _ = self._walk(tokens[: length * self._page_size], salt)
-        window_pages.touch(self._path(node))
-        return Match(node, pages[:length], windows[:length], known)
+            node, _ = self._use(self._find(tokens[: length * self._page_size], salt))
+        for kind in self._kinds:
+            kind.touch(node)
+        for each in node.path():
+            if not each.reused:
+                self._mark_reused(each)
+        return Match(node, np.concatenate(parts)[:length], known)
 
-    def insert(
-        self,
-        tokens: Int32Array,
-        pages: Int32Array,
-        salt: str = "",
-        windows: Int32Array | None = None,
-    ) -> Match:
+    def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Match:
         """Add the part of `tokens` that is not cached yet.
 
         tokens: int32 [n * page_size]. pages: int32 [n], the pages with the KV of `tokens`.
-        windows: int32 [n], the window pages, or ABSENT; given if the model has window layers. The
-        cache takes a window page only if it has none for the same tokens.
         Returns the last node and the cache's n pages for `tokens`. The cache owns these pages. If a
         returned page differs from the given page, the cache held the same tokens before. The caller
         then still owns the given page. The caller must put the returned page into its page table
@@ -159,27 +144,25 @@ class RadixCache:
                 f"{len(tokens)} tokens must fill {len(pages)} whole pages; this is a bug"
             )
         self._clock += 1
-        node, cached_pages, known_tokens = self._walk(tokens, salt)
-        if known_tokens < len(tokens):
-            known_pages = known_tokens // self._page_size
-            rest = tokens[known_tokens:].copy()
+        path = self._find(tokens, salt)
+        known = sum(of_node for _, of_node in path)
+        node, cached_pages = self._use(path)
+        if known < len(pages):
+            rest = tokens[known * self._page_size :].copy()
             key = self._key(node, rest, salt)
-            leaf = self._new_node(rest, pages[known_pages:].copy(), node, key)
+            leaf = self._new_node(rest, pages[known:].copy(), node, key)
             node.children[key] = leaf
             self.evictable_pages += len(leaf.pages)
             self._push_if_evictable(leaf)
             node = leaf
             cached_pages.append(leaf.pages)
-        if self._windows is not None and windows is not None:
-            self._windows.fill(self._path(node), windows)
-        match = Match(node, np.concatenate(cached_pages))
-        if self._listener is not None:
-            self._listener.stored(tokens, match.pages, salt)
+        match = Match(node, np.concatenate(cached_pages), len(pages))
+        self.listener.stored(tokens, match.pages, salt)
         return match
 
     def lock(self, end: RadixNode) -> None:
         """Forbid the eviction of the nodes from the root to `end`. Takes O(depth)."""
-        for node in self._path(end):
+        for node in end.path():
             if node.lock_count == 0:
                 self.evictable_pages -= len(node.pages)
                 self._reused_pages -= len(node.pages) * node.reused
@@ -192,7 +175,7 @@ class RadixCache:
 
         Raises InvariantBroken when a node is not locked.
         """
-        for node in self._path(end):
+        for node in end.path():
             if node.lock_count == 0:
                 raise InvariantBroken("a node is unlocked more often than locked; this is a bug")
             node.lock_count -= 1
@@ -208,7 +191,8 @@ class RadixCache:
     def resolve(self, step: int) -> None:
         """Let `evict` take the pages whose fence is at most `step`, the newest completed step."""
         self._resolved_step = step
-        self._unfence([node for node in self._fenced if node.fence <= step])
+        if self._fenced:
+            self._unfence([node for node in self._fenced if node.fence <= step])
 
     def lift_fences(self) -> None:
         """Let `evict` take all unlocked pages. The caller must delay the reuse of evicted pages."""
@@ -244,10 +228,10 @@ class RadixCache:
             count -= taken
         return evicted
 
-    def _find(self, tokens: Int32Array, salt: str) -> list[tuple[RadixNode, int]]:
+    def _find(self, tokens: Int32Array, salt: str) -> Path:
         """Return the nodes of the longest cached prefix, each with its number of pages in it."""
         node, position = self._root, 0
-        path: list[tuple[RadixNode, int]] = []
+        path: Path = []
         while position + self._page_size <= len(tokens):
             child = node.children.get(self._key(node, tokens[position:], salt))
             if child is None:
@@ -260,19 +244,17 @@ class RadixCache:
             node = child
         return path
 
-    def _walk(self, tokens: Int32Array, salt: str) -> tuple[RadixNode, list[Int32Array], int]:
-        """Follow `tokens` from the root and mark the nodes on the way as used.
+    def _use(self, path: Path) -> tuple[RadixNode, list[Int32Array]]:
+        """Mark the nodes of a path as used, and split its last edge after the path.
 
-        Returns the last node, the list of the nodes' pages, and the number of tokens that these
-        pages hold. The list begins with the empty array of the root.
+        Returns the last node and the list of the nodes' pages, which begins with an empty array.
         """
-        node, pages = self._root, [self._root.pages]
-        for node, num_pages in self._find(tokens, salt):
-            if num_pages < len(node.pages):
-                node = self._split(node, num_pages)
-            node.last_use = self._clock
-            pages.append(node.pages)
-        return node, pages, sum(map(len, pages)) * self._page_size
+        end, pages = self._root, [self._root.pages]
+        for node, num_pages in path:
+            end = node if num_pages == len(node.pages) else self._split(node, num_pages)
+            end.last_use = self._clock
+            pages.append(end.pages)
+        return end, pages
 
     def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
         """Move the first `num_pages` pages of `node` to a new parent node. Returns the new node."""
@@ -281,18 +263,16 @@ class RadixCache:
         assert parent is not None, "the root must not be split; this is a bug"
         pages = node.pages[:num_pages].copy()
         upper = self._new_node(node.tokens[:cut].copy(), pages, parent, node.key)
-        upper.windows = node.windows[:num_pages].copy()
         upper.lock_count = node.lock_count
         upper.fence = node.fence
         upper.reused = node.reused
         if node in self._fenced:
             self._fenced[upper] = None
-        if self._windows is not None:
-            self._windows.mark_used(upper)
+        for kind in self._kinds:
+            kind.split(upper, node, num_pages)
         parent.children[upper.key] = upper
         node.tokens = node.tokens[cut:].copy()
         node.pages = node.pages[num_pages:].copy()
-        node.windows = node.windows[num_pages:].copy()
         node.parent = upper
         node.key = self._key(upper, node.tokens, "")
         upper.children[node.key] = node
@@ -304,13 +284,11 @@ class RadixCache:
         taken = node.pages[kept:]
         self.evictable_pages -= num_pages
         self._reused_pages -= num_pages if node.reused else 0
-        if self._windows is not None:
-            self._windows.cut(node, kept)
-        if self._listener is not None:
-            self._listener.removed(taken)
+        for kind in self._kinds:
+            kind.drop(node, kept)
+        self.listener.removed(taken)
         if kept:
             node.pages = node.pages[:kept]
-            node.windows = node.windows[:kept]
             node.tokens = node.tokens[: kept * self._page_size]
             self._push_if_evictable(node)
         else:
@@ -343,21 +321,12 @@ class RadixCache:
             node.in_heap = True
             heapq.heappush(self._heaps[node.reused], (node.last_use, node.node_id, node))
 
-    def _path(self, end: RadixNode) -> Iterator[RadixNode]:
-        """Yield the nodes from `end` up to the child of the root."""
-        node: RadixNode | None = end
-        while node is not None and node is not self._root:
-            yield node
-            node = node.parent
-
     def _new_node(
         self, tokens: Int32Array, pages: Int32Array, parent: RadixNode, key: bytes
     ) -> RadixNode:
         self._num_nodes += 1
-        windows = pages[:0]
-        if self._windows is not None:
-            windows = np.full(len(pages), ABSENT, dtype=np.int32)
-        return RadixNode(tokens, pages, windows, parent, key, self._clock, self._num_nodes)
+        parts = [kind.part(len(pages)) for kind in self._kinds]
+        return RadixNode(tokens, pages, parts, parent, key, self._clock, self._num_nodes)
 
     def _key(self, parent: RadixNode, tokens: Int32Array, salt: str) -> bytes:
         page = tokens[: self._page_size].tobytes()

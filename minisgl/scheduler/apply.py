@@ -28,7 +28,8 @@ def prepare(view: View) -> None:
     rows = view.decode_rows
     if view.prefilling:
         rows = np.concatenate([rows, np.array([r.row for r in view.prefilling], dtype=np.int32)])
-    view.memory.advance(rows)
+    for kind in view.memory.kinds:
+        kind.advance(rows)
     if view.carry.overtakes < MAX_OVERTAKES:
         return
     delayed = view.waiting.longest_delayed(view.prefilling)
@@ -46,9 +47,10 @@ def apply(view: View, plan: Plan) -> Batch | None:
     2. Give pages to the rows that decode.
     3. Open the rows of new requests, and build the batch.
     """
-    memory, table = view.memory, view.table
-    locked = _lock(view, plan)
-    memory.grow(plan.grow, plan.pages)
+    memory = view.memory
+    locked = _lock(view, plan) if plan.seen else {}
+    if len(plan.grow):
+        memory.grow(plan.grow, plan.pages)
     for req, _ in plan.admit:
         _admit(view, req, locked[req])
     if plan.preempt is not None:
@@ -66,8 +68,10 @@ def apply(view: View, plan: Plan) -> Batch | None:
                 "no request runs, but no waiting request can be admitted; this is a bug"
             )
         return None
-    memory.grow_windows(rows, lengths)
-    return table.build_batch(view.launched_step + 1, rows, lengths, len(plan.decode.rows))
+    for kind in memory.kinds:
+        kind.grow(rows, lengths)
+    updates, num_decode = memory.updates(rows), len(plan.decode.rows)
+    return view.table.build_batch(view.launched_step + 1, rows, lengths, num_decode, updates)
 
 
 def _lock(view: View, plan: Plan) -> dict[Req, Match]:
@@ -89,12 +93,14 @@ def _lock(view: View, plan: Plan) -> dict[Req, Match]:
 
 def _admit(view: View, req: Req, match: Match) -> None:
     view.waiting.remove(req)
-    view.memory.open_row(req, match)
+    cached = len(match.pages) * view.memory.page_size
+    view.table.open_row(req, cached)
+    view.memory.open(req.row, match)
     view.table.client[req.row] = view.waiting.clients[req.client]
     view.lengths.open(req.row)
     if not req.admitted:
         req.admitted = True
-        req.cached_tokens = len(match.pages) * view.memory.page_size
+        req.cached_tokens = cached
     req.state = ReqState.PREFILL
     view.prefilling.append(req)
     view.uncached[req] = None
@@ -172,6 +178,6 @@ def enqueue(view: View, req: Req) -> None:
     req.state = ReqState.WAITING
     cached = len(view.memory.match(req).pages) * view.memory.page_size
     others = chain(view.uncached, islice(reversed(view.waiting), MAX_DEFERRED))
-    shared = view.memory.shared_with_older(req, cached, others)
+    shared = view.shared_with_older(req, cached, others)
     req.uncached_tokens = len(req.tokens) - (shared or cached)
     view.waiting.append(req)

@@ -48,9 +48,7 @@ def append_forced(sampled_rows: Int32Array, view: View) -> NewTokens:
     delay = 0.0 if view.prefilling else CHUNK_SLOWDOWN * len(view.decode_rows)
     for row, ids in list(forced.items()):
         tokens = int(table.known[row]) + len(ids)
-        if row not in ending and not (
-            saved > delay and view.memory.try_extend(table.req_at(row), tokens)
-        ):
+        if row not in ending and not (saved > delay and view.memory.try_extend(row, tokens)):
             del forced[row]
     if not forced:
         return NewTokens(sampled_rows[:0], sampled_rows[:0], {})

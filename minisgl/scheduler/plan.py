@@ -12,9 +12,8 @@ import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
-from minisgl.kvcache import Hit
+from minisgl.kvcache import Hit, Room
 from minisgl.scheduler.budget import prompt_tokens
-from minisgl.scheduler.kv_manager import Room
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Admission, Carry, Chunk, Decode, Plan, View
 
@@ -47,7 +46,7 @@ def plan(view: View) -> Plan:
     step's prompt tokens. Then each client in turn may use all unused tokens. If rows or pages are
     short, Shares decides (docs/decisions/20-clients-in-turn.md).
     """
-    room = view.memory.room()
+    room = Room(view.memory)
     decode, short = decoding(view, room)
     if short is None and not view.has_prompts:  # the usual step: no Python loop
         return Plan(decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))
@@ -67,10 +66,11 @@ def plan(view: View) -> Plan:
 
 def decoding(view: View, room: Room) -> tuple[Decode, Shortage | None]:
     """Return the decoding rows with pages for their next tokens, and why others have none."""
-    rows, tokens = view.decode_rows, draft_tokens(view)
+    rows = view.decode_rows
+    tokens = draft_tokens(view) if view.max_drafts else rows[:0]
     if len(tokens) and room.grow(rows, tokens):
         return Decode(rows, tokens), None
-    rows = room.with_parts(rows)
+    rows = room.within_kinds(rows)
     decode = Decode.one_each(rows)
     if not room.grow(*decode):
         return shortage(view, room, rows)
@@ -87,9 +87,9 @@ def draft_tokens(view: View) -> Int32Array:
     Drafts end before the last token that the request may forward.
     """
     table, rows = view.table, view.decode_rows
-    if not (view.max_drafts and table.may_draft[rows].any()):
-        return rows[:0]
     may_draft = table.may_draft[rows]
+    if not may_draft.any():
+        return rows[:0]
     computed, fitting = table.computed[rows], MAX_DRAFT_TOKENS // len(rows)
     limit = max(width for width in DRAFT_WIDTHS if width <= max(fitting, 1)) - 1
     cost = None if view.has_prompts else view.cost
@@ -102,19 +102,19 @@ def draft_tokens(view: View) -> Int32Array:
 def shortage(view: View, room: Room, rows: Int32Array) -> tuple[Decode, Shortage]:
     """Give the pages that are left to the oldest requests. The newest one is preempted."""
     table, shares = view.table, view.shares()
-    growing = rows[room.lacks(rows, 1) > 0].tolist()
+    growing = rows[view.memory.full.lacks(rows, 1) > 0].tolist()
     ages = {row: shares.age(table.req_at(row)) for row in growing}
     oldest_first: Int32Array = np.array(sorted(ages, key=ages.__getitem__), dtype=np.int32)
     starved = oldest_first[room.available :]
     kept = rows[~np.isin(rows, starved)]
     decode = Decode.one_each(kept)
     room.grow(*decode)
-    # `rows` lacks the requests that wait for a window page, and these can be preempted too.
+    # `rows` lacks the requests without room in another kind of memory. These can be preempted too.
     running = [*view.prefilling, *map(table.req_at, view.decode_rows.tolist())]
     # The step in flight frees pages when it is resolved. If it has drafts of the starved rows, and
     # rejects them, no page is missing either.
     drafted = (table.computed[starved] > table.known[starved]).all()
-    waits = room.pending >= len(starved) or drafted
+    waits = view.memory.pending >= len(starved) or drafted
     if waits or (len(running) == 1 and view.in_flight):
         return decode, Shortage(None)
     if len(running) == 1:
@@ -183,7 +183,7 @@ class Filling:
             hit = self._view.hit(req)
             self._seen.append(req)
             others = (r for r in chain(self._view.uncached, self._admit) if r is not self._victim)
-            if self._view.memory.shared_with_older(req, hit.tokens, others):
+            if self._view.shared_with_older(req, hit.tokens, others):
                 deferred += 1
                 if deferred == MAX_DEFERRED:
                     break

@@ -45,8 +45,6 @@ class Req:
                       and client, a plan preempts the highest index first.
     row               index in page table, token pool and RequestTable; -1 while the request owns no
                       row.
-    shared_pages      the first shared_pages pages of the row belong to the prefix cache; the others
-                      belong to this request. Valid while the request owns a row.
     end_reason        set when the request is to end. A request in state ENDING without a reason is
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
@@ -84,7 +82,6 @@ class Req:
     uncached_tokens: int = 0
     failed_at: int = -1
     row: int = -1
-    shared_pages: int = 0
     cached_tokens: int = 0
     admitted: bool = False
     admitted_s: float = 0.0
@@ -93,6 +90,14 @@ class Req:
     prompt_reported: int = 0
     held_logprobs: list[TokenLogprobs] = field(default_factory=list)
     prediction: Int32Array = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+
+    @property
+    def matchable(self) -> int:
+        """The number of leading tokens that a cached prefix may cover: at least one is computed.
+
+        A request for log-probabilities of its prompt computes the whole prompt.
+        """
+        return 0 if self.sampling.prompt_logprobs is not None else len(self.tokens) - 1
 
 
 def accept_request(

@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import Batch, EngineLike, FinishReason, Int32Array, InvariantBroken, StepResult
-from minisgl.core.batch import MAX_DRAFTS, EditedReq, History, LogprobsRequest, PageUpdates
+from minisgl.core.batch import EditedReq, History, LogprobsRequest, PageUpdates
+from minisgl.core.rows import Rows
 from minisgl.engine import Extensions
 from minisgl.engine.logits_processing import Constraint
 from minisgl.kvcache import FencedPool
-from minisgl.scheduler.page_table import PageTable
 from minisgl.scheduler.request import Req
 
 
@@ -30,26 +30,14 @@ class NewTokens(NamedTuple):
     ended: dict[int, FinishReason]
 
 
-class RequestTable:
+class RequestTable(Rows):
     """Rows 0 to R-1 and their columns. A row belongs to at most one request.
 
     eos_token_ids int32; the EOS ids of the model.
     rows          the free rows; rows.allocated[row] is True while the row belongs to a request.
-    pages         the page table of the rows, for layers with full attention.
-    window_pages  the page table for window layers; None if the model has none. On the device its
-                  rows follow those of the first table.
     reqs          the request of each row; None for a free row.
     uid           int64 [R]; uid of the request.
-    tokens        int32 [R, max_seq_len]; prompt and known output tokens.
-    known         int32 [R]; number of tokens whose ids are known to the host.
-    computed      int32 [R]; number of tokens whose keys and values are cached, or are written by a
-                  step that has been launched. Drafts of the step in flight count as accepted.
-    prefill_end   int32 [R]; number of tokens to forward as chunks. Later tokens are decoded. It
-                  grows when forced tokens are appended.
-    max_total_tokens
-                  int32 [R]; limit of prompt and output tokens together.
     stop_from     int32 [R]; tokens from this position on may stop the request.
-    last_step     int64 [R]; the last launched step that contains the row.
     dropped_until int64 [R]; steps up to this one give the row no tokens, because forced tokens have
                   taken the positions, or because an earlier step gave no token.
     obeys_eos     bool [R]; the model's EOS ids end the request.
@@ -70,20 +58,13 @@ class RequestTable:
         self, engine: EngineLike, extensions: Extensions, eos_token_ids: tuple[int, ...]
     ) -> None:
         num_rows = engine.max_running_reqs
+        super().__init__(num_rows, engine.max_seq_len)
         self.eos_token_ids: Int32Array = np.array(eos_token_ids, dtype=np.int32)
         self.rows = FencedPool(num_rows)
         self._drafting = extensions.draft_lengths is not None
-        self.pages = PageTable(engine, MAX_DRAFTS if self._drafting else 0)
-        self.window_pages = None if engine.window is None else PageTable(engine)
         self.reqs: list[Req | None] = [None] * num_rows
-        self.tokens: Int32Array = np.zeros((num_rows, engine.max_seq_len), dtype=np.int32)
         self.uid = np.zeros(num_rows, dtype=np.int64)
-        self.known: Int32Array = np.zeros(num_rows, dtype=np.int32)
-        self.computed: Int32Array = np.zeros(num_rows, dtype=np.int32)
-        self.prefill_end: Int32Array = np.zeros(num_rows, dtype=np.int32)
-        self.max_total_tokens: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.stop_from: Int32Array = np.zeros(num_rows, dtype=np.int32)
-        self.last_step = np.zeros(num_rows, dtype=np.int64)
         self.dropped_until = np.zeros(num_rows, dtype=np.int64)
         self.obeys_eos = np.zeros(num_rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(num_rows, dtype=np.bool_)
@@ -102,8 +83,8 @@ class RequestTable:
         assert req is not None, f"row {row} must belong to a request; this is a bug"
         return req
 
-    def open_row(self, req: Req, pages: Int32Array, computed: int) -> None:
-        """Give `req` a row. `pages` hold the keys and values of its first `computed` tokens."""
+    def open_row(self, req: Req, computed: int) -> None:
+        """Give `req` a row. The keys and values of its first `computed` tokens are cached."""
         row = int(self.rows.allocate(1)[0])
         length, sampling = len(req.tokens), req.sampling
         req.row = row
@@ -111,7 +92,6 @@ class RequestTable:
         self.last_step[row] = self.dropped_until[row] = 0
         self.uid[row] = req.uid
         self.tokens[row, :length] = req.tokens
-        self.pages.open_row(row, pages)
         self.known[row] = self.prefill_end[row] = length
         self.computed[row] = computed
         self.max_total_tokens[row] = req.max_total_tokens
@@ -199,9 +179,14 @@ class RequestTable:
         return NewTokens(new_rows, new, ended)
 
     def build_batch(
-        self, step_id: int, rows: Int32Array, lengths: Int32Array, num_decode: int
+        self,
+        step_id: int,
+        rows: Int32Array,
+        lengths: Int32Array,
+        num_decode: int,
+        updates: PageUpdates,
     ) -> Batch:
-        """Return a batch of the next `lengths` tokens of each row. Page updates count as sent.
+        """Return a batch of the next `lengths` tokens of each row.
 
         rows, lengths: int32 [B]; first the num_decode decoding rows, then the chunks.
         """
@@ -214,11 +199,6 @@ class RequestTable:
             )
         ]
         samples = ends >= self.prefill_end[rows]
-        updates = self.pages.take_updates(rows)
-        if self.window_pages is not None:
-            window_rows, *others = self.window_pages.take_updates(rows)
-            of_windows = window_rows + np.int32(len(self.reqs) + 1), *others
-            updates = PageUpdates(*map(np.concatenate, zip(updates, of_windows, strict=True)))
         return Batch(
             step_id=step_id,
             num_decode=num_decode,

@@ -37,7 +37,6 @@ from minisgl.scheduler.apply import apply, enqueue, prepare, record_drafts, reco
 from minisgl.scheduler.cost_fit import FREE, StepPrices
 from minisgl.scheduler.forced import append_forced
 from minisgl.scheduler.inbox import Inbox
-from minisgl.scheduler.kv_manager import KVManager
 from minisgl.scheduler.outputs import OutputBuilder
 from minisgl.scheduler.plan import plan
 from minisgl.scheduler.preparation import PreparationQueue
@@ -102,10 +101,10 @@ class Scheduler:
         self._send = send
         self.table = RequestTable(engine, extensions, eos_token_ids)
         report = extensions.cache_reporter
-        self._reporter = report and report(engine.page_size, engine.num_pages)
-        cached = config.cache_type != "naive"
-        self.kv_manager = KVManager(engine, self.table, cached, self._reporter)
-        self.view = new_view(engine, config, extensions, self.kv_manager, prices.cost())
+        reporter = report and report(engine.page_size, engine.num_pages)
+        self._reporters = [reporter] if reporter else []  # one or none
+        self.view = new_view(engine, config, extensions, self.table, reporter, prices.cost())
+        self.memory = self.view.memory
         self._capacity_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self._arrivals = 0
         self._outputs = OutputBuilder(self.table)
@@ -122,7 +121,7 @@ class Scheduler:
             phases=self._meter.phases,
             total_pages=engine.num_pages,
             constraints=extensions.constraint_totals or ConstraintTotals(),
-            kv_events=self._reporter.totals if self._reporter else KVEventTotals(),
+            kv_events=reporter.totals if reporter else KVEventTotals(),
         )
         self.stopping = False
 
@@ -143,8 +142,8 @@ class Scheduler:
         if step.preempt is not None:
             self._end_when_resolved(step.preempt)
         self.drain_in_flight(keep=int(self._config.overlap and batch is not None))
-        if self._reporter is not None:
-            self._reporter.flush()
+        for reporter in self._reporters:
+            reporter.flush()
 
     def drain_in_flight(self, keep: int = 0) -> None:
         """Read the results of launched steps, except for the last `keep`, and send the output."""
@@ -155,9 +154,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Gauges and totals as of now."""
-        manager = self.kv_manager
-        pool, cache, windows = manager.pool, manager.cache, manager.windows
-        free_pages = pool.num_free + pool.num_quarantined
+        pages = self.memory.usage()
         waiting = len(self.view.waiting) + len(self._preparations)
         return msgspec.structs.replace(
             self.totals,
@@ -166,11 +163,11 @@ class Scheduler:
             preparing=self._only_preparing,
             waiting_reqs=waiting,
             running_reqs=len(self._reqs) - waiting,
-            free_pages=free_pages,
-            evictable_pages=cache.evictable_pages,
-            locked_pages=pool.size - free_pages - cache.evictable_pages,
-            evicted_pages_total=manager.evicted_pages_total,
-            window_pages=() if windows is None else windows.usage(),
+            free_pages=pages["full"].free,
+            evictable_pages=pages["full"].evictable,
+            locked_pages=pages["full"].used,
+            evicted_pages_total=self.memory.evicted_pages_total,
+            window_pages=pages.get("window", ()),
         )
 
     # --- messages -------------------------------------------------------------------------------
@@ -228,7 +225,7 @@ class Scheduler:
             case SetStepCost():
                 self.view.cost = message.cost
             case FlushCache():
-                self.kv_manager.flush()
+                self.memory.flush()
             case Shutdown():
                 self.stopping = True
                 for req in list(self._reqs.values()):
@@ -301,7 +298,8 @@ class Scheduler:
         cacheable = error is None and table.known[row] > table.prefill_end[row]
         forwarded = int(table.computed[row]) - int(table.last_step[row] > self.view.resolved_step)
         forwarded = min(forwarded, int(table.known[row]) - 1)
-        self.kv_manager.release(req, forwarded if cacheable else 0)
+        self.memory.release(req.row, req.cache_salt, forwarded if cacheable else 0)
+        self.table.close_row(req)
         if req.end_reason is not None:
             self._finish(req, error)
         elif req.constraint is not None and req.failed_at == len(req.tokens):
@@ -342,7 +340,8 @@ class Scheduler:
         result = pending.wait()
         self._meter.record_result(batch, result.by_graph)
         self.view.resolved_step = batch.step_id
-        self.kv_manager.resolve(batch.step_id)
+        self.table.rows.resolve(batch.step_id)
+        self.memory.resolve(batch.step_id)
         chunks = slice(batch.num_decode, None)
         completed_rows = batch.rows[chunks][batch.samples[chunks]].tolist()
         prefilled = [req for row in completed_rows if (req := self.table.reqs[row]) is not None]
@@ -352,7 +351,8 @@ class Scheduler:
                 self.totals.prompt_tokens_total += req.prompt_len
                 self.totals.cached_tokens_total += req.cached_tokens
                 self._outputs.open(req)
-        self._outputs.predicted(batch, result, new.rows)
+        if batch.drafting:
+            self._outputs.predicted(batch, result, new.rows)
         self._outputs.logprobs(batch, result, new.rows)
         self._take_tokens(new)
         if batch.drafting:
@@ -362,7 +362,8 @@ class Scheduler:
         for req in prefilled:
             if req in self.view.uncached:  # False: the chunk held forced tokens, or `req` ends
                 del self.view.uncached[req]
-                self.kv_manager.publish(req, int(self.table.prefill_end[req.row]))
+                computed = int(self.table.prefill_end[req.row])
+                self.memory.publish(req.row, req.cache_salt, computed)
         ending, self._ending = self._ending, []
         for req in ending:
             if req.state is not ReqState.FINISHED:  # a token of this step may have ended it

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from minisgl.core import Batch, EngineLike, Int32Array, SchedulerConfig, StepCost, step_sizes
 from minisgl.core.batch import MAX_DRAFTS, DraftLengths, NoDrafts
 from minisgl.engine import Extensions
-from minisgl.kvcache import Hit
-from minisgl.scheduler.kv_manager import KVManager
+from minisgl.kvcache import CacheListener, Hit, Memory, common_prefix
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.waiting import Shares, WaitingQueue
@@ -83,6 +82,9 @@ class Plan(NamedTuple):
     carry: Carry = NO_CARRY
 
 
+MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared prefix
+
+
 @dataclass(slots=True)
 class View:
     """The requests, their memory and their order. A plan reads it; only `apply` changes it.
@@ -112,7 +114,8 @@ class View:
     """
 
     config: SchedulerConfig
-    memory: KVManager
+    memory: Memory
+    table: RequestTable
     lengths: DraftLengths
     max_drafts: int
     sizes: list[int]
@@ -126,11 +129,6 @@ class View:
     resolved_step: int = 0
 
     @property
-    def table(self) -> RequestTable:
-        """The columns of the running requests."""
-        return self.memory.table
-
-    @property
     def in_flight(self) -> bool:
         """A launched step has no result yet. Its result may free pages."""
         return self.launched_step > self.resolved_step
@@ -138,7 +136,7 @@ class View:
     @property
     def has_prompts(self) -> bool:
         """Requests have prompt tokens that are not launched."""
-        return bool(self.prefilling or self.waiting)
+        return bool(self.prefilling or self.waiting.uncached)
 
     def has_urgent(self, prefilling: Iterable[Req]) -> bool:
         """A prompt that waits or is in `prefilling` has the first priority in use."""
@@ -149,9 +147,42 @@ class View:
         """Find the cached prefix of a waiting request."""
         return self.memory.hit(req)
 
+    def shared_with_older(self, req: Req, cached: int, others: Iterable[Req]) -> int:
+        """Return the number of leading tokens of `req` that an older request in `others` computes.
+
+        cached: the tokens of `req` that the cache has.
+        The result is 0 if fewer than half of the uncached tokens are shared: `req` does not wait
+        for so few. With this rule, the n choices of one prompt compute the prompt once. A burst of
+        requests with the same system prompt computes the system prompt once.
+
+        A request waits for older requests only, and these decrease in number. If it also waited for
+        newer requests, it could wait forever: a newer request is admitted before it, computes the
+        shared prefix and fails, then the next newer request does the same, and so on.
+        """
+        if not (self.memory.caches and req.matchable):
+            return 0
+        page_size = self.memory.page_size
+        half = (len(req.tokens) - cached + 1) // 2
+        min_shared = self.memory.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * page_size
+        # The first min_shared tokens have to be equal. Compare the last of these tokens first,
+        # because most prompts differ there. The slice is empty if the prompt has fewer tokens.
+        last_needed = req.tokens[min_shared - 1 : min_shared].tobytes()
+        if not last_needed:
+            return 0
+        for other in others:
+            older = other.arrival_index < req.arrival_index and other.cache_salt == req.cache_salt
+            if other.priority > req.priority or not older:
+                continue  # a request of a later priority may have to wait for `req`
+            if other.tokens[min_shared - 1 : min_shared].tobytes() == last_needed:
+                shared = common_prefix(req.tokens[:-1], other.tokens)
+                if shared >= min_shared:
+                    return shared // page_size * page_size
+        return 0
+
     def shares(self) -> Shares:
         """Count what the clients hold."""
-        return Shares(self.table, self.waiting, self.memory.pool.size)
+        pages = self.memory.full.table.counts
+        return Shares(self.table, self.waiting, pages, self.memory.full.pool.size)
 
     def keys(self, decode: Decode) -> int:
         """Return the number of keys that the decoding rows read."""
@@ -173,16 +204,21 @@ def new_view(
     engine: EngineLike,
     config: SchedulerConfig,
     extensions: Extensions,
-    memory: KVManager,
+    table: RequestTable,
+    listener: CacheListener | None,
     cost: StepCost,
 ) -> View:
-    """Return a view without requests."""
+    """Return a view without requests. listener: of the prefix cache."""
     new_lengths = extensions.draft_lengths or NoDrafts
-    return View(
-        config,
-        memory,
-        new_lengths(engine.max_running_reqs),
-        MAX_DRAFTS if extensions.draft_lengths else 0,
-        step_sizes(config.prefill_budget_tokens + engine.max_running_reqs + 1024),
-        cost,
+    max_drafts = MAX_DRAFTS if extensions.draft_lengths else 0
+    memory = Memory(
+        engine,
+        table,
+        caches=config.cache_type != "naive",
+        spare_tokens=max_drafts,
+        listener=listener,
+        kinds=extensions.cache_kinds,
     )
+    sizes = step_sizes(config.prefill_budget_tokens + engine.max_running_reqs + 1024)
+    lengths = new_lengths(engine.max_running_reqs)
+    return View(config, memory, table, lengths, max_drafts, sizes, cost)

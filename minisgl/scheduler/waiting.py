@@ -7,6 +7,7 @@ from operator import itemgetter
 
 import numpy as np
 
+from minisgl.core import Int32Array
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 
@@ -139,7 +140,10 @@ class Shares:
     With one client, no holdings are counted, and no request is preempted for another client.
     """
 
-    def __init__(self, table: RequestTable, waiting: WaitingQueue, num_pages: int) -> None:
+    def __init__(
+        self, table: RequestTable, waiting: WaitingQueue, pages: Int32Array, num_pages: int
+    ) -> None:
+        """pages: int32 [R], the number of pages of each row."""
         self._rows: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
         self._num_rows, self._num_pages = table.rows.size, num_pages
@@ -150,10 +154,10 @@ class Shares:
         rows = np.flatnonzero(table.running)
         clients = table.client[rows]
         held = np.bincount(clients, minlength=most).tolist()
-        pages = np.bincount(clients, table.pages.counts[rows], minlength=most).tolist()
+        held_pages = np.bincount(clients, pages[rows], minlength=most).tolist()
         for client, number in waiting.clients.items():
             if held[number]:
-                self._rows[client], self._pages[client] = held[number], int(pages[number])
+                self._rows[client], self._pages[client] = held[number], int(held_pages[number])
         with_work = max(len({*self._rows, *(client for _, client in waiting.uncached)}), 1)
         self._fair_rows = max(table.rows.size // with_work, 1)
         self._fair_pages = max(num_pages // with_work, 1)

@@ -51,7 +51,7 @@ class Run:
                 inbox.messages.append(AddReq(uid=uid, token_ids=ids, sampling=greedy()))
             while inbox.messages or not self.scheduler.idle:
                 self.scheduler.iterate()
-            assert self.scheduler.kv_manager.cache.evictable_pages > 0
+            assert self.scheduler.memory.tree.evictable_pages > 0
             outbox.clear()
             self.scheduler.totals.cached_tokens_total = 0
         for uid, (prompt, one) in enumerate(zip(prompts(), params, strict=True)):

@@ -23,7 +23,7 @@ from minisgl.message.messages import AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, transformers_greedy
-from tests.unit.scheduler.integrity import check_held, check_scheduler
+from tests.unit.scheduler.integrity import check_held, check_scheduler, windows_of
 
 ModelPath = Callable[[str], str]
 OUTPUT_TOKENS = 24
@@ -119,8 +119,8 @@ class Recorder:
 
     def launch(self, batch: Batch) -> object:
         self.batches.append(batch)
-        manager, pools = self.scheduler.kv_manager, self._engine._launcher.runner.pools
-        fenced = [manager.pool] + ([] if manager.windows is None else [manager.windows.pages.pool])
+        memory, pools = self.scheduler.memory, self._engine._launcher.runner.pools
+        fenced = [memory.full.pool, *(windows.pages.pool for windows in windows_of(memory))]
         for ids, pool in zip(fenced, pools, strict=True):
             if pool.spec.fp8:
                 continue

@@ -11,7 +11,6 @@ import numpy as np
 from minisgl.benchmark.trace import page_chain
 from minisgl.benchmark.virtual_engine import EngineSettings
 from minisgl.core import Int32Array
-from minisgl.kvcache import RadixCache
 from minisgl.message.messages import StepOutput, ToScheduler
 from minisgl.scheduler import Scheduler
 
@@ -98,7 +97,7 @@ class Replica:
         page_size, num_pages = self.engine.page_size, self.engine.num_pages
         self._recorder = BlockRecorder(page_size, num_pages)
         if observed:
-            self._scheduler.kv_manager.cache = RadixCache(page_size, self._recorder)
+            self._scheduler.memory.tree.listener = self._recorder
 
     def deliver(self, due_s: float, message: ToScheduler) -> None:
         """Let `message` arrive at due_s. Calls are in the order of due_s."""

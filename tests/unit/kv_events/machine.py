@@ -48,7 +48,7 @@ class Replica:
         self.cache = RadixCache(page_size, self.events)
 
     def insert(self, tokens: list[int], salt: str) -> None:
-        """Insert the whole pages of a prompt, and evict if needed, as KVManager does."""
+        """Insert the whole pages of a prompt, and evict if needed, as Memory does."""
         key = np.array(tokens[: len(tokens) // self.page_size * self.page_size], dtype=np.int32)
         count = len(key) // self.page_size
         if count > self.pool.size:

@@ -22,9 +22,9 @@ from minisgl.core import (
 from minisgl.demo import model_path
 from minisgl.engine import Engine
 from minisgl.engine.launched import LaunchedStep
+from minisgl.kvcache import Memory
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import LocalWorker
-from minisgl.scheduler.kv_manager import KVManager
 from tests.unit.scheduler.integrity import check_scheduler
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
@@ -321,9 +321,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("max_tokens", [1, 30])
-@pytest.mark.parametrize(
-    "where", [(Engine, "launch"), (LaunchedStep, "wait"), (KVManager, "publish")]
-)
+@pytest.mark.parametrize("where", [(Engine, "launch"), (LaunchedStep, "wait"), (Memory, "publish")])
 def test_an_llm_is_usable_after_a_keyboard_interrupt(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], max_tokens: int
 ) -> None:

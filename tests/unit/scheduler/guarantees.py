@@ -14,7 +14,7 @@ from minisgl.scheduler import apply, budget
 from minisgl.scheduler import plan as planning
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Plan, View
-from tests.unit.scheduler.integrity import nodes_of
+from tests.unit.scheduler.integrity import nodes_of, windows_of
 
 
 class PlanChecks:
@@ -62,10 +62,10 @@ class PlanChecks:
 
     def f3_rows_pause_few_steps_in_a_row(self, view: View, plan: Plan) -> None:
         """A row that has room is left out in MAX_PAUSES steps in a row at most."""
-        if view.memory.windows is not None or not (len(plan.decode.rows) or plan.chunks):
+        if view.memory.kinds or not (len(plan.decode.rows) or plan.chunks):
             return
         ends = -(-(view.table.computed[view.decode_rows] + 1) // view.memory.page_size)
-        has_room = ends <= view.table.pages.counts[view.decode_rows]
+        has_room = ends <= view.memory.full.table.counts[view.decode_rows]
         has_room |= np.isin(view.decode_rows, plan.grow)
         runs = np.isin(view.decode_rows, plan.decode.rows)
         left_out = view.decode_rows[has_room & ~runs].tolist()
@@ -85,7 +85,7 @@ class PlanChecks:
     ) -> None:
         victim = plan.preempt
         ends = -(-(view.table.computed[view.decode_rows] + 1) // view.memory.page_size)
-        lacks = view.decode_rows[ends > view.table.pages.counts[view.decode_rows]]
+        lacks = view.decode_rows[ends > view.memory.full.table.counts[view.decode_rows]]
         if victim is None or not np.isin(lacks, plan.grow).all():
             return  # requests that decode are short of pages: F9
         running = [
@@ -94,11 +94,11 @@ class PlanChecks:
         running += [req for req, _ in plan.admit]
         of_client = sum(req.client == victim.client for req in running)
         waits_earlier = any(req.priority < victim.priority for req in view.waiting)
-        assert of_client > 1 or waits_earlier or view.memory.windows is not None
+        assert of_client > 1 or waits_earlier or view.memory.kinds
 
     def f6_each_client_gets_an_equal_part_first(self, view: View, plan: Plan) -> None:
         keys = {*view.waiting.uncached, *((req.priority, req.client) for req in view.prefilling)}
-        if view.memory.windows is not None or not keys:
+        if view.memory.kinds or not keys:
             return
         first = min(level for level, _ in keys)
         clients = [client for level, client in keys if level == first]
@@ -132,7 +132,7 @@ class PlanChecks:
         assert len(plan.decode.rows) or plan.chunks or plan.preempt is not None
 
     def f10_prompts_go_on_in_every_step(self, view: View, plan: Plan) -> None:
-        if view.memory.windows is not None or plan.preempt is not None:
+        if view.memory.kinds or plan.preempt is not None:
             return
         table, config = view.table, view.config
         rest = sum(int(table.prefill_end[r.row] - table.computed[r.row]) for r in view.prefilling)
@@ -155,18 +155,18 @@ def state_of(view: View) -> bytes:
 
     memory, table = view.memory, view.table
     add(*(value for value in vars(table).values() if isinstance(value, np.ndarray)))
-    add(table.pages.entries, table.pages.counts, table.pages.sent, view.decode_rows, view.carry)
-    add_pool(memory.pool)
+    pages = memory.full.table
+    add(pages.entries, pages.counts, pages.sent, memory.shared, view.decode_rows, view.carry)
+    add_pool(memory.full.pool)
     add_pool(table.rows)
-    for node in sorted(nodes_of(memory.cache), key=lambda node: node.node_id):
-        add(node.tokens, node.pages, node.windows, node.last_use, node.lock_count, node.fence)
+    for node in sorted(nodes_of(memory.tree), key=lambda node: node.node_id):
+        add(node.tokens, node.pages, node.parts, node.last_use, node.lock_count, node.fence)
         add(node.in_heap, node.reused, node.key, len(node.children))
-    add(memory.cache.evictable_pages, memory.cache.fenced_pages, memory.cache._clock)
+    add(memory.tree.evictable_pages, memory.tree.fenced_pages, memory.tree._clock)
     for reqs in (view.waiting, view.prefilling, view.uncached):
         add([(req.uid, req.priority, req.state, req.row, req.admitted) for req in reqs])
     add(view.waiting.highest_class, dict(view.waiting.uncached), view.waiting._queues.keys())
-    if memory.windows is not None:
-        windows = memory.windows
+    for windows in windows_of(memory):
         add_pool(windows.pages.pool)
         add(windows.pages.users, windows.pages.cached, windows.pages._last_step)
         add([node.node_id for node in windows.pages._lru])

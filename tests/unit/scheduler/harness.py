@@ -9,13 +9,14 @@ import numpy as np
 
 from minisgl.core import Batch, FinishReason, SchedulerConfig
 from minisgl.core.batch import DraftLengths
+from minisgl.kvcache import NewKind
 from minisgl.message.messages import AbortReq, AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler import scheduler as scheduler_module
 from minisgl.scheduler.plan import plan
 from minisgl.scheduler.view import Plan, View
 from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine
-from tests.unit.scheduler.integrity import check_held, check_scheduler
+from tests.unit.scheduler.integrity import check_held, check_scheduler, windows_of
 from tests.unit.scheduler.scripted import SCRIPTED, ScriptedParams
 
 
@@ -45,8 +46,9 @@ class Harness:
         eos_token_ids: tuple[int, ...] = (EOS,),
         drafts: DraftLengths | None = None,
         checks: Callable[[View], Plan] = plan,
+        kinds: tuple[NewKind, ...] = (),
     ) -> None:
-        """checks: called in place of `plan`."""
+        """checks: called in place of `plan`. kinds: further kinds of memory."""
         self.checks = checks
         self.engine = engine
         self.inbox, self.outbox = LocalInbox(), deque()
@@ -57,7 +59,9 @@ class Harness:
             eos_token_ids=eos_token_ids,
             inbox=self.inbox,
             send=self.outbox.append,
-            extensions=replace(SCRIPTED, draft_lengths=drafts and (lambda rows: drafts)),
+            extensions=replace(
+                SCRIPTED, draft_lengths=drafts and (lambda rows: drafts), cache_kinds=kinds
+            ),
         )
         self.answers: dict[int, Answer] = {}
         self.next_uid = 1
@@ -116,14 +120,13 @@ class Harness:
 
     def _pages(self, batch: Batch, written_only: bool) -> list[tuple[tuple[int, int], int]]:
         """The window pages of a batch by row and column, or those that it writes."""
-        windows, size = self.scheduler.kv_manager.windows, self.engine.page_size
-        if windows is None:
-            return []
-        found = []
-        for row, start, length in zip(batch.rows, batch.start, batch.lengths, strict=True):
-            first = start // size - (0 if written_only else windows.span)
-            for column in range(max(int(first), 0), -(-int(start + length) // size)):
-                found.append(((int(row), column), int(windows.table.entries[row, column])))
+        size, found = self.engine.page_size, []
+        steps = [*zip(batch.rows, batch.start, batch.lengths, strict=True)]
+        for windows in windows_of(self.scheduler.memory):
+            for row, start, length in steps:
+                first = start // size - (0 if written_only else windows.span)
+                for column in range(max(int(first), 0), -(-int(start + length) // size)):
+                    found.append(((int(row), column), int(windows.table.entries[row, column])))
         return found
 
     def collect(self) -> None:

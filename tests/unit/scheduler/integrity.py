@@ -7,23 +7,25 @@ whole data structures, so only tests call them.
 import numpy as np
 
 from minisgl.core import Batch
-from minisgl.kvcache import ABSENT, FencedPool, RadixCache, RadixNode
+from minisgl.kvcache import FencedPool, Memory, RadixCache, RadixNode
+from minisgl.kvcache.window import Windows
+from minisgl.kvcache.window_pages import ABSENT
 from minisgl.scheduler import Scheduler
 from minisgl.scheduler.request_table import RequestTable
-from minisgl.scheduler.window_manager import WindowManager
 from tests.unit.scheduler.fake_engine import FakeEngine, slot_values
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Each page, each row and each request has exactly one owner."""
-    manager, table = scheduler.kv_manager, scheduler.table
-    pool, cache = manager.pool, manager.cache
+    memory, table = scheduler.memory, scheduler.table
+    pool, cache = memory.full.pool, memory.tree
     check_pool(pool)
     cached = check_cache(cache)
     check_table(table)
     running = [req for req in table.reqs if req is not None]
-    pages = table.pages
-    own = [pages.entries[req.row, req.shared_pages : pages.counts[req.row]] for req in running]
+    pages, shared = memory.full.table, memory.shared
+    own = [pages.entries[req.row, shared[req.row] : pages.counts[req.row]] for req in running]
+    assert (memory.full.in_use == table.rows.allocated).all()
     owned = np.concatenate([np.empty(0, dtype=np.int32), *own])
     assert len(np.unique(owned)) == len(owned), "two requests own the same page"
     total = pool.num_free + pool.num_quarantined + cached + len(owned)
@@ -31,13 +33,18 @@ def check_scheduler(scheduler: Scheduler) -> None:
         f"free {pool.num_free} + quarantined {pool.num_quarantined} + cached {cached} + running "
         f"{len(owned)} != {pool.size} pages"
     )
-    if manager.windows is not None:
-        check_windows(manager.windows, cache, table)
+    for windows in windows_of(memory):
+        check_windows(windows, cache, table)
     if scheduler.idle:
         assert cached == cache.evictable_pages, "idle, but pages are locked"
 
 
-def check_windows(windows: WindowManager, cache: RadixCache, table: RequestTable) -> None:
+def windows_of(memory: Memory) -> list[Windows]:
+    """The kind of window layers, if the model has some."""
+    return [kind for kind in memory.kinds if isinstance(kind, Windows)]
+
+
+def check_windows(windows: Windows, cache: RadixCache, table: RequestTable) -> None:
     """Each window page is free or fenced, or its recorded users and cache entry are right."""
     pages = windows.pages
     check_pool(pages.pool)
@@ -58,16 +65,17 @@ def check_windows(windows: WindowManager, cache: RadixCache, table: RequestTable
     assert (held == windows.held).all()
     assert np.maximum(held, windows._reserve).sum() <= pages.pool.size, "a reserve is not covered"
     assert (users == pages.users).all(), "the users of a window page are miscounted"
-    cached = [node.windows[node.windows != ABSENT] for node in nodes_of(cache)]
+    parts = [pages.part_of(node) for node in nodes_of(cache)]
+    cached = [part[part != ABSENT] for part in parts]
     stored = np.concatenate([np.empty(0, dtype=np.int32), *cached])
     assert len(np.unique(stored)) == len(stored), "a window page is cached twice"
     assert sorted(stored) == np.flatnonzero(pages.cached).tolist()
     assert (pages.pool.allocated == (pages.cached | (users > 0))).all(), "a window page is lost"
     nodes, entries = nodes_of(cache), pages._lru.keys()
-    live = {node for node in nodes if (node.windows != ABSENT).any()}
+    live = {node for node in nodes if (pages.part_of(node) != ABSENT).any()}
     assert live <= entries, "a window page cannot be evicted"
     assert entries <= set(nodes), "an evicted node is in the index of windows"
-    assert all(len(node.windows) == len(node.pages) for node in nodes)
+    assert all(len(pages.part_of(node)) == len(node.pages) for node in nodes)
 
 
 def check_held(scheduler: Scheduler, batch: Batch) -> None:
@@ -76,9 +84,13 @@ def check_held(scheduler: Scheduler, batch: Batch) -> None:
     A row whose prompt is not published may hold the window of another prefix as well. While the
     step is in flight, no page that it reads is free.
     """
-    windows, page_size = scheduler.kv_manager.windows, scheduler.kv_manager.page_size
-    if windows is None:
-        return
+    for windows in windows_of(scheduler.memory):
+        check_held_by(windows, scheduler, batch)
+
+
+def check_held_by(windows: Windows, scheduler: Scheduler, batch: Batch) -> None:
+    """The same for one kind."""
+    page_size = scheduler.memory.page_size
     in_flight = any(each is batch for each, _ in scheduler._in_flight)
     free = windows.pages.pool._stack[: windows.pages.pool.num_free]
     for row, start, length in zip(batch.rows, batch.start, batch.lengths, strict=True):

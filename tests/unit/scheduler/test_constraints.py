@@ -112,7 +112,7 @@ def test_a_request_without_a_token_is_prepared_again_and_goes_on(overlap: bool) 
     assert req.constraint.preparations == [len(PROMPT) + 4]
     totals = h.scheduler.totals
     assert (totals.preemptions_total, totals.nonfinite_rows_total) == (0, 0)
-    check_cached_slots(h.scheduler.kv_manager.cache, h.engine)
+    check_cached_slots(h.scheduler.memory.tree, h.engine)
 
 
 def withhold(h: Harness, uid: int, token: int) -> Any:
@@ -207,7 +207,7 @@ def test_forced_tokens_follow_the_last_accepted_token(drafter: str, overlap: boo
         assert h.answers[uid].tokens == output
     assert h.scheduler.totals.constraints.forced_tokens > 20
     assert drafts.drafted > 20
-    check_cached_slots(h.scheduler.kv_manager.cache, engine)
+    check_cached_slots(h.scheduler.memory.tree, engine)
 
 
 def test_drafts_of_a_dropped_result_do_not_count() -> None:

@@ -167,4 +167,4 @@ def test_tokens_behind_a_stop_are_dropped(output_tokens: int) -> None:
     harness.run()
     assert harness.answers[uid].tokens == expected
     assert harness.answers[uid].finishes == [FinishReason.STOP]
-    check_cached_slots(harness.scheduler.kv_manager.cache, harness.engine)
+    check_cached_slots(harness.scheduler.memory.tree, harness.engine)

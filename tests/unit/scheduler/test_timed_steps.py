@@ -115,7 +115,7 @@ def test_prompts_too_short_to_share_are_not_compared(monkeypatch: pytest.MonkeyP
     def fail(*_: object) -> int:
         raise AssertionError("a prompt of 20 tokens never waits for another")
 
-    monkeypatch.setattr("minisgl.scheduler.kv_manager.common_prefix", fail)
+    monkeypatch.setattr("minisgl.scheduler.view.common_prefix", fail)
     harness = Harness(FakeEngine(64, 4), config())
     uids = [harness.add(prompt_of(20, i % 2), max_tokens=2, ignore_eos=True) for i in range(12)]
     harness.run()

@@ -46,7 +46,7 @@ def test_a_hit_needs_its_window_only() -> None:
     cached_tokens(harness, SYSTEM)
     for own in (50, 51, 52):
         cached_tokens(harness, [own] * 20)
-    cache = harness.scheduler.kv_manager.cache
+    cache = harness.scheduler.memory.tree
     assert cache.match(np.array(SYSTEM, dtype=np.int32)).known_pages == len(SYSTEM) // PAGE
     assert cached_tokens(harness, SYSTEM) == 0
 

@@ -3,8 +3,12 @@
 import numpy as np
 import pytest
 
-from minisgl.core import Int32Array
-from minisgl.kvcache import ABSENT, RadixCache, WindowPages
+from minisgl.core import Int32Array, WindowLayers
+from minisgl.core.rows import Rows
+from minisgl.kvcache import Memory, RadixCache
+from minisgl.kvcache.window import Windows
+from minisgl.kvcache.window_pages import ABSENT, WindowPages
+from tests.unit.scheduler.fake_engine import FakeEngine
 
 SPAN = 2
 
@@ -15,17 +19,25 @@ def ids(*values: int) -> Int32Array:
 
 def new_cache(num_pages: int = 32) -> tuple[RadixCache, WindowPages]:
     """A cache with pages of one token, in which a hit needs the last two window pages."""
-    pages = WindowPages(num_pages, SPAN)
-    return RadixCache(1, windows=pages), pages
+    engine = FakeEngine(64, 1, window=WindowLayers(SPAN + 1, num_pages))
+    memory = Memory(engine, Rows(8, 64))
+    (windows,) = memory.kinds
+    assert isinstance(windows, Windows)
+    return memory.tree, windows.pages
 
 
 def insert(cache: RadixCache, pages: WindowPages, tokens: Int32Array, first: int) -> Int32Array:
     """Insert `tokens` with window pages from page `first` on, as a request that has ended."""
     windows = np.full(len(tokens), ABSENT, dtype=np.int32)
     windows[first:] = pages.allocate(len(tokens) - first)
-    cache.insert(tokens, tokens, windows=windows)
+    pages.fill(cache.insert(tokens, tokens).node, windows)
     pages.drop(windows[first:], 0)
     return windows
+
+
+def windows_at_end(cache: RadixCache, pages: WindowPages, tokens: Int32Array) -> list[int]:
+    match = cache.match(tokens)
+    return pages.at_end(match.node, len(match.pages)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -56,8 +68,7 @@ def test_a_match_tells_the_usable_and_the_known_pages() -> None:
     windows = insert(cache, pages, ids(1, 2, 3, 4, 5, 6), first=4)
     whole = cache.match(ids(1, 2, 3, 4, 5, 6, 7))
     assert whole.pages.tolist() == [1, 2, 3, 4, 5, 6]
-    assert whole.windows is not None
-    assert whole.windows.tolist() == windows.tolist()
+    assert pages.at_end(whole.node, 6).tolist() == windows.tolist()
     branch = cache.match(ids(1, 2, 3, 4, 9))
     assert (len(branch.pages), branch.known_pages) == (0, 4)
 
@@ -66,9 +77,7 @@ def test_an_insertion_adds_windows_that_were_absent_and_keeps_the_others() -> No
     cache, pages = new_cache()
     first = insert(cache, pages, ids(1, 2, 3, 4), first=2)
     second = insert(cache, pages, ids(1, 2, 3, 4), first=0)
-    found = cache.match(ids(1, 2, 3, 4)).windows
-    assert found is not None
-    assert found.tolist() == [*second[:2], *first[2:]]
+    assert windows_at_end(cache, pages, ids(1, 2, 3, 4)) == [*second[:2], *first[2:]]
     free = pages.pool.size - pages.pool.num_free
     assert free == 4, "the two window pages that the cache had already are free again"
 

@@ -1,20 +1,27 @@
-"""`WindowManager`: the pages of window layers that the running requests hold."""
+"""`Windows`: the kind of memory of layers with a sliding window."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl.core import Int32Array, WindowLayers
-from minisgl.kvcache import ABSENT, Hit, Match, WindowPages
-from minisgl.scheduler.request import Req
-from minisgl.scheduler.request_table import RequestTable
+from minisgl.core import EngineLike, Int32Array, PageUpdates
+from minisgl.core.rows import Rows
+from minisgl.kvcache.full import FullPages, PageTable
+from minisgl.kvcache.kinds import NewKind, Wanted
+from minisgl.kvcache.node import Hit, Match, Path, RadixNode
+from minisgl.kvcache.window_pages import ABSENT, WindowPages
+
+
+def window_kinds(engine: EngineLike) -> tuple[NewKind, ...]:
+    """Return the kind of window layers, if the model has such layers."""
+    return () if engine.window is None else (Windows,)
 
 
 @dataclass(slots=True)
 class Holding:
     """The pages of a row, as one plan counts them.
 
-    reserve, held  as in WindowManager.
+    reserve, held  as in Windows.
     end            the row has pages for the tokens before page `end`.
     kept           number of pages that the row can give up.
     freed          int32; those of them that are then available at once.
@@ -32,8 +39,8 @@ class Holding:
         return max(self.reserve, self.held)
 
 
-class WindowManager:
-    """Gives window pages to the rows, and takes back the pages behind the window of a row.
+class Windows:
+    """Implements CacheKind: gives window pages to the rows, and takes back those behind a window.
 
     Let k be the page of the next token of a row. The window of this token, and of all later ones,
     begins in page k - span or later. The row therefore holds the pages k - span to k, and during a
@@ -55,14 +62,17 @@ class WindowManager:
         row can therefore always get the pages of its reserve.
     """
 
-    def __init__(self, window: WindowLayers, req_table: RequestTable) -> None:
-        """req_table: has the lengths of the rows, and their page table for window layers."""
-        assert req_table.window_pages is not None, "rows must have window pages; this is a bug"
-        self._req_table, self.table = req_table, req_table.window_pages
-        num_rows, self._page_size = len(self.table.counts), self.table.page_size
+    name = "window"
+
+    def __init__(self, engine: EngineLike, rows: Rows, full: FullPages, index: int) -> None:
+        """index: of the part in RadixNode.parts."""
+        window = engine.window
+        assert window is not None, "the model must have window layers; this is a bug"
+        self._rows, self.table = rows, PageTable(engine)
+        num_rows, self._page_size = len(rows.known), engine.page_size
         self.span = window.span(self._page_size)
         self._full_reserve = window.reserve(self._page_size)
-        self.pages = WindowPages(window.num_pages, self.span)
+        self.pages = WindowPages(window.num_pages, self.span, index)
         self.first: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self._reserve: Int32Array = np.zeros(num_rows, dtype=np.int32)
         # The row also holds the pages kept_first to kept_end - 1 that are behind its window.
@@ -91,28 +101,35 @@ class WindowManager:
         """Return the counters of one plan."""
         return WindowRoom(self)
 
-    def open_row(self, req: Req, match: Match) -> None:
+    def usable(self, path: Path, pages: int) -> int:
+        """Return the pages up to the last one after a complete window."""
+        return self.pages.usable(self.pages.on_path(path)[:pages])
+
+    def use(self, match: Match) -> None:
+        """Add a user to the window at the end of a prefix."""
+        self.pages.use(self._last_of(match))
+
+    def open(self, row: int, match: Match) -> None:
         """Let a row begin with the window at the end of its cached prefix."""
-        assert match.windows is not None, "a match must have window pages; this is a bug"
-        row, length = req.row, len(match.pages)
+        length = len(match.pages)
         first = max(length - self.span, 0)
-        self.table.open_row(row, match.windows)
+        self.table.open_row(row, self.pages.at_end(match.node, length))
         self.table.sent[row] = self.first[row] = first
-        self._reserve[row] = self.reserve_of(req.max_total_tokens)
+        self._reserve[row] = self.reserve_of(int(self._rows.max_total_tokens[row]))
         if match.known_pages > length:
             self._kept_first[row] = max(match.known_pages - self.span, first)
             self._kept_end[row] = match.known_pages
 
-    def last_of(self, windows: Int32Array) -> Int32Array:
-        """Return the window at the end of a cached prefix."""
-        return windows[max(len(windows) - self.span, 0) :]
+    def _last_of(self, match: Match) -> Int32Array:
+        length = len(match.pages)
+        return self.pages.at_end(match.node, length)[max(length - self.span, 0) :]
 
     def advance(self, rows: Int32Array) -> None:
         """Drop the pages that no later step of these running rows reads.
 
         A row whose prompt is computed but not published keeps them.
         """
-        table = self._req_table
+        table = self._rows
         ends = table.computed[rows] // self._page_size - self.span
         behind = ends > self.first[rows]
         behind &= self._published[rows] | (table.computed[rows] < table.prefill_end[rows])
@@ -121,7 +138,7 @@ class WindowManager:
 
     def grow(self, rows: Int32Array, tokens: Int32Array) -> None:
         """Give each row the pages of its next `tokens` tokens. A plan has counted them."""
-        ends = -(-(self._req_table.computed[rows] + tokens) // self._page_size)
+        ends = -(-(self._rows.computed[rows] + tokens) // self._page_size)
         missing = ends - self.table.counts[rows]
         for index in np.flatnonzero(missing > 0).tolist():
             row, count = int(rows[index]), int(missing[index])
@@ -130,31 +147,60 @@ class WindowManager:
             self.pages.evict(count - self.pages.pool.num_free)
             self.table.extend(row, self.pages.allocate(count))
 
-    def windows_of(self, row: int, num_pages: int) -> Int32Array:
-        """Return the window pages of the first num_pages pages of a row, ABSENT behind the window.
+    def publish(self, row: int, node: RadixNode, pages: int) -> None:
+        """Give the window at the end of the first `pages` pages to the tree.
 
-        They include one page more than a window, because the same prompt matches one page less: at
+        The tree gets one page more than a window, because the same prompt matches one page less: at
         least one token of it is computed.
         """
-        windows = np.full(num_pages, ABSENT, dtype=np.int32)
+        windows = np.full(pages, ABSENT, dtype=np.int32)
         kept = slice(self._kept_first[row], self._kept_end[row])
-        first = max(int(self.first[row]), num_pages - self.span - 1)
+        first = max(int(self.first[row]), pages - self.span - 1)
         for part in (kept, slice(first, self.table.counts[row])):
-            windows[part] = self.table.entries[row, :num_pages][part]
-        return windows
+            windows[part] = self.table.entries[row, :pages][part]
+        self.pages.fill(node, windows)
 
     def settle(self, row: int) -> None:
-        """Drop the pages behind the window of a row. Its prompt has been published."""
+        """Drop the pages behind the window of a row, whose prompt needs no window any more."""
         self._published[row] = True
         self._forget(row)
-        self._drop_before(row, int(self._req_table.computed[row]) // self._page_size - self.span)
+        self._drop_before(row, int(self._rows.computed[row]) // self._page_size - self.span)
 
-    def close_row(self, row: int) -> None:
-        """Drop all pages of a row. The request table still has its last step."""
+    def close(self, row: int) -> None:
+        """Drop all pages of a row."""
         self._forget(row)
         self._drop_before(row, int(self.table.counts[row]))
         self.table.counts[row] = self.first[row] = self._reserve[row] = 0
         self._published[row] = False
+
+    def resolve(self, step: int) -> None:
+        """Free the pages whose fence is at most `step`."""
+        self.pages.pool.resolve(step)
+
+    def updates(self, rows: Int32Array) -> PageUpdates:
+        """The page table of window layers follows the one of full attention."""
+        update_rows, cols, ids = self.table.take_updates(rows)
+        return PageUpdates(update_rows + np.int32(len(self.first) + 1), cols, ids)
+
+    def part(self, pages: int) -> Int32Array:
+        """Return the part of a node without window pages."""
+        return np.full(pages, ABSENT, dtype=np.int32)
+
+    def touch(self, node: RadixNode) -> None:
+        """Mark the window at the end of a hit as used."""
+        self.pages.touch(node)
+
+    def split(self, upper: RadixNode, lower: RadixNode, pages: int) -> None:
+        """Divide the window pages of a node."""
+        self.pages.split(upper, lower, pages)
+
+    def drop(self, node: RadixNode, kept: int) -> None:
+        """Remove the window pages of evicted pages from the tree."""
+        self.pages.drop_after(node, kept)
+
+    def computed(self, rows: Int32Array) -> Int32Array:
+        """Return Rows.computed of these rows."""
+        return self._rows.computed[rows]
 
     def reserve_of(self, max_total_tokens: int) -> int:
         """Return the reserve of a request with this many tokens at most."""
@@ -164,7 +210,7 @@ class WindowManager:
         """Return what a row holds."""
         behind = slice(self._kept_first[row], min(self._kept_end[row], self.first[row]))
         kept = self.table.entries[row, behind]
-        freed = self.pages.freed(kept, int(self._req_table.last_step[row]))
+        freed = self.pages.freed(kept, int(self._rows.last_step[row]))
         return Holding(
             int(self._reserve[row]),
             int(self.held[row]),
@@ -181,54 +227,57 @@ class WindowManager:
         columns = np.arange(first, end)
         kept = (columns >= self._kept_first[row]) & (columns < self._kept_end[row])
         dropped = self.table.entries[row, columns[~kept]]
-        self.pages.drop(dropped, int(self._req_table.last_step[row]))
+        self.pages.drop(dropped, int(self._rows.last_step[row]))
         self.first[row] = end
 
     def _forget(self, row: int) -> None:
         """Drop the kept pages that are behind the window."""
         behind = min(int(self._kept_end[row]), int(self.first[row]))
         kept = self.table.entries[row, self._kept_first[row] : behind]
-        self.pages.drop(kept, int(self._req_table.last_step[row]))
+        self.pages.drop(kept, int(self._rows.last_step[row]))
         self._kept_first[row] = self._kept_end[row] = 0
 
 
 class WindowRoom:
     """Counts the window pages that one plan gives to rows. It changes nothing else.
 
-    WindowManager.open_row and WindowManager.grow then find the counted pages.
+    Windows.open and Windows.grow then find the counted pages.
     """
 
-    def __init__(self, windows: WindowManager) -> None:
-        self._windows = windows
-        self._page_size = windows.table.page_size
+    def __init__(self, windows: Windows) -> None:
+        self._windows, self._page_size = windows, windows.table.page_size
         self._spare = windows.spare
         self._available = windows.pages.available
         self._holdings: dict[int, Holding] = {}
         self._used: set[int] = set()  # cached pages of the new rows
         self._given_up: set[int] = set()  # pages that are available because rows give them up
 
-    def open(self, row: int, max_total_tokens: int, hit: Hit) -> bool:
-        """Count a new row, if its reserve fits. row: a number that no other row has.
+    def fits(self, wanted: Wanted, hit: Hit) -> bool:
+        """The reserve of a new row is left, and the window of its cached prefix."""
+        reserve = self._windows.reserve_of(wanted.max_total_tokens)
+        return reserve <= self._spare and len(self._idle(hit)) <= self._available
 
-        hit: the cached prefix.
-        """
-        assert hit.windows is not None, "a hit must have window pages; this is a bug"
-        reserve = self._windows.reserve_of(max_total_tokens)
-        window = self._windows.last_of(hit.windows)
-        used = {*window.tolist()}
-        idle = {*self._windows.pages.idle(window).tolist()} - self._used
-        idle |= used & self._given_up
-        if reserve > self._spare or len(idle) > self._available:
-            return False
-        self._used |= used
-        self._given_up -= used
-        self._available -= len(idle)
+    def open(self, row: int, wanted: Wanted, hit: Hit) -> None:
+        """Count a new row."""
+        reserve, window = self._windows.reserve_of(wanted.max_total_tokens), self._window(hit)
+        self._available -= len(self._idle(hit))
+        self._used |= {*window.tolist()}
+        self._given_up -= self._used
         self._holdings[row] = Holding(reserve, len(window), hit.pages, 0, window[:0])
         self._spare -= self._holdings[row].charged
-        return True
 
-    def grow(self, rows: Int32Array, starts: Int32Array) -> Int32Array:
-        """Give each row a page for its token at `starts`. Returns the rows that have one."""
+    def _window(self, hit: Hit) -> Int32Array:
+        return self._windows.pages.on_path(hit.path)[max(hit.pages - self._windows.span, 0) :]
+
+    def _idle(self, hit: Hit) -> set[int]:
+        """Return the available pages that a new row takes from its cached prefix."""
+        window = self._window(hit)
+        idle = {*self._windows.pages.idle(window).tolist()} - self._used
+        return idle | ({*window.tolist()} & self._given_up)
+
+    def grow(self, rows: Int32Array) -> Int32Array:
+        """Give each row a page for its next token. Returns the rows that have one."""
+        starts = self._windows.computed(rows)
         at_end = np.flatnonzero(starts // self._page_size >= self._windows.table.counts[rows])
         starved = [i for i in at_end.tolist() if not self.cut(int(rows[i]), int(starts[i]), 1)]
         return np.delete(rows, starved)

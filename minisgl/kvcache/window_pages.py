@@ -1,17 +1,14 @@
 """The pages of window layers: their users, and their entries in the prefix cache."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import Int32Array
 from minisgl.kvcache.fenced_pool import FencedPool
-
-if TYPE_CHECKING:
-    from minisgl.kvcache.node import RadixNode
+from minisgl.kvcache.node import Path, RadixNode
 
 ABSENT = -1  # in place of a page id: the cache does not have the window page
 
@@ -23,12 +20,13 @@ class WindowPages:
     the page too. Several requests use one page if they have matched the same cached prefix. A page
     is freed when it has no user and is not cached.
 
-    RadixNode.windows has one entry for each page of the node: the window page of the same tokens,
+    The part of a node has one entry for each page of the node: the window page of the same tokens,
     or ABSENT. A hit of m pages is usable if the last `span` pages before its end are present, or
     all m pages if there are fewer.
 
     span    pages that the window of the first token of a page reaches back: ceil((window - 1) /
             page_size).
+    index   of the part in RadixNode.parts.
     pool    the ids of the pages.
     users   int32 [P]; number of running requests that use the page.
     cached  bool [P]; the prefix cache has the page.
@@ -40,8 +38,8 @@ class WindowPages:
         window is first.
     """
 
-    def __init__(self, num_pages: int, span: int) -> None:
-        self.span = span
+    def __init__(self, num_pages: int, span: int, index: int = 0) -> None:
+        self.span, self.index = span, index
         self.pool = FencedPool(num_pages)
         self.users: Int32Array = np.zeros(num_pages, dtype=np.int32)
         self.cached = np.zeros(num_pages, dtype=np.bool_)
@@ -107,36 +105,58 @@ class WindowPages:
         usable = index - last_absent >= np.minimum(self.span, index + 1)
         return int(usable.nonzero()[0][-1]) + 1 if usable.any() else 0
 
-    def touch(self, path: Iterable["RadixNode"]) -> None:
-        """Mark the nodes with the last `span` pages of a hit as used. path: from its end up."""
+    def part_of(self, node: RadixNode) -> Int32Array:
+        """Return the window pages of a node, int32, one for each of its pages."""
+        part: Int32Array = node.parts[self.index]
+        return part
+
+    def on_path(self, path: Path) -> Int32Array:
+        """Return the window pages of a prefix, int32, one for each of its pages."""
+        parts = [self.part_of(node)[:pages] for node, pages in path]
+        return np.concatenate([np.empty(0, dtype=np.int32), *parts])
+
+    def at_end(self, node: RadixNode, pages: int) -> Int32Array:
+        """Return the window pages of the first `pages` pages of the prefix that ends at `node`."""
+        parts = [self.part_of(each) for each in node.path()]
+        return np.concatenate([np.empty(0, dtype=np.int32), *parts[::-1]])[:pages]
+
+    def touch(self, end: RadixNode) -> None:
+        """Mark the nodes with the last `span` pages of a hit as used."""
         left = self.span
-        for node in path:
+        for node in end.path():
             if left <= 0:
                 break
             self.mark_used(node)
             left -= len(node.pages)
 
-    def fill(self, path: Iterable["RadixNode"], windows: Int32Array) -> None:
-        """Store the given pages where the cache has none. path: from the end of `windows` up."""
+    def fill(self, last: RadixNode, windows: Int32Array) -> None:
+        """Store the given pages where the cache has none. last: the node at their end."""
         end = len(windows)
-        for node in path:
-            given = windows[end - len(node.pages) : end]
+        for node in last.path():
+            part, given = self.part_of(node), windows[end - len(node.pages) : end]
             end -= len(node.pages)
-            new = (node.windows == ABSENT) & (given != ABSENT)
+            new = (part == ABSENT) & (given != ABSENT)
             if new.any():
-                node.windows[new] = given[new]
+                part[new] = given[new]
                 self.cached[given[new]] = True
                 self.mark_used(node)
 
-    def mark_used(self, node: "RadixNode") -> None:
+    def mark_used(self, node: RadixNode) -> None:
         """Make the window of a node the most recently used one, if the node has window pages."""
-        if (node.windows != ABSENT).any():
+        if (self.part_of(node) != ABSENT).any():
             self._lru[node] = None
             self._lru.move_to_end(node)
 
-    def cut(self, node: "RadixNode", kept: int) -> None:
+    def split(self, upper: RadixNode, lower: RadixNode, pages: int) -> None:
+        """Give the first `pages` entries of `lower` to `upper`."""
+        part = self.part_of(lower)
+        upper.parts[self.index], lower.parts[self.index] = part[:pages].copy(), part[pages:].copy()
+        self.mark_used(upper)
+
+    def drop_after(self, node: RadixNode, kept: int) -> None:
         """Remove the window pages after the first `kept` pages of a node from the cache."""
-        gone = node.windows[kept:]
+        part = self.part_of(node)
+        node.parts[self.index], gone = part[:kept], part[kept:]
         self.remove(gone[gone != ABSENT])
         if not kept:
             self._lru.pop(node, None)
@@ -150,10 +170,11 @@ class WindowPages:
         for node in self._lru:
             if count <= 0:
                 break
-            present = np.flatnonzero(node.windows != ABSENT)
-            gone = present[self._is_idle(node.windows[present])][:count]
-            taken = node.windows[gone]
-            node.windows[gone] = ABSENT
+            part = self.part_of(node)
+            present = np.flatnonzero(part != ABSENT)
+            gone = present[self._is_idle(part[present])][:count]
+            taken = part[gone]
+            part[gone] = ABSENT
             self.remove(taken)
             count -= len(gone)
             if len(gone) == len(present):

@@ -1,0 +1,28 @@
+"""`Rows`: the columns of the running requests that the kinds of memory read."""
+
+import numpy as np
+
+from minisgl.core.batch import Int32Array
+
+
+class Rows:
+    """Rows 0 to R-1, one for each running request.
+
+    tokens            int32 [R, max_seq_len]; prompt and known output tokens.
+    known             int32 [R]; number of tokens whose ids are known to the host.
+    computed          int32 [R]; number of tokens whose keys and values are cached, or are written
+                      by a step that has been launched. Drafts of the step in flight count as
+                      accepted.
+    prefill_end       int32 [R]; number of tokens to forward as chunks. Later tokens are decoded. It
+                      grows when forced tokens are appended.
+    max_total_tokens  int32 [R]; limit of prompt and output tokens together.
+    last_step         int64 [R]; the last launched step that contains the row.
+    """
+
+    def __init__(self, num_rows: int, max_seq_len: int) -> None:
+        self.tokens: Int32Array = np.zeros((num_rows, max_seq_len), dtype=np.int32)
+        self.known: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.computed: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.prefill_end: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.max_total_tokens: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.last_step = np.zeros(num_rows, dtype=np.int64)

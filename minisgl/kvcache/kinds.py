@@ -1,0 +1,118 @@
+"""`CacheKind`: what one kind of memory does for a row and for the prefix tree.
+
+Full attention is the first kind: its pages give a node of the tree its length. Each further kind
+stores a part beside the pages of a node (RadixNode.parts), and limits the hits, the admissions and
+the chunks that it can serve. A model without a kind has no object for it.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from minisgl.core import EngineLike, Int32Array
+from minisgl.core.batch import PageUpdates
+from minisgl.core.rows import Rows
+from minisgl.kvcache.full import FullPages
+from minisgl.kvcache.node import Hit, Match, Path, RadixNode
+
+
+class Wanted(Protocol):
+    """A request that waits for memory. max_total_tokens: as in Rows.
+
+    tokens       int32; all tokens so far.
+    matchable    number of leading tokens that a cached prefix may cover.
+    cache_salt   only requests with an equal salt share cached prefixes.
+    """
+
+    tokens: Int32Array
+    cache_salt: str
+    max_total_tokens: int
+
+    @property
+    def matchable(self) -> int: ...
+
+
+class KindRoom(Protocol):
+    """What one plan may still take from a kind: counters that belong to the plan.
+
+    A request that the plan admits has no row yet. The plan numbers it by a negative number.
+    """
+
+    def fits(self, wanted: Wanted, hit: Hit) -> bool:
+        """The kind has room for a new row that begins with `hit`."""
+
+    def open(self, row: int, wanted: Wanted, hit: Hit) -> None:
+        """Count a new row, for which `fits` is True."""
+
+    def grow(self, rows: Int32Array) -> Int32Array:
+        """Count the next token of decoding rows. Returns the rows that have room for it."""
+
+    def cut(self, row: int, start: int, tokens: int) -> int:
+        """Count the next tokens of a row, up to `tokens` from position `start` on.
+
+        Returns the number of tokens for which the row has room. A second call for the same row
+        replaces the first one; its `tokens` are no fewer.
+        """
+
+
+class CacheKind(Protocol):
+    """A kind of memory beside full attention.
+
+    Three groups of methods: `room` and `usable` are pure, for the plan. `apply` and the end of a
+    step call the writing ones. The tree calls the last group.
+    """
+
+    name: str
+
+    def room(self) -> KindRoom:
+        """Return the counters of one plan."""
+
+    def usable(self, path: Path, pages: int) -> int:
+        """Return the length of the longest hit of at most `pages` pages on this path."""
+
+    def usage(self) -> tuple[int, int, int]:
+        """The numbers of pages that requests use, of pages only in the cache, and of the others."""
+
+    def use(self, match: Match) -> None:
+        """Protect what a new row takes from a cached prefix. `open` follows."""
+
+    def open(self, row: int, match: Match) -> None:
+        """Let a row begin with a cached prefix."""
+
+    def grow(self, rows: Int32Array, tokens: Int32Array) -> None:
+        """Give each row what its next `tokens` tokens need. A plan has counted it."""
+
+    def advance(self, rows: Int32Array) -> None:
+        """Drop what no later step of these running rows reads."""
+
+    def publish(self, row: int, node: RadixNode, pages: int) -> None:
+        """Give what belongs to the first `pages` pages of a row to the tree; they end at `node`."""
+
+    def settle(self, row: int) -> None:
+        """The prompt of a row has been published, if it is published at all."""
+
+    def close(self, row: int) -> None:
+        """Take everything from a row. Its last step is the fence."""
+
+    def resolve(self, step: int) -> None:
+        """Free what waits for `step`, the newest completed step."""
+
+    def updates(self, rows: Int32Array) -> PageUpdates:
+        """Return the page-table entries of `rows` that the device does not have. They then count
+        as sent."""
+
+    def part(self, pages: int) -> Any:
+        """Return the part of a new node with this number of pages."""
+
+    def touch(self, node: RadixNode) -> None:
+        """Mark what a hit that ends at `node` uses as used."""
+
+    def split(self, upper: RadixNode, lower: RadixNode, pages: int) -> None:
+        """Divide the part of `lower`, whose first `pages` pages `upper` has taken."""
+
+    def drop(self, node: RadixNode, kept: int) -> None:
+        """The tree evicts the pages of `node` after the first `kept` pages."""
+
+
+# Makes a further kind from the engine, the columns, the pages of full attention and the index of
+# its part in RadixNode.parts.
+NewKind = Callable[[EngineLike, Rows, FullPages, int], CacheKind]

@@ -1,0 +1,287 @@
+"""`Memory`: moves KV pages between the page pool, the prefix cache and the running requests."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from minisgl.core import EngineLike, Int32Array, InvariantBroken, PageUpdates
+from minisgl.core.rows import Rows
+from minisgl.kvcache.full import FullPages
+from minisgl.kvcache.kinds import CacheKind, NewKind, Wanted
+from minisgl.kvcache.node import CacheListener, Hit, Match, RadixNode
+from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.window import window_kinds
+
+
+class Usage(NamedTuple):
+    """Numbers of pages: used by running requests, only in the prefix cache, and all others."""
+
+    used: int
+    evictable: int
+    free: int
+
+
+class Memory:
+    """Knows the owner of every KV page, and moves pages when requests start, grow and end.
+
+                 allocate                       publish
+        pool  ------------->  a request's row  --------->  prefix cache
+          ^                          |                          |
+          +-------- release ---------+                          |
+          +------------------------ evict ----------------------+
+
+    A plan uses the pure methods: `hit` finds the cached prefix of a waiting request, and a Room
+    counts what the plan takes. `apply` then calls `match`, `lock`, `grow` and `open`, and `grow` of
+    each further kind. `publish` gives computed pages to the prefix cache while the request
+    continues to use them. `release` takes the pages back.
+
+    full    the pages of full attention.
+    kinds   the further kinds of memory of the model (CacheKind).
+    tree    the prefix cache.
+    shared  int32 [R]; the first `shared` pages of a row belong to the prefix cache and are locked.
+            The other pages of the row belong to its request alone.
+    caches  False keeps the prefix cache empty.
+
+    I1  free + quarantined + cached + owned by rows == all pages, at every moment between steps.
+    I2  When the prefix cache already has a page with the same tokens, the row's page table points
+        to the cache's page before the request's own copy is freed.
+    """
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        rows: Rows,
+        *,
+        caches: bool = True,
+        spare_tokens: int = 0,
+        listener: CacheListener | None = None,
+        kinds: Sequence[NewKind] = (),
+    ) -> None:
+        """spare_tokens: as for PageTable. listener: of the prefix cache. kinds: from extensions."""
+        self._rows = rows
+        self.page_size = engine.page_size
+        self.full = FullPages(engine, rows, spare_tokens)
+        new_kinds = (*window_kinds(engine), *kinds)
+        self.kinds: tuple[CacheKind, ...] = tuple(
+            new_kind(engine, rows, self.full, index) for index, new_kind in enumerate(new_kinds)
+        )
+        self.tree = RadixCache(self.page_size, listener, self.kinds)
+        self.shared: Int32Array = np.zeros(len(rows.known), dtype=np.int32)
+        self.caches = caches
+        self._nodes: dict[int, RadixNode] = {}  # by row: the locked end of its cached prefix
+        self.evicted_pages_total = 0
+
+    # --- for the plan: pure -------------------------------------------------------------------
+
+    def pages_for(self, tokens: int) -> int:
+        """Return the number of whole pages that hold `tokens` tokens."""
+        return -(-tokens // self.page_size)
+
+    def hit(self, wanted: Wanted) -> Hit:
+        """Find the cached prefix of a waiting request, and change nothing."""
+        return self.tree.hit(wanted.tokens[: wanted.matchable], wanted.cache_salt)
+
+    @property
+    def available(self) -> int:
+        """The number of pages that can be allocated now: free ones and those `evict` frees."""
+        return self.full.pool.num_free + self.tree.evictable_pages - self.tree.fenced_pages
+
+    @property
+    def pending(self) -> int:
+        """The number of pages that become available when the steps in flight are resolved."""
+        return self.full.pool.num_quarantined + self.tree.fenced_pages
+
+    def usage(self) -> dict[str, Usage]:
+        """Return the pages of each kind, by its name."""
+        pool, evictable = self.full.pool, self.tree.evictable_pages
+        free = pool.num_free + pool.num_quarantined
+        full = Usage(pool.size - free - evictable, evictable, free)
+        return {"full": full} | {kind.name: Usage(*kind.usage()) for kind in self.kinds}
+
+    # --- for apply: writing -------------------------------------------------------------------
+
+    def match(self, wanted: Wanted) -> Match:
+        """Find the same prefix as `hit`, and mark it as used."""
+        return self.tree.match(wanted.tokens[: wanted.matchable], wanted.cache_salt)
+
+    def lock(self, match: Match) -> None:
+        """Protect a prefix, which a request will use, from eviction."""
+        self.tree.lock(match.node)
+        for kind in self.kinds:
+            kind.use(match)
+
+    def grow(self, rows: Int32Array, counts: Int32Array) -> None:
+        """Give `counts` more pages, int32, to these rows."""
+        pages = self._allocate(int(counts.sum()))
+        for nth in range(int(counts.max(initial=0))):
+            growing = rows[counts > nth]
+            self.full.table.append(growing, pages[: len(growing)])
+            pages = pages[len(growing) :]
+
+    def open(self, row: int, match: Match) -> None:
+        """Let a row begin with its locked prefix, and with pages for its other tokens."""
+        pages = self._allocate(self.pages_for(int(self._rows.known[row])) - len(match.pages))
+        self.full.open(row, np.concatenate([match.pages, pages]))
+        self.shared[row] = len(match.pages)
+        self._nodes[row] = match.node
+        for kind in self.kinds:
+            kind.open(row, match)
+
+    def try_extend(self, row: int, tokens: int) -> bool:
+        """Give a running row pages for `tokens` tokens in all; False if too few are available."""
+        missing = max(self.pages_for(tokens) - int(self.full.table.counts[row]), 0)
+        if missing > self.available:
+            return False
+        self.full.table.extend(row, self._allocate(missing))
+        return True
+
+    def updates(self, rows: Int32Array) -> PageUpdates:
+        """Return the page-table entries of `rows` that the device does not have. They then count
+        as sent."""
+        found = [self.full.table.take_updates(rows), *(kind.updates(rows) for kind in self.kinds)]
+        if len(found) == 1:
+            return found[0]
+        return PageUpdates(*map(np.concatenate, zip(*found, strict=True)))
+
+    def publish(self, row: int, salt: str, tokens: int) -> None:
+        """Give the whole pages of the row's first `tokens` tokens to the prefix cache.
+
+        The request continues to use them. If the cache already has a page with the same tokens, the
+        row then points to the cache's page and the request's own copy is freed (I2).
+        """
+        num_pages = tokens // self.page_size
+        if num_pages > self.shared[row] and self.caches:
+            self._insert(row, salt, num_pages)
+        for kind in self.kinds:
+            kind.settle(row)
+
+    def _insert(self, row: int, salt: str, num_pages: int) -> None:
+        table, fence = self.full.table, int(self._rows.last_step[row])
+        key = self._rows.tokens[row, : num_pages * self.page_size]
+        row_pages = table.entries[row, :num_pages]
+        node, pages, _ = self.tree.insert(key, row_pages, salt)
+        for kind in self.kinds:
+            kind.publish(row, node, num_pages)
+        self.tree.lock(node)
+        self.tree.unlock(self._nodes[row], fence)
+        self._nodes[row] = node
+        duplicates = row_pages[pages != row_pages].copy()
+        row_pages[:] = pages
+        if len(duplicates):
+            table.sent[row] = min(int(table.sent[row]), int(self.shared[row]))
+        self.shared[row] = num_pages
+        self.full.pool.release(duplicates, fence)
+
+    def release(self, row: int, salt: str, cached_tokens: int) -> None:
+        """Take the pages from a row. Its first `cached_tokens` tokens go to the prefix cache.
+
+        The last step of the row is the fence: the pages are reused only after that step.
+        """
+        self.publish(row, salt, cached_tokens)
+        self.full.close(row, int(self.shared[row]))
+        for kind in self.kinds:
+            kind.close(row)
+        self.tree.unlock(self._nodes.pop(row), int(self._rows.last_step[row]))
+
+    def resolve(self, step: int) -> None:
+        """Free the pages whose fence is at most `step`, the newest completed step."""
+        self.full.pool.resolve(step)
+        self.tree.resolve(step)
+        for kind in self.kinds:
+            kind.resolve(step)
+
+    def flush(self) -> None:
+        """Evict every cached prefix that no running request uses."""
+        self.tree.lift_fences()
+        self._evict(self.tree.evictable_pages)
+
+    def _allocate(self, count: int) -> Int32Array:
+        """Allocate `count` pages; evict cached pages if needed."""
+        if count > self.available:
+            raise InvariantBroken(f"{count} pages needed, {self.available} left; this is a bug")
+        if count > self.full.pool.num_free:
+            self._evict(count - self.full.pool.num_free)
+        return self.full.pool.allocate(count)
+
+    def _evict(self, count: int) -> None:
+        for evicted in self.tree.evict(count):
+            self.evicted_pages_total += len(evicted.pages)
+            self.full.pool.release(evicted.pages, evicted.fence)
+
+
+class Room:
+    """Counts what one plan takes from the memory. It changes nothing else.
+
+    available      pages of full attention that are left.
+    grown, counts  int32; the running rows that get pages, and the number of pages of each.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._kinds = [kind.room() for kind in memory.kinds]
+        self.available = memory.available
+        self.grown: Int32Array = np.empty(0, dtype=np.int32)
+        self.counts = self.grown
+        self._locked: dict[int, int] = {}  # by node: its pages that new rows use
+        self._may_grow = -1  # requests that can still need a page; -1: not counted yet
+
+    def grow(self, rows: Int32Array, tokens: Int32Array) -> bool:
+        """Give each row the pages of its next tokens; False, and no pages, if too few are left."""
+        lacks = self._memory.full.lacks(rows, tokens)
+        count = int(lacks.sum())
+        if count > self.available:
+            return False
+        if count:
+            self.available -= count
+            self.grown, self.counts = rows[lacks > 0], lacks[lacks > 0]
+        return True
+
+    def within_kinds(self, rows: Int32Array) -> Int32Array:
+        """Return the decoding rows for whose next token the further kinds have room."""
+        for room in self._kinds:
+            rows = room.grow(rows)
+        return rows
+
+    def open(self, row: int, wanted: Wanted, hit: Hit) -> bool:
+        """Give a waiting request its cached prefix and pages for all its tokens, if they are left.
+
+        Spare pages stay: one for each running request that can still need a page, and one for
+        `wanted` if it can. Without the spare pages, the next running request that needs a page
+        would preempt `wanted`, and its prefill would be wasted.
+
+        row: a number that no other request has.
+        """
+        memory = self._memory
+        pages = memory.pages_for(len(wanted.tokens))
+        spare = min(1, memory.pages_for(wanted.max_total_tokens) - pages)
+        locked = {
+            node.node_id: used
+            for node, used in hit.path
+            if not memory.tree.is_locked(node) and used > self._locked.get(node.node_id, 0)
+        }
+        left = self.available - sum(locked.values())
+        left += sum(self._locked.get(node, 0) for node in locked)
+        own = pages - hit.pages
+        if own + spare + self._growing() > left:
+            return False
+        if not all(room.fits(wanted, hit) for room in self._kinds):
+            return False
+        for room in self._kinds:
+            room.open(row, wanted, hit)
+        self._locked |= locked
+        self.available = left - own
+        self._may_grow += spare
+        return True
+
+    def cut(self, row: int, start: int, tokens: int) -> int:
+        """Return how many of the next `tokens` tokens of a row have room in the further kinds."""
+        for room in self._kinds:
+            tokens = room.cut(row, start, tokens)
+        return tokens
+
+    def _growing(self) -> int:
+        """Return the number of running requests that can still need a page."""
+        if self._may_grow < 0:
+            self._may_grow = self._memory.full.growing(self.grown, self.counts)
+        return self._may_grow
