@@ -196,6 +196,8 @@ THEIRS = {
     "No space left on device",
 }
 FILLED = {
+    "ranks needs ... GiB for weights": "ranks needs {weights / _GIB:.1f} GiB for weights",
+    "--max-connections ... is lowered": "--max-connections {limits.max_connections} is lowered",
     "was killed by SIGKILL": "was killed by {name}",
 }
 
