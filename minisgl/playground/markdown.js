@@ -3,10 +3,12 @@
 // becomes a link, so the page never loads anything because of an answer.
 
 import { copyButton, el } from "./dom.js";
-import { lexer } from "./marked.esm.js";
+import { defaults, lexer, Tokenizer } from "./marked.esm.js";
 
 // A longer text is shown as it is, because the lexer runs again for each piece of a stream.
 const MAX_CHARS = 200_000;
+// Time of the lexer for a text. Some short texts, such as many "_a", take it seconds.
+const BUDGET_MS = 300;
 const NAMED = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0" };
 
 /** An element that shows a Markdown text, which may grow. Blocks that did not change stay. */
@@ -14,13 +16,14 @@ export class Markdown {
   constructor() {
     this.node = el("div", { class: "markdown" });
     this.shown = [];
+    this.plain = false; // The lexer took too long, so the rest of a stream is not parsed either.
   }
 
   show(text) {
     let tokens = [];
     let nodes;
     try {
-      tokens = text.length > MAX_CHARS ? [{ type: "long", raw: text }] : lexer(text);
+      tokens = text.length > MAX_CHARS || this.plain ? [{ type: "long", raw: text }] : tokensOf(text);
       const same = this.shown.findIndex((raw, at) => raw !== tokens[at]?.raw);
       const kept = same < 0 ? this.shown.length : same;
       nodes = tokens.slice(kept).map((token) => el("div", { class: "block" }, block(token)));
@@ -31,7 +34,8 @@ export class Markdown {
       if (!(error instanceof RangeError)) {
         throw error;
       }
-      // The text is nested deeper than the stack of the browser.
+      // The text is nested deeper than the stack of the browser, or it took too long.
+      this.plain = error instanceof OutOfTime;
       this.node.replaceChildren();
       tokens = [{ raw: text }];
       nodes = [el("pre", {}, text)];
@@ -39,6 +43,23 @@ export class Markdown {
     this.node.append(...nodes);
     this.shown = tokens.map((token) => token.raw);
   }
+}
+
+class OutOfTime extends RangeError {}
+
+/** The tokens of a text. Throws OutOfTime if the lexer takes longer than BUDGET_MS. */
+function tokensOf(text) {
+  const end = performance.now() + BUDGET_MS;
+  // The lexer calls a method of the tokenizer at each place of the text.
+  const tokenizer = new Proxy(new Tokenizer(), {
+    get(methods, name) {
+      if (performance.now() > end) {
+        throw new OutOfTime("the lexer took too long");
+      }
+      return methods[name];
+    },
+  });
+  return lexer(text, { ...defaults, tokenizer });
 }
 
 function block(token) {

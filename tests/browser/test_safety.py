@@ -160,6 +160,18 @@ def test_texts_that_are_hard_to_parse_do_not_block_the_page(keyed_page: Playgrou
     assert page.answers()[-1] == "x" * 300_000
 
 
+def test_text_that_takes_the_lexer_too_long_is_shown_as_it_is(keyed_page: Playground) -> None:
+    """Regression: 20 KB of "_a" held the page for 3 s. Ten times as much would take minutes."""
+    page = keyed_page
+    texts = ["_a" * 95_000, "*fast*"]
+    messages = [{"role": "assistant", "content": text} for text in texts]
+    page.open(conversations=[{"messages": messages}])
+    give_key(page, KEY)
+    wait_for(lambda: page.texts("#model option"), "the models")
+    assert page.texts(".markdown > pre") == texts[:1]
+    assert page.texts(".markdown em") == ["fast"]
+
+
 def test_storage_of_another_form_does_not_break_the_page(keyed_page: Playground) -> None:
     page = keyed_page
     page.run("localStorage.setItem('minisgl.conversation.x', '{')")
