@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from minisgl.core import ConfigError
-from minisgl.utils import near_names
+from minisgl.utils import near_names, setup_logging
 
 _HELP = {
     "attack": "time of /livez, memory, and first tokens of other clients while clients attack",
@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(
             f"there is no benchmark {name!r}; known: {known}{near_names(name, _HELP)}"
         )
+    setup_logging("bench", "info")  # without a terminal, the progress is lines of the log
     # Import only this benchmark, because some of them load torch.
     module = importlib.import_module(f"minisgl.benchmark.{_MODULES.get(name, name)}")
     code: int = module.main(arguments[1:])

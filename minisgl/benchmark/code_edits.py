@@ -26,7 +26,6 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.floor import load_shape
@@ -51,6 +50,7 @@ from minisgl.message.messages import AddReq, StepOutput
 from minisgl.message.stats import DraftTotals
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.process import build_scheduler
+from minisgl.utils.startup import Progress
 
 EDITS = Path(__file__).with_name("code_edits.jsonl")
 _PIECE = re.compile(r" ?[A-Za-z]{1,7}|[0-9]{1,3}|[^\sA-Za-z0-9]{1,2}|\s+(?= )|\s+")
@@ -168,7 +168,7 @@ def run(
         for uid, edit in enumerate(edits)
     ]
     outputs = sum(len(edit.output) for edit in edits)
-    with tqdm(total=outputs, unit="tok", desc=title) as bar:
+    with Progress(total=outputs, unit="tok", desc=title) as bar:
         begin_s = time.perf_counter()
         while waiting or not scheduler.idle:
             stats = scheduler.stats()

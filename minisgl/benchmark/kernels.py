@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from minisgl import kernel
 from minisgl.benchmark.decode_attention import attention_cases
@@ -21,6 +20,7 @@ from minisgl.benchmark.drafts import draft_cases
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.moe import gpt_oss_cases, layer_cases
 from minisgl.kernel.fp8_weights import FP8, Scales
+from minisgl.utils.startup import Progress
 
 _CALLS = 32  # captured in one graph
 _REPLAYS = 15
@@ -313,7 +313,7 @@ def main(argv: Sequence[str]) -> int:
     bandwidth = copy_bandwidth()
     every = cases(options.tokens, options.rows)
     chosen = [case for case in every if case.name.startswith(options.only)]
-    figures = [measure(case, bandwidth) for case in tqdm(chosen, desc="kernels")]
+    figures = [measure(case, bandwidth) for case in Progress(chosen, desc="kernels")]
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s")
     print(f"{'kernel':<48} {'MB':>8} {'floor':>9} {'measured':>9} {'of floor':>8}")
     for figure in figures:

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 import uvloop
-from tqdm import tqdm
 
 from minisgl.benchmark.background_streams import (
     background_load,
@@ -35,10 +34,11 @@ from minisgl.benchmark.plot import plot_latencies
 from minisgl.benchmark.server_process import RunningServer, fetch, read_metrics, start_server
 from minisgl.benchmark.trace import Load, hit_ratios
 from minisgl.core import ConfigError, Int32Array
+from minisgl.utils.startup import Progress
 
 
 async def closed_loop(
-    client: StreamingClient, bodies: Sequence[bytes], concurrency: int, bar: tqdm
+    client: StreamingClient, bodies: Sequence[bytes], concurrency: int, bar: Progress
 ) -> list[Answer]:
     """Send the requests, `concurrency` at a time. Returns the answers in the order of `bodies`."""
     answers: list[Answer | None] = [None] * len(bodies)
@@ -54,7 +54,7 @@ async def closed_loop(
 
 
 async def open_loop(
-    client: StreamingClient, bodies: Sequence[bytes], arrivals_s: Sequence[float], bar: tqdm
+    client: StreamingClient, bodies: Sequence[bytes], arrivals_s: Sequence[float], bar: Progress
 ) -> list[Answer]:
     """Send each request at its arrival time, independent of the others.
 
@@ -142,7 +142,7 @@ async def _run(
     gc.collect()
     gc.disable()  # a garbage collection would add to the latencies
     async with background_streams(client, _bodies(background, options)) as streams:
-        with tqdm(total=len(bodies), unit="req", disable=options.quiet) as bar:
+        with Progress(total=len(bodies), unit="req", disable=options.quiet) as bar:
             if load.arrivals_s is None:
                 answers = await closed_loop(client, bodies, options.concurrency, bar)
             else:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-from tqdm import tqdm
 
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.outbox import raise_failure
@@ -24,6 +23,7 @@ from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult, Win
 from minisgl.kvcache import RadixCache
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
+from minisgl.utils.startup import Progress
 
 VOCAB = 32_000
 PAGE_SIZE = 16
@@ -141,7 +141,7 @@ def measure_eviction(num_nodes: int, evictions: int, show: bool = True) -> Figur
     cache = RadixCache(PAGE_SIZE)
     rng = np.random.default_rng(0)
     heads = rng.integers(0, VOCAB, (num_nodes // 100 + 1, PAGE_SIZE), dtype=np.int32)
-    for node in tqdm(range(num_nodes), desc="nodes", disable=not show):
+    for node in Progress(range(num_nodes), desc="nodes", disable=not show):
         tail = rng.integers(0, VOCAB, PAGE_SIZE, dtype=np.int32)
         key = np.concatenate([heads[node % len(heads)], tail])
         cache.insert(key, np.array([2 * node, 2 * node + 1], dtype=np.int32))
@@ -186,7 +186,7 @@ def _timed(
 ) -> list[float]:
     """Return the CPU seconds of this process for each of `count` calls."""
     seconds = []
-    for _ in tqdm(range(count), desc=description, disable=not show):
+    for _ in Progress(range(count), desc=description, disable=not show):
         begin = time.process_time_ns()
         operation()
         seconds.append((time.process_time_ns() - begin) / 1e9)

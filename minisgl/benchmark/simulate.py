@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from minisgl.benchmark.background_streams import background_load, summarise_streams
 from minisgl.benchmark.client import Answer
@@ -34,6 +33,7 @@ from minisgl.benchmark.workload import make_workload
 from minisgl.core import ConfigError, SamplingParams, SchedulerConfig, StepCost
 from minisgl.message.messages import AddReq, StepOutput, ToScheduler
 from minisgl.scheduler import Scheduler
+from minisgl.utils.startup import Progress
 
 _FLOOD_LEAD_S = 5.0  # the load starts this long after the flood
 
@@ -106,7 +106,7 @@ def simulate(
         clock=lambda: engine.now_s,
     )
     scheduler.view.cost = cost
-    bar = tqdm(total=len(answers), unit="req", disable=None)
+    bar = Progress(total=len(answers), unit="req")
     while arrivals.due or not scheduler.idle:
         scheduler.iterate()
         while outbox:

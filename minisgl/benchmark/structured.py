@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.models import SHAPES, write_model
@@ -33,6 +32,7 @@ from minisgl.llm.workers import LocalWorker
 from minisgl.message.messages import AddReq, CompileGrammar
 from minisgl.structured.processor import GrammarProcessor
 from minisgl.structured.service import GrammarService
+from minisgl.utils.startup import Progress
 
 _PROMPT_TOKENS = 64
 _WHITESPACE = r"[ \t\n]{0,8}"  # as in a server without --max-json-whitespace
@@ -154,7 +154,7 @@ def itl_rows(
     bench: Bench, grammar: Grammar | None, streams: Sequence[int], tokens: int
 ) -> Iterator[Row]:
     """Rows of comparison 1, with this grammar for every stream."""
-    with tqdm(total=3 * tokens * sum(streams), desc="streams", unit="tok") as bar:
+    with Progress(total=3 * tokens * sum(streams), desc="streams", unit="tok") as bar:
 
         def gap_ms(grammars: Sequence[Grammar | None], forced: bool = False) -> float:
             return float(np.median(bench.run(grammars, tokens, forced, bar.update).gaps_s)) * 1e3
@@ -172,7 +172,7 @@ def ttft_rows(
 ) -> Iterator[Row]:
     """Rows of comparison 2, over the schemas that the server accepts."""
     free, checks, new = [], [], []
-    for schema in tqdm(schemas, desc="schemas"):
+    for schema in Progress(schemas, desc="schemas"):
         grammar, seconds = check(service, schema)
         if grammar is not None:
             free += bench.run([None], 2).ttft_s
@@ -190,7 +190,7 @@ def ttft_rows(
 
 def forced_rows(bench: Bench, grammar: Grammar | None, tokens: int) -> Iterator[Row]:
     """Rows of comparison 3: milliseconds per token of one stream with this grammar."""
-    with tqdm(total=2 * tokens, desc="one stream", unit="tok") as bar:
+    with Progress(total=2 * tokens, desc="one stream", unit="tok") as bar:
         sampled = 1e3 / bench.run([grammar], tokens, on_tokens=bar.update).tokens_s
         before = bench.totals.forced_tokens
         forced = 1e3 / bench.run([grammar], tokens, True, bar.update).tokens_s

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 import msgspec
 import numpy as np
-from tqdm import tqdm
 
 from minisgl.core import (
     ConfigError,
@@ -33,6 +32,7 @@ from minisgl.settings.child import check_before_weights
 from minisgl.settings.hub import resolve_model
 from minisgl.tokenizer import TextStream, TextTokenizer
 from minisgl.utils import near_names
+from minisgl.utils.startup import Progress
 
 
 class LLM:
@@ -127,7 +127,7 @@ class LLM:
         Returns one Completion for one prompt, and a list in the order of the prompts for a list.
         sampling: the parameters for all prompts, a list with one entry for each prompt, or None for
         the model's defaults.
-        stop: strings that end a text. progress: show a progress bar on stderr.
+        stop: strings that end a text. progress: show a progress bar if stderr is a terminal.
         priority: prompts with a lower number are computed first; one number, or one for each
         prompt.
         prediction: the expected text or token ids of one prompt, or of each prompt, "" for none.
@@ -296,7 +296,7 @@ def _collect(
 ) -> Completion | list[Completion]:
     """Return the completion of a single prompt, or those of `count` prompts in their order."""
     done: dict[int, Completion] = {}
-    with closing(pieces), tqdm(total=count, unit="req", disable=not progress) as bar:
+    with closing(pieces), Progress(total=count, unit="req", disable=not progress) as bar:
         for piece in pieces:
             if piece.completion is not None:
                 done[piece.index] = piece.completion

@@ -73,4 +73,27 @@ def test_prompts_have_ids_that_the_server_knows(real_server: ServerProcess) -> N
     assert (summary["failed"], summary["output_tokens"]) == (0, 4)
     size = httpx.get(real_server.url + "/tokenizer_info").json()["vocab_size"]
     assert f"the largest id in prompts is {size - 1}; --chat sends text" in done.stderr
-    assert "2/2" in done.stderr, "the progress bar"
+
+
+def test_bench_writes_no_progress_bar_without_a_terminal() -> None:
+    code = (
+        "import sys\n"
+        "from minisgl.benchmark import cli\n"
+        "from minisgl.utils import startup\n"
+        "startup._LOG_INTERVAL_S = 0.0\n"
+        "sys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    command = [sys.executable, "-c", code, "offline", "--model", str(model_path())]
+    flags = ["--device", "cpu", "--requests", "3", "--prompt-tokens", "4", "9"]
+    flags += ["--output-tokens", "2", "4"]
+    done = subprocess.run(
+        [*command, *flags],
+        capture_output=True,
+        text=True,
+        timeout=patience(120),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "\r" not in done.stderr
+    lines = done.stderr.splitlines()
+    assert all(" INFO " in line for line in lines), lines
+    assert any("minisgl.utils.startup: " in line and "/3" in line for line in lines), lines
