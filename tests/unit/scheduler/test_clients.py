@@ -1,4 +1,4 @@
-"""Clients take turns: the order of service, and room for a client within its share."""
+"""Clients take turns: prompt tokens, and room for a client within its share."""
 
 import numpy as np
 import pytest
@@ -6,65 +6,10 @@ import pytest
 from minisgl.benchmark.simulate import simulate
 from minisgl.benchmark.trace import Load
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
-from minisgl.core import Batch, SamplingParams, SchedulerConfig
-from minisgl.scheduler.request import Req
-from minisgl.scheduler.waiting import WaitingQueue
+from minisgl.core import Batch, SchedulerConfig
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, prompt_of
-
-
-def waiting(*names: str) -> WaitingQueue:
-    """A queue of requests that arrived in this order; the name "a2" is call 2 of client a."""
-    queue = WaitingQueue()
-    for index, name in enumerate(names):
-        tokens = np.arange(3, dtype=np.int32)
-        req = Req(index, tokens, 3, 4, SamplingParams(), index, client=name[0], call=int(name[1]))
-        queue.append(req)
-    return queue
-
-
-def served(queue: WaitingQueue) -> list[str]:
-    """Serve one client after the other, and return the names in this order."""
-    order = []
-    while len(queue):
-        for client in sorted({client for _, client in queue.uncached}):
-            req = next(iter(queue.of(client)))
-            queue.remove(req)
-            order.append(f"{req.client}{req.call}")
-    return order
-
-
-def test_one_client_with_one_call_is_first_in_first_out() -> None:
-    queue = waiting("a0", "a0", "a0")
-    assert [req.uid for req in queue] == [0, 1, 2]
-    assert [req.uid for req in reversed(queue)] == [2, 1, 0]
-
-
-def test_calls_of_one_choice_are_served_in_order_of_arrival() -> None:
-    assert served(waiting("a3", "a1", "a2")) == ["a3", "a1", "a2"]
-
-
-def test_calls_take_turns_within_a_client() -> None:
-    queue = waiting("a1", "a1", "a1", "a2", "a3", "a3")
-    assert [f"{req.client}{req.call}" for req in queue] == ["a1", "a2", "a3", "a1", "a3", "a1"]
-    assert served(queue) == ["a1", "a2", "a3", "a1", "a3", "a1"]
-
-
-def test_clients_take_turns() -> None:
-    queue = waiting("a1", "a2", "a3", "b4", "b5", "c6")
-    assert served(queue) == ["a1", "b4", "c6", "a2", "b5", "a3"]
-
-
-def test_a_preempted_request_comes_first_within_its_client_only() -> None:
-    queue = waiting("a1", "b2")
-    tokens = np.arange(3, dtype=np.int32)
-    back = Req(9, tokens, 3, 4, SamplingParams(), 9, client="b", call=7, admitted=True)
-    queue.append(back)
-    assert [req.uid for req in queue] == [0, 9, 1]
-    queue.remove(back)
-    assert [req.uid for req in queue] == [0, 1]
-    assert set({client for _, client in queue.uncached}) == {"a", "b"}
 
 
 def test_the_choices_of_a_prompt_are_requests_of_their_own() -> None:
