@@ -21,6 +21,7 @@ from minisgl.engine.graphs import DecodeShape, graph_shapes
 from minisgl.kvcache.pool import KVSpec
 from minisgl.models.decoder import local_kv_spec
 from minisgl.models.spec import ModelSpec
+from minisgl.utils.process import usable_cores
 
 _MAX_GRAPH_REQS = 256  # requests of the largest decode graph if cuda_graph_max_bs is not set
 _MAX_PIECE_TOKENS = 4096  # of the largest piecewise graph
@@ -259,10 +260,4 @@ def cpu_threads(tp_size: int) -> int | None:
     """
     if "OMP_NUM_THREADS" in os.environ:
         return None
-    cores = float(len(os.sched_getaffinity(0)))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        cores = cores if quota == "max" else min(cores, int(quota) / int(period))
-    except (OSError, ValueError):
-        pass  # not in a container with cgroup v2: only the affinity mask limits the cores
-    return max(1, int(cores) // tp_size)
+    return max(1, usable_cores() // tp_size)

@@ -1,7 +1,6 @@
 """`MaskComputer`: the token masks of one step, the rows of each client within a limit of time."""
 
 import math
-import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from minisgl.engine.logits_processing import MaskedRows
 from minisgl.structured.matcher import GrammarState, allows
+from minisgl.utils.process import usable_cores
 
 MAX_MASK_THREADS = 8
 MAX_CLIENT_S = 0.01  # masks of one client in one step; an ordinary mask takes 0.00002 s
@@ -51,7 +51,7 @@ class MaskComputer:
 
     def __init__(self, tokenizer: Future[LLTokenizer]) -> None:
         self._tokenizer = tokenizer
-        threads = max(1, min((os.cpu_count() or 1) // 2, MAX_MASK_THREADS))
+        threads = max(1, min(usable_cores() // 2, MAX_MASK_THREADS))
         self._library = LLExecutor(threads)
         # With groups of one row, the library computes in the calling thread. The clock then leaves
         # out the time in which other processes use the core.

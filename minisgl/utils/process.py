@@ -1,4 +1,7 @@
-"""The socket folder of a service, the cache folder of a user, and process ages. Linux only."""
+"""The socket folder of a service, the cache folder of a user, usable cores, and process ages.
+
+Linux only.
+"""
 
 import contextlib
 import fcntl
@@ -78,3 +81,17 @@ def process_age_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     started_s = int(fields[_START_FIELD]) / os.sysconf("SC_CLK_TCK")
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may use, at least 1.
+
+    The affinity mask and the CPU limit of a container count, and not the cores of the machine.
+    """
+    cores = float(len(os.sched_getaffinity(0)))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        cores = cores if quota == "max" else min(cores, int(quota) / int(period))
+    except (OSError, ValueError):
+        pass  # not in a container with cgroup v2: only the affinity mask limits the cores
+    return max(1, int(cores))

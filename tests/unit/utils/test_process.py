@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from minisgl.utils import process_age_s, socket_folder
+from minisgl.utils.process import usable_cores
 from tests.patience import patience
 
 
@@ -58,3 +59,12 @@ def test_the_folder_of_a_killed_process_is_removed_at_the_next_start(
     assert left.is_dir(), "its process was killed"
     with socket_folder() as mine:
         assert sorted(tmp_path.iterdir()) == sorted([Path(mine), other])
+
+
+@pytest.mark.parametrize("cores", [{3}, {0, 5}])
+def test_usable_cores_are_those_of_the_affinity_mask(
+    cores: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    assert usable_cores() == len(cores)
