@@ -1,0 +1,206 @@
+"""Gated delta nets: the memory of their layers, and the torch reference of one layer's step.
+
+    S = e^g S;  d = beta (v - S^T k);  S += k d^T;  o = S^T q        for each token and value head
+
+The state S of a row stands at a page boundary. The keys k, deltas d and decays g of the tokens
+after the boundary are a short history, so that a step does not write the state, a rejected draft
+needs no rollback, and a copy of the state is valid at the end of a page at any time. A step moves S
+to a later boundary when the row has entered a new page.
+
+Source: Gated Delta Networks (Yang, Kautz, Hatamizadeh, 2024), as transformers computes
+Qwen3-Next; the history as in ReplaySSM (Dao-AILab, 2026), with our boundaries.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+L2_EPS = 1e-6  # added to the square sum of a query or key before its root
+TAPS = 4  # of the convolution; the last one weighs the token itself
+STEP_TOKENS = 16  # a prompt's last 1 to STEP_TOKENS tokens run in the kernel of decode steps
+
+
+class DeltaMemory(NamedTuple):
+    """The memory of one layer: R rows, Hk key heads, Hv value heads, of Dk and Dv channels.
+
+    S tokens are the boundary's grid: the page size. Position p of a ring of n entries is p mod n.
+
+    state    float32 [R, Hv, Dk, Dv]: S of the tokens before the row's boundary. Not read while the
+             boundary is 0.
+    keys     [R, 2 S, Hk, Dk] of the model's dtype: a ring of normalised keys.
+    deltas   float32 [R, S or 2 S, Hv, Dv]: a ring of deltas; 2 S if steps have drafts.
+    decays   float32 [R, 2 S, Hv]: a ring of g.
+    inputs   [R, 4 or 16, 2 Hk Dk + Hv Dv] of the model's dtype: a ring of the inputs of the
+             convolution, 16 if steps have drafts.
+    """
+
+    state: Tensor
+    keys: Tensor
+    deltas: Tensor
+    decays: Tensor
+    inputs: Tensor
+
+    @property
+    def page_size(self) -> int:
+        return self.keys.shape[1] // 2
+
+
+class DeltaWeights(NamedTuple):
+    """The weights of one layer beside its projections, for this rank's heads.
+
+    conv     [2 Hk Dk + Hv Dv, TAPS] of the model's dtype: queries, keys, values.
+    a_log    float32 [Hv]; dt_bias: float32 [Hv].
+    """
+
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+
+
+class DeltaStep(NamedTuple):
+    """The requests of a step as all delta layers need them, int32 on the device.
+
+    rows, start, lengths, first
+                [N] as in StepViews; lengths are the tokens that the step forwards.
+    base        [N]: the boundary at which S of the row stands before the step.
+    target      [N]: the boundary at which S stands after it, from delta_boundaries.
+    num_decode  the number of decode requests; they come first.
+    max_tokens  the most tokens of a decode request.
+    """
+
+    rows: Tensor
+    start: Tensor
+    lengths: Tensor
+    first: Tensor
+    base: Tensor
+    target: Tensor
+    num_decode: int
+    max_tokens: int
+
+
+def delta_boundaries(
+    boundaries: Tensor,
+    rows: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    num_decode: int,
+    page_size: int,
+    base: Tensor,
+    target: Tensor,
+) -> None:
+    """Fill base and target of DeltaStep, and move the boundaries of the rows to target.
+
+    boundaries: int32 [R], the boundary of each row's S. All others: int32 [N]; base and target are
+    overwritten. A decode request moves to the page of its first token: its last tokens may be
+    drafts, which can be rejected. A chunk moves to the page of its last token. No host sync;
+    graph-capturable.
+    """
+    last = start + lengths - 1
+    last[:num_decode] = start[:num_decode]
+    base.copy_(boundaries[rows.long()])
+    target.copy_(last // page_size * page_size)
+    boundaries[rows.long()] = target
+
+
+def gated_delta(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: DeltaWeights,
+    memory: DeltaMemory,
+    step: DeltaStep,
+) -> Tensor:
+    """Convolve the T tokens and run the delta rule over them; returns [T, Hv, Dv], mixed's dtype.
+
+    mixed    [T, 2 Hk Dk + Hv Dv]: queries, keys and values before the convolution.
+    a, b     [T, Hv]: decay and write strength before their activations.
+    memory   read and updated in place: S up to step.target, the history after it.
+
+    A chunk that does not start at the end of a page stays within this page. No host sync on a GPU;
+    graph-capturable if all requests are decode requests.
+    """
+    out = mixed.new_empty((len(mixed), *memory.deltas.shape[2:]))
+    requests = zip(*(x.tolist() for x in step[:6]), strict=True)
+    for row, start, length, first, base, target in requests:
+        tokens = slice(first, first + length)
+        rows = DeltaMemory(*(part[row] for part in memory))
+        rates = a[tokens], b[tokens]
+        out[tokens] = _request(mixed[tokens], *rates, weights, rows, start, base, target)
+    return out
+
+
+def _request(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: DeltaWeights,
+    memory: DeltaMemory,
+    start: int,
+    base: int,
+    target: int,
+) -> Tensor:
+    """The tokens of one request. memory: the tensors of its row. Returns [n, Hv, Dv]."""
+    positions = torch.arange(start, start + len(mixed))
+    q, k, v = _convolve(mixed, weights.conv, memory, positions)
+    g = -weights.a_log.exp() * functional.softplus(a.float() + weights.dt_bias)
+    beta = b.float().sigmoid()
+    state = memory.state.clone() if base else torch.zeros_like(memory.state)
+    ring, deltas_ring = memory.keys.shape[0], memory.deltas.shape[0]
+    group = memory.state.shape[0] // memory.keys.shape[1]
+
+    def write(position: int, state: Tensor) -> Tensor:
+        key = memory.keys[position % ring].float().repeat_interleave(group, 0)
+        decayed = state * memory.decays[position % ring].exp()[:, None, None]
+        return decayed + memory.deltas[position % deltas_ring].unsqueeze(1) * key.unsqueeze(2)
+
+    for position in range(base, start):
+        state = write(position, state)
+        if position + 1 == target:
+            memory.state.copy_(state)
+    out = torch.empty(v.shape)
+    for i, position in enumerate(positions.tolist()):
+        key, query = (x[i].float().repeat_interleave(group, 0) for x in (k, q))
+        decayed = state * g[i].exp()[:, None, None]
+        predicted = (decayed * key.unsqueeze(2)).sum(1)
+        delta = beta[i].unsqueeze(1) * (v[i] - predicted)
+        memory.keys[position % ring] = k[i]
+        memory.decays[position % ring] = g[i]
+        memory.deltas[position % deltas_ring] = delta
+        state = decayed + delta.unsqueeze(1) * key.unsqueeze(2)
+        out[i] = (state * query.unsqueeze(2)).sum(1)
+        if position + 1 == target:
+            memory.state.copy_(state)
+    return out.to(mixed.dtype)
+
+
+def _convolve(
+    mixed: Tensor, conv: Tensor, memory: DeltaMemory, positions: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Convolve and activate, and normalise queries and keys. Puts `mixed` into the ring of inputs.
+
+    Returns q float32 [n, Hk, Dk], with the factor Dk^-0.5; k [n, Hk, Dk] of mixed's dtype; v
+    float32 [n, Hv, Dv].
+    """
+    ring, (key_heads, key_dim) = memory.inputs, memory.keys.shape[1:]
+    before = positions[0] - torch.arange(TAPS - 1, 0, -1)
+    earlier = torch.where((before < 0)[:, None], 0, ring[before % len(ring)])
+    window = torch.cat((earlier, mixed)).float().unfold(0, TAPS, 1)  # [n, channels, TAPS]
+    x = functional.silu((window * conv.float()).sum(2))
+    kept = slice(-len(ring), None)
+    ring[positions[kept] % len(ring)] = mixed[kept]
+    q, k = x[:, : 2 * key_heads * key_dim].view(len(x), 2, key_heads, key_dim).unbind(1)
+    q, k = (y * (y.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for y in (q, k))
+    v = x[:, 2 * key_heads * key_dim :].view(len(x), *memory.deltas.shape[1:])
+    return q * key_dim**-0.5, k.to(mixed.dtype), v
+
+
+def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm(x) * weight * silu(gate). x: [T, H, D]; weight: [D]; gate: [T, H * D].
+
+    The norm is over D. A new tensor [T, H * D] of x's dtype. No host sync; graph-capturable.
+    """
+    wide = x.float()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.float()
+    return (normed.flatten(1) * functional.silu(gate.float())).to(x.dtype)

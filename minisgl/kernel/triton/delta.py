@@ -1,0 +1,73 @@
+"""One step of a layer of a gated delta net: decode steps, then chunks and their last tokens."""
+
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernel.delta import DeltaMemory, DeltaStep, DeltaWeights
+from minisgl.kernel.triton.delta_chunk import run_chunks
+from minisgl.kernel.triton.delta_step import run_tokens
+from minisgl.kernel.triton.launch import Constants, Launcher
+from minisgl.kernel.triton.overlap import current_device
+
+_HEADS = 8  # heads of a program of _gated_norm
+
+
+def gated_delta(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: DeltaWeights,
+    memory: DeltaMemory,
+    step: DeltaStep,
+) -> Tensor:
+    """See the reference. The channels of all inputs are contiguous. A page has 16 to 64 tokens."""
+    out = mixed.new_empty((len(mixed), *memory.deltas.shape[2:]))
+    decode_tokens = step.num_decode * step.max_tokens
+    if step.num_decode:
+        run_tokens(mixed, a, b, weights, memory, step, out, chunks=False)
+    if step.num_decode < len(step.rows):
+        run_chunks(mixed, a, b, weights, memory, step, decode_tokens, out)
+        run_tokens(mixed, a, b, weights, memory, step, out, chunks=True)
+    return out
+
+
+@triton.jit(do_not_specialize=["num_heads", "gate_stride"])
+def _gated_norm(
+    x, weight, gate, out, num_heads, gate_stride, eps,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """num_heads: of all tokens together; HEADS: of a token; BLOCK: of a program."""
+    head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (head < num_heads)[:, None]
+    token = (head // HEADS).to(tl.int64)
+    column = tl.arange(0, D)
+    at = head.to(tl.int64)[:, None] * D + column[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    gate_at = token[:, None] * gate_stride + (head % HEADS)[:, None] * D + column[None, :]
+    opens = tl.load(gate + gate_at, mask=inside, other=0.0).to(tl.float32)
+    value *= tl.rsqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+    value *= tl.load(weight + column).to(tl.float32)[None, :]
+    value *= opens / (1.0 + tl.exp(-opens))
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+_norm_launcher = Launcher(_gated_norm, current_device)
+
+
+def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+    """See the reference. x is contiguous; channels of gate are contiguous."""
+    tokens, heads, dim = x.shape
+    out = x.new_empty((tokens, heads * dim))
+    _norm_launcher(
+        (triton.cdiv(tokens * heads, _HEADS),),
+        (x, weight, gate, out),
+        (),
+        (tokens * heads, gate.stride(0), eps),
+        (heads, dim),
+        lambda: Constants({"HEADS": heads, "D": dim, "BLOCK": _HEADS}, {}),
+    )
+    return out

@@ -1,0 +1,282 @@
+"""Gated delta nets, a few tokens of each request: decode steps, and the last tokens of a chunk.
+
+`_inputs` convolves the tokens of a request and compares them with its history, for one key head.
+`_apply` has some channels of the values of one head. It reads this part of the state once, and
+writes it only if the row has entered a new page, after it has folded the history of the finished
+page into the state. A decode step of one token therefore moves Dk Dv (4 + 4 / S) bytes of state for
+each head, and the deltas of the history, which are at most 1/8 of that for pages of 16 tokens.
+"""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minisgl.kernel.delta import L2_EPS, TAPS, DeltaMemory, DeltaStep, DeltaWeights
+from minisgl.kernel.triton.launch import Constants, Launcher
+from minisgl.kernel.triton.overlap import current_device
+
+_BLOCK = 64  # channels of the values of a program of _apply
+
+
+@triton.jit
+def fold(
+    state, keys, deltas, decays, base, HEADS: tl.constexpr, KEY_STRIDE: tl.constexpr,
+    DELTA_STRIDE: tl.constexpr, DELTA_RING: tl.constexpr, SPAN: tl.constexpr, DK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return the state [DK, BLOCK] after the SPAN tokens of the history from `base` on.
+
+    keys, deltas, decays: pointers to the first ring entry of this head and these channels.
+    """
+    for token in range(SPAN):
+        slot = (base + token) % (2 * SPAN)
+        g = tl.load(decays + slot * HEADS)
+        key = tl.load(keys + slot * KEY_STRIDE + tl.arange(0, DK)).to(tl.float32)
+        slot = (base + token) % DELTA_RING
+        delta = tl.load(deltas + slot * DELTA_STRIDE + tl.arange(0, BLOCK))
+        state = state * tl.exp(g) + key[:, None] * delta[None, :]
+    return state
+
+
+@triton.jit
+def _convolve(
+    mixed, ring, conv, position, channels, token, mixed_stride, WIDTH: tl.constexpr,
+    RING: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Return silu(convolution), float32, of `channels` for one token, and keep its input.
+
+    mixed: pointer to the request's first token of the step; token: its index in the request. ring:
+    pointer to the row's ring. The taps are read before the token takes the place of the input that
+    is RING tokens older.
+    """
+    new = tl.load(mixed + token * mixed_stride + channels)
+    total = tl.load(conv + channels * TAPS + TAPS - 1).to(tl.float32) * new.to(tl.float32)
+    for tap in tl.static_range(TAPS - 1):
+        back = TAPS - 1 - tap
+        # Masks, and no branches, let all loads of a program be under way at once.
+        old = (token < back) & (position >= back)
+        at = mixed + (token - back) * mixed_stride + channels
+        value = tl.load(at, mask=(token >= back) & (channels >= 0), other=0.0).to(tl.float32)
+        at = ring + (position - back + RING) % RING * WIDTH + channels
+        value += tl.load(at, mask=old & (channels >= 0), other=0.0).to(tl.float32)
+        total += tl.load(conv + channels * TAPS + tap).to(tl.float32) * value
+    tl.store(ring + position % RING * WIDTH + channels, new)
+    return total / (1.0 + tl.exp(-total))
+
+
+@triton.jit
+def decay_of(a, a_log, dt_bias):
+    """Return g: -exp(a_log) * softplus(a + dt_bias), in float32."""
+    x = a.to(tl.float32) + dt_bias
+    return -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
+
+
+@triton.jit(
+    do_not_specialize=["mixed_stride", "a_stride", "b_stride"],
+    do_not_specialize_on_alignment=["rows", "start", "lengths", "first", "target"],
+)
+def _inputs(
+    mixed, a, b, conv, a_log, dt_bias, keys, decays, inputs, q_out, k_out, v_out, history, scales,
+    rows, start, lengths, first, target, mixed_stride, a_stride, b_stride,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    SPAN: tl.constexpr, RING: tl.constexpr, TAPS: tl.constexpr, L2_EPS: tl.constexpr,
+    HISTORY: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Write q, k and v of the tokens, their products with the history, and their scales.
+
+    history: float32 [T, Hv, 2, HISTORY]: the product of each key of the history with k, then with
+    q, with its decay; 0 from the token on. scales: float32 [T, Hv, 4]: the decay of the state, beta
+    and k q. TAIL: the requests are chunks; the tokens before `target` are kept as inputs only.
+    GROUP: HEADS // KEY_HEADS, at most.
+    """
+    WIDTH: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
+    OF_KEY: tl.constexpr = HEADS // KEY_HEADS
+    key_head, request = tl.program_id(0), tl.program_id(1)
+    row = tl.load(rows + request).to(tl.int64)
+    begin, length = tl.load(start + request), tl.load(lengths + request)
+    boundary = tl.load(target + request)
+    token_zero = tl.load(first + request).to(tl.int64)
+    column, value_column = tl.arange(0, DK), tl.arange(0, DV)
+    keys += row * (2 * SPAN * KEY_HEADS * DK) + key_head * DK
+    decays += row * (2 * SPAN * HEADS) + key_head * OF_KEY
+    inputs += row * (RING * WIDTH)
+    mixed += token_zero * mixed_stride
+    group = tl.arange(0, GROUP)
+    mine = group < OF_KEY
+    heads = key_head * OF_KEY + group
+    log_a = tl.load(a_log + heads, mask=mine, other=0.0)
+    bias = tl.load(dt_bias + heads, mask=mine, other=0.0)
+    skip = 0
+    if TAIL:
+        skip = tl.maximum(boundary - begin, 0)
+    past = tl.arange(0, HISTORY)
+    count = begin + skip - boundary  # tokens of the history
+    slot = (boundary + past) % (2 * SPAN)
+    known = past < count
+    k_at = keys + slot[:, None] * (KEY_HEADS * DK) + column[None, :]
+    k_past = tl.load(k_at, mask=known[:, None], other=0.0)
+    g_at = decays + slot[:, None] * HEADS + group[None, :]
+    g_past = tl.load(g_at, mask=known[:, None] & mine[None, :], other=0.0)
+    g_past = tl.cumsum(g_past, 0)  # [HISTORY, GROUP]
+    total = tl.sum(tl.where((past == count - 1)[:, None], g_past, 0.0), 0)
+    q_channels, k_channels = key_head * DK + column, (KEY_HEADS + key_head) * DK + column
+    for token in range(tl.minimum(skip, tl.maximum(length - RING, 0)), length):
+        position = begin + token
+        q = _convolve(
+            mixed, inputs, conv, position, q_channels, token, mixed_stride, WIDTH, RING, TAPS
+        )
+        k = _convolve(
+            mixed, inputs, conv, position, k_channels, token, mixed_stride, WIDTH, RING, TAPS
+        )
+        for i in tl.static_range(OF_KEY):
+            v_channels = 2 * KEY_HEADS * DK + (key_head * OF_KEY + i) * DV + value_column
+            v = _convolve(
+                mixed, inputs, conv, position, v_channels, token, mixed_stride, WIDTH, RING, TAPS
+            )
+            v_at = ((token_zero + token) * HEADS + key_head * OF_KEY + i) * DV + value_column
+            tl.store(v_out + v_at, v)
+        if token >= skip:
+            q = q * (tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * DK**-0.5)
+            narrow = (k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)).to(keys.dtype.element_ty)
+            wide = narrow.to(tl.float32)
+            tl.store(q_out + ((token_zero + token) * KEY_HEADS + key_head) * DK + column, q)
+            tl.store(k_out + ((token_zero + token) * KEY_HEADS + key_head) * DK + column, wide)
+            rate = tl.load(a + (token_zero + token) * a_stride + heads, mask=mine, other=0.0)
+            beta = tl.load(b + (token_zero + token) * b_stride + heads, mask=mine, other=0.0)
+            beta = 1.0 / (1.0 + tl.exp(-beta.to(tl.float32)))
+            g = tl.where(mine, decay_of(rate, log_a, bias), 0.0)
+            total += g
+            here, earlier = past == position - boundary, past < position - boundary
+            weight = tl.exp(tl.where(earlier[:, None], total[None, :] - g_past, float("-inf")))
+            out = history + ((token_zero + token) * HEADS + heads)[None, :] * (2 * HISTORY)
+            similar = tl.sum(k_past.to(tl.float32) * wide[None, :], 1)
+            tl.store(out + past[:, None], similar[:, None] * weight, mask=mine[None, :])
+            attends = tl.sum(k_past.to(tl.float32) * q[None, :], 1)
+            tl.store(out + HISTORY + past[:, None], attends[:, None] * weight, mask=mine[None, :])
+            scale = scales + ((token_zero + token) * HEADS + heads) * 4
+            tl.store(scale, tl.exp(total), mask=mine)
+            tl.store(scale + 1, beta, mask=mine)
+            tl.store(scale + 2, tl.zeros([GROUP], tl.float32) + tl.sum(wide * q, 0), mask=mine)
+            tl.store(keys + position % (2 * SPAN) * (KEY_HEADS * DK) + column, narrow)
+            tl.store(decays + position % (2 * SPAN) * HEADS + group, g, mask=mine)
+            k_past = tl.where(here[:, None], narrow[None, :], k_past)
+            g_past = tl.where(here[:, None], total[None, :], g_past)
+
+
+@triton.jit(do_not_specialize_on_alignment=["rows", "start", "lengths", "first", "base", "target"])
+def _apply(
+    q_in, k_in, v_in, history, scales, state, keys, deltas, decays, out,
+    rows, start, lengths, first, base, target,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    SPAN: tl.constexpr, DELTA_RING: tl.constexpr, BLOCK: tl.constexpr, HISTORY: tl.constexpr,
+    TAIL: tl.constexpr,
+):  # fmt: skip
+    block, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    key_head = head // (HEADS // KEY_HEADS)
+    row = tl.load(rows + request).to(tl.int64)
+    begin, length = tl.load(start + request), tl.load(lengths + request)
+    boundary, stands = tl.load(target + request), tl.load(base + request)
+    token_zero = tl.load(first + request).to(tl.int64)
+    skip = 0
+    if TAIL:
+        skip = tl.maximum(boundary - begin, 0)
+        if skip > 0:
+            stands = boundary  # the kernels of chunks have moved the state
+    column, values = tl.arange(0, DK), block * BLOCK + tl.arange(0, BLOCK)
+    deltas += row * (DELTA_RING * HEADS * DV) + head * DV + block * BLOCK
+    at = state + (row * HEADS + head) * (DK * DV) + column[:, None] * DV + values[None, :]
+    s = tl.load(at, mask=(stands > 0) & (column[:, None] < DK), other=0.0)
+    if stands < boundary:
+        s = fold(
+            s, keys + row * (2 * SPAN * KEY_HEADS * DK) + key_head * DK, deltas,
+            decays + row * (2 * SPAN * HEADS) + head, stands, HEADS, KEY_HEADS * DK, HEADS * DV,
+            DELTA_RING, SPAN, DK, BLOCK,
+        )  # fmt: skip
+        tl.store(at, s)
+        tl.debug_barrier()  # all deltas are read before a new token takes the place of one
+    past = tl.arange(0, HISTORY)
+    slot = (boundary + past) % DELTA_RING
+    known = past < begin + skip - boundary
+    d_at = deltas + slot[:, None] * (HEADS * DV) + tl.arange(0, BLOCK)[None, :]
+    d_past = tl.load(d_at, mask=known[:, None], other=0.0)
+    for token in range(skip, length):
+        index = token_zero + token
+        q = tl.load(q_in + (index * KEY_HEADS + key_head) * DK + column)
+        k = tl.load(k_in + (index * KEY_HEADS + key_head) * DK + column)
+        index = index * HEADS + head
+        v = tl.load(v_in + index * DV + values)
+        similar = tl.load(history + index * (2 * HISTORY) + past)
+        attends = tl.load(history + index * (2 * HISTORY) + HISTORY + past)
+        decay, beta = tl.load(scales + index * 4), tl.load(scales + index * 4 + 1)
+        same = tl.load(scales + index * 4 + 2)
+        predicted = decay * tl.sum(s * k[:, None], 0) + tl.sum(d_past * similar[:, None], 0)
+        d = beta * (v - predicted)
+        o = decay * tl.sum(s * q[:, None], 0) + tl.sum(d_past * attends[:, None], 0) + d * same
+        tl.store(out + index * DV + values, o.to(out.dtype.element_ty))
+        position = begin + token
+        tl.store(deltas + position % DELTA_RING * (HEADS * DV) + tl.arange(0, BLOCK), d)
+        d_past = tl.where((past == position - boundary)[:, None], d[None, :], d_past)
+
+
+_inputs_launcher = Launcher(_inputs, current_device)
+_apply_launcher = Launcher(_apply, current_device)
+
+
+def run_tokens(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    weights: DeltaWeights,
+    memory: DeltaMemory,
+    step: DeltaStep,
+    out: Tensor,
+    chunks: bool,
+) -> None:
+    """Run the decode requests, or the tokens of chunks from their targets on.
+
+    As gated_delta; out: [T, Hv, Dv], the rows of these tokens are overwritten. The kernels of
+    chunks (delta_chunk.py) run before.
+    """
+    key_heads, (heads, dk, dv) = memory.keys.shape[2], memory.state.shape[1:]
+    part = slice(step.num_decode, None) if chunks else slice(step.num_decode)
+    rows, start, lengths, first, base, target = (x[part] for x in step[:6])
+    span, delta_ring, ring = memory.page_size, memory.deltas.shape[1], memory.inputs.shape[1]
+    history = span if chunks else delta_ring
+    tokens, wide = len(mixed), torch.float32
+    q, k = (mixed.new_empty(tokens, key_heads, dk, dtype=wide) for _ in range(2))
+    v = mixed.new_empty(tokens, heads, dv, dtype=wide)
+    products = mixed.new_empty(tokens, heads, 2, history, dtype=wide)
+    scales = mixed.new_empty(tokens, heads, 4, dtype=wide)
+    sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": dk, "DV": dv, "SPAN": span}
+    _inputs_launcher(
+        (key_heads, len(rows)),
+        (
+            *(mixed, a, b, *weights, memory.keys, memory.decays, memory.inputs),
+            *(q, k, v, products, scales, rows, start, lengths, first, target),
+        ),
+        (),
+        (mixed.stride(0), a.stride(0), b.stride(0)),
+        (*sizes.values(), ring, history, chunks),
+        lambda: Constants(
+            sizes
+            | {"RING": ring, "TAPS": TAPS, "L2_EPS": L2_EPS, "HISTORY": history}
+            | {"GROUP": triton.next_power_of_2(heads // key_heads), "TAIL": chunks},
+            {"num_warps": 4},
+        ),
+    )
+    block = min(_BLOCK, dv)
+    state = memory.state, memory.keys, memory.deltas, memory.decays
+    _apply_launcher(
+        (dv // block, heads, len(rows)),
+        (q, k, v, products, scales, *state, out, rows, start, lengths, first, base, target),
+        (),
+        (),
+        (*sizes.values(), delta_ring, block, history, chunks),
+        lambda: Constants(
+            sizes | {"DELTA_RING": delta_ring, "BLOCK": block, "HISTORY": history, "TAIL": chunks},
+            {"num_warps": 2},
+        ),
+    )

@@ -1,0 +1,152 @@
+"""The kernels of gated delta nets against their reference, over steps that mix all requests.
+
+Memory is poisoned first. With TRITON_INTERPRET=1 the same tests run on a CPU, slowly.
+"""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.kernel.delta import (
+    TAPS,
+    DeltaMemory,
+    DeltaStep,
+    DeltaWeights,
+    delta_boundaries,
+    gated_delta,
+    gated_norm,
+)
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not (INTERPRETED or torch.cuda.is_available()), reason="needs a CUDA device"
+    ),
+]
+ROWS = 6
+
+
+class Layer:
+    """One layer's weights and memory, and the boundaries of its rows."""
+
+    def __init__(
+        self, key_heads: int, heads: int, dim: int, drafts: bool, dtype: torch.dtype
+    ) -> None:
+        self.heads, self.width = heads, 2 * key_heads * dim + heads * dim
+        size, self.dtype = 16, dtype
+        parts = DeltaMemory(
+            torch.empty(ROWS, heads, dim, dim),
+            torch.empty(ROWS, 2 * size, key_heads, dim, dtype=dtype),
+            torch.empty(ROWS, (2 if drafts else 1) * size, heads, dim),
+            torch.empty(ROWS, 2 * size, heads),
+            torch.empty(ROWS, 16 if drafts else 4, self.width, dtype=dtype),
+        )
+        self.memory = DeltaMemory(*(part.fill_(torch.nan) for part in parts))
+        conv = (torch.randn(self.width, TAPS) / 2).to(dtype)
+        self.weights = DeltaWeights(conv, torch.rand(heads).log(), torch.randn(heads))
+        self.boundaries = torch.zeros(ROWS, dtype=torch.int32)
+
+    def step(self, requests: list[tuple[int, int, int]], num_decode: int) -> DeltaStep:
+        """requests: row, start and length of each."""
+        rows, start, lengths = torch.tensor(requests, dtype=torch.int32).unbind(1)
+        first = (lengths.cumsum(0) - lengths).int()
+        base, target = torch.empty_like(rows), torch.empty_like(rows)
+        delta_boundaries(self.boundaries, rows, start, lengths, num_decode, 16, base, target)
+        most = int(lengths[:num_decode].max()) if num_decode else 1
+        return DeltaStep(
+            rows.contiguous(),
+            start.contiguous(),
+            lengths.contiguous(),
+            first,
+            base,
+            target,
+            num_decode,
+            most,
+        )
+
+    def inputs(self, step: DeltaStep) -> tuple[Tensor, Tensor, Tensor]:
+        tokens = int(step.lengths.sum())
+        mixed = torch.randn(tokens, self.width).to(self.dtype)
+        a, b = torch.randn(2, tokens, self.heads).to(self.dtype)
+        return mixed, a, b
+
+
+def on_device(value: DeltaMemory | DeltaStep | DeltaWeights):  # type: ignore[no-untyped-def]
+    return type(value)(*(x.to(DEVICE, copy=True) if isinstance(x, Tensor) else x for x in value))
+
+
+def error(out: Tensor, expected: Tensor) -> float:
+    out, expected = out.double().cpu(), expected.double()
+    return float((out - expected).norm() / expected.norm())
+
+
+SCHEDULE = [  # (row, start, length) of each request, and the number of decode requests
+    ([(0, 0, 150), (1, 0, 9), (2, 0, 16)], 0),
+    ([(1, 9, 1), (2, 16, 1), (0, 150, 10), (3, 0, 33)], 2),  # 150 is inside a page
+    ([(2, 17, 1), (1, 10, 1), (3, 33, 15), (0, 160, 70)], 2),
+    ([(1, 11, 1), (0, 230, 1), (4, 0, 1), (3, 48, 64)], 2),  # 230 is inside a page, 48 is not
+    *(([(0, 231 + i, 1), (1, 12 + i, 1), (3, 112 + i, 1)], 3) for i in range(18)),
+]
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+@pytest.mark.parametrize(
+    ("key_heads", "heads", "dim"), [(2, 4, 128), (1, 3, 64)] if not INTERPRETED else [(1, 2, 32)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_schedule_of_steps(
+    dtype: torch.dtype, key_heads: int, heads: int, dim: int, drafts: bool
+) -> None:
+    from minisgl.kernel.triton import delta as kernels
+
+    torch.manual_seed(0)
+    layer = Layer(key_heads, heads, dim, drafts, dtype)
+    ours = on_device(layer.memory)
+    weights = on_device(layer.weights)
+    limit = 2e-5 if dtype == torch.float32 else 3e-2
+    for requests, num_decode in SCHEDULE:
+        step = layer.step(requests, num_decode)
+        mixed, a, b = layer.inputs(step)
+        expected = gated_delta(mixed, a, b, layer.weights, layer.memory, step)
+        device = (x.to(DEVICE) for x in (mixed, a, b))
+        out = kernels.gated_delta(*device, weights, ours, on_device(step))
+        assert error(out, expected) < limit, (requests, num_decode)
+        for row in step.rows[step.target > 0].tolist():
+            assert error(ours.state[row], layer.memory.state[row]) < limit, (row, requests)
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_drafts_that_are_rejected_leave_nothing(width: int) -> None:
+    """Rows accept different numbers of tokens; the others of a step are computed again."""
+    from minisgl.kernel.triton import delta as kernels
+
+    torch.manual_seed(1)
+    layer = Layer(1, 2, 32 if INTERPRETED else 128, True, torch.float32)
+    ours, weights = on_device(layer.memory), on_device(layer.weights)
+    starts = {0: 0, 1: 0}
+    for i in range(12):
+        lengths = (30, 17) if i == 0 else (width, width)
+        requests = [(row, starts[row], lengths[row]) for row in starts]
+        step = layer.step(requests, 0 if i == 0 else 2)
+        mixed, a, b = layer.inputs(step)
+        expected = gated_delta(mixed, a, b, layer.weights, layer.memory, step)
+        device = (x.to(DEVICE) for x in (mixed, a, b))
+        out = kernels.gated_delta(*device, weights, ours, on_device(step))
+        assert error(out, expected) < 2e-5
+        for row in starts:
+            starts[row] += lengths[row] if i == 0 else int(torch.randint(1, width + 1, ()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gated_norm(dtype: torch.dtype) -> None:
+    from minisgl.kernel.triton import delta as kernels
+
+    x, weight = torch.randn(5, 3, 64).to(dtype), torch.randn(64).to(dtype)
+    gate = torch.randn(5, 500).to(dtype)[:, 7 : 7 + 3 * 64]
+    expected = gated_norm(x, weight, gate, 1e-6)
+    out = kernels.gated_norm(*(y.to(DEVICE) for y in (x, weight, gate)), 1e-6)
+    assert error(out, expected) < (1e-5 if dtype == torch.float32 else 1e-2)
