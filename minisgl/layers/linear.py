@@ -8,7 +8,7 @@ LinearMethod, and the layers do not change.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,8 @@ class LinearMethod(nn.Module, ABC):
     bias: [rows] of that dtype, or None.
     split_k_semaphores: set by share_split_k_semaphores, for kernels that split a product over K.
     """
+
+    chooses_dtypes: ClassVar[bool] = True
 
     def __init__(self, shards: LinearShards, dtype: torch.dtype) -> None:
         super().__init__()

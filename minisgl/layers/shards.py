@@ -58,6 +58,10 @@ class Placement(NamedTuple):
     shape    the expected shape of the whole source tensor.
     stored   the types, in the spelling of safetensors, that the source tensor may have.
     order    the order of the rows in each group of len(order) rows (Shard.order).
+    fused    the same values in a tensor of all experts, which the loader reads if the checkpoint
+             lacks `source`.
+    inside   the index along dimension 0 of the source at which `shape`'s other dimensions begin to
+             count: the expert in a fused tensor. None: the source has no such dimension.
     convert  computes the value to write from the part that was read, on the parameter's device.
              With it, dimensions of size 1 in the source need not match `shape`, because formats
              store scales as [N], as [N, 1] or as scalars.
@@ -74,6 +78,28 @@ class Placement(NamedTuple):
     stored: tuple[str, ...] = FLOATS
     order: tuple[int, ...] = ()
     convert: Callable[[Tensor], Tensor] | None = None
+    fused: "FusedExperts | None" = None
+    inside: int | None = None
+
+    @property
+    def in_fused(self) -> "Placement":
+        """This placement of the values in `fused`."""
+        assert self.fused is not None, "a placement outside of fused experts: this is a bug"
+        name, shape, first = self.fused
+        begin, end = first + self.begin, first + self.end
+        return self._replace(source=name, shape=shape, begin=begin, end=end, inside=self.expert)
+
+
+class FusedExperts(NamedTuple):
+    """A matrix of all experts in one tensor of the checkpoint.
+
+    name: of the tensor. shape: its whole shape; the first dimension counts the experts. first: the
+    row of each expert at which the matrix begins.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    first: int = 0
 
 
 @runtime_checkable

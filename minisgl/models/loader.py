@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from minisgl.core import ConfigError
 from minisgl.core.files import read_json
-from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import Placement, Sharded
-from minisgl.moe.experts import ExpertsMethod
+from minisgl.models.text_part import TEXT_PREFIXES
 from minisgl.utils.startup import Progress
 
 logger = logging.getLogger(__name__)
@@ -28,23 +27,20 @@ _DUMMY_STD = 0.02  # the initialisation range of most checkpoints; keeps activat
 _DUMMY_SCALE = 120  # 2^-7 as an e8m0 byte: random 4-bit weights then have a similar deviation
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _ROTARY_TABLE = "rotary_emb.inv_freq"  # the ending of tensors that are computed and not loaded
-# Prefixes of the language model beside a vision encoder, in the old and the new spelling of
-# transformers, with the prefix of the same tensors in a checkpoint without an encoder.
-_TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."))
 
 
 def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """Replace the parameters of a model built on the meta device by zeros on `device`.
 
-    Methods of linears and experts choose the dtypes of their parameters. All other parameters get
-    `dtype`. A parameter that two modules share stays shared. Padding stays zero, because the loader
-    never writes it.
+    Modules with chooses_dtypes, such as the methods of linears and experts, choose the dtypes of
+    their parameters. All other parameters get `dtype`. A parameter that two modules share stays
+    shared. Padding stays zero, because the loader never writes it.
     """
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in allocated:
-                chosen = isinstance(module, (LinearMethod, ExpertsMethod))
+                chosen = getattr(module, "chooses_dtypes", False)
                 stored = parameter.dtype if chosen else dtype
                 zeros = torch.zeros(parameter.shape, dtype=stored, device=device)
                 allocated[parameter] = nn.Parameter(zeros, requires_grad=False)
@@ -116,7 +112,8 @@ def load_weights(
 ) -> None:
     """Read this rank's part of every tensor into a materialised model, in the parameters' dtypes.
 
-    unused: endings of the names of tensors that the loader may ignore.
+    unused: endings of the names of tensors that the loader may ignore, and beginnings that end with
+    a dot.
     headers_only: check files, names, shapes and types, and return without reading any value. The
     model may then be on the meta device.
 
@@ -127,7 +124,9 @@ def load_weights(
     files, placements = _tensor_files(Path(folder)), placements_of(model)
     stored = text_tensors(files)
     by_file: dict[Path, list[Placement]] = defaultdict(list)
-    for placement in placements:
+    for i, placement in enumerate(placements):
+        if placement.source not in stored and placement.fused is not None:
+            placements[i] = placement = placement.in_fused
         if placement.source not in stored:
             raise ConfigError(f"checkpoint {folder} has no tensor {placement.source}")
         source = stored[placement.source]
@@ -136,6 +135,8 @@ def load_weights(
     surplus = sorted(stored.keys() - expected)
     # The head is unexpected only if it is a copy of tied embeddings, which is checked below.
     others, endings = [name for name in surplus if name != _HEAD], (*unused, _ROTARY_TABLE)
+    beginnings = tuple(part for part in unused if part.endswith("."))
+    others = [name for name in others if not name.startswith(beginnings)]
     if unknown := [name for name in others if not name.endswith(endings)]:
         raise ConfigError(
             f"checkpoint {folder} has {len(unknown)} tensors that the model does not use, "
@@ -168,10 +169,11 @@ def text_tensors(names: Iterable[str]) -> dict[str, str]:
     """Return the stored names of a checkpoint's tensors by the names that the model uses.
 
     A checkpoint with a vision encoder stores the language model below a prefix. All other tensors
-    of such a checkpoint, except the head, belong to the encoder and are left out.
+    of such a checkpoint, except the head, belong to the encoder or to a draft model and are left
+    out.
     """
     stored = {name: name for name in names}
-    for prefix, text in _TEXT_PREFIXES:
+    for prefix, text in TEXT_PREFIXES:
         if any(name.startswith(prefix) for name in stored):
             found = {text + n.removeprefix(prefix): n for n in stored if n.startswith(prefix)}
             heads = [name for name in stored if name.endswith(_HEAD)]
@@ -252,7 +254,8 @@ def _cut(placement: Placement, source: Any) -> Tensor:
     if placement.dim is None:
         return source  # type: ignore[no-any-return]
     cut = slice(placement.begin, placement.end)
-    part: Tensor = source[(*[slice(None)] * placement.dim, cut)]
+    first = () if placement.inside is None else (placement.inside,)
+    part: Tensor = source[(*first, *[slice(None)] * placement.dim, cut)]
     if placement.order:
         groups = part.view(-1, len(placement.order), *part.shape[1:])
         part = groups[:, list(placement.order)].flatten(0, 1)

@@ -15,6 +15,18 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
 }
 
+# Prefixes of the language model beside a vision encoder, in the old and the new spelling of
+# transformers, with the prefix of the same tensors in a checkpoint without an encoder.
+TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."))
+
+
+def text_name(name: str) -> str:
+    """Return the name of a tensor or module in a checkpoint without a vision encoder."""
+    for prefix, text in TEXT_PREFIXES:
+        if name.startswith(prefix):
+            return text + name.removeprefix(prefix)
+    return name
+
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the config of the language model in a config.json with a vision encoder.

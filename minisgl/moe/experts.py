@@ -2,12 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from minisgl.layers.shards import LinearShards, Placement, Shard, split_evenly
+from minisgl.layers.shards import FusedExperts, LinearShards, Placement, Shard, split_evenly
 from minisgl.moe.base import ExpertWeights
 
 
@@ -56,12 +56,23 @@ class ExpertShards(NamedTuple):
             "down": LinearShards((down,), self.inner, bias=False, parent=parent),
         }
 
+    def fused(self, parameter: str) -> tuple[FusedExperts, ...]:
+        """Where each linear of a matrix stands in a checkpoint that fuses the experts."""
+        experts, hidden, inner = self.num_experts, self.hidden_size, self.inner.full
+        parent = f"{self.parent}.experts"
+        if parameter == "down":
+            return (FusedExperts(f"{parent}.down_proj", (experts, hidden, inner)),)
+        gate = FusedExperts(f"{parent}.gate_up_proj", (experts, 2 * inner, hidden))
+        return gate, gate._replace(first=inner)
+
 
 class ExpertsMethod(nn.Module, ABC):
     """Stores the stacked weights of one layer's experts. The counterpart of LinearMethod.
 
     A subclass creates its parameters and chooses their dtypes. Padding stays zero.
     """
+
+    chooses_dtypes: ClassVar[bool] = True
 
     @abstractmethod
     def placements(self, name: str) -> Iterator[Placement]:
@@ -89,8 +100,10 @@ class UnquantizedExperts(ExpertsMethod):
     def placements(self, name: str) -> Iterator[Placement]:
         for expert in range(self.shards.num_experts):
             for parameter, matrix in self.shards.matrices(expert).items():
-                for placement in matrix.placements(name, parameter, source="weight"):
-                    yield placement._replace(expert=expert)
+                fused = self.shards.fused(parameter)
+                placed = matrix.placements(name, parameter, source="weight")
+                for placement, tensor in zip(placed, fused, strict=True):
+                    yield placement._replace(expert=expert, fused=tensor)
 
     def weights(self, router: Tensor) -> ExpertWeights:
         return ExpertWeights(router, self.gate_up, self.down)

@@ -14,7 +14,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.core import ConfigError
 from minisgl.kernel.fp8_weights import FP8, Scales, quantise, row_scales
 from minisgl.layers.shards import FLOATS, LinearShards, Placement, Shard
 
@@ -86,11 +85,6 @@ def _scales_of(form: Fp8Format, weight: Placement, scale: Placement, blocks: Sca
         scale = scale._replace(shape=(1,), dim=None)
     if form.strategy != "block":
         return scale._replace(convert=partial(_column, rows=scale.end - scale.begin))
-    if weight.order and BLOCK % len(weight.order):
-        raise ConfigError(
-            f"{scale.source}: blocks of {BLOCK} rows cannot be read with a partial rotary "
-            f"embedding of heads of {len(weight.order)}"
-        )
     dim = weight.dim or 0
     unit = (blocks.rows, blocks.columns)[dim]
     # The blocks that this rank touches, and the smaller blocks of them that it has in memory.
@@ -98,18 +92,38 @@ def _scales_of(form: Fp8Format, weight: Placement, scale: Placement, blocks: Sca
     skipped = (weight.begin - first * BLOCK) // unit
     count = -(-(weight.end - weight.begin) // unit)
 
+    order = [row // unit for row in weight.order[::unit]] if _mixes_blocks(weight.order) else []
+
     def expand(part: Tensor) -> Tensor:
-        return part.repeat_interleave(BLOCK // unit, dim).narrow(dim, skipped, count)
+        part = part.repeat_interleave(BLOCK // unit, dim).narrow(dim, skipped, count)
+        return part.view(-1, len(order), part.shape[1])[:, order].flatten(0, 1) if order else part
 
     shape, offset = tuple(-(-size // BLOCK) for size in weight.shape), weight.offset // unit
     return Placement(scale.source, shape, scale.target, dim, first, end, offset, convert=expand)
 
 
 def _unit(shards: tuple[Shard, ...]) -> int:
-    """The size of blocks in memory, along the dimension of `shards`: 128 or a divisor of it."""
-    if len(shards) == 1 and shards[0].local == shards[0].full:
-        return BLOCK
-    return gcd(BLOCK, *(shard.local for shard in shards), *(shard.shift for shard in shards))
+    """The size of blocks in memory, along the dimension of `shards`: 128 or a divisor of it.
+
+    A block in memory has rows of one block of the checkpoint, also if the model stores the rows in
+    another order.
+    """
+    cuts = [cut for shard in shards if _mixes_blocks(shard.order) for cut in _cuts(shard.order)]
+    if len(shards) > 1 or shards[0].local != shards[0].full:
+        cuts += [cut for shard in shards for cut in (shard.local, shard.shift)]
+    return gcd(BLOCK, *cuts)
+
+
+def _mixes_blocks(order: tuple[int, ...]) -> bool:
+    """Whether rows of one block of the checkpoint stand in several blocks in this order."""
+    return bool(order) and BLOCK % len(order) != 0
+
+
+def _cuts(order: tuple[int, ...]) -> Iterator[int]:
+    """Yield where each run of neighbouring rows begins, in the model and in the checkpoint."""
+    for place, row in enumerate(order):
+        if place == 0 or row != order[place - 1] + 1:
+            yield from (place, row)
 
 
 def _quantise_rows(rows: Tensor, columns: slice) -> Tensor:

@@ -10,6 +10,7 @@ from minisgl.core import ConfigError
 from minisgl.layers.linear import LinearMethod, UnquantizedLinear
 from minisgl.layers.shards import LinearShards
 from minisgl.models.quantization import Quantization
+from minisgl.models.text_part import text_name
 from minisgl.moe.experts import ExpertShards, ExpertsMethod, UnquantizedExperts
 from minisgl.quantization.experts import Fp8Experts
 from minisgl.quantization.format import Fp8Format
@@ -71,7 +72,7 @@ def _selector(entry: str) -> Callable[[str], object]:
         return lambda name: True
     is_expression = entry.startswith("re:")
     if not is_expression and "*" not in entry:
-        parts = f".{entry}."
+        parts = f".{text_name(entry)}."
         return lambda name: parts in f".{name}."
     try:
         return re.compile(entry[3:] if is_expression else translate(entry)).match
