@@ -80,7 +80,15 @@ def resolve(
     row drops window pages behind its length. The host has only an upper bound of the length while
     the result of a step with drafts is open. If the step rejects its drafts, the next step reads
     pages that the row has dropped.
+
+    Gated delta nets keep a state for each request. No memory of the engine holds such states.
     """
+    if model.delta:
+        raise ConfigError(
+            f"the model has gated delta nets in {len(model.delta)} of {model.num_layers} layers, "
+            "and this version has no memory for the states of such layers yet; docs/models.md "
+            "lists the models that run"
+        )
     context = model.max_position
     length = context if config.max_seq_len is None else config.max_seq_len
     if not 1 < length <= context:

@@ -39,6 +39,8 @@ class AttentionSpec(NamedTuple):
     qkv_bias     whether q, k and v have a bias.
     output_bias  whether the output projection has one.
     merged       the checkpoint stores q, k and v as one tensor.
+    gate         each output is multiplied by the sigmoid of a gate. q_proj has the rows of a head's
+                 queries and then of its gate, for each head.
     """
 
     q_heads: int
@@ -51,6 +53,7 @@ class AttentionSpec(NamedTuple):
     qkv_bias: bool = False
     output_bias: bool = False
     merged: bool = False
+    gate: bool = False
 
 
 class Attention(Mixer):
@@ -74,6 +77,8 @@ class Attention(Mixer):
         v = split_heads("v_proj", spec.kv.kv_heads, dim, tp.rank, tp.size)
         q, k = output._replace(name="q_proj", order=order), v._replace(name="k_proj", order=order)
         qkv = merge("qkv_proj", (q, k, v)) if spec.merged else (q, k, v)
+        if spec.gate:
+            qkv = (_gated(q, dim), k, v)
         self.comm, self.spec = build.comm, spec
         self.rope = build.ropes.index(spec.rope)
         self.pool = int(spec.rule.window is not None)
@@ -103,7 +108,10 @@ class Attention(Mixer):
         q_weight = k_weight = None
         if self.q_norm is not None and self.k_norm is not None:
             q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
-        qkv = self.qkv_proj.forward(block_input)
+        qkv, gate = self.qkv_proj.forward(block_input), None
+        if self.spec.gate:
+            width = self.q_heads * self.head_dim
+            gate, qkv = qkv[:, :width], qkv[:, width:]
         is_wide = self.spec.qk_norm is QkNorm.ALL_HEADS
         if q_weight is not None and k_weight is not None and is_wide:
             parts = qkv[:, : len(q_weight)], qkv[:, len(q_weight) :][:, : len(k_weight)]
@@ -121,7 +129,8 @@ class Attention(Mixer):
             sizes = (self.q_heads, self.kv_heads, self.head_dim)
             q = qk_norm_rope_store(qkv, *heads, *places, *sizes, pool.scales(layer))
             attention.forward(layer, q, attended, self.sinks)
-        return attended.flatten(1)
+        out = attended.flatten(1)
+        return out if gate is None else out.mul_(torch.sigmoid(gate))
 
     def fold(self, norm_weight: Tensor) -> bool:
         return self.qkv_proj.method.fold(norm_weight)
@@ -130,9 +139,24 @@ class Attention(Mixer):
         if self.q_norm is not None:
             self.q_norm.weight.mul_(factor)
         else:
-            self.qkv_proj.method.scale_rows(0, self.q_heads * self.head_dim, factor)
+            width = self.q_heads * self.head_dim
+            first = width if self.spec.gate else 0
+            self.qkv_proj.method.scale_rows(first, first + width, factor)
 
     def placements(self, name: str) -> Iterator[Placement]:
         if self.sinks is not None:
             name, shard = f"{name}.sinks", self.sink_heads
             yield Placement(name, (shard.full,), name, 0, shard.begin, shard.end)
+
+
+def _gated(q: Shard, dim: int) -> Shard:
+    """Return the share of q_proj that has the gates of these heads beside their queries.
+
+    q: the share of the queries, of heads of `dim` elements. The model stores the gates of all heads
+    first, and then the queries, so that queries, keys and values stay neighbours.
+    """
+    heads = range(0, 2 * q.local, 2 * dim)
+    gates = [head + dim + i for head in heads for i in range(dim)]
+    queries = [head + i for head in heads for i in q.order or range(dim)]
+    doubled = q._replace(full=2 * q.full, begin=2 * q.begin, local=2 * q.local)
+    return doubled._replace(order=(*gates, *queries))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from minisgl.attention.base import StepAttention
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import Communicator
+from minisgl.kernel.delta import DeltaMemory, DeltaStep
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.linear import LinearBuild, RowParallelLinear
 from minisgl.layers.norm import BlockInput
@@ -24,6 +25,8 @@ class ForwardContext(NamedTuple):
     pools        the KV pools of ModelSpec.pools.
     attention    the attention of this step over the pools.
     query_scale  float32 [T, 1], the factor on the queries of each token; None: no factor.
+    states       the memory of each layer with a recurrent state, by DeltaSpec.layer.
+    delta        the requests of this step, for these layers; None without such layers.
     """
 
     positions: Tensor
@@ -32,6 +35,8 @@ class ForwardContext(NamedTuple):
     pools: tuple[KVPool, ...]
     attention: StepAttention
     query_scale: Tensor | None = None
+    states: Sequence[DeltaMemory] = ()
+    delta: DeltaStep | None = None
 
 
 class MixerBuild(NamedTuple):

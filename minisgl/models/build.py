@@ -87,8 +87,8 @@ def empty_model(
     """Build this rank's share of the model on the meta device.
 
     dtype: of activations and unquantised weights. moe: may be None if the model has no experts.
-    quantization: the value of --quantization. Returns the model and the endings of the tensor names
-    that its format leaves unused. Raises ConfigError.
+    quantization: the value of --quantization. Returns the model and the tensors that it leaves
+    unused, as load_weights takes them. Raises ConfigError.
     """
     methods = _quantization(config.quantization, quantization, extensions)
     stacked = any(spec.stacked for spec in config.experts)
@@ -99,7 +99,7 @@ def empty_model(
     with torch.device("meta"):
         parts = ModelParts(config, comm, linear, experts or UnquantizedExperts, moe)
         model = CausalLM(parts)
-    return model, methods.unused
+    return model, (*methods.unused, *config.unread)
 
 
 def _quantization(

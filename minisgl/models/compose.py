@@ -60,6 +60,7 @@ def model_spec(
     *,
     norms: NormsSpec = _NORM_BEFORE,
     end_texts: tuple[str, ...] = (),
+    unread: tuple[str, ...] = (),
 ) -> ModelSpec:
     """Return a model with one mixer and one MLP for each layer. rope: of full attention."""
     layers = [LayerSpec(*parts, norms) for parts in zip(mixers, mlps, strict=True)]
@@ -72,6 +73,7 @@ def model_spec(
         dtype=dtype_of(config),
         eos_token_ids=tuple(ends if isinstance(ends, list) else [ends]),
         end_texts=end_texts,
+        unread=unread,
     )
 
 

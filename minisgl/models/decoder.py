@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from minisgl.distributed.comm import Communicator
 from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.attention import Attention, AttentionSpec
+from minisgl.layers.delta import DeltaSpec, GatedDelta
 from minisgl.layers.embedding import LMHead, ParallelEmbedding
 from minisgl.layers.linear import LinearBuild
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
@@ -38,7 +39,7 @@ class ModelParts(NamedTuple):
 
 
 # The module of each kind of mixer.
-MIXERS: Mapping[type[MixerSpec], type[Mixer]] = {AttentionSpec: Attention}
+MIXERS: Mapping[type[MixerSpec], type[Mixer]] = {AttentionSpec: Attention, DeltaSpec: GatedDelta}
 
 
 class Attended(NamedTuple):

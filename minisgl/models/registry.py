@@ -17,6 +17,8 @@ from minisgl.models.families import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_5,
+    qwen3_next,
     seed_oss,
     smollm3,
 )
@@ -47,6 +49,9 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2MoeForCausalLM": Family(qwen2.moe_spec),
     "Qwen3ForCausalLM": Family(qwen3.spec),
     "Qwen3MoeForCausalLM": Family(qwen3.moe_spec),
+    "Qwen3NextForCausalLM": Family(qwen3_next.spec, qwen3_next.DEFAULTS),
+    "Qwen3_5ForCausalLM": Family(qwen3_5.spec, qwen3_5.DEFAULTS),
+    "Qwen3_5MoeForCausalLM": Family(qwen3_5.moe_spec, qwen3_5.MOE_DEFAULTS),
     "Phi3ForCausalLM": Family(phi3.spec),
     "GraniteForCausalLM": Family(granite.spec),
     "SmolLM3ForCausalLM": Family(smollm3.spec),

@@ -6,6 +6,7 @@ import msgspec
 
 from minisgl.attention.base import AttentionRule
 from minisgl.layers.attention import AttentionSpec
+from minisgl.layers.delta import DeltaSpec
 from minisgl.layers.mlp import DenseSpec
 from minisgl.layers.rotary import QueryScale, Rope
 from minisgl.models.hf_config import ModelSettings
@@ -13,7 +14,7 @@ from minisgl.moe.spec import ExpertsSpec
 
 # The description of the part of a layer in which a token reads others. decoder.MIXERS has the
 # module of each.
-MixerSpec = AttentionSpec
+MixerSpec = AttentionSpec | DeltaSpec
 
 
 class NormsSpec(NamedTuple):
@@ -61,6 +62,8 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
     eos_token_ids   tokens that end an answer, sorted.
     end_texts       special tokens that end an answer too, if the model folder has no
                     generation_config.json.
+    unread          beginnings of the names of tensors that a checkpoint may have and that the model
+                    does not read, such as those of a draft model. Each ends with a dot.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -70,6 +73,7 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
     dtype: str
     eos_token_ids: tuple[int, ...]
     end_texts: tuple[str, ...]
+    unread: tuple[str, ...]
     sampling_defaults: dict[str, int | float] = {}
 
     @property
@@ -81,6 +85,12 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
         """The layers with attention. All have the same heads."""
         mixers = [layer.mixer for layer in self.layers]
         return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
+
+    @property
+    def delta(self) -> tuple[DeltaSpec, ...]:
+        """The layers with a gated delta net. All have the same heads."""
+        mixers = [layer.mixer for layer in self.layers]
+        return tuple(mixer for mixer in mixers if isinstance(mixer, DeltaSpec))
 
     @property
     def q_heads(self) -> int:

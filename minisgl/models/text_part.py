@@ -13,6 +13,8 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
         "ministral3": "Ministral3ForCausalLM",
     },
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }
 
 # Prefixes of the language model beside a vision encoder, in the old and the new spelling of

@@ -36,6 +36,13 @@ _EXPERTS = {
     "moe_intermediate_size": 384,
     "norm_topk_prob": True,
 }
+_HYBRID = _BASE | {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**_BASE),
     "llama-odd": lambda: transformers.LlamaConfig(**_BASE | {"intermediate_size": 330}),
@@ -53,9 +60,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
         **_BASE | _EXPERTS | {"shared_expert_intermediate_size": 256}
     ),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_HYBRID),
+    "qwen3_next": lambda: transformers.Qwen3NextConfig(
+        **_HYBRID | {"mlp_only_layers": [0, 1, 2, 3]}
+    ),
     "ministral3": lambda: transformers.Ministral3Config(**_BASE | {"head_dim": 32}),
 }
 _IGNORED = "model.layers.1.self_attn.o_proj"
+_QUANTISED = ("_proj.weight", "in_proj_qkv.weight", "in_proj_z.weight", "in_proj_qkvz.weight")
 _DYNAMIC = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 
 
@@ -152,7 +164,7 @@ def build_fp8(form: str, family: str, folder: Path) -> Saved:
     settings, part, scale_name = FORMATS[form]
     stored, rounded = dict(tensors), dict(tensors)
     for name, tensor in tensors.items():
-        if not name.endswith("_proj.weight") or name.startswith(_IGNORED):
+        if not name.endswith(_QUANTISED) or name.startswith(_IGNORED):
             continue
         scales, wide = _scales(tensor, part)
         scales, wide = scales.to(torch.bfloat16).float(), wide.to(torch.bfloat16).float()

@@ -1,5 +1,6 @@
 """The check of a configuration before an engine starts."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,11 @@ import torch
 from minisgl.benchmark.models import write_model
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.demo import model_path
-from minisgl.distributed.comm import TPInfo
-from minisgl.engine import DEFAULT_EXTENSIONS, check_start, memory
+from minisgl.distributed.comm import SingleCommunicator, TPInfo
+from minisgl.engine import DEFAULT_EXTENSIONS, Engine, check_start, memory
+from minisgl.engine.check import check_before_weights
+
+CHECKPOINTS = Path(__file__).parents[2] / "data" / "checkpoints"
 
 
 def check(folder: str = str(model_path()), tp: int = 1, **changes: object) -> None:
@@ -58,3 +62,27 @@ def test_check_for_a_gpu_touches_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_pat
     """An allocation would reduce the memory that the engine finds. torch has no CUDA here."""
     monkeypatch.setattr(memory, "resolve_device", lambda config, tp: torch.device("cuda", 0))
     check(write_model("qwen3-30b-a3b", tmp_path), device="cuda", dummy_weight=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [
+        ("qwen3-next-80b-a3b-instruct-fp8", "36 of 48"),
+        ("qwen3.6-27b", "48 of 64"),
+        ("qwen3.6-35b-a3b", "30 of 40"),
+    ],
+)
+def test_a_model_with_gated_delta_nets_is_refused_by_name(
+    name: str, layers: str, tmp_path: Path
+) -> None:
+    """The check before a download, the check before a start, and the engine itself."""
+    published = json.loads((CHECKPOINTS / f"{name}.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(published["config"]))
+    config = EngineConfig(model_path=str(tmp_path), device="cpu", dummy_weight=True)
+    says = rf"gated delta nets in {layers} layers.* docs/models\.md lists the models that run$"
+    with pytest.raises(ConfigError, match=says):
+        check_before_weights(config, DEFAULT_EXTENSIONS)
+    with pytest.raises(ConfigError, match=says):
+        check(str(tmp_path), dummy_weight=True)
+    with pytest.raises(ConfigError, match=says):
+        Engine(config, SingleCommunicator())

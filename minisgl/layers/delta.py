@@ -1,0 +1,147 @@
+"""The gated delta net: a mixer whose memory is one matrix for each head (Qwen3-Next, Qwen3.5)."""
+
+from collections.abc import Hashable, Iterator
+from functools import partial
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.core import ConfigError
+from minisgl.distributed.comm import TPInfo
+from minisgl.kernel.delta import TAPS, DeltaWeights, gated_delta, gated_norm
+from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear, UnquantizedLinear
+from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
+from minisgl.layers.norm import BlockInput, RMSNorm
+from minisgl.layers.shards import Placement, Shard, merge, split_heads
+
+
+class DeltaSpec(NamedTuple):
+    """The gated delta net of one decoder layer. Heads are those of the whole model.
+
+    key_heads, value_heads  value head h reads key head h // (value_heads / key_heads).
+    key_dim, value_dim      elements of a head. The state of a value head is [key_dim, value_dim].
+    layer                   the index of the layer's memory (ForwardContext.states). Indices run
+                            from 0 without gaps.
+    grouped                 the checkpoint stores the rows of all projections by key heads, in the
+                            tensors in_proj_qkvz and in_proj_ba.
+    state_dtype             the dtype of the state.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    layer: int
+    grouped: bool = False
+    state_dtype: torch.dtype = torch.float32
+
+    def local_heads(self, tp: TPInfo) -> tuple[int, int]:
+        """Return the key heads and the value heads of a rank. Raises ConfigError.
+
+        With fewer key heads than ranks, neighbouring ranks each store a copy of one key head.
+        """
+        key, value = self.key_heads, self.value_heads
+        if value % tp.size or (key % tp.size and tp.size % key):
+            raise ConfigError(
+                f"{key} key heads and {value} value heads of gated delta nets cannot be split over "
+                f"tensor-parallel {tp.size}: use a number of ranks that divides both"
+            )
+        return max(key // tp.size, 1), value // tp.size
+
+
+class DeltaRates(nn.Module):
+    """The parameters of decay, which stay in float32. a_log, dt_bias: [Hv] of this rank's heads."""
+
+    chooses_dtypes: ClassVar[bool] = True
+
+    def __init__(self, heads: Shard, parent: str) -> None:
+        super().__init__()
+        self.heads, self.parent = heads, parent
+        self.a_log = nn.Parameter(torch.empty(heads.local, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(heads.local, dtype=torch.float32))
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        shape, cut = (self.heads.full,), (0, *self.heads.read)
+        yield Placement(f"{self.parent}.A_log", shape, f"{name}.a_log", *cut)
+        yield Placement(f"{self.parent}.dt_bias", shape, f"{name}.dt_bias", *cut)
+
+
+class GatedDelta(Mixer):
+    """A gated delta net over this rank's heads: Hk key heads and Hv value heads.
+
+    in_proj gives queries, keys, values and the gate z of the output; rates_proj gives b and a, the
+    write strength and the decay. conv: [2 Hk Dk + Hv Dv, TAPS].
+    """
+
+    name = "linear_attn"
+
+    def __init__(self, spec: DeltaSpec, build: MixerBuild) -> None:
+        super().__init__()
+        tp, linear = build.comm.tp, build.linear
+        key_heads, _ = spec.local_heads(tp)
+        k = split_heads("in_proj_qkv", spec.key_heads, spec.key_dim, tp.rank, tp.size)
+        v = split_heads("in_proj_qkv", spec.value_heads, spec.value_dim, tp.rank, tp.size)
+        heads = split_heads("in_proj_b", spec.value_heads, 1, tp.rank, tp.size)
+        self.spec, self.channels = spec, merge("conv1d", (k, k, v))
+        z, a = v._replace(name="in_proj_z"), heads._replace(name="in_proj_a")
+        outputs: tuple[Shard, ...] = (*merge("in_proj_qkv", (k, k, v)), z)
+        rates: tuple[Shard, ...] = (heads, a)
+        if spec.grouped:
+            ratio = spec.value_heads // spec.key_heads
+            values = ratio * spec.value_dim
+            parts = (spec.key_dim, spec.key_dim, values, values)
+            outputs = (_grouped("in_proj_qkvz", parts, spec.key_heads, key_heads, tp),)
+            rates = (_grouped("in_proj_ba", (ratio, ratio), spec.key_heads, key_heads, tp),)
+        self.in_proj = ColumnParallelLinear(build.size, outputs, False, linear)
+        # FP8 checkpoints leave these few rows unquantised, with and without an entry in their lists
+        # of such linears.
+        plain = linear._replace(method=UnquantizedLinear)
+        self.rates_proj = ColumnParallelLinear(build.size, rates, False, plain)
+        rows = sum(shard.local for shard in self.channels)
+        self.conv = nn.Parameter(torch.empty(rows, TAPS))
+        self.rates = DeltaRates(heads, linear.parent)
+        self.norm = RMSNorm(Shard("", spec.value_dim, 0, spec.value_dim), build.eps)
+        self.out = RowParallelLinear(v._replace(name="out_proj"), build.size, False, linear)
+
+    @property
+    def kind(self) -> Hashable:
+        return self.spec._replace(layer=0)
+
+    def mix(self, block_input: BlockInput, context: ForwardContext) -> Tensor:
+        """Update the states of the requests with the T tokens. Returns [T, Hv * Dv]."""
+        assert context.delta is not None, "a gated delta net needs its part of the step: a bug"
+        projected, width = self.in_proj.forward(block_input), len(self.conv)
+        mixed, z = projected[:, :width], projected[:, width:]
+        b, a = self.rates_proj.forward(block_input).chunk(2, dim=-1)
+        weights = DeltaWeights(self.conv, self.rates.a_log, self.rates.dt_bias)
+        memory = context.states[self.spec.layer]
+        out = gated_delta(mixed, a, b, weights, memory, context.delta)
+        return gated_norm(out, self.norm.weight, z, self.norm.eps)
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        """Yield the placements of the convolution, whose tensor is [channels, 1, TAPS]."""
+        source, offset = f"{name}.conv1d.weight", 0
+        for shard in self.channels:
+            shape, cut = (shard.stored, 1, TAPS), (0, *shard.read, offset)
+            squeeze = partial(torch.squeeze, dim=1)
+            yield Placement(source, shape, f"{name}.conv", *cut, convert=squeeze)
+            offset += shard.local
+
+
+def _grouped(name: str, parts: tuple[int, ...], full: int, local: int, tp: TPInfo) -> Shard:
+    """Return the share of a tensor that stores all parts of a key head side by side.
+
+    parts: the rows of each part for one key head. full, local: the key heads of the model and of
+    this rank. The model stores each part for all heads side by side. Raises ConfigError.
+    """
+    if full % tp.size:
+        raise ConfigError(
+            f"{full} key heads of {name} cannot be split over tensor-parallel {tp.size}: "
+            "use a number of ranks that divides them"
+        )
+    size, first, order = sum(parts), 0, list[int]()
+    for rows in parts:
+        order += [h * size + first + row for h in range(local) for row in range(rows)]
+        first += rows
+    return Shard(name, full * size, tp.rank * local * size, local * size, tuple(order))

@@ -1,0 +1,97 @@
+"""Runs a model with gated delta nets without an engine: one request, in pages 0, 1, ..."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import AttentionStep
+from minisgl.attention.registry import create_attention_backend
+from minisgl.distributed.comm import Communicator
+from minisgl.kernel.delta import DeltaMemory, DeltaStep, delta_boundaries
+from minisgl.kvcache.pool import KVPool
+from minisgl.layers.mixer import ForwardContext
+from minisgl.layers.rotary import rope_table
+from minisgl.models.build import build_model
+from minisgl.models.config import load_model_spec
+from minisgl.models.decoder import local_kv_spec
+from minisgl.quantization import with_quantizations
+
+CPU, PAGE, PAGES = torch.device("cpu"), 16, 8
+PROMPT = [(7 * i + 3) % 151 for i in range(57)]
+
+
+class Runner:
+    """Runs the tokens of one request, in row 1 of the states and in the pages 0, 1, ..."""
+
+    def __init__(self, path: str, comm: Communicator) -> None:
+        spec = load_model_spec(path)
+        self.spec, self.comm = spec, comm
+        self.model = build_model(
+            spec, path, device=CPU, dtype=torch.float32, comm=comm, extensions=with_quantizations()
+        )
+        kv = local_kv_spec(spec, comm, torch.float32)
+        layers = range(len(spec.attention))
+        self.pool = KVPool(kv, layers=layers, num_pages=PAGES, page_size=PAGE, device=CPU)
+        self.tables = tuple(rope_table(r, spec.head_dim, PAGE * PAGES, CPU) for r in spec.ropes)
+        heads = spec.q_heads // comm.tp.size
+        self.attention = create_attention_backend("torch", self.pool, heads, spec.rules)
+        self.states = [self._memory() for _ in spec.delta]
+        self.boundaries = torch.zeros(2, dtype=torch.int32)
+
+    def _memory(self) -> DeltaMemory:
+        """Poisoned memory: a value that is read before it is written reaches the output."""
+        delta = self.spec.delta[0]
+        keys, values = delta.local_heads(self.comm.tp)
+        channels = 2 * keys * delta.key_dim + values * delta.value_dim
+        shapes = DeltaMemory(
+            (values, delta.key_dim, delta.value_dim),
+            (2 * PAGE, keys, delta.key_dim),
+            (PAGE, values, delta.value_dim),
+            (2 * PAGE, values),
+            (4, channels),
+        )
+        return DeltaMemory(*(torch.full((2, *shape), torch.nan) for shape in shapes))
+
+    def run(self, ids: list[int], start: int, decode: bool) -> Tensor:
+        """Return the logits [len(ids), V] of this rank."""
+        one = [torch.tensor([n], dtype=torch.int32) for n in (1, start, len(ids), 0)]
+        row, begin, length, first = one
+        base, target = torch.empty_like(row), torch.empty_like(row)
+        delta_boundaries(self.boundaries, *one[:3], int(decode), PAGE, base, target)
+        step = AttentionStep(
+            num_decode=int(decode),
+            start=begin.numpy(),
+            lengths=length.numpy(),
+            device_rows=row,
+            device_start=begin,
+            device_lengths=length,
+            page_table=torch.arange(PAGES, dtype=torch.int32).repeat(2, 1),
+        )
+        places = torch.arange(start, start + len(ids), dtype=torch.int32)
+        context = ForwardContext(
+            places,
+            (places,),
+            self.tables,
+            (self.pool,),
+            self.attention.prepare(step),
+            states=self.states,
+            delta=DeltaStep(row, begin, length, first, base, target, int(decode), len(ids)),
+        )
+        hidden = self.model.model(torch.tensor(ids), context)
+        return self.model.lm_head.logits(hidden)
+
+
+def check_rank(comm: Communicator, path: str, expected: Any) -> None:
+    """Compare a whole prompt, and chunks with single tokens between and after them."""
+    wanted = torch.from_numpy(expected)
+    with torch.inference_mode():
+        shares = comm.gather(Runner(path, comm).run(PROMPT, 0, decode=False))
+        whole = torch.cat(list(shares), dim=-1)[:, : wanted.shape[1]]
+        torch.testing.assert_close(whole, wanted, atol=2e-3, rtol=2e-3)
+        runner, parts = Runner(path, comm), []
+        for start, end in ((0, 16), (16, 48), (48, 53), *((i, i + 1) for i in range(53, 57))):
+            parts.append(runner.run(PROMPT[start:end], start, decode=end == start + 1))
+        shares = comm.gather(torch.cat(parts))
+        steps = torch.cat(list(shares), dim=-1)[:, : wanted.shape[1]]
+        torch.testing.assert_close(steps, wanted, atol=2e-3, rtol=2e-3)

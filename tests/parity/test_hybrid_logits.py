@@ -1,0 +1,187 @@
+"""Models with gated delta nets: the logits of a forward without an engine, against transformers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from minisgl.core import ConfigError
+from minisgl.distributed.comm import SingleCommunicator, TPInfo
+from minisgl.kernel.fp8_weights import dequantise
+from minisgl.layers.linear import UnquantizedLinear
+from minisgl.models.build import build_model, empty_model
+from minisgl.models.config import load_model_spec
+from minisgl.moe.registry import create_moe_backend
+from minisgl.quantization import with_quantizations
+from minisgl.quantization.linear import Fp8Linear
+from tests.parity.fp8_models import build_fp8
+from tests.parity.hybrid import CPU, PROMPT, Runner, check_rank
+from tests.unit.distributed.ranks import run_ranks
+
+_BASE: dict[str, Any] = {
+    "vocab_size": 151,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "eos_token_id": 2,
+}
+_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 48,
+}
+
+
+def _dense(**changes: Any) -> Any:
+    return transformers.Qwen3_5TextConfig(**_BASE | changes)
+
+
+def _sparse(**changes: Any) -> Any:
+    sizes = {name: size for name, size in _BASE.items() if name != "intermediate_size"}
+    return transformers.Qwen3_5MoeTextConfig(**sizes | _MOE | changes)
+
+
+def _next(**changes: Any) -> Any:
+    return transformers.Qwen3NextConfig(**_BASE | _MOE | changes)
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen3_5": _dense,
+    "qwen3_5-equal-heads": lambda: _dense(linear_num_value_heads=4, tie_word_embeddings=True),
+    "qwen3_5-ends-with-delta": lambda: _dense(
+        layer_types=["full_attention", "linear_attention"] * 2, linear_num_key_heads=1
+    ),
+    "qwen3_5_moe": _sparse,
+    "qwen3_next": _next,
+    "qwen3_next-dense-layer": lambda: _next(mlp_only_layers=[1], norm_topk_prob=False),
+}
+
+
+def save(name: str, folder: Path) -> tuple[Any, str]:
+    """Save a random model whose decays, norms and convolutions have no default values."""
+    torch.manual_seed(0)
+    config, path = MODELS[name](), str(folder / name)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for tensor, parameter in model.named_parameters():
+            if tensor.endswith(("norm.weight", "dt_bias", "A_log", "conv1d.weight")):
+                parameter.normal_(1.0 if "linear_attn.norm" in tensor else 0.0, 0.3)
+    model.save_pretrained(path)
+    return model, path
+
+
+def logits_of(model: Any) -> np.ndarray[Any, Any]:
+    with torch.inference_mode():
+        result: np.ndarray[Any, Any] = model(torch.tensor([PROMPT])).logits[0].numpy()
+    return result
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    model, path = save(name, tmp_path)
+    check_rank(SingleCommunicator(), path, logits_of(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("qwen3_5-ends-with-delta", 2),  # both ranks have the only key head
+        ("qwen3_next", 2),
+        pytest.param("qwen3_5", 4, marks=pytest.mark.proof),  # each two ranks share a KV head
+        pytest.param("qwen3_5_moe", 2, marks=pytest.mark.proof),
+        pytest.param("qwen3_next", 4, marks=pytest.mark.proof),
+    ],
+)
+def test_ranks_give_the_logits_of_transformers(name: str, ranks: int, tmp_path: Path) -> None:
+    model, path = save(name, tmp_path)
+    run_ranks(ranks, tmp_path, check_rank, path, logits_of(model))
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3_5", 3), ("qwen3_next", 8)])
+def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused(
+    name: str, ranks: int, tmp_path: Path
+) -> None:
+    spec = load_model_spec(save(name, tmp_path)[1])
+    comm = SingleCommunicator(TPInfo(0, ranks))
+    with pytest.raises(ConfigError, match="cannot be split over tensor-parallel"):
+        empty_model(
+            spec, torch.float32, comm, create_moe_backend("torch", CPU), with_quantizations()
+        )
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])
+def test_fused_experts_and_the_tensors_of_a_draft_model_load(name: str, tmp_path: Path) -> None:
+    """Published checkpoints have one tensor for each matrix of all experts, and a draft model."""
+    model, path = save(name, tmp_path)
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    for layer in range(4):
+        parent = f"model.layers.{layer}.mlp.experts"
+        tensors = fuse(tensors, parent, _MOE["num_experts"])
+    tensors["mtp.fc.weight"] = torch.ones(64, 128)
+    save_file(tensors, file, {"format": "pt"})
+    check_rank(SingleCommunicator(), path, logits_of(model))
+
+
+def fuse(tensors: dict[str, Any], parent: str, experts: int) -> dict[str, Any]:
+    def stacked(matrix: str) -> Any:
+        return torch.stack([tensors[f"{parent}.{i}.{matrix}.weight"] for i in range(experts)])
+
+    gate_up = torch.cat((stacked("gate_proj"), stacked("up_proj")), dim=1)
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(parent)}
+    return kept | {f"{parent}.gate_up_proj": gate_up, f"{parent}.down_proj": stacked("down_proj")}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_blocks_of_fp8_weights_keep_their_scales_in_another_order_of_rows(
+    name: str, ranks: int, tmp_path: Path
+) -> None:
+    """Heads of 256 elements rotate 64 of them, so that rows of one block move apart."""
+    saved = build_fp8("block", name, tmp_path)
+    spec, plain = load_model_spec(saved.fp8), load_model_spec(saved.reference)
+    found = 0
+    for rank in range(ranks):
+        given: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
+        given |= {"comm": SingleCommunicator(TPInfo(rank, ranks))}
+        given |= {"extensions": with_quantizations()}
+        model = build_model(spec, saved.fp8, **given)
+        expected = dict(build_model(plain, saved.reference, **given).named_modules())
+        for module_name, module in model.named_modules():
+            other = expected[module_name]
+            if isinstance(module, Fp8Linear):
+                assert isinstance(other, UnquantizedLinear)
+                scales = module._blocks._replace(values=module.scales)
+                assert torch.equal(dequantise(module.weight, scales, torch.float32), other.weight)
+                found += 1
+    assert found == ranks * (3 * 2 + 2 + 4 * 2)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+@torch.inference_mode()
+def test_a_checkpoint_of_fp8_blocks_gives_the_logits_of_its_dequantised_weights(
+    name: str, tmp_path: Path
+) -> None:
+    saved = build_fp8("block", name, tmp_path)
+    comm = SingleCommunicator()
+    logits = [
+        Runner(path, comm).run(PROMPT, 0, decode=False) for path in (saved.fp8, saved.reference)
+    ]
+    torch.testing.assert_close(*logits, atol=2e-3, rtol=2e-3)
