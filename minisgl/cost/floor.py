@@ -113,9 +113,8 @@ def _single_gpu_cost(model: ModelSpec) -> Cost:
     """The cost without the KV and the all-reduces."""
     hidden = model.hidden_size
     parameters, experts, computed = hidden * model.vocab_size, 0, 0
-    for mixer in model.attention:
-        parameters += hidden * mixer.kv.head_dim * 2 * (mixer.q_heads + mixer.kv.kv_heads)
-    for mlp in (layer.mlp for layer in model.layers):
+    for mixer, mlp, _ in model.layers:
+        parameters += mixer.weights(hidden)
         if isinstance(mlp, ExpertsSpec):
             parameters += hidden * (mlp.num_experts + 3 * mlp.shared)
             experts += 3 * hidden * mlp.inner * mlp.num_experts

@@ -55,6 +55,11 @@ class AttentionSpec(NamedTuple):
     merged: bool = False
     gate: bool = False
 
+    def weights(self, hidden_size: int) -> int:
+        """The number of weights of the projections."""
+        queries = (3 if self.gate else 2) * self.q_heads
+        return hidden_size * self.kv.head_dim * (queries + 2 * self.kv.kv_heads)
+
 
 class Attention(Mixer):
     """Self-attention over this rank's heads.

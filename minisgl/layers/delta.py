@@ -36,6 +36,11 @@ class DeltaSpec(NamedTuple):
     grouped: bool = False
     state_dtype: torch.dtype = torch.float32
 
+    def weights(self, hidden_size: int) -> int:
+        """The number of weights of the projections."""
+        rows = 2 * self.key_heads * self.key_dim + self.value_heads * (3 * self.value_dim + 2)
+        return hidden_size * rows
+
     def local_heads(self, tp: TPInfo) -> tuple[int, int]:
         """Return the key heads and the value heads of a rank. Raises ConfigError.
 

@@ -1,5 +1,6 @@
 """The floor of a workload against values computed by hand."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,9 @@ import pytest
 from minisgl.benchmark.floor import floor_of, load_shape
 from minisgl.benchmark.workload import Workload
 from minisgl.cost.floor import Ceilings, cost_of, reduce_s, with_fp8_weights
+from minisgl.models.config import model_spec_from
+
+CHECKPOINTS = Path(__file__).parents[2] / "data" / "checkpoints"
 
 
 def test_the_decode_floor_is_the_bytes_of_its_steps(tmp_path: Path) -> None:
@@ -54,3 +58,15 @@ def test_fp8_products_run_at_their_own_rate(tmp_path: Path) -> None:
     plain, fp8 = (floor_of(model, work, rates, quantization=q) for q in (None, "fp8"))
     saved = 8000 * with_fp8_weights(cost_of(model), model).fp8_operations / 2e12
     assert plain.prefill_s - fp8.prefill_s == pytest.approx(saved)
+
+
+@pytest.mark.parametrize(("name", "billions"), [("qwen3.6-27b", 26.9), ("qwen3.6-35b-a3b", 34.7)])
+def test_the_weights_of_gated_delta_nets_are_counted(name: str, billions: float) -> None:
+    """The sum does not count the embedding, which is as large as the output head."""
+    published = json.loads((CHECKPOINTS / f"{name}.json").read_text())
+    model = model_spec_from(published["config"])
+    cost = cost_of(model)
+    embedding = model.hidden_size * model.vocab_size
+    counted = (cost.weight_bytes + cost.expert_bytes) / 2 + embedding
+    assert counted / 1e9 == pytest.approx(billions, abs=0.06)
+    assert cost.kv_bytes == len(model.attention) * 4 * model.kv_heads * model.head_dim
