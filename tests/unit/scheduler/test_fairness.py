@@ -2,6 +2,8 @@
 
 import pytest
 
+from minisgl.scheduler.plan import MAX_DEFERRED
+from minisgl.scheduler.view import View
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, prompt_of
@@ -60,3 +62,19 @@ def test_a_prompt_is_admitted_when_the_running_requests_can_still_grow() -> None
     for i, uid in enumerate(streams):
         assert harness.answers[uid].tokens == expected_output(prompt_of(7, i), 9, ignore_eos=True)
     assert harness.answers[late].tokens == expected_output(prompt_of(23, 9), 4, ignore_eos=True)
+
+
+def test_one_plan_skips_64_requests_of_a_client_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of 200 requests wait for the prefix that the step in flight computes."""
+    harness = Harness(FakeEngine(4096, 4, 256, 1024), config(prefill_budget_tokens=1024))
+    shared = prompt_of(512)
+    harness.add(shared, max_tokens=4, ignore_eos=True)
+    harness.step()
+    for own in range(200):
+        harness.add([*shared, own % 60 + 1, 7, own % 50 + 1], max_tokens=1)
+    looked_up: list[int] = []
+    find = View.hit
+    monkeypatch.setattr(View, "hit", lambda view, req: looked_up.append(req.uid) or find(view, req))
+    harness.step()
+    assert len(looked_up) == MAX_DEFERRED
+    assert len(harness.scheduler.view.waiting) == 200
