@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import itertools
+import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 
@@ -13,7 +14,8 @@ from minisgl.message.messages import CompileGrammar, GrammarResult, ToGrammars
 # The process always has the next job of a client while the result of the first one is on its way.
 # Further jobs wait here, where the end of their call withdraws them.
 OPEN_JOBS = 2
-_CACHED_CHARS = 2**25
+_CACHED_BYTES = 2**25
+_RESULT_BYTES = 450  # of a kept result besides its source, measured by tracemalloc
 
 Result = asyncio.Future[GrammarResult]
 
@@ -35,7 +37,7 @@ class GrammarPool:
         self._open: Counter[str] = Counter()
         self._sent: dict[int, tuple[str, bytes, Result]] = {}
         self._accepted: OrderedDict[bytes, GrammarResult] = OrderedDict()
-        self._cached_chars = 0
+        self._cached_bytes = 0
 
     def submit(self, request: CompileGrammar, client: str) -> Result:
         """Queue a grammar of a client. Cancelling the returned future withdraws it."""
@@ -54,9 +56,9 @@ class GrammarPool:
         self._open[client] -= 1
         if message.error is None and key not in self._accepted:
             self._accepted[key] = message
-            self._cached_chars += len(message.source)
-            while self._cached_chars > _CACHED_CHARS:
-                self._cached_chars -= len(self._accepted.popitem(last=False)[1].source)
+            self._cached_bytes += _size(message)
+            while self._cached_bytes > _CACHED_BYTES:
+                self._cached_bytes -= _size(self._accepted.popitem(last=False)[1])
         if not result.done():
             result.set_result(message)
         self._dispatch(client)
@@ -66,11 +68,14 @@ class GrammarPool:
         waiting = self._waiting[client]
         while waiting and self._open[client] < OPEN_JOBS:
             result = next(iter(waiting))
-            request, uid = waiting.pop(result), next(self._uids)
+            request = waiting.pop(result)
+            if result.done():  # The call has ended. The event loop has yet to run the callback.
+                continue
             key = _key(request)
             if (known := self._known(key)) is not None:
                 result.set_result(known)
                 continue
+            uid = next(self._uids)
             self._open[client] += 1
             self._sent[uid] = client, key, result
             self._send(msgspec.structs.replace(request, uid=uid, client=client))
@@ -79,6 +84,11 @@ class GrammarPool:
         if (known := self._accepted.get(key)) is not None:
             self._accepted.move_to_end(key)
         return known
+
+
+def _size(result: GrammarResult) -> int:
+    """The memory of a kept result in bytes."""
+    return _RESULT_BYTES + sys.getsizeof(result.source)
 
 
 def _key(request: CompileGrammar) -> bytes:

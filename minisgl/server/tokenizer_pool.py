@@ -70,6 +70,8 @@ class TokenizerPool:
         loads = self._outstanding_bytes
         for client, requests in self._waiting.items() if min(loads) < _QUEUED_BYTES else ():
             for result, request in requests.items():
+                if result.done():  # The call has ended. The event loop has yet to run the callback.
+                    continue
                 allowed = (loads[:-1] or loads) if _size(request) > _QUEUED_BYTES else loads
                 if min(allowed) < _QUEUED_BYTES:
                     return client, result, allowed.index(min(allowed))

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from minisgl.core import DeadlineExceeded
 from minisgl.message.messages import CompileGrammar, GrammarResult
+from minisgl.server import grammar_pool
 from minisgl.server.grammar_pool import OPEN_JOBS, GrammarPool
 
 
@@ -31,6 +33,12 @@ class Wire:
 
 def run(scenario: Callable[[Wire], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(scenario(Wire()))
+
+
+def fail(result: "asyncio.Future[GrammarResult]") -> None:
+    """End a call by an error, and read the error."""
+    result.set_exception(DeadlineExceeded("late"))
+    result.exception()
 
 
 def test_process_has_two_grammars_of_each_client() -> None:
@@ -88,12 +96,46 @@ def test_refusal_is_not_kept(fields: dict[str, Any]) -> None:
 
 
 def test_end_of_a_call_withdraws_its_grammar() -> None:
+    """The pool need not wait for the callbacks of a future, which run in the next iteration."""
+
     async def scenario(wire: Wire) -> None:
         results = [wire.submit(f"a{number}") for number in range(5)]
         results[0].cancel()
         results[2].cancel()
-        await asyncio.sleep(0)
         wire.answer()  # of the cancelled grammar that the process has already
         assert wire.texts == ["a1", "a3"]
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("end", [asyncio.Future.cancel, fail])
+def test_end_of_a_call_withdraws_a_grammar_that_becomes_known(
+    end: Callable[["asyncio.Future[GrammarResult]"], object],
+) -> None:
+    """Regression: an InvalidStateError ended the service if the client left at this moment."""
+
+    async def scenario(wire: Wire) -> None:
+        first, second, ended, last = (wire.submit("x") for _ in range(4))
+        end(ended)
+        wire.answer()
+        assert wire.texts == ["x"], "the process has the second grammar already"
+        wire.answer()
+        assert {(await result).source for result in (first, second, last)} == {"of x"}
+
+    run(scenario)
+
+
+def test_memory_of_kept_results_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: only characters counted, so short grammars took many times their limit."""
+    monkeypatch.setattr(grammar_pool, "_CACHED_BYTES", 10_000)
+
+    async def scenario(wire: Wire) -> None:
+        for number in range(100):
+            wire.submit(f"a{number}")
+            wire.answer()
+        assert wire.submit("a99").done(), "the newest result is kept"
+        known = [wire.submit(f"a{number}", f"client {number}").done() for number in range(100)]
+        assert 10 <= sum(known) <= 20
+        assert known == sorted(known), "the oldest results are dropped"
 
     run(scenario)

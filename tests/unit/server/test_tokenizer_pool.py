@@ -3,10 +3,11 @@
 import asyncio
 
 from minisgl.core import DeadlineExceeded
-from minisgl.message.messages import TokenizeResult, TokenizeText
+from minisgl.message.messages import TokenizeResult, TokenizeText, ToTokenizer
 from minisgl.server.engine_client import Tokenized
 from minisgl.server.generation import Generation
 from minisgl.server.handler import start
+from minisgl.server.tokenizer_pool import TokenizerPool
 from tests.unit.server.fakes import FACTS, World
 from tests.unit.server.test_engine_client import request, run, settle
 
@@ -52,3 +53,28 @@ def test_requests_of_ended_calls_do_not_reach_a_tokenizer() -> None:
             client.close(call)
 
     assert run(main).is_empty
+
+
+def test_request_that_ends_as_a_process_becomes_free_is_not_sent() -> None:
+    """The callback that removes the request runs only in the next iteration of the event loop."""
+
+    async def main() -> None:
+        sent: list[ToTokenizer] = []
+
+        def send(message: ToTokenizer) -> int:
+            sent.append(message)
+            return 2**16
+
+        pool = TokenizerPool([send])
+        texts = ("busy", "ended", "next")
+        _, ended, _ = (pool.submit(TokenizeText(text=text), "a") for text in texts)
+        ended.cancel()
+        (busy,) = sent
+        assert isinstance(busy, TokenizeText)
+        pool.receive(TokenizeResult(uid=busy.uid))
+        assert [message.text for message in sent if isinstance(message, TokenizeText)] == [
+            "busy",
+            "next",
+        ]
+
+    asyncio.run(main())
