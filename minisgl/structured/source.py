@@ -159,7 +159,7 @@ def _plain_source(request: CompileGrammar) -> str:
         return llguidance.grammar_from("choice", request.text)
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(request.text))
-    except RecursionError:
+    except (MemoryError, RecursionError):  # limits of this process; its errors name them
         raise
     except (IndexError, ValueError):
         reason = "an escape or a count is wrong"

@@ -9,6 +9,7 @@ from llguidance import LLTokenizer
 
 from minisgl.core import GrammarKind, InvalidRequest
 from minisgl.message.messages import CompileGrammar
+from minisgl.structured import source
 from minisgl.structured.source import GrammarCompiler
 from minisgl.structured.whitespace import is_json_whitespace, whitespace_pattern
 from tests.unit.structured.matching import follows
@@ -41,8 +42,8 @@ def check(
     right: list[str],
     wrong: list[str],
 ) -> None:
-    source = compiler.check(request).source
-    assert {text: follows(tokenizer, source, text) for text in (*right, *wrong)} == {
+    checked = compiler.check(request).source
+    assert {text: follows(tokenizer, checked, text) for text in (*right, *wrong)} == {
         **dict.fromkeys(right, True),
         **dict.fromkeys(wrong, False),
     }
@@ -157,6 +158,20 @@ def test_refused_schema_names_pointer_and_reason(
 def test_faulty_text_is_refused(compiler: GrammarCompiler, kind: GrammarKind, text: str) -> None:
     with pytest.raises(InvalidRequest):
         compiler.check(CompileGrammar(kind=kind, text=text))
+
+
+@pytest.mark.parametrize("kind", [MemoryError, RecursionError])
+def test_a_limit_of_the_process_is_no_fault_of_the_grammar(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """Regression: a lack of memory gave an invalid grammar without a reason."""
+
+    def exceed(text: str) -> str:
+        raise kind
+
+    monkeypatch.setattr(source, "any_to_lark", exceed)
+    with pytest.raises(kind):
+        compiler.check(CompileGrammar(kind="grammar", text='start: "a"'))
 
 
 def test_text_over_the_limit_is_refused(compiler: GrammarCompiler) -> None:
