@@ -4,7 +4,8 @@ import contextlib
 import os
 import resource
 import signal
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,27 +46,39 @@ class BoundedProcess:
     """
 
     def __init__(self, handle: Callable[[bytes], bytes], bounds: Bounds) -> None:
-        """Fork. handle: returns at least one byte. It must not raise: an exception is a bug."""
+        """Fork. handle: returns at least one byte. It must not raise: an exception is a bug.
+
+        Such an exception goes to stderr and ends both processes. Further calls raise EOFError.
+        """
         self._number = 0
         self._pipe, pipe = Pipe()
         if os.fork() == 0:
-            # Close the owner's descriptors: with open copies, this process would not see it end.
-            last_fd = max(map(int, os.listdir("/proc/self/fd")))
-            os.closerange(3, pipe.fileno())
-            os.closerange(pipe.fileno() + 1, last_fd + 1)
-            _supervise(handle, bounds, pipe)
+            with _forked():
+                # Close the owner's descriptors: with open copies, this process would not see its
+                # end.
+                last_fd = max(map(int, os.listdir("/proc/self/fd")))
+                os.closerange(3, pipe.fileno())
+                os.closerange(pipe.fileno() + 1, last_fd + 1)
+                _supervise(handle, bounds, pipe)
         pipe.close()
 
     def call(self, request: bytes) -> bytes | None:
-        """Return the reply of `handle`, or None if the call exceeded a limit."""
+        """Return the reply of `handle`, or None if the call exceeded a limit.
+
+        Raises EOFError if the process has ended.
+        """
         self._number += 1
         number = _NUMBER.pack(self._number)
-        self._pipe.send_bytes(number + request)
+        try:
+            self._pipe.send_bytes(number + request)
+            return self._receive(number)
+        except (EOFError, ConnectionError):
+            message = "the process for grammars has ended; the cause is on stderr"
+            raise EOFError(message) from None
+
+    def _receive(self, number: bytes) -> bytes | None:
         while True:
-            try:
-                reply = self._pipe.recv_bytes()
-            except EOFError:
-                raise EOFError("the process for grammars has ended") from None
+            reply = self._pipe.recv_bytes()
             if reply.startswith(number):  # False: an exception has ended the call of this reply
                 return reply[_NUMBER.size :] or None
 
@@ -81,12 +94,10 @@ class _Worker:
         self._pipe, pipe = Pipe()
         self._pid = os.fork()
         if self._pid == 0:
-            try:
+            with _forked():
                 self._pipe.close()
                 owner.close()
                 _serve(handle, bounds, pipe)
-            finally:  # The fork must not return into the code of its owner.
-                os._exit(1)
         pipe.close()
 
     def call(self, request: bytes) -> bytes:
@@ -114,10 +125,22 @@ class _Worker:
                 os._exit(code)
 
 
+@contextlib.contextmanager
+def _forked() -> Iterator[None]:
+    """End this process after the block: a fork must not return into the code of its owner."""
+    try:
+        yield
+    # The exit code tells the parent of the failure.
+    except BaseException:  # noqa: BLE001
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(1)
+
+
 def _supervise(handle: Callable[[bytes], bytes], bounds: Bounds, owner: Connection) -> NoReturn:
     """Pass each request of the owner to a process that works, until the owner has ended."""
     worker = _Worker(handle, bounds, owner)
-    with contextlib.suppress(EOFError, OSError):  # the owner has ended
+    with contextlib.suppress(EOFError, ConnectionError):  # the owner has ended
         while True:
             request = owner.recv_bytes()
             if worker.ended:
@@ -133,6 +156,7 @@ def _serve(handle: Callable[[bytes], bytes], bounds: Bounds, pipe: Connection) -
     """Serve until the parent ends, or until past calls hold half of the memory of one call."""
     os.setpriority(os.PRIO_PROCESS, 0, LOW_PRIORITY)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    stderr = os.dup(2)
     with open(os.devnull, "wb") as null:
         os.dup2(null.fileno(), 2)  # the library reports there that memory is not available
     _limit(resource.RLIMIT_CORE, 0)
@@ -148,6 +172,9 @@ def _serve(handle: Callable[[bytes], bytes], bounds: Bounds, pipe: Connection) -
                 reply = handle(request)
             except MemoryError:
                 os.abort()
+            except BaseException:
+                os.dup2(stderr, 2)
+                raise
             signal.setitimer(signal.ITIMER_PROF, 0)
             if _address_space() > most:
                 state = _ENDS

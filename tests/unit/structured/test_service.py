@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from minisgl.message.messages import CompileGrammar
 from minisgl.structured.bounded import BoundedProcess, Bounds
 from minisgl.structured.service import BOUNDS, GrammarService
 from minisgl.structured.source import GrammarCompiler
+from tests.patience import patience
 
 NODE = {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}}
 
@@ -221,8 +224,46 @@ def test_processes_end_with_their_owner() -> None:
         os.kill(worker, 0)
 
 
-def test_failure_of_the_process_is_an_error_of_the_owner() -> None:
+def test_failure_of_the_process_is_an_error_of_the_owner(capfd: pytest.CaptureFixture[str]) -> None:
     process = BoundedProcess(lambda raw: bytes(raw[9:10].hex(), "x"), FREE)  # LookupError
     with pytest.raises(EOFError, match="the process for grammars has ended"):
         process.call(b"x")
     process.close()
+    assert "LookupError" in capfd.readouterr().err
+
+
+_NO_FORK = """
+import os, sys
+from minisgl.structured.bounded import BoundedProcess, Bounds
+fork, owner, forks = os.fork, os.getpid(), int(sys.argv[1])
+
+def limited() -> int:
+    global forks
+    if os.getpid() != owner:
+        if not forks:
+            raise BlockingIOError("the limit of processes is reached")
+        forks -= 1
+    return fork()
+
+os.fork = limited
+try:
+    process = BoundedProcess(lambda raw: str(os.getpid()).encode(), Bounds(10.0, 2**30))
+    while reply := process.call(b"x"):
+        os.kill(int(reply), 9)
+    process.call(b"x")
+except EOFError as error:
+    print(error)
+finally:
+    print("the owner")
+"""
+
+
+@pytest.mark.parametrize("forks", [0, 1])
+def test_failed_fork_is_an_error_of_the_owner_alone(forks: int) -> None:
+    """Regression: the fork that failed went on with the code of its owner."""
+    command = [sys.executable, "-c", _NO_FORK, str(forks)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience())
+    lines = done.stdout.splitlines()
+    assert (len(lines), lines[-1]) == (2, "the owner"), done.stdout + done.stderr
+    assert lines[0].startswith("the process for grammars has ended")
+    assert done.stderr.count("BlockingIOError: the limit of processes is reached") == 1
