@@ -16,11 +16,8 @@ T = TypeVar("T")
 
 
 class _Job(NamedTuple):
-    """future: withdrawn by `cancel` until a thread has begun the job."""
-
-    future: "Future[Any]"
-    function: Callable[[], Any]
     client: str
+    function: Callable[[], Any]
 
 
 class CompileThreads:
@@ -29,40 +26,57 @@ class CompileThreads:
     A grammar therefore waits for at most one grammar of each other client.
 
     count: number of threads, at least 2.
+
+    _turns    the futures of the jobs that wait.
+    _waiting  the job of each of these futures.
+    _running  the number of running jobs of each client.
     """
 
     def __init__(self, count: int) -> None:
         self._of_client = count - 1
         self._executor = ThreadPoolExecutor(count, "grammar", initializer=_lower_priority)
         self._lock = threading.Lock()
-        self._jobs: Turns[_Job] = Turns()
-        self._running: Counter[str] = Counter()  # jobs of each client
+        self._turns: Turns[Future[Any]] = Turns()
+        self._waiting: dict[Future[Any], _Job] = {}
+        self._running: Counter[str] = Counter()
 
     def submit(self, client: str, function: Callable[[], T]) -> "Future[T]":
-        """Call the function in a thread at the turn of the client."""
-        job = _Job(Future(), function, client)
+        """Call the function in a thread at the turn of the client.
+
+        Cancelling the returned future withdraws the job, until a thread has begun it.
+        """
+        future: Future[T] = Future()
         with self._lock:
-            self._jobs.add(client, job)
+            self._turns.add(client, future)
+            self._waiting[future] = _Job(client, function)
+        future.add_done_callback(self._withdraw)
         with compile_stack():
             self._executor.submit(self._run)
-        return job.future
+        return future
+
+    def _withdraw(self, future: "Future[Any]") -> None:
+        """Free a job that has been cancelled. Does nothing if a thread has taken it."""
+        with self._lock:
+            if (job := self._waiting.pop(future, None)) is not None:
+                self._turns.remove(job.client, future)
 
     def _run(self) -> None:
         """Run jobs until only clients with all their threads have some. These threads run them."""
         while True:
             with self._lock:
-                job = self._jobs.take(lambda client: self._running[client] < self._of_client)
-                if job is None:
+                future = self._turns.take(lambda client: self._running[client] < self._of_client)
+                if future is None:
                     return
+                job = self._waiting.pop(future)
                 self._running[job.client] += 1
-            if job.future.set_running_or_notify_cancel():
+            if future.set_running_or_notify_cancel():
                 try:
                     result = job.function()
                 # The caller of Future.result gets the exception.
                 except BaseException as error:  # noqa: BLE001
-                    job.future.set_exception(error)
+                    future.set_exception(error)
                 else:
-                    job.future.set_result(result)
+                    future.set_result(result)
             with self._lock:
                 self._running[job.client] -= 1
 

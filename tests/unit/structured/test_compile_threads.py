@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -66,6 +67,27 @@ def test_a_withdrawn_job_does_not_run() -> None:
         gate.set()
     assert third.result(patience()) == "a2"
     assert held.began == ["a0", "a2"]
+
+
+def test_a_withdrawn_job_frees_its_function_at_once() -> None:
+    """Regression: the grammars of calls that had ended took memory until their turn."""
+
+    class Function:
+        def __call__(self) -> None: ...
+
+    threads = CompileThreads(2)
+    held = Held(threads)
+    running = held.submit("a", "a0")
+    held.wait_for_jobs(1)
+    function = Function()
+    freed = weakref.ref(function)
+    waiting = threads.submit("a", function)
+    del function
+    assert freed() is not None
+    assert waiting.cancel()
+    assert freed() is None
+    held.gates["a0"].set()
+    assert running.result(patience()) == "a0"
 
 
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
