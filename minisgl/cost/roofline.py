@@ -23,7 +23,8 @@ def roofline(
     """Return an estimate of the step cost of an engine.
 
     cost: of the model on each of tp GPUs. device: the name of the GPU, or "cpu". timed: a decode
-    step and a larger step, both nearly without context. most: the tokens of the largest step.
+    step and a step with a chunk, both nearly without context. The chunk may have one token too.
+    most: the tokens of the largest step.
 
     On a GPU with known rates a step takes 1.3 times its floor, and 0.3 ms of the host. If the timed
     steps took longer than this, all steps take longer by the same factor; between the two numbers
@@ -35,7 +36,9 @@ def roofline(
     pair_operations = _PAIR_OPERATIONS * len(model.attention) * model.q_heads * model.head_dim / tp
     ceilings = rates_of(device)
     if ceilings is None:
-        rise_s = max(large.seconds - small.seconds, 0.0) / (large.tokens - small.tokens)
+        # If both steps have one token, the rise is not known, and all steps begin with equal times.
+        further = large.tokens - small.tokens
+        rise_s = max(large.seconds - small.seconds, 0.0) / further if further else 0.0
         seconds = [small.seconds + max(size - small.tokens, 0) * rise_s for size in sizes]
         ceilings = Ceilings(
             bytes_per_s=cost.read_bytes(small.tokens) / small.seconds,

@@ -54,6 +54,14 @@ def test_a_chunk_that_is_no_slower_than_a_decode_step_gives_equal_times(tmp_path
     assert set(cost.seconds) == {0.004}
 
 
+@pytest.mark.parametrize("device", ["cpu", H200])
+def test_steps_with_chunks_of_one_token_have_a_cost(device: str, tmp_path: Path) -> None:
+    """With --max-prefill-length 1, the lowest value, both timed steps have one token."""
+    cost = first(tmp_path, device, [TimedStep(1, 0.9), TimedStep(1, 1.1)])
+    assert cost.predict_s(1, 0, 0) >= 0.9
+    assert min(cost.per_prefill_pair_s, cost.per_decode_key_s) > 0
+
+
 @pytest.mark.parametrize(
     "name",
     [

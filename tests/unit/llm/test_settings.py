@@ -18,6 +18,12 @@ def test_settings_reach_the_engine_and_the_scheduler() -> None:
         assert scheduler._config == SchedulerConfig(target_step_ms=None, overlap=False)
 
 
+def test_the_lowest_prefill_budget_computes_one_prompt_token_in_a_step() -> None:
+    with LLM(num_pages=64, prefill_budget_tokens=1) as llm:
+        answer = llm.generate([5, 6, 7], SamplingParams(max_tokens=2), progress=False)
+    assert len(answer.token_ids) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "right"),
     [
