@@ -69,7 +69,12 @@ class Resolved(NamedTuple):
 
 
 def resolve(
-    config: EngineConfig, model: ModelSpec, tp: TPInfo, device: torch.device, drafting: bool
+    config: EngineConfig,
+    model: ModelSpec,
+    tp: TPInfo,
+    device: torch.device,
+    drafting: bool,
+    further_kinds: bool = False,
 ) -> Resolved:
     """Return the values of an engine on `device`. Raises ConfigError.
 
@@ -82,6 +87,9 @@ def resolve(
     pages that the row has dropped.
 
     Gated delta nets keep a state for each request. No memory of the engine holds such states.
+
+    further_kinds: whether extensions bring kinds of memory (Extensions.cache_kinds). A plan counts
+    their memory for one token of a decoding row, so they cannot be used with drafts either.
     """
     if model.delta:
         raise ConfigError(
@@ -100,6 +108,11 @@ def resolve(
         raise ConfigError(
             f"speculative does not support a model with sliding windows, and this model has a "
             f"window of {model.window} tokens; start without speculative"
+        )
+    if drafting and further_kinds:
+        raise ConfigError(
+            "speculative does not support further kinds of memory, and Extensions.cache_kinds has "
+            "some; start without speculative or without cache_kinds"
         )
     dtype = _resolve_dtype(config, model, device)
     fp8 = _resolve_fp8_kv(config, dtype, device)

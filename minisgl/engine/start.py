@@ -62,7 +62,8 @@ class Start:
         self._comm, self._extensions = comm, extensions
         self.drafting = extensions.draft_lengths is not None
         model = load_model_spec(config.model_path)
-        self.resolved = memory.resolve(config, model, comm.tp, device, self.drafting)
+        further_kinds = bool(extensions.cache_kinds)
+        self.resolved = memory.resolve(config, model, comm.tp, device, self.drafting, further_kinds)
         self._show_progress = comm.tp.rank == 0
         self.stream: torch.cuda.Stream | None = None
         self.compile_log = CompileLog()
