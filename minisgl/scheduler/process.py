@@ -21,7 +21,7 @@ from minisgl.engine import (
 )
 from minisgl.message.messages import LeaderStep, Ready, SchedulerStats, StepOutput, ToScheduler
 from minisgl.message.queues import Receiver, Sender, endpoint
-from minisgl.scheduler.cost_fit import CostFit, StepPrices
+from minisgl.scheduler.cost_fit import FREE, CostFit, StepPrices
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, QueueInbox
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import process_age_s
@@ -65,7 +65,9 @@ def run_scheduler(
     send: Callable[[StepOutput], object] = _discard
     if tp.rank == 0:
         send = Sender[StepOutput](endpoint(socket_dir, "detokenizer")).send
-    scheduler = build_scheduler(engine, scheduler_config, inbox, send)
+    # The other ranks get the step cost of rank 0 in the first message (SetStepCost).
+    prices = None if tp.rank == 0 else FREE
+    scheduler = build_scheduler(engine, scheduler_config, inbox, send, prices)
     gc.collect()
     gc.freeze()  # later collections skip all objects that exist now
     gc.enable()

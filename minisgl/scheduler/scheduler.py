@@ -75,7 +75,8 @@ class Scheduler:
         releases row and pages at once, although the step in flight may still contain the request.
         A fence delays the reuse of the pages until that step is resolved (FencedPool I1).
     I3  The plan depends only on the sequence of messages and of sampled tokens. Rank 0 announces
-        the end of work in other threads by a message (Prepared).
+        by messages the end of work in other threads (Prepared) and the step cost that it measures
+        (SetStepCost).
     """
 
     def __init__(

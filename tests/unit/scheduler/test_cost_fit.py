@@ -11,7 +11,7 @@ from minisgl.core import Batch, PendingStep, SchedulerConfig, StepCost, StepWork
 from minisgl.message.messages import AddReq, LeaderStep, SetStepCost
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, Scheduler
-from minisgl.scheduler.cost_fit import ANNOUNCE_S, CostFit, FixedCost, StepPrices
+from minisgl.scheduler.cost_fit import ANNOUNCE_S, FREE, CostFit, FixedCost, StepPrices
 from minisgl.scheduler.inbox import FollowerInbox, Inbox
 from minisgl.utils.process import write_socket_key
 from tests.unit.scheduler.scripted import ScriptedParams
@@ -179,7 +179,7 @@ def test_every_rank_plans_with_the_cost_of_rank_0(tmp_path) -> None:
     write_socket_key(str(tmp_path))
     address = endpoint(str(tmp_path), "rank-1")
     follower = FollowerInbox(Receiver(address, LeaderStep))
-    other = build(VirtualEngine(FIRST, 100, 8, 1000), follower, CostFit(scaled(3.0, 1)))
+    other = build(VirtualEngine(FIRST, 100, 8, 1000), follower, FREE)
     load = Load(scaled(2.0, 0), CostFit(FIRST), 0)
     load.inbox._followers = [Sender(address)]
     for _ in range(300):
