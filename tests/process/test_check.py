@@ -3,11 +3,14 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
 from minisgl import parity
-from minisgl.core import FinishReason
+from minisgl.benchmark.models import write_model
+from minisgl.core import ConfigError, EngineConfig, FinishReason
 from minisgl.llm.results import Completion
 from tests.patience import patience
 
@@ -36,21 +39,55 @@ def test_check_of_the_demo_model_agrees_with_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "agreeing", "kl", "cached", "passes"),
+    ("dtype", "agreeing", "kl", "same_cached", "same_drafts", "cached", "passes"),
     [
-        ("bfloat16", 19, 0.019, [2], True),
-        ("bfloat16", 18, 0.0, [1], False),
-        ("bfloat16", 20, 0.021, [1], False),
-        ("float32", 20, 0.0, [1], True),
-        ("float32", 20, 0.0, [2], False),
+        ("bfloat16", 19, 0.019, 10, 10, 1, True),
+        ("bfloat16", 18, 0.0, 20, 20, 1, False),
+        ("bfloat16", 20, 0.021, 20, 20, 1, False),
+        ("bfloat16", 20, 0.0, 9, 20, 1, False),
+        ("bfloat16", 20, 0.0, 20, 9, 1, False),
+        ("bfloat16", 20, 0.0, 20, 20, 0, False),
+        ("float32", 20, 0.0, 20, 20, 1, True),
+        ("float32", 20, 0.0, 19, 20, 1, False),
+        ("float32", 20, 0.0, 20, 19, 1, False),
+        ("float32", 20, 0.0, 20, 20, 0, False),
     ],
 )
 def test_check_fails_outside_of_its_bounds(
-    dtype: str, agreeing: int, kl: float, cached: list[int], passes: bool
+    dtype: str,
+    agreeing: int,
+    kl: float,
+    same_cached: int,
+    same_drafts: int,
+    cached: int,
+    passes: bool,
 ) -> None:
-    def answers(tokens: list[int]) -> parity.Answers:
-        return parity.Answers([Completion("", tokens, FinishReason.LENGTH, 1, 0)], 0, 0)
+    def answers(same: int, cached: int) -> parity.Answers:
+        tokens = [[1]] * same + [[2]] * (20 - same)
+        done = [Completion("", each, FinishReason.LENGTH, 1, 0) for each in tokens]
+        return parity.Answers(done, cached, 0)
 
     found = [parity.Comparison(index < agreeing, kl, 0.0) for index in range(20)]
-    report = parity.report_of(dtype, [[1]], answers([1]), answers(cached), None, found)
-    assert report["passed"] is passes
+    runs = answers(20, 0), answers(same_cached, cached), answers(same_drafts, 0)
+    assert parity.report_of(dtype, [[1]] * 20, *runs, found)["passed"] is passes
+
+
+@pytest.mark.parametrize(("model", "has_drafts"), [("qwen3-8b", True), ("gemma-3-12b", False)])
+def test_check_leaves_drafts_out_only_for_a_model_with_windows(
+    model: str, has_drafts: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A fault of the configuration of an engine with drafts is reported."""
+
+    def engine(path: str, **settings: object) -> MagicMock:
+        if settings["speculative"] is not None:
+            raise ConfigError("the engine with drafts does not start")
+        return MagicMock()
+
+    monkeypatch.setattr(parity, "LLM", engine)
+    monkeypatch.setattr(parity, "_answers", lambda *_: parity.Answers([], 0, 0))
+    config = EngineConfig(model_path=str(write_model(model, tmp_path)))
+    if has_drafts:
+        with pytest.raises(ConfigError, match="does not start"):
+            parity._minisgl_answers(config)
+    else:
+        assert parity._minisgl_answers(config)[-1] is None
