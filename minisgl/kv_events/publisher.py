@@ -8,8 +8,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import NoReturn, cast
 
 import msgspec
 import zmq
@@ -67,9 +67,14 @@ class Publisher:
             self._replay = _bind(zmq.ROUTER, replay_endpoint, 2 * MAX_REPLAYED)
         self._bell = os.eventfd(0)  # wakes the thread
 
-    def start(self) -> None:
-        """Start the thread, which runs until the process ends. Only the thread uses the sockets."""
-        threading.Thread(target=self._run, name="kv-events", daemon=True).start()
+    def start(self, on_failure: Callable[[Exception], object]) -> None:
+        """Start the thread, which runs until the process ends. Only the thread uses the sockets.
+
+        on_failure: the thread calls it with the exception that ends it. It has to end the process:
+        without the thread the stream has no further message, and subscribers do not notice.
+        """
+        arguments = (on_failure,)
+        threading.Thread(target=self._run, args=arguments, name="kv-events", daemon=True).start()
 
     def put(self, events: list[KVEvent]) -> bool:
         """Queue the events of one message; return False, and drop them, when the queue is full."""
@@ -79,7 +84,14 @@ class Publisher:
         os.eventfd_write(self._bell, 1)
         return True
 
-    def _run(self) -> None:
+    def _run(self, on_failure: Callable[[Exception], object]) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            on_failure(error)
+            raise
+
+    def _serve(self) -> NoReturn:
         poller = zmq.Poller()
         poller.register(self._bell, zmq.POLLIN)
         if self._replay is not None:

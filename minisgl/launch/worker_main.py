@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import NoReturn
 
 import msgspec
 
@@ -34,16 +35,21 @@ def main() -> None:
         _MAINS[spec.role](spec)
     # The outermost handler of the process. minisgl reports its own errors in one line.
     # Any other error, and a broken invariant, is a bug and is logged once with its traceback.
-    except Exception as error:
-        on_purpose = isinstance(error, MinisglError) and not isinstance(error, InvariantBroken)
-        if not on_purpose:
-            logger.exception("process failed")
-        reason = str(error) if on_purpose else f"{type(error).__name__}: {error}"
-        supervise.write_reason(spec.reason_fd, spec.name, reason)
-        logging.shutdown()
-        sys.stdout.flush()
-        # Not sys.exit: threads of libraries would keep the failed process alive.
-        os._exit(supervise.CONFIG_EXIT if isinstance(error, ConfigError) else 1)
+    except Exception as error:  # noqa: BLE001
+        fail(spec, error)
+
+
+def fail(spec: ChildSpec, error: Exception) -> NoReturn:
+    """Report a fatal error of any thread, and end the process."""
+    on_purpose = isinstance(error, MinisglError) and not isinstance(error, InvariantBroken)
+    if not on_purpose:
+        logger.error("process failed", exc_info=error)
+    reason = str(error) if on_purpose else f"{type(error).__name__}: {error}"
+    supervise.write_reason(spec.reason_fd, spec.name, reason)
+    logging.shutdown()
+    sys.stdout.flush()
+    # Not sys.exit: threads of libraries would keep the failed process alive.
+    os._exit(supervise.CONFIG_EXIT if isinstance(error, ConfigError) else 1)
 
 
 def _api(spec: ChildSpec) -> None:
@@ -107,7 +113,7 @@ def _scheduler(spec: ChildSpec) -> None:
     if events.endpoint is not None and spec.index == 0:
         topic = f"kv@{events.pod or socket.gethostname()}@{model}"
         publisher = Publisher(events.endpoint, events.replay_endpoint, topic)
-        publisher.start()
+        publisher.start(partial(fail, spec))
         put, totals = publisher.put, publisher.totals
         reporter = partial(CacheEvents, events.block_size, model, put, totals)
         extensions = replace(extensions, cache_reporter=reporter)

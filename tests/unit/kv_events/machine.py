@@ -25,11 +25,16 @@ def addresses(publisher: Publisher) -> tuple[str, str]:
     )
 
 
+def raise_it(error: Exception) -> None:
+    """Let the test fail: the thread of the publisher must not end."""
+    raise error
+
+
 def started(
     publisher: Publisher, block_size: int, model: str, page_size: int, num_pages: int
 ) -> CacheEvents:
     """Start the publisher, and return a listener that it publishes."""
-    publisher.start()
+    publisher.start(raise_it)
     return CacheEvents(block_size, model, publisher.put, publisher.totals, page_size, num_pages)
 
 

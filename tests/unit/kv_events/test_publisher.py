@@ -1,8 +1,11 @@
 """The event stream on its sockets: messages, replays, late and slow subscribers."""
 
 import json
+import os
 import random
 import socket
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from minisgl.kv_events.publisher import Publisher
 from minisgl.kvcache import RadixCache
 from tests.patience import patience
 from tests.unit.kv_events import golden
-from tests.unit.kv_events.machine import addresses, started
+from tests.unit.kv_events.machine import addresses, raise_it, started
 
 
 @pytest.fixture
@@ -122,7 +125,7 @@ def test_a_long_stream_begins_anew_with_a_snapshot(
     monkeypatch.setattr(module, "MAX_REPLAYED", 20)
     monkeypatch.setattr(module, "_SNAPSHOT_BLOCKS", 4)
     socket = subscribe(publisher)
-    publisher.start()
+    publisher.start(raise_it)
     live, last = BlockIndex(), -1
     restarts = 0
     for token in range(50):
@@ -153,14 +156,14 @@ def test_a_full_queue_refuses_a_batch_at_once(publisher: Publisher) -> None:
     for token in range(module.MAX_QUEUED):
         assert publisher.put([stored(token)])
     assert not publisher.put([stored(0)])
-    publisher.start()
+    publisher.start(raise_it)
 
 
 def test_the_publisher_does_not_wait_for_a_subscriber_that_reads_nothing(
     publisher: Publisher,
 ) -> None:
     idle = subscribe(publisher)
-    publisher.start()
+    publisher.start(raise_it)
     large = BlockStored(
         block_hashes=[2**63],
         parent_block_hash=None,
@@ -177,7 +180,7 @@ def test_the_publisher_does_not_wait_for_a_subscriber_that_reads_nothing(
 
 
 def test_a_request_that_is_no_replay_request_gets_no_answer(publisher: Publisher) -> None:
-    publisher.start()
+    publisher.start(raise_it)
     with zmq.Context.instance().socket(zmq.DEALER) as socket:
         socket.connect(addresses(publisher)[1])
         socket.send_multipart([b"", b"short"])
@@ -196,7 +199,7 @@ def test_a_peer_that_sends_a_large_message_is_disconnected(
     publisher: Publisher, index: int
 ) -> None:
     """zmq would hold the message in the memory of the scheduler."""
-    publisher.start()
+    publisher.start(raise_it)
     host, port = addresses(publisher)[index].removeprefix("tcp://").split(":")
     kind = (b"SUB", b"DEALER")[index]
     ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4) + kind
@@ -208,3 +211,37 @@ def test_a_peer_that_sends_a_large_message_is_disconnected(
             while peer.recv(4096):
                 pass
     assert replay(addresses(publisher)[1], 0) == []
+
+
+UNENCODABLE = b"Encoding objects of type object is unsupported"
+FAILING = """
+import sys, threading
+from functools import partial
+from types import SimpleNamespace
+from minisgl.kv_events.publisher import Publisher
+from minisgl.launch.worker_main import fail
+
+spec = SimpleNamespace(name="scheduler", reason_fd=int(sys.argv[1]))
+publisher = Publisher("tcp://127.0.0.1:*", None, "kv@a@b")
+publisher.start(partial(fail, spec))
+publisher.put([object()])  # msgspec cannot encode it
+threading.Event().wait()
+"""
+
+
+def test_a_failure_of_the_thread_ends_the_process_with_its_reason() -> None:
+    """Otherwise the service would go on without the stream, and no subscriber would notice."""
+    read_fd, write_fd = os.pipe()
+    with os.fdopen(read_fd, "rb") as reasons:
+        done = subprocess.run(
+            [sys.executable, "-c", FAILING, str(write_fd)],
+            pass_fds=[write_fd],
+            capture_output=True,
+            text=True,
+            timeout=patience(60),
+            check=False,
+        )
+        os.close(write_fd)
+        assert reasons.read() == b"scheduler\tTypeError: " + UNENCODABLE + b"\n"
+    assert done.returncode == 1
+    assert "process failed" in done.stderr
