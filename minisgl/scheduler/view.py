@@ -87,7 +87,10 @@ MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared pr
 
 @dataclass(slots=True)
 class View:
-    """The requests, their memory and their order. A plan reads it; only `apply` changes it.
+    """The requests, their memory and their order. A plan reads it, and changes nothing.
+
+    Only apply.py changes what a plan decides. Messages and results of steps change the rest: the
+    cost, resolved_step, the prompts that are published (uncached), aborts in the queue, and tokens.
 
         waiting  --admit-->  prefilling  --last chunk launched-->  decoding
            ^                     |                                    |

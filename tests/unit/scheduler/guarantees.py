@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from minisgl.kvcache import FencedPool
+from minisgl.kvcache import FencedPool, Room
 from minisgl.scheduler import apply, budget
 from minisgl.scheduler import plan as planning
 from minisgl.scheduler.request import Req
@@ -63,11 +63,12 @@ class PlanChecks:
 
     def f3_rows_pause_few_steps_in_a_row(self, view: View, plan: Plan) -> None:
         """A row that has room is left out in MAX_PAUSES steps in a row at most."""
-        if view.memory.kinds or not (len(plan.decode.rows) or plan.chunks):
+        if not (len(plan.decode.rows) or plan.chunks):
             return
         ends = -(-(view.table.computed[view.decode_rows] + 1) // view.memory.page_size)
         has_room = ends <= view.memory.full.table.counts[view.decode_rows]
         has_room |= np.isin(view.decode_rows, plan.grow)
+        has_room &= np.isin(view.decode_rows, Room(view.memory).within_kinds(view.decode_rows))
         runs = np.isin(view.decode_rows, plan.decode.rows)
         left_out = view.decode_rows[has_room & ~runs].tolist()
         reqs = [view.table.req_at(row) for row in left_out]
