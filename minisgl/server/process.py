@@ -141,9 +141,8 @@ class ApiServer:
         tasks = {lost_worker, *(asyncio.create_task(run()) for run in loops)}
         serving = asyncio.create_task(server.serve([listener]))
         try:
-            # The process ends as soon as one of these tasks ends, so that no task fails unnoticed
-            # (bug W27 in docs/bugs.md: the task that receives messages ended, and every client
-            # hung).
+            # The process ends as soon as one of these tasks ends, so that no task fails unnoticed.
+            # Without the task that receives messages, for example, every client would hang.
             ended, _ = await asyncio.wait({*tasks, serving}, return_when=asyncio.FIRST_COMPLETED)
             if (failure := ended.pop().exception()) is not None:
                 self._fail(failure)

@@ -133,7 +133,8 @@ class Detokenizer:
             logprob = logprobs[uid].pop(0) if logprobs and logprobs.get(uid) else None
             # The scheduler launches a step before it reads the tokens of the step before. A step
             # may therefore produce a token of a request that has ended (text is None) or whose text
-            # has reached a stop string (stopped). The token is dropped (bug W8b in docs/bugs.md).
+            # has reached a stop string (stopped). The token is dropped, because it would follow
+            # the end of the text.
             if text is None or text.stream.stopped:
                 continue
             touched[uid] = text

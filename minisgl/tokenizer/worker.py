@@ -100,7 +100,7 @@ def tokenize(
     except RecursionError:
         return messages.TokenizeResult(uid=message.uid, error="the chat is nested too deeply")
     # The tokenizers library raises the class Exception. The worker must send a result for this
-    # request, and must stay alive for the next request (bug W12 in docs/bugs.md).
+    # request, and must stay alive: without it, every later request would hang.
     except Exception:
         logger.exception("tokenizing failed uid=%d", message.uid)
         reason = "the prompt could not be tokenized"

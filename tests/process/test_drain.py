@@ -1,7 +1,4 @@
-"""SIGTERM starts a drain (W28, W29): unready at once, no lost request, a deadline, exit code 0.
-
-The W-numbers are rows of docs/bugs.md.
-"""
+"""SIGTERM starts a drain: unready at once, no lost request, a deadline, exit code 0."""
 
 import contextlib
 import http.client
@@ -291,7 +288,7 @@ def test_real_engine_drains_and_exits_0(tiny_model: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="making a PID namespace needs root here")
 def test_sigterm_works_as_pid_1(tiny_model: Path, tmp_path: Path) -> None:
-    """W28: without an init, mini-sglang ignored SIGTERM and joined its children forever."""
+    """Without an init, mini-sglang ignored SIGTERM and joined its children forever."""
     probe = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "true"]
     if subprocess.run(probe, capture_output=True).returncode != 0:
         pytest.skip("PID namespaces are not available here")

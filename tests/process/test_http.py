@@ -189,7 +189,7 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_chat_is_a_400_that_names_the_parameter(server: ServerProcess, name: str) -> None:
-    """W9, W10, W11, W13: each of these ended a process of mini-sglang, or had no response."""
+    """Each of these ended a process of mini-sglang, or had no response."""
     body, param = BAD[name]
     if isinstance(body, dict):
         if name not in ("no model", "no messages"):
@@ -333,7 +333,7 @@ def test_requests_while_loading_are_503(tiny_model: Path) -> None:
 
 
 def test_garbage_on_the_sockets_is_dropped(stub_server: ServerProcess) -> None:
-    """W35: the sockets are private, and a frame that does not decode ends no process."""
+    """The sockets are private, and a frame that does not decode ends no process."""
     folder = stub_server.socket_folder()
     assert os.stat(folder).st_mode & 0o777 == 0o700
     for name in ("api", "tokenizer-0", "detokenizer", "grammars", "scheduler"):
