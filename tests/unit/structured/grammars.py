@@ -191,8 +191,9 @@ def run_tasks(
     processor = extensions.logits_processors[-1]
     assert isinstance(processor, GrammarProcessor)
     processor.forces_tokens = run.forced
+    masks = processor._masks
+    masks._clock = lambda: 0.0  # no time passes, so a loaded machine withholds no mask
     if run.withheld:
-        masks = processor._masks
         masks._group, masks._clock = 1, random.Random(comm.tp.rank).random
     engine = Engine(config, comm, extensions=extensions)
     engine.warm_up()
