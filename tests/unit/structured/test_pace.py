@@ -62,7 +62,7 @@ def outputs(worker: LocalWorker) -> Iterator[StepOutput]:
 def test_request_has_a_token_in_each_step_beside_hostile_grammars(
     worker: LocalWorker, hostile: list[Grammar]
 ) -> None:
-    assert len(hostile) >= 5, "the limit of CPU time refuses most of them on a loaded machine"
+    assert len(hostile) >= 8  # 10 on a quiet machine; the limit of CPU time is close to some
     for uid, grammar in enumerate(hostile):
         add(worker, uid, grammar)
     seen: dict[int, int] = {}
