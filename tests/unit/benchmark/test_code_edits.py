@@ -1,6 +1,7 @@
 """Code edits: the recorded edits are read, and drafts find the unchanged parts of the files."""
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,12 @@ def test_most_tokens_of_an_edit_are_accepted_drafts(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Steps forward the longest drafts at any price, because step times on a CPU are not steady."""
+    """Steps forward the longest drafts at any price, because step times on a CPU are not steady.
+
+    Progress appears because stderr is a terminal.
+    """
     monkeypatch.setattr(PricedLengths, "choose", lambda *args, **named: min(7, args[4]))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     model = build_model("qwen3", tmp_path)
     flags = ["--model", model, "--edits", "2", "--device", "cpu", *flags]
     assert code_edits.main([*flags, "--concurrency", "1", "2"]) == 0

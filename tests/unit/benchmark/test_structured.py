@@ -1,6 +1,7 @@
 """`minisgl bench structured` on the CPU with a tiny model."""
 
 import json
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from tests.process.tiny_model import build_tiny_model
 
 
 def test_the_table_compares_free_and_constrained_streams(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     model, schemas = build_tiny_model(tmp_path / "model"), tmp_path / "schemas"
     schemas.mkdir()
     (schemas / "good.json").write_text(json.dumps({"type": "object"}))
