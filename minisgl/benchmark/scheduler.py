@@ -47,6 +47,7 @@ class _IdleEngine:
         self.num_pages = num_pages
         self.page_size = PAGE_SIZE
         self.window: WindowLayers | None = None
+        self.snapshot_pages = 0
         self.max_running_reqs = max_running_reqs
         self.max_seq_len = max_seq_len
 

@@ -76,6 +76,7 @@ class VirtualEngine:
         self.num_pages = num_pages
         self.page_size = 16
         self.window: WindowLayers | None = None
+        self.snapshot_pages = 0
         self.max_running_reqs = rows
         self.max_seq_len = max_seq_len
         self.now_s = 0.0

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         Int32Array,
         PageUpdates,
         PendingStep,
+        StateCopies,
         StepResult,
         WindowLayers,
     )
@@ -70,6 +71,7 @@ __all__ = [
     "RequestError",
     "SamplingParams",
     "SchedulerConfig",
+    "StateCopies",
     "StepCost",
     "StepResult",
     "StepWork",

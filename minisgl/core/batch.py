@@ -40,6 +40,25 @@ class PageUpdates(NamedTuple):
     ids: Int32Array
 
 
+class StateCopies(NamedTuple):
+    """Copies between the recurrent states of rows and pages of the KV pool.
+
+    The engine runs all saves before all loads, and both before the layers of the step. A pool page
+    of save_pages or load_pages holds a part of a state, and no keys and values.
+
+    save_rows   int32 [S]; the rows whose state is saved.
+    save_pages  int32 [S, P]; the pages that take the state of each row, P =
+                EngineLike.snapshot_pages.
+    load_rows   int32 [L]; the rows that begin with a saved state.
+    load_pages  int32 [L, P]; the pages that hold it.
+    """
+
+    save_rows: Int32Array
+    save_pages: Int32Array
+    load_rows: Int32Array
+    load_pages: Int32Array
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class EditedReq:
     """A request whose next token a step samples from edited logits.
@@ -139,6 +158,8 @@ class Batch:
     logprobs      None when no request asks for log-probabilities.
     histories     the engine writes them to its token pool before the step, because drafts are found
                   there. Empty without `drafting`.
+    states        copies between the states of rows and pages. None if there are none, so always
+                  for a model without recurrent states.
     """
 
     step_id: int
@@ -154,6 +175,7 @@ class Batch:
     logprobs: LogprobsRequest | None = None
     drafting: bool = False
     histories: tuple[History, ...] = ()
+    states: StateCopies | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -187,7 +209,8 @@ class Batch:
     def plan_hash(self) -> int:
         """Return a checksum of requests, lengths and pages: equal on all tensor-parallel ranks."""
         updates = self.page_updates
-        arrays = (self.rows, self.start, self.lengths, updates.cols, updates.ids)
+        arrays = [self.rows, self.start, self.lengths, updates.cols, updates.ids]
+        arrays += self.states or ()
         return zlib.crc32(b"".join(array.tobytes() for array in arrays), self.step_id)
 
 
@@ -299,6 +322,11 @@ class EngineLike(Protocol):
     """The part of an engine that the scheduler uses. Steps run in the order of their launch.
 
     window: None if the model has no window layers.
+    snapshot_pages: pages of the KV pool that hold the recurrent state of one row; 0 if the model
+    has no layers with such a state. The state of a row holds a whole number of pages of tokens:
+    page_floor(s) tokens after a decode step that starts at token s, page_floor(e - 1) tokens after
+    a chunk that ends at token e, where page_floor(n) = n - n % page_size. The engine does not read
+    the state of a row that holds fewer tokens than a page, so a new row needs no copy.
     """
 
     num_pages: int
@@ -306,6 +334,7 @@ class EngineLike(Protocol):
     max_running_reqs: int
     max_seq_len: int
     window: WindowLayers | None
+    snapshot_pages: int
 
     def launch(self, batch: Batch) -> PendingStep:
         """Start the step without waiting. The caller must not change the batch's arrays later."""

@@ -30,7 +30,7 @@ class Engine:
 
     On a GPU, steps are queued on one stream, and `launch` does not wait for them.
 
-    num_pages, page_size, max_running_reqs, max_seq_len, window
+    num_pages, page_size, max_running_reqs, max_seq_len, window, snapshot_pages
                 as in core.EngineLike.
     extensions  the extensions that the caller passed to the constructor.
     startup     seconds of each phase of the start.
@@ -60,7 +60,7 @@ class Engine:
         self.startup = start.startup
         self.num_pages, self.page_size = launcher.num_pages, launcher.page_size
         self.max_running_reqs, self.max_seq_len = launcher.max_running_reqs, launcher.max_seq_len
-        self.window = launcher.window
+        self.window, self.snapshot_pages = launcher.window, launcher.snapshot_pages
         # One context for all launches. It does not nest, because a launch contains no other.
         self._of_launches = start.on_stream()
 

@@ -320,6 +320,7 @@ class StepLauncher:
         self.processors, self.graphs = processors, graphs
         runner, pool = self.runner, self.runner.pools[0]
         self.num_pages, self.page_size, self.window = pool.num_pages, pool.page_size, runner.window
+        self.snapshot_pages = 0
         self.max_running_reqs, self.max_seq_len = runner.packer.dummy_row, runner.max_seq_len
         self._last: LaunchedStep | None = None
         last = LastLayer(runner.model, graphs.finishes)

@@ -30,7 +30,7 @@ class VirtualEngine:
     """Steps run one after the other. Each takes the time of TRUE, times a factor from `disturb`."""
 
     num_pages, page_size, max_running_reqs, max_seq_len = 1000, 16, 256, 40_960
-    window = None
+    window, snapshot_pages = None, 0
 
     def __init__(self, disturb: Callable[[int, int], float] = lambda tokens, launch: 1.0) -> None:
         self.now_ns = self.free_ns = self.launches = 0

@@ -79,6 +79,7 @@ class FakeEngine:
     lengths             int32 [rows]; tokens of each row with a KV slot, kept in steps with drafts.
     break_prompts_with  logits of steps that forward this token are not finite.
     window              the model has window layers as well.
+    snapshot_pages      as in core.EngineLike.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class FakeEngine:
         eager: bool = False,
         drafter: Drafter | None = None,
         window: WindowLayers | None = None,
+        snapshot_pages: int = 0,
     ) -> None:
         self.drafter = drafter
         self.lengths: Int32Array = np.full(max_running_reqs, -1, dtype=np.int32)
@@ -100,7 +102,7 @@ class FakeEngine:
         self.eager = eager
         # The last page is the dummy page.
         self.slots = np.zeros((num_pages + 1) * page_size, dtype=np.uint64)
-        self.window = window
+        self.window, self.snapshot_pages = window, snapshot_pages
         self.window_slots = np.zeros(window.num_pages * page_size if window else 0, np.uint64)
         columns = -(-max_seq_len // page_size) + -(-MAX_DRAFTS // page_size)
         shape = 2, max_running_reqs + 1, columns
