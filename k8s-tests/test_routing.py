@@ -1,4 +1,4 @@
-"""What routers read from the replicas: KV events and rendered prompts. Priorities under load."""
+"""The data of routers: KV events and rendered prompts. Priorities under load."""
 
 import json
 from typing import Any

@@ -59,7 +59,7 @@ class CpuMeter:
     """Counts the CPU seconds of this process and of its descendants. It has a lock.
 
     If a process ends and init reaps it, its CPU time leaves the sum of the tree. The meter keeps
-    what it has counted, so it must be read about once a second.
+    the seconds that it has counted, so it must be read about once a second.
     """
 
     def __init__(self) -> None:

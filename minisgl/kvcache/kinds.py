@@ -1,4 +1,4 @@
-"""`CacheKind`: what one kind of memory does for a row and for the prefix tree.
+"""`CacheKind`: the interface of one kind of memory to the rows and to the prefix tree.
 
 Full attention is the first kind: its pages give a node of the tree its length. Each further kind
 stores a part beside the pages of a node (RadixNode.parts), and limits the hits, the admissions and
@@ -32,7 +32,7 @@ class Wanted(Protocol):
 
 
 class KindRoom(Protocol):
-    """What one plan may still take from a kind: counters that belong to the plan.
+    """The room of a kind that one plan has left: counters that belong to the plan.
 
     A request that the plan admits has no row yet. The plan numbers it by a negative number.
     """
@@ -73,19 +73,19 @@ class CacheKind(Protocol):
         """The numbers of pages that requests use, of pages only in the cache, and of the others."""
 
     def use(self, match: Match) -> None:
-        """Protect what a new row takes from a cached prefix. `open` follows."""
+        """Protect the part of a cached prefix that a new row uses. `open` follows."""
 
     def open(self, row: int, match: Match) -> None:
         """Let a row begin with a cached prefix."""
 
     def grow(self, rows: Int32Array, tokens: Int32Array) -> None:
-        """Give each row what its next `tokens` tokens need. A plan has counted it."""
+        """Give each row the memory of its next `tokens` tokens. A plan has counted it."""
 
     def advance(self, rows: Int32Array) -> None:
-        """Drop what no later step of these running rows reads."""
+        """Drop the memory that no later step of these running rows reads."""
 
     def publish(self, row: int, node: RadixNode, pages: int) -> None:
-        """Give what belongs to the first `pages` pages of a row to the tree; they end at `node`."""
+        """Give the memory of a row's first `pages` pages, which end at `node`, to the tree."""
 
     def settle(self, row: int) -> None:
         """The prompt of a row has been published, if it is published at all."""
@@ -94,7 +94,7 @@ class CacheKind(Protocol):
         """Take everything from a row. Its last step is the fence."""
 
     def resolve(self, step: int) -> None:
-        """Free what waits for `step`, the newest completed step."""
+        """Free the memory whose fence is at most `step`, the newest completed step."""
 
     def updates(self, rows: Int32Array) -> PageUpdates:
         """Return the page-table entries of `rows` that the device does not have. They then count
@@ -104,7 +104,7 @@ class CacheKind(Protocol):
         """Return the part of a new node with this number of pages."""
 
     def touch(self, node: RadixNode) -> None:
-        """Mark what a hit that ends at `node` uses as used."""
+        """Mark the memory that a hit with the end `node` uses as used."""
 
     def split(self, upper: RadixNode, lower: RadixNode, pages: int) -> None:
         """Divide the part of `lower`, whose first `pages` pages `upper` has taken."""

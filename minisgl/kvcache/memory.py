@@ -32,9 +32,9 @@ class Memory:
           +------------------------ evict ----------------------+
 
     A plan uses the pure methods: `hit` finds the cached prefix of a waiting request, and a Room
-    counts what the plan takes. `apply` then calls `match`, `lock`, `grow` and `open`, and `grow` of
-    each further kind. `publish` gives computed pages to the prefix cache while the request
-    continues to use them. `release` takes the pages back.
+    counts the pages that the plan gives away. `apply` then calls `match`, `lock`, `grow` and
+    `open`, and `grow` of each further kind. `publish` gives computed pages to the prefix cache
+    while the request continues to use them. `release` takes the pages back.
 
     full    the pages of full attention.
     kinds   the further kinds of memory of the model (CacheKind).
@@ -211,7 +211,7 @@ class Memory:
 
 
 class Room:
-    """Counts what one plan takes from the memory. It changes nothing else.
+    """Counts the memory that one plan gives to requests. It does not change the memory.
 
     available      pages of full attention that are left.
     grown, counts  int32; the running rows that get pages, and the number of pages of each.

@@ -15,7 +15,7 @@ class RadixNode:
 
     tokens      int32 [n * page_size]; the tokens of the edge.
     pages       int32 [n]; the pages of full attention that hold the KV of these tokens.
-    parts       what each further kind of memory stores for the edge (CacheKind).
+    parts       the part of each further kind of memory (CacheKind) for the edge.
     key         the node's key in parent.children.
     last_use    time of the last match or insertion, from the cache's operation counter.
     node_id     number of the node; it orders nodes of equal last_use in the heap.

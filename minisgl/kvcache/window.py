@@ -207,7 +207,7 @@ class Windows:
         return min(self._full_reserve, -(-max_total_tokens // self._page_size))
 
     def holding(self, row: int) -> "Holding":
-        """Return what a row holds."""
+        """Return the window pages and the reserve of a row."""
         behind = slice(self._kept_first[row], min(self._kept_end[row], self.first[row]))
         kept = self.table.entries[row, behind]
         freed = self.pages.freed(kept, int(self._rows.last_step[row]))

@@ -1,4 +1,4 @@
-"""`apply` carries out a plan. Only this module changes what a plan decides.
+"""`apply` carries out a plan. Only this module makes the changes that a plan decides.
 
 Messages, and the results of steps, change the rest of the View: scheduler.py sets the step cost and
 the newest resolved step, and takes out requests that end. forced.py appends forced tokens.

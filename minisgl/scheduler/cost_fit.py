@@ -146,7 +146,7 @@ class CostFit:
         )
 
     def _terms(self, work: StepWork) -> tuple[list[int], list[float]]:
-        """Return the indices of the four prices of a step, and what each adds to its time."""
+        """Return the indices of the four prices of a step, and the seconds that each adds."""
         sizes, prices, n = self._sizes, self._prices, len(self._sizes)
         right = min(bisect_left(sizes, work.tokens), n - 1)
         left = max(right - 1, 0)

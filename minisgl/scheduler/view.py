@@ -1,4 +1,4 @@
-"""What a plan reads, and what it returns."""
+"""`View`, the input of a plan, and `Plan`, its result."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from minisgl.scheduler.waiting import Shares, WaitingQueue
 
 
 class Carry(NamedTuple):
-    """What one plan hands on to the next.
+    """The counters that one plan hands on to the next.
 
     overtakes  admissions that overtook the longest delayed request.
     pauses     steps in a row without the decoding requests of later priorities.
@@ -89,7 +89,7 @@ MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared pr
 class View:
     """The requests, their memory and their order. A plan reads it, and changes nothing.
 
-    Only apply.py changes what a plan decides. Messages and results of steps change the rest: the
+    Only apply.py makes the changes of a plan. Messages and results of steps change the rest: the
     cost, resolved_step, the prompts that are published (uncached), aborts in the queue, and tokens.
 
         waiting  --admit-->  prefilling  --last chunk launched-->  decoding
@@ -183,7 +183,7 @@ class View:
         return 0
 
     def shares(self) -> Shares:
-        """Count what the clients hold."""
+        """Count the rows and pages of the clients."""
         pages = self.memory.full.table.counts
         return Shares(self.table, self.waiting, pages, self.memory.full.pool.size)
 

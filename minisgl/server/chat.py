@@ -126,8 +126,8 @@ def _parse_arguments(message: requests.Message, tool_format: str) -> int:
 def _parsed(arguments: str, tool_format: str) -> Any:
     """The arguments of a tool call for the chat template.
 
-    A model may write arguments that are no JSON, and max_tokens may cut them. The template then
-    renders their text, so that the next answer follows on what the model wrote.
+    A model may write arguments that are not JSON, and max_tokens may cut them. The template then
+    renders their text, so that the chat repeats the output of the model unchanged.
     """
     try:
         found = msgspec.json.decode(arguments or "{}")

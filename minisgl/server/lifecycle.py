@@ -28,7 +28,7 @@ class Phase(StrEnum):
 
 
 def after_failure() -> str:
-    """What happens to the service after a failure. Kubernetes sets the variable in each pod."""
+    """The end of a message about a failure: Kubernetes or the user starts the service again."""
     restarts = "KUBERNETES_SERVICE_HOST" in os.environ
     return "Kubernetes restarts it" if restarts else "it ends, and its log has the reason"
 
@@ -122,8 +122,8 @@ class Watchdog:
     def expect(self, role: str, now_s: float, tokens: int = 0) -> bool:
         """Expect a message from `role` from now on. Returns False if one was expected before.
 
-        tokens: what the worker computes before this message. The largest number since its last
-        message counts.
+        tokens: number of tokens that the worker computes before this message. The largest number
+        since its last message counts.
         """
         self._tokens[role] = max(self._tokens[role], tokens)
         if role in self._silent_since_s:

@@ -1,4 +1,9 @@
-"""One step of a layer of a gated delta net: decode steps, then chunks and their last tokens."""
+"""The Triton kernels of one layer's step, with the contracts of minisgl.kernel.delta.
+
+run_tokens (delta_step.py) runs the decode requests, run_chunks (delta_chunk.py) the tokens of
+chunks up to their targets, and run_tokens again the last tokens of the chunks. Both take the
+arguments of gated_delta, and overwrite the rows of their tokens in `out` [T, Hv, Dv].
+"""
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False

@@ -318,10 +318,9 @@ def run_chunks(
     begin: int,
     out: Tensor,
 ) -> None:
-    """Run the tokens of the chunks up to their targets, and move the states there.
+    """Run the tokens of the chunks up to their targets, and move the states there (delta.py).
 
-    As gated_delta. begin: the index of the first token of chunks; out: [T, Hv, Dv], the rows of
-    these tokens are overwritten.
+    begin: the index of the first token of chunks.
     """
     key_heads, (heads, dk, dv) = memory.keys.shape[2], memory.state.shape[1:]
     tokens = len(mixed) - begin

@@ -235,11 +235,7 @@ def run_tokens(
     out: Tensor,
     chunks: bool,
 ) -> None:
-    """Run the decode requests, or the tokens of chunks from their targets on.
-
-    As gated_delta; out: [T, Hv, Dv], the rows of these tokens are overwritten. The kernels of
-    chunks (delta_chunk.py) run before.
-    """
+    """Run the decode requests, or after run_chunks the tokens of chunks from their targets on."""
     key_heads, (heads, dk, dv) = memory.keys.shape[2], memory.state.shape[1:]
     part = slice(step.num_decode, None) if chunks else slice(step.num_decode)
     rows, start, lengths, first, base, target = (x[part] for x in step[:6])

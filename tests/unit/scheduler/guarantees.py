@@ -1,4 +1,4 @@
-"""What every plan guarantees, checked around each call of `plan`.
+"""The guarantees of every plan, checked around each call of `plan`.
 
 The names F1 to F10 are those of docs/decisions/28-plan-and-apply.md. test_fairness.py has F8,
 and F1 with its real limit.
