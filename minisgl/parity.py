@@ -150,8 +150,8 @@ def _answers(
         ignore_eos=True,
         logprobs=None if predicted else _TOP,
     )
-    assert isinstance(done, list), "a list of prompts has a list of answers: this is a bug"
-    assert isinstance(llm.worker, LocalWorker), "the LLM has one rank: this is a bug"
+    assert isinstance(done, list), "a list of prompts has a list of answers; this is a bug"
+    assert isinstance(llm.worker, LocalWorker), "the LLM has one rank; this is a bug"
     if errors := [answer.error for answer in done if answer.error is not None]:
         raise ConfigError(f"the model does not answer: {errors[0]}")
     accepted = sum(llm.worker.scheduler.totals.drafts.accepted)

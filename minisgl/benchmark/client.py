@@ -96,7 +96,7 @@ class _Connection(asyncio.Protocol):
     async def post(self, head: bytes, body: bytes, answer: Answer) -> None:
         """Send one request and read its response to the end."""
         assert self._transport is not None, (
-            "a connection must be made before it is used: this is a bug"
+            "a connection must be made before it is used; this is a bug"
         )
         self._parser = httptools.HttpResponseParser(self)
         self._pending = b""

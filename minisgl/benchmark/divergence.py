@@ -68,7 +68,7 @@ def distributions(engine: Engine, ids: Sequence[int], vocab_size: int) -> Floats
         ),
     )
     found = engine.launch(batch).wait().prompt_logprobs
-    assert found is not None, "the step must report the logprobs of its prompt: this is a bug"
+    assert found is not None, "the step must report the logprobs of its prompt; this is a bug"
     result = np.empty((len(ids), vocab_size), dtype=np.float32)
     np.put_along_axis(result, found[0].top_ids.astype(np.int64), found[0].top, axis=1)
     return result

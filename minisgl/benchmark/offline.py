@@ -36,12 +36,12 @@ def run_workload(llm: LLM, workload: Workload, temperature: float, progress: boo
     except InvalidRequest as error:
         raise ConfigError(error.message) from None
     seconds = time.perf_counter() - begin
-    assert isinstance(completions, list), "a list of prompts must give a list: this is a bug"
+    assert isinstance(completions, list), "a list of prompts must give a list; this is a bug"
     refused = next((completion.error for completion in completions if completion.error), None)
     if refused is not None:
         raise workload_error(refused)
     generated = [len(completion.token_ids) for completion in completions]
-    assert generated == workload.max_tokens, "each request must give all its tokens: this is a bug"
+    assert generated == workload.max_tokens, "each request must give all its tokens; this is a bug"
     return seconds
 
 

@@ -96,7 +96,7 @@ class Bench:
     """An LLM whose scheduler gets requests directly, so that only engine and scheduler count."""
 
     def __init__(self, llm: LLM) -> None:
-        assert isinstance(llm.worker, LocalWorker), "the benchmark runs one rank: this is a bug"
+        assert isinstance(llm.worker, LocalWorker), "the benchmark runs one rank; this is a bug"
         self._worker = llm.worker
         self._vocab_size = llm.facts.vocab_size
         processors = llm.worker.extensions.logits_processors

@@ -24,14 +24,14 @@ from minisgl.engine.sampler import draw
 from minisgl.engine.step import (
     MAX_PAGE_UPDATES,
     NO_GRAPHS,
-    FinishGraph,
     GraphStep,
-    Piece,
+    LogitsGraph,
     PieceForward,
+    PieceGraph,
     StepGraphs,
     StepParts,
 )
-from minisgl.engine.step_tensors import SamplingKind, StepColumns, empty_batch
+from minisgl.engine.step_tensors import SamplerWork, StepColumns, empty_batch
 from minisgl.engine.warmup import layers_to_rehearse
 from minisgl.kernel import StepLayout
 from minisgl.models.decoder import Attended
@@ -94,7 +94,7 @@ def capture_steps(
     for size in largest_first(token_sizes, "capturing piecewise graphs"):
         tokens = torch.as_strided(shared, (rows, size), (size, 1))
         pieces.insert(0, capture_pieces(parts, tokens, rehearsed, memory))
-    return StepGraphs(tuple(steps), tuple(pieces), tuple(decode.finishes[::-1]))
+    return StepGraphs(tuple(steps), tuple(pieces), tuple(decode.logits_graphs[::-1]))
 
 
 def capture(run: Callable[[], object], rehearse: Callable[[], object], memory: Any) -> Any:
@@ -115,7 +115,7 @@ def capture(run: Callable[[], object], rehearse: Callable[[], object], memory: A
 class _DecodeCapture:
     """Captures decode steps over one set of buffers.
 
-    finishes: in the order of their capture, one for each shape of width 1.
+    logits_graphs: in the order of their capture, one for each shape of width 1.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class _DecodeCapture:
         self._logits = zeros(most_tokens, head.shard.local, dtype=head.weight.dtype)
         self._results = zeros(rows)
         self._attended = runner.model.model.empty_attended(largest)
-        self.finishes: list[FinishGraph] = []
+        self.logits_graphs: list[LogitsGraph] = []
 
     def capture(self, shape: DecodeShape) -> GraphStep | None:
         """Return the graphs of a shape; None if the attention backend cannot be captured."""
@@ -165,21 +165,21 @@ class _DecodeCapture:
             runner.model.logits(runner.run(tokens, attention, most_layers), out=logits)
 
         def sample(filters: bool) -> None:
-            kind = SamplingKind(any_random=True, filters=filters)
-            result.copy_(draw(runner, parts.finish, columns, kind, logits))
+            work = SamplerWork(any_random=True, filters=filters)
+            result.copy_(draw(runner, parts.finish, columns, work, logits))
 
-        def captured(run: Callable[[], object], rehearse: Callable[[], object]) -> Any:
+        def graph_of(run: Callable[[], object], rehearse: Callable[[], object]) -> Any:
             return capture(run, rehearse, self._memory)
 
-        graph = captured(forward, partial(forward, self._rehearsed))
+        graph = graph_of(forward, partial(forward, self._rehearsed))
         if width == 1:
             inputs = Attended(*(part[:size] for part in self._attended))
 
-            def finish() -> None:
+            def last_layer() -> None:
                 residual = inputs.residual.clone()
                 runner.model.logits(Attended(inputs.heads, residual), out=logits)
 
-            self.finishes.append(FinishGraph(captured(finish, finish), inputs, logits))
+            self.logits_graphs.append(LogitsGraph(graph_of(last_layer, last_layer), inputs, logits))
         plain, filtering = partial(sample, False), partial(sample, True)
         return GraphStep(
             parts=parts,
@@ -190,8 +190,8 @@ class _DecodeCapture:
             inputs=tokens,
             graph=graph,
             logits=logits,
-            sampler=captured(plain, plain),
-            filtering_sampler=captured(filtering, filtering),
+            sampler=graph_of(plain, plain),
+            filtering_sampler=graph_of(filtering, filtering),
             tokens=result,
         )
 
@@ -202,7 +202,7 @@ class _Cutter:
     def __init__(self, memory: Any, layers: int) -> None:
         self._memory, self._layers = memory, layers
         self._aliases: dict[object, Tensor] = {}  # most layers use the same memory
-        self.pieces: list[Piece] = []
+        self.pieces: list[PieceGraph] = []
         self.begin()
 
     def begin(self) -> None:
@@ -211,7 +211,7 @@ class _Cutter:
 
     def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         self.graph.capture_end()
-        self.pieces.append(Piece(self.graph, layer, self._alias(q), self._alias(out), sinks))
+        self.pieces.append(PieceGraph(self.graph, layer, self._alias(q), self._alias(out), sinks))
         if len(self.pieces) < self._layers:
             self.begin()
 

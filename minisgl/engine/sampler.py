@@ -11,7 +11,7 @@ from torch import Tensor
 from minisgl.core import SAMPLING_COLUMNS
 from minisgl.engine.launched import LaunchedDrafts, LaunchedStep
 from minisgl.engine.model_runner import DraftTensors, ModelRunner
-from minisgl.engine.step_tensors import SamplingKind, StepColumns
+from minisgl.engine.step_tensors import SamplerWork, StepColumns
 from minisgl.kernel import SamplingTensors, accept_drafts, put_tokens, sample
 
 
@@ -101,7 +101,7 @@ def draw(
     runner: ModelRunner,
     finish: Finish,
     columns: StepColumns,
-    kind: SamplingKind,
+    work: SamplerWork,
     logits: Tensor,
     gathered: bool = False,
 ) -> Tensor:
@@ -114,7 +114,7 @@ def draw(
     values = {column.name: views.sampling[column.name] for column in SAMPLING_COLUMNS}
     position = views.start + views.lengths
     params = SamplingTensors(
-        **values, position=position, any_random=kind.any_random, filters=kind.filters
+        **values, position=position, any_random=work.any_random, filters=work.filters
     )
     if logits.is_cpu:
         logits = logits.float()

@@ -51,7 +51,7 @@ class StepParts(NamedTuple):
     finish: Finish
 
 
-class FinishGraph(NamedTuple):
+class LogitsGraph(NamedTuple):
     """A graph that computes the logits of some rows from the output of the last attention.
 
     attended: its input. logits: its result. Both have a fixed number of rows.
@@ -69,7 +69,7 @@ class LastLayer(NamedTuple):
     """
 
     model: CausalLM
-    graphs: tuple[FinishGraph, ...] = ()
+    graphs: tuple[LogitsGraph, ...] = ()
 
     def logits(self, attended: Attended) -> Tensor:
         """Return the logits of the rows that sample. The next graph that runs overwrites them."""
@@ -103,8 +103,8 @@ class Step(Protocol):
 class EagerStep:
     """Runs a step of any size, without a graph of its layers; implements Step."""
 
-    def __init__(self, parts: StepParts, last: LastLayer) -> None:
-        self._parts, self._runner, self._last = parts, parts.runner, last
+    def __init__(self, parts: StepParts, last_layer: LastLayer) -> None:
+        self._parts, self._runner, self._last_layer = parts, parts.runner, last_layer
 
     def load(self, batch: Batch) -> StepTensors:
         runner = self._runner
@@ -125,14 +125,15 @@ class EagerStep:
         of_prompts, samples = reports_prompts(x.batch), bool(x.batch.samples.any())
         if not (of_prompts or samples):
             return Logits(None, None)
-        model, last = runner.model, columns.views.first + step.device_lengths - 1
+        model, sampled = runner.model, columns.views.first + step.device_lengths - 1
         if columns.width > 1:
             decoded = torch.arange(columns.num_decode * columns.width, device=runner.device)
-            last = torch.cat((decoded, last[columns.num_decode :]))
+            sampled = torch.cat((decoded, sampled[columns.num_decode :]))
         if of_prompts:
             hidden = model.model.finish_last_layer(attended)
-            return Logits(hidden, model.lm_head.logits(hidden[last]) if samples else None)
-        return Logits(None, self._last.logits(attended.take_rows(last, model.lm_head.comm)))
+            return Logits(hidden, model.lm_head.logits(hidden[sampled]) if samples else None)
+        attended = attended.take_rows(sampled, model.lm_head.comm)
+        return Logits(None, self._last_layer.logits(attended))
 
     def sample(self, x: StepTensors, out: Logits, edits: Edits) -> Tensor:
         runner, finish = self._runner, self._parts.finish
@@ -142,7 +143,7 @@ class EagerStep:
             return draw_edited(self._parts, x, out, edits)
         for mask in edits.masks:
             mask(out.local, runner.model.lm_head.shard.begin)
-        return draw(runner, finish, x.columns, x.kind, out.local)
+        return draw(runner, finish, x.columns, x.sampler_work, out.local)
 
     def _attend(self, x: StepTensors, attention: StepAttention) -> Attended:
         """Run the model up to the last attention. The result has T rows or more."""
@@ -152,7 +153,7 @@ class EagerStep:
         return self._runner.run(tokens, attention)
 
 
-class Piece(NamedTuple):
+class PieceGraph(NamedTuple):
     """A graph, and the arguments of the attention call that follows it. q, out: [size, Hq, D]."""
 
     graph: torch.cuda.CUDAGraph
@@ -171,7 +172,7 @@ class PieceForward(NamedTuple):
     """
 
     tokens: Tensor
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PieceGraph, ...]
     attended: Attended
 
     @property
@@ -187,8 +188,8 @@ class PiecewiseStep(EagerStep):
         queued on the same stream before the next graph.
     """
 
-    def __init__(self, parts: StepParts, last: LastLayer, piece: PieceForward) -> None:
-        super().__init__(parts, last)
+    def __init__(self, parts: StepParts, last_layer: LastLayer, piece: PieceForward) -> None:
+        super().__init__(parts, last_layer)
         self.size, self._piece = piece.size, piece
         column = [[value] for value in parts.runner.padding]
         self._padding = torch.tensor(column, dtype=torch.int32, device=parts.runner.device)
@@ -270,7 +271,7 @@ class GraphStep:
             return draw_edited(self.parts, x, out, edits)
         for mask in edits.masks:
             mask(self.logits, self.parts.runner.model.lm_head.shard.begin)
-        (self.filtering_sampler if x.kind.filters else self.sampler).replay()
+        (self.filtering_sampler if x.sampler_work.filters else self.sampler).replay()
         return self.tokens
 
 
@@ -288,7 +289,7 @@ def draw_edited(parts: StepParts, x: StepTensors, out: Logits, edits: Edits) -> 
         change(edited)
     if masks:  # A mask of this rank may cover the NaN of a row that another rank withholds.
         edited.masked_fill_(out.full.isnan().any(dim=1, keepdim=True), torch.nan)
-    return draw(parts.runner, parts.finish, x.columns, x.kind, edited, gathered=True)
+    return draw(parts.runner, parts.finish, x.columns, x.sampler_work, edited, gathered=True)
 
 
 class StepGraphs(NamedTuple):
@@ -296,7 +297,7 @@ class StepGraphs(NamedTuple):
 
     decode: tuple[GraphStep, ...] = ()
     pieces: tuple[PieceForward, ...] = ()
-    finishes: tuple[FinishGraph, ...] = ()
+    logits_graphs: tuple[LogitsGraph, ...] = ()
 
 
 NO_GRAPHS = StepGraphs()
@@ -322,10 +323,10 @@ class StepLauncher:
         self.num_pages, self.page_size, self.window = pool.num_pages, pool.page_size, runner.window
         self.snapshot_pages = 0
         self.max_running_reqs, self.max_seq_len = runner.packer.dummy_row, runner.max_seq_len
-        self._last: LaunchedStep | None = None
-        last = LastLayer(runner.model, graphs.finishes)
-        self._eager: Step = EagerStep(parts, last)
-        self._pieces = [PiecewiseStep(parts, last, piece) for piece in graphs.pieces]
+        self._previous: LaunchedStep | None = None
+        last_layer = LastLayer(runner.model, graphs.logits_graphs)
+        self._eager: Step = EagerStep(parts, last_layer)
+        self._pieces = [PiecewiseStep(parts, last_layer, piece) for piece in graphs.pieces]
         # The graph of each number of requests and each largest number of tokens of a request.
         self._decode: dict[tuple[int, int], GraphStep] = {}
         for step in reversed(graphs.decode):
@@ -347,8 +348,8 @@ class StepLauncher:
         for stage in self._stages:
             stage.after(x, out, tokens)
         logprobs = None if edits.local else start_logprobs(self.runner.model, x, out, tokens)
-        self._last = self._finish.launched(x, tokens, logprobs)
-        return self._last
+        self._previous = self._finish.launched(x, tokens, logprobs)
+        return self._previous
 
     def pick(self, batch: Batch) -> Step:
         """Return the way to run this step: the smallest graph that can, or else the eager step."""
@@ -367,7 +368,7 @@ class StepLauncher:
             # The masks need the drafts before the forward, whose captured work finds them too.
             for stage in self._stages:
                 stage.captured(x.columns)
-        failed_rows = frozenset if self._last is None else self._last.failed_rows
+        failed_rows = frozenset if self._previous is None else self._previous.failed_rows
         return prepare_edits(self.processors, x, self.runner, failed_rows)
 
     def warm_up_masks(self) -> None:

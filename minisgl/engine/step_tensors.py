@@ -13,7 +13,7 @@ from minisgl.core.columns import sampling_arrays
 from minisgl.kernel import StepLayout, StepViews
 
 
-class SamplingKind(NamedTuple):
+class SamplerWork(NamedTuple):
     """The work that the sampler must do for a step.
 
     any_random  some request samples at random.
@@ -88,7 +88,7 @@ class PackedBatch(NamedTuple):
                     batch.
     start, lengths  int32 [N], in the order of the buffer. N is B plus padding. `lengths` are the
                     tokens that the engine forwards: `width` for every decode request.
-    kind            the work of the sampler.
+    sampler_work    for these requests.
     buffer          int32, pinned for a GPU: the columns of StepLayout, then the page updates, as
                     int64 [U] places in the flat page table and int32 [U] page ids, then chunk_ids.
     sizes           elements of these three parts after the columns.
@@ -98,7 +98,7 @@ class PackedBatch(NamedTuple):
     order: NDArray[np.intp]
     start: Int32Array
     lengths: Int32Array
-    kind: SamplingKind
+    sampler_work: SamplerWork
     buffer: Tensor
     sizes: list[int]
 
@@ -115,7 +115,7 @@ class StepTensors(NamedTuple):
     order: NDArray[np.intp]
     start: Int32Array
     lengths: Int32Array
-    kind: SamplingKind
+    sampler_work: SamplerWork
     buffer: Tensor
     sizes: list[int]
     columns: StepColumns
@@ -202,8 +202,8 @@ class Packer(NamedTuple):
         given = batch.sampling
         random = given["temperature"] > 0
         filters = (given["top_k"] > 0) | (given["top_p"] < 1) | (given["min_p"] > 0)
-        kind = SamplingKind(bool(random.any()), bool((random & filters).any()))
-        return PackedBatch(batch, order, views.start, lengths, kind, buffer, sizes)
+        work = SamplerWork(bool(random.any()), bool((random & filters).any()))
+        return PackedBatch(batch, order, views.start, lengths, work, buffer, sizes)
 
 
 def empty_batch() -> Batch:

@@ -72,7 +72,7 @@ class CacheKind(Protocol):
     def usage(self) -> tuple[int, int, int]:
         """The numbers of pages that requests use, of pages only in the cache, and of the others."""
 
-    def use(self, match: Match) -> None:
+    def lock(self, match: Match) -> None:
         """Protect the part of a cached prefix that a new row uses. `open` follows."""
 
     def open(self, row: int, match: Match) -> None:

@@ -14,7 +14,7 @@ from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.window import window_kinds
 
 
-class Usage(NamedTuple):
+class PageUsage(NamedTuple):
     """Numbers of pages: used by running requests, only in the prefix cache, and all others."""
 
     used: int
@@ -92,12 +92,11 @@ class Memory:
         """The number of pages that become available when the steps in flight are resolved."""
         return self.full.pool.num_quarantined + self.tree.fenced_pages
 
-    def usage(self) -> dict[str, Usage]:
-        """Return the pages of each kind, by its name."""
+    def usage(self) -> PageUsage:
+        """Return the usage of the pages of full attention."""
         pool, evictable = self.full.pool, self.tree.evictable_pages
         free = pool.num_free + pool.num_quarantined
-        full = Usage(pool.size - free - evictable, evictable, free)
-        return {"full": full} | {kind.name: Usage(*kind.usage()) for kind in self.kinds}
+        return PageUsage(pool.size - free - evictable, evictable, free)
 
     # --- for apply: writing -------------------------------------------------------------------
 
@@ -109,7 +108,7 @@ class Memory:
         """Protect a prefix, which a request will use, from eviction."""
         self.tree.lock(match.node)
         for kind in self.kinds:
-            kind.use(match)
+            kind.lock(match)
 
     def grow(self, rows: Int32Array, counts: Int32Array) -> None:
         """Give `counts` more pages, int32, to these rows."""

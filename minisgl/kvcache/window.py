@@ -105,7 +105,7 @@ class Windows:
         """Return the pages up to the last one after a complete window."""
         return self.pages.usable(self.pages.on_path(path)[:pages])
 
-    def use(self, match: Match) -> None:
+    def lock(self, match: Match) -> None:
         """Add a user to the window at the end of a prefix."""
         self.pages.use(self._last_of(match))
 

@@ -115,7 +115,9 @@ class GatedDelta(Mixer):
 
     def mix(self, block_input: BlockInput, context: ForwardContext) -> Tensor:
         """Update the states of the requests with the T tokens. Returns [T, Hv * Dv]."""
-        assert context.delta is not None, "a gated delta net needs its part of the step: a bug"
+        assert context.delta is not None, (
+            "a gated delta net needs its part of the step; this is a bug"
+        )
         projected, width = self.in_proj.forward(block_input), len(self.conv)
         mixed, z = projected[:, :width], projected[:, width:]
         b, a = self.rates_proj.forward(block_input).chunk(2, dim=-1)

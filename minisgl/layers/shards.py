@@ -84,7 +84,7 @@ class Placement(NamedTuple):
     @property
     def in_fused(self) -> "Placement":
         """This placement of the values in `fused`."""
-        assert self.fused is not None, "a placement outside of fused experts: this is a bug"
+        assert self.fused is not None, "a placement outside of fused experts; this is a bug"
         name, shape, first = self.fused
         begin, end = first + self.begin, first + self.end
         return self._replace(source=name, shape=shape, begin=begin, end=end, inside=self.expert)

@@ -97,8 +97,8 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
                           counted once per request, with its first output token.
     prefill_tokens_total  tokens computed in chunks: prompt tokens and forced tokens. A preempted
                           request computes its tokens again, and they count again.
-    window_pages          pages of window layers: used by running requests, evictable, free. Empty
-                          if the model has no window layers.
+    kind_pages            by the name of each further kind of memory (CacheKind), as for window
+                          layers: its pages that running requests use, evictable, and free.
     phases                totals of each phase of STEP_PHASES; "mixed" steps prefill and decode.
     constraints           totals of the requests with a grammar.
     drafts                totals of speculative decoding; all 0 without --speculative.
@@ -122,7 +122,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
     overlapped_steps_total: int = 0
     evicted_pages_total: int = 0
     nonfinite_rows_total: int = 0
-    window_pages: tuple[int, ...] = ()
+    kind_pages: dict[str, tuple[int, int, int]] = {}
     phases: dict[str, PhaseStats] = {}
     constraints: ConstraintTotals = msgspec.field(default_factory=ConstraintTotals)
     drafts: DraftTotals = msgspec.field(default_factory=DraftTotals)

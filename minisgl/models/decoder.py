@@ -78,7 +78,7 @@ class DecoderLayer(nn.Module):
         linear = parts.linear._replace(parent=f"{parent}.mlp")
         self.mlp: nn.Module
         if isinstance(spec.mlp, ExpertsSpec):
-            assert parts.moe_backend is not None, "sparse layers need a backend: this is a bug"
+            assert parts.moe_backend is not None, "sparse layers need a backend; this is a bug"
             self.mlp = MoeBlock(size, spec.mlp, linear, parts.experts, parts.moe_backend)
         else:
             self.mlp = GatedMlp(size, spec.mlp, linear)

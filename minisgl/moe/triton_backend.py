@@ -81,7 +81,7 @@ class TritonMoe(MoeBackend):
     def _stacked(
         self, x: Tensor, weights: ExpertWeights, biases: Biases, top_k: int, renormalise: bool
     ) -> Tensor:
-        assert weights.swiglu is not None, "biased experts need a clamped SwiGLU: this is a bug"
+        assert weights.swiglu is not None, "biased experts need a clamped SwiGLU; this is a bug"
         matrices, scales = (weights.gate_up, weights.down), weights.mxfp4_scales
         router = (weights.router, weights.router_bias)
         if len(x) <= _FEW_TOKENS and scales is not None and self._takes_few_mxfp4(x):

@@ -16,12 +16,12 @@ from minisgl.kvcache import Match
 from minisgl.message.stats import DraftTotals
 from minisgl.scheduler.plan import MAX_DEFERRED
 from minisgl.scheduler.request import Req, ReqState
-from minisgl.scheduler.view import Plan, View
+from minisgl.scheduler.view import StepPlan, View
 
 MAX_OVERTAKES = 64  # admissions that overtake an older request before that request comes first
 
 
-def prepare(view: View) -> None:
+def before_plan(view: View) -> None:
     """Update the view before a plan.
 
     Running rows drop the pages that no later step reads. After MAX_OVERTAKES admissions that
@@ -38,12 +38,12 @@ def prepare(view: View) -> None:
     delayed = view.waiting.longest_delayed(view.prefilling)
     if delayed is not None:
         view.carry = view.carry._replace(overtakes=0)
-        view.waiting.raise_to(delayed, view.waiting.highest_class)
+        view.waiting.raise_to(delayed, view.waiting.first_priority)
         if delayed.row >= 0:
             view.table.priority[delayed.row] = delayed.priority
 
 
-def apply(view: View, plan: Plan) -> Batch | None:
+def apply(view: View, plan: StepPlan) -> Batch | None:
     """Make the changes of `plan`, and return its batch; None if no request can run now.
 
     1. Lock all cached prefixes that the plan uses. No later eviction takes them.
@@ -77,7 +77,7 @@ def apply(view: View, plan: Plan) -> Batch | None:
     return view.table.build_batch(view.launched_step + 1, rows, lengths, num_decode, updates)
 
 
-def _lock(view: View, plan: Plan) -> dict[Req, Match]:
+def _lock(view: View, plan: StepPlan) -> dict[Req, Match]:
     """Mark the prefixes that the plan looked up as used, in order. Lock those that it uses."""
     hits = dict(plan.admit)
     locked: dict[Req, Match] = {}

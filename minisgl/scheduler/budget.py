@@ -41,7 +41,7 @@ def prompt_tokens(view: View, prefilling: Sequence[Req], decode: Decode, urgent:
     if not (prefilling or waiting):
         return budget
     budget = min(budget, _tokens_within(view, prefilling, decode, MAX_STEP_S))
-    shared = len(waiting.clients) > 1 or waiting.has_classes
+    shared = len(waiting.clients) > 1 or waiting.several_priorities
     if not len(decode.rows) and (not shared or target_ms is None):
         return budget
     if target_ms is None:
@@ -105,7 +105,7 @@ def _timed_tokens(
     priority in use has no prompts, it counts as an empty queue, since its next request must not
     wait for a long step.
     """
-    num_decode, keys = int(decode.tokens.sum()), view.keys(decode)
+    num_decode, keys = int(decode.tokens.sum()), view.context_tokens(decode)
     slowdown = MAX_SLOWDOWN if urgent else LOW_SLOWDOWN
     target_s = (view.config.target_step_ms or 0.0) / 1000
     limit_s = max(target_s, slowdown * view.cost.predict_s(num_decode, keys, 0))
@@ -121,7 +121,7 @@ def _tokens_within(view: View, prefilling: Sequence[Req], decode: Decode, limit_
     The result is MIN_CHUNK_TOKENS or more.
     """
     sizes, start = view.sizes, view.next_start(prefilling)
-    num_decode, keys = int(decode.tokens.sum()), view.keys(decode)
+    num_decode, keys = int(decode.tokens.sum()), view.context_tokens(decode)
 
     def step_s(tokens: int) -> float:
         chunk = tokens - num_decode

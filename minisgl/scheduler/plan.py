@@ -15,7 +15,7 @@ from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
 from minisgl.kvcache import Hit, Room
 from minisgl.scheduler.budget import prompt_tokens
 from minisgl.scheduler.request import Req
-from minisgl.scheduler.view import Admission, Carry, Chunk, Decode, Plan, View
+from minisgl.scheduler.view import Admission, Carry, Chunk, Decode, StepPlan, View
 
 MAX_DEFERRED = 64  # requests of a client that one round of a plan skips at most, to limit its time
 MAX_PAUSES = 8  # steps in a row that leave decoding requests of later priorities out
@@ -28,7 +28,7 @@ class Shortage(NamedTuple):
     victim: Req | None
 
 
-def plan(view: View) -> Plan:
+def plan(view: View) -> StepPlan:
     """Plan the next step.
 
     1. Every decoding request computes its next token, and draft tokens. When pages run short, the
@@ -49,19 +49,20 @@ def plan(view: View) -> Plan:
     room = Room(view.memory)
     decode, short = decoding(view, room)
     if short is None and not view.has_prompts:  # the usual step: no Python loop
-        return Plan(decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))
+        return StepPlan(decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))
     fill = Filling(view, room, short)
-    first = fill.beside_urgent(decode)
-    left = prompt_tokens(view, fill.prefilling, first, fill.urgent)
+    beside = fill.beside_urgent(decode)
+    left = prompt_tokens(view, fill.prefilling, beside, fill.urgent)
     admit = short is None
     for level, clients in fill.levels():
         for part in [left // len(clients), left] if len(clients) > 1 else [left]:
             for client in clients:
                 left -= fill.take(level, client, min(part, left), admit)
         admit = admit and not fill.waits(level, clients)
-    has_first = any(map(view.waiting.is_first, fill.chunks))
-    pauses = has_first and first is not decode and view.carry.pauses < MAX_PAUSES
-    return fill.plan(first if pauses else decode, pauses)
+    urgent_chunks = any(map(view.waiting.is_first, fill.chunks))
+    if urgent_chunks and beside is not decode and view.carry.paused_steps < MAX_PAUSES:
+        return fill.plan(beside, view.carry.paused_steps + 1)
+    return fill.plan(decode)
 
 
 def decoding(view: View, room: Room) -> tuple[Decode, Shortage | None]:
@@ -147,9 +148,9 @@ class Filling:
     def beside_urgent(self, decode: Decode) -> Decode:
         """The decoding rows that run beside prompts of the first priority."""
         waiting = self._view.waiting
-        if not (waiting.has_classes and self.urgent):
+        if not (waiting.several_priorities and self.urgent):
             return decode
-        return decode.only(self._view.table.priority[decode.rows] <= waiting.highest_class)
+        return decode.only(self._view.table.priority[decode.rows] <= waiting.first_priority)
 
     def levels(self) -> Iterator[tuple[int, list[str]]]:
         """The priorities with prompts in their order, each with its clients in their order."""
@@ -188,7 +189,7 @@ class Filling:
                 if deferred == MAX_DEFERRED:
                     break
                 continue
-            if not self._room.open(_number_of(req), req, hit):
+            if not self._room.open(placeholder_row(req), req, hit):
                 self._block(req, within)
                 break
             self._shares.record_admitted(req, pages)
@@ -202,25 +203,25 @@ class Filling:
                 break
         return budget - left
 
-    def plan(self, decode: Decode, pauses: bool) -> Plan:
-        """Return the step. pauses: `decode` leaves rows of later priorities out."""
+    def plan(self, decode: Decode, paused_steps: int = 0) -> StepPlan:
+        """Return the step. paused_steps: as in Carry."""
         victim = self._victim
         if victim is None and self._blocked is not None:
             victim = self._make_room(self._blocked)
         if victim is not None:
             decode = decode.only(decode.rows != victim.row)
             self.chunks.pop(victim, None)
-        carry = Carry(self._overtakes, self._view.carry.pauses + 1 if pauses else 0)
+        carry = Carry(self._overtakes, paused_steps)
         admit = tuple(Admission(*each) for each in self._admit.items())
         chunks = tuple(Chunk(*each) for each in self.chunks.items())
         grow, pages = self._room.grown, self._room.counts
-        return Plan(decode, grow, pages, chunks, admit, tuple(self._seen), victim, carry)
+        return StepPlan(decode, grow, pages, chunks, admit, tuple(self._seen), victim, carry)
 
     def _add_chunk(self, req: Req, budget: int) -> int:
         """Add up to `budget` tokens to the chunk of an admitted request. Returns their number."""
         table, chosen, row = self._view.table, self.chunks.get(req, 0), req.row
         if req in self._admit:
-            row, start, end = _number_of(req), self._admit[req].tokens, len(req.tokens)
+            row, start, end = placeholder_row(req), self._admit[req].tokens, len(req.tokens)
         else:
             start, end = int(table.computed[row]), int(table.prefill_end[row])
         tokens = self._room.cut(row, start, min(chosen + budget, end - start)) - chosen
@@ -246,6 +247,6 @@ class Filling:
             self._blocked = self._blocked or req
 
 
-def _number_of(req: Req) -> int:
+def placeholder_row(req: Req) -> int:
     """Return a number in place of the row of a request that the plan admits."""
     return ~req.arrival_index

@@ -9,6 +9,7 @@ import numpy as np
 
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, PromptTooLong, SamplingParams
 from minisgl.core.sampling import MAX_SEED
+from minisgl.engine import Extensions
 from minisgl.engine.logits_processing import Constraint
 from minisgl.message.messages import AddReq, TokenLogprobs
 
@@ -49,7 +50,7 @@ class Req:
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
     client, call      the client and its call, which take turns in the queue.
-    priority          requests with a lower number are served first. `prepare` lowers the number
+    priority          requests with a lower number are served first. `before_plan` lowers the number
                       of a request that many others have overtaken.
     logit_states      state of each logits processor for this request; None without edited logits.
     constraint        the element of logit_states that is a Constraint; None if there is none.
@@ -101,7 +102,12 @@ class Req:
 
 
 def accept_request(
-    message: AddReq, index: int, vocab_size: int, capacity_tokens: int, arrival_index: int
+    message: AddReq,
+    index: int,
+    vocab_size: int,
+    capacity_tokens: int,
+    arrival_index: int,
+    extensions: Extensions,
 ) -> Req:
     """Check `message` against the engine's limits, and return the request of its choice `index`.
 
@@ -112,7 +118,8 @@ def accept_request(
 
     vocab_size: width of the logits; each token id is below it.
     capacity_tokens: prompt and output tokens that context length and KV pool allow one request.
-    Raises RequestError (InvalidRequest, PromptTooLong) for a request that could never complete.
+    Raises RequestError (InvalidRequest, PromptTooLong) for a request that could never complete, or
+    that a logits processor rejects.
     """
     tokens = np.frombuffer(message.token_ids, dtype="<i4").astype(np.int32, copy=False)
     sampling = message.sampling
@@ -136,6 +143,7 @@ def accept_request(
     seed = seed if seed <= MAX_SEED else seed - 2**64
     prompt_logprobs = None if index else sampling.prompt_logprobs
     sampling = msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=prompt_logprobs)
+    states = extensions.open_states(sampling)
     return Req(
         uid=message.uid + index,
         tokens=tokens,
@@ -147,5 +155,7 @@ def accept_request(
         client=message.client,
         call=message.call,
         priority=message.priority,
+        logit_states=states,
+        constraint=next((s for s in states or () if isinstance(s, Constraint)), None),
         prediction=prediction,
     )

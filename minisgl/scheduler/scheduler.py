@@ -20,7 +20,6 @@ from minisgl.core import (
     SchedulerConfig,
 )
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
-from minisgl.engine.logits_processing import Constraint
 from minisgl.message.messages import (
     AbortReq,
     AddReq,
@@ -33,7 +32,14 @@ from minisgl.message.messages import (
     ToScheduler,
 )
 from minisgl.message.stats import ConstraintTotals, KVEventTotals
-from minisgl.scheduler.apply import apply, enqueue, prepare, record_drafts, record_launch, remove
+from minisgl.scheduler.apply import (
+    apply,
+    before_plan,
+    enqueue,
+    record_drafts,
+    record_launch,
+    remove,
+)
 from minisgl.scheduler.cost_fit import FREE, StepPrices
 from minisgl.scheduler.forced import append_forced
 from minisgl.scheduler.inbox import Inbox
@@ -134,8 +140,8 @@ class Scheduler:
     def iterate(self) -> None:
         """Run one iteration. If idle, or if no step is due yet, first wait for a message."""
         for message in self._inbox.receive(self.message_wait_s(), self._plan_hash, self._own()):
-            self._apply(message)
-        prepare(self.view)
+            self._handle(message)
+        before_plan(self.view)
         step = plan(self.view)
         batch = apply(self.view, step)
         if batch is not None:
@@ -155,7 +161,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Gauges and totals as of now."""
-        pages = self.memory.usage()
+        used, evictable, free = self.memory.usage()
         waiting = len(self.view.waiting) + len(self._preparations)
         return msgspec.structs.replace(
             self.totals,
@@ -164,11 +170,11 @@ class Scheduler:
             preparing=self._only_preparing,
             waiting_reqs=waiting,
             running_reqs=len(self._reqs) - waiting,
-            free_pages=pages["full"].free,
-            evictable_pages=pages["full"].evictable,
-            locked_pages=pages["full"].used,
+            free_pages=free,
+            evictable_pages=evictable,
+            locked_pages=used,
             evicted_pages_total=self.memory.evicted_pages_total,
-            window_pages=pages.get("window", ()),
+            kind_pages={kind.name: kind.usage() for kind in self.memory.kinds},
         )
 
     # --- messages -------------------------------------------------------------------------------
@@ -211,7 +217,7 @@ class Scheduler:
             own.append(SetStepCost(cost=cost))
         return own
 
-    def _apply(self, message: ToScheduler) -> None:
+    def _handle(self, message: ToScheduler) -> None:
         match message:
             case AddReq():
                 for index in range(message.count):
@@ -238,16 +244,12 @@ class Scheduler:
         try:
             if uid in self._reqs:
                 raise InvalidRequest(f"uid {uid} is in use; send another uid")
-            req = accept_request(
-                message, index, self._vocab_size, self._capacity_tokens, self._arrivals
-            )
-            req.logit_states = self._extensions.open_states(req.sampling)
+            limits = self._vocab_size, self._capacity_tokens
+            req = accept_request(message, index, *limits, self._arrivals, self._extensions)
         except RequestError as error:
             self._outputs.refuse(uid, message, error)
             return
         self._reqs[req.uid] = req
-        states = req.logit_states or ()
-        req.constraint = next((state for state in states if isinstance(state, Constraint)), None)
         if req.constraint is None:
             enqueue(self.view, req)
         else:

@@ -19,12 +19,12 @@ from minisgl.scheduler.waiting import Shares, WaitingQueue
 class Carry(NamedTuple):
     """The counters that one plan hands on to the next.
 
-    overtakes  admissions that overtook the longest delayed request.
-    pauses     steps in a row without the decoding requests of later priorities.
+    overtakes     admissions that overtook the longest delayed request.
+    paused_steps  steps in a row without the decoding requests of later priorities.
     """
 
     overtakes: int = 0
-    pauses: int = 0
+    paused_steps: int = 0
 
 
 NO_CARRY = Carry()
@@ -60,7 +60,7 @@ class Admission(NamedTuple):
     hit: Hit
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """One step, and the changes before it.
 
     decode   the rows that decode in the step.
@@ -143,7 +143,7 @@ class View:
 
     def has_urgent(self, prefilling: Iterable[Req]) -> bool:
         """A prompt that waits or is in `prefilling` has the first priority in use."""
-        waits = any(level <= self.waiting.highest_class for level, _ in self.waiting.uncached)
+        waits = any(level <= self.waiting.first_priority for level, _ in self.waiting.uncached)
         return waits or any(map(self.waiting.is_first, prefilling))
 
     def hit(self, req: Req) -> Hit:
@@ -187,7 +187,7 @@ class View:
         pages = self.memory.full.table.counts
         return Shares(self.table, self.waiting, pages, self.memory.full.pool.size)
 
-    def keys(self, decode: Decode) -> int:
+    def context_tokens(self, decode: Decode) -> int:
         """Return the number of keys that the decoding rows read."""
         return int(self.table.computed[decode.rows].sum())
 

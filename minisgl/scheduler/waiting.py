@@ -23,8 +23,8 @@ class WaitingQueue:
     comes first. Shares decides the order of the clients. An offline run has one client, one
     priority and one call, so its queue is first in, first out.
 
-    highest_class  the lowest priority number in use.
-    has_classes    several priorities are in use.
+    first_priority  the lowest priority number in use.
+    several_priorities    several priorities are in use.
     clients        a number for every client so far; the API server has a fixed number of them.
     uncached       by priority and client: the sum of Req.uncached_tokens.
     _queues   by priority and client, then by call: the waiting requests. The call that is served
@@ -34,8 +34,8 @@ class WaitingQueue:
     """
 
     def __init__(self) -> None:
-        self.highest_class = 0
-        self.has_classes = False
+        self.first_priority = 0
+        self.several_priorities = False
         self.clients: dict[str, int] = {}
         self.uncached: Counter[tuple[int, str]] = Counter()
         self._queues: dict[tuple[int, str], dict[int, deque[Req]]] = {}
@@ -55,7 +55,7 @@ class WaitingQueue:
 
     def is_first(self, req: Req) -> bool:
         """The request has the first priority in use."""
-        return req.priority <= self.highest_class
+        return req.priority <= self.first_priority
 
     def longest_delayed(self, prefilling: Iterable[Req]) -> Req | None:
         """The first admitted prompt of a later priority, or else the oldest waiting request.
@@ -82,8 +82,8 @@ class WaitingQueue:
         """Add a request to the end of its call; a preempted one before all others of its client."""
         self.clients.setdefault(req.client, len(self.clients))
         self._recent.append(req.priority)
-        self.highest_class = min(self._recent)
-        self.has_classes = self.highest_class < max(self._recent)
+        self.first_priority = min(self._recent)
+        self.several_priorities = self.first_priority < max(self._recent)
         self._reqs[req] = None
         self._insert(req, first=req.admitted)
 

@@ -258,7 +258,7 @@ class Metrics(Collector):
         self._set("kv_cache_page_size_tokens", size)
         self._set("kv_cache_pages", pages)
         held = used, stats.evictable_pages, stats.free_pages
-        of_windows = stats.window_pages or (0, 0, 0)
+        of_windows = stats.kind_pages.get("window", (0, 0, 0))
         states = ("used", "evictable", "free")
         for state, count, of_window in zip(states, held, of_windows, strict=True):
             self._set("kv_cache_tokens", count * size, state)

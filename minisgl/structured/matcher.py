@@ -189,7 +189,7 @@ class GrammarState(Constraint):
     @property
     def matcher(self) -> LLMatcher:
         """The matcher of a request that runs."""
-        assert self._matcher is not None, "a running request must have a grammar: this is a bug"
+        assert self._matcher is not None, "a running request must have a grammar; this is a bug"
         return self._matcher
 
     @property

@@ -60,7 +60,7 @@ class GrammarProcessor:
         grammar = params.grammar
         if grammar is None:
             return None
-        assert isinstance(grammar, Grammar), "the front end must compile grammars: this is a bug"
+        assert isinstance(grammar, Grammar), "the front end must compile grammars; this is a bug"
         function = partial(_compile, self._tokenizer, grammar)
         compile = partial(self._threads.submit, function=function)
         common = self._eos_token_ids, self.totals, self._prepare_mask, self.forces_tokens

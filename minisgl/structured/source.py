@@ -73,7 +73,7 @@ class GrammarCompiler:
             _check_chars(text, "the schema without titles and descriptions")
             source = LLMatcher.grammar_from_json_schema(text, overrides=options)
         elif request.kind == "tool_calls":
-            assert self._write_tools is not None, "only a server compiles tool calls: this is a bug"
+            assert self._write_tools is not None, "only a server compiles tool calls; this is a bug"
             written = self._write_tools(request.text)
             source, trigger = _with_schemas(written, options), written.trigger
             _check_chars(source, "the grammar of the tool calls")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.process
 
 
 def test_streams_go_on_while_the_tokenizer_is_busy() -> None:
-    """W21: one process tokenized and detokenized, so a long prompt delayed every stream's tokens.
+    """One process tokenized and detokenized, so a long prompt delayed every stream's tokens.
 
     Here the tokenizer is stopped, as if its prompt never ended.
     """

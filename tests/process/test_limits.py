@@ -163,7 +163,7 @@ def test_incomplete_bodies_are_bounded_together(tiny_model: Path) -> None:
 
 
 def test_queue_is_bounded_in_requests_tokens_and_time(tiny_model: Path) -> None:
-    """W19: without a bound, every client waits forever."""
+    """Without a bound, every client waits forever."""
     flags = ("--max-queued-requests", "2", "--max-queued-tokens", "3", "--max-wait", "3")
     with run_server("--model", str(tiny_model), *flags, stub="hang") as server:
         server.wait_ready()

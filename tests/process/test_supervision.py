@@ -1,4 +1,4 @@
-"""If one process dies, all end within seconds, and one line names the process (W12, W30).
+"""If one process dies, all end within seconds, and one line names the process.
 
 The W-numbers are rows of docs/bugs.md.
 """
@@ -119,7 +119,7 @@ def test_killed_child_of_the_real_engine_ends_the_service(
 
 @pytest.mark.parametrize("phase", ["loading", "idle", "decode", "draining"])
 def test_killed_launcher_leaves_no_orphans(tiny_model: Path, phase: str) -> None:
-    """W28: a signal ends the children with the launcher."""
+    """A signal ends the children with the launcher."""
     stub = {"loading": "loading", "draining": None}.get(phase, "echo")
     with run_server("--model", str(tiny_model), *DRAIN, stub=stub) as server:
         _bring_into(server, phase)

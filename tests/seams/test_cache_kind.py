@@ -38,7 +38,7 @@ class Slots:
     def usage(self) -> tuple[int, int, int]:
         return len(self.slots), 0, SLOTS - len(self.slots)
 
-    def use(self, match: Match) -> None:
+    def lock(self, match: Match) -> None:
         assert len(match.pages) % 2 == 0
 
     def open(self, row: int, match: Match) -> None:
@@ -120,7 +120,7 @@ def test_a_program_adds_a_kind_of_memory() -> None:
     (kind,) = harness.scheduler.memory.kinds
     assert isinstance(kind, Slots)
     check_pool(kind.pool)
-    assert harness.scheduler.memory.usage()["slots"] == (0, 0, SLOTS)
+    assert harness.scheduler.stats().kind_pages["slots"] == (0, 0, SLOTS)
     for node in nodes_of(harness.scheduler.memory.tree):
         assert node.parts == [len(node.pages)]
 

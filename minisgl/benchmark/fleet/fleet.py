@@ -247,7 +247,7 @@ class Fleet:
             self._drain(old[0], lambda: self._start(lambda: self._roll(old[1:])))
 
     def _autoscale(self) -> None:
-        assert self._plan.autoscaler is not None, "the rules must be set: this is a bug"
+        assert self._plan.autoscaler is not None, "the rules must be set; this is a bug"
         self._at(self._now_s + SYNC_S, self._autoscale)
         kept = [r for r in self._replicas if r.state is not ReplicaState.DRAINING]
         ready = [r for r in kept if r.state is ReplicaState.READY]

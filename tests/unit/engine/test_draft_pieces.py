@@ -13,8 +13,8 @@ from minisgl.core import Batch
 from minisgl.engine import ModelRunner
 from minisgl.engine.start import Start
 from minisgl.engine.step import (
-    Piece,
     PieceForward,
+    PieceGraph,
     PiecewiseStep,
     Step,
     StepGraphs,
@@ -43,7 +43,7 @@ class Rerun:
     The layers before read the results of their attention from the pieces before.
     """
 
-    def __init__(self, runner: ModelRunner, tokens: Tensor, pieces: list[Piece]) -> None:
+    def __init__(self, runner: ModelRunner, tokens: Tensor, pieces: list[PieceGraph]) -> None:
         self._runner, self._tokens, self._pieces = runner, tokens, pieces
         self._nth = len(pieces)
 
@@ -83,7 +83,7 @@ def emulated(parts: StepParts, size: int) -> PieceForward:
     """Takes the place of graphs.capture_pieces."""
     runner = parts.runner
     tokens = torch.zeros((len(runner.padding), size), dtype=torch.int32)
-    config, pieces = runner.model.config, list[Piece]()
+    config, pieces = runner.model.config, list[PieceGraph]()
     attended = runner.model.model.empty_attended(size)
     for layer in range(config.num_layers):
         shape = size, config.q_heads, config.head_dim
@@ -92,7 +92,7 @@ def emulated(parts: StepParts, size: int) -> PieceForward:
         out = attended.heads.view(shape) if last else attended.heads.new_empty(shape)
         if isinstance(graph, LastRerun):
             graph.residual = attended.residual
-        pieces.append(Piece(graph, layer, attended.heads.new_empty(shape), out, None))  # type: ignore[arg-type]
+        pieces.append(PieceGraph(graph, layer, attended.heads.new_empty(shape), out, None))  # type: ignore[arg-type]
     return PieceForward(tokens, tuple(pieces), attended)
 
 

@@ -52,7 +52,7 @@ def test_a_locked_prefix_survives_any_eviction() -> None:
 
 
 def test_a_match_in_the_middle_of_an_edge_makes_its_head_recent() -> None:
-    """W25: the head of a split edge kept its last_use, so shared prefixes were evicted first."""
+    """The head of a split edge kept its last_use, so shared prefixes were evicted first."""
     cache = RadixCache(1)
     fill(cache, ids(1, 2, 3, 4), 0, 1)
     fill(cache, ids(9, 8), 10, 1)
@@ -177,7 +177,7 @@ def test_lifted_fences_let_eviction_take_all_unlocked_pages() -> None:
 
 
 def test_an_eviction_visits_few_nodes_of_a_large_tree() -> None:
-    """W24: each eviction walked the whole tree and sorted its leaves."""
+    """Each eviction walked the whole tree and sorted its leaves."""
     cache = RadixCache(1)
     for key in range(3000):
         fill(cache, ids(key % 50, key), 2 * key, 1)

@@ -209,7 +209,7 @@ def test_a_lone_surrogate_is_refused(llm: LLM) -> None:
 
 
 def test_limits_of_one_input_leave_shared_parameters_alone(llm: LLM) -> None:
-    """W8: one long prompt shortened the outputs of all prompts."""
+    """One long prompt shortened the outputs of all prompts."""
     room = llm.facts.max_seq_len
     shared = SamplingParams(temperature=0.0, ignore_eos=True)
     long, short = [7] * (room - 3), [7] * (room - 40)

@@ -88,7 +88,7 @@ def test_garbage_is_no_message(frame: bytes) -> None:
 
 
 def test_unknown_fields_and_foreign_types_are_refused() -> None:
-    """W35: mini-sglang built any class that a message named."""
+    """mini-sglang built any class that a message named."""
     for value in (
         {"type": "TokenizeResult", "uid": 1, "text": "", "more": 1},
         {"type": "TextOptions", "prompt_tail": []},

@@ -14,7 +14,7 @@ from minisgl.kvcache import FencedPool, Room
 from minisgl.scheduler import apply, budget
 from minisgl.scheduler import plan as planning
 from minisgl.scheduler.request import Req
-from minisgl.scheduler.view import Plan, View
+from minisgl.scheduler.view import StepPlan, View
 from tests.unit.scheduler.integrity import nodes_of, windows_of
 
 
@@ -24,7 +24,7 @@ class PlanChecks:
     def __init__(self) -> None:
         self.left_out: Counter[int] = Counter()  # by uid: steps in a row without the row
 
-    def __call__(self, view: View) -> Plan:
+    def __call__(self, view: View) -> StepPlan:
         before, hits = state_of(view), Counter[str]()
         find = View.hit
 
@@ -47,7 +47,7 @@ class PlanChecks:
         return plan
 
     def f1_one_plan_skips_few_requests_of_a_client(
-        self, view: View, plan: Plan, hits: Counter[str]
+        self, view: View, plan: StepPlan, hits: Counter[str]
     ) -> None:
         """Each round skips MAX_DEFERRED at most; at the end of a round, one finds no pages."""
         rounds = 2 * len({level for level, _ in view.waiting.uncached})
@@ -55,13 +55,13 @@ class PlanChecks:
         for client, count in hits.items():
             assert count - admitted[client] <= rounds * (planning.MAX_DEFERRED + 1)
 
-    def f2_overtakes_are_bounded(self, view: View, plan: Plan) -> None:
+    def f2_overtakes_are_bounded(self, view: View, plan: StepPlan) -> None:
         """The step before a plan raises a request that was overtaken too often."""
         if view.has_prompts:
             assert view.carry.overtakes < apply.MAX_OVERTAKES
         assert plan.carry.overtakes <= view.carry.overtakes + len(plan.admit)
 
-    def f3_rows_pause_few_steps_in_a_row(self, view: View, plan: Plan) -> None:
+    def f3_rows_pause_few_steps_in_a_row(self, view: View, plan: StepPlan) -> None:
         """A row that has room is left out in MAX_PAUSES steps in a row at most."""
         if not (len(plan.decode.rows) or plan.chunks):
             return
@@ -76,14 +76,14 @@ class PlanChecks:
         self.left_out = Counter({uid: self.left_out[uid] + 1 for uid in uids})
         assert max(self.left_out.values(), default=0) <= planning.MAX_PAUSES
 
-    def f4_a_row_stays_free_for_the_first_priority(self, view: View, plan: Plan) -> None:
+    def f4_a_row_stays_free_for_the_first_priority(self, view: View, plan: StepPlan) -> None:
         rows = view.table.rows
         later = [i for i, (req, _) in enumerate(plan.admit) if not view.waiting.is_first(req)]
         if later:
             assert rows.num_free - later[-1] > rows.size // planning.RESERVED_ROWS
 
     def f5_the_last_request_of_a_client_is_not_preempted_for_another_client(
-        self, view: View, plan: Plan
+        self, view: View, plan: StepPlan
     ) -> None:
         victim = plan.preempt
         ends = -(-(view.table.computed[view.decode_rows] + 1) // view.memory.page_size)
@@ -98,7 +98,7 @@ class PlanChecks:
         waits_earlier = any(req.priority < victim.priority for req in view.waiting)
         assert of_client > 1 or waits_earlier or view.memory.kinds
 
-    def f6_each_client_gets_an_equal_part_first(self, view: View, plan: Plan) -> None:
+    def f6_each_client_gets_an_equal_part_first(self, view: View, plan: StepPlan) -> None:
         keys = {*view.waiting.uncached, *((req.priority, req.client) for req in view.prefilling)}
         if view.memory.kinds or not keys:
             return
@@ -118,7 +118,9 @@ class PlanChecks:
             got = sum(tokens for req, tokens in chunks.items() if req.client == client)
             assert got >= min(part, rest), "a client got less than its part"
 
-    def f7_the_first_request_of_a_client_is_looked_up_first(self, view: View, plan: Plan) -> None:
+    def f7_the_first_request_of_a_client_is_looked_up_first(
+        self, view: View, plan: StepPlan
+    ) -> None:
         """A preempted request is the first one of its client, and of no other client."""
         for level, client in view.waiting.uncached:
             queue = [*view.waiting.of(client, level)]
@@ -128,12 +130,12 @@ class PlanChecks:
             raised = sum(not admitted for admitted in oldest[: sum(oldest)])
             assert raised <= 1, "a new request is before a preempted one"
 
-    def f9_something_runs_while_requests_wait(self, view: View, plan: Plan) -> None:
+    def f9_something_runs_while_requests_wait(self, view: View, plan: StepPlan) -> None:
         if view.in_flight or not (view.has_prompts or len(view.decode_rows)):
             return
         assert len(plan.decode.rows) or plan.chunks or plan.preempt is not None
 
-    def f10_prompts_go_on_in_every_step(self, view: View, plan: Plan) -> None:
+    def f10_prompts_go_on_in_every_step(self, view: View, plan: StepPlan) -> None:
         if view.memory.kinds or plan.preempt is not None:
             return
         table, config = view.table, view.config
@@ -167,7 +169,7 @@ def state_of(view: View) -> bytes:
     add(memory.tree.evictable_pages, memory.tree.fenced_pages, memory.tree._clock)
     for reqs in (view.waiting, view.prefilling, view.uncached):
         add([(req.uid, req.priority, req.state, req.row, req.admitted) for req in reqs])
-    add(view.waiting.highest_class, dict(view.waiting.uncached), view.waiting._queues.keys())
+    add(view.waiting.first_priority, dict(view.waiting.uncached), view.waiting._queues.keys())
     for windows in windows_of(memory):
         add_pool(windows.pages.pool)
         add(windows.pages.users, windows.pages.cached, windows.pages._last_step)

@@ -14,7 +14,7 @@ from minisgl.message.messages import AbortReq, AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler import scheduler as scheduler_module
 from minisgl.scheduler.plan import plan
-from minisgl.scheduler.view import Plan, View
+from minisgl.scheduler.view import StepPlan, View
 from tests.unit.scheduler.fake_engine import EOS, VOCAB, FakeEngine
 from tests.unit.scheduler.integrity import check_held, check_scheduler, windows_of
 from tests.unit.scheduler.scripted import SCRIPTED, ScriptedParams
@@ -45,7 +45,7 @@ class Harness:
         config: SchedulerConfig | None = None,
         eos_token_ids: tuple[int, ...] = (EOS,),
         drafts: DraftLengths | None = None,
-        checks: Callable[[View], Plan] = plan,
+        checks: Callable[[View], StepPlan] = plan,
         kinds: tuple[NewKind, ...] = (),
     ) -> None:
         """checks: called in place of `plan`. kinds: further kinds of memory."""

@@ -187,8 +187,8 @@ def test_every_rank_plans_with_the_cost_of_rank_0(tmp_path) -> None:
         cost = load.scheduler._meter.prices.news(load.engine.now_s)
         load.inbox.receive(0.0, None, [SetStepCost(cost=cost)] if cost else [])
         for message in follower.receive(0.0, None, [SetStepCost(cost=scaled(3.0, 1))]):
-            other._apply(message)
-            load.scheduler._apply(message)
+            other._handle(message)
+            load.scheduler._handle(message)
         assert other.view.cost == load.scheduler.view.cost
         load.scheduler._meter.prices.record(DECODE, 2 * FIRST.predict_s(*DECODE))
         load.engine.now_s += 0.01

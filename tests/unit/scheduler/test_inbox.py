@@ -29,7 +29,7 @@ def _address(folder: Path) -> str:
 
 
 def test_a_burst_reaches_the_other_ranks_whole(tmp_path: Path) -> None:
-    """W20: PUB/SUB dropped messages beyond 1,000, and the ranks then waited forever."""
+    """PUB/SUB dropped messages beyond 1,000, and the ranks then waited forever."""
     address = _address(tmp_path)
     follower = FollowerInbox(Receiver(address, LeaderStep))
     sender: Sender[LeaderStep] = Sender(address)
@@ -115,7 +115,7 @@ class RecordingInbox(LocalInbox):
 
 
 def test_an_idle_scheduler_blocks_and_a_busy_one_does_not() -> None:
-    """W16: with a request that could never be admitted, the loop used 100 % of a core."""
+    """With a request that could never be admitted, the loop used 100 % of a core."""
     harness = Harness(FakeEngine(16, 4), config())
     inbox = RecordingInbox(harness)
     harness.add([1, 2, 3], max_tokens=3, ignore_eos=True)
@@ -192,7 +192,7 @@ def test_the_next_step_is_planned_earlier_by_the_time_of_its_masks() -> None:
 
 
 def test_every_eos_id_ends_a_req() -> None:
-    """W6: only one EOS id was known, so models with several ids generated up to max_tokens."""
+    """Only one EOS id was known, so models with several ids generated up to max_tokens."""
     prompt = prompt_that_stops_after(6)
     plain = expected_output(prompt, 20, ignore_eos=True)
     second_eos = plain[2]

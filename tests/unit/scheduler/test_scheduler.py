@@ -28,7 +28,7 @@ def config(**changes: object) -> SchedulerConfig:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_equal_prompts_in_one_batch_end_up_on_the_same_pages(overlap: bool) -> None:
-    """W1: the second request went on reading its own pages after they had been freed."""
+    """The second request went on reading its own pages after they had been freed."""
     harness = Harness(FakeEngine(16, 4), config(overlap=overlap, cache_type="radix"))
     prompt = prompt_of(13)
     a = harness.add(prompt, max_tokens=12, ignore_eos=True)
@@ -44,7 +44,7 @@ def test_equal_prompts_in_one_batch_end_up_on_the_same_pages(overlap: bool) -> N
 
 
 def test_a_reused_row_is_not_written_by_the_step_in_flight() -> None:
-    """W3: a step in flight wrote the token of an ended request into its row's next prompt."""
+    """A step in flight wrote the token of an ended request into its row's next prompt."""
     harness = Harness(FakeEngine(64, 1, max_running_reqs=1), config())
     stopping = prompt_that_stops_after(3)
     first = harness.add(stopping, max_tokens=20)
@@ -56,7 +56,7 @@ def test_a_reused_row_is_not_written_by_the_step_in_flight() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_nothing_comes_after_eos(overlap: bool) -> None:
-    """W8b: the token of the step in flight was sent after the end of the request."""
+    """The token of the step in flight was sent after the end of the request."""
     harness = Harness(FakeEngine(16, 4), config(overlap=overlap))
     uid = harness.add(prompt_that_stops_after(4), max_tokens=20)
     harness.run()
@@ -67,7 +67,7 @@ def test_nothing_comes_after_eos(overlap: bool) -> None:
 
 
 def test_max_tokens_of_one_req_leave_the_others_alone() -> None:
-    """W8: max_tokens was reduced in a SamplingParams object that several requests shared."""
+    """max_tokens was reduced in a SamplingParams object that several requests shared."""
     engine = FakeEngine(64, 4, max_seq_len=64)
     harness = Harness(engine, config())
     shared = SamplingParams(ignore_eos=True)
@@ -82,12 +82,12 @@ def test_max_tokens_of_one_req_leave_the_others_alone() -> None:
 @pytest.mark.parametrize(
     ("prompt", "sampling", "words"),
     [
-        pytest.param([], {}, "empty", id="W10-empty-prompt"),
-        pytest.param([1], {"max_tokens": -1}, "max_tokens", id="W9-negative-max-tokens"),
-        pytest.param([1], {"max_tokens": 0}, "max_tokens", id="W11-zero-max-tokens"),
-        pytest.param([1], {"top_k": 2**40}, "top_k", id="W11-huge-top-k"),
-        pytest.param([1], {"temperature": float("nan")}, "temperature", id="W11-nan-temperature"),
-        pytest.param([1] * 256, {"max_tokens": 1}, "exceed", id="W13-prompt-too-long"),
+        pytest.param([], {}, "empty", id="empty-prompt"),
+        pytest.param([1], {"max_tokens": -1}, "max_tokens", id="negative-max-tokens"),
+        pytest.param([1], {"max_tokens": 0}, "max_tokens", id="zero-max-tokens"),
+        pytest.param([1], {"top_k": 2**40}, "top_k", id="huge-top-k"),
+        pytest.param([1], {"temperature": float("nan")}, "temperature", id="nan-temperature"),
+        pytest.param([1] * 256, {"max_tokens": 1}, "exceed", id="prompt-too-long"),
         pytest.param([1] * 100, {"max_tokens": 200}, "exceed", id="never-fits-context"),
         pytest.param([VOCAB], {}, "outside", id="id-beyond-logit-width"),
         pytest.param([-1], {}, "outside", id="negative-id"),
@@ -96,7 +96,7 @@ def test_max_tokens_of_one_req_leave_the_others_alone() -> None:
     ],
 )
 def test_a_bad_req_ends_alone(prompt: list[int], sampling: dict[str, object], words: str) -> None:
-    """W9-W11, W13: one request ended the scheduler or was dropped without a response."""
+    """One request ended the scheduler or was dropped without a response."""
     harness = Harness(FakeEngine(128, 4), config())
     bad = harness.add(prompt, **sampling)
     good = harness.add(prompt_of(5), max_tokens=3, ignore_eos=True)
@@ -117,7 +117,7 @@ def test_a_req_larger_than_the_pool_is_refused_at_once() -> None:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("steps_before", range(8))
 def test_an_abort_is_acted_on_once_in_every_state(overlap: bool, steps_before: int) -> None:
-    """W14: aborts with the prefill in flight, with a prefix hit, or in the step with the EOS."""
+    """Aborts with the prefill in flight, with a prefix hit, or in the step with the EOS."""
     harness = Harness(FakeEngine(24, 2, max_running_reqs=2), config(overlap=overlap))
     warm = harness.add(prompt_of(8), max_tokens=2, ignore_eos=True)
     harness.run()
@@ -139,7 +139,7 @@ def test_an_abort_is_acted_on_once_in_every_state(overlap: bool, steps_before: i
 
 
 def test_admission_counts_whole_pages() -> None:
-    """W15: 20 requests of 24 tokens were admitted into 8 pages of 64; then an assert failed."""
+    """20 requests of 24 tokens were admitted into 8 pages of 64; then an assert failed."""
     harness = Harness(FakeEngine(8, 64, max_running_reqs=32, max_seq_len=512), config())
     uids = [harness.add(prompt_of(24, i), max_tokens=6, ignore_eos=True) for i in range(20)]
     harness.step()
@@ -150,7 +150,7 @@ def test_admission_counts_whole_pages() -> None:
 
 
 def test_decode_goes_on_while_prompts_are_prefilled() -> None:
-    """W23: prefill had precedence, so arriving prompts stopped the running streams."""
+    """Prefill had precedence, so arriving prompts stopped the running streams."""
     harness = Harness(FakeEngine(128, 4), config(prefill_budget_tokens=8))
     stream = harness.add(prompt_of(4), max_tokens=40, ignore_eos=True)
     for _ in range(3):
@@ -269,7 +269,7 @@ def test_shutdown_ends_every_request_once() -> None:
 
 
 def test_two_ranks_with_the_same_messages_make_the_same_plans() -> None:
-    """W2: the decode batch had the order of a set of objects."""
+    """The decode batch had the order of a set of objects."""
 
     def plans() -> list[tuple[list[int], list[int], list[int]]]:
         engine = FakeEngine(20, 2, max_running_reqs=4, max_seq_len=40)

@@ -1,4 +1,4 @@
-"""EngineClient forgets every request completely, however the request ends (W26).
+"""EngineClient forgets every request completely, however the request ends.
 
 The W-numbers are rows of docs/bugs.md.
 """
@@ -170,7 +170,7 @@ def test_tokenizer_error_is_a_400_and_leaves_nothing() -> None:
 
 
 def test_failed_engine_ends_every_call() -> None:
-    """W27: no call may wait forever when the receiver of the messages fails."""
+    """No call may wait forever when the receiver of the messages fails."""
 
     async def main(world: World) -> None:
         tasks = [asyncio.create_task(start(world.client, request(), FACTS)) for _ in range(3)]

@@ -99,7 +99,7 @@ class _Broken(Exception):
 
 
 def test_dead_receiver_ends_the_process(tmp_path: Path) -> None:
-    """W27: any exception ended the listener of mini-sglang, and every later call hung."""
+    """Any exception ended the listener of mini-sglang, and every later call hung."""
 
     async def main() -> None:
         server = api_server(tmp_path)

@@ -66,6 +66,6 @@ def test_kv_usage_counts_locked_tokens_only() -> None:
 
 
 def test_tokens_of_windows_have_the_same_states() -> None:
-    found = collected(stats(window_pages=(3, 2, 5)))
+    found = collected(stats(kind_pages={"window": (3, 2, 5)}))
     name = "minisgl_kv_window_tokens{{model_name=m,state={}}}"
     assert [found[name.format(state)] for state in ("used", "evictable", "free")] == [48, 32, 80]

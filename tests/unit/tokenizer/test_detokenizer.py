@@ -104,7 +104,7 @@ def test_stop_token_is_not_text() -> None:
 
 
 def test_token_after_the_end_leaves_no_state() -> None:
-    """W8b, W26: the overlapped step sends one more token; mini-sglang kept an entry forever."""
+    """The overlapped step sends one more token; mini-sglang kept an entry forever."""
     detokenizer = Detokenizer(VOCABULARY)
     start(detokenizer, 1)
     updates_of(detokenizer, step((1, A), opens=(1,), ends={1: FinishReason.STOP}))

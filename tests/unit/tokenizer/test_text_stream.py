@@ -40,7 +40,7 @@ def cut(text: str, stops: list[str]) -> str:
 @example(ids_of(b"ok \xf0\x9f"))  # The length limit falls inside a character.
 @example(ids_of(b"\xff" * 9 + b"a"))
 def test_pieces_join_to_the_decoded_whole(ids: list[int]) -> None:
-    """W7: mini-sglang dropped the tail when the text ended within a character."""
+    """mini-sglang dropped the tail when the text ended within a character."""
     pieces = streamed(TextStream(VOCABULARY, TextOptions()), ids)
     assert "".join(pieces) == VOCABULARY.decode(ids)
 

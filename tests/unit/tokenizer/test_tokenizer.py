@@ -52,7 +52,7 @@ def test_text_has_bos_exactly_once(folder: Path, spelled: str) -> None:
 
 
 def test_chat_has_bos_exactly_once(folder: Path) -> None:
-    """W5: the template writes BOS, and encoding with special tokens wrote a second one."""
+    """The template writes BOS, and encoding with special tokens wrote a second one."""
     tokenizer = TextTokenizer(folder)
     assert tokenizer.vocabulary.decode(tokenizer.encode_chat(CHAT), False) == "<bos>[user]hello"
 
@@ -93,7 +93,7 @@ def test_corrupt_tokenizer_json_is_one_line(folder: Path) -> None:
     ],
 )
 def test_failing_template_is_an_error_of_this_chat_alone(folder: Path, template: str) -> None:
-    """W12: a template error killed the tokenizer process, and every later request hung."""
+    """A template error killed the tokenizer process, and every later request hung."""
     write_config(folder, template)
     tokenizer = TextTokenizer(folder)
     with pytest.raises(TemplateError):
