@@ -88,7 +88,7 @@ class CacheKind(Protocol):
         """Give the memory of a row's first `pages` pages, which end at `node`, to the tree."""
 
     def settle(self, row: int) -> None:
-        """The prompt of a row has been published, if it is published at all."""
+        """Called after `publish`, and also if a row publishes nothing."""
 
     def close(self, row: int) -> None:
         """Take everything from a row. Its last step is the fence."""

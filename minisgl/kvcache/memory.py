@@ -245,9 +245,9 @@ class Room:
     def open(self, row: int, wanted: Wanted, hit: Hit) -> bool:
         """Give a waiting request its cached prefix and pages for all its tokens, if they are left.
 
-        Spare pages stay: one for each running request that can still need a page, and one for
-        `wanted` if it can. Without the spare pages, the next running request that needs a page
-        would preempt `wanted`, and its prefill would be wasted.
+        Spare pages are left: one for each running request that may still need a page, and one for
+        `wanted` if it may need one. Without them, the next running request that needs a page would
+        preempt `wanted`, and its prefill would be wasted.
 
         row: a number that no other request has.
         """

@@ -6,7 +6,7 @@ The life of one call:
     tokenize()   text or chat -> token ids, by a tokenizer process          or InvalidRequest
     ask()        another request to a tokenizer process                     or InvalidRequest
     compile()    a grammar, by the process for grammars                     or InvalidRequest
-    submit()     per choice: StartText to the detokenizer, then AddReq to the scheduler
+    submit()     StartText of each choice to the detokenizer, then one AddReq to the scheduler
     receive_text()
                  per step: a TextUpdate of each choice that has new text. The first update of a
                  choice takes it out of the queue. The last update ends it in the engine.
