@@ -33,6 +33,7 @@ from minisgl.benchmark.workload import make_workload
 from minisgl.core import ConfigError, SamplingParams, SchedulerConfig, StepCost
 from minisgl.message.messages import AddReq, StepOutput, ToScheduler
 from minisgl.scheduler import Scheduler
+from minisgl.scheduler.inbox import WaitS
 from minisgl.utils.startup import Progress
 
 _FLOOD_LEAD_S = 5.0  # the load starts this long after the flood
@@ -56,11 +57,11 @@ class _Arrivals:
             heapq.heappush(self.due, (self._engine.now_s, index))
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, own: Sequence[ToScheduler] = ()
+        self, wait_s: WaitS, plan_hash: int | None = None, own: Sequence[ToScheduler] = ()
     ) -> list[ToScheduler]:
-        engine = self._engine
+        engine, longest_s = self._engine, wait_s()
         messages: list[ToScheduler] = []
-        end_s = math.inf if wait_s is None else engine.now_s + wait_s
+        end_s = math.inf if longest_s is None else engine.now_s + longest_s
         engine.now_s = max(engine.now_s, min([end_s, *(due_s for due_s, _ in self.due[:1])]))
         while self.due and self.due[0][0] <= engine.now_s:
             self._send(messages)
@@ -104,8 +105,8 @@ def simulate(
         inbox=arrivals,
         send=outbox.append,
         clock=lambda: engine.now_s,
+        cost=cost,
     )
-    scheduler.view.cost = cost
     bar = Progress(total=len(answers), unit="req")
     while arrivals.due or not scheduler.idle:
         scheduler.iterate()

@@ -39,6 +39,10 @@ class PageUpdates(NamedTuple):
     cols: Int32Array
     ids: Int32Array
 
+    def joined(self, others: "PageUpdates") -> "PageUpdates":
+        """Return these changes and those of a further page table."""
+        return PageUpdates(*map(np.concatenate, zip(self, others, strict=True)))
+
 
 class StateCopies(NamedTuple):
     """Copies between the recurrent states of rows and pages of the KV pool.
@@ -154,7 +158,7 @@ class Batch:
     page_updates  changes of the page table. The engine applies them before the forward.
     sampling      the values of sampling columns (core.sampling), [B], by name. A column that is
                   missing has its neutral value for all requests.
-    logit_edits   the requests with samples True and edited logits; None when there are none.
+    logit_edits   the requests with samples True and edited logits.
     logprobs      None when no request asks for log-probabilities.
     histories     the engine writes them to its token pool before the step, because drafts are found
                   there. Empty without `drafting`.
@@ -171,7 +175,7 @@ class Batch:
     chunk_ids: Int32Array
     page_updates: PageUpdates
     sampling: SamplingArrays
-    logit_edits: tuple[EditedReq, ...] | None = None
+    logit_edits: tuple[EditedReq, ...] = ()
     logprobs: LogprobsRequest | None = None
     drafting: bool = False
     histories: tuple[History, ...] = ()
@@ -203,8 +207,7 @@ class Batch:
         first = self.num_decode
         chunks = zip(self.start[first:].tolist(), self.lengths[first:].tolist(), strict=True)
         pairs = sum(length * (start + length // 2) for start, length in chunks)
-        tokens = self.num_decode_tokens + self.num_prefill_tokens
-        return StepWork(tokens, int(self.start[:first].sum()), pairs)
+        return StepWork(int(self.lengths.sum()), int(self.start[:first].sum()), pairs)
 
     def plan_hash(self) -> int:
         """Return a checksum of requests, lengths and pages: equal on all tensor-parallel ranks."""

@@ -59,13 +59,13 @@ class Extensions(ModelExtensions):
     stages: tuple[Callable[[ModelRunner], Stage], ...] = ()
     finish: Callable[[ModelRunner], Finish] = default_finish
 
-    def open_states(self, params: SamplingParams) -> tuple[Any, ...] | None:
-        """Return one state per processor for a new request; None if no processor edits its logits.
+    def open_states(self, params: SamplingParams) -> tuple[Any, ...]:
+        """Return one state per processor for a new request; empty if none edits its logits.
 
         Raises RequestError when a processor rejects the request.
         """
         states = tuple(processor.open(params) for processor in self.logits_processors)
-        return None if all(state is None for state in states) else states
+        return () if all(state is None for state in states) else states
 
 
 DEFAULT_EXTENSIONS = Extensions()

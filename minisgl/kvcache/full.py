@@ -34,16 +34,12 @@ class PageTable:
         self.counts[row] = len(pages)
         self.sent[row] = 0
 
-    def append(self, rows: Int32Array, pages: Int32Array) -> None:
-        """Append one page to each of these rows. The rows must be distinct."""
-        self.entries[rows, self.counts[rows]] = pages
-        self.counts[rows] += 1
-
-    def extend(self, row: int, pages: Int32Array) -> None:
-        """Append these pages to one row."""
-        count = int(self.counts[row])
-        self.entries[row, count : count + len(pages)] = pages
-        self.counts[row] += len(pages)
+    def append(self, rows: Int32Array, counts: Int32Array, pages: Int32Array) -> None:
+        """Append counts[i] of the pages to rows[i], in this order. The rows must be distinct."""
+        after = self.counts[rows] + counts
+        cols = np.repeat(after - np.cumsum(counts), counts) + np.arange(len(pages))
+        self.entries[np.repeat(rows, counts), cols] = pages
+        self.counts[rows] = after
 
     def take_updates(self, rows: Int32Array) -> PageUpdates:
         """Return the entries of `rows` that the device does not have, and mark them as sent."""
@@ -64,6 +60,7 @@ class PageTable:
 class FullPages:
     """The pages of full attention: one for each page of tokens of a row.
 
+    rows    the columns of the rows.
     pool    the ids of the pages.
     table   the pages of each row.
     in_use  bool [R]; the row belongs to a request.
@@ -71,7 +68,7 @@ class FullPages:
 
     def __init__(self, engine: EngineLike, rows: Rows, spare_tokens: int) -> None:
         """spare_tokens: as for PageTable."""
-        self._rows = rows
+        self.rows = rows
         self.page_size = engine.page_size
         self.pool = FencedPool(engine.num_pages)
         self.table = PageTable(engine, spare_tokens)
@@ -82,12 +79,6 @@ class FullPages:
         self.table.open_row(row, pages)
         self.in_use[row] = True
 
-    def lacks(self, rows: Int32Array, tokens: Int32Array | int) -> Int32Array:
-        """Return the number of pages, int32, that each row lacks for its next `tokens` tokens."""
-        ends = -(-(self._rows.computed[rows] + tokens) // self.page_size)
-        lacks: Int32Array = np.maximum(ends - self.table.counts[rows], 0)
-        return lacks
-
     def growing(self, rows: Int32Array, counts: Int32Array) -> int:
         """Return how many requests can still need a page after `rows` get `counts` more pages.
 
@@ -95,11 +86,11 @@ class FullPages:
         """
         pages = self.table.counts.copy()
         pages[rows] += counts
-        short = pages * self.page_size < self._rows.max_total_tokens
+        short = pages * self.page_size < self.rows.max_total_tokens
         return int((self.in_use & short).sum())
 
     def close(self, row: int, shared: int) -> None:
         """Take the pages from a row. The first `shared` pages belong to the tree."""
         own = self.table.entries[row, shared : self.table.counts[row]].copy()
-        self.pool.release(own, int(self._rows.last_step[row]))
+        self.pool.release(own, int(self.rows.last_step[row]))
         self.in_use[row] = False

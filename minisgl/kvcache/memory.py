@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.core import EngineLike, Int32Array, InvariantBroken, PageUpdates
+from minisgl.core import EngineLike, Int32Array
 from minisgl.core.rows import Rows
 from minisgl.kvcache.full import FullPages
 from minisgl.kvcache.kinds import CacheKind, NewKind, Wanted
@@ -83,11 +83,6 @@ class Memory:
         return self.tree.hit(wanted.tokens[: wanted.matchable], wanted.cache_salt)
 
     @property
-    def available(self) -> int:
-        """The number of pages that can be allocated now: free ones and those `evict` frees."""
-        return self.full.pool.num_free + self.tree.evictable_pages - self.tree.fenced_pages
-
-    @property
     def pending(self) -> int:
         """The number of pages that become available when the steps in flight are resolved."""
         return self.full.pool.num_quarantined + self.tree.fenced_pages
@@ -111,17 +106,17 @@ class Memory:
             kind.lock(match)
 
     def grow(self, rows: Int32Array, counts: Int32Array) -> None:
-        """Give `counts` more pages, int32, to these rows."""
-        pages = self._allocate(int(counts.sum()))
-        for nth in range(int(counts.max(initial=0))):
-            growing = rows[counts > nth]
-            self.full.table.append(growing, pages[: len(growing)])
-            pages = pages[len(growing) :]
+        """Give `counts` more pages, int32, to these rows. Evicts cached pages if needed."""
+        pool, needed = self.full.pool, int(counts.sum())
+        if needed > pool.num_free:
+            self._evict(needed - pool.num_free)
+        self.full.table.append(rows, counts, pool.allocate(needed))
 
     def open(self, row: int, match: Match) -> None:
         """Let a row begin with its locked prefix, and with pages for its other tokens."""
-        pages = self._allocate(self.pages_for(int(self._rows.known[row])) - len(match.pages))
-        self.full.open(row, np.concatenate([match.pages, pages]))
+        missing = self.pages_for(int(self._rows.known[row])) - len(match.pages)
+        self.full.open(row, match.pages)
+        self.grow(np.array([row]), np.array([missing]))
         self.shared[row] = len(match.pages)
         self._nodes[row] = match.node
         for kind in self.kinds:
@@ -129,19 +124,11 @@ class Memory:
 
     def try_extend(self, row: int, tokens: int) -> bool:
         """Give a running row pages for `tokens` tokens in all; False if too few are available."""
-        missing = max(self.pages_for(tokens) - int(self.full.table.counts[row]), 0)
-        if missing > self.available:
+        missing = self.pages_for(tokens) - int(self.full.table.counts[row])
+        if missing > Room(self).available:
             return False
-        self.full.table.extend(row, self._allocate(missing))
+        self.grow(np.array([row]), np.array([max(missing, 0)]))
         return True
-
-    def updates(self, rows: Int32Array) -> PageUpdates:
-        """Return the page-table entries of `rows` that the device does not have. They then count
-        as sent."""
-        found = [self.full.table.take_updates(rows), *(kind.updates(rows) for kind in self.kinds)]
-        if len(found) == 1:
-            return found[0]
-        return PageUpdates(*map(np.concatenate, zip(*found, strict=True)))
 
     def publish(self, row: int, salt: str, tokens: int) -> None:
         """Give the whole pages of the row's first `tokens` tokens to the prefix cache.
@@ -195,14 +182,6 @@ class Memory:
         self.tree.lift_fences()
         self._evict(self.tree.evictable_pages)
 
-    def _allocate(self, count: int) -> Int32Array:
-        """Allocate `count` pages; evict cached pages if needed."""
-        if count > self.available:
-            raise InvariantBroken(f"{count} pages needed, {self.available} left; this is a bug")
-        if count > self.full.pool.num_free:
-            self._evict(count - self.full.pool.num_free)
-        return self.full.pool.allocate(count)
-
     def _evict(self, count: int) -> None:
         for evicted in self.tree.evict(count):
             self.evicted_pages_total += len(evicted.pages)
@@ -212,35 +191,37 @@ class Memory:
 class Room:
     """Counts the memory that one plan gives to requests. It does not change the memory.
 
-    available      pages of full attention that are left.
+    kinds          the counters of the further kinds of memory.
+    available      pages of full attention that are left: free ones, and those that eviction frees
+                   at once.
     grown, counts  int32; the running rows that get pages, and the number of pages of each.
     """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self._kinds = [kind.room() for kind in memory.kinds]
-        self.available = memory.available
+        self.kinds = [kind.room() for kind in memory.kinds]
+        tree = memory.tree
+        self.available = memory.full.pool.num_free + tree.evictable_pages - tree.fenced_pages
         self.grown: Int32Array = np.empty(0, dtype=np.int32)
         self.counts = self.grown
         self._locked: dict[int, int] = {}  # by node: its pages that new rows use
         self._may_grow = -1  # requests that can still need a page; -1: not counted yet
 
-    def grow(self, rows: Int32Array, tokens: Int32Array) -> bool:
-        """Give each row the pages of its next tokens; False, and no pages, if too few are left."""
-        lacks = self._memory.full.lacks(rows, tokens)
-        count = int(lacks.sum())
-        if count > self.available:
-            return False
-        if count:
-            self.available -= count
-            self.grown, self.counts = rows[lacks > 0], lacks[lacks > 0]
-        return True
+    def grow(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
+        """Give each row the pages of its next tokens.
 
-    def within_kinds(self, rows: Int32Array) -> Int32Array:
-        """Return the decoding rows for whose next token the further kinds have room."""
-        for room in self._kinds:
-            rows = room.grow(rows)
-        return rows
+        If too few are left, gives none, and returns the rows that need some. Otherwise no row.
+        """
+        full = self._memory.full
+        ends = -(-(full.rows.computed[rows] + tokens) // full.page_size)
+        lacks = ends - full.table.counts[rows]
+        growing, counts = rows[lacks > 0], lacks[lacks > 0]
+        needed = int(counts.sum())
+        if needed > self.available:
+            return growing
+        self.available -= needed
+        self.grown, self.counts = growing, counts
+        return rows[:0]
 
     def open(self, row: int, wanted: Wanted, hit: Hit) -> bool:
         """Give a waiting request its cached prefix and pages for all its tokens, if they are left.
@@ -264,10 +245,10 @@ class Room:
         own = pages - hit.pages
         if own + spare + self._growing() > left:
             return False
-        if not all(room.fits(wanted, hit) for room in self._kinds):
+        if not all(kind.fits(wanted, hit) for kind in self.kinds):
             return False
-        for room in self._kinds:
-            room.open(row, wanted, hit)
+        for kind in self.kinds:
+            kind.open(row, wanted, hit)
         self._locked |= locked
         self.available = left - own
         self._may_grow += spare
@@ -275,8 +256,8 @@ class Room:
 
     def cut(self, row: int, start: int, tokens: int) -> int:
         """Return how many of the next `tokens` tokens of a row have room in the further kinds."""
-        for room in self._kinds:
-            tokens = room.cut(row, start, tokens)
+        for kind in self.kinds:
+            tokens = kind.cut(row, start, tokens)
         return tokens
 
     def _growing(self) -> int:

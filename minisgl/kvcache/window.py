@@ -145,7 +145,7 @@ class Windows:
             if count > max(int(self._reserve[row] - self.held[row]), 0) + self.spare:
                 self._forget(row)
             self.pages.evict(count - self.pages.pool.num_free)
-            self.table.extend(row, self.pages.allocate(count))
+            self.table.append(rows[index, None], missing[index, None], self.pages.allocate(count))
 
     def publish(self, row: int, node: RadixNode, pages: int) -> None:
         """Give the window at the end of the first `pages` pages to the tree.

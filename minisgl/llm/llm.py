@@ -27,7 +27,6 @@ from minisgl.llm.constraints import Constraints
 from minisgl.llm.results import Completion, Generation, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
 from minisgl.message.messages import PROMPT_TAIL_TOKENS, AbortReq, AddReq, StepOutput, TextOptions
-from minisgl.scheduler.cost_fit import FixedCost
 from minisgl.settings.child import check_before_weights
 from minisgl.settings.hub import resolve_model
 from minisgl.tokenizer import TextStream, TextTokenizer
@@ -92,8 +91,7 @@ class LLM:
         self._constraints = Constraints(path, self.tokenizer)
         self.worker: LocalWorker | RankWorkers
         if tp == 1:
-            prices = None if step_cost is None else FixedCost(step_cost)
-            self.worker = LocalWorker(engine_config, scheduler_config, extensions, prices)
+            self.worker = LocalWorker(engine_config, scheduler_config, extensions, step_cost)
         elif step_cost is not None:
             raise ConfigError(f"step_cost needs tp=1, not {tp}; leave step_cost out")
         elif extensions is DEFAULT_EXTENSIONS:

@@ -14,6 +14,7 @@ from minisgl.core import (
     MinisglError,
     ModelFacts,
     SchedulerConfig,
+    StepCost,
     WorkerDied,
 )
 from minisgl.distributed.comm import SingleCommunicator
@@ -23,7 +24,6 @@ from minisgl.message import messages
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.quantization import with_quantizations
 from minisgl.scheduler import LocalInbox, build_scheduler
-from minisgl.scheduler.cost_fit import StepPrices
 from minisgl.settings.child import ChildSpec
 from minisgl.settings.config import ServerConfig
 from minisgl.structured.processor import with_grammars
@@ -64,9 +64,9 @@ class LocalWorker:
         engine: EngineConfig,
         config: SchedulerConfig,
         extensions: Extensions,
-        prices: StepPrices | None = None,
+        cost: StepCost | None = None,
     ) -> None:
-        """prices: as for build_scheduler."""
+        """cost: as for build_scheduler."""
         budget = config.prefill_budget_tokens
         grammars = with_grammars(engine.model_path, extensions)
         self.extensions = with_speculation(engine.speculative, with_quantizations(grammars))
@@ -75,7 +75,7 @@ class LocalWorker:
         self._outputs: list[messages.StepOutput] = []
         try:
             send = self._outputs.append
-            self.scheduler = build_scheduler(self._engine, config, self._inbox, send, prices)
+            self.scheduler = build_scheduler(self._engine, config, self._inbox, send, cost)
         except BaseException:
             self._engine.close()
             raise

@@ -18,23 +18,13 @@ from minisgl.scheduler.plan import MAX_DEFERRED
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.view import StepPlan, View
 
-MAX_OVERTAKES = 64  # admissions that overtake an older request before that request comes first
 
+def raise_delayed(view: View) -> None:
+    """Give the longest delayed request the first priority in use, after MAX_OVERTAKES overtakes.
 
-def before_plan(view: View) -> None:
-    """Update the view before a plan.
-
-    Running rows drop the pages that no later step reads. After MAX_OVERTAKES admissions that
-    overtook an older request, the first admitted prompt of the later priorities, or else the oldest
-    request in the queue, gets the first priority in use.
+    It is the first admitted prompt of the later priorities, or else the oldest request in the
+    queue.
     """
-    rows = view.decode_rows
-    if view.prefilling:
-        rows = np.concatenate([rows, np.array([r.row for r in view.prefilling], dtype=np.int32)])
-    for kind in view.memory.kinds:
-        kind.advance(rows)
-    if view.carry.overtakes < MAX_OVERTAKES:
-        return
     delayed = view.waiting.longest_delayed(view.prefilling)
     if delayed is not None:
         view.carry = view.carry._replace(overtakes=0)
@@ -49,6 +39,7 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
     1. Lock all cached prefixes that the plan uses. No later eviction takes them.
     2. Give pages to the rows that decode.
     3. Open the rows of new requests, and build the batch.
+    4. Advance the lengths of the batch's rows: the caller launches the batch.
     """
     memory = view.memory
     locked = _lock(view, plan) if plan.seen else {}
@@ -71,10 +62,15 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
                 "no request runs, but no waiting request can be admitted; this is a bug"
             )
         return None
+    updates = memory.full.table.take_updates(rows)
     for kind in memory.kinds:
         kind.grow(rows, lengths)
-    updates, num_decode = memory.updates(rows), len(plan.decode.rows)
-    return view.table.build_batch(view.launched_step + 1, rows, lengths, num_decode, updates)
+        updates = updates.joined(kind.updates(rows))
+    view.launched_step += 1
+    num_decode = len(plan.decode.rows)
+    batch = view.table.build_batch(view.launched_step, rows, lengths, num_decode, updates)
+    _advance(view, batch)
+    return batch
 
 
 def _lock(view: View, plan: StepPlan) -> dict[Req, Match]:
@@ -109,14 +105,13 @@ def _admit(view: View, req: Req, match: Match) -> None:
     view.uncached[req] = None
 
 
-def record_launch(view: View, batch: Batch) -> None:
-    """Record that `batch` was launched: advance the lengths of its requests.
+def _advance(view: View, batch: Batch) -> None:
+    """Advance the lengths of the batch's requests.
 
     Requests whose last chunk the batch contains begin to decode. Requests whose last token the
     batch samples need no further step, so they leave decode_rows.
     """
     table = view.table
-    view.launched_step = batch.step_id
     table.computed[batch.rows] = batch.start + batch.lengths
     table.last_step[batch.rows] = batch.step_id
     chunk_rows = batch.rows[batch.num_decode :]

@@ -4,12 +4,11 @@ import logging
 import math
 from bisect import bisect_left
 from collections.abc import Iterable
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import FREE_STEPS, StepCost, StepWork
+from minisgl.core import StepCost, StepWork
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
@@ -29,38 +28,6 @@ _SHARED, _OWN, _PRICE = 2.0, 0.16, 0.5
 _NEAR = 0.7  # correlation of the own factors of n and 2 n tokens
 _SCATTER = 0.1  # relative deviation of the time of a step
 _DRIFT = (0.05 * _SCATTER) ** 2 / _SHARED  # added to the covariance by each step, as a fraction
-
-
-class StepPrices(Protocol):
-    """The source of a scheduler's step cost."""
-
-    def cost(self) -> StepCost:
-        """Return the present cost."""
-
-    def record(self, work: StepWork, seconds: float) -> None:
-        """Take the measured time of a step."""
-
-    def news(self, now_s: float) -> StepCost | None:
-        """Return the cost if all ranks have to change theirs now."""
-
-
-class FixedCost:
-    """A cost that does not change, for tests and simulations."""
-
-    def __init__(self, cost: StepCost = FREE_STEPS) -> None:
-        self._cost = cost
-
-    def cost(self) -> StepCost:
-        return self._cost
-
-    def record(self, work: StepWork, seconds: float) -> None:
-        """Learn nothing."""
-
-    def news(self, now_s: float) -> None:
-        """Return nothing: all ranks have had this cost from the start."""
-
-
-FREE = FixedCost()
 
 
 class CostFit:
@@ -99,6 +66,7 @@ class CostFit:
         self._announced_s = self._logged_s = -math.inf
 
     def record(self, work: StepWork, seconds: float) -> None:
+        """Take the measured time of a step."""
         indices, terms = self._terms(work)
         predicted_s = sum(terms)
         self._slow = self._slow + 1 if seconds > _SLOW * predicted_s else 0
@@ -119,6 +87,7 @@ class CostFit:
         self._prices = (self._first * np.exp(self._logs)).tolist()
 
     def news(self, now_s: float) -> StepCost | None:
+        """Return the cost if all ranks have to change theirs now."""
         if now_s < self._announced_s + ANNOUNCE_S:
             return None
         self._announced_s = now_s

@@ -1,7 +1,7 @@
 """The sources of a scheduler's messages."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from minisgl.core import InvariantBroken
@@ -9,17 +9,16 @@ from minisgl.message.messages import LeaderStep, ToScheduler
 from minisgl.message.queues import Receiver, Sender
 
 Messages = Sequence[ToScheduler]
+WaitS = Callable[[], float | None]
 
 
 class Inbox(Protocol):
     """The ordered input of one rank."""
 
-    def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, own: Messages = ()
-    ) -> Messages:
+    def receive(self, wait_s: WaitS, plan_hash: int | None = None, own: Messages = ()) -> Messages:
         """Return the messages of this iteration.
 
-        wait_s: wait at most this long for the first message; None waits without a limit.
+        wait_s: returns the longest time to wait for the first message; None: without a limit.
         plan_hash: hash of the batch that this rank launched last. Ranks compare their hashes.
         own: messages of this rank about itself (Prepared, SetStepCost). Rank 0 gets them back after
         the other messages. The other ranks get the messages of rank 0 and drop their own.
@@ -37,10 +36,7 @@ class LocalInbox:
         self._followers = followers
         self._iteration = 0
 
-    def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, own: Messages = ()
-    ) -> Messages:
-        self._collect(wait_s)
+    def receive(self, wait_s: WaitS, plan_hash: int | None = None, own: Messages = ()) -> Messages:
         messages = [*self.messages, *own]
         self.messages.clear()
         self._iteration += 1
@@ -48,9 +44,6 @@ class LocalInbox:
             step = LeaderStep(iteration=self._iteration, messages=messages, plan_hash=plan_hash)
             follower.send(step)
         return messages
-
-    def _collect(self, wait_s: float | None) -> None:
-        """Do nothing: the caller has filled `messages`, and none can arrive during a wait."""
 
 
 class QueueInbox(LocalInbox):
@@ -62,16 +55,17 @@ class QueueInbox(LocalInbox):
         super().__init__(followers)
         self._receiver = receiver
 
-    def _collect(self, wait_s: float | None) -> None:
-        """Move the messages that have arrived to `messages`.
+    def receive(self, wait_s: WaitS, plan_hash: int | None = None, own: Messages = ()) -> Messages:
+        """Return the messages that have arrived.
 
         The wait ends as soon as one message has arrived. The host takes 5 to 8 ms to launch a step
         with a new prompt. If the launch began only after wait_s, the GPU would be idle during the
         launch.
         """
-        if wait_s != 0.0:
-            self._receiver.poll(wait_s)
+        if (longest_s := wait_s()) != 0.0:
+            self._receiver.poll(longest_s)
         self.messages.extend(self._receiver.drain())
+        return super().receive(wait_s, plan_hash, own)
 
 
 class FollowerInbox:
@@ -81,9 +75,7 @@ class FollowerInbox:
         self._receiver = receiver
         self._iteration = 0
 
-    def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, own: Messages = ()
-    ) -> Messages:
+    def receive(self, wait_s: WaitS, plan_hash: int | None = None, own: Messages = ()) -> Messages:
         """Wait for the leader's next LeaderStep without a limit. Uses plan_hash only.
 
         Raises InvariantBroken when the ranks are at different iterations or planned different

@@ -5,7 +5,14 @@ import numpy as np
 
 from minisgl.core import Batch, FinishReason, Int32Array, MinisglError, RequestError, StepResult
 from minisgl.core.batch import HostLogprobs
-from minisgl.message.messages import AddReq, Finished, PrefillDone, StepOutput, TokenLogprobs
+from minisgl.message.messages import (
+    AddReq,
+    Finished,
+    PrefillDone,
+    SchedulerStats,
+    StepOutput,
+    TokenLogprobs,
+)
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import NewTokens, RequestTable
 
@@ -13,8 +20,9 @@ from minisgl.scheduler.request_table import NewTokens, RequestTable
 class OutputBuilder:
     """Collects messages in the next StepOutput until `take` returns it."""
 
-    def __init__(self, table: RequestTable) -> None:
-        self._table = table
+    def __init__(self, table: RequestTable, totals: SchedulerStats) -> None:
+        """totals: count the output tokens."""
+        self._table, self._totals = table, totals
         self._next = StepOutput(step_id=0)
 
     def open(self, req: Req) -> None:
@@ -33,6 +41,7 @@ class OutputBuilder:
 
     def tokens(self, new: NewTokens) -> None:
         """Add new tokens. Their rows still belong to the requests."""
+        self._totals.output_tokens_total += len(new.rows)
         self._next.uids.extend(self._table.uid[new.rows].tolist())
         self._next.token_ids.extend(new.tokens.tolist())
 

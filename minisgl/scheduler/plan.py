@@ -48,7 +48,7 @@ def plan(view: View) -> StepPlan:
     """
     room = Room(view.memory)
     decode, short = decoding(view, room)
-    if short is None and not view.has_prompts:  # the usual step: no Python loop
+    if short is None and not (view.prefilling or view.waiting.uncached):  # no Python loop
         return StepPlan(decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))
     fill = Filling(view, room, short)
     beside = fill.beside_urgent(decode)
@@ -69,12 +69,14 @@ def decoding(view: View, room: Room) -> tuple[Decode, Shortage | None]:
     """Return the decoding rows with pages for their next tokens, and why others have none."""
     rows = view.decode_rows
     tokens = draft_tokens(view) if view.max_drafts else rows[:0]
-    if len(tokens) and room.grow(rows, tokens):
+    if len(tokens) and not len(room.grow(rows, tokens)):
         return Decode(rows, tokens), None
-    rows = room.within_kinds(rows)
-    decode = Decode.one_each(rows)
-    if not room.grow(*decode):
-        return shortage(view, room, rows)
+    for kind in room.kinds:
+        rows = kind.grow(rows)
+    decode = Decode(rows, np.ones(len(rows), dtype=np.int32))
+    growing = room.grow(*decode)
+    if len(growing):
+        return shortage(view, room, decode, growing)
     return decode, None if len(rows) == len(view.decode_rows) else Shortage(None)
 
 
@@ -100,17 +102,20 @@ def draft_tokens(view: View) -> Int32Array:
     return tokens if tokens.max() > 1 else rows[:0]
 
 
-def shortage(view: View, room: Room, rows: Int32Array) -> tuple[Decode, Shortage]:
-    """Give the pages that are left to the oldest requests. The newest one is preempted."""
+def shortage(
+    view: View, room: Room, decode: Decode, growing: Int32Array
+) -> tuple[Decode, Shortage]:
+    """Give the pages that are left to the oldest requests. The newest one is preempted.
+
+    growing: int32; those of the decoding rows that need a page.
+    """
     table, shares = view.table, view.shares()
-    growing = rows[view.memory.full.lacks(rows, 1) > 0].tolist()
-    ages = {row: shares.age(table.req_at(row)) for row in growing}
+    ages = {row: shares.age(table.req_at(row)) for row in growing.tolist()}
     oldest_first: Int32Array = np.array(sorted(ages, key=ages.__getitem__), dtype=np.int32)
     starved = oldest_first[room.available :]
-    kept = rows[~np.isin(rows, starved)]
-    decode = Decode.one_each(kept)
+    decode = decode.only(~np.isin(decode.rows, starved))
     room.grow(*decode)
-    # `rows` lacks the requests without room in another kind of memory. These can be preempted too.
+    # Requests without room in another kind of memory are not in `decode`, but can be preempted.
     running = [*view.prefilling, *map(table.req_at, view.decode_rows.tolist())]
     # The step in flight frees pages when it is resolved. If it has drafts of the starved rows, and
     # rejects them, no page is missing either.
@@ -121,7 +126,7 @@ def shortage(view: View, room: Room, rows: Int32Array) -> tuple[Decode, Shortage
     if len(running) == 1:
         raise InvariantBroken("no page is left for the only running request; this is a bug")
     victim = max(running, key=shares.age)
-    return decode.only(kept != victim.row), Shortage(victim)
+    return decode.only(decode.rows != victim.row), Shortage(victim)
 
 
 class Filling:

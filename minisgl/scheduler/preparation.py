@@ -20,19 +20,18 @@ class PreparationQueue:
     The calls of a client take turns. Constraint.start takes turns by client. This queue bounds the
     backlog of each client, so that the constraints of requests that are aborted in the queue take
     no time and no memory.
+
+    preparing  all of its requests, by uid.
     """
 
     def __init__(self) -> None:
         self._queues: dict[tuple[str, int], _Queue] = {}
-        self._preparing: dict[int, Req] = {}
-
-    def __len__(self) -> int:
-        return len(self._preparing)
+        self.preparing: dict[int, Req] = {}
 
     def add(self, req: Req) -> None:
         """Add a request with a constraint. Its preparation begins at once if there is room."""
         req.state = ReqState.PREPARING
-        self._preparing[req.uid] = req
+        self.preparing[req.uid] = req
         queue = self._queues.setdefault((req.client, req.priority), _Queue())
         queue.calls.setdefault(req.call, {})[req.uid] = req
         queue.begin()
@@ -40,7 +39,7 @@ class PreparationQueue:
     def again(self, req: Req) -> None:
         """Add a preempted request that got no token from a step. Its preparation begins at once."""
         req.state = ReqState.PREPARING
-        self._preparing[req.uid] = req
+        self.preparing[req.uid] = req
         _constraint(req).prepare(req.tokens)
 
     def prepared(self, wait: bool) -> Prepared:
@@ -50,8 +49,8 @@ class PreparationQueue:
         """
         self.begin()
         if wait:
-            _constraint(next(iter(self._preparing.values()))).prepared(WAIT_S)
-        done = [req for req in self._preparing.values() if _constraint(req).prepared()]
+            _constraint(next(iter(self.preparing.values()))).prepared(WAIT_S)
+        done = [req for req in self.preparing.values() if _constraint(req).prepared()]
         failed = [req.uid for req in done if _constraint(req).failure(len(req.tokens)) is not None]
         return Prepared(uids=[req.uid for req in done], failed=failed)
 
@@ -60,7 +59,7 @@ class PreparationQueue:
 
         Waits for the constraint, because this rank may be later than rank 0.
         """
-        req = self._preparing.pop(uid, None)
+        req = self.preparing.pop(uid, None)
         if req is not None:
             if self._take(req):
                 _start(req)
@@ -77,7 +76,7 @@ class PreparationQueue:
 
     def withdraw(self, req: Req) -> None:
         """Remove a request that was aborted before its constraint was prepared."""
-        del self._preparing[req.uid]
+        del self.preparing[req.uid]
         if not self._take(req):
             _constraint(req).withdraw()
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from minisgl.core import EngineConfig, SchedulerConfig, StepCost
+from minisgl.core import FREE_STEPS, EngineConfig, SchedulerConfig, StepCost
 from minisgl.core.step_cost import TimedStep
 from minisgl.cost.floor import cost_of, with_weights
 from minisgl.cost.roofline import roofline
@@ -21,7 +21,7 @@ from minisgl.engine import (
 )
 from minisgl.message.messages import LeaderStep, Ready, SchedulerStats, StepOutput, ToScheduler
 from minisgl.message.queues import Receiver, Sender, endpoint
-from minisgl.scheduler.cost_fit import FREE, CostFit, StepPrices
+from minisgl.scheduler.cost_fit import CostFit
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, QueueInbox
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.utils import process_age_s
@@ -66,8 +66,8 @@ def run_scheduler(
     if tp.rank == 0:
         send = Sender[StepOutput](endpoint(socket_dir, "detokenizer")).send
     # The other ranks get the step cost of rank 0 in the first message (SetStepCost).
-    prices = None if tp.rank == 0 else FREE
-    scheduler = build_scheduler(engine, scheduler_config, inbox, send, prices)
+    cost = None if tp.rank == 0 else FREE_STEPS
+    scheduler = build_scheduler(engine, scheduler_config, inbox, send, cost)
     gc.collect()
     gc.freeze()  # later collections skip all objects that exist now
     gc.enable()
@@ -92,14 +92,15 @@ def build_scheduler(
     config: SchedulerConfig,
     inbox: Inbox,
     send: Callable[[StepOutput], object],
-    prices: StepPrices | None = None,
+    cost: StepCost | None = None,
 ) -> Scheduler:
     """Warm up `engine` and return a scheduler for it.
 
-    prices: the source of the step cost; by default an estimate, and then the measured steps.
+    cost: predicts step times. None: an estimate does, which is fitted to the measured steps.
     """
     timed = engine.warm_up()
     facts = engine.facts()
+    fits = [] if cost else [CostFit(_first_cost(engine, config, timed))]
     return Scheduler(
         engine,
         config,
@@ -108,7 +109,8 @@ def build_scheduler(
         inbox=inbox,
         send=send,
         extensions=engine.extensions,
-        prices=prices or CostFit(_first_cost(engine, config, timed)),
+        cost=cost or FREE_STEPS,
+        fits=fits,
     )
 
 

@@ -50,9 +50,9 @@ class Req:
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
     client, call      the client and its call, which take turns in the queue.
-    priority          requests with a lower number are served first. `before_plan` lowers the number
-                      of a request that many others have overtaken.
-    logit_states      state of each logits processor for this request; None without edited logits.
+    priority          requests with a lower number are served first. `raise_delayed` lowers it for a
+                      request that many others have overtaken.
+    logit_states      state of each logits processor for this request; empty without edited logits.
     constraint        the element of logit_states that is a Constraint; None if there is none.
     failed_at         number of tokens at which a step last gave the request no token; -1: none did.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
@@ -77,7 +77,7 @@ class Req:
     client: str = ""
     call: int = 0
     priority: int = 0
-    logit_states: tuple[Any, ...] | None = None
+    logit_states: tuple[Any, ...] = ()
     constraint: Constraint | None = None
     state: ReqState = ReqState.WAITING
     uncached_tokens: int = 0
@@ -156,6 +156,6 @@ def accept_request(
         call=message.call,
         priority=message.priority,
         logit_states=states,
-        constraint=next((s for s in states or () if isinstance(s, Constraint)), None),
+        constraint=next((s for s in states if isinstance(s, Constraint)), None),
         prediction=prediction,
     )

@@ -100,9 +100,9 @@ class RequestTable(Rows):
         # until it allows no other token.
         self.obeys_eos[row] = not sampling.ignore_eos or sampling.grammar is not None
         self.has_stop_ids[row] = bool(sampling.stop_token_ids)
-        self.edits_logits[row] = req.logit_states is not None
+        self.edits_logits[row] = bool(req.logit_states)
         self.has_logprobs[row] = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
-        states = [state for state in req.logit_states or () if state is not None]
+        states = [state for state in req.logit_states if state is not None]
         masks_drafts = all(isinstance(s, Constraint) and s.masks_drafts for s in states)
         self.may_draft[row] = masks_drafts and not self.has_logprobs[row]
         if not self.may_draft[row]:
@@ -209,28 +209,24 @@ class RequestTable(Rows):
             chunk_ids=np.concatenate([rows[:0], *chunk_ids]),
             page_updates=updates,
             sampling={name: column[rows] for name, column in self._sampling.items()},
-            logit_edits=self._edited_reqs(rows, ends, samples),
+            logit_edits=tuple(
+                self._edited_req(index, int(rows[index]), int(ends[index]))
+                for index in np.flatnonzero(self.edits_logits[rows] & samples).tolist()
+            ),
             logprobs=self._logprobs_request(rows, start, ends, samples),
             drafting=self._drafting,
             histories=self._histories(rows, num_decode, samples) if self._drafting else (),
         )
 
-    def _edited_reqs(
-        self, rows: Int32Array, ends: Int32Array, samples: NDArray[np.bool_]
-    ) -> tuple[EditedReq, ...] | None:
-        """Return the requests that sample from edited logits; None if there are none.
+    def _edited_req(self, index: int, row: int, position: int) -> EditedReq:
+        """Return the request at `index` of a batch, which samples from edited logits.
 
-        rows, ends, samples: columns [B] of the batch. ends: positions of the tokens to sample.
+        position: of the token to sample.
         """
-        edited = []
-        for index in np.flatnonzero(self.edits_logits[rows] & samples).tolist():
-            row, position = int(rows[index]), int(ends[index])
-            req = self.req_at(row)
-            assert req.logit_states is not None, "logit states must be set; this is a bug"
-            first_since_admission = position == self.prefill_end[row]
-            history = self.tokens[row, :position].copy() if first_since_admission else None
-            edited.append(EditedReq(index, position, req.prompt_len, history, req.logit_states))
-        return tuple(edited) or None
+        req = self.req_at(row)
+        first_since_admission = position == self.prefill_end[row]
+        history = self.tokens[row, :position].copy() if first_since_admission else None
+        return EditedReq(index, position, req.prompt_len, history, req.logit_states)
 
     def _histories(
         self, rows: Int32Array, num_decode: int, samples: NDArray[np.bool_]

@@ -2,22 +2,19 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
-import numpy as np
 
 from minisgl.core import (
+    FREE_STEPS,
     Batch,
-    EngineError,
     EngineLike,
     FinishReason,
-    GrammarFailed,
     InvalidRequest,
-    MinisglError,
-    PendingStep,
     RequestError,
     SchedulerConfig,
+    StepCost,
 )
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.message.messages import (
@@ -32,25 +29,20 @@ from minisgl.message.messages import (
     ToScheduler,
 )
 from minisgl.message.stats import ConstraintTotals, KVEventTotals
-from minisgl.scheduler.apply import (
-    apply,
-    before_plan,
-    enqueue,
-    record_drafts,
-    record_launch,
-    remove,
-)
-from minisgl.scheduler.cost_fit import FREE, StepPrices
+from minisgl.scheduler.apply import apply, enqueue, raise_delayed, record_drafts
+from minisgl.scheduler.cost_fit import CostFit
+from minisgl.scheduler.ending import Endings
 from minisgl.scheduler.forced import append_forced
 from minisgl.scheduler.inbox import Inbox
 from minisgl.scheduler.outputs import OutputBuilder
 from minisgl.scheduler.plan import plan
 from minisgl.scheduler.preparation import PreparationQueue
-from minisgl.scheduler.request import Req, ReqState, accept_request
-from minisgl.scheduler.request_table import NewTokens, RequestTable
-from minisgl.scheduler.stats import StepMeter
-from minisgl.scheduler.view import new_view
+from minisgl.scheduler.request import accept_request
+from minisgl.scheduler.request_table import RequestTable
+from minisgl.scheduler.stats import InFlight, StepMeter
+from minisgl.scheduler.view import Admission, new_view
 
+MAX_OVERTAKES = 64  # admissions that overtake an older request before that request comes first
 MIN_LAUNCH_LEAD_S = 0.002  # plan and launch take 0.3 to 0.8 ms; 5 ms without a CUDA graph
 
 
@@ -96,10 +88,12 @@ class Scheduler:
         send: Callable[[StepOutput], object],
         clock: Callable[[], float] = time.monotonic,
         extensions: Extensions = DEFAULT_EXTENSIONS,
-        prices: StepPrices = FREE,
+        cost: StepCost = FREE_STEPS,
+        fits: Sequence[CostFit] = (),
     ) -> None:
         """vocab_size: width of the logits. send: takes the output of an iteration and must not
-        block. clock: returns seconds. extensions: the engine's extensions. prices: of steps."""
+        block. clock: returns seconds. extensions: the engine's extensions. cost: predicts step
+        times. fits: one or none; fits the cost to measured times, and replaces `cost`."""
         self._engine = engine
         self._config = config
         self._vocab_size = vocab_size
@@ -110,19 +104,15 @@ class Scheduler:
         report = extensions.cache_reporter
         reporter = report and report(engine.page_size, engine.num_pages)
         self._reporters = [reporter] if reporter else []  # one or none
-        self.view = new_view(engine, config, extensions, self.table, reporter, prices.cost())
+        self.view = new_view(engine, config, extensions, self.table, reporter, cost)
         self.memory = self.view.memory
         self._capacity_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self._arrivals = 0
-        self._outputs = OutputBuilder(self.table)
-        self._meter = StepMeter(clock, prices)
-        self._reqs: dict[int, Req] = {}
+        self._fits = fits
+        self._meter = StepMeter(clock, fits)
         self._preparations = PreparationQueue()
-        # Requests to end or preempt once the step in flight that contains them is resolved.
-        self._ending: list[Req] = []
-        self._in_flight: deque[tuple[Batch, PendingStep]] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._decode_launch_s = 0.0  # host time of the last launch of a decode-only step
-        self._mask_s = 0.0  # host time of the token masks of the last launch
         self._plan_hash: int | None = None
         self.totals = SchedulerStats(
             phases=self._meter.phases,
@@ -130,6 +120,9 @@ class Scheduler:
             constraints=extensions.constraint_totals or ConstraintTotals(),
             kv_events=reporter.totals if reporter else KVEventTotals(),
         )
+        self._outputs = OutputBuilder(self.table, self.totals)
+        self._endings = Endings(self.view, self._outputs, self._preparations, self.totals)
+        self._reqs = self._endings.reqs
         self.stopping = False
 
     @property
@@ -139,15 +132,25 @@ class Scheduler:
 
     def iterate(self) -> None:
         """Run one iteration. If idle, or if no step is due yet, first wait for a message."""
-        for message in self._inbox.receive(self.message_wait_s(), self._plan_hash, self._own()):
+        clock = self._meter.clock
+        own: list[ToScheduler] = [
+            SetStepCost(cost=cost) for fit in self._fits if (cost := fit.news(clock()))
+        ]
+        if self._preparations.preparing:
+            own += self._prepared()
+        for message in self._inbox.receive(self.message_wait_s, self._plan_hash, own):
             self._handle(message)
-        before_plan(self.view)
-        step = plan(self.view)
-        batch = apply(self.view, step)
+        view = self.view
+        for kind in view.memory.kinds:
+            kind.advance(view.running_rows())
+        if view.carry.overtakes >= MAX_OVERTAKES:
+            raise_delayed(view)
+        step = plan(view)
+        batch = apply(view, step)
         if batch is not None:
-            self._launch(batch)
+            self._launch(batch, step.admit)
         if step.preempt is not None:
-            self._end_when_resolved(step.preempt)
+            self._endings.end_when_resolved(step.preempt)
         self.drain_in_flight(keep=int(self._config.overlap and batch is not None))
         for reporter in self._reporters:
             reporter.flush()
@@ -155,14 +158,14 @@ class Scheduler:
     def drain_in_flight(self, keep: int = 0) -> None:
         """Read the results of launched steps, except for the last `keep`, and send the output."""
         while len(self._in_flight) > keep:
-            self._resolve(*self._in_flight.popleft())
+            self._resolve(self._in_flight.popleft())
         if (output := self._outputs.take(self.view.resolved_step)) is not None:
             self._send(output)
 
     def stats(self) -> SchedulerStats:
         """Gauges and totals as of now."""
         used, evictable, free = self.memory.usage()
-        waiting = len(self.view.waiting) + len(self._preparations)
+        waiting = len(self.view.waiting) + len(self._preparations.preparing)
         return msgspec.structs.replace(
             self.totals,
             step_id=self.view.resolved_step,
@@ -192,30 +195,25 @@ class Scheduler:
             return 0.0  # without a target only throughput counts, so the scheduler never waits
         if not self._in_flight or self.view.has_urgent(self.view.prefilling):
             return 0.0
-        batch, pending = self._in_flight[0]
-        if pending.done():
+        step = self._in_flight[0]
+        if step.pending.done():
             return 0.0
-        predicted_s = self.view.predict_s(batch)
+        predicted_s = self.view.predict_s(step.batch)
         remaining_s = self._meter.remaining_s(predicted_s, not self.view.has_prompts)
         # The next step must be launched before the device runs out of work. A launch with token
         # masks returns later, so the scheduler notices the end of the previous step later.
-        lead_s = max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s) + self._mask_s
+        lead_s = max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s) + step.mask_s
         return max(remaining_s - lead_s, 0.0)
 
     @property
     def _only_preparing(self) -> bool:
         """No step is due: all open requests, at least one, wait for their constraints."""
-        return 0 < len(self._preparations) == len(self._reqs) and not self._in_flight
+        return 0 < len(self._preparations.preparing) == len(self._reqs) and not self._in_flight
 
-    def _own(self) -> list[ToScheduler]:
-        """Return the messages of this rank about itself: prepared constraints, a new step cost."""
-        own: list[ToScheduler] = []
-        if self._preparations:
-            prepared = self._preparations.prepared(wait=self._only_preparing)
-            own += [prepared] if prepared.uids else []
-        if cost := self._meter.prices.news(self._meter.clock()):
-            own.append(SetStepCost(cost=cost))
-        return own
+    def _prepared(self) -> list[Prepared]:
+        """Return the message about the requests that are prepared on this rank, if any."""
+        prepared = self._preparations.prepared(wait=self._only_preparing)
+        return [prepared] if prepared.uids else []
 
     def _handle(self, message: ToScheduler) -> None:
         match message:
@@ -225,7 +223,7 @@ class Scheduler:
             case AbortReq():
                 req = self._reqs.get(message.uid)
                 if req is not None:  # None: the request has finished or was refused
-                    self._abort(req, message.reason)
+                    self._endings.abort(req, message.reason)
             case Prepared():
                 for uid in message.uids:
                     self._start(uid, uid in message.failed)
@@ -236,7 +234,7 @@ class Scheduler:
             case Shutdown():
                 self.stopping = True
                 for req in list(self._reqs.values()):
-                    self._abort(req, FinishReason.ABORT)
+                    self._endings.abort(req, FinishReason.ABORT)
 
     def _add(self, message: AddReq, index: int) -> None:
         self._arrivals += 1
@@ -262,86 +260,34 @@ class Scheduler:
             return
         if failed and req.constraint is not None:
             req.end_reason = FinishReason.ERROR
-            self._finish(req, req.constraint.failure(len(req.tokens)))
+            self._endings.finish(req, req.constraint.failure(len(req.tokens)))
         else:
             enqueue(self.view, req)
-
-    def _abort(self, req: Req, reason: FinishReason) -> None:
-        req.end_reason = reason
-        if req.state is ReqState.PREPARING:
-            self._preparations.withdraw(req)
-            self._finish(req)
-        elif req.state is ReqState.WAITING:
-            self.view.waiting.remove(req)
-            self._finish(req)
-        else:
-            self._end_when_resolved(req)
-
-    # --- ending and preemption ------------------------------------------------------------------
-
-    def _end_when_resolved(self, req: Req) -> None:
-        """End or preempt `req`: now, or once the step in flight that contains it has a result."""
-        remove(self.view, req)
-        if int(self.table.last_step[req.row]) <= self.view.resolved_step:
-            self._release(req)
-        elif req not in self._ending:
-            self._ending.append(req)
-
-    def _release(self, req: Req, error: MinisglError | None = None) -> None:
-        """Take the row and the pages from `req`.
-
-        A preempted request then waits again; any other request has finished. error: set if the
-        request failed.
-        """
-        table, row = self.table, req.row
-        # The prompt is cached only if the first output token is known. Only then is it known that
-        # the logits are finite. Tokens that no resolved step has forwarded are not cached either:
-        # the tokens of a decode step in flight, and forced tokens. The newest known token is one of
-        # them, because the next decode step forwards it first.
-        cacheable = error is None and table.known[row] > table.prefill_end[row]
-        forwarded = int(table.computed[row]) - int(table.last_step[row] > self.view.resolved_step)
-        forwarded = min(forwarded, int(table.known[row]) - 1)
-        self.memory.release(req.row, req.cache_salt, forwarded if cacheable else 0)
-        self.table.close_row(req)
-        if req.end_reason is not None:
-            self._finish(req, error)
-        elif req.constraint is not None and req.failed_at == len(req.tokens):
-            self._preparations.again(req)
-        else:
-            self.totals.preemptions_total += 1
-            enqueue(self.view, req)
-
-    def _finish(self, req: Req, error: MinisglError | None = None) -> None:
-        if isinstance(error, GrammarFailed):
-            failures, code = self.totals.constraints.failures, error.code or ""
-            failures[code] = failures.get(code, 0) + 1
-        req.state = ReqState.FINISHED
-        del self._reqs[req.uid]
-        self._outputs.finish(req, error)
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def _launch(self, batch: Batch) -> None:
-        self.totals.overlapped_steps_total += bool(self._in_flight)
-        now_s = self._meter.clock()
-        for req in self.view.prefilling:
-            req.admitted_s = req.admitted_s or now_s
-        before_s = self.totals.constraints.mask_seconds
-        self._in_flight.append((batch, self._engine.launch(batch)))
-        self._meter.record_launch(now_s, self._in_flight[-1][1].done())
-        self._mask_s = self.totals.constraints.mask_seconds - before_s
+    def _launch(self, batch: Batch, admitted: Sequence[Admission]) -> None:
+        totals, began_s = self.totals, self._meter.clock()
+        totals.overlapped_steps_total += bool(self._in_flight)
+        for req, _ in admitted:
+            req.admitted_s = req.admitted_s or began_s
+        masked_s = totals.constraints.mask_seconds
+        pending = self._engine.launch(batch)
+        launch_s = self._meter.clock() - began_s
+        mask_s = totals.constraints.mask_seconds - masked_s
+        own_s = launch_s if pending.done() else None
+        self._in_flight.append(InFlight(batch, pending, began_s, own_s, mask_s))
         # With edited logits a launch may wait for the previous step, so its time is not recorded.
-        if not batch.num_prefill_tokens and batch.logit_edits is None:
-            self._decode_launch_s = self._meter.clock() - now_s
-        record_launch(self.view, batch)
+        if not (len(batch.chunk_ids) or batch.logit_edits):
+            self._decode_launch_s = launch_s
         if self._config.check_plans:
             self._plan_hash = batch.plan_hash()
-        self.totals.prefill_tokens_total += batch.num_prefill_tokens
+        totals.prefill_tokens_total += len(batch.chunk_ids)
 
-    def _resolve(self, batch: Batch, pending: PendingStep) -> None:
+    def _resolve(self, step: InFlight) -> None:
         """Wait for a launched step and act on its result."""
-        result = pending.wait()
-        self._meter.record_result(batch, result.by_graph)
+        batch, result = step.batch, step.pending.wait()
+        self._meter.record_result(step, result.by_graph)
         self.view.resolved_step = batch.step_id
         self.table.rows.resolve(batch.step_id)
         self.memory.resolve(batch.step_id)
@@ -357,7 +303,9 @@ class Scheduler:
         if batch.drafting:
             self._outputs.predicted(batch, result, new.rows)
         self._outputs.logprobs(batch, result, new.rows)
-        self._take_tokens(new)
+        self._outputs.tokens(new)
+        if new.ended:
+            self._endings.end_rows(new.ended)
         if batch.drafting:
             record_drafts(self.view, batch, result, self.totals.drafts)
         # A prompt with non-finite logits has ended above. The logits of the prompts that are left
@@ -367,34 +315,10 @@ class Scheduler:
                 del self.view.uncached[req]
                 computed = int(self.table.prefill_end[req.row])
                 self.memory.publish(req.row, req.cache_salt, computed)
-        ending, self._ending = self._ending, []
-        for req in ending:
-            if req.state is not ReqState.FINISHED:  # a token of this step may have ended it
-                self._end_when_resolved(req)
-        if batch.logit_edits is not None:
+        if self._endings.due:
+            self._endings.end_due()
+        if batch.logit_edits:
             new = append_forced(new.rows, self.view)
             self.totals.constraints.forced_tokens += len(new.rows)
-            self._take_tokens(new)
-
-    def _take_tokens(self, new: NewTokens) -> None:
-        """Send new tokens, and end the requests of the rows that have ended."""
-        self.totals.output_tokens_total += len(new.rows)
-        self._outputs.tokens(new)
-        for row, reason in new.ended.items():
-            req, known = self.table.req_at(row), int(self.table.known[row])
-            constraint = req.constraint if reason is FinishReason.ERROR else None
-            if constraint is not None and req.failed_at != known:
-                # The mask of this position was not ready, or allows no token. The request is
-                # preempted, and its constraint prepares the mask.
-                req.failed_at = known
-                self.table.drop_in_flight(np.array([row], dtype=np.int32))
-                self._end_when_resolved(req)
-                continue
-            req.end_reason = reason
-            error: MinisglError | None = None if constraint is None else constraint.failure(known)
-            if reason is FinishReason.ERROR and error is None:
-                self.totals.nonfinite_rows_total += 1
-                error = EngineError("the model produced non-finite logits")
-            remove(self.view, req)
-            # A step in flight may still contain the request: the pages are fenced (I2).
-            self._release(req, error)
+            self._outputs.tokens(new)
+            self._endings.end_rows(new.ended)

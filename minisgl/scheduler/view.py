@@ -36,11 +36,6 @@ class Decode(NamedTuple):
     rows: Int32Array
     tokens: Int32Array
 
-    @classmethod
-    def one_each(cls, rows: Int32Array) -> "Decode":
-        """Return `rows` with one token each."""
-        return cls(rows, np.ones(len(rows), dtype=np.int32))
-
     def only(self, kept: NDArray[np.bool_]) -> "Decode":
         """The rows at which `kept`, a bool for each row, is True."""
         return self if kept.all() else Decode(self.rows[kept], self.tokens[kept])
@@ -140,6 +135,11 @@ class View:
     def has_prompts(self) -> bool:
         """Requests have prompt tokens that are not launched."""
         return bool(self.prefilling or self.waiting.uncached)
+
+    def running_rows(self) -> Int32Array:
+        """Return the rows of the decoding and the admitted requests, int32."""
+        prefilling: Int32Array = np.array([req.row for req in self.prefilling], dtype=np.int32)
+        return np.concatenate([self.decode_rows, prefilling])
 
     def has_urgent(self, prefilling: Iterable[Req]) -> bool:
         """A prompt that waits or is in `prefilling` has the first priority in use."""

@@ -1,7 +1,4 @@
-"""The server from the outside: the openai client, raw HTTP, disconnects, invalid input.
-
-The W-numbers are rows of docs/bugs.md.
-"""
+"""The server from the outside: the openai client, raw HTTP, disconnects, invalid input."""
 
 import contextlib
 import http.client

@@ -1,7 +1,4 @@
-"""A busy tokenizer does not delay tokens that are being streamed.
-
-The W-numbers are rows of docs/bugs.md.
-"""
+"""A busy tokenizer does not delay tokens that are being streamed."""
 
 import os
 import signal

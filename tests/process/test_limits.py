@@ -1,7 +1,4 @@
-"""Each limit of docs/api.md refuses at once with its status, and is counted by its name.
-
-The W-numbers are rows of docs/bugs.md.
-"""
+"""Each limit of docs/api.md refuses at once with its status, and is counted by its name."""
 
 import contextlib
 import resource

@@ -1,7 +1,4 @@
-"""If one process dies, all end within seconds, and one line names the process.
-
-The W-numbers are rows of docs/bugs.md.
-"""
+"""If one process dies, all end within seconds, and one line names the process."""
 
 import contextlib
 import os

@@ -13,6 +13,7 @@ from minisgl.benchmark.virtual_engine import EngineSettings
 from minisgl.core import Int32Array
 from minisgl.message.messages import StepOutput, ToScheduler
 from minisgl.scheduler import Scheduler
+from minisgl.scheduler.inbox import WaitS
 
 
 class CacheEvent(NamedTuple):
@@ -92,8 +93,8 @@ class Replica:
             inbox=self,
             send=self._outputs.append,
             clock=lambda: self.engine.now_s,
+            cost=settings.cost,
         )
-        self._scheduler.view.cost = settings.cost
         page_size, num_pages = self.engine.page_size, self.engine.num_pages
         self._recorder = BlockRecorder(page_size, num_pages)
         if observed:
@@ -136,7 +137,7 @@ class Replica:
         return max(len(self.open_reqs) - self.running, 0)
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, own: Sequence[ToScheduler] = ()
+        self, wait_s: WaitS, plan_hash: int | None = None, own: Sequence[ToScheduler] = ()
     ) -> list[ToScheduler]:
         """Return the messages that have arrived. The owner has already waited."""
         arrived: list[ToScheduler] = []

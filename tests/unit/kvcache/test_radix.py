@@ -1,7 +1,4 @@
-"""The radix cache against a dictionary of all cached prefixes, and its invariants.
-
-The W-numbers are rows of docs/bugs.md.
-"""
+"""The radix cache against a dictionary of all cached prefixes, and its invariants."""
 
 import hypothesis.strategies as st
 import numpy as np

@@ -1,7 +1,4 @@
-"""The offline LLM, on the demo model.
-
-The W-numbers are rows of docs/bugs.md.
-"""
+"""The offline LLM, on the demo model."""
 
 import dataclasses
 import shutil

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 
 from minisgl.kvcache import FencedPool, Room
-from minisgl.scheduler import apply, budget
+from minisgl.scheduler import budget, scheduler
 from minisgl.scheduler import plan as planning
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import StepPlan, View
@@ -58,7 +58,7 @@ class PlanChecks:
     def f2_overtakes_are_bounded(self, view: View, plan: StepPlan) -> None:
         """The step before a plan raises a request that was overtaken too often."""
         if view.has_prompts:
-            assert view.carry.overtakes < apply.MAX_OVERTAKES
+            assert view.carry.overtakes < scheduler.MAX_OVERTAKES
         assert plan.carry.overtakes <= view.carry.overtakes + len(plan.admit)
 
     def f3_rows_pause_few_steps_in_a_row(self, view: View, plan: StepPlan) -> None:
@@ -68,7 +68,10 @@ class PlanChecks:
         ends = -(-(view.table.computed[view.decode_rows] + 1) // view.memory.page_size)
         has_room = ends <= view.memory.full.table.counts[view.decode_rows]
         has_room |= np.isin(view.decode_rows, plan.grow)
-        has_room &= np.isin(view.decode_rows, Room(view.memory).within_kinds(view.decode_rows))
+        fitting = view.decode_rows
+        for kind in Room(view.memory).kinds:
+            fitting = kind.grow(fitting)
+        has_room &= np.isin(view.decode_rows, fitting)
         runs = np.isin(view.decode_rows, plan.decode.rows)
         left_out = view.decode_rows[has_room & ~runs].tolist()
         reqs = [view.table.req_at(row) for row in left_out]

@@ -104,7 +104,7 @@ class Harness:
 
     def step(self) -> None:
         """Run one iteration and check every invariant after it."""
-        in_flight = [batch for batch, _ in self.scheduler._in_flight]
+        in_flight = [step.batch for step in self.scheduler._in_flight]
         read = {place: page for batch in in_flight for place, page in self._pages(batch, False)}
         launched = len(self.engine.batches)
         with patch.object(scheduler_module, "plan", self.checks):

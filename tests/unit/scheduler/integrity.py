@@ -91,7 +91,7 @@ def check_held(scheduler: Scheduler, batch: Batch) -> None:
 def check_held_by(windows: Windows, scheduler: Scheduler, batch: Batch) -> None:
     """The same for one kind."""
     page_size = scheduler.memory.page_size
-    in_flight = any(each is batch for each, _ in scheduler._in_flight)
+    in_flight = any(step.batch is batch for step in scheduler._in_flight)
     free = windows.pages.pool._stack[: windows.pages.pool.num_free]
     for row, start, length in zip(batch.rows, batch.start, batch.lengths, strict=True):
         pages = slice(max(start // page_size - windows.span, 0), -(-(start + length) // page_size))

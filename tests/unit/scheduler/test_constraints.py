@@ -188,9 +188,9 @@ def test_every_rank_gets_the_own_messages_of_rank_0(tmp_path: Path) -> None:
     follower = FollowerInbox(Receiver(address, LeaderStep))
     leader = LocalInbox([Sender(address)])
     expected = [Prepared(uids=[4, 7], failed=[7])]
-    assert list(leader.receive(0.0, None, expected)) == expected
-    assert list(follower.receive(0.0, None, [Prepared(uids=[9])])) == expected
-    assert list(leader.receive(0.0, None, [])) == []
+    assert list(leader.receive(lambda: 0.0, None, expected)) == expected
+    assert list(follower.receive(lambda: 0.0, None, [Prepared(uids=[9])])) == expected
+    assert list(leader.receive(lambda: 0.0, None, [])) == []
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -1,7 +1,7 @@
 """The step cost that a server fits to its steps, against engines of other speeds."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from minisgl.core import Batch, PendingStep, SchedulerConfig, StepCost, StepWork
 from minisgl.message.messages import AddReq, LeaderStep, SetStepCost
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, Scheduler
-from minisgl.scheduler.cost_fit import ANNOUNCE_S, FREE, CostFit, FixedCost, StepPrices
+from minisgl.scheduler.cost_fit import ANNOUNCE_S, CostFit
 from minisgl.scheduler.inbox import FollowerInbox, Inbox
 from minisgl.utils.process import write_socket_key
 from tests.unit.scheduler.scripted import ScriptedParams
@@ -37,7 +37,7 @@ def scaled(factor: float, seed: int) -> StepCost:
     )
 
 
-def build(engine: VirtualEngine, inbox: Inbox, prices: StepPrices) -> Scheduler:
+def build(engine: VirtualEngine, inbox: Inbox, fits: Sequence[CostFit] = ()) -> Scheduler:
     return Scheduler(
         engine,
         SchedulerConfig(),
@@ -46,17 +46,22 @@ def build(engine: VirtualEngine, inbox: Inbox, prices: StepPrices) -> Scheduler:
         inbox=inbox,
         send=lambda output: None,
         clock=lambda: engine.now_s,
-        prices=prices,
+        cost=FIRST,
+        fits=fits,
     )
+
+
+def no_wait() -> float:
+    return 0.0
 
 
 class Load:
     """A scheduler on a simulated engine, with requests that arrive at random."""
 
-    def __init__(self, true: StepCost, prices: StepPrices, seed: int) -> None:
+    def __init__(self, true: StepCost, fits: Sequence[CostFit], seed: int) -> None:
         self.engine = VirtualEngine(true, 49_000, 256, 40_960)
         self.inbox = LocalInbox()
-        self.scheduler = build(self.engine, self.inbox, prices)
+        self.scheduler = build(self.engine, self.inbox, fits)
         self.ratios: list[float] = []
         self._true, self._rng, self._uid = true, np.random.default_rng(seed), 0
         self._launch: Callable[[Batch], PendingStep] = self.engine.launch
@@ -85,7 +90,7 @@ class Load:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("factor", [0.3, 0.5, 1.0, 2.0, 5.0])
 def test_predictions_are_within_a_tenth_after_200_steps(factor: float, seed: int) -> None:
-    load = Load(scaled(factor, seed), CostFit(FIRST), seed)
+    load = Load(scaled(factor, seed), [CostFit(FIRST)], seed)
     load.run(LEARNED_STEPS + 200)
     errors = np.abs(np.array(load.ratios[LEARNED_STEPS:]) - 1)
     assert np.median(errors) < 0.05
@@ -105,7 +110,7 @@ def test_predictions_follow_a_device_that_gets_warm() -> None:
 
 
 def test_a_fixed_cost_stays() -> None:
-    load = Load(scaled(2.0, 0), FixedCost(FIRST), 0)
+    load = Load(scaled(2.0, 0), (), 0)
     load.run(100)
     assert load.scheduler.view.cost == FIRST
 
@@ -179,18 +184,19 @@ def test_every_rank_plans_with_the_cost_of_rank_0(tmp_path) -> None:
     write_socket_key(str(tmp_path))
     address = endpoint(str(tmp_path), "rank-1")
     follower = FollowerInbox(Receiver(address, LeaderStep))
-    other = build(VirtualEngine(FIRST, 100, 8, 1000), follower, FREE)
-    load = Load(scaled(2.0, 0), CostFit(FIRST), 0)
+    other = build(VirtualEngine(FIRST, 100, 8, 1000), follower)
+    fit = CostFit(FIRST)
+    load = Load(scaled(2.0, 0), [fit], 0)
     load.inbox._followers = [Sender(address)]
     for _ in range(300):
         load.scheduler.message_wait_s()
-        cost = load.scheduler._meter.prices.news(load.engine.now_s)
-        load.inbox.receive(0.0, None, [SetStepCost(cost=cost)] if cost else [])
-        for message in follower.receive(0.0, None, [SetStepCost(cost=scaled(3.0, 1))]):
+        cost = fit.news(load.engine.now_s)
+        load.inbox.receive(no_wait, None, [SetStepCost(cost=cost)] if cost else [])
+        for message in follower.receive(no_wait, None, [SetStepCost(cost=scaled(3.0, 1))]):
             other._handle(message)
             load.scheduler._handle(message)
         assert other.view.cost == load.scheduler.view.cost
-        load.scheduler._meter.prices.record(DECODE, 2 * FIRST.predict_s(*DECODE))
+        fit.record(DECODE, 2 * FIRST.predict_s(*DECODE))
         load.engine.now_s += 0.01
     assert other.view.cost.predict_s(*DECODE) == pytest.approx(
         2 * FIRST.predict_s(*DECODE), rel=0.05

@@ -1,7 +1,4 @@
-"""The messages reach every rank, and an idle scheduler sleeps.
-
-The W-numbers are rows of docs/bugs.md.
-"""
+"""The messages reach every rank, and an idle scheduler sleeps."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -13,7 +10,7 @@ import pytest
 from minisgl.core import Batch, InvariantBroken, StepResult
 from minisgl.message.messages import AbortReq, LeaderStep, Shutdown, ToScheduler
 from minisgl.message.queues import Receiver, Sender, endpoint
-from minisgl.scheduler.inbox import FollowerInbox, LocalInbox, QueueInbox
+from minisgl.scheduler.inbox import FollowerInbox, LocalInbox, QueueInbox, WaitS
 from minisgl.utils.process import write_socket_key
 from tests.unit.scheduler.fake_engine import EOS, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
@@ -21,6 +18,10 @@ from tests.unit.scheduler.test_scheduler import config, prompt_that_stops_after
 from tests.unit.scheduler.test_timed_steps import linear_cost
 
 BURST = 5000
+
+
+def no_wait() -> float:
+    return 0.0
 
 
 def _address(folder: Path) -> str:
@@ -37,8 +38,8 @@ def test_a_burst_reaches_the_other_ranks_whole(tmp_path: Path) -> None:
     sent: list[Sequence[ToScheduler]] = []
     for uid in range(BURST):  # the follower reads nothing until then
         leader.messages.append(AbortReq(uid=uid))
-        sent.append(leader.receive(0.0))
-    received = [follower.receive(0.0) for _ in range(BURST)]
+        sent.append(leader.receive(no_wait))
+    received = [follower.receive(no_wait) for _ in range(BURST)]
     assert [list(step) for step in received] == [list(step) for step in sent]
 
 
@@ -48,7 +49,7 @@ def test_a_rank_that_missed_an_iteration_stops(tmp_path: Path) -> None:
     sender: Sender[LeaderStep] = Sender(address)
     sender.send(LeaderStep(iteration=2, messages=[Shutdown()]))
     with pytest.raises(InvariantBroken, match="iteration 2"):
-        follower.receive(0.0)
+        follower.receive(no_wait)
 
 
 def test_ranks_that_plan_differently_stop(tmp_path: Path) -> None:
@@ -62,11 +63,11 @@ def test_ranks_that_plan_differently_stop(tmp_path: Path) -> None:
         harness.step()
         hashes.append(harness.scheduler._plan_hash)
     assert None not in hashes
-    leader.receive(0.0, plan_hash=hashes[0])
-    assert follower.receive(0.0, plan_hash=hashes[0]) == []
-    leader.receive(0.0, plan_hash=hashes[0])
+    leader.receive(no_wait, plan_hash=hashes[0])
+    assert follower.receive(no_wait, plan_hash=hashes[0]) == []
+    leader.receive(no_wait, plan_hash=hashes[0])
     with pytest.raises(InvariantBroken, match="planned different steps"):
-        follower.receive(0.0, plan_hash=hashes[1])
+        follower.receive(no_wait, plan_hash=hashes[1])
 
 
 class Arrivals:
@@ -94,7 +95,7 @@ def test_the_first_message_ends_the_wait(
 ) -> None:
     """The host takes several ms to launch a step with a prompt, so the launch starts at once."""
     receiver = Arrivals(0.003, 0.003, 0.0064)
-    assert [message.uid for message in QueueInbox(receiver).receive(wait_s)] == uids
+    assert [message.uid for message in QueueInbox(receiver).receive(lambda: wait_s)] == uids
     assert receiver.now_s == pytest.approx(now_s)
 
 
@@ -108,9 +109,9 @@ class RecordingInbox(LocalInbox):
         harness.scheduler._inbox = self
 
     def receive(
-        self, wait_s: float | None, plan_hash: int | None = None, own: Sequence[ToScheduler] = ()
+        self, wait_s: WaitS, plan_hash: int | None = None, own: Sequence[ToScheduler] = ()
     ) -> Sequence[ToScheduler]:
-        self.waits_s.append(wait_s)
+        self.waits_s.append(wait_s())
         return super().receive(wait_s, plan_hash, own)
 
 

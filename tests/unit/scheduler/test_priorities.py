@@ -3,7 +3,7 @@
 import pytest
 
 from minisgl.core import StepCost
-from minisgl.scheduler import apply
+from minisgl.scheduler import scheduler
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, prompt_of
@@ -122,7 +122,7 @@ def test_requests_of_a_later_priority_do_not_take_the_room_that_a_request_waits_
 def test_an_old_request_comes_first_after_many_were_served_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(apply, "MAX_OVERTAKES", 5)
+    monkeypatch.setattr(scheduler, "MAX_OVERTAKES", 5)
     harness = Harness(FakeEngine(256, 4, max_running_reqs=1, max_seq_len=64), config())
     patient = [
         harness.add(prompt_of(9, i), max_tokens=2, ignore_eos=True, priority=7) for i in (0, 1)
@@ -144,7 +144,7 @@ def test_an_admitted_prompt_is_computed_although_earlier_priorities_use_up_every
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows and pages suffice, so the request is not preempted and never waits again."""
-    monkeypatch.setattr(apply, "MAX_OVERTAKES", 5)
+    monkeypatch.setattr(scheduler, "MAX_OVERTAKES", 5)
     engine = FakeEngine(4096, 4, max_running_reqs=64, max_seq_len=512)
     harness = Harness(engine, config(prefill_budget_tokens=32))
     patient = harness.add(prompt_of(200, 0), max_tokens=2, ignore_eos=True, priority=7)

@@ -1,4 +1,4 @@
-"""Situations in which other engines failed (W-numbers: docs/bugs.md), and the scheduler's rules."""
+"""Situations in which other engines failed (docs/bugs.md), and the scheduler's rules."""
 
 import numpy as np
 import pytest

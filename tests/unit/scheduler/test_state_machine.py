@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from minisgl.core import FinishReason, SchedulerConfig, StepCost, WindowLayers
 from minisgl.message.messages import FlushCache
-from minisgl.scheduler import apply, budget, plan, view
+from minisgl.scheduler import budget, plan, scheduler, view
 from tests.examples import examples
 from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
@@ -212,6 +212,6 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
         self.enterContext(patch.object(budget, "EVEN_STEP_TOKENS", 1))
         self.enterContext(patch.object(view, "step_sizes", lambda most: [*range(1, most + 1)]))
         self.enterContext(patch.object(view, "MIN_SHARED_TOKENS", 4))
-        self.enterContext(patch.object(apply, "MAX_OVERTAKES", 3))
+        self.enterContext(patch.object(scheduler, "MAX_OVERTAKES", 3))
         limits = {"MAX_PAUSES": 3, "RESERVED_ROWS": 3, "MAX_DEFERRED": 2}
         self.enterContext(patch.multiple(plan, **limits))

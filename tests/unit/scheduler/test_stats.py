@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from minisgl.core import Batch, PageUpdates, StepWork
+from minisgl.core import FREE_STEPS, Batch, PageUpdates, StepWork
+from minisgl.core.batch import EditedReq
 from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS
-from minisgl.scheduler.cost_fit import FixedCost
-from minisgl.scheduler.stats import StepMeter
+from minisgl.scheduler.cost_fit import CostFit
+from minisgl.scheduler.stats import InFlight, StepMeter
 from tests.unit.scheduler.fake_engine import FakeEngine
 from tests.unit.scheduler.harness import Harness
 
@@ -28,11 +29,15 @@ def batch(decode: int, chunks: tuple[int, ...] = ()) -> Batch:
     )
 
 
-class RecordedPrices(FixedCost):
+def in_flight(batch: Batch, began_s: float, own_s: float | None = None) -> InFlight:
+    return InFlight(batch, FakeEngine(num_pages=4, page_size=4).launch(batch), began_s, own_s, 0.0)
+
+
+class RecordedTimes(CostFit):
     """Keeps the times of steps."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(FREE_STEPS)
         self.seconds: list[float] = []
 
     def record(self, work: StepWork, seconds: float) -> None:
@@ -48,8 +53,7 @@ def test_steps_are_counted_by_phase_size_and_graph() -> None:
         (batch(2), True),
     ]
     for step, by_graph in steps:
-        meter.record_launch(meter.clock(), False)
-        meter.record_result(step, by_graph)
+        meter.record_result(in_flight(step, meter.clock()), by_graph)
     prefill, decode, mixed = (meter.phases[name] for name in ("prefill", "decode", "mixed"))
     assert (prefill.eager_steps, prefill.graph_steps) == (1, 0)
     assert (prefill.reqs, prefill.tokens) == (2, 25)
@@ -62,54 +66,45 @@ def test_steps_are_counted_by_phase_size_and_graph() -> None:
 
 def test_a_step_above_all_bounds_is_in_the_last_bucket() -> None:
     meter = StepMeter()
-    meter.record_launch(meter.clock(), False)
-    meter.record_result(batch(0, (BATCH_TOKENS_BOUNDS[-1] + 1,)), False)
+    meter.record_result(in_flight(batch(0, (BATCH_TOKENS_BOUNDS[-1] + 1,)), meter.clock()), False)
     assert meter.phases["prefill"].tokens_counts[-1] == 1
 
 
 def test_overlapped_time_counts_once() -> None:
     """Two steps are launched at 0 and 2 and end at 5 and 9. After a pause, a third takes 1 s."""
-    times = iter([0.0, 2.0, 5.0, 9.0, 20.0, 21.0])
-    prices = RecordedPrices()
-    meter = StepMeter(lambda: next(times), prices)
-    meter.record_launch(meter.clock(), False)
-    meter.record_launch(meter.clock(), False)
-    for _ in range(2):
-        meter.record_result(batch(1), False)
+    times = iter([5.0, 9.0, 21.0])
+    recorded = RecordedTimes()
+    meter = StepMeter(lambda: next(times), [recorded])
+    for began_s in (0.0, 2.0):
+        meter.record_result(in_flight(batch(1), began_s), False)
     assert meter.phases["decode"].seconds == 9.0
-    meter.record_launch(meter.clock(), False)
-    meter.record_result(batch(1), False)
+    meter.record_result(in_flight(batch(1), 20.0), False)
     assert meter.phases["decode"].seconds == 10.0
-    assert prices.seconds == [4.0], "only the second step found the device busy"
+    assert recorded.seconds == [4.0], "only the second step found the device busy"
 
 
 def test_a_step_that_ends_in_its_launch_takes_the_time_of_the_launch() -> None:
     """On a CPU the result is read after the next launch, which has taken 7 s."""
-    times = iter([1.0, 3.0, 3.0, 10.0, 10.5])
-    prices = RecordedPrices()
-    meter = StepMeter(lambda: next(times), prices)
-    meter.record_launch(meter.clock(), True)
-    meter.record_launch(meter.clock(), True)
-    meter.record_result(batch(1), False)
-    assert prices.seconds == [2.0]
+    recorded = RecordedTimes()
+    meter = StepMeter(lambda: 10.5, [recorded])
+    meter.record_result(in_flight(batch(1), began_s=1.0, own_s=2.0), False)
+    assert recorded.seconds == [2.0]
 
 
 def test_steps_with_token_masks_are_not_priced() -> None:
-    prices = RecordedPrices()
-    meter = StepMeter(prices=prices)
-    meter.record_launch(meter.clock(), True)
-    meter.record_result(replace(batch(1), logit_edits=()), False)
-    assert prices.seconds == []
+    recorded = RecordedTimes()
+    meter = StepMeter(fits=[recorded])
+    edited = replace(batch(1), logit_edits=(EditedReq(0, 1, 1, None, ()),))
+    meter.record_result(in_flight(edited, meter.clock(), own_s=1.0), False)
+    assert recorded.seconds == []
 
 
 def test_the_remaining_time_uses_the_shorter_of_two_decode_steps() -> None:
     """The host noticed one end late, so the next step seems short. Mixed steps do not count."""
-    times = iter([0.0, 0.0, 0.0, 0.0, 10.0, 24.0, 30.0, 60.0, 61.0, 61.0])
+    times = iter([10.0, 24.0, 30.0, 60.0, 61.0, 61.0])
     meter = StepMeter(clock=lambda: next(times))
-    for _ in range(4):
-        meter.record_launch(meter.clock(), False)
     for step in (batch(1), batch(1), batch(1), batch(1, (100,))):
-        meter.record_result(step, False)
+        meter.record_result(in_flight(step, began_s=0.0), False)
     assert meter.remaining_s(predicted_s=8.0) == 60.0 + min(14.0, 6.0) - 61.0
     assert meter.remaining_s(predicted_s=4.0) == 60.0 + 4.0 - 61.0
 

@@ -43,7 +43,7 @@ def test_64_long_requests_hold_at_most_1_1_times_their_need() -> None:
     while inbox.messages or not scheduler.idle:
         scheduler.iterate()
         stats = scheduler.stats()
-        of_windows = stats.window_pages[0] * WINDOW_TOKEN_BYTES
+        of_windows = stats.kind_pages["window"][0] * WINDOW_TOKEN_BYTES
         held.append(PAGE * (stats.locked_pages * TOKEN_BYTES + of_windows))
         together += stats.running_reqs == REQS
     pages = -(-(PROMPT + OUTPUT) // PAGE)

@@ -60,7 +60,7 @@ def test_reserves_limit_the_requests_that_run_together() -> None:
     for uid, prompt in zip(uids, prompts, strict=True):
         assert harness.answers[uid].tokens == expected_output(prompt, 12, ignore_eos=True)
     assert harness.scheduler.totals.preemptions_total == 0
-    used, evictable, free = harness.scheduler.stats().window_pages
+    used, evictable, free = harness.scheduler.stats().kind_pages["window"]
     assert (used, evictable + free) == (0, 2 * RESERVE)
 
 

@@ -1,7 +1,4 @@
-"""EngineClient forgets every request completely, however the request ends.
-
-The W-numbers are rows of docs/bugs.md.
-"""
+"""EngineClient forgets every request completely, however the request ends."""
 
 import asyncio
 import json

@@ -1,7 +1,4 @@
-"""ApiServer: the failure of any of its tasks ends the process.
-
-The W-numbers are rows of docs/bugs.md.
-"""
+"""ApiServer: the failure of any of its tasks ends the process."""
 
 import asyncio
 import socket
