@@ -1,7 +1,7 @@
 """`apply` carries out a plan. Only this module makes the changes that a plan decides.
 
 Messages, and the results of steps, change the rest of the View: scheduler.py sets the step cost and
-the newest resolved step, and takes out requests that end. forced.py appends forced tokens.
+the newest resolved step, ending.py takes out requests that end, forced.py appends tokens.
 
 `apply` cannot fail: a plan counts only pages that are free or that eviction frees at once, and
 nothing changes between the plan and `apply`. A failed allocation is therefore InvariantBroken.
