@@ -1,8 +1,23 @@
 """`Rows`: the columns of the running requests that the kinds of memory read."""
 
+from typing import NamedTuple
+
 import numpy as np
 
 from minisgl.core.batch import Int32Array
+
+
+class Prefixes(NamedTuple):
+    """Numbers of leading tokens of a prompt with which other requests may begin.
+
+    stable  the tokens before the generation prompt; 0: unknown.
+    first   the tokens of the first message; 0: unknown.
+    shared  those that waiting requests have in common with the prompt. The scheduler adds to it.
+    """
+
+    stable: int
+    first: int
+    shared: list[int]
 
 
 class Rows:
@@ -17,6 +32,9 @@ class Rows:
                       grows when forced tokens are appended.
     max_total_tokens  int32 [R]; limit of prompt and output tokens together.
     last_step         int64 [R]; the last launched step that contains the row.
+    prefixes          [R]; where other requests may leave the tokens of the row.
+    state_at          int32 [R]; the recurrent state of the row ends at the start of the page of
+                      this token, after the last launched step. Only with such states.
     """
 
     def __init__(self, num_rows: int, max_seq_len: int) -> None:
@@ -26,3 +44,5 @@ class Rows:
         self.prefill_end: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.max_total_tokens: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.last_step = np.zeros(num_rows, dtype=np.int64)
+        self.prefixes = [Prefixes(0, 0, [])] * num_rows
+        self.state_at: Int32Array = np.zeros(num_rows, dtype=np.int32)

@@ -79,7 +79,7 @@ class FullPages:
         self.table.open_row(row, pages)
         self.in_use[row] = True
 
-    def growing(self, rows: Int32Array, counts: Int32Array) -> int:
+    def growing(self, rows: Int32Array, counts: Int32Array | int) -> int:
         """Return how many requests can still need a page after `rows` get `counts` more pages.
 
         A request can need a page while its pages have room for fewer tokens than its limit.

@@ -6,13 +6,15 @@ the chunks that it can serve. A model without a kind has no object for it.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from minisgl.core import EngineLike, Int32Array
-from minisgl.core.batch import PageUpdates
-from minisgl.core.rows import Rows
-from minisgl.kvcache.full import FullPages
+from minisgl.core.batch import PageUpdates, StateCopies
+from minisgl.core.rows import Prefixes, Rows
 from minisgl.kvcache.node import Hit, Match, Path, RadixNode
+
+if TYPE_CHECKING:
+    from minisgl.kvcache.memory import Memory
 
 
 class Wanted(Protocol):
@@ -21,11 +23,13 @@ class Wanted(Protocol):
     tokens       int32; all tokens so far.
     matchable    number of leading tokens that a cached prefix may cover.
     cache_salt   only requests with an equal salt share cached prefixes.
+    prefixes     as in Rows.
     """
 
     tokens: Int32Array
     cache_salt: str
     max_total_tokens: int
+    prefixes: Prefixes
 
     @property
     def matchable(self) -> int: ...
@@ -39,6 +43,12 @@ class KindRoom(Protocol):
 
     def fits(self, wanted: Wanted, hit: Hit) -> bool:
         """The kind has room for a new row that begins with `hit`."""
+
+    def pins(self, hit: Hit) -> int:
+        """The number of pages of full attention that evictions cannot take once `hit` is used.
+
+        The pages that the plan has counted for other new rows are left out.
+        """
 
     def open(self, row: int, wanted: Wanted, hit: Hit) -> None:
         """Count a new row, for which `fits` is True."""
@@ -59,9 +69,12 @@ class CacheKind(Protocol):
 
     Three groups of methods: `room` and `usable` are pure, for the plan. `apply` and the end of a
     step call the writing ones. The tree calls the last group.
+
+    totals: the numbers of events since the start, by their names, for metrics.
     """
 
     name: str
+    totals: dict[str, int]
 
     def room(self) -> KindRoom:
         """Return the counters of one plan."""
@@ -71,6 +84,10 @@ class CacheKind(Protocol):
 
     def usage(self) -> tuple[int, int, int]:
         """The numbers of pages that requests use, of pages only in the cache, and of the others."""
+
+    def evictable(self) -> tuple[int, int]:
+        """Numbers of pages of full attention in the parts: those that `evict` can free now, and
+        those that steps in flight use."""
 
     def lock(self, match: Match) -> None:
         """Protect the part of a cached prefix that a new row uses. `open` follows."""
@@ -100,6 +117,9 @@ class CacheKind(Protocol):
         """Return the page-table entries of `rows` that the device does not have. They then count
         as sent."""
 
+    def copies(self, step: int) -> StateCopies | None:
+        """Return the copies of states for the batch `step`, which is launched next."""
+
     def part(self, pages: int) -> Any:
         """Return the part of a new node with this number of pages."""
 
@@ -109,10 +129,21 @@ class CacheKind(Protocol):
     def split(self, upper: RadixNode, lower: RadixNode, pages: int) -> None:
         """Divide the part of `lower`, whose first `pages` pages `upper` has taken."""
 
-    def drop(self, node: RadixNode, kept: int) -> None:
-        """The tree evicts the pages of `node` after the first `kept` pages."""
+    def drop(self, node: RadixNode, kept: int) -> int:
+        """The tree evicts the pages of `node` after the first `kept` pages.
+
+        Returns the number of pages of full attention that become free because of it.
+        """
+
+    def evict(self, before: int | None, reused: bool) -> int:
+        """Free the pages of full attention of one part, the least recently used one.
+
+        before: only if its last use is before this time; None: the tree has no leaf to evict.
+        reused: parts that a hit has used may be taken too.
+        Returns the number of pages that become free; 0: there is no such part.
+        """
 
 
-# Makes a further kind from the engine, the columns, the pages of full attention and the index of
-# its part in RadixNode.parts.
-NewKind = Callable[[EngineLike, Rows, FullPages, int], CacheKind]
+# Makes a further kind from the engine, the columns, the memory and the index of its part in
+# RadixNode.parts.
+NewKind = Callable[[EngineLike, Rows, "Memory", int], CacheKind]

@@ -11,6 +11,7 @@ from minisgl.kvcache.full import FullPages
 from minisgl.kvcache.kinds import CacheKind, NewKind, Wanted
 from minisgl.kvcache.node import CacheListener, Hit, Match, RadixNode
 from minisgl.kvcache.radix import RadixCache
+from minisgl.kvcache.states import state_kinds
 from minisgl.kvcache.window import window_kinds
 
 
@@ -62,9 +63,9 @@ class Memory:
         self._rows = rows
         self.page_size = engine.page_size
         self.full = FullPages(engine, rows, spare_tokens)
-        new_kinds = (*window_kinds(engine), *kinds)
+        new_kinds = (*window_kinds(engine), *state_kinds(engine), *kinds)
         self.kinds: tuple[CacheKind, ...] = tuple(
-            new_kind(engine, rows, self.full, index) for index, new_kind in enumerate(new_kinds)
+            new_kind(engine, rows, self, index) for index, new_kind in enumerate(new_kinds)
         )
         self.tree = RadixCache(self.page_size, listener, self.kinds)
         self.shared: Int32Array = np.zeros(len(rows.known), dtype=np.int32)
@@ -83,13 +84,21 @@ class Memory:
         return self.tree.hit(wanted.tokens[: wanted.matchable], wanted.cache_salt)
 
     @property
+    def available(self) -> int:
+        """The pages of full attention that are free, or that eviction frees at once."""
+        parts = sum(kind.evictable()[0] for kind in self.kinds)
+        return self.full.pool.num_free + self.tree.evictable_pages - self.tree.fenced_pages + parts
+
+    @property
     def pending(self) -> int:
         """The number of pages that become available when the steps in flight are resolved."""
-        return self.full.pool.num_quarantined + self.tree.fenced_pages
+        parts = sum(kind.evictable()[1] for kind in self.kinds)
+        return self.full.pool.num_quarantined + self.tree.fenced_pages + parts
 
     def usage(self) -> PageUsage:
         """Return the usage of the pages of full attention."""
-        pool, evictable = self.full.pool, self.tree.evictable_pages
+        pool = self.full.pool
+        evictable = self.tree.evictable_pages + sum(sum(kind.evictable()) for kind in self.kinds)
         free = pool.num_free + pool.num_quarantined
         return PageUsage(pool.size - free - evictable, evictable, free)
 
@@ -107,10 +116,14 @@ class Memory:
 
     def grow(self, rows: Int32Array, counts: Int32Array) -> None:
         """Give `counts` more pages, int32, to these rows. Evicts cached pages if needed."""
-        pool, needed = self.full.pool, int(counts.sum())
-        if needed > pool.num_free:
-            self._evict(needed - pool.num_free)
-        self.full.table.append(rows, counts, pool.allocate(needed))
+        self.full.table.append(rows, counts, self.allocate(int(counts.sum())))
+
+    def allocate(self, count: int) -> Int32Array:
+        """Return `count` pages, int32. Evicts cached pages if needed."""
+        pool = self.full.pool
+        if count > pool.num_free:
+            self._evict(count - pool.num_free)
+        return pool.allocate(count)
 
     def open(self, row: int, match: Match) -> None:
         """Let a row begin with its locked prefix, and with pages for its other tokens."""
@@ -125,7 +138,7 @@ class Memory:
     def try_extend(self, row: int, tokens: int) -> bool:
         """Give a running row pages for `tokens` tokens in all; False if too few are available."""
         missing = self.pages_for(tokens) - int(self.full.table.counts[row])
-        if missing > Room(self).available:
+        if missing > self.available:
             return False
         self.grow(np.array([row]), np.array([max(missing, 0)]))
         return True
@@ -147,8 +160,6 @@ class Memory:
         key = self._rows.tokens[row, : num_pages * self.page_size]
         row_pages = table.entries[row, :num_pages]
         node, pages, _ = self.tree.insert(key, row_pages, salt)
-        for kind in self.kinds:
-            kind.publish(row, node, num_pages)
         self.tree.lock(node)
         self.tree.unlock(self._nodes[row], fence)
         self._nodes[row] = node
@@ -158,6 +169,8 @@ class Memory:
             table.sent[row] = min(int(table.sent[row]), int(self.shared[row]))
         self.shared[row] = num_pages
         self.full.pool.release(duplicates, fence)
+        for kind in self.kinds:
+            kind.publish(row, node, num_pages)
 
     def release(self, row: int, salt: str, cached_tokens: int) -> None:
         """Take the pages from a row. Its first `cached_tokens` tokens go to the prefix cache.
@@ -180,7 +193,7 @@ class Memory:
     def flush(self) -> None:
         """Evict every cached prefix that no running request uses."""
         self.tree.lift_fences()
-        self._evict(self.tree.evictable_pages)
+        self._evict(self.tree.evictable_pages + sum(kind.evictable()[0] for kind in self.kinds))
 
     def _evict(self, count: int) -> None:
         for evicted in self.tree.evict(count):
@@ -200,8 +213,7 @@ class Room:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self.kinds = [kind.room() for kind in memory.kinds]
-        tree = memory.tree
-        self.available = memory.full.pool.num_free + tree.evictable_pages - tree.fenced_pages
+        self.available = memory.available
         self.grown: Int32Array = np.empty(0, dtype=np.int32)
         self.counts = self.grown
         self._locked: dict[int, int] = {}  # by node: its pages that new rows use
@@ -240,7 +252,7 @@ class Room:
             for node, used in hit.path
             if not memory.tree.is_locked(node) and used > self._locked.get(node.node_id, 0)
         }
-        left = self.available - sum(locked.values())
+        left = self.available - sum(locked.values()) - sum(kind.pins(hit) for kind in self.kinds)
         left += sum(self._locked.get(node, 0) for node in locked)
         own = pages - hit.pages
         if own + spare + self._growing() > left:

@@ -61,12 +61,13 @@ class Match(NamedTuple):
 class Hit(NamedTuple):
     """A cached prefix that a plan has found, without a change. `match` finds the same prefix.
 
-    pages: the number of its pages. tokens: the tokens that they hold.
+    pages: the number of its pages. tokens: the tokens that they hold. known_pages: as in Match.
     """
 
     path: Path
     pages: int
     tokens: int
+    known_pages: int
 
 
 class Evicted(NamedTuple):

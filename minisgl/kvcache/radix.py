@@ -48,6 +48,7 @@ class RadixCache:
     of its prefix. Locked nodes are not evicted. Time is a counter of operations, so that all
     tensor-parallel ranks evict the same nodes.
 
+    clock            the number of operations so far.
     evictable_pages  pages of unlocked nodes.
     fenced_pages     those of them that a step in flight may still read. `evict` skips them, so the
                      pages that it frees can be allocated at once.
@@ -75,7 +76,7 @@ class RadixCache:
         self.listener = listener or NoListener()
         self._page_size = page_size
         self._kinds = kinds
-        self._clock = 0
+        self.clock = 0
         self._num_nodes = 0
         # Entries are (last_use, node_id, node). Heap 0 has new leaves, heap 1 reused leaves.
         self._heaps: list[list[tuple[int, int, RadixNode]]] = [[], []]
@@ -93,11 +94,12 @@ class RadixCache:
         path = self._find(tokens, salt)
         length = self._usable(path)
         used, left = [], length
+        known = sum(pages for _, pages in path)
         for node, pages in path:
             if left > 0:
                 used.append((node, min(pages, left)))
             left -= pages
-        return Hit(used, length, length * self._page_size)
+        return Hit(used, length, length * self._page_size, known)
 
     def _usable(self, path: Path) -> int:
         """Return the pages of the longest hit on `path` that every kind can use."""
@@ -117,7 +119,7 @@ class RadixCache:
 
         If only the first pages of an edge match, the edge is split after these pages.
         """
-        self._clock += 1
+        self.clock += 1
         path = self._find(tokens, salt)
         length, known = self._usable(path), sum(pages for _, pages in path)
         node, parts = self._use(path)
@@ -143,7 +145,7 @@ class RadixCache:
             raise InvariantBroken(
                 f"{len(tokens)} tokens must fill {len(pages)} whole pages; this is a bug"
             )
-        self._clock += 1
+        self.clock += 1
         path = self._find(tokens, salt)
         known = sum(of_node for _, of_node in path)
         node, cached_pages = self._use(path)
@@ -205,12 +207,32 @@ class RadixCache:
             self._push_if_evictable(node)
 
     def evict(self, count: int) -> list[Evicted]:
-        """Evict min(count, evictable_pages - fenced_pages) pages.
+        """Free `count` pages, or all that can be evicted: of leaves, and of the kinds' parts.
 
-        If a leaf has more pages than are still needed, only its last pages are evicted.
+        Returns the pages of leaves. If a leaf has more pages than are still needed, only its last
+        pages are evicted. A kind frees the pages of its parts itself. One older than the leaf goes
+        first.
         """
         evicted: list[Evicted] = []
-        while count > 0 and any(self._heaps):
+        while count > 0:
+            leaf = self._pop_leaf()
+            freed = self._evict_part(leaf)
+            if leaf is not None and freed:
+                self._push_if_evictable(leaf)
+            elif leaf is not None:
+                taken = min(count, len(leaf.pages))
+                freed = taken + sum(
+                    kind.drop(leaf, len(leaf.pages) - taken) for kind in self._kinds
+                )
+                evicted.append(Evicted(self._cut(leaf, taken), leaf.fence))
+            elif not freed:
+                break
+            count -= freed
+        return evicted
+
+    def _pop_leaf(self) -> RadixNode | None:
+        """Take the entry of the leaf that is evicted next from its heap."""
+        while any(self._heaps):
             mostly_reused = 2 * self._reused_pages > self.evictable_pages
             take_reused = bool(self._heaps[1]) and (mostly_reused or not self._heaps[0])
             last_use, _, node = heapq.heappop(self._heaps[take_reused])
@@ -220,13 +242,15 @@ class RadixCache:
             node.in_heap = False
             if node.lock_count or node.children or node in self._fenced:
                 continue
-            if last_use != node.last_use:  # used since it was pushed
-                self._push_if_evictable(node)
-                continue
-            taken = min(count, len(node.pages))
-            evicted.append(Evicted(self._cut(node, taken), node.fence))
-            count -= taken
-        return evicted
+            if last_use == node.last_use:
+                return node
+            self._push_if_evictable(node)  # used since it was pushed
+        return None
+
+    def _evict_part(self, leaf: RadixNode | None) -> int:
+        """Let a kind free a part that was used before `leaf`. Returns the number of its pages."""
+        before, reused = (leaf.last_use, leaf.reused) if leaf is not None else (None, True)
+        return next((n for kind in self._kinds if (n := kind.evict(before, reused))), 0)
 
     def _find(self, tokens: Int32Array, salt: str) -> Path:
         """Return the nodes of the longest cached prefix, each with its number of pages in it."""
@@ -252,9 +276,22 @@ class RadixCache:
         end, pages = self._root, [self._root.pages]
         for node, num_pages in path:
             end = node if num_pages == len(node.pages) else self._split(node, num_pages)
-            end.last_use = self._clock
+            end.last_use = self.clock
             pages.append(end.pages)
         return end, pages
+
+    def node_at(self, end: RadixNode, pages: int) -> RadixNode:
+        """Return the node that ends after `pages` pages of the prefix that ends at `end`.
+
+        Splits an edge if no node ends there. pages: from 1 to those of the prefix.
+        """
+        depth = sum(len(node.pages) for node in end.path())
+        for node in end.path():
+            first = depth - len(node.pages)
+            if pages > first:
+                return node if pages == depth else self._split(node, pages - first)
+            depth = first
+        raise InvariantBroken(f"no node ends after {pages} pages of a prefix; this is a bug")
 
     def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
         """Move the first `num_pages` pages of `node` to a new parent node. Returns the new node."""
@@ -284,8 +321,6 @@ class RadixCache:
         taken = node.pages[kept:]
         self.evictable_pages -= num_pages
         self._reused_pages -= num_pages if node.reused else 0
-        for kind in self._kinds:
-            kind.drop(node, kept)
         self.listener.removed(taken)
         if kept:
             node.pages = node.pages[:kept]
@@ -326,7 +361,7 @@ class RadixCache:
     ) -> RadixNode:
         self._num_nodes += 1
         parts = [kind.part(len(pages)) for kind in self._kinds]
-        return RadixNode(tokens, pages, parts, parent, key, self._clock, self._num_nodes)
+        return RadixNode(tokens, pages, parts, parent, key, self.clock, self._num_nodes)
 
     def _key(self, parent: RadixNode, tokens: Int32Array, salt: str) -> bytes:
         page = tokens[: self._page_size].tobytes()

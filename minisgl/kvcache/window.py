@@ -1,15 +1,19 @@
 """`Windows`: the kind of memory of layers with a sliding window."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minisgl.core import EngineLike, Int32Array, PageUpdates
 from minisgl.core.rows import Rows
-from minisgl.kvcache.full import FullPages, PageTable
+from minisgl.kvcache.full import PageTable
 from minisgl.kvcache.kinds import NewKind, Wanted
 from minisgl.kvcache.node import Hit, Match, Path, RadixNode
 from minisgl.kvcache.window_pages import ABSENT, WindowPages
+
+if TYPE_CHECKING:
+    from minisgl.kvcache.memory import Memory
 
 
 def window_kinds(engine: EngineLike) -> tuple[NewKind, ...]:
@@ -64,11 +68,12 @@ class Windows:
 
     name = "window"
 
-    def __init__(self, engine: EngineLike, rows: Rows, full: FullPages, index: int) -> None:
+    def __init__(self, engine: EngineLike, rows: Rows, memory: "Memory", index: int) -> None:
         """index: of the part in RadixNode.parts."""
         window = engine.window
         assert window is not None, "the model must have window layers; this is a bug"
         self._rows, self.table = rows, PageTable(engine)
+        self.totals: dict[str, int] = {}
         num_rows, self._page_size = len(rows.known), engine.page_size
         self.span = window.span(self._page_size)
         self._full_reserve = window.reserve(self._page_size)
@@ -104,6 +109,10 @@ class Windows:
     def usable(self, path: Path, pages: int) -> int:
         """Return the pages up to the last one after a complete window."""
         return self.pages.usable(self.pages.on_path(path)[:pages])
+
+    def evictable(self) -> tuple[int, int]:
+        """The window pages are in another pool."""
+        return 0, 0
 
     def lock(self, match: Match) -> None:
         """Add a user to the window at the end of a prefix."""
@@ -182,6 +191,9 @@ class Windows:
         update_rows, cols, ids = self.table.take_updates(rows)
         return PageUpdates(update_rows + np.int32(len(self.first) + 1), cols, ids)
 
+    def copies(self, step: int) -> None:
+        """Window layers have no states."""
+
     def part(self, pages: int) -> Int32Array:
         """Return the part of a node without window pages."""
         return np.full(pages, ABSENT, dtype=np.int32)
@@ -194,9 +206,14 @@ class Windows:
         """Divide the window pages of a node."""
         self.pages.split(upper, lower, pages)
 
-    def drop(self, node: RadixNode, kept: int) -> None:
+    def drop(self, node: RadixNode, kept: int) -> int:
         """Remove the window pages of evicted pages from the tree."""
         self.pages.drop_after(node, kept)
+        return 0
+
+    def evict(self, before: int | None, reused: bool) -> int:
+        """The window pages are in another pool."""
+        return 0
 
     def computed(self, rows: Int32Array) -> Int32Array:
         """Return Rows.computed of these rows."""
@@ -256,6 +273,10 @@ class WindowRoom:
         """The reserve of a new row is left, and the window of its cached prefix."""
         reserve = self._windows.reserve_of(wanted.max_total_tokens)
         return reserve <= self._spare and len(self._idle(hit)) <= self._available
+
+    def pins(self, hit: Hit) -> int:
+        """The window pages are in another pool."""
+        return 0
 
     def open(self, row: int, wanted: Wanted, hit: Hit) -> None:
         """Count a new row."""

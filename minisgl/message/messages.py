@@ -41,8 +41,7 @@ class TokenizeChat(Message, frozen=True, kw_only=True):
     """Render a chat with the model's template and encode the result without a second BOS.
 
     messages_json, template_kwargs_json and tools_json are JSON that the API server has validated.
-    They stay JSON until the template reads them, so that data of a client is never decoded into our
-    types.
+    They stay JSON until the template reads them, so no data of a client becomes one of our types.
 
     tools_json  the tools that the template describes to the model; null: none.
     """
@@ -112,9 +111,8 @@ PROMPT_TAIL_TOKENS = 4
 class TextOptions(Message, frozen=True, kw_only=True):
     """Options for the conversion of one request's tokens to text.
 
-    prompt_tail          the last ids of the prompt. A character may begin in the prompt and end in
-                         the output, and the template may begin thinking in the prompt. The
-                         detokenizer finds both in these ids.
+    prompt_tail          the last ids of the prompt. A character of the output, or thinking, may
+                         begin in them.
     stop                 stop strings, in the order in which the client gave them.
     skip_special_tokens  leave special tokens out of the text.
     include_stop         include the stop string that ended the text.
@@ -165,6 +163,7 @@ class AddReq(Message, frozen=True, kw_only=True):
     client      the client that the API key names; clients take turns. "" in an offline run.
     call        number of the call; the calls of a client take turns. 0 in an offline run.
     priority    requests with a lower number are served first.
+    prefixes    the tokens before the generation prompt, and those of the first message; 0: unknown.
     """
 
     uid: int
@@ -176,6 +175,7 @@ class AddReq(Message, frozen=True, kw_only=True):
     client: str = ""
     call: int = 0
     priority: int = 0
+    prefixes: tuple[int, int] = (0, 0)
 
 
 class AbortReq(Message, frozen=True, kw_only=True):
@@ -227,8 +227,7 @@ class PrefillDone(Message, frozen=True, kw_only=True):
 
     admitted_s  time of the first admission, CLOCK_MONOTONIC in seconds, a clock that all processes
                 of a host share. 0: the request never ran.
-    prediction_tokens
-                tokens of the prediction; 0 if the request may not draft.
+    prediction_tokens  of the prediction; 0 if the request may not draft.
     """
 
     uid: int
@@ -294,6 +293,7 @@ class TokenizeResult(Message, frozen=True, kw_only=True):
 
     pieces    the bytes of each id, for DecodeIds with `each`.
     thinks    the model may begin its answer with thinking, for TokenizeChat.
+    prefixes  as in AddReq, for TokenizeChat.
     error     a sentence for the client. The other fields are then empty.
     internal  True if the error is a fault of the server and not of the client.
     limit     the name of the limit that the request exceeded.
@@ -304,6 +304,7 @@ class TokenizeResult(Message, frozen=True, kw_only=True):
     text: str = ""
     pieces: tuple[bytes, ...] = ()
     thinks: bool = False
+    prefixes: tuple[int, int] = (0, 0)
     error: str | None = None
     internal: bool = False
     limit: str | None = None
@@ -314,8 +315,7 @@ class GrammarResult(Message, frozen=True, kw_only=True):
 
     source, trigger   as in core.Grammar.
     think_ids         the ids that open and close thinking, or -1.
-    error, internal, limit
-                      as in TokenizeResult. The source is then empty.
+    error, internal, limit  as in TokenizeResult. The source is then empty.
     """
 
     uid: int

@@ -99,6 +99,9 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
                           request computes its tokens again, and they count again.
     kind_pages            by the name of each further kind of memory (CacheKind), as for window
                           layers: its pages that running requests use, evictable, and free.
+    known_tokens_total    prompt tokens of the same requests that the prefix cache knew. Not all
+                          kinds of memory could use them.
+    kind_totals           by the name of each further kind of memory: the numbers of its events.
     phases                totals of each phase of STEP_PHASES; "mixed" steps prefill and decode.
     constraints           totals of the requests with a grammar.
     drafts                totals of speculative decoding; all 0 without --speculative.
@@ -116,6 +119,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
     total_pages: int = 0
     prompt_tokens_total: int = 0
     cached_tokens_total: int = 0
+    known_tokens_total: int = 0
     prefill_tokens_total: int = 0
     output_tokens_total: int = 0
     preemptions_total: int = 0
@@ -123,6 +127,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
     evicted_pages_total: int = 0
     nonfinite_rows_total: int = 0
     kind_pages: dict[str, tuple[int, int, int]] = {}
+    kind_totals: dict[str, dict[str, int]] = {}
     phases: dict[str, PhaseStats] = {}
     constraints: ConstraintTotals = msgspec.field(default_factory=ConstraintTotals)
     drafts: DraftTotals = msgspec.field(default_factory=DraftTotals)

@@ -62,13 +62,14 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
                 "no request runs, but no waiting request can be admitted; this is a bug"
             )
         return None
-    updates = memory.full.table.take_updates(rows)
+    view.launched_step += 1
+    updates, states = memory.full.table.take_updates(rows), None
     for kind in memory.kinds:
+        states = kind.copies(view.launched_step) or states  # one kind at most has some
         kind.grow(rows, lengths)
         updates = updates.joined(kind.updates(rows))
-    view.launched_step += 1
-    num_decode = len(plan.decode.rows)
-    batch = view.table.build_batch(view.launched_step, rows, lengths, num_decode, updates)
+    step, num_decode = view.launched_step, len(plan.decode.rows)
+    batch = view.table.build_batch(step, rows, lengths, num_decode, updates, states)
     _advance(view, batch)
     return batch
 
@@ -100,6 +101,7 @@ def _admit(view: View, req: Req, match: Match) -> None:
     if not req.admitted:
         req.admitted = True
         req.cached_tokens = cached
+        req.known_tokens = match.known_pages * view.memory.page_size
     req.state = ReqState.PREFILL
     view.prefilling.append(req)
     view.uncached[req] = None
@@ -176,6 +178,8 @@ def enqueue(view: View, req: Req) -> None:
     req.state = ReqState.WAITING
     cached = len(view.memory.match(req).pages) * view.memory.page_size
     others = chain(view.uncached, islice(reversed(view.waiting), MAX_DEFERRED))
-    shared = view.shared_with_older(req, cached, others)
+    shared, older = view.shared_with_older(req, cached, others)
     req.uncached_tokens = len(req.tokens) - (shared or cached)
+    if older is not None and shared not in older.prefixes.shared:
+        older.prefixes.shared.append(shared)
     view.waiting.append(req)

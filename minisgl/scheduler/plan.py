@@ -189,7 +189,7 @@ class Filling:
             hit = self._view.hit(req)
             self._seen.append(req)
             others = (r for r in chain(self._view.uncached, self._admit) if r is not self._victim)
-            if self._view.shared_with_older(req, hit.tokens, others):
+            if self._view.shared_with_older(req, hit.tokens, others)[0]:
                 deferred += 1
                 if deferred == MAX_DEFERRED:
                     break

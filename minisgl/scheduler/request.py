@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from minisgl.core import FinishReason, Int32Array, InvalidRequest, PromptTooLong, SamplingParams
+from minisgl.core.rows import Prefixes
 from minisgl.core.sampling import MAX_SEED
 from minisgl.engine import Extensions
 from minisgl.engine.logits_processing import Constraint
@@ -49,6 +50,7 @@ class Req:
     end_reason        set when the request is to end. A request in state ENDING without a reason is
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
+    prefixes          as in Rows: where other requests may leave the tokens of this one.
     client, call      the client and its call, which take turns in the queue.
     priority          requests with a lower number are served first. `raise_delayed` lowers it for a
                       request that many others have overtaken.
@@ -57,6 +59,7 @@ class Req:
     failed_at         number of tokens at which a step last gave the request no token; -1: none did.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.
+    known_tokens      prompt tokens that the prefix cache knew then; at least cached_tokens.
     admitted          True from the first admission on, also while the request waits again after
                       a preemption.
     admitted_s        time of the first admission, as in PrefillDone; 0.0 before.
@@ -74,6 +77,7 @@ class Req:
     sampling: SamplingParams
     arrival_index: int
     cache_salt: str = ""
+    prefixes: Prefixes = field(default_factory=lambda: Prefixes(0, 0, []))
     client: str = ""
     call: int = 0
     priority: int = 0
@@ -84,6 +88,7 @@ class Req:
     failed_at: int = -1
     row: int = -1
     cached_tokens: int = 0
+    known_tokens: int = 0
     admitted: bool = False
     admitted_s: float = 0.0
     prefill_done: bool = False
@@ -152,6 +157,7 @@ def accept_request(
         sampling=sampling,
         arrival_index=arrival_index,
         cache_salt=message.cache_salt,
+        prefixes=Prefixes(*message.prefixes, []),
         client=message.client,
         call=message.call,
         priority=message.priority,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import Batch, EngineLike, FinishReason, Int32Array, InvariantBroken, StepResult
-from minisgl.core.batch import EditedReq, History, LogprobsRequest, PageUpdates
+from minisgl.core.batch import EditedReq, History, LogprobsRequest, PageUpdates, StateCopies
 from minisgl.core.rows import Rows
 from minisgl.engine import Extensions
 from minisgl.engine.logits_processing import Constraint
@@ -95,6 +95,7 @@ class RequestTable(Rows):
         self.known[row] = self.prefill_end[row] = length
         self.computed[row] = computed
         self.max_total_tokens[row] = req.max_total_tokens
+        self.prefixes[row] = req.prefixes
         self.stop_from[row] = min(req.prompt_len + sampling.min_tokens, req.max_total_tokens)
         # With a grammar, EOS ends the request even if ignore_eos is set: the grammar then masks EOS
         # until it allows no other token.
@@ -134,11 +135,13 @@ class RequestTable(Rows):
         taken = batch.step_id > self.dropped_until[batch.rows]
         if batch.drafting:
             decoding = np.flatnonzero(taken[: batch.num_decode])
-            self.computed[batch.rows[decoding]] -= (batch.lengths - result.counts)[decoding]
+            rows, rejected = batch.rows[decoding], (batch.lengths - result.counts)[decoding]
+            self.computed[rows] -= rejected
+            self.state_at[rows] -= np.where(self.last_step[rows] > batch.step_id, rejected, 0)
         sampled = batch.samples & self.rows.allocated[batch.rows] & taken
         broken = dict.fromkeys(batch.rows[sampled & ~result.finite].tolist(), FinishReason.ERROR)
         sampled &= result.finite
-        rows: Int32Array = batch.rows[sampled]
+        rows = batch.rows[sampled]
         new = self.append_tokens(rows, result.tokens[sampled], result.counts[sampled])
         return NewTokens(new.rows, new.tokens, broken | new.ended)
 
@@ -185,6 +188,7 @@ class RequestTable(Rows):
         lengths: Int32Array,
         num_decode: int,
         updates: PageUpdates,
+        states: StateCopies | None = None,
     ) -> Batch:
         """Return a batch of the next `lengths` tokens of each row.
 
@@ -216,6 +220,7 @@ class RequestTable(Rows):
             logprobs=self._logprobs_request(rows, start, ends, samples),
             drafting=self._drafting,
             histories=self._histories(rows, num_decode, samples) if self._drafting else (),
+            states=states,
         )
 
     def _edited_req(self, index: int, row: int, position: int) -> EditedReq:

@@ -178,6 +178,7 @@ class Scheduler:
             locked_pages=used,
             evicted_pages_total=self.memory.evicted_pages_total,
             kind_pages={kind.name: kind.usage() for kind in self.memory.kinds},
+            kind_totals={kind.name: kind.totals for kind in self.memory.kinds},
         )
 
     # --- messages -------------------------------------------------------------------------------
@@ -299,6 +300,7 @@ class Scheduler:
             if not req.prefill_done and new.ended.get(req.row) is not FinishReason.ERROR:
                 self.totals.prompt_tokens_total += req.prompt_len
                 self.totals.cached_tokens_total += req.cached_tokens
+                self.totals.known_tokens_total += req.known_tokens
                 self._outputs.open(req)
         if batch.drafting:
             self._outputs.predicted(batch, result, new.rows)

@@ -150,11 +150,13 @@ class View:
         """Find the cached prefix of a waiting request."""
         return self.memory.hit(req)
 
-    def shared_with_older(self, req: Req, cached: int, others: Iterable[Req]) -> int:
+    def shared_with_older(
+        self, req: Req, cached: int, others: Iterable[Req]
+    ) -> tuple[int, Req | None]:
         """Return the number of leading tokens of `req` that an older request in `others` computes.
 
-        cached: the tokens of `req` that the cache has.
-        The result is 0 if fewer than half of the uncached tokens are shared: `req` does not wait
+        The older request is returned too. cached: the tokens of `req` that the cache has.
+        The number is 0 if fewer than half of the uncached tokens are shared: `req` does not wait
         for so few. With this rule, the n choices of one prompt compute the prompt once. A burst of
         requests with the same system prompt computes the system prompt once.
 
@@ -163,7 +165,7 @@ class View:
         shared prefix and fails, then the next newer request does the same, and so on.
         """
         if not (self.memory.caches and req.matchable):
-            return 0
+            return 0, None
         page_size = self.memory.page_size
         half = (len(req.tokens) - cached + 1) // 2
         min_shared = self.memory.pages_for(cached + max(half, MIN_SHARED_TOKENS)) * page_size
@@ -171,7 +173,7 @@ class View:
         # because most prompts differ there. The slice is empty if the prompt has fewer tokens.
         last_needed = req.tokens[min_shared - 1 : min_shared].tobytes()
         if not last_needed:
-            return 0
+            return 0, None
         for other in others:
             older = other.arrival_index < req.arrival_index and other.cache_salt == req.cache_salt
             if other.priority > req.priority or not older:
@@ -179,8 +181,8 @@ class View:
             if other.tokens[min_shared - 1 : min_shared].tobytes() == last_needed:
                 shared = common_prefix(req.tokens[:-1], other.tokens)
                 if shared >= min_shared:
-                    return shared // page_size * page_size
-        return 0
+                    return shared // page_size * page_size, other
+        return 0, None
 
     def shares(self) -> Shares:
         """Count the rows and pages of the clients."""

@@ -8,8 +8,7 @@ import numpy as np
 
 from minisgl.core import EngineLike, Int32Array, PageUpdates, SchedulerConfig
 from minisgl.core.rows import Rows
-from minisgl.kvcache import FencedPool, Hit, Match, RadixNode, Wanted
-from minisgl.kvcache.full import FullPages
+from minisgl.kvcache import FencedPool, Hit, Match, Memory, RadixNode, Wanted
 from minisgl.kvcache.node import Path
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
@@ -24,8 +23,9 @@ class Slots:
 
     name = "slots"
 
-    def __init__(self, engine: EngineLike, rows: Rows, full: FullPages, index: int) -> None:
+    def __init__(self, engine: EngineLike, rows: Rows, memory: Memory, index: int) -> None:
         self.rows, self.index, self.page_size = rows, index, engine.page_size
+        self.totals: dict[str, int] = {}
         self.pool = FencedPool(SLOTS)
         self.slots: dict[int, Int32Array] = {}
 
@@ -37,6 +37,9 @@ class Slots:
 
     def usage(self) -> tuple[int, int, int]:
         return len(self.slots), 0, SLOTS - len(self.slots)
+
+    def evictable(self) -> tuple[int, int]:
+        return 0, 0
 
     def lock(self, match: Match) -> None:
         assert len(match.pages) % 2 == 0
@@ -66,6 +69,9 @@ class Slots:
     def updates(self, rows: Int32Array) -> PageUpdates:
         return PageUpdates(rows[:0], rows[:0], rows[:0])
 
+    def copies(self, step: int) -> None:
+        pass
+
     def part(self, pages: int) -> int:
         return pages
 
@@ -76,8 +82,12 @@ class Slots:
         upper.parts[self.index] = pages
         lower.parts[self.index] -= pages
 
-    def drop(self, node: RadixNode, kept: int) -> None:
+    def drop(self, node: RadixNode, kept: int) -> int:
         node.parts[self.index] = kept
+        return 0
+
+    def evict(self, before: int | None, reused: bool) -> int:
+        return 0
 
 
 class SlotRoom:
@@ -89,6 +99,9 @@ class SlotRoom:
 
     def fits(self, wanted: Wanted, hit: Hit) -> bool:
         return self.left > 0
+
+    def pins(self, hit: Hit) -> int:
+        return 0
 
     def open(self, row: int, wanted: Wanted, hit: Hit) -> None:
         self.left -= 1

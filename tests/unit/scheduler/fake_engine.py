@@ -19,6 +19,7 @@ import numpy as np
 
 from minisgl.core import Batch, Int32Array, StepResult, WindowLayers
 from minisgl.core.batch import MAX_DRAFTS
+from tests.unit.scheduler.fake_states import FakeStates
 
 VOCAB = 64
 EOS = 0
@@ -103,6 +104,7 @@ class FakeEngine:
         # The last page is the dummy page.
         self.slots = np.zeros((num_pages + 1) * page_size, dtype=np.uint64)
         self.window, self.snapshot_pages = window, snapshot_pages
+        self.states = FakeStates(max_running_reqs, page_size)
         self.window_slots = np.zeros(window.num_pages * page_size if window else 0, np.uint64)
         columns = -(-max_seq_len // page_size) + -(-MAX_DRAFTS // page_size)
         shape = 2, max_running_reqs + 1, columns
@@ -133,6 +135,8 @@ class FakeEngine:
         assert len(set(pairs)) == len(pairs), "the batch updates a page-table entry twice"
         stacked = self.page_tables.reshape(-1, self.page_tables.shape[2])
         stacked[updates.rows, updates.cols] = updates.ids
+        if batch.states is not None:
+            self.states.copy(batch.states, self.slots.reshape(-1, self.page_size))
         finite = np.ones(batch.num_reqs, dtype=np.bool_)
         starts = batch.start.copy()
         if batch.drafting:
@@ -164,6 +168,9 @@ class FakeEngine:
             if i < batch.num_decode:
                 self._overshoot(row, start, batch.width)
             self.slots[where[start:]] = slot_values(ids, start)
+            if self.snapshot_pages:
+                is_chunk, ends = i >= batch.num_decode, bool(batch.samples[i])
+                self.states.forward(row, start, self.slots[where], is_chunk, ends)
             if self.window is not None:
                 first = max(start - self.window.tokens + 1, 0)
                 within = self._slots_of(1, row, first, start + len(ids))

@@ -15,7 +15,7 @@ from minisgl.scheduler import budget, scheduler
 from minisgl.scheduler import plan as planning
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import StepPlan, View
-from tests.unit.scheduler.integrity import nodes_of, windows_of
+from tests.unit.scheduler.integrity import nodes_of, states_of, windows_of
 
 
 class PlanChecks:
@@ -57,7 +57,7 @@ class PlanChecks:
 
     def f2_overtakes_are_bounded(self, view: View, plan: StepPlan) -> None:
         """The step before a plan raises a request that was overtaken too often."""
-        if view.has_prompts:
+        if view.waiting.longest_delayed(view.prefilling) is not None:
             assert view.carry.overtakes < scheduler.MAX_OVERTAKES
         assert plan.carry.overtakes <= view.carry.overtakes + len(plan.admit)
 
@@ -169,10 +169,13 @@ def state_of(view: View) -> bytes:
     for node in sorted(nodes_of(memory.tree), key=lambda node: node.node_id):
         add(node.tokens, node.pages, node.parts, node.last_use, node.lock_count, node.fence)
         add(node.in_heap, node.reused, node.key, len(node.children))
-    add(memory.tree.evictable_pages, memory.tree.fenced_pages, memory.tree._clock)
+    add(memory.tree.evictable_pages, memory.tree.fenced_pages, memory.tree.clock)
     for reqs in (view.waiting, view.prefilling, view.uncached):
         add([(req.uid, req.priority, req.state, req.row, req.admitted) for req in reqs])
     add(view.waiting.first_priority, dict(view.waiting.uncached), view.waiting._queues.keys())
+    for states in states_of(memory):
+        add([vars(states)[name] for name in ("_savings", "_due", "_saves", "_loads")])
+        add(states.snapshots._own, states.snapshots._lru, states.snapshots._fenced)
     for windows in windows_of(memory):
         add_pool(windows.pages.pool)
         add(windows.pages.users, windows.pages.cached, windows.pages._last_step)

@@ -75,6 +75,8 @@ class Harness:
         count: int = 1,
         priority: int = 0,
         prediction: list[int] | None = None,
+        stable: int = 0,
+        first: int = 0,
         **sampling: object,
     ) -> int:
         """Queue `count` requests with consecutive uids and return the first uid."""
@@ -93,6 +95,7 @@ class Harness:
                 call=call,
                 priority=priority,
                 prediction=np.array(prediction or [], dtype="<i4").tobytes(),
+                prefixes=(stable, first),
             )
         )
         self.answers |= {each: Answer() for each in range(uid, uid + count)}

@@ -8,11 +8,13 @@ import numpy as np
 
 from minisgl.core import Batch
 from minisgl.kvcache import FencedPool, Memory, RadixCache, RadixNode
+from minisgl.kvcache.states import States
 from minisgl.kvcache.window import Windows
 from minisgl.kvcache.window_pages import ABSENT
 from minisgl.scheduler import Scheduler
 from minisgl.scheduler.request_table import RequestTable
 from tests.unit.scheduler.fake_engine import FakeEngine, slot_values
+from tests.unit.scheduler.fake_states import decoded
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
@@ -28,7 +30,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert (memory.full.in_use == table.rows.allocated).all()
     owned = np.concatenate([np.empty(0, dtype=np.int32), *own])
     assert len(np.unique(owned)) == len(owned), "two requests own the same page"
-    total = pool.num_free + pool.num_quarantined + cached + len(owned)
+    snapshots = sum(check_states(states, memory) for states in states_of(memory))
+    total = pool.num_free + pool.num_quarantined + cached + len(owned) + snapshots
     assert total == pool.size, (
         f"free {pool.num_free} + quarantined {pool.num_quarantined} + cached {cached} + running "
         f"{len(owned)} != {pool.size} pages"
@@ -42,6 +45,40 @@ def check_scheduler(scheduler: Scheduler) -> None:
 def windows_of(memory: Memory) -> list[Windows]:
     """The kind of window layers, if the model has some."""
     return [kind for kind in memory.kinds if isinstance(kind, Windows)]
+
+
+def states_of(memory: Memory) -> list[States]:
+    """The kind of layers with recurrent states, if the model has some."""
+    return [kind for kind in memory.kinds if isinstance(kind, States)]
+
+
+def check_states(states: States, memory: Memory) -> int:
+    """Each snapshot has one owner and is right about it. Returns the number of their pages."""
+    found = states.snapshots
+    cached = [s for node in nodes_of(memory.tree) if (s := found.at(node)) is not None]
+    snapshots = [*found._own, *cached]
+    owned = [s for saving in states._savings.values() for s in saving.saved if not s.freed]
+    assert set(owned) == set(found._own), "a snapshot has no owner"
+    for snapshot in cached:
+        assert snapshot.node is not None
+        assert found.at(snapshot.node) is snapshot, "a snapshot is at another node"
+        assert sum(len(each.tokens) for each in snapshot.node.path()) == snapshot.tokens
+        assert snapshot in found._lru[snapshot.reused]
+    assert found.num_cached == len(cached), "a snapshot is lost"
+    for group in found._lru:
+        uses = [snapshot.last_use for snapshot in group]
+        assert uses == sorted(uses)
+    pages = np.concatenate([np.empty(0, dtype=np.int32), *(s.pages for s in snapshots)])
+    assert len(np.unique(pages)) == len(pages), "two snapshots own the same page"
+    assert memory.full.pool.allocated[pages].all()
+    assert {*found._fenced, *states._loads.values()} <= set(snapshots)
+    for snapshot in snapshots:
+        assert not snapshot.freed
+        is_fenced = snapshot.loads > 0 or snapshot.fence > found._resolved_step
+        assert is_fenced == found.is_fenced(snapshot)
+    assert sum(s.loads for s in snapshots) == len(states._loads)
+    assert sum(states.evictable()) == len(pages)
+    return len(pages)
 
 
 def check_windows(windows: Windows, cache: RadixCache, table: RequestTable) -> None:
@@ -164,6 +201,20 @@ def check_cache(cache: RadixCache) -> int:
     assert (evictable, reused) == (cache.evictable_pages, cache._reused_pages)
     assert fenced == cache.fenced_pages
     return evictable + locked
+
+
+def check_snapshots(memory: Memory, engine: FakeEngine) -> None:
+    """Each snapshot of the tree holds the state of its tokens. No step runs."""
+    for states in states_of(memory):
+        pending = [snapshot for _, snapshot in states._saves]
+        cached = (s for group in states.snapshots._lru for s in group if s not in pending)
+        for snapshot in cached:
+            total, tokens = decoded(engine.slots.reshape(-1, engine.page_size)[snapshot.pages])
+            assert snapshot.node is not None
+            path = [node.tokens for node in snapshot.node.path()][::-1]
+            values = slot_values(np.concatenate(path), 0)
+            assert tokens == snapshot.tokens == len(values), "a snapshot of the wrong position"
+            assert total == values.sum(dtype=np.uint64), "a snapshot holds other tokens"
 
 
 def check_cached_slots(cache: RadixCache, engine: FakeEngine) -> None:

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from minisgl.core import FinishReason, SchedulerConfig, StepCost, WindowLayers
+from minisgl.kvcache import snapshots, states
 from minisgl.message.messages import FlushCache
 from minisgl.scheduler import budget, plan, scheduler, view
 from tests.examples import examples
@@ -18,7 +19,7 @@ from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.guarantees import PlanChecks
 from tests.unit.scheduler.harness import Harness
-from tests.unit.scheduler.integrity import check_cached_slots
+from tests.unit.scheduler.integrity import check_cached_slots, check_snapshots
 
 MAX_LEN = 48
 
@@ -43,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafter=st.sampled_from(sorted(DRAFTERS)),
         window=st.none() | st.integers(1, 20),
         window_slack=st.integers(0, 12),
+        snapshot_pages=st.sampled_from([0, 2, 3]),
     )
     def start(
         self,
@@ -60,18 +62,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         drafter: str,
         window: int | None,
         window_slack: int,
+        snapshot_pages: int,
     ) -> None:
         """seconds: step costs that the scheduler knows; None: it knows none.
 
         most_drafts: steps have up to this many drafts; None: the scheduler makes none.
         window: tokens of a window, without drafts; None: the model has no window layers.
+        snapshot_pages: of a model with recurrent states. A draft then stays within two pages, and a
+        chunk has at least a page.
         """
+        if snapshot_pages:
+            page_size = page_size if most_drafts is None else 8
+            budget = max(budget, page_size)
         num_pages = -(-MAX_LEN // page_size) + slack
         layers = None
         if window is not None and most_drafts is None:
             layers = WindowLayers(window, 2 - (-(window - 1) // page_size) + window_slack)
         engine = FakeEngine(
-            num_pages, page_size, rows, MAX_LEN, eager, DRAFTERS[drafter], window=layers
+            num_pages, page_size, rows, MAX_LEN, eager, DRAFTERS[drafter], layers, snapshot_pages
         )
         config = SchedulerConfig(
             prefill_budget_tokens=budget,
@@ -139,7 +147,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         client = data.draw(st.sampled_from(self.clients), label="client")
         prediction = PREDICTIONS[predicts](output)
         queue = client, call, count, priority
-        first = self.harness.add(prompt, salt, *queue, prediction, **sampling)
+        ends = data.draw(st.tuples(*[st.integers(0, len(prompt))] * 2), label="stable, first")
+        first = self.harness.add(prompt, salt, *queue, prediction, *ends, **sampling)
         for uid in range(first, first + count):
             self.wanted[uid] = output
             if prediction:
@@ -188,8 +197,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.harness.run()
         scheduler = self.harness.scheduler
         pool, cache = scheduler.memory.full.pool, scheduler.memory.tree
-        assert pool.num_free + cache.evictable_pages == pool.size
+        snapshots = sum(sum(kind.evictable()) for kind in scheduler.memory.kinds)
+        assert pool.num_free + cache.evictable_pages + snapshots == pool.size
         check_cached_slots(cache, self.harness.engine)
+        check_snapshots(scheduler.memory, self.harness.engine)
         for uid, answer in self.harness.answers.items():
             assert len(answer.finishes) == 1, "exactly one Finished message"
             if uid not in self.predicting:
@@ -213,5 +224,7 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
         self.enterContext(patch.object(view, "step_sizes", lambda most: [*range(1, most + 1)]))
         self.enterContext(patch.object(view, "MIN_SHARED_TOKENS", 4))
         self.enterContext(patch.object(scheduler, "MAX_OVERTAKES", 3))
+        self.enterContext(patch.object(states, "MIN_NEW_TOKENS", 4))
+        self.enterContext(patch.object(snapshots, "MAX_GAP", 1))
         limits = {"MAX_PAUSES": 3, "RESERVED_ROWS": 3, "MAX_DEFERRED": 2}
         self.enterContext(patch.multiple(plan, **limits))

@@ -1,0 +1,207 @@
+"""The snapshots of recurrent states: their pages, and their places in the prefix cache."""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minisgl.core import Int32Array
+from minisgl.kvcache.node import RadixNode
+
+if TYPE_CHECKING:
+    from minisgl.kvcache.memory import Memory
+
+# A snapshot whose loss costs at most this many times its price in tokens is dropped for a newer one
+# below it, if no second request has continued from it.
+MAX_GAP = 4
+_NO_ROWS: Int32Array = np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """A copy of the recurrent state of a row.
+
+    pages     int32 [P]; pages of the KV pool that hold the copy.
+    tokens    the state is that of the first `tokens` tokens, whole pages.
+    request   number of the request that has saved it.
+    branches  requests branch off here, so thinning keeps the snapshot.
+    node      the snapshot belongs to the end of this node; None until the prompt is published.
+    last_use  as RadixNode.last_use, of the last match that ends here.
+    reused    a match has ended here.
+    loads     number of rows that begin with it in the next batch.
+    fence     the last launched step that copies from or to the pages.
+    freed     the pages belong to the snapshot no more.
+    """
+
+    pages: Int32Array
+    tokens: int
+    request: int
+    branches: bool
+    node: RadixNode | None = None
+    last_use: int = 0
+    reused: bool = False
+    loads: int = 0
+    fence: int = 0
+    freed: bool = False
+
+
+class Snapshots:
+    """All snapshots. The part of a node is the snapshot that is valid for its end, or None.
+
+    The pages come from the pool of the keys and values. Evictions take the older of a leaf of the
+    tree and of a snapshot, by their last use. A leaf takes its own snapshot with it.
+
+    num_pages  of a snapshot.
+
+    I1  A snapshot that is not freed is either in `_own`, because its prompt is not published, or in
+        `_lru` and the part of one node.
+    I2  _fenced holds the snapshots that the next batch loads, or that a step in flight copies. No
+        eviction takes them. Their pages can be allocated after that step only.
+    """
+
+    def __init__(self, memory: "Memory", num_pages: int, index: int) -> None:
+        """index: of the part in RadixNode.parts."""
+        self._memory, self.num_pages, self._index = memory, num_pages, index
+        self._own: dict[Snapshot, None] = {}
+        # Least recently used first: new snapshots, and reused ones.
+        self._lru: tuple[OrderedDict[Snapshot, None], ...] = (OrderedDict(), OrderedDict())
+        self._fenced: dict[Snapshot, None] = {}
+        self._resolved_step = 0
+
+    @property
+    def num_own(self) -> int:
+        """The number of snapshots of prompts that are not published."""
+        return len(self._own)
+
+    @property
+    def num_cached(self) -> int:
+        """The number of snapshots of the tree."""
+        return sum(map(len, self._lru))
+
+    @property
+    def num_fenced(self) -> int:
+        """The number of snapshots that evictions cannot take now."""
+        return len(self._fenced)
+
+    def is_fenced(self, snapshot: Snapshot) -> bool:
+        """The next batch loads the snapshot, or a step in flight copies it."""
+        return snapshot in self._fenced
+
+    def at(self, node: RadixNode) -> Snapshot | None:
+        """Return the snapshot of a node."""
+        found: Snapshot | None = node.parts[self._index] if node.parts else None
+        return found
+
+    def above(self, node: RadixNode) -> Iterator[Snapshot]:
+        """The snapshots on the path from `node` to the root."""
+        return (s for each in node.path() if (s := self.at(each)) is not None)
+
+    def take(self, tokens: int, request: int, branches: bool) -> Snapshot | None:
+        """Return a new snapshot; None if too few pages are left.
+
+        Each running request that can still need a page keeps a page.
+        """
+        memory = self._memory
+        left = memory.available - self.num_pages
+        if left < memory.full.growing(_NO_ROWS, 0):
+            return None
+        snapshot = Snapshot(memory.allocate(self.num_pages), tokens, request, branches)
+        self._own[snapshot] = None
+        return snapshot
+
+    def attach(self, snapshot: Snapshot, end: RadixNode) -> None:
+        """Give a snapshot to its node on the path to `end`."""
+        tree = self._memory.tree
+        node = tree.node_at(end, snapshot.tokens // self._memory.page_size)
+        if self.at(node) is not None:
+            self.release(snapshot)
+            return
+        del self._own[snapshot]
+        node.parts[self._index] = snapshot
+        snapshot.node, snapshot.last_use = node, tree.clock
+        self._lru[0][snapshot] = None
+        self._thin(snapshot, node)
+
+    def _thin(self, new: Snapshot, node: RadixNode) -> None:
+        """Drop up to two older snapshots above a new one, if little is lost with each.
+
+        Requests that branch off after it then begin with the snapshot above it. Two are dropped,
+        because a request may leave two: at its stable prompt and at the end of its answer.
+        """
+        above = [snapshot for snapshot in self.above(node) if snapshot is not new]
+        covered = [*(snapshot.tokens for snapshot in above[1:]), 0]
+        for older, least in zip(above[:2], covered, strict=False):
+            keeps = older.branches or older.loads > 0 or older.request == new.request
+            assert older.node is not None, "a snapshot in the tree must have a node; this is a bug"
+            price = self.num_pages * self._memory.page_size
+            if keeps or len(older.node.children) > 1 or older.tokens - least > MAX_GAP * price:
+                break
+            self.release(older)
+
+    def release(self, snapshot: Snapshot) -> int:
+        """Free a snapshot. Returns the number of pages that can be allocated at once."""
+        if snapshot.node is None:
+            del self._own[snapshot]
+        else:
+            snapshot.node.parts[self._index] = None
+            del self._lru[snapshot.reused][snapshot]
+        snapshot.freed = True
+        self._fenced.pop(snapshot, None)
+        self._memory.full.pool.release(snapshot.pages, snapshot.fence)
+        return self.num_pages if snapshot.fence <= self._resolved_step else 0
+
+    def touch(self, node: RadixNode) -> None:
+        """Mark the snapshot of a node as used."""
+        if (snapshot := self.at(node)) is not None:
+            del self._lru[snapshot.reused][snapshot]
+            snapshot.reused, snapshot.last_use = True, self._memory.tree.clock
+            self._lru[1][snapshot] = None
+
+    def lock(self, snapshot: Snapshot) -> None:
+        """Protect a snapshot until the next batch has loaded it."""
+        snapshot.loads += 1
+        self._fenced[snapshot] = None
+
+    def unlock(self, snapshot: Snapshot) -> None:
+        """Undo one lock."""
+        snapshot.loads -= 1
+        self._unfence(snapshot)
+
+    def record_copy(self, snapshot: Snapshot, step: int) -> None:
+        """Step `step` copies from or to the pages."""
+        snapshot.fence = step
+        self._fenced[snapshot] = None
+
+    def resolve(self, step: int) -> None:
+        """Let evictions take the snapshots that steps up to `step` have copied."""
+        self._resolved_step = step
+        for snapshot in [*self._fenced]:
+            self._unfence(snapshot)
+
+    def _unfence(self, snapshot: Snapshot) -> None:
+        if not snapshot.loads and snapshot.fence <= self._resolved_step:
+            del self._fenced[snapshot]
+
+    def evict(self, before: int | None, reused: bool) -> int:
+        """Free the least recently used snapshot, as CacheKind.evict.
+
+        A snapshot that goes with an evictable leaf is left to it. Those of prompts that are not
+        published go last.
+        """
+        found = []
+        for group in self._lru[: 2 if reused else 1]:
+            for snapshot in group:
+                if before is not None and snapshot.last_use >= before:
+                    break
+                if snapshot not in self._fenced and not self._goes_with_leaf(snapshot):
+                    found.append(snapshot)
+                    break
+        if not found and before is None:
+            found = [snapshot for snapshot in self._own if snapshot not in self._fenced][:1]
+        return self.release(min(found, key=lambda s: s.last_use)) if found else 0
+
+    def _goes_with_leaf(self, snapshot: Snapshot) -> bool:
+        node = snapshot.node
+        return node is not None and not node.children and not self._memory.tree.is_locked(node)

@@ -1,0 +1,188 @@
+"""Requests of a model with recurrent states: hits, snapshots and planted bugs."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from minisgl.core import Int32Array, SchedulerConfig, StateCopies
+from minisgl.kvcache import states
+from minisgl.kvcache.states import States
+from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
+from tests.unit.scheduler.fake_states import FakeStates
+from tests.unit.scheduler.harness import Harness
+from tests.unit.scheduler.integrity import check_snapshots, states_of
+
+PAGE = 16
+SNAPSHOT = 197  # pages of a snapshot of Qwen3.6-35B-A3B
+SYSTEM = [1 + (7 * i + i // 61) % 61 for i in range(8192)]
+
+
+def new_harness(num_pages: int = 4000, rows: int = 64, budget: int = 2048) -> Harness:
+    engine = FakeEngine(num_pages, PAGE, rows, 12_000, snapshot_pages=SNAPSHOT)
+    return Harness(engine, SchedulerConfig(prefill_budget_tokens=budget, target_step_ms=None))
+
+
+def cached_tokens(harness: Harness, prompt: list[int], **fields: int) -> int:
+    """Run one request to its end; return the prompt tokens that were cached."""
+    uid = harness.add(prompt, max_tokens=4, ignore_eos=True, **fields)
+    harness.run()
+    assert harness.answers[uid].tokens == expected_output(prompt, 4, ignore_eos=True)
+    check_snapshots(harness.scheduler.memory, harness.engine)
+    return harness.answers[uid].cached_tokens
+
+
+def test_the_second_request_with_a_system_prompt_hits_all_of_it() -> None:
+    harness = new_harness()
+    assert cached_tokens(harness, [*SYSTEM, *[3] * 300], first=len(SYSTEM)) == 0
+    assert cached_tokens(harness, [*SYSTEM, *[4] * 200], first=len(SYSTEM)) == len(SYSTEM)
+
+
+def test_the_third_request_hits_a_prefix_that_no_message_names() -> None:
+    """The second one computes the prefix again, and leaves a snapshot at the junction."""
+    harness = new_harness()
+    found = [cached_tokens(harness, [*SYSTEM, *[own] * 700]) for own in (3, 4, 5)]
+    assert found == [0, 0, len(SYSTEM)]
+
+
+def test_a_burst_computes_its_shared_prefix_once() -> None:
+    harness, own = new_harness(num_pages=20_000), 40
+    prompts = [[*SYSTEM, *[1 + nth % 60] * own, 1 + nth // 60] for nth in range(64)]
+    for prompt in prompts:
+        harness.add(prompt, max_tokens=2, ignore_eos=True)
+    harness.run()
+    computed = harness.scheduler.totals.prefill_tokens_total
+    assert computed == len(SYSTEM) + len(prompts) * (own + 1)
+
+
+def test_the_same_prompt_again_is_a_hit() -> None:
+    """The last token is computed, so a snapshot at the very end of the prompt would be no hit."""
+    for length in (1600, 1601):
+        harness, prompt = new_harness(), SYSTEM[:length]
+        assert cached_tokens(harness, prompt) == 0
+        assert cached_tokens(harness, prompt) == (length - 1) // PAGE * PAGE
+
+
+def test_a_chat_of_ten_turns_with_stripped_thinking_is_near_the_ideal() -> None:
+    harness = new_harness()
+    header, tail = [61, 62, 63], [50, 51]
+    history, sequences, cached, shared, total = SYSTEM[:1000], [], 0, 0, 0
+    for turn in range(10):
+        history = [*history, *[(turn * 7 + i) % 59 for i in range(600)]]
+        prompt = [*history, *header]
+        cached += cached_tokens(harness, prompt, stable=len(history), first=1000)
+        shared += max([0, *(common(prompt, sequence) for sequence in sequences)])
+        total += len(prompt)
+        thinking = expected_output(prompt, 4, ignore_eos=True)
+        sequences.append([*prompt, *thinking])
+        answer = [(turn * 11 + i) % 57 for i in range(250)]
+        history = [*history, *header, *tail, *answer]
+    assert cached / total > shared / total - 0.01
+
+
+def common(a: list[int], b: list[int]) -> int:
+    """The number of equal leading tokens."""
+    different = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(different, min(len(a), len(b)))
+
+
+SMALL = 4  # tokens of a page in the tests below
+
+
+def small_harness(monkeypatch: pytest.MonkeyPatch, overlap: bool = True) -> Harness:
+    """One row, so that each request gets the row of the one before."""
+    monkeypatch.setattr(states, "MIN_NEW_TOKENS", SMALL)
+    engine = FakeEngine(200, SMALL, 1, 256, snapshot_pages=2)
+    config = SchedulerConfig(prefill_budget_tokens=16, target_step_ms=None, overlap=overlap)
+    return Harness(engine, config)
+
+
+def test_a_preempted_request_computes_less_than_two_pages_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    harness = small_harness(monkeypatch)
+    late = harness.add(SYSTEM[:70], max_tokens=30, ignore_eos=True, priority=1)
+    while len(harness.answers[late].tokens) < 12:
+        harness.step()
+    urgent = harness.add(SYSTEM[100:160], max_tokens=4, ignore_eos=True)
+    harness.run()
+    assert harness.scheduler.totals.preemptions_total == 1
+    assert harness.answers[late].tokens == expected_output(SYSTEM[:70], 30, ignore_eos=True)
+    assert len(harness.answers[urgent].tokens) == 4
+    again = harness.scheduler.totals.prefill_tokens_total - 70 - 60
+    assert 0 < again < 2 * SMALL
+
+
+def turns(harness: Harness) -> None:
+    """Chats that wait for the one row, and continue from each other's states."""
+    for first in range(3):
+        for length in (41, 57, 74, 90):
+            prompt = SYSTEM[first : first + length]
+            harness.add(prompt, max_tokens=15, ignore_eos=True)
+            prompt = [*prompt, *expected_output(prompt, 15, ignore_eos=True), 9, 9, 9]
+            harness.add(prompt, max_tokens=15, ignore_eos=True)
+    harness.run()
+    (kind,) = states_of(harness.scheduler.memory)
+    assert kind.snapshots.num_cached > 3
+    check_snapshots(harness.scheduler.memory, harness.engine)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_save_precedes_the_next_owner_of_the_row(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = small_harness(monkeypatch, overlap)
+    turns(harness)
+    pairs = [b.states for b in harness.engine.batches if b.states is not None]
+    same_row = [{*p.save_rows.tolist()} & {*p.load_rows.tolist()} for p in pairs]
+    same_pages = [{*p.save_pages.ravel()} & {*p.load_pages.ravel()} for p in pairs]
+    assert any(same_row), "no request gets a row whose state the same batch saves"
+    assert any(same_pages), "no request loads a snapshot that the same batch saves"
+
+
+def save_one_batch_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    held, copies = [], States.copies
+
+    def late(kind: States, step: int) -> StateCopies | None:
+        found = copies(kind, step)
+        none = (np.zeros(0, np.int32), np.zeros((0, 2), np.int32))
+        saves, loads = (found[:2], found[2:]) if found else (none, none)
+        held.append(saves)
+        return StateCopies(*(held.pop(0) if len(held) > 1 else none), *loads)
+
+    monkeypatch.setattr(States, "copies", late)
+
+
+def load_before_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    def reversed_order(fake: FakeStates, copies: StateCopies, slots: np.ndarray) -> None:
+        fake.load(copies, slots)
+        fake.save(copies, slots)
+
+    monkeypatch.setattr(FakeStates, "copy", reversed_order)
+
+
+def save_as_one_page_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    grow = States.grow
+
+    def wrong(kind: States, rows: Int32Array, tokens: Int32Array) -> None:
+        grow(kind, rows, tokens)
+        kind._rows.state_at[rows] -= SMALL
+
+    monkeypatch.setattr(States, "grow", wrong)
+
+
+@pytest.mark.parametrize(
+    ("plant", "message"),
+    [
+        (save_one_batch_late, "snapshot|state"),
+        (load_before_save, "snapshot|state"),
+        (save_as_one_page_less, "wrong position"),
+    ],
+)
+def test_a_planted_bug_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = small_harness(monkeypatch)
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=message):
+        turns(harness)
