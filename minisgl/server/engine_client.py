@@ -42,10 +42,11 @@ from minisgl.settings.config import DEFAULT_CLIENT, Limits
 
 
 class Tokenized(NamedTuple):
-    """The ids of a prompt. thinks: the model may begin its answer to a chat with thinking."""
+    """The ids of a prompt. thinks, prefixes: of a chat, as in TokenizeResult."""
 
     token_ids: TokenArray
     thinks: bool = False
+    prefixes: tuple[int, int] = (0, 0)
 
 
 @dataclass(slots=True)
@@ -251,7 +252,8 @@ class EngineClient:
         if isinstance(prompt, array.array):
             return Tokenized(prompt)
         result = await self.ask(prompt, call, param)
-        return Tokenized(array.array("i", result.token_ids), result.thinks)
+        ids = array.array("i", result.token_ids)
+        return Tokenized(ids, result.thinks, result.prefixes)
 
     async def ask(
         self, request: messages.TokenizeRequest, call: Generation, param: str | None = None

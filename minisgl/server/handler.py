@@ -22,7 +22,7 @@ from minisgl.core import ModelFacts, PromptTooLong, SamplingParams
 from minisgl.message import messages
 from minisgl.server.connection import KEPT
 from minisgl.server.convert import GenerateRequest, RequestConverter, TokenArray
-from minisgl.server.engine_client import EngineClient
+from minisgl.server.engine_client import EngineClient, Tokenized
 from minisgl.server.errors import NotReady, RendersOnly
 from minisgl.server.generation import ChoiceDelta, Generation
 from minisgl.server.lifecycle import Lifecycle
@@ -30,7 +30,7 @@ from minisgl.settings.config import DEFAULT_CLIENT, ServerConfig
 
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[Any]]
-Prompts: TypeAlias = list[tuple[TokenArray, SamplingParams]]
+Prompts: TypeAlias = list[tuple[Tokenized, SamplingParams]]
 
 
 class Service(Protocol):
@@ -145,15 +145,16 @@ async def _submit_all(
     if request.grammar is not None:
         compiled = await client.compile(request.grammar, generation)
     prompts, tokens = await tokenized(client, generation, request, facts, compiled)
-    prompt_tokens = sum(len(token_ids) for token_ids, _ in prompts)
+    prompt_tokens = sum(len(found.token_ids) for found, _ in prompts)
     prediction = b""
     if request.prediction is not None:
-        expected, _ = await client.tokenize(request.prediction, "prediction", generation)
+        expected = await client.tokenize(request.prediction, "prediction", generation)
         # An answer has room for so many tokens after the prompt.
-        prediction = expected[: max(facts.max_seq_len - prompt_tokens, 0)].tobytes()
+        prediction = expected.token_ids[: max(facts.max_seq_len - prompt_tokens, 0)].tobytes()
     predicted = len(prediction) // 4
     client.require_room(generation, prompt_tokens + predicted, tokens + predicted)
-    for index, (token_ids, sampling) in enumerate(prompts):
+    for index, (found, sampling) in enumerate(prompts):
+        token_ids = found.token_ids
         tail = token_ids[-messages.PROMPT_TAIL_TOKENS :].tolist()
         text = msgspec.structs.replace(request.text, prompt_tail=tail)
         choices = generation.choices[index * request.n : (index + 1) * request.n]
@@ -171,16 +172,17 @@ async def _submit_all(
             client=generation.client,
             call=generation.choices[0].uid,
             priority=generation.priority,
+            prefixes=found.prefixes,
         )
         client.submit(choices, add_req, text)
     if request.echo:
         echoes = []
-        for (_, prompt), (token_ids, _) in zip(request.prompts, prompts, strict=True):
+        for (_, prompt), (found, _) in zip(request.prompts, prompts, strict=True):
             if isinstance(prompt, messages.TokenizeText):
                 echoes.append(prompt.text)
                 continue
             skip = request.text.skip_special_tokens
-            ids = messages.DecodeIds(token_ids=token_ids.tobytes(), skip_special=skip)
+            ids = messages.DecodeIds(token_ids=found.token_ids.tobytes(), skip_special=skip)
             echoes.append((await client.ask(ids, generation)).text)
         for choice in generation.choices:
             prompt_index, number = divmod(choice.index, request.n)
@@ -202,12 +204,12 @@ async def tokenized(
     """
     prompts = []
     for name, prompt in request.prompts:
-        token_ids, thinks = await client.tokenize(prompt, name, generation)
-        sampling = fit_max_tokens(request, token_ids, facts, name)
+        found = await client.tokenize(prompt, name, generation)
+        sampling = fit_max_tokens(request, found.token_ids, facts, name)
         if compiled is not None and request.grammar is not None:
-            grammar = request.grammar.grammar(compiled, token_ids, thinks)
+            grammar = request.grammar.grammar(compiled, found.token_ids, found.thinks)
             sampling = msgspec.structs.replace(sampling, grammar=grammar)
-        prompts.append((token_ids, sampling))
+        prompts.append((found, sampling))
     return fit_call(request, prompts, facts, client.limits.max_call_tokens)
 
 
@@ -256,9 +258,9 @@ def fit_call(
     first = request.sampling
     prompt_weight = 1 if first.prompt_logprobs is None else 2 + first.prompt_logprobs
     weight = request.n * (1 if first.logprobs is None else 2 + first.logprobs)
-    prompt_tokens = prompt_weight * sum(len(token_ids) for token_ids, _ in prompts)
+    prompt_tokens = prompt_weight * sum(len(found.token_ids) for found, _ in prompts)
     context = min(facts.max_seq_len, facts.kv_capacity_tokens)
-    wanted = [sampling.max_tokens or context - len(ids) for ids, sampling in prompts]
+    wanted = [each.max_tokens or context - len(found.token_ids) for found, each in prompts]
     tokens = prompt_tokens + weight * sum(wanted)
     if tokens <= max_call_tokens:
         return prompts, tokens
@@ -275,8 +277,8 @@ def fit_call(
         )
     kept = [min(most, count) for count in wanted]
     fitted = [
-        (ids, msgspec.structs.replace(sampling, max_tokens=count))
-        for (ids, sampling), count in zip(prompts, kept, strict=True)
+        (found, msgspec.structs.replace(sampling, max_tokens=count))
+        for (found, sampling), count in zip(prompts, kept, strict=True)
     ]
     return fitted, prompt_tokens + weight * sum(kept)
 

@@ -156,12 +156,12 @@ async def _render(route: str, call: CallContext) -> list[responses.RenderedPromp
     return [
         responses.RenderedPrompt(
             request_id=call.request_id,
-            token_ids=token_ids.tolist(),
+            token_ids=found.token_ids.tolist(),
             model=request.model,
             cache_salt=request.cache_salt or None,
             priority=request.priority or 0,
         )
-        for token_ids, _ in prompts
+        for found, _ in prompts
     ]
 
 
@@ -170,7 +170,7 @@ async def tokenize(call: CallDep) -> Response:
     """The token ids of a prompt or of a chat, in the format of vLLM."""
     raw, facts = await call.read()
     name, prompt, with_texts = call.converter.read_tokenize(raw, facts)
-    ids, _ = await _ask_tokenizer(call, lambda g: call.client.tokenize(prompt, name, g))
+    ids = (await _ask_tokenizer(call, lambda g: call.client.tokenize(prompt, name, g))).token_ids
     if with_texts and len(ids) > _MAX_TOKEN_STRS:
         raise InvalidRequest(
             f"{name} has {len(ids)} tokens; return_token_strs is for at most {_MAX_TOKEN_STRS}: "

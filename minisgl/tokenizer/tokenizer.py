@@ -16,6 +16,7 @@ from minisgl.core import ConfigError, InvalidRequest, TokenizerInfo
 from minisgl.core.files import read_json
 from minisgl.tokenizer.convert import tokenizer_folder
 from minisgl.tokenizer.escape import SpecialTokenEscaper
+from minisgl.tokenizer.prefixes import ChatPrefixes
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 from minisgl.tokenizer.vocab import Vocabulary
 
@@ -70,6 +71,7 @@ class TextTokenizer:
         self._escaper = None
         if escape_special_tokens and self._template is not None:
             self._escaper = SpecialTokenEscaper(tokenizer, self._template)
+        self.prefixes = ChatPrefixes(self.encode_chat)
 
     @property
     def template_variables(self) -> tuple[str, ...]:

@@ -84,7 +84,7 @@ def tokenize(
                 return messages.TokenizeResult(uid=message.uid, pieces=pieces)
             text = vocabulary.decode(ids, skip)
             return messages.TokenizeResult(uid=message.uid, text=text)
-        thinks = False
+        thinks, prefixes = False, (0, 0)
         if isinstance(message, messages.TokenizeText):
             ids = tokenizer.encode_text(message.text, message.add_special)
         else:
@@ -93,8 +93,11 @@ def tokenize(
             options["tools"] = json.loads(message.tools_json)
             ids = tokenizer.encode_chat(chat, options, timeout_s)
             thinks = tokenizer.thinks(ids, options)
+            prefixes = tokenizer.prefixes.find(ids, chat, options, timeout_s)
         token_ids = array.array("i", ids).tobytes()
-        return messages.TokenizeResult(uid=message.uid, token_ids=token_ids, thinks=thinks)
+        return messages.TokenizeResult(
+            uid=message.uid, token_ids=token_ids, thinks=thinks, prefixes=prefixes
+        )
     except InvalidRequest as error:
         return messages.TokenizeResult(uid=message.uid, error=error.message, limit=error.limit)
     except RecursionError:

@@ -10,6 +10,7 @@ import pytest
 from minisgl.core import InvalidRequest, RequestError, SamplingParams, Unsupported
 from minisgl.protocol.requests import MESSAGES, RESPONSES, ChatBody, Message
 from minisgl.server.apis.translation import Translation
+from minisgl.server.engine_client import Tokenized
 from minisgl.server.handler import fit_call
 from minisgl.settings import Limits
 from tests.unit.server.fakes import CONFIG
@@ -163,7 +164,7 @@ def test_later_errors_name_paths_of_the_body() -> None:
         request = messages(user("a"), output_config={"format": FORMAT}, facts=facts)
         assert request.grammar.param == "output_config.format.schema"
     ids = array.array("i", [1] * 10)
-    prompts = [(ids, SamplingParams(max_tokens=20))]
+    prompts = [(Tokenized(ids), SamplingParams(max_tokens=20))]
     strict = msgspec.structs.replace(CONFIG, strict_max_tokens=True)
     request = responses(input="a", max_output_tokens=20, config=strict)
     for most, remedy in ((20, "lower max_output_tokens$"), (10, "shorten the prompts$")):

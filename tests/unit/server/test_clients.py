@@ -16,6 +16,7 @@ from minisgl.protocol import responses
 from minisgl.protocol.requests import COMPLETIONS
 from minisgl.server.convert import RequestConverter
 from minisgl.server.decode import parse_body
+from minisgl.server.engine_client import Tokenized
 from minisgl.server.handler import fit_call, fit_max_tokens, start
 from minisgl.server.lifecycle import Phase
 from minisgl.server.metrics import Metrics
@@ -163,7 +164,9 @@ def test_one_of_several_tokenizers_takes_no_long_text() -> None:
 def fitted(limit: int, **body: Any) -> tuple[list[int | None], int]:
     """max_tokens of each prompt, and the number of tokens of the call."""
     call = request(json.dumps({"model": "m", **body}).encode())
-    prompts = [(ids, fit_max_tokens(call, ids, FACTS, "prompt")) for _, ids in call.prompts]
+    prompts = [
+        (Tokenized(ids), fit_max_tokens(call, ids, FACTS, "prompt")) for _, ids in call.prompts
+    ]
     found, tokens = fit_call(call, prompts, FACTS, limit)
     return [sampling.max_tokens for _, sampling in found], tokens
 

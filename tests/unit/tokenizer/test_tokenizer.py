@@ -15,6 +15,7 @@ from tokenizers import processors
 from minisgl.core import ConfigError
 from minisgl.message.messages import DecodeIds, TokenizeChat, TokenizeText
 from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.prefixes import MIN_FIRST_CHARS
 from minisgl.tokenizer.template import ChatTemplate, TemplateError
 from minisgl.tokenizer.worker import tokenize
 from tests.unit.tokenizer.conftest import byte_level
@@ -198,3 +199,27 @@ def test_template_of_the_info_needs_the_messages_only() -> None:
     chat = [{"role": "user", "content": "hi"}]
     rendered = strict.from_string(ours.standalone).render(messages=chat)
     assert rendered == ours.render(chat, {}, None) == '<s>"hi'
+
+
+PROMPT = "{% if add_generation_prompt %}<user>answer:{% endif %}"
+
+
+@pytest.mark.parametrize("escapes", [False, True])
+def test_worker_reports_where_other_chats_may_leave_a_chat(folder: Path, escapes: bool) -> None:
+    write_config(folder, TEMPLATE + PROMPT)
+    tokenizer = TextTokenizer(folder, escape_special_tokens=escapes)
+    system = {"role": "system", "content": "s" * MIN_FIRST_CHARS}
+    for chat in (CHAT, [system, *CHAT], [system, *CHAT, *CHAT]):
+        message = TokenizeChat(messages_json=json.dumps(chat).encode())
+        found = tokenize(tokenizer, message, None)
+        ids = array.array("i", found.token_ids).tolist()
+        stable = tokenizer.vocabulary.decode(ids[: found.prefixes[0]], False)
+        assert stable == tokenizer.render_chat(chat, {"add_generation_prompt": False})
+        first = tokenizer.vocabulary.decode(ids[: found.prefixes[1]], False)
+        assert first == ("" if chat == CHAT else f"<bos>[system]{system['content']}[user]")
+
+
+def test_a_chat_without_a_generation_prompt_has_no_known_prefixes(folder: Path) -> None:
+    message = TokenizeChat(messages_json=json.dumps(CHAT).encode())
+    found = tokenize(TextTokenizer(folder), message, None)
+    assert found.prefixes == (0, 0)
