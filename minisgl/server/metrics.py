@@ -264,8 +264,12 @@ class Metrics(Collector):
             self._set("kv_cache_tokens", count * size, state)
             self._set("kv_window_tokens", of_window * size, state)
         self._set("prefix_cache_query_tokens_total", stats.prompt_tokens_total)
+        self._set("prefix_cache_known_tokens_total", stats.known_tokens_total)
         self._set("prefix_cache_hit_tokens_total", stats.cached_tokens_total)
         self._set("prefix_cache_evicted_tokens_total", stats.evicted_pages_total * size)
+        of_states = stats.kind_totals.get("states", {})
+        for event in ("saved", "loaded", "evicted"):
+            self._set("state_snapshots_total", of_states.get(event, 0), event)
         self._set("preemptions_total", stats.preemptions_total)
         self._set("nonfinite_rows_total", stats.nonfinite_rows_total)
         totals = stats.constraints

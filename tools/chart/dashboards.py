@@ -312,9 +312,18 @@ def _memory() -> list[Panel]:
                 "current": "sum(rate(minisgl_prefix_cache_hit_tokens_total{m}[r]))"
                 " / sum(rate(minisgl_prefix_cache_query_tokens_total{m}[r]))",
                 "recent requests": "avg(minisgl_prefix_cache_hit_ratio{m})",
+                "known": "sum(rate(minisgl_prefix_cache_known_tokens_total{m}[r]))"
+                " / sum(rate(minisgl_prefix_cache_query_tokens_total{m}[r]))",
             },
             "percentunit",
-            "Share of prompt tokens that the prefix cache contained.",
+            "Share of prompt tokens that the prefix cache contained. Known: also tokens without "
+            "their window or state.",
+        ),
+        graph(
+            "Snapshots of states",
+            {"{{event}}": "sum by (event) (rate(minisgl_state_snapshots_total{m}[r]))"},
+            "none",
+            "Copies per second of the recurrent states of hybrid models.",
         ),
         graph(
             "KV events",

@@ -65,6 +65,12 @@ def test_kv_usage_counts_locked_tokens_only() -> None:
     assert states == [16, 112, 32]
 
 
+def test_snapshots_of_states_are_counted() -> None:
+    found = collected(stats(kind_totals={"states": {"saved": 3, "loaded": 2, "evicted": 1}}))
+    name = "minisgl_state_snapshots_total{{event={},model_name=m}}"
+    assert [found[name.format(event)] for event in ("saved", "loaded", "evicted")] == [3, 2, 1]
+
+
 def test_tokens_of_windows_have_the_same_states() -> None:
     found = collected(stats(kind_pages={"window": (3, 2, 5)}))
     name = "minisgl_kv_window_tokens{{model_name=m,state={}}}"
