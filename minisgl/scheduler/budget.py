@@ -118,7 +118,7 @@ def _timed_tokens(
 def _tokens_within(view: View, prefilling: Sequence[Req], decode: Decode, limit_s: float) -> int:
     """Return the prompt tokens of the largest step below this predicted time.
 
-    The result is MIN_CHUNK_TOKENS or more.
+    The result is MIN_CHUNK_TOKENS, or a page, or more.
     """
     sizes, start = view.sizes, view.next_start(prefilling)
     num_decode, keys = int(decode.tokens.sum()), view.context_tokens(decode)
@@ -127,6 +127,6 @@ def _tokens_within(view: View, prefilling: Sequence[Req], decode: Decode, limit_
         chunk = tokens - num_decode
         return view.cost.predict_s(tokens, keys, chunk * (start + chunk // 2))
 
-    smallest = bisect_left(sizes, num_decode + MIN_CHUNK_TOKENS)
+    smallest = bisect_left(sizes, num_decode + max(MIN_CHUNK_TOKENS, view.memory.page_size))
     chosen = max(bisect_right(sizes, limit_s, lo=smallest, key=step_s) - 1, smallest)
     return sizes[chosen] - num_decode

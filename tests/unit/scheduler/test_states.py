@@ -5,9 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from minisgl.core import Int32Array, SchedulerConfig, StateCopies
+from minisgl.core import Int32Array, SchedulerConfig, StateCopies, StepCost
 from minisgl.kvcache import states
 from minisgl.kvcache.states import States
+from minisgl.scheduler import budget
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.fake_states import FakeStates
 from tests.unit.scheduler.harness import Harness
@@ -111,6 +112,22 @@ def test_a_preempted_request_computes_less_than_two_pages_again(
     assert len(harness.answers[urgent].tokens) == 4
     again = harness.scheduler.totals.prefill_tokens_total - 70 - 60
     assert 0 < again < 2 * SMALL
+
+
+def test_prompts_go_on_although_a_page_has_more_tokens_than_the_smallest_chunk() -> None:
+    """A chunk ends at the end of a page, and the time of a step allows the smallest chunk only."""
+    engine = FakeEngine(100, 2 * budget.MIN_CHUNK_TOKENS, 2, 512, snapshot_pages=2)
+    harness = Harness(engine, SchedulerConfig(target_step_ms=1.0))
+    costs = {"per_decode_key_s": 0.0, "per_prefill_pair_s": 0.0}
+    slow = StepCost(tokens=(1, 256), seconds=(0.01, 10.0), **costs)
+    harness.scheduler.view.cost = slow
+    first = harness.add(SYSTEM[:10], max_tokens=40, ignore_eos=True)
+    while not harness.answers[first].tokens:
+        harness.step()
+    second = harness.add(SYSTEM[:200], max_tokens=2, ignore_eos=True)
+    while not harness.answers[second].tokens:
+        harness.step()
+        assert not harness.answers[first].finishes, "the prompt waits until no request decodes"
 
 
 def turns(harness: Harness) -> None:
