@@ -13,7 +13,7 @@ from minisgl.drafts import with_ngrams
 from minisgl.engine import Engine, Extensions
 from minisgl.quantization import with_quantizations
 
-__all__ = ["GREEDY", "Driver", "Work", "logprobs_of", "make_engine", "with_drafts"]
+__all__ = ["GREEDY", "Driver", "Work", "generate", "logprobs_of", "make_engine", "with_drafts"]
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 
@@ -144,3 +144,8 @@ class Driver:
             start = len(prompt) + len(tokens) - 1
             tokens.append(int(self.step(Work(row, start, sampling=sampling)).tokens[0, 0]))
         return tokens
+
+
+def generate(comm: Communicator, path: str, prompt: list[int], n: int) -> list[int]:
+    """Return the n tokens of greedy decoding by an engine on this rank."""
+    return Driver(make_engine(path, comm)).generate(0, prompt, n)

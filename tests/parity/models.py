@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 __all__ = ["FAMILIES", "VOCAB_SIZE", "build_model", "transformers_greedy", "transformers_logits"]
 
@@ -343,6 +341,10 @@ def _fp8_attention(
 def _reference(path: str, kv: str) -> Any:
     attention = "eager"
     if kv == "fp8":
+        # These imports take 4 s, which the ranks and many tests do not need.
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         attention = "fp8_kv"
         ALL_ATTENTION_FUNCTIONS.register(attention, _fp8_attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(attention, eager_mask)

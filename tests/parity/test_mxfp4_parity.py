@@ -12,9 +12,8 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from minisgl.core import ConfigError
-from minisgl.distributed.comm import Communicator
 from minisgl.kernel.mxfp4_weights import by_chunks, dequantise, recode
-from tests.parity.driver import Driver, make_engine
+from tests.parity.driver import Driver, generate, make_engine
 from tests.parity.models import FAMILIES, VOCAB_SIZE, build_model, transformers_greedy
 from tests.unit.distributed.ranks import run_ranks
 
@@ -85,15 +84,11 @@ def test_packed_experts_equal_dequantised_experts(inner: int, chunk: int, tmp_pa
     assert tokens == transformers_greedy(reference, prompt(), TOKENS)
 
 
-def generate(comm: Communicator, path: str) -> list[int]:
-    return Driver(make_engine(path, comm)).generate(0, prompt(), TOKENS)
-
-
 @pytest.mark.parametrize(("inner", "ranks"), [(32, 4), (288, 2)])
 def test_ranks_share_the_blocks(inner: int, ranks: int, tmp_path: Path) -> None:
     packed, reference = build(tmp_path, inner)
     expected = transformers_greedy(reference, prompt(), TOKENS)
-    assert run_ranks(ranks, tmp_path, generate, packed) == [expected] * ranks
+    assert run_ranks(ranks, tmp_path, generate, packed, prompt(), TOKENS) == [expected] * ranks
 
 
 def test_random_weights_have_the_deviation_of_other_families(tmp_path: Path) -> None:

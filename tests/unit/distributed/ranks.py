@@ -14,6 +14,10 @@ from tests.patience import patience
 
 __all__ = ["run_ranks"]
 
+# The imports of the functions that tests give to `run_ranks`. The fork server has them once, so
+# each rank starts without seconds of imports.
+_IMPORTS = ["pytest", "tests.parity.rank_cases", "tests.unit.structured.grammars"]
+
 
 def _rank_main(
     function: Callable[..., Any],
@@ -43,12 +47,14 @@ def run_ranks(
 
     Results must not hold tensors, because their memory ends with the rank's process.
     """
-    spawn = multiprocessing.get_context("spawn")
-    out = spawn.Queue()
+    # A process that has CUDA's libraries loaded may not fork.
+    context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
+    context.set_forkserver_preload(_IMPORTS)
+    out = context.Queue()
     write_socket_key(folder)  # For functions that use queues between the ranks.
     file = str(folder / "rendezvous")
     processes = [
-        spawn.Process(
+        context.Process(
             target=_rank_main, args=(function, TPInfo(rank, size), file, device, args, out)
         )
         for rank in range(size)
