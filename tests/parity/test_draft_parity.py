@@ -4,6 +4,7 @@ Chunk size, prefix cache, overlap, preemption and page size are varied as in tes
 Requests with edited logits or log-probabilities run beside requests with drafts.
 """
 
+from collections.abc import Iterable
 from functools import cache
 
 import pytest
@@ -47,9 +48,21 @@ def without_drafts(path: str, kind: str) -> list[list[int]]:
     return run(path, PLAIN, KINDS[kind])[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("drafter", ["n-gram", *DRAFTERS])
-@pytest.mark.parametrize("index", [1, 2, 4, 5, 6])
+def alternating(
+    cases: list[int], others: Iterable[str], kinds: list[str]
+) -> list[tuple[int, str, str]]:
+    """Return each case with each of the others. The kinds alternate, so that each pair occurs."""
+    return [
+        (case, other, kinds[(row + column) % len(kinds)])
+        for row, case in enumerate(cases)
+        for column, other in enumerate(others)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("index", "drafter", "kind"),
+    alternating([1, 2, 4, 5, 6], ["n-gram", *DRAFTERS], ["greedy", "drawn", "mixed"]),
+)
 def test_drafts_change_no_token(
     index: int,
     drafter: str,
@@ -79,9 +92,9 @@ def test_engine_with_sliding_windows_makes_no_drafts(model_path: ModelPath) -> N
         make_engine(model_path("gemma2"), drafts=ChangingDrafts(3))
 
 
-@pytest.mark.parametrize("kind", ["drawn", "mixed"])
-@pytest.mark.parametrize("prediction", PREDICTIONS)
-@pytest.mark.parametrize("index", [2, 5])
+@pytest.mark.parametrize(
+    ("index", "prediction", "kind"), alternating([2, 5], PREDICTIONS, ["drawn", "mixed"])
+)
 def test_predictions_change_no_token(
     index: int, prediction: str, kind: str, model_path: ModelPath
 ) -> None:

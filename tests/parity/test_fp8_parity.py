@@ -8,21 +8,14 @@ import torch
 import transformers
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from minisgl.distributed.comm import SingleCommunicator
+from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.quantization.experts import Fp8Experts
 from minisgl.quantization.linear import Fp8Linear
 from tests.parity.driver import Driver, make_engine
 from tests.parity.fp8_models import FORMATS, Saved, build_fp8
 from tests.parity.models import VOCAB_SIZE, transformers_greedy, transformers_logits
-from tests.parity.rank_cases import (
-    OUTPUT_TOKENS,
-    RankCase,
-    prompts,
-    prove,
-    run_cases,
-    run_on,
-)
 from tests.parity.test_engine_parity import prompt_of
+from tests.unit.distributed.ranks import run_ranks
 
 Build = Callable[[str, str], Saved]
 
@@ -122,51 +115,41 @@ def test_logits_are_close_with_norms_inside_the_linears(
 
 
 CASES = [
-    ("block", RankCase("llama", 7, "radix", overlap=True, crowded=False, aborts=False)),
-    ("block", RankCase("llama-odd", 64, "naive", overlap=True, crowded=True, aborts=False)),
-    ("block", RankCase("qwen3-moe", 64, "radix", overlap=False, crowded=False, aborts=True)),
-    ("compressed-channel", RankCase("qwen3-moe", 7, "radix", True, False, aborts=False)),
-    ("modelopt", RankCase("qwen3", 64, "naive", overlap=True, crowded=True, aborts=False)),
-    ("block", RankCase("phi3", 7, "radix", overlap=True, crowded=False, aborts=False)),
-    ("block", RankCase("olmo2", 7, "radix", overlap=True, crowded=False, aborts=False)),
-    ("block", RankCase("qwen2-moe", 64, "radix", overlap=True, crowded=False, aborts=False)),
-    ("compressed-channel", RankCase("granite", 64, "radix", True, False, aborts=False)),
+    ("block", "llama"),
+    ("block", "llama-odd"),
+    ("block", "qwen3-moe"),
+    ("compressed-channel", "qwen3-moe"),
+    ("modelopt", "qwen3"),
+    ("block", "phi3"),
+    ("block", "olmo2"),
+    ("block", "qwen2-moe"),
+    ("compressed-channel", "granite"),
 ]
+
+
+def all_generate(
+    comm: Communicator, paths: list[str], quantization: str | None = None
+) -> list[list[int]]:
+    """Return the 16 tokens of each model after a prompt that is prefilled in chunks of 7."""
+    engines = (make_engine(path, comm, quantization=quantization) for path in paths)
+    return [Driver(engine).generate(0, prompt_of(41), 16, 7) for engine in engines]
 
 
 @pytest.mark.parametrize(("size", "chosen"), [(2, CASES), (4, CASES[1:3])])
 def test_ranks_give_the_tokens_of_the_dequantised_weights(
-    size: int, chosen: list[tuple[str, RankCase]], build: Build, tmp_path: Path
+    size: int, chosen: list[tuple[str, str]], build: Build, tmp_path: Path
 ) -> None:
     """With 384 rows a block spans two ranks; with 330 rows the last rank has padding."""
-    paths = {f"{form} {case.family}": build(form, case.family) for form, case in chosen}
-    cases = [case for _, case in chosen]
-    for path, (form, case) in zip(paths.values(), chosen, strict=True):
-        case.engine["model_path"] = path.fp8
-        assert form in path.fp8
-    own = {case.family: "" for case in cases}
-    outcomes = run_on(size, cases, own, tmp_path)
-    for index, (form, case) in enumerate(chosen):
-        first, *others = (of_rank[index] for of_rank in outcomes)
-        assert all(other == first for other in others), "the ranks differ"
-        prove(case, first)
-        reference = paths[f"{form} {case.family}"].reference
-        expected = [transformers_greedy(reference, prompt, OUTPUT_TOKENS) for prompt in prompts()]
-        for tokens, wanted in zip(first.tokens, expected * 2, strict=True):
-            assert tokens == wanted[: len(tokens)]
+    saved = [build(form, family) for form, family in chosen]
+    found = run_ranks(size, tmp_path, all_generate, [model.fp8 for model in saved])
+    expected = [transformers_greedy(model.reference, prompt_of(41), 16) for model in saved]
+    assert found == [expected] * size
 
 
-@pytest.mark.parametrize("family", ["qwen3-moe", "phi3"])
-def test_online_weights_do_not_depend_on_the_ranks(
-    family: str, build: Build, tmp_path: Path
-) -> None:
-    case = RankCase(family, 64, "radix", overlap=True, crowded=False, aborts=False)
-    case.engine["quantization"] = "fp8"
-    paths = {family: build("block", family).reference}
-    (alone,) = run_cases(SingleCommunicator(), str(tmp_path), [case], paths)
-    first, second = run_on(2, [case], paths, tmp_path)
-    assert first == second
-    assert first[0].tokens == alone.tokens
+def test_online_weights_do_not_depend_on_the_ranks(build: Build, tmp_path: Path) -> None:
+    paths = [build("block", family).reference for family in ("qwen3-moe", "phi3")]
+    alone = all_generate(SingleCommunicator(), paths, "fp8")
+    assert run_ranks(2, tmp_path, all_generate, paths, "fp8") == [alone] * 2
 
 
 def test_online_weights_are_the_rounded_rows(build: Build) -> None:

@@ -61,10 +61,9 @@ CASES = [
     Case(UNLIMITED, "naive", overlap=True, crowded=True, page_size=2),
     Case(UNLIMITED, "radix", overlap=False, crowded=False, page_size=8),
 ]
-CASES += [replace(case, kv="fp8") for case in CASES]
 FAMILIES = ["llama-llama3-tied", "mistral", "qwen2-yarn-tied", "qwen3", "qwen3-moe"]
 # These families share the scheduler and the caches with those above, so fewer cases suffice: chunks
-# of 1, 7 and 64, pages of 1, 4 and 16, hits, preemption and overlap.
+# of 7 and 64, pages of 1, 4 and 16, hits, preemption and overlap.
 OTHER_FAMILIES = [
     "qwen2-moe",
     "phi3-partial-tied",
@@ -84,9 +83,15 @@ OTHER_FAMILIES = [
     "olmo3-yarn-tied",
     "gpt-oss",
 ]
+# The FP8 cache alternates: each of the first families and each case has both kinds of cache.
 PAIRS = [
-    *((family, case) for family in FAMILIES for case in CASES),
-    *((family, CASES[index]) for family in OTHER_FAMILIES for index in (0, 2, 4, 5)),
+    *(
+        (family, replace(case, kv="fp8") if (row + column) % 2 else case)
+        for row, family in enumerate(FAMILIES)
+        for column, case in enumerate(CASES)
+    ),
+    *((family, CASES[index]) for family in OTHER_FAMILIES for index in (2, 4, 5)),
+    ("exaone4-short-windows", CASES[0]),
 ]
 
 

@@ -14,7 +14,7 @@ import torch
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.kernel import SamplingTensors, sample
 from minisgl.layers.embedding import LMHead
-from tests.parity.driver import make_engine
+from tests.parity.driver import generate, make_engine
 from tests.parity.models import transformers_greedy
 from tests.parity.rank_cases import (
     OUTPUT_TOKENS,
@@ -29,7 +29,7 @@ from tests.unit.distributed.ranks import run_ranks
 
 MANY = 8192
 CASES = [
-    RankCase("qwen3", 1, "radix", overlap=True, crowded=False, aborts=True),
+    RankCase("qwen3", 3, "radix", overlap=True, crowded=False, aborts=True),
     RankCase("qwen3-moe", 7, "naive", overlap=True, crowded=True, aborts=False, page_size=2),
     RankCase("qwen3-moe", 64, "radix", overlap=False, crowded=False, aborts=True, page_size=16),
     RankCase("llama-linear-biases", 7, "radix", overlap=False, crowded=True, aborts=True),
@@ -37,20 +37,9 @@ CASES = [
     RankCase("qwen3-moe", MANY, "radix", overlap=True, crowded=False, aborts=False),
     RankCase("mistral", 64, "naive", overlap=True, crowded=True, aborts=False),
     RankCase("qwen2-yarn-tied", 13, "radix", overlap=True, crowded=False, aborts=False, drawn=True),
-    RankCase("qwen2-moe-mixed", 7, "radix", overlap=True, crowded=True, aborts=False),
-    RankCase("phi3-partial-tied", 7, "radix", overlap=True, crowded=True, aborts=False),
-    RankCase("phi3-longrope", MANY, "naive", overlap=True, crowded=False, aborts=False),
-    RankCase("ministral3-vision", 64, "radix", overlap=True, crowded=False, aborts=False),
-    RankCase("granite-biases-tied", 7, "radix", overlap=True, crowded=True, aborts=False),
-    RankCase("smollm3-biases", MANY, "radix", overlap=True, crowded=True, aborts=False),
-    RankCase("seed-oss-biases", 7, "naive", overlap=True, crowded=False, aborts=False),
-    RankCase("olmo2", 7, "radix", overlap=True, crowded=True, aborts=True),
-    RankCase("exaone4", 64, "radix", overlap=True, crowded=False, aborts=False),
     RankCase("exaone4-short-windows", 7, "radix", overlap=True, crowded=True, aborts=False),
     RankCase("mistral-window", MANY, "radix", overlap=True, crowded=False, aborts=False),
-    RankCase("gemma2", 64, "naive", overlap=True, crowded=False, aborts=False),
     RankCase("gemma3-linear", 7, "radix", overlap=True, crowded=True, aborts=True, page_size=1),
-    RankCase("olmo3", 64, "radix", overlap=True, crowded=False, aborts=False),
     RankCase("gpt-oss-odd", 7, "radix", overlap=True, crowded=True, aborts=True, page_size=1),
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True, kv="fp8"),
     RankCase("qwen3-moe", 64, "naive", overlap=False, crowded=False, aborts=False, kv="fp8"),
@@ -66,6 +55,20 @@ CASES = [
         drafts=True,
         temperature=0.3,
     ),
+]
+# These families share the scheduler and the caches with those above. They run without a scheduler.
+FAMILIES = [
+    "qwen2-moe-mixed",
+    "phi3-partial-tied",
+    "phi3-longrope",
+    "ministral3-vision",
+    "granite-biases-tied",
+    "smollm3-biases",
+    "seed-oss-biases",
+    "olmo2",
+    "exaone4",
+    "gemma2",
+    "olmo3",
 ]
 FOUR = [  # more ranks than KV heads; 151 ids, 97 columns and experts of 39 are padded
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True),
@@ -118,6 +121,20 @@ def test_four_ranks_give_the_tokens_of_one(
     index: int, four: Runs, model_path: ModelPath, tmp_path: Path
 ) -> None:
     check(FOUR[index], four, index, model_path(FOUR[index].family), tmp_path)
+
+
+def all_generate(comm: Communicator, paths: list[str], n: int) -> list[list[int]]:
+    return [generate(comm, path, prompts()[0], n) for path in paths]
+
+
+def test_two_ranks_give_the_tokens_of_every_other_family(
+    model_path: ModelPath, tmp_path: Path
+) -> None:
+    paths = [model_path(family) for family in FAMILIES]
+    outcomes = run_ranks(2, tmp_path, all_generate, paths, OUTPUT_TOKENS)
+    for family, path, *found in zip(FAMILIES, paths, *outcomes, strict=True):
+        expected = transformers_greedy(path, prompts()[0], OUTPUT_TOKENS)
+        assert found == [expected] * 2, family
 
 
 def disagree(comm: Communicator) -> list[list[int]]:
