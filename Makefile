@@ -50,7 +50,7 @@ define add_torch
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check fmt proof k8s chart image image-cpu lock clean
+.PHONY: help serve test check check-types check-rules fmt proof k8s chart image image-cpu lock clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -59,9 +59,9 @@ serve: $(VENV)/.serve
 	@exec $(BIN)/minisgl $(ARGS)
 
 # Each worker uses one thread for matrix products: on two cores, two workers with two threads each would wait for
-# one another.
+# one another. tests/conftest.py orders the files.
 test: $(VENV)/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 proof: $(VENV)/.dev
 	$(BIN)/python -m pytest -m proof $(ARGS)
@@ -70,8 +70,13 @@ proof: $(VENV)/.dev
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory -j2 --output-sync=target check-types check-rules
+
+check-types:
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+check-rules:
 	$(BIN)/python -m pytest -q tests/repo
 
 fmt: $(VENV)/.dev
