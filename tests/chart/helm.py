@@ -106,8 +106,11 @@ def find_helm() -> Helm | None:
     return _Library() if importlib.util.find_spec("helm_python") else None
 
 
-class _Strict(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys, as Kustomize and Flux do."""
+class _Strict(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """A YAML loader that refuses duplicate keys, as Kustomize and Flux do.
+
+    The parser in C takes a tenth of the time of the one in Python.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Object:
         found = super().construct_mapping(node, deep)
