@@ -29,7 +29,6 @@ FLOOD = {
     "max_tokens": 1000,
     "ignore_eos": True,
 }
-GROWTH = 1.05
 STUCK_S = 300.0  # far longer than any response takes, even on a busy machine
 TOTAL_PAGES = 512  # small enough for evictions and preemptions
 ADMIN = {"authorization": "Bearer root"}
@@ -145,8 +144,14 @@ def all_pages_returned(server: ServerProcess) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("duration_s", [180, pytest.param(1800, marks=pytest.mark.proof)])
-def test_soak(duration_s: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("duration_s", "growth"),
+    [
+        (45, 1.2),  # in its first seconds a process still fills its caches
+        pytest.param(1800, 1.05, marks=pytest.mark.proof),
+    ],
+)
+def test_soak(duration_s: int, growth: float, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("a: one\nb: two\nhostile: three\n")
     flags = ("--num-pages", str(TOTAL_PAGES), "--max-running-requests", "8")
@@ -165,7 +170,7 @@ def test_soak(duration_s: int, tmp_path: Path) -> None:
                     early[name] = max(early.get(name, 0), rss)
                 assert server.status("/livez") == 200
         assert not load.bad, load.bad[:3]
-        assert load.done > duration_s / 5
+        assert load.done >= CLIENTS
         assert load.floods > 0
         counted = server.metrics()
         assert counted["key_rejected_total{key=a}"] == counted["key_rejected_total{key=b}"] == 0
@@ -177,5 +182,5 @@ def test_soak(duration_s: int, tmp_path: Path) -> None:
             print(f"{name}: {early[name] / 2**20:.1f} MiB, then {late[name] / 2**20:.1f} MiB")
         ended = {k: v for k, v in server.metrics().items() if k.startswith("requests_total")}
         print(f"{duration_s} s, {load.done} complete responses to {CLIENTS} clients; {ended}")
-        grown = {n: (early[n], late[n]) for n in early if late[n] > GROWTH * early[n]}
+        grown = {n: (early[n], late[n]) for n in early if late[n] > growth * early[n]}
         assert not grown, "bytes in the first fifth of the time, and at the end"
