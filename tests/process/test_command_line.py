@@ -28,30 +28,18 @@ def change_config(folder: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def cut_weights(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
+# A setting, the weights, and a file that another process reads. Unit tests have the other faults.
 FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str]] = {
     "device": (
         lambda folder: None,
         ("--device", "cuda"),
         "there is no visible GPU; use --device cpu",
     ),
-    "ranks": (lambda folder: None, ("--tp", "3"), "cannot be split over tensor-parallel 3"),
-    "backend": (lambda folder: None, ("--attn", "magic"), "attention backend 'magic' is not known"),
-    "architecture": (
-        lambda folder: change_config(folder, architectures=["SurpriseForCausalLM"]),
-        (),
-        "architecture SurpriseForCausalLM is not supported; docs/models.md lists",
-    ),
     "missing tensors": (
         lambda folder: change_config(folder, num_hidden_layers=3, layer_types=None),
         (),
         "has no tensor model.layers.2.",
     ),
-    "cut file": (cut_weights, (), "model.safetensors is not a readable safetensors file"),
     "tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{"), (), "tokenizer"),
 }
 

@@ -98,15 +98,12 @@ def test_signal_finishes_running_requests_and_exits_0(
         assert not folder.exists()
 
 
-def test_only_the_api_server_listens(tiny_model: Path) -> None:
+def test_only_the_api_server_listens(stub_server: ServerProcess) -> None:
     """Regression: the launcher listened too; clients could connect after the API server ended."""
-    with serving(tiny_model, "--drain-grace", "0") as server:
-        port = httpx.URL(server.url).port
-        hosts = [psutil.Process(pid) for pid in (server.pid, *server.child_pids().values())]
-        found = [
-            at for host in hosts for at in host.net_connections("tcp") if at.laddr.port == port
-        ]
-        assert [at.status for at in found if not at.raddr] == ["LISTEN"]
+    port = httpx.URL(stub_server.url).port
+    hosts = [psutil.Process(pid) for pid in (stub_server.pid, *stub_server.child_pids().values())]
+    found = [at for host in hosts for at in host.net_connections("tcp") if at.laddr.port == port]
+    assert [at.status for at in found if not at.raddr] == ["LISTEN"]
 
 
 def test_grace_accepts_while_unready_and_then_refuses_with_retry_after(tiny_model: Path) -> None:
@@ -251,14 +248,6 @@ def test_second_signal_ends_at_once(tiny_model: Path) -> None:
         server.wait_exit()
         assert server.process.returncode == 128 + signal.SIGTERM
         assert not any(psutil.pid_exists(pid) for pid in pids)
-
-
-def test_socket_directory_is_removed(tiny_model: Path) -> None:
-    with serving(tiny_model) as server:
-        folder = server.socket_folder()
-        server.signal(signal.SIGINT)
-        assert server.wait_exit() == 0
-        assert not folder.exists()
 
 
 def test_sigterm_ends_a_download_at_once() -> None:

@@ -51,6 +51,24 @@ def test_folder_without_weights_is_a_fault_unless_the_weights_are_random(tmp_pat
         check(folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"architectures": ["SurpriseForCausalLM"]}, "architecture SurpriseForCausalLM is not"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quantization_config \(awq\) is not"),
+        ({"vocab_size": 2**30}, "each of 1 ranks needs "),
+    ],
+)
+def test_config_alone_shows_that_a_model_cannot_be_served(
+    changes: dict[str, object], expected: str, tmp_path: Path
+) -> None:
+    published = json.loads((model_path() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(published | changes))
+    config = EngineConfig(model_path=str(tmp_path), device="cpu")
+    with pytest.raises(ConfigError, match=expected):
+        check_before_weights(config, DEFAULT_EXTENSIONS)
+
+
 def test_drafts_with_sliding_windows_are_a_fault(tmp_path: Path) -> None:
     settings = {"dummy_weight": True, "speculative": "ngram"}
     folder = write_model("gemma-3-12b", tmp_path)
