@@ -110,6 +110,42 @@ def test_a_client_alone_uses_all_rows() -> None:
     assert harness.scheduler.totals.preemptions_total == 0
 
 
+def test_a_client_above_its_share_loses_a_row_to_another_one() -> None:
+    engine = FakeEngine(4096, 4, max_running_reqs=2, max_seq_len=512)
+    harness = Harness(engine, config())
+    first, second = (
+        harness.add(prompt_of(9, call), client="a", call=call, max_tokens=30, ignore_eos=True)
+        for call in (1, 2)
+    )
+    for _ in range(4):
+        harness.step()
+    other, later = (
+        harness.add(prompt_of(9, call), client="b", call=call, max_tokens=60, ignore_eos=True)
+        for call in (3, 4)
+    )
+    while not harness.answers[first].finishes:
+        harness.step()
+        assert not harness.answers[later].tokens, "the client has a row, which is its share"
+    assert harness.answers[other].tokens
+    assert not harness.answers[second].finishes, "the newest request was preempted"
+    assert harness.scheduler.totals.preemptions_total == 1
+    harness.run()
+
+
+def test_the_last_running_request_of_a_client_keeps_pages_above_its_share() -> None:
+    engine = FakeEngine(40, 4, max_running_reqs=4, max_seq_len=160)
+    harness = Harness(engine, config(cache_type="naive"))
+    large = harness.add(prompt_of(110, 1), client="a", call=1, max_tokens=20, ignore_eos=True)
+    for _ in range(3):
+        harness.step()
+    other = harness.add(prompt_of(60, 2), client="b", call=2, max_tokens=4, ignore_eos=True)
+    while not harness.answers[large].finishes:
+        harness.step()
+        assert harness.scheduler.totals.preemptions_total == 0
+    assert not harness.answers[other].tokens
+    harness.run()
+
+
 class CountingEngine(VirtualEngine):
     """Records the requests and the prompt tokens of each step."""
 

@@ -4,6 +4,7 @@ import pytest
 
 from minisgl.core import StepCost
 from minisgl.scheduler import scheduler
+from minisgl.scheduler.plan import MAX_PAUSES
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, prompt_of
@@ -155,6 +156,22 @@ def test_an_admitted_prompt_is_computed_although_earlier_priorities_use_up_every
         harness.step()
         steps += 1
     assert 5 < steps < 30
+    harness.run()
+
+
+def test_prompts_of_an_earlier_priority_leave_a_stream_out_of_a_few_steps_in_a_row() -> None:
+    engine = FakeEngine(4096, 4, max_running_reqs=64, max_seq_len=512)
+    harness = Harness(engine, config(prefill_budget_tokens=16, overlap=False))
+    stream = harness.add(prompt_of(9, 0), max_tokens=40, ignore_eos=True, priority=1)
+    while not harness.answers[stream].tokens:
+        harness.step()
+    begun = len(engine.batches)
+    harness.add(prompt_of(400, 1), max_tokens=2, ignore_eos=True)  # in 25 steps
+    for _ in range(3 * (MAX_PAUSES + 1)):
+        harness.step()
+    has_stream = [batch.num_decode > 0 for batch in engine.batches[begun:]]
+    period = [False] * MAX_PAUSES + [True]
+    assert has_stream[: 2 * len(period)] == period * 2
     harness.run()
 
 
