@@ -9,10 +9,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-from minisgl.structured.bounded import LOW_PRIORITY, STACK_BYTES
 from minisgl.utils.turns import Turns
 
 T = TypeVar("T")
+
+# The stack of the check of a grammar. llguidance recurses once for each $ref or rule. The threads
+# that compile an accepted grammar have twice as much.
+STACK_BYTES = 3 * 2**19
+LOW_PRIORITY = 10  # niceness of work that only its own request waits for
 
 
 class _Job(NamedTuple):

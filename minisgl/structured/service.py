@@ -1,6 +1,7 @@
 """The process that checks and compiles the grammars, JSON schemas and tools of requests."""
 
 import logging
+import signal
 import traceback
 from functools import partial
 from typing import NoReturn
@@ -11,15 +12,18 @@ from minisgl.core import ConfigError, InvalidRequest
 from minisgl.message import messages
 from minisgl.message.messages import CompileGrammar, GrammarResult
 from minisgl.message.queues import Receiver, Sender, endpoint
-from minisgl.structured.bounded import BoundedProcess, Bounds
+from minisgl.structured.compile_threads import LOW_PRIORITY, STACK_BYTES
 from minisgl.structured.library import load_tokenizer
 from minisgl.structured.source import GrammarCompiler, WriteTools
+from minisgl.utils.bounded import BoundedProcess, Bounds
 from minisgl.utils.turns import Turns
 
 logger = logging.getLogger(__name__)
 
-# For one grammar. An ordinary schema takes 0.001 s and less than 1 MiB.
-BOUNDS = Bounds(cpu_s=0.09, memory_bytes=2**29)
+# For one grammar. An ordinary schema takes 0.001 s and less than 1 MiB. llguidance bounds most of
+# its work by counters, but not all: a schema of 1 KB can take minutes and gigabytes.
+BOUNDS = Bounds(0.09, 2**29, stack_bytes=STACK_BYTES, niceness=LOW_PRIORITY)
+_NAME = "the process for grammars"
 _TOO_MUCH = GrammarResult(
     uid=0,
     error=f"the grammar takes more than {BOUNDS.cpu_s:g} s or {BOUNDS.memory_bytes >> 20} MiB to "
@@ -52,7 +56,7 @@ class GrammarService:
         except ConfigError as error:
             logger.warning("structured output is not available: %s", error)
         else:
-            self._process = BoundedProcess(partial(_check, compiler), BOUNDS)
+            self._process = BoundedProcess(_NAME, partial(_check, compiler), BOUNDS)
 
     def compile(self, request: CompileGrammar) -> GrammarResult:
         """Return the source of this grammar, or the error for the client."""
@@ -60,7 +64,7 @@ class GrammarService:
             error = "the tokenizer of this model does not support structured output"
             return GrammarResult(uid=request.uid, error=error)
         reply = self._process.call(msgspec.msgpack.encode(request))
-        if reply is None:
+        if isinstance(reply, signal.Signals):
             return msgspec.structs.replace(_TOO_MUCH, uid=request.uid)
         result = msgspec.msgpack.decode(reply, type=GrammarResult)
         if result.internal:

@@ -33,12 +33,14 @@ _CHILD_ENV_DEFAULTS: Mapping[str, str] = {
 
 
 def bind_to_parent() -> None:
-    """Let Linux kill this process when its parent ends, even if this process is stuck.
+    """Call `die_with` for the parent whose pid `spawn_child` has given as the last argument."""
+    die_with(int(sys.argv[-1]))
 
-    `spawn_child` has given the pid of the parent as the last argument.
-    """
+
+def die_with(parent: int) -> None:
+    """Let Linux kill this process when its parent ends, even if this process is stuck."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != int(sys.argv[-1]):  # the parent ended before prctl took effect
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os._exit(1)
 
 
