@@ -20,7 +20,7 @@ def main() -> int:
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig)
     try:
         check_before_weights(config, with_quantizations())
-        TextTokenizer(config.model_path)
+        TextTokenizer(config.model_path).close()
     except ConfigError as error:
         sys.stdout.write(f"{error}\n")
         return supervise.CONFIG_EXIT

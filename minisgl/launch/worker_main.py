@@ -83,11 +83,11 @@ def _detokenizer(spec: ChildSpec) -> None:
 
 def _grammars(spec: ChildSpec) -> None:
     from minisgl.structured.service import GrammarService, run_grammars
-    from minisgl.tokenizer import TextTokenizer
+    from minisgl.tokenizer import load_vocabulary
     from minisgl.tool_calls.formats import ToolGrammarWriter
 
     model_path = spec.config.engine.model_path
-    vocabulary = TextTokenizer(model_path).vocabulary
+    vocabulary = load_vocabulary(model_path)
     write_tools = ToolGrammarWriter(vocabulary)
     service = GrammarService(model_path, vocabulary.think_ids, write_tools)
     run_grammars(service, spec.name, spec.socket_dir)

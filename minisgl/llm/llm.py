@@ -186,6 +186,7 @@ class LLM:
         if not self._closed:
             self._closed = True
             self.worker.close()
+            self.tokenizer.close()
 
     def __enter__(self) -> Self:
         return self

@@ -27,7 +27,8 @@ from typing import Any
 
 import tokenizers
 
-from minisgl.tokenizer.template import ChatTemplate, TemplateError
+from minisgl.tokenizer.renderer import TemplateError
+from minisgl.tokenizer.template import ChatTemplate
 
 _MARK = "\ud800"
 _OR_END = r"|\Z"
@@ -57,11 +58,9 @@ class SpecialTokenEscaper:
         self._beginnings = re.compile("|".join(beginnings) or _NOTHING)
         self._tokenizer = _renamed(tokenizer, self._names)
 
-    def encode(
-        self, messages: list[dict[str, Any]], options: dict[str, Any], timeout_s: float | None
-    ) -> list[int]:
+    def encode(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         """The ids of a chat. Raises TemplateError if the template cannot render it."""
-        text = self._template.render(self._marked(messages), self._marked(options), timeout_s)
+        text = self._template.render(self._marked(messages), self._marked(options))
         text = self._tokens.sub(lambda token: self._names[token[0]], text).replace(_MARK, "")
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
@@ -87,7 +86,7 @@ def _escaped_tokens(tokenizer: tokenizers.Tokenizer, template: ChatTemplate) -> 
     special = {token.content for token in added if token.special}
     try:
         chat = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
-        plain = template.render(chat, {}, None)
+        plain = template.render(chat, {})
     except TemplateError:
         plain = ""  # The template accepts other chats only.
     around = {token.content for token in added if token.content in plain}

@@ -1,74 +1,53 @@
-"""Renders the Jinja chat template of a model in a sandbox, with limits on time and size.
-
-The Jinja environment has the features that Hugging Face templates use: trimmed blocks, loop
-controls, `tojson` without escaping, `raise_exception`, `strftime_now`, the `generation` tag.
-"""
+"""`ChatTemplate`: loads and renders a chat template in a bounded process."""
 
 import json
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import datetime
-from functools import partial
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import msgspec
 
-from minisgl.core import InvalidRequest
+from minisgl.tokenizer.renderer import RenderResult, TemplateError, TemplateRenderer
+from minisgl.utils.bounded import BoundedProcess, Bounds
+from minisgl.utils.supervise import describe_exit
 
 MAX_TEMPLATE_CHARS = 8 * 2**20  # The server's limit for the rendered text of one chat.
-# Marks the end of a message that the model continues. It is a lone surrogate. UTF-8 cannot encode
-# one, so no other text that becomes tokens contains it.
-_END_MARK = "\ud801"
-
-
-class TemplateError(InvalidRequest):
-    """The chat cannot be rendered."""
-
-    def __init__(self, message: str, limit: str | None = None) -> None:
-        super().__init__(message, param="messages", limit=limit)
-
-
-class _TimeLimitExceeded(BaseException):
-    """The template ran too long. A BaseException, so that `except Exception` does not catch it."""
-
-
-class _GenerationTag(Extension):
-    """The tag `{% generation %}`, which marks output for training. Here it has no effect."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+TIMEOUT_S = 5.0
+_MEMORY_BYTES = 2**29
+_NAME = "the process for the chat template"
 
 
 class ChatTemplate:
-    """One compiled template. max_chars: the limit for the length of a rendered chat.
+    """The chat template of a model, in a process of its own.
+
+    A template computes with Python's operators. One operation, such as a comparison of nested
+    lists, can take hours, and no signal interrupts it. Another can take all memory. Jinja computes
+    constants while it loads a template.
 
     variables: the names of the variables that the template reads.
     """
 
-    def __init__(self, source: str, special_tokens: dict[str, str], max_chars: float) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
-        )
-        # Jinja's own `tojson` would change the prompt, because it escapes HTML characters.
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-        # Jinja's own `safe` marks a text as HTML, and a text that is added to it is then escaped.
-        environment.filters["safe"] = str
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-        self.source = source
-        self._template = environment.from_string(source)
-        self.variables = tuple(sorted(meta.find_undeclared_variables(environment.parse(source))))
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        max_chars: float,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """Load the template. Raises TemplateError if this fails or exceeds a limit.
+
+        max_chars: the limit for the length of a rendered chat.
+        timeout_s: the limit for the CPU time of loading, and of rendering one chat.
+        """
+        self._source = source
         self._special_tokens = special_tokens
-        self._max_chars = max_chars
+        self._timeout_s = timeout_s
+        renderer = TemplateRenderer(source, special_tokens, max_chars)
+        self._process = BoundedProcess(_NAME, renderer.handle, Bounds(timeout_s, _MEMORY_BYTES))
+        try:
+            self.variables = self._call(b"").variables
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def standalone(self) -> str:
@@ -83,75 +62,48 @@ class ChatTemplate:
             for name, text in texts.items()
             if name in self.variables
         ]
-        return "".join(sets) + self.source
+        return "".join(sets) + self._source
 
-    def render(
-        self, messages: list[dict[str, Any]], options: dict[str, Any], timeout_s: float | None
-    ) -> str:
+    def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
         """The prompt text of a chat. Raises TemplateError for every failure of the template.
 
         With the option continue_final_message, the prompt ends with the content of the last
         message, so that the model continues it.
-        timeout_s works in the main thread of a process only (it uses SIGALRM); None: no limit.
         """
-        variables: dict[str, Any] = {
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": True,
-            **options,
-            **self._special_tokens,
-            "messages": messages,
-        }
-        continues = options.get("continue_final_message")
-        if continues:
-            # The template writes the end of the message after the mark.
-            final = {**messages[-1], "content": messages[-1]["content"] + _END_MARK}
-            variables["messages"] = [*messages[:-1], final]
         try:
-            with time_limit(timeout_s):
-                text = self._collect(variables)
-        except _TimeLimitExceeded:
-            message = f"the chat template ran longer than {timeout_s:g} s"
-            raise TemplateError(message, "template_timeout_s") from None
-        except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise TemplateError(f"the chat template refused this chat: {error}"[:500]) from None
-        except (AttributeError, RecursionError, MemoryError) as error:
-            raise TemplateError(f"the chat template failed: {type(error).__name__}") from None
-        if continues:
-            text, found, _ = text.rpartition(_END_MARK)
-            if not found:
-                message = "the chat template leaves out the last message, so it cannot be continued"
-                raise TemplateError(message)
-        return text
+            request = json.dumps([messages, options], ensure_ascii=False)
+        except (TypeError, ValueError) as error:
+            message = f"messages and template options must be JSON values: {error}"
+            raise TemplateError(message) from None
+        return self._call(request.encode("utf-8", "surrogatepass")).text.decode(
+            "utf-8", "surrogatepass"
+        )
 
-    def _collect(self, variables: dict[str, Any]) -> str:
-        text = ""
-        for part in self._template.generate(variables):
-            text += part
-            if len(text) > self._max_chars:
-                message = f"the chat template produced more than {self._max_chars} characters"
-                raise TemplateError(message, "max_template_chars")
-        return text
+    def close(self) -> None:
+        """End the process. A second call does nothing."""
+        self._process.close()
 
+    def _call(self, request: bytes) -> RenderResult:
+        reply = self._process.call(request)
+        if isinstance(reply, signal.Signals):
+            raise self._ended(reply)
+        result = msgspec.msgpack.decode(reply, type=RenderResult)
+        if result.bug is not None:
+            raise RuntimeError(f"the chat template failed:\n{result.bug}")
+        if result.error is not None:
+            raise TemplateError(result.error, result.limit)
+        return result
 
-@contextmanager
-def time_limit(timeout_s: float | None) -> Iterator[None]:
-    """Raise _TimeLimitExceeded in the block after `timeout_s`. Calls must not be nested."""
-    if timeout_s is None:
-        yield
-        return
-    previous = signal.signal(signal.SIGALRM, _raise_time_limit)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
-
-
-def _raise_time_limit(number: int, frame: FrameType | None) -> NoReturn:
-    raise _TimeLimitExceeded
-
-
-def _raise_exception(message: object) -> NoReturn:
-    raise jinja2.TemplateError(str(message))
+    def _ended(self, by: signal.Signals) -> Exception:
+        """The error of a call that this signal has ended."""
+        match by:
+            case signal.SIGPROF:
+                message = f"the chat template ran longer than {self._timeout_s:g} s"
+                return TemplateError(message, "template_timeout_s")
+            case signal.SIGABRT:
+                message = f"the chat template took more than {_MEMORY_BYTES >> 20} MiB of memory"
+                return TemplateError(message)
+            case signal.SIGSEGV:
+                return TemplateError("the chat template exceeded the stack of its process")
+        # The cause is not the chat, for example a machine without memory.
+        return ChildProcessError(f"{_NAME} {describe_exit(-by)}")

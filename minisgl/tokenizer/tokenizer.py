@@ -9,7 +9,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import tokenizers
 
 from minisgl.core import ConfigError, InvalidRequest, TokenizerInfo
@@ -17,7 +16,8 @@ from minisgl.core.files import read_json
 from minisgl.tokenizer.convert import tokenizer_folder
 from minisgl.tokenizer.escape import SpecialTokenEscaper
 from minisgl.tokenizer.prefixes import ChatPrefixes
-from minisgl.tokenizer.template import ChatTemplate, TemplateError
+from minisgl.tokenizer.renderer import TemplateError
+from minisgl.tokenizer.template import TIMEOUT_S, ChatTemplate
 from minisgl.tokenizer.vocab import Vocabulary
 
 # A template that contains one of these names can switch thinking on or off.
@@ -37,20 +37,15 @@ class TextTokenizer:
         folder: str | Path,
         max_template_chars: float = math.inf,
         escape_special_tokens: bool = False,
+        template_timeout_s: float = TIMEOUT_S,
     ) -> None:
         """Read the folder. Raises ConfigError that names the wrong file.
 
+        template_timeout_s: the CPU time for loading the chat template, and for rendering a chat.
         escape_special_tokens: `encode_chat` encodes special tokens in the texts of a chat as text.
         """
         folder = tokenizer_folder(folder)
-        path = folder / "tokenizer.json"
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        # For a file that it cannot read, the library raises the class Exception and no subclass.
-        except Exception as error:  # noqa: BLE001
-            raise ConfigError(f"{path} cannot be read: {error}") from None
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
+        tokenizer = _read(folder)
         names = ("special_tokens_map.json", "tokenizer_config.json")
         token_map, config = (read_json(folder / n) if (folder / n).exists() else {} for n in names)
         special = _special_tokens(token_map, config)
@@ -58,8 +53,10 @@ class TextTokenizer:
         self._template = None
         if source is not None:
             try:
-                self._template = ChatTemplate(source, special, max_template_chars)
-            except jinja2.TemplateError as error:
+                self._template = ChatTemplate(
+                    source, special, max_template_chars, template_timeout_s
+                )
+            except TemplateError as error:
                 raise ConfigError(f"{folder} has a broken chat template: {error}") from None
         self._renders_thinking = any(name in (source or "") for name in _THINKING_NAMES)
         self._tokenizer = tokenizer
@@ -104,23 +101,26 @@ class TextTokenizer:
         self,
         messages: list[dict[str, Any]],
         template_options: dict[str, Any] | None = None,
-        timeout_s: float | None = None,
     ) -> list[int]:
         """The ids of a rendered chat. Raises TemplateError if the template cannot render it."""
         if self._escaper is None:
-            return self.encode_text(self.render_chat(messages, template_options, timeout_s), False)
-        return self._escaper.encode(messages, template_options or {}, timeout_s)
+            return self.encode_text(self.render_chat(messages, template_options), False)
+        return self._escaper.encode(messages, template_options or {})
 
     def render_chat(
         self,
         messages: list[dict[str, Any]],
         template_options: dict[str, Any] | None = None,
-        timeout_s: float | None = None,
     ) -> str:
         """Return the prompt text of a chat. It ends where the answer of the assistant begins."""
         if self._template is None:
             raise TemplateError("this model has no chat template; use /v1/completions")
-        return self._template.render(messages, template_options or {}, timeout_s)
+        return self._template.render(messages, template_options or {})
+
+    def close(self) -> None:
+        """End the process of the chat template. A second call does nothing."""
+        if self._template is not None:
+            self._template.close()
 
     def thinks(self, prompt: list[int], template_options: dict[str, Any]) -> bool:
         """True if the model may begin its answer to this rendered chat with thinking.
@@ -134,6 +134,23 @@ class TextTokenizer:
             return False
         after = prompt[len(prompt) - prompt[::-1].index(end) :] if end in prompt else None
         return after is None or bool(self.vocabulary.decode(after, False).strip())
+
+
+def load_vocabulary(folder: str | Path) -> Vocabulary:
+    """The vocabulary of a TextTokenizer, without its chat template. Raises ConfigError."""
+    return Vocabulary.of(_read(tokenizer_folder(folder)))
+
+
+def _read(folder: Path) -> tokenizers.Tokenizer:
+    path = folder / "tokenizer.json"
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    # For a file that it cannot read, the library raises the class Exception and no subclass.
+    except Exception as error:  # noqa: BLE001
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:

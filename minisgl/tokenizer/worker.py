@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from types import UnionType
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ from minisgl.message import messages
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.tokenizer.detokenizer import Detokenizer, OpenCallParser
 from minisgl.tokenizer.template import MAX_TEMPLATE_CHARS
-from minisgl.tokenizer.tokenizer import TextTokenizer
+from minisgl.tokenizer.tokenizer import TextTokenizer, load_vocabulary
 from minisgl.tokenizer.vocab import Vocabulary
 
 logger = logging.getLogger(__name__)
@@ -40,19 +41,17 @@ def run_tokenizer(
     """
     # The worker encodes one message at a time. The library's threads would compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    tokenizer = TextTokenizer(model_path, MAX_TEMPLATE_CHARS, escape_special_tokens)
+    tokenizer = TextTokenizer(
+        model_path, MAX_TEMPLATE_CHARS, escape_special_tokens, template_timeout_s
+    )
     on_checked()
-
-    def handle(message: messages.TokenizeRequest) -> messages.TokenizeResult:
-        return tokenize(tokenizer, message, template_timeout_s)
-
     ready = messages.Ready(
         role=name,
         tool_format=detect_tools(tokenizer),
         template_variables=tokenizer.template_variables,
         tokenizer=tokenizer.info,
     )
-    _serve_queue(ready, socket_dir, messages.ToTokenizer, handle)
+    _serve_queue(ready, socket_dir, messages.ToTokenizer, partial(tokenize, tokenizer))
 
 
 def run_detokenizer(
@@ -62,19 +61,16 @@ def run_detokenizer(
 
     call_parsers: makes the parsers of tool calls for a vocabulary.
     """
-    vocabulary = TextTokenizer(model_path).vocabulary
+    vocabulary = load_vocabulary(model_path)
     detokenizer = Detokenizer(vocabulary, call_parsers(vocabulary))
     ready = messages.Ready(role="detokenizer")
     _serve_queue(ready, socket_dir, messages.ToDetokenizer, detokenizer.handle)
 
 
 def tokenize(
-    tokenizer: TextTokenizer, message: messages.TokenizeRequest, timeout_s: float | None
+    tokenizer: TextTokenizer, message: messages.TokenizeRequest
 ) -> messages.TokenizeResult:
-    """Return the result of one message. If the message fails, the result has an `error`.
-
-    timeout_s limits the rendering of a chat template; None: no limit.
-    """
+    """Return the result of one message. If the message fails, the result has an `error`."""
     try:
         if isinstance(message, messages.DecodeIds):
             ids = array.array("i", message.token_ids).tolist()
@@ -91,9 +87,9 @@ def tokenize(
             chat = json.loads(message.messages_json)
             options = json.loads(message.template_kwargs_json)
             options["tools"] = json.loads(message.tools_json)
-            ids = tokenizer.encode_chat(chat, options, timeout_s)
+            ids = tokenizer.encode_chat(chat, options)
             thinks = tokenizer.thinks(ids, options)
-            prefixes = tokenizer.prefixes.find(ids, chat, options, timeout_s)
+            prefixes = tokenizer.prefixes.find(ids, chat, options)
         token_ids = array.array("i", ids).tobytes()
         return messages.TokenizeResult(
             uid=message.uid, token_ids=token_ids, thinks=thinks, prefixes=prefixes

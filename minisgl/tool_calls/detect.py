@@ -10,7 +10,7 @@ import msgspec
 from minisgl.core import ModelFacts
 from minisgl.message.messages import ToolCallDelta
 from minisgl.tokenizer import TextTokenizer
-from minisgl.tokenizer.template import TemplateError
+from minisgl.tokenizer.renderer import TemplateError
 from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.formats import FORMATS
 from minisgl.tool_calls.formats.harmony import HARMONY, Harmony
@@ -40,7 +40,7 @@ def detect_format(tokenizer: TextTokenizer, given: str) -> str:
 
     --tool-format has no effect on a model whose template does not render tools.
     """
-    found = detect(lambda chat, options: tokenizer.render_chat(chat, options, timeout_s=None))
+    found = detect(tokenizer.render_chat)
     if found == HARMONY.name:
         ids = tokenizer.vocabulary.special_ids(HARMONY.markers)
         if set(ids.values()) != set(HARMONY.markers):  # the parser finds messages by these tokens

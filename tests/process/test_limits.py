@@ -24,7 +24,8 @@ pytestmark = pytest.mark.process
 
 TEMPLATE = """
 {%- if messages[0].content == 'slow' -%}
-{%- for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor -%}
+{%- set n = 9999 * messages | length -%}
+{{- [[[0] * n] * n] * n == [[[0.0] * n] * n] * n -}}
 {%- endif -%}
 {{ messages[0].content * (3000000 if messages[0].content == 'long' else 1) }}"""
 SMALL = {
@@ -34,8 +35,8 @@ SMALL = {
     "--max-messages": "2",
     "--max-prompt-chars": "3000",
     "--max-body-bytes": "10000",
-    "--template-timeout": "0.2",
-    "--max-request-time": "1",
+    "--template-timeout": "0.1",
+    "--max-request-time": "2",
     "--max-call-tokens": "4000",
 }
 USER = {"role": "user", "content": "hi"}

@@ -139,7 +139,8 @@ def test_killed_launcher_leaves_no_orphans(tiny_model: Path, phase: str) -> None
     stub = {"loading": "loading", "draining": None}.get(phase, "echo")
     with run_server("--model", str(tiny_model), *DRAIN, stub=stub) as server:
         _bring_into(server, phase)
-        pids = [server.child_pid(child) for child in CHILDREN]
+        launcher = psutil.Process(server.process.pid)
+        pids = [process.pid for process in launcher.children(recursive=True)]
         server.process.kill()
         server.wait_exit()
         _assert_all_gone(pids)

@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 def format_of(path: Path) -> str:
     template = load_template(path)
-    return detect(lambda chat, options: template.render(chat, options, None))
+    return detect(template.render)
 
 
 def test_calls_of_published_templates_are_read_back(folder: Path) -> None:

@@ -36,7 +36,7 @@ def tool(name: str) -> dict[str, Any]:
 
 def prompt(template: ChatTemplate, messages: list[Any], *tools: str) -> str:
     options = {"tools": [tool(name) for name in tools] or None, "add_generation_prompt": True}
-    return template.render(messages, options, None)
+    return template.render(messages, options)
 
 
 def test_the_model_calls_the_shell_tool_of_each_agent(folder: Path, template: ChatTemplate) -> None:
@@ -75,7 +75,7 @@ def test_the_turn_ends_after_the_result_and_the_next_turn_calls_again(
 
 
 def test_the_format_of_the_calls_is_known(template: ChatTemplate) -> None:
-    assert detect(lambda chat, options: template.render(chat, options, None)) == "hermes"
+    assert detect(template.render) == "hermes"
 
 
 def test_an_existing_folder_is_not_overwritten(folder: Path) -> None:

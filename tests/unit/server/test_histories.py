@@ -36,7 +36,7 @@ def rendered(name: str, route: str, **body: Any) -> str:
     prompt = read(route, facts=facts, tools=tools, **body).prompts[0][1]
     assert isinstance(prompt, TokenizeChat)
     options = {**json.loads(prompt.template_kwargs_json), "tools": json.loads(prompt.tools_json)}
-    return template_of(name).render(json.loads(prompt.messages_json), options, None)
+    return template_of(name).render(json.loads(prompt.messages_json), options)
 
 
 @pytest.mark.parametrize("arguments", BROKEN, ids=lambda text: text[:12])

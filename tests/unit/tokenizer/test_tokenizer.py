@@ -6,9 +6,13 @@ The W-numbers are rows of docs/bugs.md.
 import array
 import json
 import math
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import jinja2
+import msgspec
 import pytest
 from tokenizers import processors
 
@@ -16,7 +20,8 @@ from minisgl.core import ConfigError
 from minisgl.message.messages import DecodeIds, TokenizeChat, TokenizeText
 from minisgl.tokenizer import TextTokenizer
 from minisgl.tokenizer.prefixes import MIN_FIRST_CHARS
-from minisgl.tokenizer.template import ChatTemplate, TemplateError
+from minisgl.tokenizer.renderer import TemplateError, TemplateRenderer
+from minisgl.tokenizer.template import ChatTemplate
 from minisgl.tokenizer.worker import tokenize
 from tests.unit.tokenizer.conftest import byte_level
 
@@ -100,18 +105,82 @@ def test_failing_template_is_an_error_of_this_chat_alone(folder: Path, template:
     with pytest.raises(TemplateError):
         tokenizer.render_chat(CHAT)
     chat = TokenizeChat(uid=1, messages_json=json.dumps(CHAT).encode())
-    answer = tokenize(tokenizer, chat, 1.0)
+    answer = tokenize(tokenizer, chat)
     assert answer.error
     assert not answer.internal
-    good = tokenize(tokenizer, TokenizeText(uid=2, text="hello"), 1.0)
+    good = tokenize(tokenizer, TokenizeText(uid=2, text="hello"))
     assert good.token_ids
 
 
-def test_endless_template_is_stopped_by_the_timer(folder: Path) -> None:
-    loops = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
-    write_config(folder, loops)
-    with pytest.raises(TemplateError, match="longer than"):
-        TextTokenizer(folder).render_chat(CHAT, timeout_s=0.05)
+# Each template computes for hours, or takes gigabytes, in one operation. `n` is not defined while
+# the template loads, so that Jinja does not compute a constant.
+CUBES = "[[[0] * n] * n] * n == [[[0.0] * n] * n] * n"  # equal, by n ** 3 comparisons
+ENDLESS = {
+    "loops": "{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}",
+    "power": "{% if n ** (n ** n) %}{% endif %}",
+    "comparison": "{{ " + CUBES + " }}",
+}
+LARGE = {
+    "text": "{{ 'a' * n ** 3 }}",
+    "filter": "{{ 'a' | center(n ** 3) }}",
+    "list": "{% set x = [0] * n ** 3 %}",
+}
+LIMITS = [(text, "ran longer than 0.1 s", "template_timeout_s") for text in ENDLESS.values()]
+LIMITS += [(text, "took more than 512 MiB of memory", None) for text in LARGE.values()]
+
+
+@pytest.mark.parametrize(("template", "error", "limit"), LIMITS, ids=[*ENDLESS, *LARGE])
+def test_template_over_a_limit_ends_its_request_alone(
+    folder: Path, template: str, error: str, limit: str | None
+) -> None:
+    """Regression: one comparison of lists held the process, and its timer never fired."""
+    write_config(folder, "{% if n is defined %}" + template + "{% endif %}" + TEMPLATE)
+    tokenizer = TextTokenizer(folder, template_timeout_s=0.1)
+    chat = TokenizeChat(uid=1, messages_json=json.dumps(CHAT).encode())
+    hostile = msgspec.structs.replace(chat, template_kwargs_json=b'{"n": 9999}')
+    answer = tokenize(tokenizer, hostile)
+    assert error in str(answer.error)
+    assert (answer.limit, answer.internal) == (limit, False)
+    assert tokenize(tokenizer, chat).error is None
+    tokenizer.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "error"),
+    [
+        ("{{ 9 ** (9 ** 9) }}", "ran longer than 0.1 s"),
+        ("{{ " + CUBES.replace("n", "9999") + " }}", "ran longer than 0.1 s"),
+        ("{{ 10 ** 5000 }}", "ValueError"),
+        ("{{ " + "(" * 5000, "RecursionError"),
+        ("{% if %}", "Expected an expression"),
+    ],
+)
+def test_template_that_cannot_be_loaded_is_an_error_of_the_start(
+    folder: Path, template: str, error: str
+) -> None:
+    """Regression: Jinja computes constants while it loads a template, and the start hung."""
+    write_config(folder, template)
+    with pytest.raises(ConfigError, match="has a broken chat template") as caught:
+        TextTokenizer(folder, template_timeout_s=0.1)
+    assert error in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def test_death_of_the_process_is_an_error_of_one_request(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self: TemplateRenderer, messages: Any, options: Any) -> str:
+        if options.get("n"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return "hello"
+
+    monkeypatch.setattr(TemplateRenderer, "render", killed)
+    tokenizer = TextTokenizer(folder)
+    chat = TokenizeChat(uid=1, messages_json=json.dumps(CHAT).encode())
+    answer = tokenize(tokenizer, msgspec.structs.replace(chat, template_kwargs_json=b'{"n": 1}'))
+    assert answer.internal, "the client may send the request again"
+    assert tokenize(tokenizer, chat).error is None
+    tokenizer.close()
 
 
 def test_output_of_a_template_is_capped(folder: Path) -> None:
@@ -128,14 +197,14 @@ def test_chat_for_a_model_without_template_is_an_error(folder: Path) -> None:
 
 
 def test_worker_survives_messages_that_are_no_chat(folder: Path) -> None:
-    answer = tokenize(TextTokenizer(folder), TokenizeChat(uid=1, messages_json=b"nope"), 1.0)
+    answer = tokenize(TextTokenizer(folder), TokenizeChat(uid=1, messages_json=b"nope"))
     assert answer.internal
 
 
 def test_worker_decodes_ids(folder: Path) -> None:
     tokenizer = TextTokenizer(folder)
     ids = array.array("i", tokenizer.encode_text("hello")).tobytes()
-    answer = tokenize(tokenizer, DecodeIds(uid=1, token_ids=ids), 1.0)
+    answer = tokenize(tokenizer, DecodeIds(uid=1, token_ids=ids))
     assert getattr(answer, "text", None) == "hello"
 
 
@@ -143,7 +212,7 @@ def test_worker_decodes_each_id_by_itself(folder: Path) -> None:
     tokenizer = TextTokenizer(folder)
     ids = tokenizer.encode_text("hello you")
     request = DecodeIds(uid=1, token_ids=array.array("i", ids).tobytes(), each=True)
-    pieces = tokenize(tokenizer, request, 1.0).pieces
+    pieces = tokenize(tokenizer, request).pieces
     assert len(pieces) == len(ids) > 1
     assert b"".join(pieces) == b"hello you"
 
@@ -198,7 +267,7 @@ def test_template_of_the_info_needs_the_messages_only() -> None:
     strict = jinja2.Environment(undefined=jinja2.StrictUndefined)
     chat = [{"role": "user", "content": "hi"}]
     rendered = strict.from_string(ours.standalone).render(messages=chat)
-    assert rendered == ours.render(chat, {}, None) == '<s>"hi'
+    assert rendered == ours.render(chat, {}) == '<s>"hi'
 
 
 PROMPT = "{% if add_generation_prompt %}<user>answer:{% endif %}"
@@ -211,7 +280,7 @@ def test_worker_reports_where_other_chats_may_leave_a_chat(folder: Path, escapes
     system = {"role": "system", "content": "s" * MIN_FIRST_CHARS}
     for chat in (CHAT, [system, *CHAT], [system, *CHAT, *CHAT]):
         message = TokenizeChat(messages_json=json.dumps(chat).encode())
-        found = tokenize(tokenizer, message, None)
+        found = tokenize(tokenizer, message)
         ids = array.array("i", found.token_ids).tolist()
         stable = tokenizer.vocabulary.decode(ids[: found.prefixes[0]], False)
         assert stable == tokenizer.render_chat(chat, {"add_generation_prompt": False})
@@ -221,5 +290,5 @@ def test_worker_reports_where_other_chats_may_leave_a_chat(folder: Path, escapes
 
 def test_a_chat_without_a_generation_prompt_has_no_known_prefixes(folder: Path) -> None:
     message = TokenizeChat(messages_json=json.dumps(CHAT).encode())
-    found = tokenize(TextTokenizer(folder), message, None)
+    found = tokenize(TextTokenizer(folder), message)
     assert found.prefixes == (0, 0)

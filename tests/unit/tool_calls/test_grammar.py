@@ -15,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 from minisgl.core import InvalidRequest
 from minisgl.demo import model_path
 from minisgl.structured.library import load_tokenizer
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer import load_vocabulary
 from minisgl.tool_calls.formats import FORMATS, ToolGrammarWriter
 from minisgl.tool_calls.grammar import ToolGrammar, WrittenGrammar
 from tests.unit.tool_calls.answers import TEXT_FORMATS, parse
@@ -203,7 +203,7 @@ def test_markers_that_are_tokens_are_written_as_tokens() -> None:
 )
 def test_properties_and_required_of_a_wrong_type_are_refused(name: str, schema: Any) -> None:
     tools = ToolGrammar(format=name, tools=[("f", schema)], must_call=True, parallel=True)
-    write_tools = ToolGrammarWriter(TextTokenizer(model_path()).vocabulary)
+    write_tools = ToolGrammarWriter(load_vocabulary(model_path()))
     with pytest.raises(InvalidRequest, match="must be an"):
         write_tools(msgspec.json.encode(tools).decode())
 

@@ -243,7 +243,7 @@ def test_the_published_template_renders_effort_date_tools_and_history() -> None:
         {"role": "assistant", "tool_calls": [call], "thinking": "I ask."},
         {"role": "tool", "content": "sun", "tool_call_id": "1"},
     ]
-    text = template.render(messages, {"tools": tools, "reasoning_effort": "high"}, None)
+    text = template.render(messages, {"tools": tools, "reasoning_effort": "high"})
     assert text.startswith("<|start|>system<|message|>You are ChatGPT")
     for part in (
         "\nKnowledge cutoff: 2024-06\nCurrent date: ",
@@ -262,7 +262,7 @@ def test_the_published_template_renders_effort_date_tools_and_history() -> None:
     )
     answer = text[text.rindex(" to=functions.f<|channel|>") : text.index("<|start|>functions.f")]
     assert parse("harmony", [answer], {"f": schema}).calls == [("f", {"city": "Rom"})]
-    assert "Reasoning: medium" in template.render(messages[1:2], {}, None)
+    assert "Reasoning: medium" in template.render(messages[1:2], {})
 
 
 def test_the_arguments_of_a_call_are_as_written() -> None:

@@ -9,7 +9,7 @@ import pytest
 from minisgl.demo import model_path
 from minisgl.message.messages import CompileGrammar, GrammarResult
 from minisgl.structured.service import GrammarService
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer import load_vocabulary
 from minisgl.tool_calls.formats import ToolGrammarWriter
 from minisgl.tool_calls.grammar import ToolGrammar
 from minisgl.tool_calls.schema import MAX_NODES, parameter_types, properties_of
@@ -95,7 +95,7 @@ def compiled(service: GrammarService, format: str, schema: Any) -> GrammarResult
 
 @pytest.fixture(scope="module")
 def service() -> Any:
-    vocabulary = TextTokenizer(model_path()).vocabulary
+    vocabulary = load_vocabulary(model_path())
     service = GrammarService(str(model_path()), (-1, -1), ToolGrammarWriter(vocabulary))
     yield service
     service.close()

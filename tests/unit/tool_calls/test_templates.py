@@ -16,7 +16,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from minisgl.server.chat import harmony_chat
-from minisgl.tokenizer.template import ChatTemplate, TemplateError
+from minisgl.tokenizer.renderer import TemplateError
+from minisgl.tokenizer.template import ChatTemplate
 from minisgl.tool_calls.detect import answer_in, detect
 from minisgl.tool_calls.formats import FORMATS
 from tests.unit.tool_calls.answers import TEMPLATES, cut, load_template, parse
@@ -49,7 +50,7 @@ TYPES = {str: "string", int: "integer", bool: "boolean", type(None): "null", lis
 @cache
 def template_of(name: str) -> tuple[ChatTemplate, str]:
     template = load_template(PATHS[name])
-    return template, detect(lambda chat, options: template.render(chat, options, None))
+    return template, detect(template.render)
 
 
 def tool(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -80,9 +81,9 @@ def answer_of(
     if format_name == "harmony":
         chat = harmony_chat(chat)
     options = {"tools": tools, "enable_thinking": False}
-    prompt = template.render([QUESTION], options, None)
+    prompt = template.render([QUESTION], options)
     try:
-        text = template.render(chat, {**options, "add_generation_prompt": False}, None)
+        text = template.render(chat, {**options, "add_generation_prompt": False})
     except TemplateError as error:
         assume("single tool-calls" not in str(error))  # Llama 3 renders one call only.
         raise
@@ -152,4 +153,4 @@ def test_a_rendered_call_is_read_back(name: str, data: st.DataObject) -> None:
 )
 def test_a_template_without_a_known_format_is_reported(template: str, expected: str) -> None:
     chat_template = ChatTemplate(template, {}, 1e9)
-    assert detect(lambda chat, options: chat_template.render(chat, options, None)) == expected
+    assert detect(chat_template.render) == expected
