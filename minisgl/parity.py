@@ -1,4 +1,4 @@
-"""`minisgl check MODEL`: compares a model's answers with those of transformers, in about a minute.
+"""`minisgl check MODEL`: compares a model's answers with those of transformers.
 
 The model answers 20 prompts greedily: without the prefix cache, from the cache, and with drafts.
 transformers then computes its distribution at each answer token, after the same tokens before it.
