@@ -171,7 +171,7 @@ class _Worker:
 def _forked() -> Iterator[None]:
     """End this process after the block: a fork must not return into the code of its owner."""
     try:
-        # Ctrl-C in a terminal reaches all processes. The owner decides what ends.
+        # Ctrl-C in a terminal reaches all processes. The owner ends its processes.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         yield
     # The exit code tells the parent of the failure.
