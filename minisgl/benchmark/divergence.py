@@ -61,10 +61,8 @@ def distributions(engine: Engine, ids: Sequence[int], vocab_size: int) -> Floats
         chunk_ids=np.array(ids, dtype=np.int32),
         page_updates=PageUpdates(np.zeros_like(pages), pages, pages),
         sampling=sampling_arrays([SamplingParams(temperature=0.0, seed=0)]),
-        logprobs=LogprobsRequest(
-            sampled=np.full(1, -1, dtype=np.int32),
-            prompt=np.full(1, vocab_size, dtype=np.int32),
-            prompt_targets=np.full(len(ids), -1, dtype=np.int32),
+        logprobs=(
+            LogprobsRequest(0, -1, vocab_size, targets=np.full(len(ids), -1, dtype=np.int32)),
         ),
     )
     found = engine.launch(batch).wait().prompt_logprobs

@@ -52,7 +52,7 @@ class _IdleEngine:
         self.max_seq_len = max_seq_len
 
     def launch(self, batch: Batch) -> "_Done":
-        return _Done(batch.num_reqs)
+        return _Done(len(batch.rows))
 
 
 class _Done:

@@ -44,7 +44,7 @@ class _Pending:
 
     def __init__(self, engine: "VirtualEngine", batch: Batch, end_s: float) -> None:
         self._engine = engine
-        self._num_reqs = batch.num_reqs
+        self._num_reqs = len(batch.rows)
         self._end_s = end_s
 
     def wait(self) -> StepResult:

@@ -99,20 +99,22 @@ class History(NamedTuple):
     prediction: Int32Array
 
 
-class LogprobsRequest(NamedTuple):
-    """The log-probabilities that a step reports together with its tokens.
+@dataclass(frozen=True, slots=True, eq=False)
+class LogprobsRequest:
+    """The log-probabilities that a step reports for one request, together with its tokens.
 
-    sampled         int32 [B]; number of most likely tokens to report with the sampled token. -1
-                    means that the step reports nothing for this request.
-    prompt          int32 [B]; number of most likely tokens to report with each prompt token of a
-                    chunk. -1 means that the step reports nothing for this request.
-    prompt_targets  int32 [sum of the lengths of the chunks with prompt >= 0]; the prompt token that
-                    follows each position, -1 after the end of the prompt.
+    index    index of the request in the batch.
+    sampled  number of most likely tokens to report with the sampled token; -1: report none.
+    prompt   number of most likely tokens to report with each prompt token of the chunk; -1: report
+             none.
+    targets  int32 [length of the chunk], or empty if `prompt` is -1; the prompt token that follows
+             each position, -1 after the end of the prompt.
     """
 
-    sampled: Int32Array
-    prompt: Int32Array
-    prompt_targets: Int32Array
+    index: int
+    sampled: int
+    prompt: int
+    targets: Int32Array
 
 
 class Logprobs(NamedTuple, Generic[Array]):
@@ -154,12 +156,12 @@ class Batch:
                   results of those past its length.
     samples       bool [B]; the request gets tokens from this step. False for a chunk that does not
                   reach the end of its prompt.
-    chunk_ids     int32 [T - num_decode_tokens]; token ids of the prefill chunks, concatenated.
+    chunk_ids     int32; token ids of the prefill chunks, concatenated.
     page_updates  changes of the page table. The engine applies them before the forward.
     sampling      the values of sampling columns (core.sampling), [B], by name. A column that is
                   missing has its neutral value for all requests.
     logit_edits   the requests with samples True and edited logits.
-    logprobs      None when no request asks for log-probabilities.
+    logprobs      the requests that ask for log-probabilities.
     histories     the engine writes them to its token pool before the step, because drafts are found
                   there. Empty without `drafting`.
     states        copies between the states of rows and pages. None if there are none, so always
@@ -176,25 +178,10 @@ class Batch:
     page_updates: PageUpdates
     sampling: SamplingArrays
     logit_edits: tuple[EditedReq, ...] = ()
-    logprobs: LogprobsRequest | None = None
+    logprobs: tuple[LogprobsRequest, ...] = ()
     drafting: bool = False
     histories: tuple[History, ...] = ()
     states: StateCopies | None = None
-
-    @property
-    def num_reqs(self) -> int:
-        """The number of requests, B."""
-        return len(self.rows)
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """Tokens that the decode requests forward; num_decode when none of them has drafts."""
-        return int(self.lengths[: self.num_decode].sum())
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        """Tokens of the prefill chunks: T - num_decode_tokens."""
-        return len(self.chunk_ids)
 
     @property
     def width(self) -> int:

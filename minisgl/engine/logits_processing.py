@@ -153,7 +153,7 @@ def prepare_edits(
             if edit is not None:
                 edits.append(edit)
     masks = tuple(edit for edit in edits if isinstance(edit, TokenMask))
-    if len(masks) == len(edits) and x.batch.logprobs is None:
+    if len(masks) == len(edits) and not x.batch.logprobs:
         return Edits(masks=masks)
     return Edits(others=tuple(edits), local=False)
 

@@ -48,7 +48,7 @@ class PendingLogprobs:
 
 def reports_prompts(batch: Batch) -> bool:
     """Return whether a request of the step asks for log-probabilities of its prompt."""
-    return batch.logprobs is not None and bool((batch.logprobs.prompt >= 0).any())
+    return any(wanted.prompt >= 0 for wanted in batch.logprobs)
 
 
 def start_logprobs(
@@ -56,30 +56,31 @@ def start_logprobs(
 ) -> PendingLogprobs | None:
     """Queue the computation of the log-probabilities and their copies to the host.
 
-    Returns None if x.batch.logprobs is None. tokens: int32, as Finish.put returns it.
+    Returns None if no request asks for them. tokens: int32, as Finish.put returns it.
     """
-    batch, hidden = x.batch, out.hidden
-    wanted, reqs = batch.logprobs, len(batch.rows)
-    if wanted is None:
+    wanted, hidden, reqs = x.batch.logprobs, out.hidden, len(x.batch.rows)
+    if not wanted:
         return None
     sampled = None
-    count = int(wanted.sampled.max(initial=-1))
+    count = max(one.sampled for one in wanted)
     if count >= 0 and out.full is not None:
         first = out.full if x.columns.width == 1 else out.full[x.columns.first_logits().long()]
         sampled = _to_host(top_logprobs(first[:reqs], tokens[0, :reqs], count))
     prompts: dict[int, list[Logprobs[Tensor]]] = {}
     if hidden is None:
         return PendingLogprobs(sampled, prompts)
-    targets = upload({"targets": np.maximum(wanted.prompt_targets, 0)}, hidden.device)["targets"]
-    head, asking = model.lm_head, np.flatnonzero(wanted.prompt >= 0)
+    head, asking = model.lm_head, [one for one in wanted if one.prompt >= 0]
+    ids = np.maximum(np.concatenate([one.targets for one in asking]), 0)
+    targets = upload({"targets": ids}, hidden.device)["targets"]
     first_tokens = np.cumsum(x.lengths) - x.lengths
-    parts = torch.split(targets, batch.lengths[asking].tolist())
-    for index, chosen in zip(asking.tolist(), parts, strict=True):
-        positions = hidden[int(first_tokens[index]) :][: len(chosen)]
+    parts = torch.split(targets, [len(one.targets) for one in asking])
+    for one, chosen in zip(asking, parts, strict=True):
+        positions = hidden[int(first_tokens[one.index]) :][: len(chosen)]
         pieces = (torch.split(part, _PROMPT_ROWS) for part in (positions, chosen))
-        count = int(wanted.prompt[index])
-        prompts[index] = [
-            _to_host(top_logprobs(head.all_gather_logits(head.logits(rows)).float(), ids, count))
+        prompts[one.index] = [
+            _to_host(
+                top_logprobs(head.all_gather_logits(head.logits(rows)).float(), ids, one.prompt)
+            )
             for rows, ids in zip(*pieces, strict=True)
         ]
     return PendingLogprobs(sampled, prompts)

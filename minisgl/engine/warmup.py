@@ -150,7 +150,6 @@ def warmup_batch(
     ids = np.where(col < read_only, (req * read_only + col) % num_pages, num_pages)
     table_rows = table * (engine.max_running_reqs + 1) + req
     updates = PageUpdates(table_rows.ravel(), col.ravel(), ids.ravel())
-    nothing = np.full(num_reqs, -1, dtype=np.int32)
     return Batch(
         step_id=0,
         num_decode=shape.num_decode,
@@ -161,7 +160,7 @@ def warmup_batch(
         chunk_ids=np.arange(shape.chunk, dtype=np.int32) % num_ids,
         page_updates=updates,
         sampling=sampling_arrays([params] * num_reqs),
-        logprobs=LogprobsRequest(nothing, nothing, nothing[:0]) if logprobs else None,
+        logprobs=(LogprobsRequest(0, -1, -1, lengths[:0]),) if logprobs else (),
     )
 
 

@@ -11,9 +11,8 @@ from itertools import chain, islice
 
 import numpy as np
 
-from minisgl.core import Batch, InvariantBroken, StepResult
+from minisgl.core import Batch, Int32Array, InvariantBroken
 from minisgl.kvcache import Match
-from minisgl.message.stats import DraftTotals
 from minisgl.scheduler.plan import MAX_DEFERRED
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.view import StepPlan, View
@@ -127,25 +126,13 @@ def _advance(view: View, batch: Batch) -> None:
     view.decode_rows = rows[~samples_last_token]
 
 
-def record_drafts(view: View, batch: Batch, result: StepResult, totals: DraftTotals) -> None:
-    """Take the measured acceptance of a resolved step with drafts.
+def rejoin(view: View, rows: Int32Array) -> None:
+    """Let decoding requests compute further tokens, because a step gave them fewer than planned.
 
-    A row leaves decode_rows while the steps in flight may sample its last token. It comes back
-    if they did not, because they rejected drafts.
+    A row leaves decode_rows while the steps in flight may sample its last token. It comes back if
+    they did not, because they rejected drafts.
     """
-    assert result.drafted is not None, "a drafting engine must count drafts; this is a bug"
-    assert result.agreed is not None, "a drafting engine must count drafts; this is a bug"
-    decoding, table = slice(batch.num_decode), view.table
-    rows, lengths = batch.rows[decoding], batch.lengths[decoding]
-    measured = table.rows.allocated[rows] & table.may_draft[rows]
-    measured &= batch.step_id > table.dropped_until[rows]
-    if measured.any():
-        drafted, agreed = result.drafted[decoding][measured], result.agreed[decoding][measured]
-        view.lengths.record(rows[measured], drafted, agreed)
-        forwarded = np.minimum(lengths[measured] - 1, drafted)
-        for nth in range(int(forwarded.max())):
-            totals.drafted[nth] += int((forwarded > nth).sum())
-            totals.accepted[nth] += int((np.minimum(agreed, forwarded) > nth).sum())
+    table = view.table
     left = table.computed[rows] < table.max_total_tokens[rows] - 1
     left &= table.rows.allocated[rows] & ~np.isin(rows, view.decode_rows)
     back = [row for row in rows[left].tolist() if table.req_at(row).state is ReqState.DECODE]

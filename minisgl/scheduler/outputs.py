@@ -1,10 +1,9 @@
 """`OutputBuilder`: collects the output of one iteration for the detokenizer."""
 
 import msgspec
-import numpy as np
 
 from minisgl.core import Batch, FinishReason, Int32Array, MinisglError, RequestError, StepResult
-from minisgl.core.batch import HostLogprobs
+from minisgl.core.batch import HostLogprobs, LogprobsRequest
 from minisgl.message.messages import (
     AddReq,
     Finished,
@@ -45,36 +44,27 @@ class OutputBuilder:
         self._next.uids.extend(self._table.uid[new.rows].tolist())
         self._next.token_ids.extend(new.tokens.tolist())
 
-    def predicted(self, batch: Batch, result: StepResult, token_rows: Int32Array) -> None:
-        """Add the number of new tokens of each request that its prediction contained.
+    def predicted(self, row: int, count: int) -> None:
+        """Add the number of new tokens of a request that its prediction contained."""
+        if count and len(self._table.req_at(row).prediction):
+            self._next.predicted.append((int(self._table.uid[row]), count))
+
+    def logprobs(
+        self, wanted: LogprobsRequest, batch: Batch, result: StepResult, token_rows: Int32Array
+    ) -> None:
+        """Add the log-probabilities of one request of a step.
 
         token_rows: the row of each token that a request got in this step.
         """
-        if result.predicted is None or result.agreed is None:
-            return
-        for index in np.flatnonzero(result.predicted & (result.agreed > 0)).tolist():
-            row = batch.rows[index]
-            count = min(int(result.agreed[index]), int((token_rows == row).sum()))
-            if count and len(self._table.req_at(row).prediction):
-                self._next.predicted.append((int(self._table.uid[row]), count))
-
-    def logprobs(self, batch: Batch, result: StepResult, token_rows: Int32Array) -> None:
-        """Add the log-probabilities of a step. token_rows: as in `predicted`."""
-        wanted, sampled = batch.logprobs, result.logprobs
-        if wanted is None:
-            return
-        if sampled is not None:
-            got_token = np.isin(batch.rows, token_rows)
-            for index in np.flatnonzero(got_token & (wanted.sampled >= 0)).tolist():
-                uid = int(self._table.uid[batch.rows[index]])
-                position = int(batch.start[index] + batch.lengths[index])
-                row = slice(index, index + 1)
-                message = _token_logprobs(uid, position, sampled, row, wanted.sampled[index])
-                self._next.logprobs.append(message)
-        for index, prompt in (result.prompt_logprobs or {}).items():
-            req = self._table.reqs[batch.rows[index]]
-            if req is not None:
-                self._add_prompt(req, int(batch.start[index]) + 1, prompt, wanted.prompt[index])
+        index, row = wanted.index, batch.rows[wanted.index]
+        if wanted.sampled >= 0 and result.logprobs is not None and row in token_rows:
+            uid, at = int(self._table.uid[row]), slice(index, index + 1)
+            position = int(batch.start[index] + batch.lengths[index])
+            message = _token_logprobs(uid, position, result.logprobs, at, wanted.sampled)
+            self._next.logprobs.append(message)
+        prompt, req = (result.prompt_logprobs or {}).get(index), self._table.reqs[row]
+        if prompt is not None and req is not None:
+            self._add_prompt(req, int(batch.start[index]) + 1, prompt, wanted.prompt)
 
     def _add_prompt(self, req: Req, position: int, found: HostLogprobs, count: int) -> None:
         """Add log-probabilities of prompt tokens from `position` on.

@@ -217,7 +217,12 @@ class RequestTable(Rows):
                 self._edited_req(index, int(rows[index]), int(ends[index]))
                 for index in np.flatnonzero(self.edits_logits[rows] & samples).tolist()
             ),
-            logprobs=self._logprobs_request(rows, start, ends, samples),
+            logprobs=tuple(
+                self._logprobs_request(
+                    index, int(rows[index]), int(start[index]), int(ends[index]), samples[index]
+                )
+                for index in np.flatnonzero(self.has_logprobs[rows]).tolist()
+            ),
             drafting=self._drafting,
             histories=self._histories(rows, num_decode, samples) if self._drafting else (),
             states=states,
@@ -246,27 +251,22 @@ class RequestTable(Rows):
         return tuple(found)
 
     def _logprobs_request(
-        self, rows: Int32Array, start: Int32Array, ends: Int32Array, samples: NDArray[np.bool_]
-    ) -> LogprobsRequest | None:
-        """Return the log-probabilities that the batch asks for; None if it asks for none.
+        self, index: int, row: int, start: int, end: int, samples: bool
+    ) -> LogprobsRequest:
+        """Return the log-probabilities that a batch reports of its tokens `start` to `end` - 1.
 
-        rows, start, ends, samples: columns [B] of the batch, as in _edited_reqs.
+        samples: the batch also samples a token of the request.
         """
-        indices = np.flatnonzero(self.has_logprobs[rows]).tolist()
-        if not indices:
-            return None
-        sampled: Int32Array = np.full(len(rows), -1, dtype=np.int32)
-        prompt: Int32Array = sampled.copy()
-        targets: list[Int32Array] = [sampled[:0]]
-        for index in indices:
-            row, first, end = int(rows[index]), int(start[index]), int(ends[index])
-            req = self.req_at(row)
-            if req.sampling.prompt_logprobs is not None and first < req.prompt_len - 1:
-                prompt[index] = req.sampling.prompt_logprobs
-                following: Int32Array = np.full(end - first, -1, dtype=np.int32)
-                in_prompt = self.tokens[row, first + 1 : min(end + 1, req.prompt_len)]
-                following[: len(in_prompt)] = in_prompt
-                targets.append(following)
-            if samples[index] and req.sampling.logprobs is not None:
-                sampled[index] = req.sampling.logprobs
-        return LogprobsRequest(sampled, prompt, np.concatenate(targets))
+        req = self.req_at(row)
+        sampled, prompt = req.sampling.logprobs, req.sampling.prompt_logprobs
+        reports_prompt = prompt is not None and start < req.prompt_len - 1
+        length = end - start if reports_prompt else 0
+        targets: Int32Array = np.full(length, -1, dtype=np.int32)
+        in_prompt = self.tokens[row, start + 1 : min(start + 1 + length, req.prompt_len)]
+        targets[: len(in_prompt)] = in_prompt
+        return LogprobsRequest(
+            index,
+            -1 if sampled is None or not samples else sampled,
+            -1 if prompt is None or not reports_prompt else prompt,
+            targets,
+        )

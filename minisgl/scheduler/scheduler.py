@@ -29,8 +29,9 @@ from minisgl.message.messages import (
     ToScheduler,
 )
 from minisgl.message.stats import ConstraintTotals, KVEventTotals
-from minisgl.scheduler.apply import apply, enqueue, raise_delayed, record_drafts
+from minisgl.scheduler.apply import apply, enqueue, raise_delayed
 from minisgl.scheduler.cost_fit import CostFit
+from minisgl.scheduler.draft_reader import DraftReader
 from minisgl.scheduler.ending import Endings
 from minisgl.scheduler.forced import append_forced
 from minisgl.scheduler.inbox import Inbox
@@ -121,6 +122,8 @@ class Scheduler:
             kv_events=reporter.totals if reporter else KVEventTotals(),
         )
         self._outputs = OutputBuilder(self.table, self.totals)
+        of_drafts = DraftReader(self.view, self._outputs, self.totals.drafts)
+        self._draft_readers = [of_drafts] if extensions.draft_lengths else []  # one or none
         self._endings = Endings(self.view, self._outputs, self._preparations, self.totals)
         self._reqs = self._endings.reqs
         self.stopping = False
@@ -302,14 +305,13 @@ class Scheduler:
                 self.totals.cached_tokens_total += req.cached_tokens
                 self.totals.known_tokens_total += req.known_tokens
                 self._outputs.open(req)
-        if batch.drafting:
-            self._outputs.predicted(batch, result, new.rows)
-        self._outputs.logprobs(batch, result, new.rows)
+        for reader in self._draft_readers:
+            reader.read(batch, result, new)
+        for wanted in batch.logprobs:
+            self._outputs.logprobs(wanted, batch, result, new.rows)
         self._outputs.tokens(new)
         if new.ended:
             self._endings.end_rows(new.ended)
-        if batch.drafting:
-            record_drafts(self.view, batch, result, self.totals.drafts)
         # A prompt with non-finite logits has ended above. The logits of the prompts that are left
         # are finite, so other requests may now use their KV.
         for req in prefilled:

@@ -19,12 +19,8 @@ def logprobs_of_chunks(path: str, ids: list[int], chunks: list[int], **overrides
     vocabulary, driver, start = engine.facts().vocab_size, Driver(engine), 0
     parts = []
     for size in chunks:
-        wanted = LogprobsRequest(
-            sampled=np.full(1, -1, dtype=np.int32),
-            prompt=np.full(1, vocabulary, dtype=np.int32),
-            prompt_targets=np.full(size, -1, dtype=np.int32),
-        )
-        found = driver.step(Work(0, start, ids[start : start + size]), logprobs=wanted)
+        wanted = LogprobsRequest(0, -1, vocabulary, targets=np.full(size, -1, dtype=np.int32))
+        found = driver.step(Work(0, start, ids[start : start + size]), logprobs=(wanted,))
         assert found.prompt_logprobs is not None
         of_chunk = found.prompt_logprobs[0]
         part = np.empty((size, vocabulary))

@@ -177,7 +177,7 @@ def test_warm_up_runs_the_longest_chunk_if_the_number_of_pages_is_given(tmp_path
     launch = engine.launch
 
     def spy(batch: Batch) -> LaunchedStep:
-        tokens.append(batch.num_prefill_tokens)
+        tokens.append(len(batch.chunk_ids))
         return launch(batch)
 
     engine.launch = spy  # type: ignore[method-assign]

@@ -185,12 +185,11 @@ def prompt_logprobs(comm: Communicator, path: str, tokens: int, device: str) -> 
         batch = warmup_batch(engine, StepShape(0, tokens, 0))
         assert batch is not None
         ids = np.random.default_rng(0).integers(5, 1000, tokens + 1, dtype=np.int32)
-        none, one = np.full(1, -1, dtype=np.int32), np.zeros(1, dtype=np.int32)
         updates = batch.page_updates
         pages = updates._replace(ids=np.arange(len(updates.ids), dtype=np.int32))
-        wanted = LogprobsRequest(none, one, ids[1:])
+        wanted = LogprobsRequest(0, -1, 0, targets=ids[1:])
         step = engine.launch(
-            replace(batch, chunk_ids=ids[:-1], page_updates=pages, logprobs=wanted)
+            replace(batch, chunk_ids=ids[:-1], page_updates=pages, logprobs=(wanted,))
         )
         reported = step.wait().prompt_logprobs
         assert reported is not None

@@ -66,15 +66,14 @@ def with_drafts(drafts: DraftLengths | None) -> Extensions:
     return extensions if drafts is None else with_ngrams(lambda rows: drafts, extensions)
 
 
-def logprobs_of(*work: Work, prompts: bool) -> LogprobsRequest:
+def logprobs_of(*work: Work, prompts: bool) -> tuple[LogprobsRequest, ...]:
     """Report 16 likely tokens with each sampled token; `prompts`: one with each chunk token."""
-    chunks = [prompts and item.ids is not None for item in work]
-    lengths = [item.length for item, wanted in zip(work, chunks, strict=True) if wanted]
-    return LogprobsRequest(
-        sampled=np.full(len(work), 16, dtype=np.int32),
-        prompt=np.where(chunks, 1, -1).astype(np.int32),
-        prompt_targets=np.zeros(sum(lengths), dtype=np.int32),
-    )
+    found = []
+    for index, item in enumerate(work):
+        length = item.length if prompts and item.ids is not None else 0
+        targets = np.zeros(length, dtype=np.int32)
+        found.append(LogprobsRequest(index, 16, 1 if length else -1, targets))
+    return tuple(found)
 
 
 class Driver:
@@ -101,7 +100,7 @@ class Driver:
         with self.engine._on_stream():
             self.engine._launcher.runner.token_pool.zero_()
 
-    def step(self, *work: Work, logprobs: LogprobsRequest | None = None) -> StepResult:
+    def step(self, *work: Work, logprobs: tuple[LogprobsRequest, ...] = ()) -> StepResult:
         """Run one batch. The decode requests must come first."""
         updates: list[tuple[int, int, int]] = []
         for item in work:

@@ -86,7 +86,7 @@ class _Counted:
 
     def launch(self, batch: Batch) -> PendingStep:
         self._totals["partial"] += not batch.samples.all()
-        self._totals["mixed"] += bool(batch.num_decode and batch.num_prefill_tokens)
+        self._totals["mixed"] += bool(batch.num_decode and len(batch.chunk_ids))
         return self._engine.launch(batch)
 
 

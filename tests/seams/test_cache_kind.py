@@ -129,7 +129,7 @@ def test_a_program_adds_a_kind_of_memory() -> None:
             assert answer.tokens == expected_output(prompt, 6, ignore_eos=True)
             assert answer.cached_tokens % (2 * PAGE) == 0, "a hit ends at an even page"
     assert harness.answers[uids[0]].cached_tokens == 24
-    assert max(batch.num_reqs for batch in harness.engine.batches) == SLOTS
+    assert max(len(batch.rows) for batch in harness.engine.batches) == SLOTS
     (kind,) = harness.scheduler.memory.kinds
     assert isinstance(kind, Slots)
     check_pool(kind.pool)

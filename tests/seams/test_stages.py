@@ -88,7 +88,7 @@ class Forwarded(Stage):
     def before(self, x: StepTensors) -> None:
         if not self.factor:  # the first step; a capture has run the stage before
             self.sums.zero_()
-        self.factor.fill_(2 if x.batch.num_prefill_tokens else 1)
+        self.factor.fill_(2 if len(x.batch.chunk_ids) else 1)
 
     def captured(self, columns: StepColumns) -> None:
         lengths = columns.forwarded_lengths()
@@ -122,7 +122,7 @@ def test_a_stage_sees_each_step_once_before_within_and_after_the_forward(
     expected = [0] * len(PROMPTS)
     for batch in launched:
         for row, length in zip(batch.rows.tolist(), batch.lengths.tolist(), strict=True):
-            expected[row] += length * (2 if batch.num_prefill_tokens else 1)
+            expected[row] += length * (2 if len(batch.chunk_ids) else 1)
     assert made[-1].sums[: len(PROMPTS)].tolist() == expected
     assert [made[-1].drawn[row] for row in range(len(PROMPTS))] == plain
 

@@ -51,7 +51,7 @@ def test_graphs_with_drafts_change_no_token(index: int, path: str, graphs: Picke
     assert {width for _, width in shapes_of(graphs)} == {1, 2, 4, 8}
     by_graph = [isinstance(step, GraphStep) for _, step in graphs]
     assert not all(by_graph), "some steps have prompts"
-    padded = [batch.num_reqs for (batch, _), graph in zip(graphs, by_graph, strict=True) if graph]
+    padded = [len(batch.rows) for (batch, _), graph in zip(graphs, by_graph, strict=True) if graph]
     assert 3 in padded, "some graphs have padding"
 
 

@@ -111,7 +111,7 @@ def picked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Step]]:
         return prepared._replace(slots=torch.where(within, slots, slots[:, :1]))
 
     def record(self: StepLauncher, batch: Batch) -> Step:
-        tokens = batch.num_decode * batch.width + batch.num_prefill_tokens
+        tokens = batch.num_decode * batch.width + len(batch.chunk_ids)
         found.append((tokens, pick(self, batch)))
         return found[-1][1]
 
@@ -143,7 +143,7 @@ def test_padding_of_pieces_reaches_no_request(
     assert outputs == expected
     pieces = [(tokens, step) for tokens, step in picked if isinstance(step, PiecewiseStep)]
     assert any(tokens < step.size for tokens, step in pieces)
-    mixed = [batch for batch in recorder.batches if 0 < batch.num_decode < batch.num_reqs]
+    mixed = [batch for batch in recorder.batches if 0 < batch.num_decode < len(batch.rows)]
     assert any((batch.lengths[: batch.num_decode] < batch.width).any() for batch in mixed) == (
         drafting
     )

@@ -140,7 +140,7 @@ def test_only_sampled_positions_are_computed_after_the_last_attention(
 
     def rows(*work: Work, prompts: bool = False) -> list[int]:
         seen.clear()
-        driver.step(*work, logprobs=logprobs_of(*work, prompts=True) if prompts else None)
+        driver.step(*work, logprobs=logprobs_of(*work, prompts=True) if prompts else ())
         return seen
 
     assert rows(Work(0, 0, [1, 2, 3, 4, 5]), Work(1, 0, [6, 7, 8])) == [8, 2]
@@ -201,7 +201,7 @@ def test_the_warm_up_has_a_mixed_step_if_two_requests_fit(
     engine.max_running_reqs = rows
 
     def launch(batch: Batch) -> VirtualPending:
-        found.add((batch.num_decode, batch.num_prefill_tokens))
+        found.add((batch.num_decode, len(batch.chunk_ids)))
         return VirtualEngine.launch(engine, batch)
 
     monkeypatch.setattr(engine, "launch", launch)

@@ -137,7 +137,7 @@ class FakeEngine:
         stacked[updates.rows, updates.cols] = updates.ids
         if batch.states is not None:
             self.states.copy(batch.states, self.slots.reshape(-1, self.page_size))
-        finite = np.ones(batch.num_reqs, dtype=np.bool_)
+        finite = np.ones(len(batch.rows), dtype=np.bool_)
         starts = batch.start.copy()
         if batch.drafting:
             for row, tokens, prediction in batch.histories:
@@ -148,8 +148,8 @@ class FakeEngine:
             assert (starts[decode] >= 0).all(), "a length was read that no step wrote"
             assert (starts <= batch.start).all(), "the start of a row is no upper bound"
         inputs, taken = [], 0
-        predicted = np.zeros(batch.num_reqs, dtype=np.bool_)
-        for i in range(batch.num_reqs):  # the gather comes before any write of this step
+        predicted = np.zeros(len(batch.rows), dtype=np.bool_)
+        for i in range(len(batch.rows)):  # the gather comes before any write of this step
             row, start, length = (int(a[i]) for a in (batch.rows, starts, batch.lengths))
             if i < batch.num_decode:
                 if length > 1:
@@ -159,8 +159,8 @@ class FakeEngine:
                 inputs.append(batch.chunk_ids[taken : taken + length])
                 taken += length
         width = max([1, *batch.lengths[: batch.num_decode].tolist()])
-        tokens = np.zeros((batch.num_reqs, width), dtype=np.int32)
-        counts = np.zeros(batch.num_reqs, dtype=np.int32)
+        tokens = np.zeros((len(batch.rows), width), dtype=np.int32)
+        counts = np.zeros(len(batch.rows), dtype=np.int32)
         for i, ids in enumerate(inputs):
             row, start = int(batch.rows[i]), int(starts[i])
             assert (ids >= 0).all(), "a token was read that no step wrote"

@@ -20,7 +20,7 @@ class Size(NamedTuple):
 
 
 def size_of(batch: Batch) -> Size:
-    return Size(batch.num_decode, batch.num_prefill_tokens)
+    return Size(batch.num_decode, len(batch.chunk_ids))
 
 
 class Run(NamedTuple):

@@ -105,7 +105,7 @@ def test_a_client_alone_uses_all_rows() -> None:
         harness.add(prompt_of(9, call), client="a", call=call, max_tokens=30, ignore_eos=True)
     for _ in range(4):
         harness.step()
-    assert engine.batches[-1].num_reqs == 8
+    assert len(engine.batches[-1].rows) == 8
     harness.run()
     assert harness.scheduler.totals.preemptions_total == 0
 

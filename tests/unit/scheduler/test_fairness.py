@@ -43,7 +43,7 @@ def test_siblings_wait_for_whole_pages_only(page_size: int) -> None:
     harness = Harness(engine, config())
     uids = [harness.add(prompt_of(120), max_tokens=2, ignore_eos=True) for _ in range(8)]
     harness.run()
-    prefilled = [batch.num_reqs for batch in engine.batches if batch.num_prefill_tokens]
+    prefilled = [len(batch.rows) for batch in engine.batches if len(batch.chunk_ids)]
     assert prefilled == ([1, 7] if page_size == 64 else [8])
     for uid in uids:
         assert harness.answers[uid].tokens == expected_output(prompt_of(120), 2, ignore_eos=True)

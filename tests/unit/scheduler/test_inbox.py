@@ -162,7 +162,7 @@ def test_a_request_that_arrives_while_others_decode_is_in_the_next_step(
     assert inbox.waits_s[-1] == (pytest.approx(0.008) if waits else 0.0)
     harness.add(list(range(1, 25)), max_tokens=1, ignore_eos=True)
     harness.scheduler.iterate()
-    chunks = [batch.num_prefill_tokens for batch in engine.batches[-1:]]
+    chunks = [len(batch.chunk_ids) for batch in engine.batches[-1:]]
     assert chunks == [8], "planned in the iteration in which it arrived"
     inbox.waits_s.clear()
     for _ in range(2):

@@ -35,7 +35,7 @@ def test_equal_prompts_in_one_batch_end_up_on_the_same_pages(overlap: bool) -> N
     # The shared prefix is too short to wait for, so both prompts are computed in the same step.
     b = harness.add(prompt, max_tokens=12, ignore_eos=True)
     harness.step()
-    assert harness.engine.batches[0].num_reqs == 2, "both prompts must be in one step"
+    assert len(harness.engine.batches[0].rows) == 2, "both prompts must be in one step"
     late = harness.add(prompt_of(17, 3), max_tokens=4, ignore_eos=True)
     harness.run()
     for uid in (a, b):
@@ -143,7 +143,7 @@ def test_admission_counts_whole_pages() -> None:
     harness = Harness(FakeEngine(8, 64, max_running_reqs=32, max_seq_len=512), config())
     uids = [harness.add(prompt_of(24, i), max_tokens=6, ignore_eos=True) for i in range(20)]
     harness.step()
-    assert 1 <= harness.engine.batches[0].num_reqs <= 8
+    assert 1 <= len(harness.engine.batches[0].rows) <= 8
     harness.run()
     for i, uid in enumerate(uids):
         assert harness.answers[uid].tokens == expected_output(prompt_of(24, i), 6, ignore_eos=True)
@@ -161,7 +161,7 @@ def test_decode_goes_on_while_prompts_are_prefilled() -> None:
     for _ in range(12):
         harness.step()
     assert len(harness.answers[stream].tokens) == before + 12, "one token in every step"
-    mixed = [b for b in harness.engine.batches if b.num_decode and b.num_prefill_tokens]
+    mixed = [b for b in harness.engine.batches if b.num_decode and len(b.chunk_ids)]
     assert len(mixed) >= 12
     harness.run()
 

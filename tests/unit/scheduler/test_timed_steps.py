@@ -22,13 +22,13 @@ def test_the_step_time_target_cuts_chunks_only_while_streams_decode() -> None:
     harness.scheduler.view.cost = cost
     harness.add(prompt_of(600, 3), max_tokens=8, ignore_eos=True)
     harness.run()
-    assert [b.num_prefill_tokens for b in engine.batches[:2]] == [512, 88]
+    assert [len(b.chunk_ids) for b in engine.batches[:2]] == [512, 88]
     engine.batches.clear()
     harness.add(prompt_of(4, 9), max_tokens=60, ignore_eos=True)
     harness.step()
     harness.add(prompt_of(600, 5), max_tokens=2, ignore_eos=True)
     harness.run()
-    chunks = [b.num_prefill_tokens for b in engine.batches if b.num_decode and len(b.chunk_ids)]
+    chunks = [len(b.chunk_ids) for b in engine.batches if b.num_decode and len(b.chunk_ids)]
     assert chunks[:4] == [127] * 4, "20 ms allow 150 tokens; 128 fill a tile"
 
 
@@ -48,7 +48,7 @@ def mixed_steps(base_s: float, waiting: int, pair_s: float = 0.0) -> list[int]:
     for index in range(1 + waiting):
         harness.add(prompt_of(600, 10 + index), max_tokens=1, ignore_eos=True)
     harness.run()
-    return [b.num_prefill_tokens for b in engine.batches if b.num_decode and len(b.chunk_ids)]
+    return [len(b.chunk_ids) for b in engine.batches if b.num_decode and len(b.chunk_ids)]
 
 
 def test_the_limit_grows_with_the_decode_only_step() -> None:
@@ -83,7 +83,7 @@ def test_no_chunk_of_a_lone_prompt_takes_more_than_two_seconds(
     harness.scheduler.view.cost = cost
     harness.add(prompt_of(3000, 3), max_tokens=2, ignore_eos=True)
     harness.run()
-    chunks = [b.num_prefill_tokens for b in engine.batches if b.num_prefill_tokens]
+    chunks = [len(b.chunk_ids) for b in engine.batches if len(b.chunk_ids)]
     assert sum(chunks) == 3000
     for index, chunk in enumerate(chunks):
         start = sum(chunks[:index])
@@ -136,5 +136,5 @@ def test_cached_keys_count_in_the_time_of_a_chunk() -> None:
     harness.engine.batches.clear()
     harness.add(prompt_of(600, 3) + prompt_of(300, 7), max_tokens=1)
     harness.run()
-    chunks = [batch.num_prefill_tokens for batch in harness.engine.batches if len(batch.chunk_ids)]
+    chunks = [len(batch.chunk_ids) for batch in harness.engine.batches if len(batch.chunk_ids)]
     assert chunks == [63, 63, 63, 63, 48]

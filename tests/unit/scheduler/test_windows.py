@@ -56,7 +56,7 @@ def test_reserves_limit_the_requests_that_run_together() -> None:
     prompts = [[own] * 30 for own in range(40, 46)]
     uids = [harness.add(prompt, max_tokens=12, ignore_eos=True) for prompt in prompts]
     harness.run()
-    assert max(batch.num_reqs for batch in harness.engine.batches) == 2
+    assert max(len(batch.rows) for batch in harness.engine.batches) == 2
     for uid, prompt in zip(uids, prompts, strict=True):
         assert harness.answers[uid].tokens == expected_output(prompt, 12, ignore_eos=True)
     assert harness.scheduler.totals.preemptions_total == 0
@@ -67,7 +67,7 @@ def test_reserves_limit_the_requests_that_run_together() -> None:
 def test_a_long_prompt_runs_with_the_smallest_pool() -> None:
     harness = new_harness(RESERVE)
     cached_tokens(harness, [3, 4, 5] * 30)
-    assert max(batch.num_prefill_tokens for batch in harness.engine.batches) <= RESERVE * PAGE
+    assert max(len(batch.chunk_ids) for batch in harness.engine.batches) <= RESERVE * PAGE
 
 
 def test_the_newest_request_is_preempted_although_it_waits_for_a_window_page() -> None:
