@@ -139,7 +139,7 @@ class Jitter:
         self._random = random.Random(3)
         self.num_pages, self.page_size = engine.num_pages, engine.page_size
         self.max_running_reqs, self.max_seq_len = engine.max_running_reqs, engine.max_seq_len
-        self.window = engine.window
+        self.window, self.snapshot_pages = engine.window, engine.snapshot_pages
 
     def launch(self, batch: Batch) -> PendingStep:
         self._idle()

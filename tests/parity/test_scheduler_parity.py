@@ -118,7 +118,7 @@ class Recorder:
         self._engine = engine
         self.num_pages, self.page_size = engine.num_pages, engine.page_size
         self.max_running_reqs, self.max_seq_len = engine.max_running_reqs, engine.max_seq_len
-        self.window = engine.window
+        self.window, self.snapshot_pages = engine.window, engine.snapshot_pages
         self.batches: list[Batch] = []
         self.predicted = 0
 
