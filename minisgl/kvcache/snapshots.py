@@ -127,16 +127,19 @@ class Snapshots:
     def _thin(self, new: Snapshot, node: RadixNode) -> None:
         """Drop up to two older snapshots above a new one, if little is lost with each.
 
-        Requests that branch off after it then begin with the snapshot above it. Two are dropped,
-        because a request may leave two: at its stable prompt and at the end of its answer.
+        Requests that branch off after it then begin with the snapshot above it. One is kept if
+        another request has continued from it. An answer that the next turn left out has not. Two
+        are dropped, because a request may leave two: at its stable prompt and after its answer.
         """
+        path = {*node.path()}
         above = [snapshot for snapshot in self.above(node) if snapshot is not new]
         covered = [*(snapshot.tokens for snapshot in above[1:]), 0]
         for older, least in zip(above[:2], covered, strict=False):
             keeps = older.branches or older.loads > 0 or older.request == new.request
             assert older.node is not None, "a snapshot in the tree must have a node; this is a bug"
+            keeps |= any(each.reused for each in older.node.children.values() if each not in path)
             price = self.num_pages * self._memory.page_size
-            if keeps or len(older.node.children) > 1 or older.tokens - least > MAX_GAP * price:
+            if keeps or older.tokens - least > MAX_GAP * price:
                 break
             self.release(older)
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from minisgl.kvcache.memory import Memory
 
 MIN_NEW_TOKENS = 512  # the end of a prompt or an answer is saved if it has this many new tokens
+MIN_BRANCH_TOKENS = 64  # the same where requests branch off
 
 
 def state_kinds(engine: EngineLike) -> tuple[NewKind, ...]:
@@ -122,7 +123,8 @@ class States:
         price = self.snapshots.num_pages * self._page_size
         branches = [saving.known, first if first >= price else 0, *shared]
         reach, done = self._floor(saving.prompt - 1), saving.done
-        places = {at: True for at in map(self._floor, branches) if done < at <= reach}
+        least = done + MIN_BRANCH_TOKENS
+        places = {at: True for at in map(self._floor, branches) if least <= at <= reach}
         end = min(self._floor(stable) or reach, reach)
         if end - max([done, *(at for at in places if at <= end)]) >= MIN_NEW_TOKENS:
             places[end] = False

@@ -224,7 +224,7 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
         self.enterContext(patch.object(view, "step_sizes", lambda most: [*range(1, most + 1)]))
         self.enterContext(patch.object(view, "MIN_SHARED_TOKENS", 4))
         self.enterContext(patch.object(scheduler, "MAX_OVERTAKES", 3))
-        self.enterContext(patch.object(states, "MIN_NEW_TOKENS", 4))
+        self.enterContext(patch.multiple(states, MIN_NEW_TOKENS=4, MIN_BRANCH_TOKENS=1))
         self.enterContext(patch.object(snapshots, "MAX_GAP", 1))
         limits = {"MAX_PAUSES": 3, "RESERVED_ROWS": 3, "MAX_DEFERRED": 2}
         self.enterContext(patch.multiple(plan, **limits))

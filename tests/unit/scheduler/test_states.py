@@ -79,6 +79,8 @@ def test_a_chat_of_ten_turns_with_stripped_thinking_is_near_the_ideal() -> None:
         answer = [(turn * 11 + i) % 57 for i in range(250)]
         history = [*history, *header, *tail, *answer]
     assert cached / total > shared / total - 0.01
+    (kind,) = states_of(harness.scheduler.memory)
+    assert kind.snapshots.num_cached == 1, "the last turn needs no snapshot of an earlier one"
 
 
 def common(a: list[int], b: list[int]) -> int:
@@ -93,6 +95,7 @@ SMALL = 4  # tokens of a page in the tests below
 def small_harness(monkeypatch: pytest.MonkeyPatch, overlap: bool = True) -> Harness:
     """One row, so that each request gets the row of the one before."""
     monkeypatch.setattr(states, "MIN_NEW_TOKENS", SMALL)
+    monkeypatch.setattr(states, "MIN_BRANCH_TOKENS", SMALL)
     engine = FakeEngine(200, SMALL, 1, 256, snapshot_pages=2)
     config = SchedulerConfig(prefill_budget_tokens=16, target_step_ms=None, overlap=overlap)
     return Harness(engine, config)
