@@ -15,7 +15,7 @@
 #                      and python3.11 whose version is 3.11 or 3.12
 # TORCH_INDEX=URL      the package index for torch alone, for example the CPU builds at
 #                      https://download.pytorch.org/whl/cpu; default: pip's default index
-# TEST_JOBS=2          the number of pytest workers
+# TEST_JOBS=3          the number of pytest workers
 # IMAGE=NAME           the name of the images; default: ghcr.io/minisgl/minisgl
 
 SHELL := /bin/bash
@@ -23,7 +23,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 TORCH_INDEX ?=
-TEST_JOBS ?= 2
+TEST_JOBS ?= 3
 IMAGE ?= ghcr.io/minisgl/minisgl
 BUILD_ARGS ?=
 # The only version that `make lock` does not choose itself. The build of torch decides whether a download
@@ -59,7 +59,7 @@ serve: $(VENV)/.serve
 	@exec $(BIN)/minisgl $(ARGS)
 
 # Each worker uses one thread for matrix products: on two cores, two workers with two threads each would wait for
-# one another. tests/conftest.py orders the files.
+# one another. A third worker uses the time in which tests wait for processes. tests/conftest.py orders the files.
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
