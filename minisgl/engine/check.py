@@ -79,26 +79,27 @@ def check_memory(
     tp: TPInfo,
     extensions: ModelExtensions,
     pages: Sequence[int],
+    state_bytes: int = 0,
 ) -> None:
     """Raise ConfigError if a rank's random weights and KV pools do not fit into a CPU's memory.
 
     Linux grants more memory than there is, and later kills a process that uses it. The check covers
     random weights only, for which names like qwen3-8b make large models easy to ask for.
 
-    pages: of each KV pool.
+    pages: of each KV pool. state_bytes: of the recurrent states of all rows.
     """
     model, spec = resolved.model, resolved.kv_spec
     weights = weight_bytes(model, tp, spec.dtype, extensions, config.quantization)
-    kv_bytes = sum(
+    kv_bytes = state_bytes + sum(
         count * kv_page_bytes(spec, len(layers), config.page_size)
         for layers, count in zip(model.pools, pages, strict=True)
     )
     free = memory.cpu_free_bytes()
     if weights + kv_bytes > free:
         raise ConfigError(
-            f"random weights of {weights / _GIB:.1f} GiB and KV pages of {kv_bytes / _GIB:.1f} GiB "
-            f"do not fit into the {free / _GIB:.1f} GiB of free memory; choose a smaller model or "
-            "fewer KV pages (in a benchmark: fewer or shorter requests)"
+            f"random weights of {weights / _GIB:.1f} GiB and KV pages and states of "
+            f"{kv_bytes / _GIB:.1f} GiB do not fit into the {free / _GIB:.1f} GiB of free memory; "
+            "choose a smaller model or fewer KV pages (in a benchmark: fewer or shorter requests)"
         )
 
 

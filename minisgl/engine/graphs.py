@@ -7,7 +7,8 @@ Decode steps    for each number of requests and each number of tokens of a reque
                 time.
 Pieces          for some numbers of tokens, a graph of the work between two attention calls. The
                 launch of attention depends on the lengths of the requests, which differ in each
-                step, so a graph cannot contain it. Without graphs, the host takes 0.3 ms for each
+                step, so a graph cannot contain it. Layers with states read the lengths on the
+                device, so graphs contain them. Without graphs, the host takes 0.3 ms for each
                 layer to launch the kernels; a GPU runs those of a small step in less time.
 """
 
@@ -34,6 +35,7 @@ from minisgl.engine.step import (
 from minisgl.engine.step_tensors import SamplerWork, StepColumns, empty_batch
 from minisgl.engine.warmup import layers_to_rehearse
 from minisgl.kernel import StepLayout
+from minisgl.layers.attention import AttentionSpec
 from minisgl.models.decoder import Attended
 
 # Takes rising sizes and the title of a progress bar, and yields the sizes in the order of their
@@ -162,7 +164,9 @@ class _DecodeCapture:
                 stage.captured(columns)
             attention.compute_metadata()
             runner.stage(columns, no_chunk, tokens)
-            runner.model.logits(runner.run(tokens, attention, most_layers), out=logits)
+            states = runner.begin_states(columns, num_tokens)
+            attended = runner.run(tokens, attention, most_layers, states)
+            runner.model.logits(attended, out=logits)
 
         def sample(filters: bool) -> None:
             work = SamplerWork(any_random=True, filters=filters)
@@ -197,10 +201,13 @@ class _DecodeCapture:
 
 
 class _Cutter:
-    """Takes the place of attention during a capture: ends one graph and begins the next."""
+    """Takes the place of attention during a capture: ends one graph and begins the next.
 
-    def __init__(self, memory: Any, layers: int) -> None:
-        self._memory, self._layers = memory, layers
+    graphs: the number of graphs to capture.
+    """
+
+    def __init__(self, memory: Any, graphs: int) -> None:
+        self._memory, self._graphs = memory, graphs
         self._aliases: dict[object, Tensor] = {}  # most layers use the same memory
         self.pieces: list[PieceGraph] = []
         self.begin()
@@ -212,8 +219,15 @@ class _Cutter:
     def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         self.graph.capture_end()
         self.pieces.append(PieceGraph(self.graph, layer, self._alias(q), self._alias(out), sinks))
-        if len(self.pieces) < self._layers:
+        if len(self.pieces) < self._graphs:
             self.begin()
+
+    def last(self) -> torch.cuda.CUDAGraph | None:
+        """End the graph after the last attention, if there is one."""
+        if len(self.pieces) == self._graphs:
+            return None
+        self.graph.capture_end()
+        return self.graph
 
     def _alias(self, tensor: Tensor) -> Tensor:
         key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
@@ -234,15 +248,18 @@ def capture_pieces(parts: StepParts, tokens: Tensor, rehearsed: int, memory: Any
 
     rehearsed: the number of layers to run before.
     """
-    runner = parts.runner
+    runner, model = parts.runner, parts.runner.model.config
     column = [[value] for value in runner.padding]
     tokens[:] = torch.tensor(column, dtype=torch.int32, device=runner.device)
+    states = None if runner.states is None else runner.states.padding(tokens.shape[1])
     # This run compiles and loads the kernels. In it, libraries choose their algorithms.
-    runner.run(tokens, _NoAttention(), rehearsed)
+    runner.run(tokens, _NoAttention(), rehearsed, states)
     torch.cuda.current_stream().synchronize()
-    cutter = _Cutter(memory, runner.model.config.num_layers)
-    attended = runner.run(tokens, cutter)
-    return PieceForward(tokens, tuple(cutter.pieces), Attended(*map(_alias, attended)))
+    ends_with_attention = isinstance(model.layers[-1].mixer, AttentionSpec)
+    cutter = _Cutter(memory, len(model.attention) + (not ends_with_attention))
+    attended = runner.run(tokens, cutter, states=states)
+    last = cutter.last()
+    return PieceForward(tokens, tuple(cutter.pieces), Attended(*map(_alias, attended)), last)
 
 
 class _Memory:

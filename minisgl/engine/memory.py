@@ -19,6 +19,7 @@ from minisgl.core.batch import MAX_DRAFT_TOKENS
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine.graphs import DecodeShape, graph_shapes
 from minisgl.kvcache.pool import KVSpec
+from minisgl.layers.mixer import StateBuild
 from minisgl.models.decoder import local_kv_spec
 from minisgl.models.spec import ModelSpec
 from minisgl.utils.process import usable_cores
@@ -30,6 +31,7 @@ _MAX_PIECE_TOKENS = 4096  # of the largest piecewise graph
 # if a layer has at most _HOST_BOUND_WEIGHTS. The GPU reads these in 60 us.
 _HOST_BOUND_PRODUCT = 12_100_000_000
 _HOST_BOUND_WEIGHTS = 100_000_000
+_STATE_PAGES = (16, 32, 64)  # tokens of a page of a model with recurrent states
 _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -86,16 +88,15 @@ def resolve(
     the result of a step with drafts is open. If the step rejects its drafts, the next step reads
     pages that the row has dropped.
 
-    Gated delta nets keep a state for each request. No memory of the engine holds such states.
+    The kernels of layers with states take pages of some sizes only.
 
     further_kinds: whether extensions bring kinds of memory (Extensions.cache_kinds). A plan counts
     their memory for one token of a decoding row, so they cannot be used with drafts either.
     """
-    if model.delta:
+    if model.states and config.page_size not in _STATE_PAGES:
         raise ConfigError(
-            f"the model has gated delta nets in {len(model.delta)} of {model.num_layers} layers, "
-            "and this version has no memory for the states of such layers yet; docs/models.md "
-            "lists the models that run"
+            f"page_size {config.page_size} is not supported for a model with recurrent states, "
+            f"such as gated delta nets; supported: {', '.join(map(str, _STATE_PAGES))}"
         )
     context = model.max_position
     length = context if config.max_seq_len is None else config.max_seq_len
@@ -196,6 +197,33 @@ def further_graph_bytes(free: Sequence[int], num_shapes: int) -> int:
     return max(sum(taken[1:num_shapes]) + sum(taken[num_shapes + 1 :]), 0)
 
 
+def state_build(
+    config: EngineConfig, resolved: Resolved, tp: TPInfo, device: torch.device, drafting: bool
+) -> StateBuild:
+    """Return the rows of layers with recurrent states: those of requests, and one for padding."""
+    rows, dtype = config.max_running_reqs + 1, resolved.kv_spec.dtype
+    return StateBuild(rows, config.page_size, drafting, tp, dtype, device)
+
+
+def rows_that_fit(max_running_reqs: int, row_bytes: int, available: int) -> int:
+    """Return the number of requests whose states fit, at most max_running_reqs.
+
+    The states may take half of the memory that the weights leave; the KV pages get the rest.
+    row_bytes: of the states of one row; 0 without states. available: bytes beside the weights.
+    Raises OutOfMemory.
+    """
+    if not row_bytes:
+        return max_running_reqs
+    fitting = max(available, 0) // 2 // row_bytes - 1  # one row is for padding
+    if fitting < 1:
+        raise OutOfMemory(
+            f"the recurrent states of a request take {row_bytes} bytes, and the states of one "
+            f"request and of padding do not fit into half of the {available} bytes that are left; "
+            "raise memory_ratio (on a CPU, raise cpu_kv_bytes) or use more GPUs"
+        )
+    return min(max_running_reqs, fitting)
+
+
 def kv_bytes_left(config: EngineConfig, free_before: int, taken: int) -> int:
     """Return the bytes for KV pages on a GPU.
 
@@ -211,8 +239,11 @@ def pages_that_fit(
     page_bytes: Sequence[int],
     max_seq_len: int,
     window: int | None,
+    snapshot_pages: int = 0,
 ) -> list[int]:
     """Return the pages of each KV pool in `available` bytes; no more than all requests can fill.
+
+    snapshot_pages: as EngineLike.snapshot_pages. A request may also fill the pages of one snapshot.
 
     page_bytes: of one page of each pool. window: tokens of a window; None: all layers have full
     attention, and there is one pool. The pages of two pools hold the same number of requests of
@@ -220,7 +251,7 @@ def pages_that_fit(
     the second, which has the window layers.
     """
     size = config.page_size
-    useful = config.max_running_reqs * -(-max_seq_len // size)
+    useful = config.max_running_reqs * (-(-max_seq_len // size) + snapshot_pages)
     if window is None:
         return [min(available // page_bytes[0], useful)]
     full = -(-min(config.kv_request_tokens, max_seq_len) // size)

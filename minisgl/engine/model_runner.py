@@ -8,8 +8,10 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, AttentionStep, StepAttention
 from minisgl.core import Int32Array, WindowLayers
+from minisgl.engine.states import RowStates
 from minisgl.engine.step_tensors import Packer, StepColumns
 from minisgl.kernel import stage_tokens
+from minisgl.kernel.states import StateStep
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.mixer import ForwardContext
 from minisgl.models.decoder import Attended, CausalLM
@@ -48,6 +50,7 @@ class ModelRunner:
                 requests of the next step read their ids here, so that the host need not know them.
     drafts      None for an engine without drafts. With drafts, rows of page_table and token_pool
                 have room for MAX_DRAFTS positions after max_seq_len.
+    states      the memory of layers with recurrent states; None for a model without them.
     """
 
     model: CausalLM
@@ -60,6 +63,7 @@ class ModelRunner:
     page_table: Tensor
     token_pool: Tensor
     drafts: DraftTensors | None = None
+    states: RowStates | None = None
 
     @property
     def device(self) -> torch.device:
@@ -112,18 +116,40 @@ class ModelRunner:
                 places,
             )
 
+    def begin_states(
+        self, columns: StepColumns, count: int, size: int | None = None
+    ) -> StateStep | None:
+        """Return the requests of a step for `run`, and move the boundaries of their states.
+
+        count: tokens of the requests. size: tokens of the forward, if it has fixed tensors
+        (RowStates.requests). Returns None for a model without states.
+        """
+        if self.states is None:
+            return None
+        if size is None:
+            return self.states.begin(columns, count, count)
+        return self.states.begin(columns, count, size, self.states.requests)
+
     def run(
-        self, tokens: Tensor, attention: StepAttention, most_layers: int | None = None
+        self,
+        tokens: Tensor,
+        attention: StepAttention,
+        most_layers: int | None = None,
+        states: StateStep | None = None,
     ) -> Attended:
         """Run the model over the tokens that `stage` has written, up to the last attention.
 
         Stores the keys and values of all T tokens. Returns the output of the last attention.
+        states: from begin_states, once for each step. Needed if the model has layers with states.
         most_layers: run at most this many of the layers before the last one, only to load kernels
         (warmup.layers_to_rehearse). The output is then not that of the model. None: all layers.
         """
         ids, positions, *slots = tokens.unbind(0)
         scale = None if self.query_scale is None else self.query_scale[positions]
-        context = ForwardContext(positions, slots, self.ropes, self.pools, attention, scale)
+        layers = () if self.states is None else self.states.layers
+        context = ForwardContext(
+            positions, slots, self.ropes, self.pools, attention, scale, layers, states
+        )
         return self.model.model.forward_to_last_attention(ids, context, most_layers)
 
     def clear_dummy(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -16,18 +17,19 @@ from minisgl.build import (
     use_kernel_cache,
     use_recorded_key,
 )
-from minisgl.core import EngineConfig, OutOfMemory, WindowLayers
+from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers
 from minisgl.core.batch import MAX_DRAFTS
 from minisgl.distributed.comm import Communicator
-from minisgl.engine import memory, warmup
+from minisgl.engine import memory, states, warmup
 from minisgl.engine.check import check_memory
 from minisgl.engine.extensions import Extensions
 from minisgl.engine.graphs import DecodeShape, capture_steps
 from minisgl.engine.model_runner import DraftTensors, ModelRunner
-from minisgl.engine.stages import CachedLengths, Stage
+from minisgl.engine.stages import CachedLengths, CopyStates, Stage
 from minisgl.engine.step import StepLauncher, StepParts
 from minisgl.engine.step_tensors import Packer
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
+from minisgl.layers.mixer import StateBuild
 from minisgl.layers.rotary import query_scale_table, rope_table
 from minisgl.models.config import load_model_spec
 from minisgl.models.decoder import CausalLM
@@ -64,6 +66,11 @@ class Start:
         model = load_model_spec(config.model_path)
         further_kinds = bool(extensions.cache_kinds)
         self.resolved = memory.resolve(config, model, comm.tp, device, self.drafting, further_kinds)
+        if self.resolved.model.states and max_chunk_tokens < config.page_size:
+            raise ConfigError(
+                f"--max-prefill-length {max_chunk_tokens} is too small for a model with recurrent "
+                f"states, whose chunks have at least one page of {config.page_size} tokens"
+            )
         self._show_progress = comm.tp.rank == 0
         self.stream: torch.cuda.Stream | None = None
         self.compile_log = CompileLog()
@@ -83,13 +90,19 @@ class Start:
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         elif (threads := memory.cpu_threads(tp.size)) is not None:
             torch.set_num_threads(threads)
+        if device.type == "cpu":
+            self._limit_rows(self.config.cpu_kv_bytes)
         if device.type == "cpu" and self.config.dummy_weight:
             pages = self._sizes_of_pools(lambda: 0)
-            check_memory(self.config, self.resolved, tp, self._extensions, pages)
+            state_bytes = self._row_bytes() * (self.config.max_running_reqs + 1)
+            check_memory(self.config, self.resolved, tp, self._extensions, pages, state_bytes)
         with memory.memory_of(device), self.on_stream():
             free_before = memory.free_bytes(device)
             with self.startup.phase("weights"):
                 model = self._load(build)
+            if device.type == "cuda":
+                taken = free_before - memory.free_bytes(device)
+                self._limit_rows(memory.kv_bytes_left(self.config, free_before, taken))
             if device.type == "cuda":
                 with self.startup.phase("compile"):
                     wait_for_kernels()
@@ -151,8 +164,11 @@ class Start:
             page_table=torch.cat(page_tables),
             token_pool=int32(rows, positions),
             drafts=DraftTensors(*int32(3, rows)) if self.drafting else None,
+            states=states.allocate_states(spec.states, self._state_build()),
         )
         stages: list[Stage] = [] if runner.drafts is None else [CachedLengths(runner.drafts)]
+        if runner.states is not None:
+            stages.append(CopyStates(runner.states, pools[0]))
         stages += [make(runner) for make in self._extensions.stages]
         parts = StepParts(runner, tuple(stages), self._extensions.finish(runner))
         return StepLauncher(parts, self._extensions.logits_processors)
@@ -235,10 +251,13 @@ class Start:
             return [given, memory.window_pages_for(config, given, window, self.max_chunk_tokens)]
         if given is not None:
             return [given]
-        available = config.cpu_kv_bytes if self.device.type == "cpu" else gpu_kv_bytes()
-        spec = self.resolved.kv_spec
+        build, spec = self._state_build(), self.resolved.kv_spec
+        on_cpu = config.cpu_kv_bytes - self._row_bytes() * (config.max_running_reqs + 1)
+        available = on_cpu if self.device.type == "cpu" else gpu_kv_bytes()
         page_bytes = [kv_page_bytes(spec, len(layers), size) for layers in model.pools]
-        fitting = memory.pages_that_fit(config, available, page_bytes, length, window)
+        words = states.row_words(model.states, build)
+        snapshot = states.snapshot_pages(words, spec, len(model.pools[0]), size)
+        fitting = memory.pages_that_fit(config, available, page_bytes, length, window, snapshot)
         found = [self._comm.agree_min(count) for count in fitting]
         least = 1 if window is None else WindowLayers(window, 0).reserve(size)
         if found[0] < 1 or found[-1] < least:
@@ -248,6 +267,33 @@ class Start:
                 "memory_ratio (on a CPU, raise cpu_kv_bytes) or lower max_running_reqs"
             )
         return found
+
+    def _state_build(self) -> StateBuild:
+        tp, device = self._comm.tp, self.device
+        return memory.state_build(self.config, self.resolved, tp, device, self.drafting)
+
+    def _row_bytes(self) -> int:
+        """Return the bytes of the recurrent states of one row."""
+        return states.row_bytes(self.resolved.model.states, self._state_build())
+
+    def _limit_rows(self, available: int) -> None:
+        """Lower max_running_reqs to the requests whose states fit, the same on every rank.
+
+        available: bytes beside the weights. Raises OutOfMemory.
+        """
+        asked = self.config.max_running_reqs
+        row_bytes = self._row_bytes()
+        rows = self._comm.agree_min(memory.rows_that_fit(asked, row_bytes, available))
+        if rows < asked:
+            self.config = msgspec.structs.replace(self.config, max_running_reqs=rows)
+            logger.info(
+                "max_running_reqs lowered from %d to %d: the recurrent states of a request take %d "
+                "bytes, and all of them at most half of the %d bytes beside the weights",
+                asked,
+                rows,
+                row_bytes,
+                available,
+            )
 
     def _gpu_kv_bytes(self, model: CausalLM, free_before: int) -> int:
         """Return the memory for KV pages on a GPU, in bytes.

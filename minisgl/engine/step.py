@@ -30,6 +30,7 @@ from minisgl.engine.logprobs import reports_prompts, start_logprobs
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import Finish, draw
 from minisgl.engine.stages import Stage
+from minisgl.engine.states import snapshot_pages
 from minisgl.engine.step_tensors import Logits, StepColumns, StepTensors
 from minisgl.kernel import StepLayout, apply_token_mask
 from minisgl.models.decoder import Attended, CausalLM
@@ -150,7 +151,8 @@ class EagerStep:
         shape = len(self._runner.padding), int(x.lengths.sum())
         tokens = torch.empty(shape, dtype=torch.int32, device=self._runner.device)
         self._runner.stage(x.columns, x.chunk_ids, tokens)
-        return self._runner.run(tokens, attention)
+        states = self._runner.begin_states(x.columns, shape[1])
+        return self._runner.run(tokens, attention, states=states)
 
 
 class PieceGraph(NamedTuple):
@@ -166,14 +168,17 @@ class PieceGraph(NamedTuple):
 class PieceForward(NamedTuple):
     """The graphs of one number of tokens.
 
-    tokens    int32 [2 + pools, size], their input.
-    pieces    one for each layer.
+    tokens    int32 [2 + pools, size], their input. Layers with states also read
+              RowStates.requests.
+    pieces    one for each layer with attention.
     attended  their result.
+    last      the graph of the work after the last attention; None if the last layer ends with it.
     """
 
     tokens: Tensor
     pieces: tuple[PieceGraph, ...]
     attended: Attended
+    last: torch.cuda.CUDAGraph | None = None
 
     @property
     def size(self) -> int:
@@ -210,16 +215,19 @@ class PiecewiseStep(EagerStep):
         The next sum must therefore have the same number of rows, or Attended.take_rows must first
         gather the rows from all ranks.
         """
-        tokens, pieces, attended = self._piece
+        tokens, pieces, attended, last = self._piece
         count = int(x.lengths.sum())
         if count < self.size:
             tokens[:, count:] = self._padding
         self._runner.stage(x.columns, x.chunk_ids, tokens[:, :count])
+        self._runner.begin_states(x.columns, count, self.size)
         for piece in pieces:
             piece.graph.replay()
             if x.columns.width > 1:
                 piece.out[count:] = 0
             attention.forward(piece.layer, piece.q[:count], piece.out[:count], piece.sinks)
+        if last is not None:
+            last.replay()
         return attended
 
 
@@ -321,7 +329,8 @@ class StepLauncher:
         self.processors, self.graphs = processors, graphs
         runner, pool = self.runner, self.runner.pools[0]
         self.num_pages, self.page_size, self.window = pool.num_pages, pool.page_size, runner.window
-        self.snapshot_pages = 0
+        words = 0 if runner.states is None else runner.states.kept.shape[1]
+        self.snapshot_pages = snapshot_pages(words, pool.spec, len(pool.layers), pool.page_size)
         self.max_running_reqs, self.max_seq_len = runner.packer.dummy_row, runner.max_seq_len
         self._previous: LaunchedStep | None = None
         last_layer = LastLayer(runner.model, graphs.logits_graphs)

@@ -10,13 +10,14 @@ Layers           run before the capture of a graph, as many as contain every kin
 import itertools
 import time
 from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 
-from minisgl.core import Batch, EngineLike, PageUpdates, SamplingParams
+from minisgl.core import Batch, EngineLike, PageUpdates, SamplingParams, StateCopies
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, LogprobsRequest
 from minisgl.core.columns import sampling_arrays
 from minisgl.core.step_cost import TimedStep
@@ -62,6 +63,16 @@ def warm_up(engine: EngineLike, widths: Sequence[int] = DRAFT_WIDTHS[:1]) -> Non
     for shape in shapes:
         for params, logprobs in itertools.product(_KINDS, (False, True)):
             _run(engine, warmup_batch(engine, shape, params, logprobs=logprobs))
+    if engine.snapshot_pages:
+        _copy_states(engine)
+
+
+def _copy_states(engine: EngineLike) -> None:
+    """Save the recurrent states of a row to the dummy page, and load others from there."""
+    batch, row = warmup_batch(engine, StepShape(0, 4, 0)), np.zeros(1, dtype=np.int32)
+    assert batch is not None, "the engine must have room for one request; this is a bug"
+    pages = np.full((1, engine.snapshot_pages), engine.num_pages, dtype=np.int32)
+    _run(engine, replace(batch, states=StateCopies(row, pages, row, pages)))
 
 
 def time_steps(engine: EngineLike, chunk: int) -> list[TimedStep]:
@@ -203,7 +214,7 @@ def _kind(layer: DecoderLayer, runner: ModelRunner) -> Iterator[Hashable]:
                 yield setting, value is None
     for name, parameter in layer.named_parameters():
         yield name, *_form(parameter)
-    for tensor in layer.mixer.state(runner.pools):
+    for tensor in layer.mixer.state(runner.pools, runner.states.layers if runner.states else ()):
         yield None if tensor is None else tuple(_form(tensor))
 
 

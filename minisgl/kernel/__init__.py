@@ -1,9 +1,9 @@
 """Kernels, each beside a plain torch reference with the same signature.
 
 The exported functions run the reference on CPU tensors and a Triton kernel on all others
-(dispatch.py). The references are in decode.py, drafts.py, elementwise.py, fp8.py, fp8_weights.py,
-gather.py, logits.py, mxfp4_weights.py, random.py, rotary.py, sampling.py and step.py; the Triton
-kernels are in the package triton.
+(dispatch.py). The references are in decode.py, delta.py, drafts.py, elementwise.py, fp8.py,
+fp8_weights.py, gather.py, logits.py, mxfp4_weights.py, random.py, rotary.py, sampling.py, states.py
+and step.py; the Triton kernels are in the package triton.
 """
 
 from minisgl.kernel.contexts import ContextCopy
@@ -16,11 +16,15 @@ from minisgl.kernel.dispatch import (
     apply_norm,
     apply_token_mask,
     balanced_decode,
+    begin_states,
     best_candidate,
     context_slots,
+    copy_states,
     count_blocks,
     find_drafts,
+    gated_delta,
     gated_linear,
+    gated_norm,
     gather_embedding,
     gather_kv,
     kv_metadata,
@@ -62,8 +66,10 @@ __all__ = [
     "apply_penalties",
     "apply_token_mask",
     "balanced_decode",
+    "begin_states",
     "best_candidate",
     "context_slots",
+    "copy_states",
     "count_blocks",
     "decode_scratch",
     "find_drafts",
@@ -71,7 +77,9 @@ __all__ = [
     "fp8_add_linear",
     "fp8_gated_linear",
     "fp8_linear",
+    "gated_delta",
     "gated_linear",
+    "gated_norm",
     "gather_embedding",
     "gather_kv",
     "gumbel_noise",

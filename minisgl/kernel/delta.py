@@ -2,10 +2,8 @@
 
     S = e^g S;  d = beta (v - S^T k);  S += k d^T;  o = S^T q        for each token and value head
 
-The state S of a row stands at a page boundary. The keys k, deltas d and decays g of the tokens
-after the boundary are a short history, so that a step does not write the state, a rejected draft
-needs no rollback, and a copy of the state is valid at the end of a page at any time. A step moves S
-to a later boundary when the row has entered a new page.
+The state S of a row stands at a boundary (states.py). The keys k, deltas d and decays g of the
+tokens after the boundary are the history.
 
 Source: Gated Delta Networks (Yang, Kautz, Hatamizadeh, 2024), as transformers computes
 Qwen3-Next; the history as in ReplaySSM (Dao-AILab, 2026), with our boundaries.
@@ -17,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from minisgl.kernel.states import StateStep
+
 L2_EPS = 1e-6  # added to the square sum of a query or key before its root
 TAPS = 4  # of the convolution; the last one weighs the token itself
-STEP_TOKENS = 16  # a prompt's last 1 to STEP_TOKENS tokens run in the kernel of decode steps
 
 
 class DeltaMemory(NamedTuple):
@@ -28,15 +27,19 @@ class DeltaMemory(NamedTuple):
     S tokens are the boundary's grid: the page size. Position p of a ring of n entries is p mod n.
 
     state    float32 [R, Hv, Dk, Dv]: S of the tokens before the row's boundary. Not read while the
-             boundary is 0.
+             boundary is 0. The entries of a row are contiguous.
+    tails    [R, TAPS - 1, 2 Hk Dk + Hv Dv] of the model's dtype: the inputs of the convolution
+             before the boundary. The entries of a row are contiguous. A copy of a state holds
+             `state` and `tails`; the other tensors are not read after a copy is loaded.
     keys     [R, 2 S, Hk, Dk] of the model's dtype: a ring of normalised keys.
     deltas   float32 [R, S or 2 S, Hv, Dv]: a ring of deltas; 2 S if steps have drafts.
     decays   float32 [R, 2 S, Hv]: a ring of g.
     inputs   [R, 4 or 16, 2 Hk Dk + Hv Dv] of the model's dtype: a ring of the inputs of the
-             convolution, 16 if steps have drafts.
+             convolution after the boundary, 16 if steps have drafts.
     """
 
     state: Tensor
+    tails: Tensor
     keys: Tensor
     deltas: Tensor
     decays: Tensor
@@ -59,58 +62,13 @@ class DeltaWeights(NamedTuple):
     dt_bias: Tensor
 
 
-class DeltaStep(NamedTuple):
-    """The requests of a step as all delta layers need them, int32 on the device.
-
-    rows, start, lengths, first
-                [N] as in StepViews; lengths are the tokens that the step forwards.
-    base        [N]: the boundary at which S of the row stands before the step.
-    target      [N]: the boundary at which S stands after it, from delta_boundaries.
-    num_decode  the number of decode requests; they come first.
-    max_tokens  the most tokens of a decode request.
-    """
-
-    rows: Tensor
-    start: Tensor
-    lengths: Tensor
-    first: Tensor
-    base: Tensor
-    target: Tensor
-    num_decode: int
-    max_tokens: int
-
-
-def delta_boundaries(
-    boundaries: Tensor,
-    rows: Tensor,
-    start: Tensor,
-    lengths: Tensor,
-    num_decode: int,
-    page_size: int,
-    base: Tensor,
-    target: Tensor,
-) -> None:
-    """Fill base and target of DeltaStep, and move the boundaries of the rows to target.
-
-    boundaries: int32 [R], the boundary of each row's S. All others: int32 [N]; base and target are
-    overwritten. A decode request moves to the page of its first token: its last tokens may be
-    drafts, which can be rejected. A chunk moves to the page of its last token. No host sync;
-    graph-capturable.
-    """
-    last = start + lengths - 1
-    last[:num_decode] = start[:num_decode]
-    base.copy_(boundaries[rows.long()])
-    target.copy_(last // page_size * page_size)
-    boundaries[rows.long()] = target
-
-
 def gated_delta(
     mixed: Tensor,
     a: Tensor,
     b: Tensor,
     weights: DeltaWeights,
     memory: DeltaMemory,
-    step: DeltaStep,
+    step: StateStep,
 ) -> Tensor:
     """Convolve the T tokens and run the delta rule over them; returns [T, Hv, Dv], mixed's dtype.
 
@@ -118,8 +76,7 @@ def gated_delta(
     a, b     [T, Hv]: decay and write strength before their activations.
     memory   read and updated in place: S up to step.target, the history after it.
 
-    A chunk that does not start at the end of a page stays within this page. No host sync on a GPU;
-    graph-capturable if all requests are decode requests.
+    No host sync on a GPU; graph-capturable.
     """
     out = mixed.new_empty((len(mixed), *memory.deltas.shape[2:]))
     requests = zip(*(x.tolist() for x in step[:6]), strict=True)
@@ -143,7 +100,12 @@ def _request(
 ) -> Tensor:
     """The tokens of one request. memory: the tensors of its row. Returns [n, Hv, Dv]."""
     positions = torch.arange(start, start + len(mixed))
-    q, k, v = _convolve(mixed, weights.conv, memory, positions)
+    before = target - torch.arange(TAPS - 1, 0, -1)
+    new = mixed[(before - start).clamp(min=0)]
+    tails = torch.where((before < start)[:, None], memory.inputs[before % len(memory.inputs)], new)
+    q, k, v = _convolve(mixed, weights.conv, memory, positions, base)
+    if target > base:
+        memory.tails.copy_(tails)
     g = -weights.a_log.exp() * functional.softplus(a.float() + weights.dt_bias)
     beta = b.float().sigmoid()
     state = memory.state.clone() if base else torch.zeros_like(memory.state)
@@ -176,7 +138,7 @@ def _request(
 
 
 def _convolve(
-    mixed: Tensor, conv: Tensor, memory: DeltaMemory, positions: Tensor
+    mixed: Tensor, conv: Tensor, memory: DeltaMemory, positions: Tensor, base: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Convolve and activate, and normalise queries and keys. Puts `mixed` into the ring of inputs.
 
@@ -185,7 +147,9 @@ def _convolve(
     """
     ring, (key_heads, key_dim) = memory.inputs, memory.keys.shape[1:]
     before = positions[0] - torch.arange(TAPS - 1, 0, -1)
-    earlier = torch.where((before < 0)[:, None], 0, ring[before % len(ring)])
+    tails = memory.tails[(before - base).clamp(1 - TAPS, -1)]
+    earlier = torch.where((before < base)[:, None], tails, ring[before % len(ring)])
+    earlier = torch.where((before < 0)[:, None], 0, earlier)
     window = torch.cat((earlier, mixed)).float().unfold(0, TAPS, 1)  # [n, channels, TAPS]
     x = functional.silu((window * conv.float()).sum(2))
     kept = slice(-len(ring), None)

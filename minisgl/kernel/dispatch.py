@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minisgl.kernel import decode, drafts, elementwise, gather, logits, rotary, sampling, step
+from minisgl.kernel import (
+    decode,
+    delta,
+    drafts,
+    elementwise,
+    gather,
+    logits,
+    rotary,
+    sampling,
+    states,
+    step,
+)
 from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.tilings import FEW_ROWS, Tiling, tiling_for
@@ -61,6 +72,10 @@ accept_drafts = _by_device(drafts.accept_drafts, "drafts")
 context_slots = _by_device(gather.context_slots, "gather")
 gather_kv = _by_device(gather.gather_kv, "gather")
 balanced_decode = _by_device(decode.decode, "decode")
+gated_delta = _by_device(delta.gated_delta, "delta")
+gated_norm = _by_device(delta.gated_norm, "delta")
+begin_states = _by_device(states.begin_states, "states")
+copy_states = _by_device(states.copy_states, "states")
 
 
 def count_blocks(

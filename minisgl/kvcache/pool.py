@@ -27,10 +27,14 @@ class KVSpec(NamedTuple):
     fp8: bool = False
 
     @property
+    def stored_bytes(self) -> int:
+        """The bytes of the key and the value of one token in one layer, without their scales."""
+        return 2 * self.kv_heads * self.head_dim * (1 if self.fp8 else self.dtype.itemsize)
+
+    @property
     def token_bytes(self) -> int:
         """The bytes of the key and the value of one token in one layer."""
-        stored = self.head_dim + _SCALE_BYTES if self.fp8 else self.head_dim * self.dtype.itemsize
-        return 2 * self.kv_heads * stored
+        return self.stored_bytes + (2 * self.kv_heads * _SCALE_BYTES if self.fp8 else 0)
 
 
 def kv_page_bytes(spec: KVSpec, num_layers: int, page_size: int) -> int:
@@ -99,6 +103,14 @@ class KVPool:
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of keys and values, each [..., Hkv, D] of spec.dtype. slots: integers [...]."""
         return read_kv(*self.layer(layer), slots, self.scales(layer), self.spec.dtype)
+
+    def words(self) -> Tensor:
+        """View of all keys and values, int32 [2 L, P + 1, n]: n words of a page in each slice.
+
+        A page of these words can hold any bytes. The scales of an FP8 pool stay apart.
+        """
+        layers, kinds, pages = self._storage.shape[:3]
+        return self._storage.view(-1).view(torch.int32).view(kinds * layers, pages, -1)
 
     def fill_noise(self, num_pages: int) -> None:
         """Fill the first num_pages pages with random values, so that timed steps read real data."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterator, Sequence
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +103,7 @@ class Attention(Mixer):
     def kind(self) -> Hashable:
         return self.spec._replace(kv_layer=0)
 
-    def state(self, pools: Sequence[KVPool]) -> Iterator[Tensor | None]:
+    def state(self, pools: Sequence[KVPool], states: Sequence[Any]) -> Iterator[Tensor | None]:
         pool, layer = pools[self.pool], self.spec.kv_layer
         yield from (*pool.layer(layer), pool.scales(layer))
 

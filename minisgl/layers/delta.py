@@ -1,17 +1,19 @@
 """The gated delta net: a mixer whose memory is one matrix for each head (Qwen3-Next, Qwen3.5)."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import TPInfo
-from minisgl.kernel.delta import TAPS, DeltaWeights, gated_delta, gated_norm
+from minisgl.kernel import gated_delta, gated_norm
+from minisgl.kernel.delta import TAPS, DeltaMemory, DeltaWeights
+from minisgl.kvcache.pool import KVPool
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear, UnquantizedLinear
-from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
+from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild, StateBuild, StatePart
 from minisgl.layers.norm import BlockInput, RMSNorm
 from minisgl.layers.shards import Placement, Shard, merge, split_heads
 
@@ -21,8 +23,7 @@ class DeltaSpec(NamedTuple):
 
     key_heads, value_heads  value head h reads key head h // (value_heads / key_heads).
     key_dim, value_dim      elements of a head. The state of a value head is [key_dim, value_dim].
-    layer                   the index of the layer's memory (ForwardContext.states). Indices run
-                            from 0 without gaps.
+    layer                   as StateSpec.layer.
     grouped                 the checkpoint stores the rows of all projections by key heads, in the
                             tensors in_proj_qkvz and in_proj_ba.
     state_dtype             the dtype of the state.
@@ -53,6 +54,38 @@ class DeltaSpec(NamedTuple):
                 f"tensor-parallel {tp.size}: use a number of ranks that divides both"
             )
         return max(key // tp.size, 1), value // tp.size
+
+    def channels(self, tp: TPInfo) -> int:
+        """The channels of the convolution of a rank."""
+        keys, values = self.local_heads(tp)
+        return 2 * keys * self.key_dim + values * self.value_dim
+
+    def kept(self, build: StateBuild) -> tuple[StatePart, ...]:
+        """See StateSpec: the state and the inputs of the convolution before it."""
+        _, values = self.local_heads(build.tp)
+        state = (values, self.key_dim, self.value_dim)
+        tails = (TAPS - 1, self.channels(build.tp))
+        return StatePart(state, self.state_dtype), StatePart(tails, build.dtype)
+
+    def memory(self, kept: Sequence[Tensor], build: StateBuild) -> DeltaMemory:
+        """See StateSpec."""
+        keys, values = self.local_heads(build.tp)
+        size, dtype, pages = build.page_size, build.dtype, 2 if build.drafts else 1
+        history = (
+            StatePart((2 * size, keys, self.key_dim), dtype),
+            StatePart((pages * size, values, self.value_dim), torch.float32),
+            StatePart((2 * size, values), torch.float32),
+            StatePart((16 if build.drafts else TAPS, self.channels(build.tp)), dtype),
+        )
+        rows, device = build.rows, build.device
+        rings = (torch.zeros((rows, *s), dtype=kind, device=device) for s, kind in history)
+        return DeltaMemory(*kept, *rings)
+
+    def step_bytes(self, page_size: int) -> int:
+        """See StateSpec: the state, its write once in a page, and half a page of history."""
+        state = self.value_heads * self.key_dim * self.value_dim * self.state_dtype.itemsize
+        deltas = self.value_heads * self.value_dim * torch.float32.itemsize
+        return state + state // page_size + (page_size // 2 + 1) * deltas
 
 
 class DeltaRates(nn.Module):
@@ -113,17 +146,20 @@ class GatedDelta(Mixer):
     def kind(self) -> Hashable:
         return self.spec._replace(layer=0)
 
+    def state(self, pools: Sequence[KVPool], states: Sequence[Any]) -> Iterator[Tensor | None]:
+        yield from states[self.spec.layer]
+
     def mix(self, block_input: BlockInput, context: ForwardContext) -> Tensor:
         """Update the states of the requests with the T tokens. Returns [T, Hv * Dv]."""
-        assert context.delta is not None, (
+        assert context.state_step is not None, (
             "a gated delta net needs its part of the step; this is a bug"
         )
         projected, width = self.in_proj.forward(block_input), len(self.conv)
         mixed, z = projected[:, :width], projected[:, width:]
         b, a = self.rates_proj.forward(block_input).chunk(2, dim=-1)
         weights = DeltaWeights(self.conv, self.rates.a_log, self.rates.dt_bias)
-        memory = context.states[self.spec.layer]
-        out = gated_delta(mixed, a, b, weights, memory, context.delta)
+        memory: DeltaMemory = context.states[self.spec.layer]
+        out = gated_delta(mixed, a, b, weights, memory, context.state_step)
         return gated_norm(out, self.norm.weight, z, self.norm.eps)
 
     def placements(self, name: str) -> Iterator[Placement]:

@@ -7,6 +7,7 @@ import msgspec
 from minisgl.attention.base import AttentionRule
 from minisgl.layers.attention import AttentionSpec
 from minisgl.layers.delta import DeltaSpec
+from minisgl.layers.mixer import StateSpec
 from minisgl.layers.mlp import DenseSpec
 from minisgl.layers.rotary import QueryScale, Rope
 from minisgl.models.hf_config import ModelSettings
@@ -87,10 +88,10 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
         return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
 
     @property
-    def delta(self) -> tuple[DeltaSpec, ...]:
-        """The layers with a gated delta net. All have the same heads."""
+    def states(self) -> tuple[StateSpec, ...]:
+        """The layers with a recurrent state, in the order of StateSpec.layer."""
         mixers = [layer.mixer for layer in self.layers]
-        return tuple(mixer for mixer in mixers if isinstance(mixer, DeltaSpec))
+        return tuple(mixer for mixer in mixers if isinstance(mixer, StateSpec))
 
     @property
     def q_heads(self) -> int:

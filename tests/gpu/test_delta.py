@@ -12,12 +12,11 @@ from torch import Tensor
 from minisgl.kernel.delta import (
     TAPS,
     DeltaMemory,
-    DeltaStep,
     DeltaWeights,
-    delta_boundaries,
     gated_delta,
     gated_norm,
 )
+from minisgl.kernel.states import StateStep, begin_states
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -40,6 +39,7 @@ class Layer:
         size, self.dtype = 16, dtype
         parts = DeltaMemory(
             torch.empty(ROWS, heads, dim, dim),
+            torch.empty(ROWS, TAPS - 1, self.width, dtype=dtype),
             torch.empty(ROWS, 2 * size, key_heads, dim, dtype=dtype),
             torch.empty(ROWS, (2 if drafts else 1) * size, heads, dim),
             torch.empty(ROWS, 2 * size, heads),
@@ -50,32 +50,23 @@ class Layer:
         self.weights = DeltaWeights(conv, torch.rand(heads).log(), torch.randn(heads))
         self.boundaries = torch.zeros(ROWS, dtype=torch.int32)
 
-    def step(self, requests: list[tuple[int, int, int]], num_decode: int) -> DeltaStep:
+    def step(self, requests: list[tuple[int, int, int]], num_decode: int) -> StateStep:
         """requests: row, start and length of each."""
         rows, start, lengths = torch.tensor(requests, dtype=torch.int32).unbind(1)
         first = (lengths.cumsum(0) - lengths).int()
-        base, target = torch.empty_like(rows), torch.empty_like(rows)
-        delta_boundaries(self.boundaries, rows, start, lengths, num_decode, 16, base, target)
-        most = int(lengths[:num_decode].max()) if num_decode else 1
-        return DeltaStep(
-            rows.contiguous(),
-            start.contiguous(),
-            lengths.contiguous(),
-            first,
-            base,
-            target,
-            num_decode,
-            most,
-        )
+        out, count = rows.new_empty(6, len(rows)), int(lengths.sum())
+        columns = rows, start, lengths, first
+        begin_states(self.boundaries, *columns, num_decode, 16, count, count, out)
+        return StateStep.of(out, chunks=len(rows) - num_decode)
 
-    def inputs(self, step: DeltaStep) -> tuple[Tensor, Tensor, Tensor]:
+    def inputs(self, step: StateStep) -> tuple[Tensor, Tensor, Tensor]:
         tokens = int(step.lengths.sum())
         mixed = torch.randn(tokens, self.width).to(self.dtype)
         a, b = torch.randn(2, tokens, self.heads).to(self.dtype)
         return mixed, a, b
 
 
-def on_device(value: DeltaMemory | DeltaStep | DeltaWeights):  # type: ignore[no-untyped-def]
+def on_device(value: DeltaMemory | StateStep | DeltaWeights):  # type: ignore[no-untyped-def]
     return type(value)(*(x.to(DEVICE, copy=True) if isinstance(x, Tensor) else x for x in value))
 
 
@@ -86,8 +77,8 @@ def error(out: Tensor, expected: Tensor) -> float:
 
 SCHEDULE = [  # (row, start, length) of each request, and the number of decode requests
     ([(0, 0, 150), (1, 0, 9), (2, 0, 16)], 0),
-    ([(1, 9, 1), (2, 16, 1), (0, 150, 10), (3, 0, 33)], 2),  # 150 is inside a page
-    ([(2, 17, 1), (1, 10, 1), (3, 33, 15), (0, 160, 70)], 2),
+    ([(1, 9, 1), (2, 16, 1), (0, 150, 27), (3, 0, 33)], 2),  # 150 and 177 are inside a page
+    ([(2, 17, 1), (1, 10, 1), (3, 33, 15), (0, 177, 53)], 2),
     ([(1, 11, 1), (0, 230, 1), (4, 0, 1), (3, 48, 64)], 2),  # 230 is inside a page, 48 is not
     *(([(0, 231 + i, 1), (1, 12 + i, 1), (3, 112 + i, 1)], 3) for i in range(18)),
 ]
@@ -117,6 +108,7 @@ def test_a_schedule_of_steps(
         assert error(out, expected) < limit, (requests, num_decode)
         for row in step.rows[step.target > 0].tolist():
             assert error(ours.state[row], layer.memory.state[row]) < limit, (row, requests)
+            assert error(ours.tails[row], layer.memory.tails[row]) == 0, (row, requests)
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])

@@ -5,7 +5,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from minisgl.attention.base import AttentionBackend
-from minisgl.core import Batch, EngineConfig, PageUpdates, SamplingParams, StepResult
+from minisgl.core import (
+    Batch,
+    EngineConfig,
+    Int32Array,
+    PageUpdates,
+    SamplingParams,
+    StateCopies,
+    StepResult,
+)
 from minisgl.core.batch import DraftLengths, LogprobsRequest
 from minisgl.core.columns import sampling_arrays
 from minisgl.distributed.comm import Communicator, SingleCommunicator
@@ -92,6 +100,11 @@ class Driver:
         assert tokens % self.engine.page_size == 0
         self.pages[target] = self.pages[source][: tokens // self.engine.page_size]
 
+    def snapshot(self) -> Int32Array:
+        """Return free pages for a copy of the states of one row, int32 [1, P]."""
+        pages = [self.free.pop() for _ in range(self.engine.snapshot_pages)]
+        return np.array([pages], dtype=np.int32)
+
     def clear_tokens(self) -> None:
         """Set the input of each decode to id 0, until a request samples a token.
 
@@ -100,7 +113,12 @@ class Driver:
         with self.engine._on_stream():
             self.engine._launcher.runner.token_pool.zero_()
 
-    def step(self, *work: Work, logprobs: tuple[LogprobsRequest, ...] = ()) -> StepResult:
+    def step(
+        self,
+        *work: Work,
+        logprobs: tuple[LogprobsRequest, ...] = (),
+        states: StateCopies | None = None,
+    ) -> StepResult:
         """Run one batch. The decode requests must come first."""
         updates: list[tuple[int, int, int]] = []
         for item in work:
@@ -123,6 +141,7 @@ class Driver:
             page_updates=PageUpdates(*table.T.copy()),
             sampling=sampling_arrays([item.sampling for item in work]),
             logprobs=logprobs,
+            states=states,
         )
         self.step_id += 1
         return self.engine.launch(batch).wait()

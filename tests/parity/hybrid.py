@@ -1,5 +1,6 @@
 """Runs a model with gated delta nets without an engine: one request, in pages 0, 1, ..."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -8,9 +9,10 @@ from torch import Tensor
 from minisgl.attention.base import AttentionStep
 from minisgl.attention.registry import create_attention_backend
 from minisgl.distributed.comm import Communicator
-from minisgl.kernel.delta import DeltaMemory, DeltaStep, delta_boundaries
+from minisgl.engine.states import allocate_states
+from minisgl.kernel.states import StateStep, begin_states
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.mixer import ForwardContext
+from minisgl.layers.mixer import ForwardContext, StateBuild
 from minisgl.layers.rotary import rope_table
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_spec
@@ -36,29 +38,18 @@ class Runner:
         self.tables = tuple(rope_table(r, spec.head_dim, PAGE * PAGES, CPU) for r in spec.ropes)
         heads = spec.q_heads // comm.tp.size
         self.attention = create_attention_backend("torch", self.pool, heads, spec.rules)
-        self.states = [self._memory() for _ in spec.delta]
-        self.boundaries = torch.zeros(2, dtype=torch.int32)
-
-    def _memory(self) -> DeltaMemory:
-        """Poisoned memory: a value that is read before it is written reaches the output."""
-        delta = self.spec.delta[0]
-        keys, values = delta.local_heads(self.comm.tp)
-        channels = 2 * keys * delta.key_dim + values * delta.value_dim
-        shapes = DeltaMemory(
-            (values, delta.key_dim, delta.value_dim),
-            (2 * PAGE, keys, delta.key_dim),
-            (PAGE, values, delta.value_dim),
-            (2 * PAGE, values),
-            (4, channels),
-        )
-        return DeltaMemory(*(torch.full((2, *shape), torch.nan) for shape in shapes))
+        build = StateBuild(2, PAGE, False, comm.tp, torch.float32, CPU)
+        self.states = allocate_states(spec.states, build)
+        # Poisoned memory: a value that is read before it is written reaches the output.
+        for part in itertools.chain.from_iterable(self.states.layers):
+            part.fill_(torch.nan)
 
     def run(self, ids: list[int], start: int, decode: bool) -> Tensor:
         """Return the logits [len(ids), V] of this rank."""
         one = [torch.tensor([n], dtype=torch.int32) for n in (1, start, len(ids), 0)]
-        row, begin, length, first = one
-        base, target = torch.empty_like(row), torch.empty_like(row)
-        delta_boundaries(self.boundaries, *one[:3], int(decode), PAGE, base, target)
+        row, begin, length, _ = one
+        out, count = row.new_empty(6, 1), len(ids)
+        begin_states(self.states.boundaries, *one, int(decode), PAGE, count, count, out)
         step = AttentionStep(
             num_decode=int(decode),
             start=begin.numpy(),
@@ -75,8 +66,8 @@ class Runner:
             self.tables,
             (self.pool,),
             self.attention.prepare(step),
-            states=self.states,
-            delta=DeltaStep(row, begin, length, first, base, target, int(decode), len(ids)),
+            states=self.states.layers,
+            state_step=StateStep.of(out, chunks=int(not decode)),
         )
         hidden = self.model.model(torch.tensor(ids), context)
         return self.model.lm_head.logits(hidden)

@@ -1,13 +1,11 @@
 """Models with gated delta nets: the logits of a forward without an engine, against transformers."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from minisgl.core import ConfigError
@@ -21,70 +19,8 @@ from minisgl.quantization import with_quantizations
 from minisgl.quantization.linear import Fp8Linear
 from tests.parity.fp8_models import build_fp8
 from tests.parity.hybrid import CPU, PROMPT, Runner, check_rank
+from tests.parity.hybrid_models import EXPERTS, MODELS, save
 from tests.unit.distributed.ranks import run_ranks
-
-_BASE: dict[str, Any] = {
-    "vocab_size": 151,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.2,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "eos_token_id": 2,
-}
-_MOE = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 40,
-    "shared_expert_intermediate_size": 48,
-}
-
-
-def _dense(**changes: Any) -> Any:
-    return transformers.Qwen3_5TextConfig(**_BASE | changes)
-
-
-def _sparse(**changes: Any) -> Any:
-    sizes = {name: size for name, size in _BASE.items() if name != "intermediate_size"}
-    return transformers.Qwen3_5MoeTextConfig(**sizes | _MOE | changes)
-
-
-def _next(**changes: Any) -> Any:
-    return transformers.Qwen3NextConfig(**_BASE | _MOE | changes)
-
-
-MODELS: dict[str, Callable[[], Any]] = {
-    "qwen3_5": _dense,
-    "qwen3_5-equal-heads": lambda: _dense(linear_num_value_heads=4, tie_word_embeddings=True),
-    "qwen3_5-ends-with-delta": lambda: _dense(
-        layer_types=["full_attention", "linear_attention"] * 2, linear_num_key_heads=1
-    ),
-    "qwen3_5_moe": _sparse,
-    "qwen3_next": _next,
-    "qwen3_next-dense-layer": lambda: _next(mlp_only_layers=[1], norm_topk_prob=False),
-}
-
-
-def save(name: str, folder: Path) -> tuple[Any, str]:
-    """Save a random model whose decays, norms and convolutions have no default values."""
-    torch.manual_seed(0)
-    config, path = MODELS[name](), str(folder / name)
-    model = transformers.AutoModelForCausalLM.from_config(
-        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        for tensor, parameter in model.named_parameters():
-            if tensor.endswith(("norm.weight", "dt_bias", "A_log", "conv1d.weight")):
-                parameter.normal_(1.0 if "linear_attn.norm" in tensor else 0.0, 0.3)
-    model.save_pretrained(path)
-    return model, path
 
 
 def logits_of(model: Any) -> np.ndarray[Any, Any]:
@@ -134,7 +70,7 @@ def test_fused_experts_and_the_tensors_of_a_draft_model_load(name: str, tmp_path
     tensors = load_file(file)
     for layer in range(4):
         parent = f"model.layers.{layer}.mlp.experts"
-        tensors = fuse(tensors, parent, _MOE["num_experts"])
+        tensors = fuse(tensors, parent, EXPERTS["num_experts"])
     tensors["mtp.fc.weight"] = torch.ones(64, 128)
     save_file(tensors, file, {"format": "pt"})
     check_rank(SingleCommunicator(), path, logits_of(model))

@@ -149,12 +149,14 @@ def run(
     samplings: list[SamplingParams],
     drafts: DraftLengths | None = None,
     predictions: list[list[int]] | None = None,
+    texts: list[list[int]] | None = None,
 ) -> tuple[list[list[int]], Scheduler, Recorder]:
     """Run two waves of the prompts; the second one finds the prefixes of the first one cached.
 
     samplings: one for each prompt, or one for all. drafts: None for a run without drafts.
-    predictions: one for each request of both waves.
+    predictions: one for each request of both waves. texts: the prompts; None: prompts().
     """
+    texts = texts or prompts()
     # The largest request has 90 + 24 tokens and must fit. 128 tokens leave no room for a second.
     tokens = 128 if case.crowded else 1024
     pages = tokens // case.page_size
@@ -183,8 +185,8 @@ def run(
     recorder.scheduler = scheduler
     outputs: dict[int, list[int]] = {}
     for wave in range(2):
-        for index, prompt in enumerate(prompts()):
-            uid = wave * len(prompts()) + index
+        for index, prompt in enumerate(texts):
+            uid = wave * len(texts) + index
             outputs[uid] = []
             ids = np.array(prompt, dtype="<i4").tobytes()
             asked = samplings[index % len(samplings)]

@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.delta import DeltaMemory, DeltaStep, DeltaWeights
+from minisgl.kernel.delta import DeltaMemory, DeltaWeights
+from minisgl.kernel.states import StateStep
 from minisgl.kernel.triton.delta_chunk import run_chunks
 from minisgl.kernel.triton.delta_step import run_tokens
 from minisgl.kernel.triton.launch import Constants, Launcher
@@ -27,16 +28,13 @@ def gated_delta(
     b: Tensor,
     weights: DeltaWeights,
     memory: DeltaMemory,
-    step: DeltaStep,
+    step: StateStep,
 ) -> Tensor:
     """See the reference. The channels of all inputs are contiguous. A page has 16 to 64 tokens."""
     out = mixed.new_empty((len(mixed), *memory.deltas.shape[2:]))
-    decode_tokens = step.num_decode * step.max_tokens
-    if step.num_decode:
-        run_tokens(mixed, a, b, weights, memory, step, out, chunks=False)
-    if step.num_decode < len(step.rows):
-        run_chunks(mixed, a, b, weights, memory, step, decode_tokens, out)
-        run_tokens(mixed, a, b, weights, memory, step, out, chunks=True)
+    if step.chunks:
+        run_chunks(mixed, a, b, weights, memory, step, out)
+    run_tokens(mixed, a, b, weights, memory, step, out)
     return out
 
 

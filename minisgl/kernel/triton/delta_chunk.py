@@ -18,20 +18,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.delta import L2_EPS, TAPS, DeltaMemory, DeltaStep, DeltaWeights
+from minisgl.kernel.delta import L2_EPS, TAPS, DeltaMemory, DeltaWeights
+from minisgl.kernel.states import StateStep
 from minisgl.kernel.triton.delta_step import decay_of, fold
 from minisgl.kernel.triton.launch import Constants, Launcher
 from minisgl.kernel.triton.overlap import current_device
 
 _TOKENS = 64  # tokens of a block
 _PREPARED = 32  # tokens of a program of _prepare
+_REQS = 64  # requests that _solve reads at a time
 _MULTIPROCESSORS = 132  # of a Hopper GPU; only the size of the programs of _pass depends on it
 
 
 @triton.jit
 def _convolve_tokens(
-    mixed, inputs, conv, token, within, position, row, exists, channels, mixed_stride,
-    WIDTH: tl.constexpr, RING: tl.constexpr, TAPS: tl.constexpr,
+    mixed, inputs, tails, conv, token, within, position, stands, row, exists, channels,
+    mixed_stride, WIDTH: tl.constexpr, RING: tl.constexpr, TAIL_STRIDE: tl.constexpr,
+    TAPS: tl.constexpr,
 ):  # fmt: skip
     """Return silu(convolution), float32 [tokens, channels]. within: indices in the chunk."""
     early = tl.min(tl.where(exists, within, TAPS), 0) < TAPS - 1
@@ -43,8 +46,10 @@ def _convolve_tokens(
         value = tl.load(at, mask=new[:, None], other=0.0).to(tl.float32)
         if early:
             old = exists & (within < back) & (position >= back)
-            slot = (position - back + RING) % RING
-            at = inputs + (row * RING + slot)[:, None] * WIDTH + channels[None, :]
+            before = position - back
+            kept = tails + row * TAIL_STRIDE + (before - stands + TAPS - 1) * WIDTH
+            at = inputs + (row * RING + (before + RING) % RING) * WIDTH
+            at = tl.where(before < stands, kept, at)[:, None] + channels[None, :]
             value += tl.load(at, mask=old[:, None], other=0.0).to(tl.float32)
         total += tl.load(conv + channels * TAPS + tap).to(tl.float32)[None, :] * value
     return total / (1.0 + tl.exp(-total))
@@ -55,29 +60,26 @@ def _convolve_tokens(
         "mixed_stride",
         "a_stride",
         "b_stride",
-        "begin",
         "num_tokens",
         "num_reqs",
         "search_steps",
     ],
-    do_not_specialize_on_alignment=["rows", "start", "first"],
+    do_not_specialize_on_alignment=["rows", "start", "first", "base"],
 )
 def _prepare(
-    mixed, a, b, conv, a_log, dt_bias, inputs, q_out, k_out, v_out, g_out, beta_out,
-    rows, start, first,
-    mixed_stride, a_stride, b_stride, begin, num_tokens, num_reqs, search_steps,
+    mixed, a, b, conv, a_log, dt_bias, inputs, tails, q_out, k_out, v_out, g_out, beta_out,
+    rows, start, first, base,
+    mixed_stride, a_stride, b_stride, num_tokens, num_reqs, search_steps,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    RING: tl.constexpr, TAPS: tl.constexpr, L2_EPS: tl.constexpr, TOKENS: tl.constexpr,
+    RING: tl.constexpr, TAIL_STRIDE: tl.constexpr, TAPS: tl.constexpr, L2_EPS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """One head of the queries, of the keys or of the values, for some tokens.
-
-    begin: the first token of chunks in the step; num_tokens: their number.
-    """
+    """One head of the queries, of the keys or of the values, for some tokens."""
     WIDTH: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
     part = tl.program_id(0)
-    local = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    exists = local < num_tokens
-    token = (local + begin).to(tl.int64)
+    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    exists = token < num_tokens
+    token = token.to(tl.int64)
     low = tl.zeros([TOKENS], tl.int32)
     high = tl.zeros([TOKENS], tl.int32) + num_reqs
     for _ in range(search_steps):  # the last request that begins at or before the token
@@ -88,27 +90,16 @@ def _prepare(
     row = tl.load(rows + low, mask=exists, other=0).to(tl.int64)
     within = (token - tl.load(first + low, mask=exists, other=0)).to(tl.int32)
     position = tl.load(start + low, mask=exists, other=0) + within
-    local = local.to(tl.int64)
+    stands = tl.load(base + low, mask=exists, other=0)
     if part < 2 * KEY_HEADS:
         column = tl.arange(0, DK)
         channels = part * DK + column
         x = _convolve_tokens(
-            mixed,
-            inputs,
-            conv,
-            token,
-            within,
-            position,
-            row,
-            exists,
-            channels,
-            mixed_stride,
-            WIDTH,
-            RING,
-            TAPS,
-        )
+            mixed, inputs, tails, conv, token, within, position, stands, row, exists,
+            channels, mixed_stride, WIDTH, RING, TAIL_STRIDE, TAPS,
+        )  # fmt: skip
         x *= tl.rsqrt(tl.sum(x * x, 1) + L2_EPS)[:, None]
-        at = (local * KEY_HEADS + part % KEY_HEADS)[:, None] * DK + column[None, :]
+        at = (token * KEY_HEADS + part % KEY_HEADS)[:, None] * DK + column[None, :]
         if part < KEY_HEADS:
             x *= DK**-0.5
             tl.store(q_out + at, x.to(q_out.dtype.element_ty), mask=exists[:, None])
@@ -119,21 +110,10 @@ def _prepare(
         value_column = tl.arange(0, DV)
         value_channels = 2 * KEY_HEADS * DK + head * DV + value_column
         value = _convolve_tokens(
-            mixed,
-            inputs,
-            conv,
-            token,
-            within,
-            position,
-            row,
-            exists,
-            value_channels,
-            mixed_stride,
-            WIDTH,
-            RING,
-            TAPS,
-        )
-        place = local * HEADS + head
+            mixed, inputs, tails, conv, token, within, position, stands, row, exists,
+            value_channels, mixed_stride, WIDTH, RING, TAIL_STRIDE, TAPS,
+        )  # fmt: skip
+        place = token * HEADS + head
         tl.store(
             v_out + place[:, None] * DV + value_column[None, :],
             value.to(v_out.dtype.element_ty),
@@ -186,30 +166,34 @@ def _invert(n, TOKENS: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "begin"],
+    do_not_specialize=["num_reqs"],
     do_not_specialize_on_alignment=["start", "first", "target"],
 )
 def _solve(
-    q, k, v, g, beta, u_out, w_out, scores_out, start, first, target, num_reqs, begin,
+    q, k, v, g, beta, u_out, w_out, scores_out, start, first, target, num_reqs,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     TOKENS: tl.constexpr, REQS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Make U, W and tril(q k^T e^(Gi-Gj)) of one block and head, and replace g by G."""
     head, block = tl.program_id(0), tl.program_id(1)
-    reqs = tl.arange(0, REQS)
-    exists = reqs < num_reqs
-    counts = tl.load(target + reqs, mask=exists, other=0)
-    counts = tl.maximum(counts - tl.load(start + reqs, mask=exists, other=0), 0)
-    blocks = (counts + TOKENS - 1) // TOKENS
-    ends = tl.cumsum(blocks, 0)
-    if block >= tl.sum(blocks, 0):
+    earlier, count, zero, within = 0, 0, 0, 0
+    for begin in range(0, num_reqs, REQS):  # the request of the block, and its first token
+        reqs = begin + tl.arange(0, REQS)
+        exists = reqs < num_reqs
+        counts = tl.load(target + reqs, mask=exists, other=0)
+        counts = tl.maximum(counts - tl.load(start + reqs, mask=exists, other=0), 0)
+        blocks = (counts + TOKENS - 1) // TOKENS
+        ends = tl.cumsum(blocks, 0) + earlier
+        mine = (ends > block) & (ends - blocks <= block)
+        earlier += tl.sum(blocks, 0)
+        count += tl.sum(tl.where(mine, counts, 0), 0)
+        within += tl.sum(tl.where(mine, (block - ends + blocks) * TOKENS, 0), 0)
+        zero += tl.sum(tl.where(mine, tl.load(first + reqs, mask=exists, other=0), 0), 0)
+    if block >= earlier:
         return
-    mine = (ends > block) & (ends - blocks <= block)
-    within = (block - tl.sum(tl.where(mine, ends - blocks, 0), 0)) * TOKENS
-    count = tl.sum(tl.where(mine, counts, 0), 0) - within
+    count -= within
     index = tl.arange(0, TOKENS)
     valid = index < count
-    zero = tl.sum(tl.where(mine, tl.load(first + reqs, mask=exists, other=0), 0), 0) - begin
     token = (zero + within + index).to(tl.int64)
     at = token * HEADS + head
     total = tl.cumsum(tl.load(g + at, mask=valid, other=0.0), 0)
@@ -242,16 +226,13 @@ def _solve(
     )
 
 
-@triton.jit(
-    do_not_specialize=["begin"],
-    do_not_specialize_on_alignment=["rows", "start", "first", "base", "target"],
-)
+@triton.jit(do_not_specialize_on_alignment=["rows", "start", "first", "base", "target"])
 def _pass(
     q, k, u, w, scores, g, state, keys, deltas, decays, out,
-    rows, start, first, base, target, begin,
+    rows, start, first, base, target,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    SPAN: tl.constexpr, DELTA_RING: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    SPAN: tl.constexpr, DELTA_RING: tl.constexpr, STATE_STRIDE: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Go through the blocks of one request, for one head and some channels of its values."""
     block, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -264,7 +245,7 @@ def _pass(
     key_head = head // (HEADS // KEY_HEADS)
     column = tl.arange(0, DK)
     values = block * BLOCK + tl.arange(0, BLOCK)
-    at = state + (row * HEADS + head) * (DK * DV) + column[:, None] * DV + values[None, :]
+    at = state + row * STATE_STRIDE + head * (DK * DV) + column[:, None] * DV + values[None, :]
     s = tl.load(at, mask=(stands > 0) & (column[:, None] < DK), other=0.0)
     if stands < starts:
         s = fold(
@@ -272,12 +253,12 @@ def _pass(
             keys + row * (2 * SPAN * KEY_HEADS * DK) + key_head * DK,
             deltas + row * (DELTA_RING * HEADS * DV) + head * DV + block * BLOCK,
             decays + row * (2 * SPAN * HEADS) + head,
-            stands, HEADS, KEY_HEADS * DK, HEADS * DV, DELTA_RING, SPAN, DK, BLOCK,
+            stands, starts, HEADS, KEY_HEADS * DK, HEADS * DV, DELTA_RING, SPAN, DK, BLOCK,
         )  # fmt: skip
     index = tl.arange(0, TOKENS)
     for within in tl.range(0, count, TOKENS, num_stages=STAGES):
         valid = index < count - within
-        token = token_zero - begin + within + index
+        token = token_zero + within + index
         key_at = (token * KEY_HEADS + key_head)[:, None] * DK + column[None, :]
         query = tl.load(q + key_at, mask=valid[:, None], other=0.0)
         key = tl.load(k + key_at, mask=valid[:, None], other=0.0)
@@ -295,7 +276,7 @@ def _pass(
         change = value.to(tl.float32) - tl.dot(weight, narrow, input_precision="ieee")
         o = tl.dot(query, narrow, input_precision="ieee") * tl.exp(total)[:, None]
         o += tl.dot(score, change.to(key.dtype), input_precision="ieee")
-        out_at = out + (at_head + begin * HEADS)[:, None] * DV + values[None, :]
+        out_at = out + at_head[:, None] * DV + values[None, :]
         tl.store(out_at, o.to(out.dtype.element_ty), mask=valid[:, None])
         later = tl.where(valid, tl.exp(last - total), 0.0)
         change = (change * later[:, None]).to(key.dtype)
@@ -314,62 +295,69 @@ def run_chunks(
     b: Tensor,
     weights: DeltaWeights,
     memory: DeltaMemory,
-    step: DeltaStep,
-    begin: int,
+    step: StateStep,
     out: Tensor,
 ) -> None:
     """Run the tokens of the chunks up to their targets, and move the states there (delta.py).
 
-    begin: the index of the first token of chunks.
+    Decode requests have no such tokens.
     """
     key_heads, (heads, dk, dv) = memory.keys.shape[2], memory.state.shape[1:]
-    tokens = len(mixed) - begin
-    rows, start, _, first, base, target = (x[step.num_decode :] for x in step[:6])
-    reqs, wide = len(rows), mixed.dtype == torch.float32
+    rows, start, _, first, base, target, chunks = step
+    tokens, reqs, wide = len(mixed), len(rows), mixed.dtype == torch.float32
     q, k = (mixed.new_empty(tokens, key_heads, dk) for _ in range(2))
     v, u = (mixed.new_empty(tokens, heads, dv) for _ in range(2))
     w, scores = (mixed.new_empty(tokens, heads, n) for n in (dk, _TOKENS))
     g, beta = (memory.state.new_empty(tokens, heads) for _ in range(2))
     sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": dk, "DV": dv}
-    ring = memory.inputs.shape[1]
+    ring, tail_stride = memory.inputs.shape[1], memory.tails.stride(0)
     _prepare_launcher(
         (2 * key_heads + heads, triton.cdiv(tokens, _PREPARED)),
-        (mixed, a, b, *weights, memory.inputs, q, k, v, g, beta, rows, start, first),
+        (
+            *(mixed, a, b, *weights, memory.inputs, memory.tails),
+            *(q, k, v, g, beta, rows, start, first, base),
+        ),
         (),
-        (mixed.stride(0), a.stride(0), b.stride(0), begin, tokens, reqs, (reqs - 1).bit_length()),
-        (*sizes.values(), ring),
+        (mixed.stride(0), a.stride(0), b.stride(0), tokens, reqs, (reqs - 1).bit_length()),
+        (*sizes.values(), ring, tail_stride),
         lambda: Constants(
-            {**sizes, "RING": ring, "TAPS": TAPS, "L2_EPS": L2_EPS, "TOKENS": _PREPARED},
+            sizes
+            | {"RING": ring, "TAIL_STRIDE": tail_stride, "TAPS": TAPS, "L2_EPS": L2_EPS}
+            | {"TOKENS": _PREPARED},
             {"num_warps": 4},
         ),
     )
-    padded = max(triton.next_power_of_2(reqs), 16)
     _solve_launcher(
         (heads, tokens // _TOKENS + reqs),
         (q, k, v, g, beta, u, w, scores, start, first, target),
         (),
-        (reqs, begin),
-        (*sizes.values(), padded),
+        (reqs,),
+        (*sizes.values(),),
         lambda: Constants(
-            {**sizes, "TOKENS": _TOKENS, "REQS": padded, "PRECISION": "ieee" if wide else "tf32"},
+            {**sizes, "TOKENS": _TOKENS, "REQS": _REQS, "PRECISION": "ieee" if wide else "tf32"},
             {"num_warps": 4},
         ),
     )
     # Larger programs read less in sum. Smaller ones use more multiprocessors.
-    block = min(32 if heads * reqs * (dv // 32) <= _MULTIPROCESSORS else 64, dv)
-    span, delta_ring = memory.page_size, memory.deltas.shape[1]
+    block = min(32 if heads * chunks * (dv // 32) <= _MULTIPROCESSORS else 64, dv)
+    span, delta_ring, state_stride = (
+        memory.page_size,
+        memory.deltas.shape[1],
+        memory.state.stride(0),
+    )
     state = memory.state, memory.keys, memory.deltas, memory.decays
     _pass_launcher(
         (dv // block, heads, reqs),
         (q, k, u, w, scores, g, *state, out, rows, start, first, base, target),
         (),
-        (begin,),
-        (*sizes.values(), span, delta_ring, block),
+        (),
+        (*sizes.values(), span, delta_ring, state_stride, block),
         lambda: Constants(
             {
                 **sizes,
                 "SPAN": span,
                 "DELTA_RING": delta_ring,
+                "STATE_STRIDE": state_stride,
                 "TOKENS": _TOKENS,
                 "BLOCK": block,
                 "STAGES": 1 if wide else 3,

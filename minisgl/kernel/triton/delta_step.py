@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.delta import L2_EPS, TAPS, DeltaMemory, DeltaStep, DeltaWeights
+from minisgl.kernel.delta import L2_EPS, TAPS, DeltaMemory, DeltaWeights
+from minisgl.kernel.states import StateStep
 from minisgl.kernel.triton.launch import Constants, Launcher
 from minisgl.kernel.triton.overlap import current_device
 
@@ -23,19 +24,19 @@ _BLOCK = 64  # channels of the values of a program of _apply
 
 @triton.jit
 def fold(
-    state, keys, deltas, decays, base, HEADS: tl.constexpr, KEY_STRIDE: tl.constexpr,
+    state, keys, deltas, decays, base, end, HEADS: tl.constexpr, KEY_STRIDE: tl.constexpr,
     DELTA_STRIDE: tl.constexpr, DELTA_RING: tl.constexpr, SPAN: tl.constexpr, DK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the state [DK, BLOCK] after the SPAN tokens of the history from `base` on.
+    """Return the state [DK, BLOCK] after the tokens of the history from `base` to `end` - 1.
 
     keys, deltas, decays: pointers to the first ring entry of this head and these channels.
     """
-    for token in range(SPAN):
-        slot = (base + token) % (2 * SPAN)
+    for position in range(base, end):
+        slot = position % (2 * SPAN)
         g = tl.load(decays + slot * HEADS)
         key = tl.load(keys + slot * KEY_STRIDE + tl.arange(0, DK)).to(tl.float32)
-        slot = (base + token) % DELTA_RING
+        slot = position % DELTA_RING
         delta = tl.load(deltas + slot * DELTA_STRIDE + tl.arange(0, BLOCK))
         state = state * tl.exp(g) + key[:, None] * delta[None, :]
     return state
@@ -43,14 +44,14 @@ def fold(
 
 @triton.jit
 def _convolve(
-    mixed, ring, conv, position, channels, token, mixed_stride, WIDTH: tl.constexpr,
+    mixed, ring, tails, conv, position, stands, channels, token, mixed_stride, WIDTH: tl.constexpr,
     RING: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """Return silu(convolution), float32, of `channels` for one token, and keep its input.
 
-    mixed: pointer to the request's first token of the step; token: its index in the request. ring:
-    pointer to the row's ring. The taps are read before the token takes the place of the input that
-    is RING tokens older.
+    mixed: pointer to the request's first token of the step; token: its index in the request. ring,
+    tails: pointers to those of the row; inputs before the boundary `stands` are in tails. The taps
+    are read before the token takes the place of the input that is RING tokens older.
     """
     new = tl.load(mixed + token * mixed_stride + channels)
     total = tl.load(conv + channels * TAPS + TAPS - 1).to(tl.float32) * new.to(tl.float32)
@@ -60,11 +61,29 @@ def _convolve(
         old = (token < back) & (position >= back)
         at = mixed + (token - back) * mixed_stride + channels
         value = tl.load(at, mask=(token >= back) & (channels >= 0), other=0.0).to(tl.float32)
-        at = ring + (position - back + RING) % RING * WIDTH + channels
+        before = position - back
+        kept = tails + (before - stands + TAPS - 1) * WIDTH
+        at = tl.where(before < stands, kept, ring + (before + RING) % RING * WIDTH) + channels
         value += tl.load(at, mask=old & (channels >= 0), other=0.0).to(tl.float32)
         total += tl.load(conv + channels * TAPS + tap).to(tl.float32) * value
     tl.store(ring + position % RING * WIDTH + channels, new)
     return total / (1.0 + tl.exp(-total))
+
+
+@triton.jit
+def _keep_tails(
+    mixed, ring, tails, boundary, begin, channels, mixed_stride, WIDTH: tl.constexpr,
+    RING: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Keep the inputs of `channels` before `boundary`, to which the state moves."""
+    for back in tl.static_range(1, TAPS):
+        index = boundary - back - begin
+        new = (index >= 0) & (channels >= 0)
+        old = (index < 0) & (channels >= 0)
+        value = tl.load(mixed + index * mixed_stride + channels, mask=new, other=0.0)
+        at = ring + (boundary - back) % RING * WIDTH + channels
+        value += tl.load(at, mask=old, other=0.0)
+        tl.store(tails + (TAPS - 1 - back) * WIDTH + channels, value)
 
 
 @triton.jit
@@ -76,42 +95,43 @@ def decay_of(a, a_log, dt_bias):
 
 @triton.jit(
     do_not_specialize=["mixed_stride", "a_stride", "b_stride"],
-    do_not_specialize_on_alignment=["rows", "start", "lengths", "first", "target"],
+    do_not_specialize_on_alignment=["rows", "start", "lengths", "first", "base", "target"],
 )
 def _inputs(
-    mixed, a, b, conv, a_log, dt_bias, keys, decays, inputs, q_out, k_out, v_out, history, scales,
-    rows, start, lengths, first, target, mixed_stride, a_stride, b_stride,
+    mixed, a, b, conv, a_log, dt_bias, keys, decays, inputs, tails, q_out, k_out, v_out, history,
+    scales, rows, start, lengths, first, base, target, mixed_stride, a_stride, b_stride,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    SPAN: tl.constexpr, RING: tl.constexpr, TAPS: tl.constexpr, L2_EPS: tl.constexpr,
-    HISTORY: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr,
+    SPAN: tl.constexpr, RING: tl.constexpr, TAIL_STRIDE: tl.constexpr, TAPS: tl.constexpr,
+    L2_EPS: tl.constexpr, HISTORY: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Write q, k and v of the tokens, their products with the history, and their scales.
 
     history: float32 [T, Hv, 2, HISTORY]: the product of each key of the history with k, then with
     q, with its decay; 0 from the token on. scales: float32 [T, Hv, 4]: the decay of the state, beta
-    and k q. TAIL: the requests are chunks; the tokens before `target` are kept as inputs only.
-    GROUP: HEADS // KEY_HEADS, at most.
+    and k q. The tokens of a chunk before `target` are kept as inputs only. TAIL_STRIDE: elements
+    between the tails of two rows. GROUP: HEADS // KEY_HEADS, at most.
     """
     WIDTH: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
     OF_KEY: tl.constexpr = HEADS // KEY_HEADS
     key_head, request = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows + request).to(tl.int64)
     begin, length = tl.load(start + request), tl.load(lengths + request)
-    boundary = tl.load(target + request)
+    if length == 0:
+        return
+    boundary, stands = tl.load(target + request), tl.load(base + request)
     token_zero = tl.load(first + request).to(tl.int64)
     column, value_column = tl.arange(0, DK), tl.arange(0, DV)
     keys += row * (2 * SPAN * KEY_HEADS * DK) + key_head * DK
     decays += row * (2 * SPAN * HEADS) + key_head * OF_KEY
     inputs += row * (RING * WIDTH)
+    tails += row * TAIL_STRIDE
     mixed += token_zero * mixed_stride
     group = tl.arange(0, GROUP)
     mine = group < OF_KEY
     heads = key_head * OF_KEY + group
     log_a = tl.load(a_log + heads, mask=mine, other=0.0)
     bias = tl.load(dt_bias + heads, mask=mine, other=0.0)
-    skip = 0
-    if TAIL:
-        skip = tl.maximum(boundary - begin, 0)
+    skip = tl.maximum(boundary - begin, 0)
     past = tl.arange(0, HISTORY)
     count = begin + skip - boundary  # tokens of the history
     slot = (boundary + past) % (2 * SPAN)
@@ -123,19 +143,35 @@ def _inputs(
     g_past = tl.cumsum(g_past, 0)  # [HISTORY, GROUP]
     total = tl.sum(tl.where((past == count - 1)[:, None], g_past, 0.0), 0)
     q_channels, k_channels = key_head * DK + column, (KEY_HEADS + key_head) * DK + column
-    for token in range(tl.minimum(skip, tl.maximum(length - RING, 0)), length):
-        position = begin + token
-        q = _convolve(
-            mixed, inputs, conv, position, q_channels, token, mixed_stride, WIDTH, RING, TAPS
+    if stands < boundary:
+        _keep_tails(
+            mixed, inputs, tails, boundary, begin, q_channels, mixed_stride, WIDTH, RING, TAPS
         )
-        k = _convolve(
-            mixed, inputs, conv, position, k_channels, token, mixed_stride, WIDTH, RING, TAPS
+        _keep_tails(
+            mixed, inputs, tails, boundary, begin, k_channels, mixed_stride, WIDTH, RING, TAPS
         )
         for i in tl.static_range(OF_KEY):
             v_channels = 2 * KEY_HEADS * DK + (key_head * OF_KEY + i) * DV + value_column
-            v = _convolve(
-                mixed, inputs, conv, position, v_channels, token, mixed_stride, WIDTH, RING, TAPS
+            _keep_tails(
+                mixed, inputs, tails, boundary, begin, v_channels, mixed_stride, WIDTH, RING, TAPS
             )
+        tl.debug_barrier()  # the inputs are read before a new token takes the place of one
+    for token in range(tl.minimum(skip, tl.maximum(length - RING, 0)), length):
+        position = begin + token
+        q = _convolve(
+            mixed, inputs, tails, conv, position, stands, q_channels, token, mixed_stride,
+            WIDTH, RING, TAPS,
+        )  # fmt: skip
+        k = _convolve(
+            mixed, inputs, tails, conv, position, stands, k_channels, token, mixed_stride,
+            WIDTH, RING, TAPS,
+        )  # fmt: skip
+        for i in tl.static_range(OF_KEY):
+            v_channels = 2 * KEY_HEADS * DK + (key_head * OF_KEY + i) * DV + value_column
+            v = _convolve(
+                mixed, inputs, tails, conv, position, stands, v_channels, token, mixed_stride,
+            WIDTH, RING, TAPS,
+            )  # fmt: skip
             v_at = ((token_zero + token) * HEADS + key_head * OF_KEY + i) * DV + value_column
             tl.store(v_out + v_at, v)
         if token >= skip:
@@ -171,33 +207,32 @@ def _apply(
     q_in, k_in, v_in, history, scales, state, keys, deltas, decays, out,
     rows, start, lengths, first, base, target,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    SPAN: tl.constexpr, DELTA_RING: tl.constexpr, BLOCK: tl.constexpr, HISTORY: tl.constexpr,
-    TAIL: tl.constexpr,
+    SPAN: tl.constexpr, DELTA_RING: tl.constexpr, STATE_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     key_head = head // (HEADS // KEY_HEADS)
     row = tl.load(rows + request).to(tl.int64)
     begin, length = tl.load(start + request), tl.load(lengths + request)
+    if length == 0:
+        return
     boundary, stands = tl.load(target + request), tl.load(base + request)
     token_zero = tl.load(first + request).to(tl.int64)
-    skip = 0
-    if TAIL:
-        skip = tl.maximum(boundary - begin, 0)
-        if skip > 0:
-            stands = boundary  # the kernels of chunks have moved the state
+    skip = tl.maximum(boundary - begin, 0)
+    if skip > 0:
+        stands = boundary  # the kernels of chunks have moved the state
     column, values = tl.arange(0, DK), block * BLOCK + tl.arange(0, BLOCK)
     deltas += row * (DELTA_RING * HEADS * DV) + head * DV + block * BLOCK
-    at = state + (row * HEADS + head) * (DK * DV) + column[:, None] * DV + values[None, :]
+    at = state + row * STATE_STRIDE + head * (DK * DV) + column[:, None] * DV + values[None, :]
     s = tl.load(at, mask=(stands > 0) & (column[:, None] < DK), other=0.0)
     if stands < boundary:
         s = fold(
             s, keys + row * (2 * SPAN * KEY_HEADS * DK) + key_head * DK, deltas,
-            decays + row * (2 * SPAN * HEADS) + head, stands, HEADS, KEY_HEADS * DK, HEADS * DV,
-            DELTA_RING, SPAN, DK, BLOCK,
+            decays + row * (2 * SPAN * HEADS) + head, stands, boundary, HEADS, KEY_HEADS * DK,
+            HEADS * DV, DELTA_RING, SPAN, DK, BLOCK,
         )  # fmt: skip
         tl.store(at, s)
         tl.debug_barrier()  # all deltas are read before a new token takes the place of one
-    past = tl.arange(0, HISTORY)
+    past = tl.arange(0, DELTA_RING)
     slot = (boundary + past) % DELTA_RING
     known = past < begin + skip - boundary
     d_at = deltas + slot[:, None] * (HEADS * DV) + tl.arange(0, BLOCK)[None, :]
@@ -208,8 +243,8 @@ def _apply(
         k = tl.load(k_in + (index * KEY_HEADS + key_head) * DK + column)
         index = index * HEADS + head
         v = tl.load(v_in + index * DV + values)
-        similar = tl.load(history + index * (2 * HISTORY) + past)
-        attends = tl.load(history + index * (2 * HISTORY) + HISTORY + past)
+        similar = tl.load(history + index * (2 * DELTA_RING) + past)
+        attends = tl.load(history + index * (2 * DELTA_RING) + DELTA_RING + past)
         decay, beta = tl.load(scales + index * 4), tl.load(scales + index * 4 + 1)
         same = tl.load(scales + index * 4 + 2)
         predicted = decay * tl.sum(s * k[:, None], 0) + tl.sum(d_past * similar[:, None], 0)
@@ -231,35 +266,33 @@ def run_tokens(
     b: Tensor,
     weights: DeltaWeights,
     memory: DeltaMemory,
-    step: DeltaStep,
+    step: StateStep,
     out: Tensor,
-    chunks: bool,
 ) -> None:
-    """Run the decode requests, or after run_chunks the tokens of chunks from their targets on."""
+    """Run the decode requests, and after run_chunks the tokens of chunks from their targets on."""
     key_heads, (heads, dk, dv) = memory.keys.shape[2], memory.state.shape[1:]
-    part = slice(step.num_decode, None) if chunks else slice(step.num_decode)
-    rows, start, lengths, first, base, target = (x[part] for x in step[:6])
-    span, delta_ring, ring = memory.page_size, memory.deltas.shape[1], memory.inputs.shape[1]
-    history = span if chunks else delta_ring
+    rows, start, lengths, first, base, target, _ = step
+    span, history, ring = memory.page_size, memory.deltas.shape[1], memory.inputs.shape[1]
     tokens, wide = len(mixed), torch.float32
     q, k = (mixed.new_empty(tokens, key_heads, dk, dtype=wide) for _ in range(2))
     v = mixed.new_empty(tokens, heads, dv, dtype=wide)
     products = mixed.new_empty(tokens, heads, 2, history, dtype=wide)
     scales = mixed.new_empty(tokens, heads, 4, dtype=wide)
     sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": dk, "DV": dv, "SPAN": span}
+    tail_stride, state_stride = memory.tails.stride(0), memory.state.stride(0)
     _inputs_launcher(
         (key_heads, len(rows)),
         (
-            *(mixed, a, b, *weights, memory.keys, memory.decays, memory.inputs),
-            *(q, k, v, products, scales, rows, start, lengths, first, target),
+            *(mixed, a, b, *weights, memory.keys, memory.decays, memory.inputs, memory.tails),
+            *(q, k, v, products, scales, rows, start, lengths, first, base, target),
         ),
         (),
         (mixed.stride(0), a.stride(0), b.stride(0)),
-        (*sizes.values(), ring, history, chunks),
+        (*sizes.values(), ring, tail_stride, history),
         lambda: Constants(
             sizes
-            | {"RING": ring, "TAPS": TAPS, "L2_EPS": L2_EPS, "HISTORY": history}
-            | {"GROUP": triton.next_power_of_2(heads // key_heads), "TAIL": chunks},
+            | {"RING": ring, "TAIL_STRIDE": tail_stride, "TAPS": TAPS, "L2_EPS": L2_EPS}
+            | {"HISTORY": history, "GROUP": triton.next_power_of_2(heads // key_heads)},
             {"num_warps": 4},
         ),
     )
@@ -270,9 +303,9 @@ def run_tokens(
         (q, k, v, products, scales, *state, out, rows, start, lengths, first, base, target),
         (),
         (),
-        (*sizes.values(), delta_ring, block, history, chunks),
+        (*sizes.values(), history, state_stride, block),
         lambda: Constants(
-            sizes | {"DELTA_RING": delta_ring, "BLOCK": block, "HISTORY": history, "TAIL": chunks},
+            sizes | {"DELTA_RING": history, "STATE_STRIDE": state_stride, "BLOCK": block},
             {"num_warps": 2},
         ),
     )

@@ -111,7 +111,7 @@ def test_a_missing_or_an_unknown_tensor_is_named(tmp_path: Path) -> None:
 def test_the_specs_of_qwen3_6_27b() -> None:
     spec = model_spec_from(read("qwen3.6-27b")["config"])
     assert [type(layer.mixer) is DeltaSpec for layer in spec.layers] == [*[True] * 3, False] * 16
-    assert spec.delta[47] == DeltaSpec(16, 48, 128, 128, 47)
+    assert spec.states[47] == DeltaSpec(16, 48, 128, 128, 47)
     (rope,) = spec.ropes
     assert (rope.rotary_dim, rope.theta, spec.head_dim, spec.max_position) == (64, 1e7, 256, 262144)
     assert spec.attention[15].gate

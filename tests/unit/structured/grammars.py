@@ -173,17 +173,15 @@ def run_tasks(
 
     drafter: takes the place of kernel.find_drafts.
     """
-    config = EngineConfig(
-        model_path=path,
-        device=run.device,
-        dummy_weight=run.random,
-        tp_size=comm.tp.size,
-        page_size=4,
-        num_pages=130 if run.crowded else 4000,
-        max_running_reqs=16,
-        max_seq_len=512,
-        **run.engine,
-    )
+    settings: dict[str, Any] = {
+        "device": run.device,
+        "dummy_weight": run.random,
+        "page_size": 4,
+        "num_pages": 130 if run.crowded else 4000,
+        "max_running_reqs": 16,
+        "max_seq_len": 512,
+    }
+    config = EngineConfig(model_path=path, tp_size=comm.tp.size, **settings | run.engine)
     drafts = ChangingDrafts(7)
     extensions = with_grammars(path)
     if run.drafts:

@@ -1,0 +1,115 @@
+"""The memory of layers with recurrent states. stages.CopyStates copies it to KV pages and back."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minisgl.engine.step_tensors import StepColumns
+from minisgl.kernel import begin_states
+from minisgl.kernel.states import StateStep
+from minisgl.kvcache.pool import KVSpec
+from minisgl.layers.mixer import StateBuild, StatePart, StateSpec
+
+_WORD = 4  # bytes of an int32
+_ALIGNMENT = 16  # bytes; the vectors that kernels load
+
+
+class RowStates(NamedTuple):
+    """The memory of all layers with states, of R rows.
+
+    page_size   tokens between two boundaries.
+    kept        int32 [R, W], for each row all that a copy of its states holds, layer after layer.
+    layers      the memory of each layer, by StateSpec.layer. The parts in `kept` are views.
+    boundaries  int32 [R], the boundary of each row (begin_states).
+    requests    int32 [6, R], the columns of a StateStep at fixed addresses. The last of its R
+                requests is padding. The graphs of steps with prompts read them.
+    """
+
+    page_size: int
+    kept: Tensor
+    layers: tuple[Any, ...]
+    boundaries: Tensor
+    requests: Tensor
+
+    def padding(self, size: int) -> StateStep:
+        """Return `requests` as a step, filled with `size` tokens of padding."""
+        none = (self.boundaries[:0],) * 4
+        begin_states(self.boundaries, *none, 0, self.page_size, 0, size, self.requests)
+        return StateStep.of(self.requests, chunks=1)
+
+    def begin(
+        self, columns: StepColumns, count: int, size: int, out: Tensor | None = None
+    ) -> StateStep:
+        """Return the requests of a step, and move the boundaries of their rows.
+
+        count: tokens of the requests. size: tokens of the forward, with padding. out: as
+        begin_states; None: a new tensor without padding.
+        """
+        views, lengths = columns.views, columns.forwarded_lengths()
+        if out is None:
+            out = views.rows.new_empty((6, len(views.rows)))
+        begin_states(
+            self.boundaries,
+            views.rows,
+            views.start,
+            lengths,
+            views.first,
+            columns.num_decode,
+            self.page_size,
+            count,
+            size,
+            out,
+        )
+        return StateStep.of(out, chunks=len(views.rows) - columns.num_decode)
+
+
+def allocate_states(specs: Sequence[StateSpec], build: StateBuild) -> RowStates | None:
+    """Allocate the memory of all layers with states; None if there are none."""
+    if not specs:
+        return None
+    parts = [spec.kept(build) for spec in specs]
+    kept = torch.zeros(
+        (build.rows, row_words(specs, build)), dtype=torch.int32, device=build.device
+    )
+    layers, first = [], 0
+    for spec, of_layer in zip(specs, parts, strict=True):
+        views = []
+        for part in of_layer:
+            size = part.num_bytes // _WORD
+            view = kept[:, first : first + size].view(part.dtype)
+            views.append(view.view(build.rows, *part.shape))
+            first += _words(part)
+        layers.append(spec.memory(views, build))
+    boundaries = torch.zeros(build.rows, dtype=torch.int32, device=build.device)
+    requests = torch.zeros((6, build.rows), dtype=torch.int32, device=build.device)
+    return RowStates(build.page_size, kept, tuple(layers), boundaries, requests)
+
+
+def _words(part: StatePart) -> int:
+    """Return the words of a part in a row, so that each part is aligned."""
+    return -(-part.num_bytes // _ALIGNMENT) * (_ALIGNMENT // _WORD)
+
+
+def row_bytes(specs: Sequence[StateSpec], build: StateBuild) -> int:
+    """Return the bytes of one row of all layers; 0 without layers with states."""
+    states = allocate_states(specs, build._replace(rows=1, device=torch.device("meta")))
+    if states is None:
+        return 0
+    return sum(part.nbytes for memory in states.layers for part in memory)
+
+
+def row_words(specs: Sequence[StateSpec], build: StateBuild) -> int:
+    """Return the words of RowStates.kept for each row."""
+    return sum(_words(part) for spec in specs for part in spec.kept(build))
+
+
+def snapshot_pages(words: int, kv: KVSpec, layers: int, page_size: int) -> int:
+    """Return the pages of a KV pool that hold a copy of `words` words; 0 for no words.
+
+    kv, layers: the keys and values of one layer for one token, and the number of layers.
+    """
+    if not words:  # a model with window layers only has no page to divide by
+        return 0
+    return -(-words * _WORD // (layers * page_size * kv.stored_bytes))

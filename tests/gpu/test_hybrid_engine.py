@@ -1,0 +1,162 @@
+"""Models with gated delta nets on CUDA: float32 gives the tokens of transformers in every way.
+
+The ways are eager steps, graphs of decode steps, graphs between two attention calls, drafts, and
+rows that begin with a copy of a state.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.core import StateCopies
+from minisgl.engine import Engine
+from minisgl.engine.step import GraphStep, PiecewiseStep
+from minisgl.kernel.states import begin_states, copy_states
+from tests.parity import hybrid_models
+from tests.parity.driver import Driver, Work, make_engine
+from tests.parity.models import transformers_greedy
+from tests.unit.engine.emulated_graphs import Picked
+from tests.unit.scheduler.drafts import ChangingDrafts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+PROMPT = [(7 * i + 3) % 151 for i in range(137)]
+TOKENS, HIT = 20, 128
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "head_dim": 64,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
+MODELS: dict[str, Callable[[], Any]] = {
+    "gpu": lambda: hybrid_models.dense(**SIZES),
+    "gpu-ends-with-delta": lambda: hybrid_models.dense(
+        **SIZES, layer_types=["full_attention", "linear_attention"] * 2, linear_num_key_heads=1
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    folder: Path = tmp_path_factory.mktemp("hybrids")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hybrid_models, "MODELS", MODELS)
+        paths = {name: hybrid_models.save(name, folder)[1] for name in MODELS}
+    return paths.__getitem__
+
+
+@cache
+def expected(path: str) -> list[int]:
+    return transformers_greedy(path, PROMPT, TOKENS)
+
+
+def cuda_engine(path: str, **changes: Any) -> Engine:
+    settings = {"device": "cuda", "dtype": "float32", "page_size": 16, "num_pages": 128}
+    return make_engine(path, **settings | changes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_tokens_are_those_of_transformers(
+    graphs: bool,
+    name: str,
+    model_path: Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = cuda_engine(model_path(name), cuda_graph_max_bs=None if graphs else 0)
+    engine.warm_up()
+    picked: Picked = []
+    launcher = engine._launcher
+    pick = launcher.pick
+    monkeypatch.setattr(launcher, "pick", lambda b: picked.append((b, pick(b))) or picked[-1][1])
+    for row, chunk in enumerate((1, 7, 64, 0)):
+        assert Driver(engine).generate(row, PROMPT, TOKENS, chunk=chunk) == expected(
+            model_path(name)
+        )
+    kinds = {type(step) for _, step in picked}
+    assert ({GraphStep, PiecewiseStep} <= kinds) == graphs
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_mixed_steps_and_padding_do_not_touch_other_rows(
+    graphs: bool, model_path: Callable[[str], str]
+) -> None:
+    """Three rows decode beside the chunks of a fourth."""
+    path = model_path("gpu")
+    engine = cuda_engine(path, cuda_graph_max_bs=None if graphs else 0)
+    driver, tokens = Driver(engine), dict[int, list[int]]()
+    for row in range(3):
+        first = driver.step(Work(row, 0, PROMPT))
+        tokens[row] = [int(first.tokens[0, 0])]
+    starts = iter([(0, 9), (9, 40), (40, 137)])
+    while len(tokens[0]) < TOKENS:
+        work = [Work(row, len(PROMPT) + len(tokens[row]) - 1) for row in range(3)]
+        start, end = next(starts, (0, 0))
+        if end:
+            work.append(Work(4, start, PROMPT[start:end], end == len(PROMPT)))
+        result = driver.step(*work)
+        for row in range(3):
+            tokens[row].append(int(result.tokens[row, 0]))
+        if end == len(PROMPT):
+            assert int(result.tokens[3, 0]) == expected(path)[0]
+    assert all(row == expected(path) for row in tokens.values())
+
+
+@pytest.mark.parametrize("kv", ["auto", "fp8"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_row_that_begins_with_a_copy_gives_the_tokens_of_its_source(
+    drafts: bool, kv: str, model_path: Callable[[str], str]
+) -> None:
+    drafter = ChangingDrafts(7) if drafts else None
+    engine = cuda_engine(model_path("gpu"), drafts=drafter, kv_cache_dtype=kv, num_pages=512)
+    driver = Driver(engine)
+    plain = driver.generate(0, PROMPT, 1) if kv == "fp8" else expected(model_path("gpu"))
+    driver.step(Work(2, 0, PROMPT, samples=False))
+    driver.share(2, 1, HIT)
+    pages, rows = driver.snapshot(), np.array([2, 1], dtype=np.int32)
+    states = StateCopies(rows[:1], pages, rows[1:], pages)
+    found = driver.step(Work(1, HIT, PROMPT[HIT:]), states=states)
+    assert int(found.tokens[0, 0]) == plain[0]
+    if kv != "fp8":
+        tokens = [plain[0]]
+        while len(tokens) < TOKENS:
+            result = driver.step(Work(1, len(PROMPT) + len(tokens) - 1))
+            tokens.append(int(result.tokens[0, 0]))
+        assert tokens == plain
+
+
+def test_kernels_of_requests_and_copies_equal_their_references() -> None:
+    from minisgl.kernel.triton import states as kernels
+
+    boundaries = torch.tensor([16, 2**30, 96, 48, 0], dtype=torch.int32)
+    rows, start, lengths = torch.tensor(
+        [(0, 31, 8), (3, 48, 1), (1, 32, 20), (2, 0, 40)], dtype=torch.int32
+    ).unbind(1)
+    first = (lengths.cumsum(0) - lengths).int()
+    for columns, size in ((4, 69), (9, 96)):
+        out = torch.empty((6, columns), dtype=torch.int32)
+        host, device = boundaries.clone(), boundaries.cuda()
+        requests = rows.contiguous(), start.contiguous(), lengths.contiguous(), first
+        begin_states(host, *requests, 2, 16, 69, size, out)
+        found = torch.empty_like(out, device="cuda")
+        kernels.begin_states(device, *(x.cuda() for x in requests), 2, 16, 69, size, found)
+        assert torch.equal(found.cpu(), out)
+        assert torch.equal(device.cpu(), host)
+    for words in (6, 64, 8192):
+        kept = torch.randint(0, 2**31 - 1, (4, 5 * words + 4), dtype=torch.int32)
+        pool = torch.zeros(3, 20, words, dtype=torch.int32)
+        pages = torch.tensor([[7, 2], [3, 4]], dtype=torch.int32)
+        on_device = kept.cuda(), pool.cuda()
+        for copied, save in ((rows[:2] // 2, True), (torch.tensor([2, 3]).int(), False)):
+            copy_states(kept, copied.contiguous(), pages, pool, save)
+            arguments = copied.contiguous().cuda(), pages.cuda()
+            kernels.copy_states(on_device[0], *arguments, on_device[1], save)
+        assert torch.equal(on_device[0].cpu(), kept)
+        assert torch.equal(on_device[1].cpu(), pool)
