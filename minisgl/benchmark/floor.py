@@ -1,10 +1,11 @@
 """The floor: the shortest possible time of a workload, from bytes, operations and the hardware.
 
-A step takes max(weight bytes / bandwidth, operations / matmul rate) + KV bytes / bandwidth. The
-weights of an expert count when at least one token of the step is routed to it; routing is assumed
-to be uniform and independent. With several GPUs each holds an equal part of the model, and the
-measured time of the all-reduces is added. All prompts are computed first, in chunks of a fixed
-number of tokens (the budget). Then all requests decode together; the batch shrinks as requests end.
+A step takes max(weight bytes / bandwidth, operations / matmul rate) + (KV bytes + bytes of
+recurrent states) / bandwidth. The weights of an expert count when at least one token of the step is
+routed to it; routing is assumed to be uniform and independent. With several GPUs each holds an
+equal part of the model, and the measured time of the all-reduces is added. All prompts are computed
+first, in chunks of a fixed number of tokens (the budget). Then all requests decode together; the
+batch shrinks as requests end.
 """
 
 import argparse

@@ -21,9 +21,10 @@ def read_cost(text: str) -> StepCost:
     """Parse the text of str(StepCost). Raises ConfigError."""
     try:
         key_ns, pair_ns, *prices = text.split(",")
+        req_ns = prices.pop(0) if ":" not in prices[0] else "0"
         points = [(int(tokens), float(ms) / 1e3) for tokens, ms in (p.split(":") for p in prices)]
         tokens, seconds = zip(*points, strict=True)
-        figures = [float(key_ns), float(pair_ns), *seconds]
+        figures = [float(key_ns), float(pair_ns), float(req_ns), *seconds]
         rising = [*tokens] == sorted({*tokens}) and [*seconds] == sorted(seconds)
         if not (rising and tokens[0] > 0 and all(0 <= each < math.inf for each in figures)):
             raise ValueError
@@ -32,10 +33,11 @@ def read_cost(text: str) -> StepCost:
             seconds=seconds,
             per_decode_key_s=float(key_ns) / 1e9,
             per_prefill_pair_s=float(pair_ns) / 1e9,
+            per_decode_req_s=float(req_ns) / 1e9,
         )
-    except ValueError:
+    except (ValueError, IndexError):
         raise ConfigError(
-            f"--cost {text!r} does not have the form KEY_NS,PAIR_NS,TOKENS:MS,..."
+            f"--cost {text!r} does not have the form KEY_NS,PAIR_NS[,REQ_NS],TOKENS:MS,..."
         ) from None
 
 
@@ -89,7 +91,9 @@ class VirtualEngine:
         pairs = lengths * batch.start + lengths * (lengths + 1) // 2
         decode_keys = int((batch.start + lengths)[: batch.num_decode].sum())
         prefill_pairs = int(pairs[batch.num_decode :].sum())
-        seconds = self._cost.predict_s(int(lengths.sum()), decode_keys, prefill_pairs)
+        seconds = self._cost.predict_s(
+            int(lengths.sum()), decode_keys, prefill_pairs, batch.num_decode
+        )
         if decode_keys and prefill_pairs:
             seconds *= self._mixed_factor
         self.busy_s += seconds

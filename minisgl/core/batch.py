@@ -194,7 +194,7 @@ class Batch:
         first = self.num_decode
         chunks = zip(self.start[first:].tolist(), self.lengths[first:].tolist(), strict=True)
         pairs = sum(length * (start + length // 2) for start, length in chunks)
-        return StepWork(int(self.lengths.sum()), int(self.start[:first].sum()), pairs)
+        return StepWork(int(self.lengths.sum()), int(self.start[:first].sum()), pairs, first)
 
     def plan_hash(self) -> int:
         """Return a checksum of requests, lengths and pages: equal on all tensor-parallel ranks."""

@@ -34,6 +34,7 @@ class StepWork(NamedTuple):
     tokens: int
     decode_keys: int
     prefill_pairs: int
+    decode_reqs: int = 0
 
 
 class TimedStep(NamedTuple):
@@ -54,14 +55,19 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     per_prefill_pair_s  seconds for each pair of query token and key of a chunk. A chunk has about
                         length * (start + length / 2) pairs. A pair costs about a fiftieth of a
                         decode key on a GPU, because all tokens of a chunk share its keys.
+    per_decode_req_s    seconds for each decode request, beside its tokens: those in which a step
+                        reads its recurrent states. 0 for a model without states.
     """
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
     per_decode_key_s: float
     per_prefill_pair_s: float
+    per_decode_req_s: float = 0.0
 
-    def predict_s(self, tokens: int, decode_keys: int, prefill_pairs: int) -> float:
+    def predict_s(
+        self, tokens: int, decode_keys: int, prefill_pairs: int, decode_reqs: int = 0
+    ) -> float:
         """Return the predicted seconds of a step; 0.0 for 0 tokens, since no step is launched.
 
         The prediction is linear between two sizes, and proportional beyond the largest size.
@@ -78,11 +84,15 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
             share = (tokens - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
             linear_s = seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
         attention_s = self.per_decode_key_s * decode_keys + self.per_prefill_pair_s * prefill_pairs
-        return linear_s + attention_s
+        return linear_s + attention_s + self.per_decode_req_s * decode_reqs
 
     def __str__(self) -> str:
-        """Return "KEY_NS,PAIR_NS,TOKENS:MS,...", as in the log and in `minisgl bench simulate`."""
+        """Return "KEY_NS,PAIR_NS,TOKENS:MS,...", as in the log and in `minisgl bench simulate`.
+
+        With recurrent states, REQ_NS follows PAIR_NS.
+        """
         terms = [f"{self.per_decode_key_s * 1e9:.2f}", f"{self.per_prefill_pair_s * 1e9:.4f}"]
+        terms += [f"{self.per_decode_req_s * 1e9:.0f}"] if self.per_decode_req_s else []
         sizes = zip(self.tokens, self.seconds, strict=True)
         return ",".join(terms + [f"{tokens}:{seconds * 1e3:.3f}" for tokens, seconds in sizes])
 

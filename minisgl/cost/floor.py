@@ -1,9 +1,9 @@
 """The floor of a step: its shortest possible time, from bytes, operations and the hardware.
 
-A step takes max(weight bytes / bandwidth, operations / matmul rate) + KV bytes / bandwidth. The
-weights of an expert count when at least one token of the step is routed to it; routing is assumed
-to be uniform and independent. With several GPUs each holds an equal part of the model, and the
-measured time of the all-reduces is added.
+A step takes max(weight bytes / bandwidth, operations / matmul rate) + (KV bytes + bytes of
+recurrent states) / bandwidth. The weights of an expert count when at least one token of the step is
+routed to it; routing is assumed to be uniform and independent. With several GPUs each holds an
+equal part of the model, and the measured time of the all-reduces is added.
 """
 
 from collections import Counter
@@ -52,6 +52,7 @@ class Cost(NamedTuple):
     reduce_bytes  bytes of one all-reduce for each token of the step.
     fp8_operations
                   the part of `operations` that may have FP8 operands.
+    state_bytes   bytes of recurrent states and their history that a decode request moves.
     """
 
     weight_bytes: int
@@ -62,11 +63,14 @@ class Cost(NamedTuple):
     reduces: int = 0
     reduce_bytes: int = 0
     fp8_operations: int = 0
+    state_bytes: int = 0
 
     def read_bytes(self, tokens: int) -> float:
         """Return the expected weight bytes that a step of `tokens` tokens reads."""
         return self.weight_bytes + self.expert_bytes * (1 - (1 - self.expert_share) ** tokens)
 
+
+_PAGE_SIZE = 16  # tokens; states are written once in a page
 
 # Microseconds of an all-reduce over the GPUs of one host in a CUDA graph, by MB, for bfloat16 rows
 # of 5,120. The faster of NCCL 2.28 and torch's symmetric memory, measured 2026-11.
@@ -106,6 +110,7 @@ def cost_of(model: ModelSpec, tp: int = 1, fp8_kv: bool = False) -> Cost:
         expert_bytes=total.expert_bytes // tp,
         reduces=2 * model.num_layers + 1,
         reduce_bytes=2 * model.hidden_size,
+        state_bytes=sum(spec.step_bytes(_PAGE_SIZE) for spec in model.states) // tp,
     )
 
 
@@ -167,9 +172,8 @@ def step_s(
     weights = cost.read_bytes(tokens) / ceilings.bytes_per_s
     arithmetic = tokens * ceilings.arithmetic_s(cost.operations, cost.fp8_operations)
     reduces = cost.reduces * reduce_s(tp, tokens * cost.reduce_bytes) if cost.reduces else 0.0
-    return (
-        max(weights, arithmetic) + context_tokens * cost.kv_bytes / ceilings.bytes_per_s + reduces
-    )
+    read = context_tokens * cost.kv_bytes + tokens * cost.state_bytes
+    return max(weights, arithmetic) + read / ceilings.bytes_per_s + reduces
 
 
 def read_keys(model: ModelSpec, contexts: NDArray[np.signedinteger[Any]]) -> float:

@@ -35,6 +35,8 @@ def roofline(
     sizes = [size for size in SIZES if size < most] + [most]
     pair_operations = _PAIR_OPERATIONS * len(model.attention) * model.q_heads * model.head_dim / tp
     ceilings = rates_of(device)
+    # A prompt token moves no state, so states have a price of their own.
+    state_bytes, cost = cost.state_bytes, cost._replace(state_bytes=0)
     if ceilings is None:
         # If both steps have one token, the rise is not known, and all steps begin with equal times.
         further = large.tokens - small.tokens
@@ -59,6 +61,7 @@ def roofline(
         tokens=tuple(sizes),
         seconds=tuple(np.maximum.accumulate(seconds).tolist()),
         per_decode_key_s=_ABOVE_FLOOR * cost.kv_bytes / ceilings.bytes_per_s,
+        per_decode_req_s=_ABOVE_FLOOR * state_bytes / ceilings.bytes_per_s,
         per_prefill_pair_s=_ABOVE_FLOOR * pair_operations / ceilings.operations_per_s,
     )
 

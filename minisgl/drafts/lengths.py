@@ -38,13 +38,13 @@ class PricedLengths:
         if cost is None:
             return 0
         chance = self.acceptance(rows)
-        best, best_rate = 0, num_reqs / cost.predict_s(num_reqs, keys, 0) * _MARGIN
+        best, best_rate = 0, num_reqs / cost.predict_s(num_reqs, keys, 0, num_reqs) * _MARGIN
         for width in DRAFT_WIDTHS[1:]:
             if width > limit + 1:
                 break
             drafted = ((1 - chance**width) / (1 - chance)).sum()
             tokens = float(drafted) + num_reqs - len(rows)
-            rate = tokens / cost.predict_s(num_reqs * width, keys, 0)
+            rate = tokens / cost.predict_s(num_reqs * width, keys, 0, num_reqs)
             if rate > best_rate:
                 best, best_rate = width - 1, rate
         return best

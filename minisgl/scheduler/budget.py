@@ -106,9 +106,10 @@ def _timed_tokens(
     wait for a long step.
     """
     num_decode, keys = int(decode.tokens.sum()), view.context_tokens(decode)
+    reqs = len(decode.rows)
     slowdown = MAX_SLOWDOWN if urgent else LOW_SLOWDOWN
     target_s = (view.config.target_step_ms or 0.0) / 1000
-    limit_s = max(target_s, slowdown * view.cost.predict_s(num_decode, keys, 0))
+    limit_s = max(target_s, slowdown * view.cost.predict_s(num_decode, keys, 0, reqs))
     queued = {(r.priority, r.client): 0 for r in prefilling} | view.waiting.uncached
     shortest = min(queued.values()) if urgent else 0
     limit_s *= min(max(view.cost.predict_s(shortest, 0, 0) / LONG_QUEUE_S, 1.0), most)
@@ -122,10 +123,11 @@ def _tokens_within(view: View, prefilling: Sequence[Req], decode: Decode, limit_
     """
     sizes, start = view.sizes, view.next_start(prefilling)
     num_decode, keys = int(decode.tokens.sum()), view.context_tokens(decode)
+    reqs = len(decode.rows)
 
     def step_s(tokens: int) -> float:
         chunk = tokens - num_decode
-        return view.cost.predict_s(tokens, keys, chunk * (start + chunk // 2))
+        return view.cost.predict_s(tokens, keys, chunk * (start + chunk // 2), reqs)
 
     smallest = bisect_left(sizes, num_decode + max(MIN_CHUNK_TOKENS, view.memory.page_size))
     chosen = max(bisect_right(sizes, limit_s, lo=smallest, key=step_s) - 1, smallest)

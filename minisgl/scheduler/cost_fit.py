@@ -40,29 +40,30 @@ class CostFit:
     nearest ones most. The covariance grows a little with each step, so later steps count more than
     earlier ones.
 
-    _logs        float64 [N + 2]; logarithms of the factors: of the N times, of a decode key and of
-                 a prefill pair.
+    _logs        float64 [N + 3]; logarithms of the factors: of the N times, of a decode key, of a
+                 prefill pair and of a decode request.
     _prices      the times and prices, which are the first cost times the factors.
-    _covariance  float64 [N + 2, N + 2]; of _logs.
+    _covariance  float64 [N + 3, N + 3]; of _logs.
     """
 
     def __init__(self, first: StepCost) -> None:
         self._sizes = first.tokens
         n = len(self._sizes)
-        terms = [*first.seconds, first.per_decode_key_s, first.per_prefill_pair_s]
+        prices = first.per_decode_key_s, first.per_prefill_pair_s, first.per_decode_req_s
+        terms = [*first.seconds, *prices]
         self._first = np.array(terms)
         self._prices: list[float] = terms
         octaves = np.log2(self._sizes)
-        own = np.diag(np.full(n + 2, _PRICE))
+        own = np.diag(np.full(len(terms), _PRICE))
         own[:n, :n] = _OWN * _NEAR ** abs(octaves[:, None] - octaves)
-        self._logs = np.zeros(n + 2)
+        self._logs = np.zeros(len(terms))
         self._covariance = _SHARED + own
         self._drift = _DRIFT * self._covariance
-        low, high = np.full((2, n + 2), np.array(_BOUNDS)[:, None])
+        low, high = np.full((2, len(terms)), np.array(_BOUNDS)[:, None])
         low[n:], high[n:] = _PRICE_BOUNDS
         self._low, self._high = low, high
         self._slow = 0
-        self._announced = self._logged = np.full(n + 2, -math.inf)
+        self._announced = self._logged = np.full(len(terms), -math.inf)
         self._announced_s = self._logged_s = -math.inf
 
     def record(self, work: StepWork, seconds: float) -> None:
@@ -104,7 +105,7 @@ class CostFit:
 
     def cost(self) -> StepCost:
         """Return the present cost. Times rise with the tokens: the better known ones count more."""
-        *seconds, per_key, per_pair = self._prices
+        *seconds, per_key, per_pair, per_req = self._prices
         n = len(self._sizes)
         weights = 1 / self._covariance.diagonal()[:n]
         return StepCost(
@@ -112,10 +113,11 @@ class CostFit:
             seconds=tuple(_rising(seconds, weights.tolist())),
             per_decode_key_s=per_key,
             per_prefill_pair_s=per_pair,
+            per_decode_req_s=per_req,
         )
 
     def _terms(self, work: StepWork) -> tuple[list[int], list[float]]:
-        """Return the indices of the four prices of a step, and the seconds that each adds."""
+        """Return the indices of the five prices of a step, and the seconds that each adds."""
         sizes, prices, n = self._sizes, self._prices, len(self._sizes)
         right = min(bisect_left(sizes, work.tokens), n - 1)
         left = max(right - 1, 0)
@@ -129,7 +131,8 @@ class CostFit:
             below = 1 - share
         terms = [below * prices[left], share * prices[right]]
         terms += [work.decode_keys * prices[n], work.prefill_pairs * prices[n + 1]]
-        return [left, right, n, n + 1], terms
+        terms.append(work.decode_reqs * prices[n + 2])
+        return [left, right, n, n + 1, n + 2], terms
 
 
 def _rising(values: Iterable[float], weights: Iterable[float]) -> list[float]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -97,6 +98,18 @@ def test_predictions_are_within_a_tenth_after_200_steps(factor: float, seed: int
     assert np.quantile(errors, 0.9) < 0.1
     if factor != 1.0:
         assert abs(load.ratios[0] - 1) > 0.4, "the first cost is wrong"
+
+
+def test_the_price_of_a_decode_request_is_learned() -> None:
+    """Each request reads its recurrent states: here in as long as 550 keys, then in three times
+    that."""
+    first = msgspec.structs.replace(FIRST, per_decode_req_s=2e-5)
+    assert read_cost(str(first)).per_decode_req_s == first.per_decode_req_s
+    true = msgspec.structs.replace(first, per_decode_req_s=6e-5)
+    load = Load(true, [CostFit(first)], 0)
+    load.run(LEARNED_STEPS + 200)
+    errors = np.abs(np.array(load.ratios[LEARNED_STEPS:]) - 1)
+    assert np.quantile(errors, 0.9) < 0.1
 
 
 def test_predictions_follow_a_device_that_gets_warm() -> None:
