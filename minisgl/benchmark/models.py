@@ -62,6 +62,22 @@ def _gpt_oss(layers: int, experts: int) -> dict[str, Any]:
     }
 
 
+def _hybrid(
+    kind: str, hidden_size: int, layers: int, heads: int, inner: int, kv: int, values: int
+) -> dict[str, Any]:
+    """Three of four layers are gated delta nets. values: their value heads; kv: KV heads."""
+    return _shape(hidden_size, layers, heads, inner, tied=False) | {
+        "architectures": [f"{kind}ForCausalLM"],
+        "num_key_value_heads": kv,
+        "head_dim": 256,
+        "linear_num_value_heads": values,
+        "vocab_size": 248320,
+        "eos_token_id": 248044,
+        "rope_theta": 10_000_000,
+        "max_position_embeddings": 262144,
+    }
+
+
 # Published shapes.
 SHAPES = {
     "qwen3-0.6b": _shape(1024, 28, 16, 3072, tied=True),
@@ -106,6 +122,11 @@ SHAPES = {
     | {"architectures": ["Qwen2MoeForCausalLM"], "num_key_value_heads": 16, "num_experts": 60}
     | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408}
     | {"shared_expert_intermediate_size": 5632},
+    "qwen3.5-9b": _hybrid("Qwen3_5", 4096, 32, 16, 12288, kv=4, values=32),
+    "qwen3.6-27b": _hybrid("Qwen3_5", 5120, 64, 24, 17408, kv=4, values=48),
+    "qwen3.6-35b-a3b": _hybrid("Qwen3_5Moe", 2048, 40, 16, 512, kv=2, values=32),
+    "qwen3-next-80b-a3b": _hybrid("Qwen3Next", 2048, 48, 16, 5120, kv=2, values=32)
+    | {"vocab_size": 151936, "eos_token_id": 151645},
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }

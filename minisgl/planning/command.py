@@ -86,6 +86,9 @@ def _as_text(name: str, plan: Plan, gpu: Gpu) -> list[str]:
         f"  KV cache                {plan.kv_bytes / _GIB:8.2f} GiB, "
         f"{plan.kv_token_bytes / 1024:g} KiB for each token",
     ]
+    if plan.state_bytes:
+        count = f"of {plan.max_running_reqs:,} requests"
+        lines.insert(-1, f"  recurrent states        {plan.state_bytes / _GIB:8.2f} GiB, {count}")
     if plan.window is not None:
         each = f"{plan.window_token_bytes / 1024:g} KiB for each token of a window"
         lines[-1] += f" and {each} ({plan.window:,} tokens)"

@@ -10,12 +10,12 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from minisgl.core import EngineConfig, WindowLayers
+from minisgl.core import EngineConfig, OutOfMemory, WindowLayers
 from minisgl.cost.floor import MEASURED_TP, cost_of, step_s, weight_format, with_weights
 from minisgl.cost.gpus import Gpu
 from minisgl.cost.memory import remainder_bytes
 from minisgl.distributed.comm import TPInfo
-from minisgl.engine import memory
+from minisgl.engine import memory, states
 from minisgl.engine.check import weight_bytes
 from minisgl.kvcache.pool import kv_page_bytes
 from minisgl.models.spec import ModelSpec
@@ -33,6 +33,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     window_token_bytes
                        keys and values of one token of a window, in window layers.
     window_pages       pages of window layers.
+    state_bytes        recurrent states of all requests, such as those of gated delta nets.
+    max_running_reqs   limit of running requests, which the engine lowers so that their recurrent
+                       states fit.
     remainder_bytes    CUDA context, workspaces, the largest step and the CUDA graphs, as predicted.
     requests           number of requests that fit, by the tokens of one request.
     floor_ms           shortest time of a token, by the number of requests that decode together.
@@ -51,6 +54,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: str
     context: int
     weight_bytes: int
+    state_bytes: int
+    max_running_reqs: int
     remainder_bytes: int
     kv_bytes: int
     kv_token_bytes: int
@@ -76,16 +81,29 @@ def make_plan(
     """
     tp, drafting = TPInfo(0, config.tp_size), config.speculative is not None
     device = torch.device("meta")
-    model, context, spec, _ = memory.resolve(config, model, tp, device, drafting)
+    resolved = memory.resolve(config, model, tp, device, drafting)
+    model, context, spec, _ = resolved
     dtype, fp8_kv = spec.dtype, spec.fp8
     weights = weight_bytes(model, tp, dtype, with_quantizations(), config.quantization)
-    of_pools = [kv_page_bytes(spec, len(layers), 1) for layers in model.pools]
-    token_bytes, window_bytes = of_pools[0], sum(of_pools[1:])
+    build = memory.state_build(config, resolved, tp, device, drafting)
+    row_bytes, words = states.row_bytes(model.states, build), states.row_words(model.states, build)
+    beside = memory.kv_bytes_left(config, gpu.memory_bytes, weights)
+    try:
+        rows = memory.rows_that_fit(config.max_running_reqs, row_bytes, beside)
+    except OutOfMemory:
+        rows = config.max_running_reqs
+    config = msgspec.structs.replace(config, max_running_reqs=rows)
+    state_bytes = row_bytes * (rows + 1) if row_bytes else 0
+    token_bytes, *of_windows = (kv_page_bytes(spec, len(layers), 1) for layers in model.pools)
+    window_bytes = sum(of_windows)
     remainder = remainder_bytes(config, model, gpu, context, spec, max_chunk_tokens)
     # The remainder includes the memory that is not free when the engine starts.
-    available = memory.kv_bytes_left(config, gpu.memory_bytes, weights + remainder)
-    pages, window_pages = _pages(config, model, available, (token_bytes, window_bytes), context)
+    taken = weights + state_bytes + remainder
+    available = memory.kv_bytes_left(config, gpu.memory_bytes, taken)
     size = config.page_size
+    snapshot = states.snapshot_pages(words, spec, len(model.pools[0]), size)
+    of_pools = (token_bytes, window_bytes)
+    pages, window_pages = _pages(config, model, available, of_pools, context, snapshot)
     tokens = pages * size
 
     def requests_of(length: int) -> int:
@@ -118,6 +136,8 @@ def make_plan(
         kv_cache_dtype="fp8" if fp8_kv else str(dtype).removeprefix("torch."),
         context=context,
         weight_bytes=weights,
+        state_bytes=state_bytes,
+        max_running_reqs=config.max_running_reqs,
         remainder_bytes=remainder,
         kv_bytes=tokens * token_bytes + window_pages * size * window_bytes,
         kv_token_bytes=token_bytes,
@@ -138,15 +158,16 @@ def _pages(
     available: int,
     token_bytes: tuple[int, int],
     context: int,
+    snapshot_pages: int,
 ) -> tuple[int, int]:
     """Return the pages of both KV pools; 0 and 0 if one request does not fit.
 
-    token_bytes: of one token in the layers of each pool.
+    token_bytes: of one token in the layers of each pool. snapshot_pages: as in EngineLike.
     """
     size, given, window = config.page_size, config.num_pages, model.window
     page_bytes = [size * each for each in token_bytes]
     available = max(available, 0)
-    found = memory.pages_that_fit(config, available, page_bytes, context, window)
+    found = memory.pages_that_fit(config, available, page_bytes, context, window, snapshot_pages)
     pages, windows = found[0], sum(found[1:])
     if window is not None and windows < WindowLayers(window, 0).reserve(size):
         return 0, 0

@@ -7,7 +7,7 @@ import pytest
 
 from minisgl.benchmark.floor import floor_of, load_shape
 from minisgl.benchmark.workload import Workload
-from minisgl.cost.floor import Ceilings, cost_of, reduce_s, with_fp8_weights
+from minisgl.cost.floor import Ceilings, cost_of, reduce_s, step_s, with_fp8_weights
 from minisgl.models.config import model_spec_from
 
 CHECKPOINTS = Path(__file__).parents[2] / "data" / "checkpoints"
@@ -61,7 +61,9 @@ def test_fp8_products_run_at_their_own_rate(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "billions"), [("qwen3.6-27b", 26.9), ("qwen3.6-35b-a3b", 34.7)])
-def test_the_weights_of_gated_delta_nets_are_counted(name: str, billions: float) -> None:
+def test_the_weights_of_gated_delta_nets_are_counted(
+    name: str, billions: float, tmp_path: Path
+) -> None:
     """The sum does not count the embedding, which is as large as the output head."""
     published = json.loads((CHECKPOINTS / f"{name}.json").read_text())
     model = model_spec_from(published["config"])
@@ -70,3 +72,19 @@ def test_the_weights_of_gated_delta_nets_are_counted(name: str, billions: float)
     counted = (cost.weight_bytes + cost.expert_bytes) / 2 + embedding
     assert counted / 1e9 == pytest.approx(billions, abs=0.06)
     assert cost.kv_bytes == len(model.attention) * 4 * model.kv_heads * model.head_dim
+    _, shape = load_shape(name, tmp_path)
+    assert cost_of(shape) == cost
+
+
+@pytest.mark.parametrize(
+    ("name", "read_once_ms"), [("qwen3.6-27b", 2.27), ("qwen3.6-35b-a3b", 0.95)]
+)
+def test_each_decode_request_moves_its_states(
+    name: str, read_once_ms: float, tmp_path: Path
+) -> None:
+    """64 requests read their states, write them once in a page and read the short history."""
+    _, model = load_shape(name, tmp_path)
+    cost, rates = cost_of(model), Ceilings()
+    without = step_s(cost._replace(state_bytes=0), 64, 0, rates)
+    assert 1.1 < (step_s(cost, 64, 0, rates) - without) / (read_once_ms / 1e3) < 1.2
+    assert cost_of(model, tp=2).state_bytes == cost.state_bytes // 2

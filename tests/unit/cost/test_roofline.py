@@ -11,6 +11,7 @@ from minisgl.core import StepCost
 from minisgl.core.step_cost import TimedStep
 from minisgl.cost.floor import cost_of
 from minisgl.cost.roofline import rates_of, roofline
+from minisgl.models.config import load_model_spec
 
 H200 = "NVIDIA H200"
 FAST = [TimedStep(1, 1e-6), TimedStep(512, 1e-6)]
@@ -52,6 +53,18 @@ def test_without_known_rates_the_timed_steps_count(device: str, tmp_path: Path) 
 def test_a_chunk_that_is_no_slower_than_a_decode_step_gives_equal_times(tmp_path: Path) -> None:
     cost = first(tmp_path, "cpu", [TimedStep(1, 0.004), TimedStep(32, 0.003)])
     assert set(cost.seconds) == {0.004}
+
+
+def test_recurrent_states_cost_decode_requests_and_no_prompt_tokens(tmp_path: Path) -> None:
+    cost = first(tmp_path, H200, FAST, "qwen3.6-27b")
+    spec = load_model_spec(str(tmp_path))
+    states = sum(layer.step_bytes(16) for layer in spec.states)
+    assert cost.per_decode_req_s == pytest.approx(1.3 * states / 4.25e12)
+    assert cost.predict_s(64, 0, 0, 64) - cost.predict_s(64, 0, 0) == pytest.approx(
+        64 * cost.per_decode_req_s
+    )
+    plain = first(tmp_path / "plain", H200, FAST)
+    assert plain.per_decode_req_s == 0
 
 
 @pytest.mark.parametrize("device", ["cpu", H200])

@@ -55,6 +55,21 @@ def test_mxfp4_weights_have_the_size_of_the_published_files(
     assert found.tokens > 131072
 
 
+def test_the_states_of_requests_take_half_of_the_memory_beside_the_weights(
+    tmp_path: Path,
+) -> None:
+    """The weights of Qwen3.6-27B take 50 GiB of bfloat16, and the states of a request 183 MB."""
+    folder = write_model("qwen3.6-27b", tmp_path)
+    found = plan(folder)
+    row = found.state_bytes / (found.max_running_reqs + 1)
+    assert row / 1e6 == pytest.approx(183, abs=1)
+    beside = 0.9 * found.gpu_bytes - found.weight_bytes
+    assert beside / 2 - row < found.state_bytes <= beside / 2
+    assert found.max_running_reqs < 256 == plan(folder, quantization="fp8").max_running_reqs
+    drafting = plan(folder, speculative="ngram")
+    assert drafting.max_running_reqs < found.max_running_reqs
+
+
 @pytest.mark.parametrize("kv_mib", [3, 40, 10_000])
 def test_pages_are_those_of_an_engine_with_the_same_memory(
     kv_mib: int, monkeypatch: pytest.MonkeyPatch
