@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from minisgl.core import FREE_STEPS, EngineConfig, SchedulerConfig, StepCost
 from minisgl.core.step_cost import TimedStep
 from minisgl.cost.floor import cost_of, with_weights
@@ -67,7 +69,8 @@ def run_scheduler(
         send = Sender[StepOutput](endpoint(socket_dir, "detokenizer")).send
     # The other ranks get the step cost of rank 0 in the first message (SetStepCost).
     cost = None if tp.rank == 0 else FREE_STEPS
-    scheduler = build_scheduler(engine, scheduler_config, inbox, send, cost)
+    config = config_for(engine.device_name, scheduler_config)
+    scheduler = build_scheduler(engine, config, inbox, send, cost)
     gc.collect()
     gc.freeze()  # later collections skip all objects that exist now
     gc.enable()
@@ -85,6 +88,15 @@ def run_scheduler(
     scheduler.drain_in_flight()
     comm.close()
     logger.info("scheduler stopped")
+
+
+def config_for(device_name: str, config: SchedulerConfig) -> SchedulerConfig:
+    """Return the configuration of a scheduler on this device: without overlap on a CPU.
+
+    There a launch returns when the step is complete. With overlap, its tokens would wait for the
+    next step.
+    """
+    return msgspec.structs.replace(config, overlap=config.overlap and device_name != "cpu")
 
 
 def build_scheduler(

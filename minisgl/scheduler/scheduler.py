@@ -279,7 +279,7 @@ class Scheduler:
         pending = self._engine.launch(batch)
         launch_s = self._meter.clock() - began_s
         mask_s = totals.constraints.mask_seconds - masked_s
-        own_s = launch_s if pending.done() else None
+        own_s = launch_s - mask_s if pending.done() else None
         self._in_flight.append(InFlight(batch, pending, began_s, own_s, mask_s))
         # With edited logits a launch may wait for the previous step, so its time is not recorded.
         if not (len(batch.chunk_ids) or batch.logit_edits):

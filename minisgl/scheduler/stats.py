@@ -15,7 +15,8 @@ class InFlight(NamedTuple):
     """A launched step whose result the scheduler has not read.
 
     began_s  time before the launch.
-    own_s    the time of the launch if the step has ended in it, as on a CPU; otherwise None.
+    own_s    the time of the launch without its token masks, if the step has ended in it, as on a
+             CPU; otherwise None.
     mask_s   the host time of the token masks in the launch.
     """
 
@@ -51,13 +52,14 @@ class StepMeter:
 
         The device took the time of the launch if the step has ended in it, and the time since the
         end of the step before if the step was launched before this end. Otherwise the device may
-        have waited for the launch. Prices do not contain the time of token masks.
+        have waited for the launch. The times contain no token masks: their share is known only if
+        the step has ended in the launch.
         """
         batch, now_s, own_s = step.batch, self.clock(), step.own_s
         duration_s = now_s - max(step.began_s, self._ended_s)
-        if own_s is None and step.began_s < self._ended_s:
+        if own_s is None and step.began_s < self._ended_s and not batch.logit_edits:
             own_s = duration_s
-        if own_s is not None and not batch.logit_edits:
+        if own_s is not None:
             for fit in self._fits:
                 fit.record(batch.work(), own_s)
         self._ended_s = now_s

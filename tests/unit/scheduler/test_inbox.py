@@ -11,6 +11,7 @@ from minisgl.core import Batch, InvariantBroken, StepResult
 from minisgl.message.messages import AbortReq, LeaderStep, Shutdown, ToScheduler
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler.inbox import FollowerInbox, LocalInbox, QueueInbox, WaitS
+from minisgl.scheduler.process import config_for
 from minisgl.utils.process import write_socket_key
 from tests.unit.scheduler.fake_engine import EOS, FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
@@ -22,6 +23,12 @@ BURST = 5000
 
 def no_wait() -> float:
     return 0.0
+
+
+def test_a_scheduler_on_a_cpu_reads_each_result_before_the_next_launch() -> None:
+    """Regression: a launch returned with the step complete, and its tokens waited for another."""
+    assert [config_for(name, config()).overlap for name in ("cpu", "NVIDIA H100")] == [False, True]
+    assert not config_for("NVIDIA H100", config(overlap=False)).overlap
 
 
 def _address(folder: Path) -> str:

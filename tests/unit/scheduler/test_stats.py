@@ -91,12 +91,16 @@ def test_a_step_that_ends_in_its_launch_takes_the_time_of_the_launch() -> None:
     assert recorded.seconds == [2.0]
 
 
-def test_steps_with_token_masks_are_not_priced() -> None:
+def test_steps_with_token_masks_are_priced_if_the_time_of_the_masks_is_known() -> None:
+    """It is known on a CPU. Regression: the fitted cost was wrong beside many grammars."""
+    times = iter([9.0, 12.0, 13.0])
     recorded = RecordedTimes()
-    meter = StepMeter(fits=[recorded])
+    meter = StepMeter(lambda: next(times), [recorded])
     edited = replace(batch(1), logit_edits=(EditedReq(0, 1, 1, None, ()),))
-    meter.record_result(in_flight(edited, meter.clock(), own_s=1.0), False)
-    assert recorded.seconds == []
+    meter.record_result(in_flight(edited, 1.0, own_s=2.0), False)
+    for _ in range(2):
+        meter.record_result(in_flight(edited, 2.0), False)
+    assert recorded.seconds == [2.0]
 
 
 def test_the_remaining_time_uses_the_shorter_of_two_decode_steps() -> None:
