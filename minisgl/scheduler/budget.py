@@ -51,6 +51,20 @@ def prompt_tokens(view: View, prefilling: Sequence[Req], decode: Decode, urgent:
     return min(_timed_tokens(view, prefilling, decode, most, urgent), budget)
 
 
+def further_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:
+    """Return the largest number of prompt tokens of a step with further choices of running calls.
+
+    As prompt_tokens for prompts of later priorities. If a step of the next preferred size would be
+    too long, the result is exactly the smallest chunk.
+    """
+    tokens = prompt_tokens(view, prefilling, decode, urgent=False)
+    num_decode, keys = int(decode.tokens.sum()), view.context_tokens(decode)
+    limit_s = LOW_SLOWDOWN * view.cost.predict_s(num_decode, keys, 0)
+    within = view.cost.predict_s(num_decode + tokens, keys, 0) <= limit_s
+    smallest = max(MIN_CHUNK_TOKENS, view.memory.page_size)
+    return tokens if within else min(tokens, smallest)
+
+
 def _even_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:
     """Spread prompts over the decode steps, in steps of equal size.
 

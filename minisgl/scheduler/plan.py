@@ -13,12 +13,13 @@ import numpy as np
 from minisgl.core import Int32Array, InvariantBroken
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
 from minisgl.kvcache import Hit, Room
-from minisgl.scheduler.budget import prompt_tokens
+from minisgl.scheduler.budget import further_tokens, prompt_tokens
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Admission, Carry, Chunk, Decode, StepPlan, View
 
 MAX_DEFERRED = 64  # requests of a client that one round of a plan skips at most, to limit its time
 MAX_PAUSES = 8  # steps in a row that leave decoding requests of later priorities out
+FURTHER_SHARE = 1.25  # a step with further choices takes this many times the step without, or more
 RESERVED_ROWS = 16  # one of this many rows stays free for the first priority in use
 
 
@@ -44,7 +45,11 @@ def plan(view: View) -> StepPlan:
 
     If several clients have prompts of one priority, each may first use an equal part of the
     step's prompt tokens. Then each client in turn may use all unused tokens. If rows or pages are
-    short, Shares decides (docs/decisions/20-clients-in-turn.md).
+    short, Shares decides (docs/decisions/20-clients-in-turn.md). Further choices of a call that
+    decodes get fewer tokens, as prompts of later priorities do: another client may wait for the end
+    of the step, and the client of the call receives tokens already. A step with prompts of a client
+    that receives none leaves the further choices of others out, if they take long. The next step
+    does not.
     """
     room = Room(view.memory)
     decode, short = decoding(view, room)
@@ -53,6 +58,7 @@ def plan(view: View) -> StepPlan:
     fill = Filling(view, room, short)
     beside = fill.beside_urgent(decode)
     left = prompt_tokens(view, fill.prefilling, beside, fill.urgent)
+    fill.limit_further(beside)
     admit = short is None
     for level, clients in fill.levels():
         for part in [left // len(clients), left] if len(clients) > 1 else [left]:
@@ -60,7 +66,7 @@ def plan(view: View) -> StepPlan:
                 left -= fill.take(level, client, min(part, left), admit)
         admit = admit and not fill.waits(level, clients)
     urgent_chunks = any(map(view.waiting.is_first, fill.chunks))
-    if urgent_chunks and beside is not decode and view.carry.paused_steps < MAX_PAUSES:
+    if urgent_chunks and beside is not decode and view.carry.paused_steps < fill.most_pauses:
         return fill.plan(beside, view.carry.paused_steps + 1)
     return fill.plan(decode)
 
@@ -149,17 +155,49 @@ class Filling:
         # The first request that found no room, although its client is within its share or a
         # request of a later priority runs.
         self._blocked: Req | None = None
+        # The calls whose further choices get fewer tokens, and the tokens of a step with them.
+        self._decoding_calls: set[int] = set()
+        self._further_tokens = 0
+        self.most_pauses = MAX_PAUSES
+
+    def limit_further(self, decode: Decode) -> None:
+        """Limit the tokens of further choices beside these decoding rows, if others may wait."""
+        if len(self._view.waiting.clients) > 1:
+            reqs = map(self._view.table.req_at, decode.rows.tolist())
+            self._decoding_calls = {req.call for req in reqs}
+            self._further_tokens = further_tokens(self._view, self.prefilling, decode)
 
     def beside_urgent(self, decode: Decode) -> Decode:
         """The decoding rows that run beside prompts of the first priority."""
         waiting = self._view.waiting
-        if not (waiting.several_priorities and self.urgent):
+        if waiting.several_priorities:
+            kept = self._view.table.priority[decode.rows] <= waiting.first_priority
+            return decode.only(kept) if self.urgent else decode
+        return self._beside_new_client(decode) if len(waiting.clients) > 1 else decode
+
+    def _beside_new_client(self, decode: Decode) -> Decode:
+        """The decoding rows that run beside prompts of a client that receives no tokens."""
+        view, reqs = self._view, [*map(self._view.table.req_at, decode.rows.tolist())]
+        clients = {req.client for req in reqs}
+        if all(client in clients for _, client in self._prompts()):
             return decode
-        return decode.only(self._view.table.priority[decode.rows] <= waiting.first_priority)
+        kept = np.zeros(len(reqs), dtype=np.bool_)
+        kept[np.unique([req.call for req in reqs], return_index=True)[1]] = True
+        first = decode.only(kept)
+        whole_s, first_s = (
+            view.cost.predict_s(int(d.tokens.sum()), view.context_tokens(d), 0)
+            for d in (decode, first)
+        )
+        self.most_pauses = 1
+        return first if whole_s > FURTHER_SHARE * first_s else decode
+
+    def _prompts(self) -> set[tuple[int, str]]:
+        """The priorities and clients with prompts."""
+        return {*self._view.waiting.uncached, *((r.priority, r.client) for r in self.prefilling)}
 
     def levels(self) -> Iterator[tuple[int, list[str]]]:
         """The priorities with prompts in their order, each with its clients in their order."""
-        keys = {*self._view.waiting.uncached, *((r.priority, r.client) for r in self.prefilling)}
+        keys = self._prompts()
         for level in sorted({level for level, _ in keys}):
             yield level, self._shares.in_order(client for of, client in keys if of == level)
 
@@ -177,9 +215,11 @@ class Filling:
         left, deferred = budget, 0
         for req in self.prefilling:
             if left > 0 and (req.client, req.priority) == (client, level):
-                left -= self._add_chunk(req, left)
+                left -= self._add_chunk(req, self._most(req, left))
         queue = self._view.waiting.of(client, level, [*self._admit])
         for req in queue if admit and left > 0 else ():
+            if self._most(req, left) <= 0:
+                break
             pages = self._view.memory.pages_for(len(req.tokens))
             within = self._shares.is_within(req, pages)
             reserved = 0 if self._view.waiting.is_first(req) else self._reserved_rows
@@ -203,10 +243,25 @@ class Filling:
             self._last_priority = max(self._last_priority, level)
             self._admit[req] = hit
             self.prefilling.append(req)
-            left -= self._add_chunk(req, left)
+            left -= self._add_chunk(req, self._most(req, left))
             if left <= 0:
                 break
         return budget - left
+
+    def _most(self, req: Req, left: int) -> int:
+        """Return the most tokens of `left` that the request may use.
+
+        Further choices may use as many as the other prompts, so that these do not stop them.
+        """
+        if not self._is_further(req):
+            return left
+        used = sum(tokens for other, tokens in self.chunks.items() if self._is_further(other))
+        first = sum(self.chunks.values()) - used
+        most = max(self._further_tokens - first, first) - used
+        return max(min(left, most), 0)
+
+    def _is_further(self, req: Req) -> bool:
+        return not req.prefill_done and req.call in self._decoding_calls
 
     def plan(self, decode: Decode, paused_steps: int = 0) -> StepPlan:
         """Return the step. paused_steps: as in Carry."""

@@ -66,6 +66,33 @@ def test_the_limit_grows_with_a_long_queue() -> None:
     assert mixed_steps(0.005, waiting=20, pair_s=2e-7)[0] == 380
 
 
+def test_further_choices_give_way_to_another_client() -> None:
+    """A token takes 1 ms, and a step 5 ms more. A call of 16 choices has prompts of 30 tokens.
+
+    Regression: a step had as many of their tokens as 2.25 decode-only steps, and another client
+    that arrived in it waited for its end, and for the next one.
+    """
+    engine = FakeEngine(1024, 4, max_running_reqs=32, max_seq_len=128)
+    harness = Harness(engine, config(target_step_ms=16.0))
+    harness.scheduler.view.cost = StepCost(
+        tokens=(1, 1000), seconds=(0.006, 1.005), per_decode_key_s=0.0, per_prefill_pair_s=0.0
+    )
+    harness.add([7], client="b", max_tokens=1)
+    harness.run()
+    engine.batches.clear()
+    harness.add(prompt_of(30), client="a", call=1, count=16, max_tokens=60, ignore_eos=True)
+    while len(harness.scheduler.view.decode_rows) < 10:
+        harness.step()
+    chunks = [len(batch.chunk_ids) for batch in engine.batches if batch.num_decode]
+    assert max(chunks) <= 32
+    other = harness.add(prompt_of(8, 5), client="b", max_tokens=2, ignore_eos=True)
+    before = len(engine.batches)
+    while not harness.answers[other].tokens:
+        harness.step()
+    assert engine.batches[before].num_decode == 1, "one choice of the call decodes beside it"
+    assert engine.batches[before + 1].num_decode > 9
+
+
 def test_prefill_goes_on_even_when_every_step_exceeds_the_limit() -> None:
     assert mixed_steps(0.005, waiting=0, pair_s=1.0) == [60] * 10, (
         "the smallest step size above 32 tokens"
