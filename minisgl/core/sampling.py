@@ -44,6 +44,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     trigger      id of a token. After the thinking the output is free until this token, and the
                  grammar holds for the output after it. The output may also end without the token.
                  -1: the grammar holds at once.
+    compile_s    CPU seconds of the first compilation; inf: not known.
     """
 
     source: str
@@ -52,6 +53,7 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True):
     think_end: int = -1
     thinking: Literal["off", "open", "allowed"] = "off"
     trigger: int = -1
+    compile_s: float = math.inf
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,6 +5,7 @@ edits of the processors before it queues the forward. Between the forward and th
 them to a float32 copy of the logits of all ids, in the order of `Extensions.logits_processors`.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -166,21 +167,33 @@ class Constraint(ABC):
 
     An edit may withhold a row (MaskedRows). The request then gets no token from the step on any
     rank, and the scheduler preempts it. It waits until `prepared`, and then for a row. If its next
-    step gives it no token again, it fails.
+    step gives it no token again, it fails. While the constraint is slow, the scheduler prepares
+    each further edit before the step that needs it; until then the request skips the steps.
 
     masks_drafts  True if the edit also masks the logits after each draft, so that the request may
                   have drafts. The logits after draft i are i rows after the first ones.
     """
 
     masks_drafts = False
+    slow = False  # the last preparation took long; only rank 0 reads it
+
+    @property
+    def start_s(self) -> float:
+        """The CPU seconds that `start` is known to take. All ranks get the same value."""
+        return math.inf
 
     @abstractmethod
-    def start(self, client: str) -> None:
-        """Start the preparation in another thread. The preparations of clients take turns."""
+    def start(self, client: str, here: bool = False) -> None:
+        """Start the preparation in another thread. The preparations of clients take turns.
+
+        here: prepare in this thread instead.
+        """
 
     @abstractmethod
     def prepare(self, tokens: Int32Array) -> None:
-        """Start to prepare the next edit in another thread, because a step gave no token.
+        """Start to prepare the next edit in another thread.
+
+        A step gave no token, or the constraint is slow.
 
         tokens: all known tokens of the request. No step in flight uses the state.
         """

@@ -194,11 +194,12 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class Prepared(Message, frozen=True, kw_only=True):
-    """The constraints of these requests are prepared on rank 0: all ranks enqueue them, or end the
-    requests in `failed`."""
+    """The constraints of these requests are prepared on rank 0: all ranks enqueue them, or end
+    those in `failed`. The requests in `slow` pause after each token."""
 
     uids: list[int]
     failed: list[int] = []
+    slow: list[int] = []
 
 
 class SetStepCost(Message, frozen=True, kw_only=True):
@@ -311,17 +312,16 @@ class TokenizeResult(Message, frozen=True, kw_only=True):
 
 
 class GrammarResult(Message, frozen=True, kw_only=True):
-    """The result of CompileGrammar.
+    """The result of CompileGrammar. Its fields are those of core.Grammar and of TokenizeResult.
 
-    source, trigger   as in core.Grammar.
-    think_ids         the ids that open and close thinking, or -1.
-    error, internal, limit  as in TokenizeResult. The source is then empty.
+    think_ids: the ids that open and close thinking, or -1. With an error, the source is empty.
     """
 
     uid: int
     source: str = ""
     trigger: int = -1
     think_ids: tuple[int, int] = (-1, -1)
+    compile_s: float = 0.0
     error: str | None = None
     internal: bool = False
     limit: str | None = None

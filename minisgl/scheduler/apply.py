@@ -56,7 +56,7 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
         chunks = np.array([tokens for _, tokens in plan.chunks], dtype=np.int32)
         lengths = np.concatenate([lengths, chunks])
     if not len(rows):
-        if view.waiting and not view.in_flight and plan.preempt is None:
+        if view.waiting and not (view.in_flight or view.paused) and plan.preempt is None:
             raise InvariantBroken(
                 "no request runs, but no waiting request can be admitted; this is a bug"
             )
@@ -110,7 +110,8 @@ def _advance(view: View, batch: Batch) -> None:
     """Advance the lengths of the batch's requests.
 
     Requests whose last chunk the batch contains begin to decode. Requests whose last token the
-    batch samples need no further step, so they leave decode_rows.
+    batch samples need no further step, so they leave decode_rows. So do requests with slow edits:
+    they pause when the batch is resolved.
     """
     table = view.table
     table.computed[batch.rows] = batch.start + batch.lengths
@@ -123,7 +124,8 @@ def _advance(view: View, batch: Batch) -> None:
         req.state = ReqState.DECODE
     rows = np.concatenate([view.decode_rows, entering])
     samples_last_token = table.computed[rows] >= table.max_total_tokens[rows] - 1
-    view.decode_rows = rows[~samples_last_token]
+    pausing = table.slow[rows] & (table.last_step[rows] == batch.step_id)
+    view.decode_rows = rows[~(samples_last_token | pausing)]
 
 
 def rejoin(view: View, rows: Int32Array) -> None:
@@ -134,7 +136,7 @@ def rejoin(view: View, rows: Int32Array) -> None:
     """
     table = view.table
     left = table.computed[rows] < table.max_total_tokens[rows] - 1
-    left &= table.rows.allocated[rows] & ~np.isin(rows, view.decode_rows)
+    left &= table.rows.allocated[rows] & ~np.isin(rows, view.decode_rows) & ~table.slow[rows]
     back = [row for row in rows[left].tolist() if table.req_at(row).state is ReqState.DECODE]
     view.decode_rows = np.concatenate([view.decode_rows, np.array(back, dtype=np.int32)])
 
@@ -156,6 +158,7 @@ def remove(view: View, req: Req) -> None:
     elif req.state is ReqState.DECODE:
         view.decode_rows = view.decode_rows[view.decode_rows != req.row]
     view.uncached.pop(req, None)
+    view.paused.pop(req, None)
     view.table.running[req.row] = False
     req.state = ReqState.ENDING
 

@@ -35,18 +35,21 @@ class Endings:
         req.end_reason = reason
         if req.state is ReqState.PREPARING:
             self._preparations.withdraw(req)
-            self.finish(req)
         elif req.state is ReqState.WAITING:
             self._view.waiting.remove(req)
-            self.finish(req)
-        else:
-            self.end_when_resolved(req)
+        self.end_when_resolved(req)
 
-    def end_when_resolved(self, req: Req) -> None:
-        """End or preempt `req`: now, or once the step in flight that contains it has a result."""
+    def end_when_resolved(self, req: Req, error: MinisglError | None = None) -> None:
+        """End or preempt `req`: now, or once the step in flight that contains it has a result.
+
+        error: of a request that no step in flight contains.
+        """
+        if req.row < 0:
+            self.finish(req, error)
+            return
         remove(self._view, req)
         if int(self._view.table.last_step[req.row]) <= self._view.resolved_step:
-            self._release(req)
+            self._release(req, error)
         elif req not in self.due:
             self.due.append(req)
 
@@ -108,6 +111,9 @@ class Endings:
         table.close_row(req)
         if req.end_reason is not None:
             self.finish(req, error)
+        elif req.uid in self._preparations.preparing:  # it was paused
+            self._totals.preemptions_total += 1
+            req.state = ReqState.PREPARING
         elif req.constraint is not None and req.failed_at == len(req.tokens):
             self._preparations.again(req)
         else:

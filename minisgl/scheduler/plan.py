@@ -122,7 +122,7 @@ def shortage(
     decode = decode.only(~np.isin(decode.rows, starved))
     room.grow(*decode)
     # Requests without room in another kind of memory are not in `decode`, but can be preempted.
-    running = [*view.prefilling, *map(table.req_at, view.decode_rows.tolist())]
+    running = view.running(view.prefilling)
     # The step in flight frees pages when it is resolved. If it has drafts of the starved rows, and
     # rejects them, no page is missing either.
     drafted = (table.computed[starved] > table.known[starved]).all()
@@ -295,7 +295,7 @@ class Filling:
         Returns None if there is none, or if the rows that end with the step in flight may suffice.
         """
         table = self._view.table
-        running = [*self.prefilling, *map(table.req_at, self._view.decode_rows.tolist())]
+        running = self._view.running(self.prefilling)
         allocated = int(table.rows.allocated.sum()) + len(self._admit)
         if table.rows.num_quarantined or allocated > len(running):
             return None

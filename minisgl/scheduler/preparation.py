@@ -12,6 +12,9 @@ MAX_AHEAD = 32
 
 
 WAIT_S = 0.001  # one wait for a constraint while no other request is open
+# A preparation that is known to be shorter takes place when the request arrives: one for each
+# client in an iteration. In another thread it would take one step more.
+MAX_AT_ONCE_S = 0.005
 
 
 class PreparationQueue:
@@ -27,17 +30,36 @@ class PreparationQueue:
     def __init__(self) -> None:
         self._queues: dict[tuple[str, int], _Queue] = {}
         self.preparing: dict[int, Req] = {}
+        self._served: set[str] = set()
 
-    def add(self, req: Req) -> None:
-        """Add a request with a constraint. Its preparation begins at once if there is room."""
+    def new_iteration(self) -> None:
+        """Each client may have one request prepared at its arrival again."""
+        self._served.clear()
+
+    def add(self, req: Req) -> bool:
+        """Add a request with a constraint. Its preparation begins at once if there is room.
+
+        Returns True if the request is prepared already, and is not in the queue.
+        """
+        queue = self._queues.setdefault((req.client, req.priority), _Queue())
+        queue.ahead = [other for other in queue.ahead if _waits(other)]
+        is_short = _constraint(req).start_s <= MAX_AT_ONCE_S and req.client not in self._served
+        if is_short and not queue.calls and len(queue.ahead) < MAX_AHEAD:
+            self._served.add(req.client)
+            queue.ahead.append(req)
+            _start(req, here=True)
+            return _constraint(req).prepared(None)
         req.state = ReqState.PREPARING
         self.preparing[req.uid] = req
-        queue = self._queues.setdefault((req.client, req.priority), _Queue())
         queue.calls.setdefault(req.call, {})[req.uid] = req
         queue.begin()
+        return False
 
     def again(self, req: Req) -> None:
-        """Add a preempted request that got no token from a step. Its preparation begins at once."""
+        """Add a request that got no token from a step, or is paused. Its preparation begins.
+
+        req.tokens: all known tokens.
+        """
         req.state = ReqState.PREPARING
         self.preparing[req.uid] = req
         _constraint(req).prepare(req.tokens)
@@ -52,7 +74,8 @@ class PreparationQueue:
             _constraint(next(iter(self.preparing.values()))).prepared(WAIT_S)
         done = [req for req in self.preparing.values() if _constraint(req).prepared()]
         failed = [req.uid for req in done if _constraint(req).failure(len(req.tokens)) is not None]
-        return Prepared(uids=[req.uid for req in done], failed=failed)
+        slow = [req.uid for req in done if _constraint(req).slow]
+        return Prepared(uids=[req.uid for req in done], failed=failed, slow=slow)
 
     def take(self, uid: int) -> Req | None:
         """Take out a request that is prepared on rank 0. Returns None if it was aborted.
@@ -118,8 +141,8 @@ def _waits(req: Req) -> bool:
     return not req.admitted and req.state is not ReqState.FINISHED
 
 
-def _start(req: Req) -> None:
-    _constraint(req).start(req.client)
+def _start(req: Req, here: bool = False) -> None:
+    _constraint(req).start(req.client, here)
 
 
 def _constraint(req: Req) -> Constraint:

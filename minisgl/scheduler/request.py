@@ -19,10 +19,12 @@ class ReqState(StrEnum):
     """The state of a request, in this order. Preemption returns the request to WAITING.
 
     Forced tokens return the request from DECODE to PREFILL. A step that gives a request with a
-    constraint no token returns it to PREPARING.
+    constraint no token returns it to PREPARING, and so does each step if its edits are slow.
     """
 
-    PREPARING = "preparing"  # as WAITING, but outside of the queue until its constraint is prepared
+    # As WAITING, but outside of the queue until its constraint is prepared. A request whose edits
+    # are slow keeps its row and pages meanwhile.
+    PREPARING = "preparing"
     WAITING = "waiting"  # owns neither a row nor pages
     PREFILL = "prefill"  # owns a row and its prompt's pages; part of the prompt is not launched
     DECODE = "decode"  # the whole prompt is launched; each step adds a token, with drafts several
@@ -56,6 +58,7 @@ class Req:
                       request that many others have overtaken.
     logit_states      state of each logits processor for this request; empty without edited logits.
     constraint        the element of logit_states that is a Constraint; None if there is none.
+    slow              each edit of the request is prepared before its step.
     failed_at         number of tokens at which a step last gave the request no token; -1: none did.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.
@@ -85,6 +88,7 @@ class Req:
     constraint: Constraint | None = None
     state: ReqState = ReqState.WAITING
     uncached_tokens: int = 0
+    slow: bool = False
     failed_at: int = -1
     row: int = -1
     cached_tokens: int = 0

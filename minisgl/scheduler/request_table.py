@@ -46,6 +46,7 @@ class RequestTable(Rows):
     has_logprobs  bool [R]; the request asks for log-probabilities.
     may_draft     bool [R]; a step may forward draft tokens of the request. False if the request
                   asks for log-probabilities, or if a state edits its logits and masks no drafts.
+    slow          bool [R]; Req.slow.
     priority      int32 [R]; Req.priority.
     client        int32 [R]; the number of the client (WaitingQueue.clients).
     running       bool [R]; the row belongs to a request in state PREFILL or DECODE.
@@ -71,6 +72,7 @@ class RequestTable(Rows):
         self.edits_logits = np.zeros(num_rows, dtype=np.bool_)
         self.has_logprobs = np.zeros(num_rows, dtype=np.bool_)
         self.may_draft = np.zeros(num_rows, dtype=np.bool_)
+        self.slow = np.zeros(num_rows, dtype=np.bool_)
         self.priority: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.client: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.running = np.zeros(num_rows, dtype=np.bool_)
@@ -108,6 +110,7 @@ class RequestTable(Rows):
         self.may_draft[row] = masks_drafts and not self.has_logprobs[row]
         if not self.may_draft[row]:
             req.prediction = req.prediction[:0]
+        self.slow[row] = req.slow
         self.priority[row] = req.priority
         self.running[row] = True
         for column in self._columns:

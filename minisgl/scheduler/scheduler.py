@@ -36,9 +36,10 @@ from minisgl.scheduler.ending import Endings
 from minisgl.scheduler.forced import append_forced
 from minisgl.scheduler.inbox import Inbox
 from minisgl.scheduler.outputs import OutputBuilder
+from minisgl.scheduler.pausing import pause_slow, resume
 from minisgl.scheduler.plan import plan
 from minisgl.scheduler.preparation import PreparationQueue
-from minisgl.scheduler.request import accept_request
+from minisgl.scheduler.request import Req, accept_request
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.stats import InFlight, StepMeter
 from minisgl.scheduler.view import Admission, new_view
@@ -139,6 +140,7 @@ class Scheduler:
         own: list[ToScheduler] = [
             SetStepCost(cost=cost) for fit in self._fits if (cost := fit.news(clock()))
         ]
+        self._preparations.new_iteration()
         if self._preparations.preparing:
             own += self._prepared()
         for message in self._inbox.receive(self.message_wait_s, self._plan_hash, own):
@@ -168,7 +170,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Gauges and totals as of now."""
         used, evictable, free = self.memory.usage()
-        waiting = len(self.view.waiting) + len(self._preparations.preparing)
+        waiting = len(self.view.waiting) + len(self._preparations.preparing) - len(self.view.paused)
         return msgspec.structs.replace(
             self.totals,
             step_id=self.view.resolved_step,
@@ -230,7 +232,9 @@ class Scheduler:
                     self._endings.abort(req, message.reason)
             case Prepared():
                 for uid in message.uids:
-                    self._start(uid, uid in message.failed)
+                    if (req := self._preparations.take(uid)) is not None:  # None: aborted
+                        req.slow = uid in message.slow
+                        self._start(req, uid in message.failed)
             case SetStepCost():
                 self.view.cost = message.cost
             case FlushCache():
@@ -254,17 +258,16 @@ class Scheduler:
         self._reqs[req.uid] = req
         if req.constraint is None:
             enqueue(self.view, req)
-        else:
-            self._preparations.add(req)
+        elif self._preparations.add(req):
+            self._start(req, req.constraint.failure(len(req.tokens)) is not None)
 
-    def _start(self, uid: int, failed: bool) -> None:
-        """Enqueue a request that is prepared on rank 0. failed: end it, as it failed on rank 0."""
-        req = self._preparations.take(uid)
-        if req is None:  # it was aborted
-            return
+    def _start(self, req: Req, failed: bool) -> None:
+        """Enqueue or resume a request that is prepared on rank 0. failed: end it instead."""
         if failed and req.constraint is not None:
             req.end_reason = FinishReason.ERROR
-            self._endings.finish(req, req.constraint.failure(len(req.tokens)))
+            self._endings.end_when_resolved(req, req.constraint.failure(len(req.tokens)))
+        elif req in self.view.paused:
+            resume(self.view, req)
         else:
             enqueue(self.view, req)
 
@@ -326,3 +329,5 @@ class Scheduler:
             self.totals.constraints.forced_tokens += len(new.rows)
             self._outputs.tokens(new)
             self._endings.end_rows(new.ended)
+            for req in pause_slow(self.view, batch):
+                self._preparations.again(req)

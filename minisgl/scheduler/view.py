@@ -87,9 +87,9 @@ class View:
     Only apply.py makes the changes of a plan. Messages and results of steps change the rest: the
     cost, resolved_step, the prompts that are published (uncached), aborts in the queue, and tokens.
 
-        waiting  --admit-->  prefilling  --last chunk launched-->  decoding
-           ^                     |                                    |
-           +----------------- preempt --------------------------------+
+        waiting  --admit-->  prefilling  --last chunk launched-->  decoding  <-->  paused
+           ^                     |                                    |              |
+           +----------------- preempt --------------------------------+--------------+
                                  ^----------- forced tokens ----------+
 
     Each rank has one. The views of all ranks are equal, so that their plans are equal too: a view
@@ -99,12 +99,14 @@ class View:
     waiting      the requests of each client in the order of service.
     prefilling   admitted requests with prompt tokens or forced tokens that are not launched yet.
     decode_rows  int32, rows of the decoding requests.
+    paused       decoding requests that skip steps until their next edit is prepared.
     sizes        the preferred sizes of a step in tokens, in rising order.
     cost         predicts step times.
     launched_step, resolved_step
                  the newest step that was launched, and the newest whose result was read.
 
-    I1  A request is in exactly one place: waiting, prefilling, decoding, or in state ENDING.
+    I1  A request is in exactly one place: waiting, prefilling, decoding, paused, or in state
+        ENDING.
     I2  decode_rows holds the decoding requests with a step left to launch, in the order in which
         they began to decode.
     I3  uncached holds the running requests whose prompt is not in the prefix cache yet, in order
@@ -122,6 +124,7 @@ class View:
     prefilling: list[Req] = field(default_factory=list)
     uncached: dict[Req, None] = field(default_factory=dict)  # a dict keeps the order
     decode_rows: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
+    paused: dict[Req, None] = field(default_factory=dict)
     carry: Carry = NO_CARRY
     launched_step: int = 0
     resolved_step: int = 0
@@ -140,6 +143,10 @@ class View:
         """Return the rows of the decoding and the admitted requests, int32."""
         prefilling: Int32Array = np.array([req.row for req in self.prefilling], dtype=np.int32)
         return np.concatenate([self.decode_rows, prefilling])
+
+    def running(self, prefilling: Iterable[Req]) -> list[Req]:
+        """Return the requests that may be preempted: `prefilling`, and those that decode."""
+        return [*prefilling, *map(self.table.req_at, self.decode_rows.tolist()), *self.paused]
 
     def has_urgent(self, prefilling: Iterable[Req]) -> bool:
         """A prompt that waits or is in `prefilling` has the first priority in use."""

@@ -43,6 +43,7 @@ class ConstraintRequest(NamedTuple):
             think_end=end,
             thinking=thinking_of(prompt, compiled.think_ids, thinks),
             trigger=compiled.trigger,
+            compile_s=compiled.compile_s,
         )
 
 

@@ -58,6 +58,14 @@ class CompileThreads:
             self._executor.submit(self._run)
         return future
 
+    def run(self, function: Callable[[], T], client: str, here: bool) -> "Future[T]":
+        """As `submit`. here: call the function in the calling thread; the future is then done."""
+        if not here:
+            return self.submit(client, function)
+        future: Future[T] = Future()
+        _complete(future, function)
+        return future
+
     def _withdraw(self, future: "Future[Any]") -> None:
         """Free a job that has been cancelled. Does nothing if a thread has taken it."""
         with self._lock:
@@ -74,15 +82,19 @@ class CompileThreads:
                 job = self._waiting.pop(future)
                 self._running[job.client] += 1
             if future.set_running_or_notify_cancel():
-                try:
-                    result = job.function()
-                # The caller of Future.result gets the exception.
-                except BaseException as error:  # noqa: BLE001
-                    future.set_exception(error)
-                else:
-                    future.set_result(result)
+                _complete(future, job.function)
             with self._lock:
                 self._running[job.client] -= 1
+
+
+def _complete(future: "Future[T]", function: Callable[[], T]) -> None:
+    try:
+        result = function()
+    # The caller of Future.result gets the exception.
+    except BaseException as error:  # noqa: BLE001
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 @contextmanager

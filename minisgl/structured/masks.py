@@ -17,7 +17,7 @@ from minisgl.structured.matcher import GrammarState, allows
 from minisgl.utils.process import usable_cores
 
 MAX_MASK_THREADS = 8
-MAX_CLIENT_S = 0.01  # masks of one client in one step; an ordinary mask takes 0.00002 s
+MAX_CLIENT_S = 0.004  # masks of one client in one step; an ordinary mask takes 0.00002 s
 
 
 class Position(NamedTuple):

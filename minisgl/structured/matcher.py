@@ -15,7 +15,10 @@ from minisgl.engine.logits_processing import Constraint
 from minisgl.message.stats import ConstraintTotals
 from minisgl.structured.library import TOO_COMPLEX, dead_end, failure_of, open_matcher
 
-MAX_PREPARED_S = 0.25  # CPU time of the masks of one request that a step withheld
+MAX_PREPARED_S = 0.25  # CPU time of the masks of one request in other threads, above MASK_S each
+MASK_S = 0.001
+SLOW_MASK_S = 0.0003  # a slower mask is not computed in a step; an ordinary mask takes 0.00002 s
+QUICK_MASKS = 8  # so many masks in a row must be quick before a step computes the next one
 
 Mask = NDArray[np.int32]  # [W]; id i is allowed if bit i % 32 of word i // 32 is set
 
@@ -44,7 +47,8 @@ class GrammarState(Constraint):
     too if steps have drafts, because some ranks have copied it in the step that gave no token, and
     others have not.
 
-    compile        compiles the grammar in another thread, at the turn of this client.
+    compile        compiles the grammar at the turn of this client, or in the calling thread if the
+                   second argument is True.
     eos_token_ids  the EOS ids of the model.
     totals         the counters of all requests; this state adds to them.
     prepare_mask   starts `compute_ahead` with these tokens in another thread.
@@ -67,12 +71,13 @@ class GrammarState(Constraint):
     _failed        the first error, and the position at which no token was allowed; position None:
                    the grammar could not be compiled.
     _preparation   the thread that computes a mask; its result is the CPU time in seconds.
-    _prepared_s    CPU time of all masks that other threads have computed.
+    _quick         the number of quick masks from other threads, since the last slow one.
+    _prepared_s    CPU time of the masks that other threads have computed, above MASK_S each.
     """
 
     params: SamplingParams
     grammar: Grammar
-    compile: Callable[[str], Future[Compiled]]
+    compile: Callable[[str, bool], Future[Compiled]]
     eos_token_ids: tuple[int, ...]
     totals: ConstraintTotals
     prepare_mask: "Callable[[GrammarState, list[int]], Future[float]]"
@@ -93,6 +98,7 @@ class GrammarState(Constraint):
     _failed: tuple[int | None, RequestError] | None = None
     _preparation: Future[float] | None = None
     _prepared_s: float = 0.0
+    _quick: int = 0
 
     masks_drafts = True
 
@@ -104,10 +110,15 @@ class GrammarState(Constraint):
 
     # --- called by the scheduler ----------------------------------------------------------------
 
-    def start(self, client: str) -> None:
+    @property
+    def start_s(self) -> float:
+        """As Constraint.start_s."""
+        return self.grammar.compile_s
+
+    def start(self, client: str, here: bool = False) -> None:
         """As Constraint.start."""
         self.client = client
-        self._compiled = self.compile(client)
+        self._compiled = self.compile(client, here)
 
     def prepare(self, tokens: Int32Array) -> None:
         """As Constraint.prepare."""
@@ -124,7 +135,10 @@ class GrammarState(Constraint):
         if self._preparation is not None:
             if not wait([self._preparation], wait_s).done:
                 return False
-            self._prepared_s += self._preparation.result()
+            seconds = self._preparation.result()
+            self._quick = 0 if seconds > SLOW_MASK_S else self._quick + 1
+            self.slow = self._quick < QUICK_MASKS
+            self._prepared_s += max(seconds - MASK_S, 0.0)
             self._preparation = None
             return True
         if self._compiled is None:

@@ -62,9 +62,8 @@ class GrammarProcessor:
             return None
         assert isinstance(grammar, Grammar), "the front end must compile grammars; this is a bug"
         function = partial(_compile, self._tokenizer, grammar)
-        compile = partial(self._threads.submit, function=function)
         common = self._eos_token_ids, self.totals, self._prepare_mask, self.forces_tokens
-        return GrammarState(params, grammar, compile, *common)
+        return GrammarState(params, grammar, partial(self._threads.run, function), *common)
 
     def prepare(
         self, reqs: Sequence[tuple[EditedReq, GrammarState]], step: ProcessingStep

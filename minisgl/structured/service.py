@@ -2,6 +2,7 @@
 
 import logging
 import signal
+import time
 import traceback
 from functools import partial
 from typing import NoReturn
@@ -97,11 +98,13 @@ def run_grammars(service: GrammarService, name: str, socket_dir: str) -> NoRetur
 
 def _check(compiler: GrammarCompiler, raw: bytes) -> bytes:
     """Check one grammar, in the bounded process. Returns an encoded GrammarResult."""
+    began_s = time.thread_time()
     request = msgspec.msgpack.decode(raw, type=CompileGrammar)
     uid = request.uid
     try:
         source, trigger = compiler.check(request)
-        result = GrammarResult(uid=uid, source=source, trigger=trigger)
+        compile_s = time.thread_time() - began_s
+        result = GrammarResult(uid=uid, source=source, trigger=trigger, compile_s=compile_s)
     except InvalidRequest as error:
         result = GrammarResult(uid=uid, error=error.message, limit=error.limit)
     except RecursionError:

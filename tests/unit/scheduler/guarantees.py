@@ -134,7 +134,7 @@ class PlanChecks:
             assert raised <= 1, "a new request is before a preempted one"
 
     def f9_something_runs_while_requests_wait(self, view: View, plan: StepPlan) -> None:
-        if view.in_flight or not (view.has_prompts or len(view.decode_rows)):
+        if view.in_flight or view.paused or not (view.has_prompts or len(view.decode_rows)):
             return
         assert len(plan.decode.rows) or plan.chunks or plan.preempt is not None
 
@@ -170,7 +170,7 @@ def state_of(view: View) -> bytes:
         add(node.tokens, node.pages, node.parts, node.last_use, node.lock_count, node.fence)
         add(node.in_heap, node.reused, node.key, len(node.children))
     add(memory.tree.evictable_pages, memory.tree.fenced_pages, memory.tree.clock)
-    for reqs in (view.waiting, view.prefilling, view.uncached):
+    for reqs in (view.waiting, view.prefilling, view.uncached, view.paused):
         add([(req.uid, req.priority, req.state, req.row, req.admitted) for req in reqs])
     add(view.waiting.first_priority, dict(view.waiting.uncached), view.waiting._queues.keys())
     for states in states_of(memory):

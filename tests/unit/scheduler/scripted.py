@@ -1,5 +1,6 @@
 """A constraint that knows the output of its request and forces pieces of it."""
 
+import math
 from collections.abc import Sequence
 
 from minisgl.core import GrammarFailed, Int32Array, RequestError, SamplingParams
@@ -18,6 +19,8 @@ class ScriptedParams(SamplingParams, frozen=True, kw_only=True):
     broken      the preparation fails.
     most_preparations
                 further preparations take too long.
+    start_s     of the constraint.
+    slow        of the constraint: each edit is prepared before its step.
     """
 
     prompt_len: int = 0
@@ -26,6 +29,8 @@ class ScriptedParams(SamplingParams, frozen=True, kw_only=True):
     polls: int = 0
     broken: bool = False
     most_preparations: int = 10**9
+    start_s: float = math.inf
+    slow: bool = False
 
     def __post_init__(self) -> None:
         """Check nothing: a test may queue parameters that the scheduler must refuse itself."""
@@ -38,14 +43,19 @@ class Scripted(Constraint):
 
     def __init__(self, params: ScriptedParams) -> None:
         self.params = params
-        self.polls = params.polls
+        self.polls, self.slow = params.polls, params.slow
         self.client: str | None = None  # None before `start`
         self.withdrawn = False
         self.preparations: list[int] = []
 
-    def start(self, client: str) -> None:
+    @property
+    def start_s(self) -> float:
+        return self.params.start_s
+
+    def start(self, client: str, here: bool = False) -> None:
         assert self.client is None, "a preparation starts once"
         self.client = client
+        self.polls = 0 if here else self.polls
 
     def withdraw(self) -> None:
         self.withdrawn = True

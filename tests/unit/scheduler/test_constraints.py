@@ -137,6 +137,72 @@ def test_a_prepared_request_without_a_token_ends() -> None:
     assert h.scheduler.totals.nonfinite_rows_total == 1
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_request_with_slow_edits_pauses_after_each_token(overlap: bool) -> None:
+    """Regression: it was preempted for each token, and computed a part of its tokens again."""
+    h = harness(overlap=overlap)
+    uid, output = scripted(h, polls=3, slow=True)
+    other = h.add([30, 31], max_tokens=60, ignore_eos=True)
+    req = paused(h, uid)
+    computed, row = h.scheduler.totals.prefill_tokens_total, req.row
+    assert h.scheduler.stats().running_reqs == 2
+    given = len(h.answers[other].tokens)
+    h.step()
+    assert len(h.answers[other].tokens) > given, "the other request is not delayed"
+    assert req.row == row
+    h.run()
+    assert h.answers[uid].tokens == output
+    assert h.answers[other].tokens == expected_output([30, 31], 60, ignore_eos=True)
+    assert req.constraint.preparations == [len(PROMPT) + n for n in range(1, len(output))]
+    assert h.scheduler.totals.prefill_tokens_total == computed
+    check_cached_slots(h.scheduler.memory.tree, h.engine)
+
+
+def paused(h: Harness, uid: int) -> Any:
+    """Run until the request is paused, and return it."""
+    while not h.scheduler.view.paused:
+        h.step()
+    return h.scheduler._reqs[uid]
+
+
+def test_a_paused_request_can_be_aborted_and_can_fail() -> None:
+    for most, finish in ((10**9, FinishReason.ABORT), (3, FinishReason.ERROR)):
+        h = harness()
+        uid, _ = scripted(h, polls=3, slow=True, most_preparations=most)
+        paused(h, uid)
+        if finish is FinishReason.ABORT:
+            h.abort(uid)
+        h.run()
+        assert h.answers[uid].finishes == [finish]
+        assert not h.scheduler.view.paused
+
+
+def test_a_paused_request_is_preempted_for_pages() -> None:
+    """A pool of 7 pages of 4 tokens. The request of the first priority needs all of them."""
+    h = Harness(FakeEngine(7, 4), SchedulerConfig(target_step_ms=None))
+    uid, output = scripted(h, polls=40, slow=True, priority=1)
+    paused(h, uid)
+    other = h.add([30, 31], max_tokens=26, ignore_eos=True)
+    h.run()
+    assert h.answers[uid].tokens == output
+    assert h.answers[other].tokens == expected_output([30, 31], 26, ignore_eos=True)
+    assert h.scheduler.totals.preemptions_total > 0
+
+
+def test_one_short_preparation_of_a_client_takes_place_at_the_arrival() -> None:
+    """Regression: it took an iteration more, and a step of other requests delayed it."""
+    h = harness()
+    first = scripted(h, client="a", call=1, polls=9, start_s=0.001)[0]
+    others = [scripted(h, client=c, polls=9, start_s=s)[0] for c, s in (("a", 0.001), ("b", 1.0))]
+    broken = scripted(h, client="c", broken=True, start_s=0.001)[0]
+    h.step()
+    states = [h.scheduler._reqs[uid].state for uid in (first, *others)]
+    assert states == [ReqState.DECODE, ReqState.PREPARING, ReqState.PREPARING]
+    h.run()
+    assert h.answers[broken].error == "the script is broken"
+    assert all(h.answers[uid].finishes == [FinishReason.LENGTH] for uid in (first, *others))
+
+
 def test_preparations_that_take_too_long_end_the_request() -> None:
     h = harness()
     uid, output = scripted(h, most_preparations=0)

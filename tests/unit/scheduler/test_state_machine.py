@@ -112,6 +112,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "salt"]),
         stretch=st.none() | st.integers(0, 6),
         polls=st.integers(0, 4),
+        slow=st.booleans(),
+        at_once=st.booleans(),
         call=st.integers(0, 2),
         count=st.sampled_from([1, 1, 1, 3]),
         priority=st.sampled_from([0, 0, -1, 2]),
@@ -125,12 +127,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt: str,
         stretch: int | None,
         polls: int,
+        slow: bool,
+        at_once: bool,
         call: int,
         count: int,
         priority: int,
         predicts: str,
     ) -> None:
-        """stretch, polls: as in ScriptedParams; None: the request has no constraint."""
+        """stretch, polls, slow: as in ScriptedParams; None: the request has no constraint."""
         prefix: list[int] = []
         if self.prompts and data.draw(st.booleans(), label="shares a prefix"):
             base = data.draw(st.sampled_from(self.prompts), label="base")
@@ -143,7 +147,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         output = expected_output(prompt, max_tokens, ignore_eos)
         if stretch is not None:
             sampling |= {"prompt_len": len(prompt), "script": tuple(output)}
-            sampling |= {"stretch": stretch, "polls": polls}
+            sampling |= {"stretch": stretch, "polls": polls, "slow": slow}
+            sampling |= {"start_s": 0.0} if at_once else {}
         client = data.draw(st.sampled_from(self.clients), label="client")
         prediction = PREDICTIONS[predicts](output)
         queue = client, call, count, priority

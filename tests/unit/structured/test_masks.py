@@ -52,7 +52,7 @@ def states(tokenizer: LLTokenizer, count: int) -> list[GrammarState]:
         compiled.set_result(Compiled(compile_grammar(tokenizer, GRAMMAR), 0.0))
         params = SamplingParams(grammar=GRAMMAR)
         common = (0,), ConstraintTotals(), prepare
-        state = GrammarState(params, GRAMMAR, lambda _, result=compiled: result, *common)
+        state = GrammarState(params, GRAMMAR, lambda *_, result=compiled: result, *common)
         state.start("")
         assert state.prepared()
         assert state.unseen(PROMPT, PROMPT) == 0

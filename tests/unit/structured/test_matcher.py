@@ -47,7 +47,7 @@ class Output:
         self.totals = ConstraintTotals()
         sampling = SamplingParams(grammar=grammar, **params)
         common = (EOS,), self.totals, self.prepare
-        self.state = GrammarState(sampling, grammar, lambda _: compiled, *common)
+        self.state = GrammarState(sampling, grammar, lambda *_: compiled, *common)
         self.state.start("")
         assert self.state.prepared()
         assert self.state.unseen(PROMPT, PROMPT) == 0
@@ -248,7 +248,7 @@ def test_a_failed_compilation_is_the_failure_of_every_position() -> None:
     state = GrammarState(
         SamplingParams(grammar=grammar),
         grammar,
-        lambda _: compiled,
+        lambda *_: compiled,
         (EOS,),
         ConstraintTotals(),
         pytest.fail,
