@@ -5,10 +5,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from minisgl.core import Int32Array, SchedulerConfig, StateCopies, StepCost
+from minisgl.core import FinishReason, Int32Array, SchedulerConfig, StateCopies, StepCost
 from minisgl.kvcache import states
 from minisgl.kvcache.states import States
 from minisgl.scheduler import budget
+from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.fake_states import FakeStates
 from tests.unit.scheduler.harness import Harness
@@ -158,6 +159,27 @@ def test_a_save_precedes_the_next_owner_of_the_row(
     same_pages = [{*p.save_pages.ravel()} & {*p.load_pages.ravel()} for p in pairs]
     assert any(same_row), "no request gets a row whose state the same batch saves"
     assert any(same_pages), "no request loads a snapshot that the same batch saves"
+
+
+def test_an_answer_that_ends_during_a_step_with_rejected_drafts_is_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The step in flight was planned as if all drafts of the step before were accepted."""
+    monkeypatch.setattr(states, "MIN_NEW_TOKENS", 8)
+    engine = FakeEngine(200, 8, 2, 256, drafter=DRAFTERS["wrong"], snapshot_pages=2)
+    config = SchedulerConfig(prefill_budget_tokens=16, target_step_ms=None)
+    harness = Harness(engine, config, drafts=ChangingDrafts(7))
+    (kind,) = states_of(harness.scheduler.memory)
+    stopped = 0
+    for length in range(30, 50):
+        answer = harness.answers[harness.add(SYSTEM[length : 2 * length], max_tokens=60)]
+        harness.run()
+        if answer.finishes == [FinishReason.STOP]:
+            stopped += 1
+            end = (length + len(answer.tokens) - 1) // 8 * 8
+            assert [*kind.snapshots._lru[0]][-1].tokens == end
+    assert stopped > 5
+    check_snapshots(harness.scheduler.memory, harness.engine)
 
 
 def save_one_batch_late(monkeypatch: pytest.MonkeyPatch) -> None:
