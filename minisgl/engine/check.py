@@ -96,8 +96,9 @@ def check_memory(
     )
     free = memory.cpu_free_bytes()
     if weights + kv_bytes > free:
+        stored = "KV pages and states" if state_bytes else "KV pages"
         raise ConfigError(
-            f"random weights of {weights / _GIB:.1f} GiB and KV pages and states of "
+            f"random weights of {weights / _GIB:.1f} GiB and {stored} of "
             f"{kv_bytes / _GIB:.1f} GiB do not fit into the {free / _GIB:.1f} GiB of free memory; "
             "choose a smaller model or fewer KV pages (in a benchmark: fewer or shorter requests)"
         )
