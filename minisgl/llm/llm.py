@@ -1,6 +1,7 @@
 """`LLM`: text generation without a server, on the scheduler and the engine of the server."""
 
 import itertools
+import weakref
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -88,6 +89,8 @@ class LLM:
             path = resolve_model(model, revision, not engine_config.dummy_weight, check)
         engine_config = msgspec.structs.replace(engine_config, model_path=path)
         self.tokenizer = TextTokenizer(path)
+        # The tokenizer is part of reference cycles, so it outlives a dropped LLM.
+        weakref.finalize(self, self.tokenizer.close)
         self._constraints = Constraints(path, self.tokenizer)
         self.worker: LocalWorker | RankWorkers
         if tp == 1:

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -48,7 +49,7 @@ class BoundedProcess:
     The constructor forks a parent, and the parent forks the process that works. When the kernel
     ends the working process, the parent replies in its place and forks the next one, which has all
     data of `handle` as it was when this object was made. Both processes end when the owner of this
-    object ends or calls `close`, even if `handle` is at work.
+    object ends, calls `close` or drops the object, even if `handle` is at work.
     """
 
     def __init__(self, name: str, handle: Callable[[bytes], bytes], bounds: Bounds) -> None:
@@ -59,7 +60,6 @@ class BoundedProcess:
         self._name, self._handle, self._bounds = name, handle, bounds
         self._lock = threading.Lock()
         self._pipe: Connection | None = None
-        self._pid = 0
         self._start()
 
     def call(self, request: bytes) -> bytes | signal.Signals:
@@ -83,20 +83,13 @@ class BoundedProcess:
 
     def close(self) -> None:
         """End both processes. A second call does nothing."""
-        if self._pipe is None:
-            return
-        # Another fork of the owner may hold a copy of this end, so closing it is not enough.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._pipe.fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)
-        self._pipe.close()
         self._pipe = None
-        with contextlib.suppress(ChildProcessError):  # the owner has reaped all its children
-            os.waitpid(self._pid, 0)
+        self._end()
 
     def _start(self) -> Connection:
         ours, pipe = Pipe()
-        self._pid = os.fork()
-        if self._pid == 0:
+        pid = os.fork()
+        if pid == 0:
             with _forked():
                 # Close the owner's descriptors: with open copies, this process would not see its
                 # end.
@@ -105,8 +98,18 @@ class BoundedProcess:
                 os.closerange(pipe.fileno() + 1, last_fd + 1)
                 _supervise(self._handle, self._bounds, pipe)
         pipe.close()
-        self._pipe = ours
+        self._pipe, self._end = ours, weakref.finalize(self, _close, ours, pid)
         return ours
+
+
+def _close(pipe: Connection, pid: int) -> None:
+    """End the processes at the other end of a pipe, and wait for their end."""
+    # Another fork of the owner may hold a copy of this end, so closing it is not enough.
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+    pipe.close()
+    with contextlib.suppress(ChildProcessError):  # the owner has reaped all its children
+        os.waitpid(pid, 0)
 
 
 class _Worker:
