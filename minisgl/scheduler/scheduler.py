@@ -140,10 +140,12 @@ class Scheduler:
         own: list[ToScheduler] = [
             SetStepCost(cost=cost) for fit in self._fits if (cost := fit.news(clock()))
         ]
-        self._preparations.new_iteration()
         if self._preparations.preparing:
             own += self._prepared()
-        for message in self._inbox.receive(self.message_wait_s, self._plan_hash, own):
+        messages = self._inbox.receive(self.message_wait_s, self._plan_hash, own)
+        if messages:
+            self._preparations.new_iteration()
+        for message in messages:
             self._handle(message)
         view = self.view
         for kind in view.memory.kinds:
