@@ -1,17 +1,16 @@
 """A kind of layer from outside the package: a spec, a mixer, an entry in MIXERS, and a family."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from minisgl.distributed.comm import SingleCommunicator
 from tests.parity.models import FAMILIES
+from tests.seams.checkpoints import save_with_mixer
 from tests.seams.gated_layer import GATED, PROMPT, TOKENS, GateMixer, check_rank
 from tests.unit.distributed.ranks import run_ranks
 
@@ -41,14 +40,8 @@ def reference_model() -> Any:
 
 
 def save(model: Any, folder: Path) -> None:
-    """Write a checkpoint whose tensors of the new layers have the name of the mixer."""
-    config = model.config.to_dict() | {"architectures": ["GatedForCausalLM"], "gate_size": 40}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = model.state_dict()
-    for layer in GATED:
-        old, new = (f"model.layers.{layer}.{name}." for name in ("self_attn", GateMixer.name))
-        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
-    save_file(tensors, folder / "model.safetensors")
+    fields = {"architectures": ["GatedForCausalLM"], "gate_size": 40}
+    save_with_mixer(model, folder, fields, GATED, GateMixer.name)
 
 
 @torch.inference_mode()

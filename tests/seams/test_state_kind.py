@@ -6,7 +6,6 @@ The engine allocates its memory, moves its boundaries and copies its states as t
 nets. Only the spec and the mixer are new.
 """
 
-import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -31,6 +29,7 @@ from minisgl.models.rope import rope_of
 from minisgl.models.spec import ModelSpec
 from tests.parity.driver import Driver, Work, make_engine
 from tests.parity.models import FAMILIES
+from tests.seams.checkpoints import save_with_mixer
 
 DECAYING = (0, 2)  # the layers of the model with the new kind
 DIM, TOKENS, PAGE = 12, 6, 16
@@ -139,13 +138,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[in
         for _ in range(TOKENS):
             logits = reference.eval()(torch.tensor([ids]), use_cache=False).logits
             ids.append(int(logits[0, -1].argmax()))
-    raw = config.to_dict() | {"architectures": ["DecayForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(raw))
-    tensors = reference.state_dict()
-    for layer in DECAYING:
-        old, new = (f"model.layers.{layer}.{name}." for name in ("self_attn", DecayMixer.name))
-        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
+    fields = {"architectures": ["DecayForCausalLM"]}
+    save_with_mixer(reference, tmp_path, fields, DECAYING, DecayMixer.name)
     monkeypatch.setattr(decoder, "MIXERS", {**decoder.MIXERS, DecaySpec: DecayMixer})
     family = registry.Family(decay_spec)
     families = {**registry.FAMILIES, "DecayForCausalLM": family}
