@@ -16,6 +16,7 @@ from torch import Tensor
 
 from minisgl import kernel
 from minisgl.benchmark.decode_attention import attention_cases
+from minisgl.benchmark.delta import delta_cases
 from minisgl.benchmark.drafts import draft_cases
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.moe import gpt_oss_cases, layer_cases
@@ -103,7 +104,8 @@ def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
             yield _qk_norm_rope_store(count, q_heads, kv_heads)
     yield from (Case(*case) for case in layer_cases(sorted({*tokens, 16})))
     yield from (Case(*case) for case in gpt_oss_cases(sorted({*tokens, 16})))
-    yield from (Case(*case) for case in itertools.chain(attention_cases(), draft_cases()))
+    others = attention_cases(), draft_cases(), delta_cases()
+    yield from (Case(*case) for case in itertools.chain(*others))
     for count in rows:
         for dtype in (torch.float32, torch.bfloat16):
             yield _sample("greedy", count, dtype, temperature=0.0)

@@ -1,4 +1,4 @@
-"""One decode step: its time, its floor, and the time of each kernel."""
+"""One decode step, or the step of one prompt: its time, and the time of each kernel."""
 
 import argparse
 import json
@@ -41,6 +41,7 @@ from minisgl.quantization import with_quantizations
 
 _WARM_UP, _STEPS, _PROFILED = 5, 50, 4
 _LARGEST_GRAPH = 256
+_CHUNK = 8192  # prompt tokens for which the engine reserves memory
 
 
 class KernelTime(NamedTuple):
@@ -79,12 +80,7 @@ def decode_batch(
     updates = PageUpdates(empty, empty, empty)
     if step == 0:
         cols = np.concatenate([np.arange(count, dtype=np.int32) for count in pages])
-        updates = PageUpdates(np.repeat(rows, pages), cols, order.astype(np.int32))
-        if engine.window is not None:  # pages behind the windows are not read
-            below = updates.rows + np.int32(engine.max_running_reqs + 1)
-            again = np.arange(len(cols), dtype=np.int32) % engine.window.num_pages
-            parts = zip(updates, (below, cols, again), strict=True)
-            updates = PageUpdates(*map(np.concatenate, parts))
+        updates = _updates(engine, np.repeat(rows, pages), cols, order.astype(np.int32))
     params = [SamplingParams(temperature=0.6, seed=seed) for seed in range(num_reqs)]
     return Batch(
         step_id=step,
@@ -98,6 +94,35 @@ def decode_batch(
         sampling=sampling_arrays(params),
         drafting=drafts is not None and step > 0,
     )
+
+
+def prompt_batch(engine: Engine, tokens: int, step: int) -> Batch:
+    """Return step `step`: a prompt of `tokens` tokens, always in the same row and pages."""
+    pages = np.arange(-(-tokens // engine.page_size), dtype=np.int32)
+    empty = np.zeros(0, dtype=np.int32)
+    updates = PageUpdates(empty, empty, empty)
+    if step == 0:
+        updates = _updates(engine, np.zeros_like(pages), pages, pages)
+    return Batch(
+        step_id=step,
+        num_decode=0,
+        rows=np.zeros(1, dtype=np.int32),
+        start=np.zeros(1, dtype=np.int32),
+        lengths=np.array([tokens], dtype=np.int32),
+        samples=np.ones(1, dtype=np.bool_),
+        chunk_ids=np.random.default_rng(step).integers(0, 10_000, tokens, dtype=np.int32),
+        page_updates=updates,
+        sampling=sampling_arrays([SamplingParams(temperature=0.6, seed=0)]),
+    )
+
+
+def _updates(engine: Engine, rows: Int32Array, cols: Int32Array, pages: Int32Array) -> PageUpdates:
+    updates = PageUpdates(rows, cols, pages)
+    if engine.window is None:
+        return updates
+    below = rows + np.int32(engine.max_running_reqs + 1)
+    again = np.arange(len(cols), dtype=np.int32) % engine.window.num_pages  # as in a long context
+    return PageUpdates(*map(np.concatenate, zip(updates, (below, cols, again), strict=True)))
 
 
 def run_steps(engine: Engine, batches: Sequence[Batch]) -> tuple[float, float]:
@@ -148,6 +173,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--ragged", action="store_true", help="contexts from 0.5 to 1.5 times --context"
     )
+    parser.add_argument(
+        "--prompt",
+        type=positive_int,
+        help="profile the step of a prompt of this many tokens in place of a decode step",
+    )
     parser.add_argument("--page-size", type=positive_int, default=16)
     parser.add_argument(
         "--kernels", type=nonnegative_int, default=25, help="kernels in the table (25)"
@@ -178,22 +208,29 @@ def profile_rank(comm: Communicator, options: argparse.Namespace, folder: str) -
     model_folder = Path(folder) / str(comm.tp.rank)
     path, model = load_shape(options.model, model_folder)
     room = 128 * (1 + (options.drafts or 0))  # tokens that a request may get
+    pages = options.batch * -(-(options.context + room) // options.page_size)
+    if options.prompt is not None:
+        pages = -(-(options.prompt + 1) // options.page_size)
     config = EngineConfig(
         model_path=path,
         device=options.device,
         tp_size=comm.tp.size,
         page_size=options.page_size,
         kv_cache_dtype=options.kv_cache_dtype,
-        num_pages=options.batch * -(-(options.context + room) // options.page_size),
+        num_pages=pages,
         max_running_reqs=max(options.batch, _LARGEST_GRAPH),  # the batch is padded as in a server
         quantization=options.quantization,
         dummy_weight=options.model in SHAPES,
     )
     method = None if options.drafts is None else "ngram"
-    engine = Engine(config, comm, extensions=with_speculation(method, with_quantizations()))
+    extensions = with_speculation(method, with_quantizations())
+    engine = Engine(config, comm, options.prompt or _CHUNK, extensions)
     total = _WARM_UP + _STEPS + _PROFILED
     contexts = contexts_of(options.batch, options.context, options.ragged)
-    batches = [decode_batch(engine, contexts, i, options.drafts) for i in range(total)]
+    if options.prompt is None:
+        batches = [decode_batch(engine, contexts, i, options.drafts) for i in range(total)]
+    else:
+        batches = [prompt_batch(engine, options.prompt, i) for i in range(total)]
     run_steps(engine, batches[:_WARM_UP])
     step_s, launch_s = run_steps(engine, batches[_WARM_UP : _WARM_UP + _STEPS])
     kernels: list[KernelTime] = []
@@ -213,23 +250,26 @@ def report(
 ) -> None:
     """Print the results."""
     cost = cost_of(model, options.tp, options.kv_cache_dtype == "fp8")
-    ceilings = Ceilings()
     cost = with_weights(cost, model, options.quantization, options.tp)
-    weights_s = cost.read_bytes(options.batch) / ceilings.bytes_per_s
     contexts = contexts_of(options.batch, options.context, options.ragged)
-    kv_s = read_keys(model, contexts) * cost.kv_bytes / ceilings.bytes_per_s
-    arithmetic_s = options.batch * ceilings.arithmetic_s(cost.operations, cost.fp8_operations)
-    reduce_time_s = cost.reduces * reduce_s(options.tp, options.batch * cost.reduce_bytes)
-    floor_s = max(weights_s, arithmetic_s) + kv_s + reduce_time_s
-    print(
-        f"{options.model}, {options.batch} requests at {options.context} tokens of context, "
-        f"{options.tp} GPUs"
-    )
+    read, tokens, of_states = read_keys(model, contexts), options.batch, options.batch
+    title = f"{options.batch} requests at {options.context} tokens of context"
+    if options.prompt is not None:  # its attention and its states are not part of the floor
+        read, tokens, of_states, title = 0.0, options.prompt, 0, f"a prompt of {options.prompt}"
+    ceilings = Ceilings()
+    times = {
+        "weights": cost.read_bytes(tokens) / ceilings.bytes_per_s,
+        "arithmetic": tokens * ceilings.arithmetic_s(cost.operations, cost.fp8_operations),
+        "KV": read * cost.kv_bytes / ceilings.bytes_per_s,
+        "states": of_states * cost.state_bytes / ceilings.bytes_per_s,
+        "all-reduce": cost.reduces * reduce_s(options.tp, tokens * cost.reduce_bytes),
+    }
+    floor_s = sum(times.values()) - min(times["weights"], times["arithmetic"])
+    print(f"{options.model}, {title}, {options.tp} GPUs")
+    parts = ", ".join(f"{name} {seconds * 1e6:,.0f} µs" for name, seconds in times.items())
     print(
         f"step {step_s * 1e6:,.0f} µs, launch {launch_s * 1e6:,.0f} µs of CPU time; floor "
-        f"{floor_s * 1e6:,.0f} µs ({floor_s / step_s:.1%}): weights {weights_s * 1e6:,.0f} µs, "
-        f"arithmetic {arithmetic_s * 1e6:,.0f} µs, KV {kv_s * 1e6:,.0f} µs, "
-        f"all-reduce {reduce_time_s * 1e6:,.0f} µs"
+        f"{floor_s * 1e6:,.0f} µs ({floor_s / step_s:.1%}): {parts}"
     )
     if options.drafts is not None:
         least, most = options.batch / step_s, options.batch * (1 + options.drafts) / step_s
@@ -241,7 +281,8 @@ def report(
         busy = sum(kernel.microseconds for kernel in kernels)
         print(f"{'all kernels and copies':<72} {'':>7} {busy:>9.1f}")
     summary = {"model": options.model, "batch": options.batch, "context": options.context}
+    summary |= {"prompt": options.prompt}
     summary |= {"quantization": options.quantization, "drafts": options.drafts}
-    times = {"tp": options.tp, "step_s": step_s, "launch_s": launch_s, "floor_s": floor_s}
+    totals = {"tp": options.tp, "step_s": step_s, "launch_s": launch_s, "floor_s": floor_s}
     found = {"kv_cache_dtype": options.kv_cache_dtype, "kernels": [k._asdict() for k in kernels]}
-    print(json.dumps({**summary, **times, **found}))
+    print(json.dumps({**summary, **totals, **found}))
