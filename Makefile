@@ -7,6 +7,7 @@
 #   make proof   the tests that take minutes each
 #   make k8s     the chart on a cluster: kind, or ARGS="--provider existing --context NAME ..."
 #   make chart   generate the chart's schema and dashboards
+#   make lines   count the code lines of the packages and of the core
 #   make image   build the CUDA image; image-cpu: the demo      (BUILD_ARGS="--build-arg ...")
 #   make lock    resolve the dependencies and write constraints.txt
 #   make clean   remove everything that the other commands created
@@ -50,7 +51,7 @@ define add_torch
 endef
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check check-types check-rules fmt proof k8s chart image image-cpu lock clean
+.PHONY: help serve test check check-types check-rules fmt proof k8s chart lines image image-cpu lock clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -99,6 +100,9 @@ k8s: $(VENV)/.dev
 
 chart: $(VENV)/.dev
 	$(BIN)/python -m tools.chart
+
+lines: $(VENV)/.serve
+	$(BIN)/python -m tools.lines
 
 # The tags must equal those of the chart: its appVersion, and the tag in helm/ci/cpu-demo-values.yaml.
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' minisgl/__init__.py)
