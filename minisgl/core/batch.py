@@ -218,6 +218,7 @@ class StepResult(NamedTuple):
     prompt_logprobs  log-probabilities of the prompt tokens of a chunk, by the index of its request
                      in the batch. Requests that do not ask for them have no entry.
     by_graph         whether a CUDA graph ran the step.
+    ended_in_launch  the step was complete when `launch` returned, as on a CPU.
     drafted, agreed  int32 [B]; for each decode request the number of draft tokens that the engine
                      found, and how many of them, counted from the first, equal the sampled tokens.
                      One draft token more is compared than the request forwarded. None without
@@ -232,6 +233,7 @@ class StepResult(NamedTuple):
     logprobs: HostLogprobs | None = None
     prompt_logprobs: Mapping[int, HostLogprobs] | None = None
     by_graph: bool = False
+    ended_in_launch: bool = False
     drafted: Int32Array | None = None
     agreed: Int32Array | None = None
     predicted: NDArray[np.bool_] | None = None

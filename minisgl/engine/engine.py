@@ -7,13 +7,12 @@ import contextlib
 
 import torch
 
-from minisgl.core import Batch, EngineConfig, ModelFacts
+from minisgl.core import EngineConfig, ModelFacts
 from minisgl.core.batch import DRAFT_WIDTHS
 from minisgl.core.step_cost import TimedStep
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import memory, warmup
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
-from minisgl.engine.launched import LaunchedStep
 from minisgl.engine.start import Start
 from minisgl.models.build import build_model
 from minisgl.models.spec import ModelSpec
@@ -30,6 +29,8 @@ class Engine:
 
     On a GPU, steps are queued on one stream, and `launch` does not wait for them.
 
+    launch      as in core.EngineLike. On a CPU the step is complete on return; on a GPU it is
+                queued on the stream of all steps.
     num_pages, page_size, max_running_reqs, max_seq_len, window, snapshot_pages
                 as in core.EngineLike.
     extensions  the extensions that the caller passed to the constructor.
@@ -57,17 +58,11 @@ class Engine:
         device = self._resolve_device(config, comm.tp)
         self._start = start = Start(config, comm, max_chunk_tokens, extensions, device)
         self._launcher = launcher = start.run(self._build_model)
+        self.launch = launcher.launch
         self.startup = start.startup
         self.num_pages, self.page_size = launcher.num_pages, launcher.page_size
         self.max_running_reqs, self.max_seq_len = launcher.max_running_reqs, launcher.max_seq_len
         self.window, self.snapshot_pages = launcher.window, launcher.snapshot_pages
-        # One context for all launches. It does not nest, because a launch contains no other.
-        self._of_launches = start.on_stream()
-
-    def launch(self, batch: Batch) -> LaunchedStep:
-        """Start the step. On a CPU it is done on return; on a GPU it is queued on the stream."""
-        with self._of_launches:
-            return self._launcher.launch(batch)
 
     @property
     def config(self) -> EngineConfig:
@@ -130,7 +125,7 @@ class Engine:
     def close(self) -> None:
         """Free the device's memory. The communicator stays open, because the caller owns it."""
         self._synchronize()
-        del self._launcher
+        del self._launcher, self.launch
         torch.cuda.empty_cache()  # does nothing in a process that has not used a GPU
 
     def _on_stream(self) -> contextlib.AbstractContextManager[object]:

@@ -72,7 +72,7 @@ def start_logprobs(
     head, asking = model.lm_head, [one for one in wanted if one.prompt >= 0]
     ids = np.maximum(np.concatenate([one.targets for one in asking]), 0)
     targets = upload({"targets": ids}, hidden.device)["targets"]
-    first_tokens = np.cumsum(x.lengths) - x.lengths
+    first_tokens = np.cumsum(x.packed.lengths) - x.packed.lengths
     parts = torch.split(targets, [len(one.targets) for one in asking])
     for one, chosen in zip(asking, parts, strict=True):
         positions = hidden[int(first_tokens[one.index]) :][: len(chosen)]

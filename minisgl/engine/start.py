@@ -171,7 +171,7 @@ class Start:
             stages.append(CopyStates(runner.states, pools[0]))
         stages += [make(runner) for make in self._extensions.stages]
         parts = StepParts(runner, tuple(stages), self._extensions.finish(runner))
-        return StepLauncher(parts, self._extensions.logits_processors)
+        return StepLauncher(parts, self._extensions.logits_processors, self.on_stream())
 
     def graph_sizes(self) -> tuple[list[DecodeShape], list[int]]:
         """Return the shapes of decode steps and the numbers of tokens to capture graphs for."""
@@ -235,7 +235,8 @@ class Start:
 
         if self.device.type == "cuda" and shapes:
             graphs = capture_steps(launcher.parts, shapes, token_sizes, largest_first)
-            launcher = StepLauncher(launcher.parts, launcher.processors, graphs)
+            parts, processors = launcher.parts, launcher.processors
+            launcher = StepLauncher(parts, processors, launcher.on_stream, graphs)
             launcher.runner.clear_dummy()
         return launcher, free
 

@@ -1,4 +1,4 @@
-"""A step as a line: `StepLauncher.launch` queues the work of one step on the current stream.
+"""A step as a line: `StepLauncher.launch` queues the work of one step on a stream.
 
 A step runs in one of three ways, which differ in the forward and in the end of the sampler:
 
@@ -7,7 +7,8 @@ PiecewiseStep  some request has prompt tokens: a CUDA graph between every two at
 EagerStep      no graph is large enough, or the device is a CPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -85,19 +86,16 @@ class LastLayer(NamedTuple):
 
 
 class Step(Protocol):
-    """A way to run a step. `load`, `forward` and `sample` are called in this order."""
+    """A way to run a step. `load` is called before `run`."""
 
     def load(self, batch: Batch) -> StepTensors:
         """Pack the batch, copy it to the device, and update the page table."""
 
-    def forward(self, x: StepTensors) -> Logits:
-        """Queue the stages' captured work and the forward."""
+    def run(self, x: StepTensors, edits: Edits) -> tuple[Logits, Tensor]:
+        """Queue the stages' captured work, the forward, the edits and the sampler.
 
-    def sample(self, x: StepTensors, out: Logits, edits: Edits) -> Tensor:
-        """Apply the edits, and queue the sampler.
-
-        Returns the result of Finish.put, or NO_TOKENS if no request samples. Sets out.full unless
-        edits.local.
+        The second result is that of Finish.put, or NO_TOKENS if no request samples. Logits.full is
+        set unless edits.local.
         """
 
 
@@ -115,40 +113,42 @@ class EagerStep:
         places, ids, chunk_ids = torch.split(buffer[layout.words :], packed.sizes)
         runner.page_table.view(-1).scatter_(0, places.view(torch.int64), ids)
         columns = StepColumns(layout.views(buffer), batch.num_decode, batch.width)
-        return StepTensors(*packed, columns, chunk_ids, by_graph=False)
+        return StepTensors(batch, packed, columns, chunk_ids, by_graph=False)
 
-    def forward(self, x: StepTensors) -> Logits:
+    def run(self, x: StepTensors, edits: Edits) -> tuple[Logits, Tensor]:
+        out = self._forward(x)
+        if not len(out.local):
+            return out, NO_TOKENS
+        if not edits.local:
+            return out, draw_edited(self._parts, x, out, edits)
+        for mask in edits.masks:
+            mask(out.local, self._runner.model.lm_head.shard.begin)
+        work = x.packed.sampler_work
+        return out, draw(self._runner, self._parts.finish, x.columns, work, out.local)
+
+    def _forward(self, x: StepTensors) -> Logits:
         runner, columns = self._runner, x.columns
         for stage in self._parts.stages:
             stage.captured(columns)
-        step = runner.attention_step(columns, x.start, x.lengths)
+        step = runner.attention_step(columns, x.packed.start, x.packed.lengths)
         attended = self._attend(x, runner.attention.prepare(step))
         of_prompts, samples = reports_prompts(x.batch), bool(x.batch.samples.any())
+        no_logits = attended.heads[:0]
         if not (of_prompts or samples):
-            return Logits(None, None)
+            return Logits(None, no_logits)
         model, sampled = runner.model, columns.views.first + step.device_lengths - 1
         if columns.width > 1:
             decoded = torch.arange(columns.num_decode * columns.width, device=runner.device)
             sampled = torch.cat((decoded, sampled[columns.num_decode :]))
         if of_prompts:
             hidden = model.model.finish_last_layer(attended)
-            return Logits(hidden, model.lm_head.logits(hidden[sampled]) if samples else None)
+            return Logits(hidden, model.lm_head.logits(hidden[sampled]) if samples else no_logits)
         attended = attended.take_rows(sampled, model.lm_head.comm)
         return Logits(None, self._last_layer.logits(attended))
 
-    def sample(self, x: StepTensors, out: Logits, edits: Edits) -> Tensor:
-        runner, finish = self._runner, self._parts.finish
-        if out.local is None:
-            return NO_TOKENS
-        if not edits.local:
-            return draw_edited(self._parts, x, out, edits)
-        for mask in edits.masks:
-            mask(out.local, runner.model.lm_head.shard.begin)
-        return draw(runner, finish, x.columns, x.sampler_work, out.local)
-
     def _attend(self, x: StepTensors, attention: StepAttention) -> Attended:
         """Run the model up to the last attention. The result has T rows or more."""
-        shape = len(self._runner.padding), int(x.lengths.sum())
+        shape = len(self._runner.padding), int(x.packed.lengths.sum())
         tokens = torch.empty(shape, dtype=torch.int32, device=self._runner.device)
         self._runner.stage(x.columns, x.chunk_ids, tokens)
         states = self._runner.begin_states(x.columns, shape[1])
@@ -216,7 +216,7 @@ class PiecewiseStep(EagerStep):
         gather the rows from all ranks.
         """
         tokens, pieces, attended, last = self._piece
-        count = int(x.lengths.sum())
+        count = int(x.packed.lengths.sum())
         if count < self.size:
             tokens[:, count:] = self._padding
         self._runner.stage(x.columns, x.chunk_ids, tokens[:, :count])
@@ -268,24 +268,21 @@ class GraphStep:
         buffer = self.buffer[: len(packed.buffer)].copy_(packed.buffer, non_blocking=True)
         places, ids, chunk_ids = torch.split(buffer[self.layout.words :], packed.sizes)
         runner.page_table.view(-1).scatter_(0, places.view(torch.int64), ids)
-        return StepTensors(*packed, self.columns, chunk_ids, by_graph=True)
+        return StepTensors(batch, packed, self.columns, chunk_ids, by_graph=True)
 
-    def forward(self, x: StepTensors) -> Logits:
+    def run(self, x: StepTensors, edits: Edits) -> tuple[Logits, Tensor]:
         self.graph.replay()
-        return Logits(None, self.logits)
-
-    def sample(self, x: StepTensors, out: Logits, edits: Edits) -> Tensor:
+        out = Logits(None, self.logits)
         if not edits.local:
-            return draw_edited(self.parts, x, out, edits)
+            return out, draw_edited(self.parts, x, out, edits)
         for mask in edits.masks:
             mask(self.logits, self.parts.runner.model.lm_head.shard.begin)
-        (self.filtering_sampler if x.sampler_work.filters else self.sampler).replay()
-        return self.tokens
+        (self.filtering_sampler if x.packed.sampler_work.filters else self.sampler).replay()
+        return out, self.tokens
 
 
 def draw_edited(parts: StepParts, x: StepTensors, out: Logits, edits: Edits) -> Tensor:
     """Gather the logits of all ids, apply the edits to a copy, and sample from it."""
-    assert out.local is not None, "a request must sample; this is a bug"
     changes = [edit.compute() if isinstance(edit, TokenMask) else edit for edit in edits.others]
     masks = [change for change in changes if isinstance(change, MaskedRows)]
     for mask in masks:
@@ -297,7 +294,7 @@ def draw_edited(parts: StepParts, x: StepTensors, out: Logits, edits: Edits) -> 
         change(edited)
     if masks:  # A mask of this rank may cover the NaN of a row that another rank withholds.
         edited.masked_fill_(out.full.isnan().any(dim=1, keepdim=True), torch.nan)
-    return draw(parts.runner, parts.finish, x.columns, x.sampler_work, edited, gathered=True)
+    return draw(parts.runner, parts.finish, x.columns, x.packed.sampler_work, edited, gathered=True)
 
 
 class StepGraphs(NamedTuple):
@@ -312,27 +309,29 @@ NO_GRAPHS = StepGraphs()
 
 
 class StepLauncher:
-    """Launches steps on the current stream, without waiting for the device; as core.EngineLike.
+    """Launches steps on a stream, without waiting for the device; as core.EngineLike.
 
     parts       the parts of all steps.
     processors  logits processors, in the order in which they edit.
     graphs      the CUDA graphs; none on a CPU.
+    on_stream   a context in which torch queues work on the stream.
     """
 
     def __init__(
         self,
         parts: StepParts,
         processors: Sequence[LogitsProcessor[Any]],
+        on_stream: AbstractContextManager[object],
         graphs: StepGraphs = NO_GRAPHS,
     ) -> None:
         self.runner, self._stages, self._finish = self.parts = parts
-        self.processors, self.graphs = processors, graphs
+        self.processors, self.on_stream, self.graphs = processors, on_stream, graphs
         runner, pool = self.runner, self.runner.pools[0]
         self.num_pages, self.page_size, self.window = pool.num_pages, pool.page_size, runner.window
         words = 0 if runner.states is None else runner.states.kept.shape[1]
         self.snapshot_pages = snapshot_pages(words, pool.spec, len(pool.layers), pool.page_size)
         self.max_running_reqs, self.max_seq_len = runner.packer.dummy_row, runner.max_seq_len
-        self._previous: LaunchedStep | None = None
+        self._failed_rows: Callable[[], Collection[int]] = frozenset  # of the previous step
         last_layer = LastLayer(runner.model, graphs.logits_graphs)
         self._eager: Step = EagerStep(parts, last_layer)
         self._pieces = [PiecewiseStep(parts, last_layer, piece) for piece in graphs.pieces]
@@ -347,18 +346,23 @@ class StepLauncher:
     @torch.inference_mode()
     def launch(self, batch: Batch) -> LaunchedStep:
         """Start the step. On a CPU it is complete when this method returns."""
-        step = self.pick(batch)
-        x = step.load(batch)
-        for stage in self._stages:
-            stage.before(x)
-        edits = self._edits(x) if batch.logit_edits or batch.logprobs else NO_EDITS
-        out = step.forward(x)
-        tokens = step.sample(x, out, edits)
-        for stage in self._stages:
-            stage.after(x, out, tokens)
-        logprobs = None if edits.local else start_logprobs(self.runner.model, x, out, tokens)
-        self._previous = self._finish.launched(x, tokens, logprobs)
-        return self._previous
+        with self.on_stream:
+            step = self.pick(batch)
+            x = step.load(batch)
+            for stage in self._stages:
+                stage.before(x)
+            edits = self._edits(x) if batch.logit_edits or batch.logprobs else NO_EDITS
+            out, tokens = step.run(x, edits)
+            for stage in self._stages:
+                stage.after(x, out, tokens)
+            logprobs = None if edits.local else start_logprobs(self.runner.model, x, out, tokens)
+            host, copied = tokens.to("cpu", non_blocking=True), None
+            if self.runner.packer.pinned:
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                copied.record()
+        launched = self._finish.launched(x, host, copied, logprobs)
+        self._failed_rows = launched.failed_rows
+        return launched
 
     def pick(self, batch: Batch) -> Step:
         """Return the way to run this step: the smallest graph that can, or else the eager step."""
@@ -377,8 +381,7 @@ class StepLauncher:
             # The masks need the drafts before the forward, whose captured work finds them too.
             for stage in self._stages:
                 stage.captured(x.columns)
-        failed_rows = frozenset if self._previous is None else self._previous.failed_rows
-        return prepare_edits(self.processors, x, self.runner, failed_rows)
+        return prepare_edits(self.processors, x, self.runner, self._failed_rows)
 
     def warm_up_masks(self) -> None:
         """Launch the kernel of token masks for each dtype of logits that it may get."""

@@ -83,7 +83,6 @@ class StepColumns(NamedTuple):
 class PackedBatch(NamedTuple):
     """A batch in one buffer on the host. The buffer has its own order of the requests.
 
-    batch           the packed batch.
     order           intp [B]; the request at position i of the buffer has index order[i] in the
                     batch.
     start, lengths  int32 [N], in the order of the buffer. N is B plus padding. `lengths` are the
@@ -94,7 +93,6 @@ class PackedBatch(NamedTuple):
     sizes           elements of these three parts after the columns.
     """
 
-    batch: Batch
     order: NDArray[np.intp]
     start: Int32Array
     lengths: Int32Array
@@ -104,7 +102,7 @@ class PackedBatch(NamedTuple):
 
 
 class StepTensors(NamedTuple):
-    """A loaded step. The first fields are those of PackedBatch.
+    """A loaded step: a batch, on the host and on the device.
 
     columns    the requests on the device.
     chunk_ids  int32 on the device, as in the batch.
@@ -112,19 +110,14 @@ class StepTensors(NamedTuple):
     """
 
     batch: Batch
-    order: NDArray[np.intp]
-    start: Int32Array
-    lengths: Int32Array
-    sampler_work: SamplerWork
-    buffer: Tensor
-    sizes: list[int]
+    packed: PackedBatch
     columns: StepColumns
     chunk_ids: Tensor
     by_graph: bool
 
     def places(self) -> NDArray[np.intp]:
         """Return intp [B]: the position in the buffer of each request of the batch."""
-        return np.argsort(self.order)
+        return np.argsort(self.packed.order)
 
     def logit_rows(self) -> NDArray[np.intp]:
         """Return intp [B]: the row of the first logits of each request of the batch."""
@@ -140,12 +133,12 @@ class Logits:
 
     hidden  [T or more, H], the states of all tokens after the final norm. None unless a request
             asks for log-probabilities of its prompt.
-    local   [M, n] of this rank's ids, a row for each token to sample. None if no request samples.
+    local   [M, n] of this rank's ids, a row for each token to sample.
     full    float32 [M, V] of all ids, before any edit. None unless the step needs them.
     """
 
     hidden: Tensor | None
-    local: Tensor | None
+    local: Tensor
     full: Tensor | None = None
 
 
@@ -203,7 +196,7 @@ class Packer(NamedTuple):
         random = given["temperature"] > 0
         filters = (given["top_k"] > 0) | (given["top_p"] < 1) | (given["min_p"] > 0)
         work = SamplerWork(bool(random.any()), bool((random & filters).any()))
-        return PackedBatch(batch, order, views.start, lengths, work, buffer, sizes)
+        return PackedBatch(order, views.start, lengths, work, buffer, sizes)
 
 
 def empty_batch() -> Batch:

@@ -284,8 +284,7 @@ class Scheduler:
         pending = self._engine.launch(batch)
         launch_s = self._meter.clock() - began_s
         mask_s = totals.constraints.mask_seconds - masked_s
-        own_s = launch_s - mask_s if pending.done() else None
-        self._in_flight.append(InFlight(batch, pending, began_s, own_s, mask_s))
+        self._in_flight.append(InFlight(batch, pending, began_s, launch_s - mask_s, mask_s))
         # With edited logits a launch may wait for the previous step, so its time is not recorded.
         if not (len(batch.chunk_ids) or batch.logit_edits):
             self._decode_launch_s = launch_s
@@ -296,7 +295,7 @@ class Scheduler:
     def _resolve(self, step: InFlight) -> None:
         """Wait for a launched step and act on its result."""
         batch, result = step.batch, step.pending.wait()
-        self._meter.record_result(step, result.by_graph)
+        self._meter.record_result(step, result)
         self.view.resolved_step = batch.step_id
         self.table.rows.resolve(batch.step_id)
         self.memory.resolve(batch.step_id)

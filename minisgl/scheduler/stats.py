@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from minisgl.core import Batch, PendingStep
+from minisgl.core import Batch, PendingStep, StepResult
 from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, STEP_PHASES, PhaseStats
 from minisgl.scheduler.cost_fit import CostFit
 
@@ -14,16 +14,15 @@ from minisgl.scheduler.cost_fit import CostFit
 class InFlight(NamedTuple):
     """A launched step whose result the scheduler has not read.
 
-    began_s  time before the launch.
-    own_s    the time of the launch without its token masks, if the step has ended in it, as on a
-             CPU; otherwise None.
-    mask_s   the host time of the token masks in the launch.
+    began_s   time before the launch.
+    launch_s  the host time of the launch without its token masks.
+    mask_s    the host time of the token masks in the launch.
     """
 
     batch: Batch
     pending: PendingStep
     began_s: float
-    own_s: float | None
+    launch_s: float
     mask_s: float
 
 
@@ -47,21 +46,20 @@ class StepMeter:
         self._ended_s = 0.0
         self._decode_s: deque[float] = deque([0.0], maxlen=2)
 
-    def record_result(self, step: InFlight, by_graph: bool) -> None:
-        """Record that the oldest launched step has completed. by_graph: a CUDA graph ran it.
+    def record_result(self, step: InFlight, result: StepResult) -> None:
+        """Record that the oldest launched step has completed.
 
         The device took the time of the launch if the step has ended in it, and the time since the
         end of the step before if the step was launched before this end. Otherwise the device may
         have waited for the launch. The times contain no token masks: their share is known only if
         the step has ended in the launch.
         """
-        batch, now_s, own_s = step.batch, self.clock(), step.own_s
+        batch, now_s = step.batch, self.clock()
         duration_s = now_s - max(step.began_s, self._ended_s)
-        if own_s is None and step.began_s < self._ended_s and not batch.logit_edits:
-            own_s = duration_s
-        if own_s is not None:
+        back_to_back = step.began_s < self._ended_s and not batch.logit_edits
+        if result.ended_in_launch or back_to_back:
             for fit in self._fits:
-                fit.record(batch.work(), own_s)
+                fit.record(batch.work(), step.launch_s if result.ended_in_launch else duration_s)
         self._ended_s = now_s
         reqs, tokens = len(batch.rows), int(batch.lengths.sum())
         if not len(batch.chunk_ids):
@@ -69,8 +67,8 @@ class StepMeter:
             self._decode_s.append(duration_s)
         else:
             phase = self.phases["mixed" if batch.num_decode else "prefill"]
-        phase.graph_steps += by_graph
-        phase.eager_steps += not by_graph
+        phase.graph_steps += result.by_graph
+        phase.eager_steps += not result.by_graph
         phase.seconds += duration_s
         phase.reqs += reqs
         phase.tokens += tokens

@@ -60,7 +60,7 @@ def largest_first(sizes: Sequence[object], title: str) -> Sequence[object]:
 def emulate_decode_graphs(monkeypatch: pytest.MonkeyPatch) -> Picked:
     """Let engines run decode steps by graphs. Returns the batches, each with its way to run."""
     picked: Picked = []
-    pick, sample, assemble = StepLauncher.pick, GraphStep.sample, Start.assemble
+    pick, run, assemble = StepLauncher.pick, GraphStep.run, Start.assemble
 
     def decode_graph(self: TorchAttention, size: int, step: AttentionStep) -> DecodeGraphAttention:
         return FixedAttention(self, step)
@@ -73,21 +73,22 @@ def emulate_decode_graphs(monkeypatch: pytest.MonkeyPatch) -> Picked:
         picked.append((batch, pick(self, batch)))
         return picked[-1][1]
 
-    def copied(self: GraphStep, x: StepTensors, out: Logits, edits: Edits) -> torch.Tensor:
+    def copied(self: GraphStep, x: StepTensors, edits: Edits) -> tuple[Logits, torch.Tensor]:
         # On a GPU the copy to the host comes before the next graph. On a CPU there is no copy.
-        return sample(self, x, out, edits).clone()
+        out, tokens = run(self, x, edits)
+        return out, tokens.clone()
 
     @torch.inference_mode()
     def with_graphs(self: Start, model: CausalLM, counts: list[int]) -> StepLauncher:
         launcher = assemble(self, model, counts)
         shapes, _ = self.graph_sizes()
         captured = graphs.capture_steps(launcher.parts, shapes, [], largest_first)
-        return StepLauncher(launcher.parts, launcher.processors, captured)
+        return StepLauncher(launcher.parts, launcher.processors, launcher.on_stream, captured)
 
     monkeypatch.setattr(TorchAttention, "decode_graph", decode_graph)
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(StepLauncher, "pick", record)
-    monkeypatch.setattr(GraphStep, "sample", copied)
+    monkeypatch.setattr(GraphStep, "run", copied)
     monkeypatch.setattr(Start, "assemble", with_graphs)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     # The graphs are built in inference mode, so the warm-up must end in it.

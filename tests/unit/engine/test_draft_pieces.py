@@ -120,7 +120,7 @@ def picked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Step]]:
         launcher = assemble(self, model, counts)
         pieces = [emulated(launcher.parts, size) for size in (16, 32, 64)]
         graphs = StepGraphs(pieces=tuple(pieces))
-        return StepLauncher(launcher.parts, launcher.processors, graphs)
+        return StepLauncher(launcher.parts, launcher.processors, launcher.on_stream, graphs)
 
     monkeypatch.setattr(TorchAttention, "_prepare_decode", of_the_request)
     monkeypatch.setattr(StepLauncher, "pick", record)

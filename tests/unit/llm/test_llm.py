@@ -17,8 +17,8 @@ from minisgl.core import (
     SamplingParams,
 )
 from minisgl.demo import model_path
-from minisgl.engine import Engine
 from minisgl.engine.launched import LaunchedStep
+from minisgl.engine.step import StepLauncher
 from minisgl.kvcache import Memory
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import LocalWorker
@@ -318,7 +318,9 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("max_tokens", [1, 30])
-@pytest.mark.parametrize("where", [(Engine, "launch"), (LaunchedStep, "wait"), (Memory, "publish")])
+@pytest.mark.parametrize(
+    "where", [(StepLauncher, "pick"), (LaunchedStep, "wait"), (Memory, "publish")]
+)
 def test_an_llm_is_usable_after_a_keyboard_interrupt(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, where: tuple[type, str], max_tokens: int
 ) -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from minisgl.core import FREE_STEPS, Batch, PageUpdates, StepWork
+from minisgl.core import FREE_STEPS, Batch, PageUpdates, StepResult, StepWork
 from minisgl.core.batch import EditedReq
 from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS
 from minisgl.scheduler.cost_fit import CostFit
@@ -29,8 +29,14 @@ def batch(decode: int, chunks: tuple[int, ...] = ()) -> Batch:
     )
 
 
-def in_flight(batch: Batch, began_s: float, own_s: float | None = None) -> InFlight:
-    return InFlight(batch, FakeEngine(num_pages=4, page_size=4).launch(batch), began_s, own_s, 0.0)
+def in_flight(batch: Batch, began_s: float, launch_s: float = 0.0) -> InFlight:
+    pending = FakeEngine(num_pages=4, page_size=4).launch(batch)
+    return InFlight(batch, pending, began_s, launch_s, 0.0)
+
+
+NO_TOKENS = np.zeros((0, 1), dtype=np.int32)
+RESULT = StepResult(NO_TOKENS, NO_TOKENS[:, 0], np.zeros(0, dtype=np.bool_))
+IN_LAUNCH = RESULT._replace(ended_in_launch=True)
 
 
 class RecordedTimes(CostFit):
@@ -53,7 +59,7 @@ def test_steps_are_counted_by_phase_size_and_graph() -> None:
         (batch(2), True),
     ]
     for step, by_graph in steps:
-        meter.record_result(in_flight(step, meter.clock()), by_graph)
+        meter.record_result(in_flight(step, meter.clock()), RESULT._replace(by_graph=by_graph))
     prefill, decode, mixed = (meter.phases[name] for name in ("prefill", "decode", "mixed"))
     assert (prefill.eager_steps, prefill.graph_steps) == (1, 0)
     assert (prefill.reqs, prefill.tokens) == (2, 25)
@@ -66,7 +72,7 @@ def test_steps_are_counted_by_phase_size_and_graph() -> None:
 
 def test_a_step_above_all_bounds_is_in_the_last_bucket() -> None:
     meter = StepMeter()
-    meter.record_result(in_flight(batch(0, (BATCH_TOKENS_BOUNDS[-1] + 1,)), meter.clock()), False)
+    meter.record_result(in_flight(batch(0, (BATCH_TOKENS_BOUNDS[-1] + 1,)), meter.clock()), RESULT)
     assert meter.phases["prefill"].tokens_counts[-1] == 1
 
 
@@ -76,9 +82,9 @@ def test_overlapped_time_counts_once() -> None:
     recorded = RecordedTimes()
     meter = StepMeter(lambda: next(times), [recorded])
     for began_s in (0.0, 2.0):
-        meter.record_result(in_flight(batch(1), began_s), False)
+        meter.record_result(in_flight(batch(1), began_s), RESULT)
     assert meter.phases["decode"].seconds == 9.0
-    meter.record_result(in_flight(batch(1), 20.0), False)
+    meter.record_result(in_flight(batch(1), 20.0), RESULT)
     assert meter.phases["decode"].seconds == 10.0
     assert recorded.seconds == [4.0], "only the second step found the device busy"
 
@@ -87,7 +93,7 @@ def test_a_step_that_ends_in_its_launch_takes_the_time_of_the_launch() -> None:
     """On a CPU the result is read after the next launch, which has taken 7 s."""
     recorded = RecordedTimes()
     meter = StepMeter(lambda: 10.5, [recorded])
-    meter.record_result(in_flight(batch(1), began_s=1.0, own_s=2.0), False)
+    meter.record_result(in_flight(batch(1), began_s=1.0, launch_s=2.0), IN_LAUNCH)
     assert recorded.seconds == [2.0]
 
 
@@ -97,9 +103,9 @@ def test_steps_with_token_masks_are_priced_if_the_time_of_the_masks_is_known() -
     recorded = RecordedTimes()
     meter = StepMeter(lambda: next(times), [recorded])
     edited = replace(batch(1), logit_edits=(EditedReq(0, 1, 1, None, ()),))
-    meter.record_result(in_flight(edited, 1.0, own_s=2.0), False)
+    meter.record_result(in_flight(edited, 1.0, launch_s=2.0), IN_LAUNCH)
     for _ in range(2):
-        meter.record_result(in_flight(edited, 2.0), False)
+        meter.record_result(in_flight(edited, 2.0), RESULT)
     assert recorded.seconds == [2.0]
 
 
@@ -108,7 +114,7 @@ def test_the_remaining_time_uses_the_shorter_of_two_decode_steps() -> None:
     times = iter([10.0, 24.0, 30.0, 60.0, 61.0, 61.0])
     meter = StepMeter(clock=lambda: next(times))
     for step in (batch(1), batch(1), batch(1), batch(1, (100,))):
-        meter.record_result(in_flight(step, began_s=0.0), False)
+        meter.record_result(in_flight(step, began_s=0.0), RESULT)
     assert meter.remaining_s(predicted_s=8.0) == 60.0 + min(14.0, 6.0) - 61.0
     assert meter.remaining_s(predicted_s=4.0) == 60.0 + 4.0 - 61.0
 
