@@ -8,7 +8,14 @@ from torch.nn.functional import linear
 
 from minisgl.kernel import silu_and_mul
 from minisgl.kernel.mxfp4_weights import num_chunks
-from minisgl.moe.base import Biases, ClampedSwiglu, ExpertWeights, MoeBackend, route
+from minisgl.moe.base import (
+    ClampedSwiglu,
+    ExpertMatrix,
+    ExpertWeights,
+    MoeBackend,
+    Router,
+    route,
+)
 from minisgl.moe.registry import create_moe_backend
 
 _HIDDEN, _INNER, _EXPERTS, _TOP_K = 2048, 768, 128, 8
@@ -16,6 +23,7 @@ _GPT_OSS_WIDTH, _GPT_OSS_TOP_K = 2880, 4  # hidden and inner size
 _GPT_OSS_EXPERTS = {"20b": 32, "120b": 128}
 
 Make = Callable[[], Callable[[], object]]
+Routed = tuple[Router, ExpertWeights]
 
 
 class GroupedMm(MoeBackend):
@@ -23,13 +31,14 @@ class GroupedMm(MoeBackend):
 
     name = "torch grouped_mm"
 
-    def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
-        scales, experts = route(linear(x, weights.router), top_k, renormalise)
+    def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
+        top_k = router.top_k
+        scales, experts = route(linear(x, router.weight), top_k, router.renormalise)
         sorted_experts, order = experts.flatten().sort(stable=True)
-        ids = torch.arange(len(weights.router), device=x.device)
+        ids = torch.arange(len(router.weight), device=x.device)
         ends = torch.searchsorted(sorted_experts, ids, right=True).int()
-        both = torch._grouped_mm(x[order // top_k], weights.gate_up.transpose(1, 2), offs=ends)
-        down = weights.down.transpose(1, 2)
+        gate_up, down = (one.values.transpose(1, 2) for one in (weights.gate_up, weights.down))
+        both = torch._grouped_mm(x[order // top_k], gate_up, offs=ends)
         parts = torch._grouped_mm(silu_and_mul(both), down, offs=ends)[order.argsort()]
         return torch.einsum("tkh,tk->th", parts.view(len(x), top_k, -1), scales.to(x.dtype))
 
@@ -41,74 +50,64 @@ def layer_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
     """
     device = torch.device("cuda")
     backends = (("ours", create_moe_backend("triton", device)), (GroupedMm.name, GroupedMm(device)))
-    weights: list[ExpertWeights] = []
+    layers: list[Routed] = []
     for count in tokens:
         used_experts = _EXPERTS * (1 - (1 - _TOP_K / _EXPERTS) ** count)
         moved = int(6 * _HIDDEN * _INNER * used_experts) + 2 * _HIDDEN * (_EXPERTS + 2 * count)
         for name, backend in backends:
-            yield f"experts {count} tokens, {name}", moved, _maker(backend, count, weights)
+            yield f"experts {count} tokens, {name}", moved, _maker(backend, count, layers)
 
 
 def gpt_oss_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
     """As layer_cases, for MXFP4 experts."""
     backend, width = create_moe_backend("triton", torch.device("cuda")), _GPT_OSS_WIDTH
     for model, experts in _GPT_OSS_EXPERTS.items():
-        weights: list[ExpertWeights] = []
+        layers: list[Routed] = []
         for count in tokens:
             used = experts * (1 - (1 - _GPT_OSS_TOP_K / experts) ** count)
             # 3 matrices with a byte for 2 weights and one for each scale of 32 weights, and biases
             expert_bytes = 3 * width * width * 17 // 32 + 6 * width
             moved = int(used * expert_bytes) + 2 * width * (experts + 2 * count)
-            make = _gpt_oss_maker(backend, count, experts, weights)
+            make = _gpt_oss_maker(backend, count, experts, layers)
             yield f"mxfp4 experts of gpt-oss-{model} {count} tokens", moved, make
 
 
-def _gpt_oss_maker(
-    backend: MoeBackend, tokens: int, experts: int, weights: list[ExpertWeights]
-) -> Make:
+def _gpt_oss_maker(backend: MoeBackend, tokens: int, experts: int, layers: list[Routed]) -> Make:
     width, rows = _GPT_OSS_WIDTH, 2 * _GPT_OSS_WIDTH
     chunks = num_chunks(width)
 
     def make() -> Callable[[], object]:
-        if not weights:
-            weights.append(
-                ExpertWeights(
-                    _normal(experts, width) * width**-0.5,
-                    _bytes(0, 256, experts, chunks, rows, 64),
-                    _bytes(0, 256, experts, chunks, width, 64),
-                    biases=Biases(_normal(experts, rows), _normal(experts, width)),
-                    router_bias=_normal(experts),
-                    swiglu=ClampedSwiglu(1.702, 7.0),
-                    mxfp4_scales=(
-                        _bytes(118, 122, experts, chunks, rows, 4),
-                        _bytes(118, 122, experts, chunks, width, 4),
-                    ),
-                )
-            )
+        if not layers:
+            bias, swiglu = _normal(experts), ClampedSwiglu(1.702, 7.0)
+            router = Router(_normal(experts, width) * width**-0.5, bias, _GPT_OSS_TOP_K, True)
+            gate_up, down = (_mxfp4(experts, chunks, height) for height in (rows, width))
+            layers.append((router, ExpertWeights(gate_up, down, swiglu)))
         x = _normal(tokens, width)
-        return lambda: backend.forward(x, weights[0], _GPT_OSS_TOP_K, True)
+        return lambda: backend.forward(x, *layers[0])
 
     return make
+
+
+def _mxfp4(experts: int, chunks: int, rows: int) -> ExpertMatrix:
+    codes = _bytes(0, 256, experts, chunks, rows, 64)
+    return ExpertMatrix(codes, _bytes(118, 122, experts, chunks, rows, 4), _normal(experts, rows))
 
 
 def _bytes(low: int, high: int, *shape: int) -> Tensor:
     return torch.randint(low, high, shape, device="cuda", dtype=torch.uint8)
 
 
-def _maker(backend: MoeBackend, tokens: int, weights: list[ExpertWeights]) -> Make:
+def _maker(backend: MoeBackend, tokens: int, layers: list[Routed]) -> Make:
     """Return Case.make. All cases share one set of weights of 1.2 GB, built on first use."""
 
     def make() -> Callable[[], object]:
-        if not weights:
-            weights.append(
-                ExpertWeights(
-                    _normal(_EXPERTS, _HIDDEN),
-                    _normal(_EXPERTS, 2 * _INNER, _HIDDEN) * 0.02,
-                    _normal(_EXPERTS, _HIDDEN, _INNER) * 0.02,
-                )
-            )
+        if not layers:
+            router = Router(_normal(_EXPERTS, _HIDDEN), None, _TOP_K, True)
+            gate_up = ExpertMatrix(_normal(_EXPERTS, 2 * _INNER, _HIDDEN) * 0.02)
+            down = ExpertMatrix(_normal(_EXPERTS, _HIDDEN, _INNER) * 0.02)
+            layers.append((router, ExpertWeights(gate_up, down)))
         x = _normal(tokens, _HIDDEN)
-        return lambda: backend.forward(x, weights[0], _TOP_K, True)
+        return lambda: backend.forward(x, *layers[0])
 
     return make
 

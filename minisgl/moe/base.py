@@ -1,12 +1,14 @@
 """The interface between a model and the computation of its experts."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
+from enum import StrEnum
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from minisgl.kernel.fp8_weights import Scales
+from minisgl.kernel import fp8_weights, mxfp4_weights
 
 
 class ClampedSwiglu(NamedTuple):
@@ -25,32 +27,74 @@ class ClampedSwiglu(NamedTuple):
         return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
 
 
-class Biases(NamedTuple):
-    """The biases of one layer's experts. gate_up: [E, 2I]; down: [E, H]."""
+class ExpertFormat(StrEnum):
+    """How the matrices of the experts are stored."""
 
-    gate_up: Tensor
-    down: Tensor
+    UNQUANTISED = "unquantised"
+    FP8 = "FP8"
+    MXFP4 = "MXFP4"
+
+
+class Router(NamedTuple):
+    """Chooses the experts of each token. weight: [E, H]; bias: [E] or None.
+
+    top_k: the experts of a token. renormalise: whether the routing weights of a token sum to 1.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    top_k: int
+    renormalise: bool
+
+
+class ExpertMatrix(NamedTuple):
+    """One matrix [rows, columns] of each of E experts.
+
+    values  [E, rows, columns] of the router's dtype, or of FP8. In MXFP4: codes, uint8 [E, chunks
+            of columns, rows, 64] (kernel.mxfp4_weights).
+    scales  those of FP8 weights; those of MXFP4 weights, uint8 [E, chunks of columns, rows, 4];
+            None: the weights are unquantised.
+    bias    [E, rows] of the router's dtype, or None.
+    """
+
+    values: Tensor
+    scales: fp8_weights.Scales | Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def format(self) -> ExpertFormat:
+        if self.scales is None:
+            return ExpertFormat.UNQUANTISED
+        is_fp8 = isinstance(self.scales, fp8_weights.Scales)
+        return ExpertFormat.FP8 if is_fp8 else ExpertFormat.MXFP4
+
+    def dequantised(
+        self, columns: int, dtype: torch.dtype, experts: int | slice = slice(None)
+    ) -> "ExpertMatrix":
+        """Return the unquantised matrix of one expert, or of a range of them.
+
+        Quantised weights become a new tensor of `dtype`.
+        """
+        values, scales = self.values[experts], self.scales
+        bias = None if self.bias is None else self.bias[experts]
+        if isinstance(scales, fp8_weights.Scales):
+            part = scales._replace(values=scales.values[experts])
+            values = fp8_weights.dequantise(values, part, dtype)
+        elif scales is not None:
+            values = mxfp4_weights.dequantise(values, scales[experts], columns, dtype)
+        return ExpertMatrix(values, bias=bias)
 
 
 class ExpertWeights(NamedTuple):
-    """The weights of one layer's E experts.
+    """The weights of one layer's experts, both matrices in one format.
 
-    router: [E, H]; gate_up: [E, 2I, H], the rows of the gate first; down: [E, H, I]. I: the inner
-    size of an expert. scales: those of gate_up and of down if they are FP8; None: they have the
-    router's dtype. biases: those of the experts, or None. router_bias: [E] or None. swiglu: the
-    gate of the experts; None: silu(gate) * up. mxfp4_scales: those of gate_up and of down if they
-    are MXFP4, uint8 [E, chunks of H, 2I, 4] and [E, chunks of I, H, 4]; the matrices are then
-    codes, uint8 [E, chunks of H, 2I, 64] and [E, chunks of I, H, 64] (kernel.mxfp4_weights).
+    gate_up: [2I, H] for each expert, the rows of the gate first; down: [H, I]. I: the inner size
+    of an expert. swiglu: the gate of experts with biases; None: silu(gate) * up.
     """
 
-    router: Tensor
-    gate_up: Tensor
-    down: Tensor
-    scales: tuple[Scales, Scales] | None = None
-    biases: Biases | None = None
-    router_bias: Tensor | None = None
+    gate_up: ExpertMatrix
+    down: ExpertMatrix
     swiglu: ClampedSwiglu | None = None
-    mxfp4_scales: tuple[Tensor, Tensor] | None = None
 
 
 def route(router_logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -70,7 +114,7 @@ class MoeBackend(ABC):
     """One way to route tokens and to compute the gated MLPs of their experts.
 
     A subclass sets `name`, the name that users give to --moe-backend, and implements `forward`.
-    takes_scales, takes_mxfp4: whether the backend computes experts with FP8 or MXFP4 weights.
+    formats: the formats of experts that the backend computes.
     takes_biases: whether it computes biases and the gate of ExpertWeights.swiglu.
     The tuple registry.MOE_BACKENDS lists the backends of minisgl. An entry point passes the
     backends of other packages in engine.Extensions.
@@ -79,8 +123,7 @@ class MoeBackend(ABC):
     """
 
     name: ClassVar[str]
-    takes_scales: ClassVar[bool] = False
-    takes_mxfp4: ClassVar[bool] = False
+    formats: ClassVar[Collection[ExpertFormat]] = (ExpertFormat.UNQUANTISED,)
     takes_biases: ClassVar[bool] = False
 
     def __init__(self, device: torch.device) -> None:
@@ -92,11 +135,11 @@ class MoeBackend(ABC):
         return None
 
     @abstractmethod
-    def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
-        """Return, for each token, the sum of weight * down(silu(gate) * up) over its top_k experts.
+    def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
+        """Return, for each token, the sum of weight * down(silu(gate) * up) over its experts.
 
         ExpertWeights.swiglu may take the place of silu(gate) * up.
 
-        x: [T, H] of the weights' dtype. Returns a new [T, H]. If I is divided over ranks, the
+        x: [T, H] of the router's dtype. Returns a new [T, H]. If I is divided over ranks, the
         result is this rank's part of the sum.
         """

@@ -11,7 +11,7 @@ from minisgl.layers.linear import LinearBuild
 from minisgl.layers.mlp import DenseSpec, GatedMlp
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import Placement, split_evenly
-from minisgl.moe.base import MoeBackend
+from minisgl.moe.base import MoeBackend, Router
 from minisgl.moe.experts import ExpertsFactory, ExpertShards
 from minisgl.moe.spec import ExpertsSpec
 
@@ -42,17 +42,12 @@ class MoeBlock(nn.Module):
         self.router_bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.stacked else None
         shards = ExpertShards(build.parent, spec.num_experts, hidden_size, inner, *ranks)
         self.experts = experts(shards, build.dtype)
-        weights = self.experts.weights(self.router)
-        for given, is_supported, kind in (
-            (weights.scales, backend.takes_scales, "quantised experts"),
-            (weights.mxfp4_scales, backend.takes_mxfp4, "MXFP4 experts"),
-            (weights.biases, backend.takes_biases, "experts with biases"),
-        ):
-            if given is not None and not is_supported:
-                raise ConfigError(
-                    f"MoE backend {backend.name!r} does not support {kind}; "
-                    "use another --moe-backend"
-                )
+        form, bias = self.experts.weights().gate_up.format, " with biases" * spec.stacked
+        if form not in backend.formats or (spec.stacked and not backend.takes_biases):
+            raise ConfigError(
+                f"MoE backend {backend.name!r} does not support {form} experts{bias}; "
+                "use another --moe-backend"
+            )
         self.shared_expert: GatedMlp | None = None
         if spec.shared:
             linear = build._replace(parent=f"{build.parent}.shared_expert")
@@ -64,10 +59,10 @@ class MoeBlock(nn.Module):
 
         block_input: already normalised, because no method folds the norm of a sparse layer.
         """
-        x, spec, weights = block_input.x, self.spec, self.experts.weights(self.router)
-        if self.router_bias is not None:
-            weights = weights._replace(router_bias=self.router_bias, swiglu=spec.swiglu)
-        out = self.backend.forward(x, weights, spec.top_k, spec.renormalise)
+        x, spec = block_input.x, self.spec
+        router = Router(self.router, self.router_bias, spec.top_k, spec.renormalise)
+        weights = self.experts.weights()._replace(swiglu=spec.swiglu)
+        out = self.backend.forward(x, router, weights)
         if self.shared_expert is not None:
             gate = torch.sigmoid(functional.linear(x, self.shared_gate))
             out = out + gate * self.shared_expert.product(block_input)

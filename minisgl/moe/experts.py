@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minisgl.layers.shards import FusedExperts, LinearShards, Placement, Shard, split_evenly
-from minisgl.moe.base import ExpertWeights
+from minisgl.moe.base import ExpertMatrix, ExpertWeights
 
 
 class ExpertShards(NamedTuple):
@@ -70,17 +70,22 @@ class ExpertsMethod(nn.Module, ABC):
     """Stores the stacked weights of one layer's experts. The counterpart of LinearMethod.
 
     A subclass creates its parameters and chooses their dtypes. Padding stays zero.
+    dtype: that of the activations.
     """
 
     chooses_dtypes: ClassVar[bool] = True
+
+    def __init__(self, shards: ExpertShards, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shards = shards
 
     @abstractmethod
     def placements(self, name: str) -> Iterator[Placement]:
         """Yield the placements of each parameter. name: the full name of the method."""
 
     @abstractmethod
-    def weights(self, router: Tensor) -> ExpertWeights:
-        """Return the weights for a MoE backend."""
+    def weights(self) -> ExpertWeights:
+        """Return the matrices for a MoE backend, without the gate of the model."""
 
 
 # Creates the method of one layer's experts for activations of the given dtype.
@@ -91,8 +96,7 @@ class UnquantizedExperts(ExpertsMethod):
     """Weights of the activations' dtype. gate_up: [E, 2I, H]; down: [E, H, I]."""
 
     def __init__(self, shards: ExpertShards, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.shards = shards
+        super().__init__(shards, dtype)
         experts, hidden, inner = shards.num_experts, shards.hidden_size, shards.inner.local
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, hidden, dtype=dtype))
         self.down = nn.Parameter(torch.empty(experts, hidden, inner, dtype=dtype))
@@ -105,5 +109,5 @@ class UnquantizedExperts(ExpertsMethod):
                 for placement, tensor in zip(placed, fused, strict=True):
                     yield placement._replace(expert=expert, fused=tensor)
 
-    def weights(self, router: Tensor) -> ExpertWeights:
-        return ExpertWeights(router, self.gate_up, self.down)
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(ExpertMatrix(self.gate_up), ExpertMatrix(self.down))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.layers.shards import Placement, Shard
-from minisgl.moe.base import Biases, ExpertWeights
+from minisgl.moe.base import ExpertMatrix, ExpertWeights
 from minisgl.moe.experts import ExpertShards, ExpertsMethod
 
 
@@ -26,8 +26,7 @@ class StackedExperts(ExpertsMethod):
     down: nn.Parameter
 
     def __init__(self, shards: ExpertShards, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.shards = shards
+        super().__init__(shards, dtype)
         self.source = f"{shards.parent}.experts"
         experts, inner = shards.num_experts, shards.inner.local
         self.gate_up_bias = nn.Parameter(torch.empty(experts, 2 * inner, dtype=dtype))
@@ -49,9 +48,11 @@ class StackedExperts(ExpertsMethod):
             end=experts if inner.begin == 0 else 0,
         )
 
-    def weights(self, router: Tensor) -> ExpertWeights:
-        biases = Biases(self.gate_up_bias, self.down_bias)
-        return ExpertWeights(router, self.gate_up, self.down, biases=biases)
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(
+            ExpertMatrix(self.gate_up, bias=self.gate_up_bias),
+            ExpertMatrix(self.down, bias=self.down_bias),
+        )
 
 
 class UnquantizedStackedExperts(StackedExperts):

@@ -5,14 +5,16 @@ run.
 """
 
 import logging
+from collections.abc import Callable
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minisgl.kernel import linear
-from minisgl.kernel.fp8_weights import dequantise
-from minisgl.moe.base import Biases, ExpertWeights, MoeBackend
+from minisgl.kernel.fp8_weights import Scales
+from minisgl.moe.base import ExpertFormat, ExpertWeights, MoeBackend, Router
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,14 @@ _LEAST_COLUMNS = 32
 _FEW_TOKENS = 4
 
 
+class _Kernels(NamedTuple):
+    """The kernels of one format: for few tokens, if they support the experts, and for many."""
+
+    takes_few: Callable[[Tensor, ExpertWeights], bool]
+    few: Callable[[Tensor, Router, ExpertWeights, Tensor], Tensor]
+    many: Callable[[Tensor, ExpertWeights, Tensor, Tensor], Tensor]
+
+
 class TritonMoe(MoeBackend):
     """Routes tokens and computes their experts with Triton kernels, on a GPU.
 
@@ -30,7 +40,8 @@ class TritonMoe(MoeBackend):
     """
 
     name = "triton"
-    takes_scales = takes_mxfp4 = takes_biases = True
+    formats = tuple(ExpertFormat)
+    takes_biases = True
 
     def __init__(self, device: torch.device) -> None:
         # Triton is imported here, because machines without a GPU may not have it.
@@ -39,23 +50,21 @@ class TritonMoe(MoeBackend):
             moe_few,
             moe_grouped,
             moe_routing,
-            mxfp4,
             mxfp4_blocks,
             mxfp4_few,
             overlap,
-            stacked_moe,
         )
 
         super().__init__(device)
-        self._experts_of_few = moe_few.experts_of_few
-        self._experts_of_many = moe_grouped.experts_of_many
-        self._fp8_experts_of_few = fp8_moe.experts_of_few
-        self._fp8_experts_of_many = fp8_moe.experts_of_many
+        plain = _Kernels(moe_few.takes, moe_few.experts_of_few, moe_grouped.experts_of_many)
+        fp8 = _Kernels(fp8_moe.takes, fp8_moe.experts_of_few, fp8_moe.experts_of_many)
+        mxfp4 = _Kernels(mxfp4_few.takes, mxfp4_few.experts_of_few, mxfp4_blocks.experts_of_many)
+        self._kernels = {
+            ExpertFormat.UNQUANTISED: plain,
+            ExpertFormat.FP8: fp8,
+            ExpertFormat.MXFP4: mxfp4,
+        }
         self._reads_fp8 = overlap.converts_fp8
-        self._mxfp4_experts_of_few = mxfp4_few.experts_of_few
-        self._takes_few_mxfp4 = mxfp4.takes
-        self._mxfp4_experts_of_many = mxfp4_blocks.experts_of_many
-        self._stacked_experts_of_many = stacked_moe.experts_of_many
         self._route = moe_routing.route
         self._semaphores = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)
 
@@ -63,36 +72,13 @@ class TritonMoe(MoeBackend):
     def obstacle(cls, device: torch.device) -> str | None:
         return "it needs a GPU" if device.type == "cpu" else None
 
-    def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
-        if weights.biases is not None:
-            return self._stacked(x, weights, weights.biases, top_k, renormalise)
+    def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
         weights = with_kernels(weights, x.dtype, self._reads_fp8())
-        router, gate_up, down, fp8 = weights[:4]
-        if len(x) <= _FEW_TOKENS:
-            few = (self._semaphores, top_k, renormalise)
-            if fp8 is None:
-                return self._experts_of_few(x, router, gate_up, down, *few)
-            return self._fp8_experts_of_few(x, router, gate_up, down, fp8, *few)
-        factors, experts = self._route(linear(x, router), top_k, renormalise)
-        if fp8 is None:
-            return self._experts_of_many(x, gate_up, down, factors, experts)
-        return self._fp8_experts_of_many(x, gate_up, down, fp8, factors, experts)
-
-    def _stacked(
-        self, x: Tensor, weights: ExpertWeights, biases: Biases, top_k: int, renormalise: bool
-    ) -> Tensor:
-        assert weights.swiglu is not None, "biased experts need a clamped SwiGLU; this is a bug"
-        matrices, scales = (weights.gate_up, weights.down), weights.mxfp4_scales
-        router = (weights.router, weights.router_bias)
-        if len(x) <= _FEW_TOKENS and scales is not None and self._takes_few_mxfp4(x):
-            few = (self._semaphores, top_k, renormalise)
-            return self._mxfp4_experts_of_few(
-                x, router, matrices, scales, biases, *few, *weights.swiglu
-            )
-        routing = self._route(linear(x, *router), top_k, renormalise)
-        if scales is None:
-            return self._stacked_experts_of_many(x, *matrices, biases, *routing, *weights.swiglu)
-        return self._mxfp4_experts_of_many(x, *matrices, scales, biases, *routing, *weights.swiglu)
+        kernels = self._kernels[weights.gate_up.format]
+        if len(x) <= _FEW_TOKENS and kernels.takes_few(x, weights):
+            return kernels.few(x, router, weights, self._semaphores)
+        weight, bias, top_k, renormalise = router
+        return kernels.many(x, weights, *self._route(linear(x, weight, bias), top_k, renormalise))
 
 
 def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) -> ExpertWeights:
@@ -100,16 +86,15 @@ def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) 
 
     has_kernels: whether the GPU has the kernels of FP8 experts.
     """
-    if weights.scales is None:
+    gate_up, down, swiglu = weights
+    if not isinstance(gate_up.scales, Scales) or not isinstance(down.scales, Scales):
         return weights
-    gate_up_scales, down_scales = weights.scales
-    columns = min(scales.columns for scales in (gate_up_scales, down_scales))
+    columns = min(gate_up.scales.columns, down.scales.columns)
     if columns % _LEAST_COLUMNS == 0 and has_kernels:
         return weights
     _log_slow(columns)
-    gate_up = dequantise(weights.gate_up, gate_up_scales, dtype)
-    down = dequantise(weights.down, down_scales, dtype)
-    return weights._replace(gate_up=gate_up, down=down, scales=None)
+    hidden, inner = gate_up.values.shape[2], down.values.shape[2]
+    return ExpertWeights(gate_up.dequantised(hidden, dtype), down.dequantised(inner, dtype), swiglu)
 
 
 @lru_cache(maxsize=8)

@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minisgl.layers.shards import Placement
-from minisgl.moe.base import ExpertWeights
+from minisgl.moe.base import ExpertMatrix, ExpertWeights
 from minisgl.moe.experts import ExpertShards, ExpertsMethod
 from minisgl.quantization.format import Fp8Format, empty_matrix, fp8_placements
 
@@ -15,8 +15,7 @@ class Fp8Experts(ExpertsMethod):
     """gate_up: e4m3 [E, 2I, H]; down: e4m3 [E, H, I]; each with its scales, as in Scales."""
 
     def __init__(self, shards: ExpertShards, dtype: torch.dtype, form: Fp8Format) -> None:
-        super().__init__()
-        self.shards = shards
+        super().__init__(shards, dtype)
         self.form = form
         matrices = shards.matrices(0)
         gate_up, self._gate_up_blocks = empty_matrix(matrices["gate_up"], form, shards.num_experts)
@@ -34,7 +33,7 @@ class Fp8Experts(ExpertsMethod):
                 for placement in fp8_placements(matrix, self.form, name, targets, scales):
                     yield placement._replace(expert=expert)
 
-    def weights(self, router: Tensor) -> ExpertWeights:
+    def weights(self) -> ExpertWeights:
         gate_up = self._gate_up_blocks._replace(values=self.gate_up_scales)
         down = self._down_blocks._replace(values=self.down_scales)
-        return ExpertWeights(router, self.gate_up, self.down, (gate_up, down))
+        return ExpertWeights(ExpertMatrix(self.gate_up, gate_up), ExpertMatrix(self.down, down))

@@ -72,9 +72,10 @@ class Mxfp4Experts(StackedExperts):
             yield place(tensor, (*down, *block), target, *cut, convert=_in_engine_order)
         yield from super().placements(name)
 
-    def weights(self, router: Tensor) -> ExpertWeights:
-        scales = (self.gate_up_scales, self.down_scales)
-        return super().weights(router)._replace(mxfp4_scales=scales)
+    def weights(self) -> ExpertWeights:
+        gate_up, down, _ = super().weights()
+        gate_up = gate_up._replace(scales=self.gate_up_scales)
+        return ExpertWeights(gate_up, down._replace(scales=self.down_scales))
 
 
 def _bytes(*shape: int) -> nn.Parameter:

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel import silu_and_mul
-from minisgl.kernel.fp8_weights import FP8, Scales, dequantise
-from minisgl.moe.base import ExpertWeights, route
+from minisgl.kernel.fp8_weights import FP8, Scales
+from minisgl.moe.base import ExpertMatrix, ExpertWeights, Router, route
 from minisgl.moe.torch_backend import TorchMoe
 from tests.gpu.test_fp8_weights import DTYPE, QUANTISED_LIMIT, random_weights
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
@@ -24,17 +24,14 @@ def test_experts(
     """Few tokens as matrix-vector products, and blocks of tokens; tiles do not divide the sizes."""
     from minisgl.kernel.triton import fp8_moe as kernels
 
-    weights = random_experts(experts, width, inner, blocks)
-    assert weights.scales is not None
-    x, top_k = normal(tokens, width, dtype=DTYPE), 2
-    exact = reference(x, weights, top_k)
+    router, weights = random_router(experts, width), random_experts(experts, width, inner, blocks)
+    x = normal(tokens, width, dtype=DTYPE)
+    exact = reference(x, router, weights)
     if many:
-        routing = routed(x, weights, top_k)
-        found = kernels.experts_of_many(x, *weights[1:3], weights.scales, *routing, False)
+        found = kernels.experts_of_many(x, weights, *routed(x, router), False)
     else:
         semaphores = torch.zeros(8, dtype=torch.int32, device=DEVICE)
-        given = (x, *weights[:3], weights.scales, semaphores, top_k, True)
-        found = kernels.experts_of_few(*given)
+        found = kernels.experts_of_few(x, router, weights, semaphores)
         assert not semaphores.any()
     assert error(found, exact) < (1e-5 if INTERPRETED else 1.5e-2)
 
@@ -47,15 +44,17 @@ def test_experts_convert_all_numbers_exactly() -> None:
     finite = torch.where(codes.float().isnan(), 0.0, codes.float())
     gate_up, down = (torch.zeros(1, *shape, device=DEVICE) for shape in ((128, 256), (256, 64)))
     gate_up[0, :64], gate_up[0, 64], down[0, 0, 0] = 448, finite, 1
-    scales = tuple(
-        Scales(torch.ones(1, len(matrix[0]), 1, device=DEVICE), 1, matrix.shape[2])
-        for matrix in (gate_up, down)
-    )
+    matrices = [
+        ExpertMatrix(
+            matrix.to(FP8), Scales(torch.ones(1, rows, 1, device=DEVICE), 1, matrix.shape[2])
+        )
+        for matrix, rows in ((gate_up, 128), (down, 256))
+    ]
     x = torch.eye(256, device=DEVICE, dtype=DTYPE)
     factors = torch.ones(256, 1, device=DEVICE)
     experts = torch.zeros(256, 1, device=DEVICE, dtype=torch.int32)
-    given = (x, gate_up.to(FP8), down.to(FP8), (scales[0], scales[1]), factors, experts)
-    found = kernels.experts_of_many(*given, quantised=False)
+    weights = ExpertWeights(*matrices)
+    found = kernels.experts_of_many(x, weights, factors, experts, quantised=False)
     # A GPU replaces a division by a constant by a product with the rounded inverse. The test
     # therefore multiplies.
     assert torch.equal(found[:, 0].float(), finite * 448)
@@ -66,35 +65,32 @@ def test_experts_of_many_tokens_with_quantised_activations(blocks: tuple[int, in
     from minisgl.kernel.triton import fp8_moe as kernels
 
     tokens, experts, width, inner = (5, 4, 256, 128) if INTERPRETED else (2000, 8, 1024, 384)
-    weights = random_experts(experts, width, inner, blocks)
-    assert weights.scales is not None
+    router, weights = random_router(experts, width), random_experts(experts, width, inner, blocks)
     x = normal(tokens, width, dtype=DTYPE)
-    routing = routed(x, weights, 2)
-    found = kernels.experts_of_many(x, *weights[1:3], weights.scales, *routing, True)
-    assert error(found, reference(x, weights, 2)) < 2 * QUANTISED_LIMIT
+    found = kernels.experts_of_many(x, weights, *routed(x, router), True)
+    assert error(found, reference(x, router, weights)) < 2 * QUANTISED_LIMIT
+
+
+def random_router(experts: int, width: int) -> Router:
+    return Router(normal(experts, width, dtype=DTYPE) * width**-0.5, None, 2, True)
 
 
 def random_experts(experts: int, width: int, inner: int, blocks: tuple[int, int]) -> ExpertWeights:
-    gate_up, gate_up_scales = random_weights(experts, 2 * inner, width, blocks=blocks)
-    down, down_scales = random_weights(experts, width, inner, blocks=blocks)
-    router = normal(experts, width, dtype=DTYPE) * width**-0.5
-    return ExpertWeights(router, gate_up, down, (gate_up_scales, down_scales))
+    gate_up = random_weights(experts, 2 * inner, width, blocks=blocks)
+    down = random_weights(experts, width, inner, blocks=blocks)
+    return ExpertWeights(ExpertMatrix(*gate_up), ExpertMatrix(*down))
 
 
-def routed(x: Tensor, weights: ExpertWeights, top_k: int) -> tuple[Tensor, Tensor]:
-    factors, experts = route(x @ weights.router.T, top_k, True)
+def routed(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    factors, experts = route(x @ router.weight.T, router.top_k, True)
     return factors.contiguous(), experts.int().contiguous()
 
 
-def reference(x: Tensor, weights: ExpertWeights, top_k: int) -> Tensor:
+def reference(x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
     """The experts one after the other in float64, on the CPU; the routing is that of x's dtype."""
-    assert weights.scales is not None
-    wide = (
-        dequantise(matrix, scales, torch.float64).cpu()
-        for matrix, scales in zip(weights[1:3], weights.scales, strict=True)
-    )
-    factors, experts = (one.cpu() for one in routed(x, weights, top_k))
-    gate_up, down = wide
+    factors, experts = (one.cpu() for one in routed(x, router))
+    matrices = (weights.gate_up, weights.down)
+    gate_up, down = (one.dequantised(0, torch.float64).values.cpu() for one in matrices)
     x = x.cpu().double()
     out = torch.zeros_like(x)
     for token in range(len(x)):
@@ -106,9 +102,6 @@ def reference(x: Tensor, weights: ExpertWeights, top_k: int) -> Tensor:
 
 def test_the_reference_of_experts_is_the_torch_backend() -> None:
     weights = random_experts(4, 256, 96, (32, 32))
-    x = normal(7, 256)
-    own = TorchMoe(torch.device(DEVICE)).forward(
-        x, weights._replace(router=weights.router.float()), 2, renormalise=True
-    )
-    wide = weights._replace(router=weights.router.float())
-    assert error(own, reference(x, wide, 2)) < 1e-5
+    x, router = normal(7, 256), Router(normal(4, 256) / 16, None, 2, True)
+    own = TorchMoe(torch.device(DEVICE)).forward(x, router, weights)
+    assert error(own, reference(x, router, weights)) < 1e-5

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from minisgl.moe.base import ExpertWeights
+from minisgl.moe.base import ExpertMatrix, ExpertWeights, Router
 from minisgl.moe.base import route as reference_route
 from tests.gpu import test_schedules as schedules
 from tests.parity.driver import Driver, make_engine
@@ -48,12 +48,18 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def layer(experts: int, width: int, inner: int, dtype: torch.dtype) -> ExpertWeights:
-    """Random weights, scaled so that logits and outputs are of the order of 1."""
+    """Random weights, scaled so that outputs are of the order of 1."""
     return ExpertWeights(
-        normal(experts, width, dtype=dtype) * width**-0.5,
-        normal(experts, 2 * inner, width, dtype=dtype) * width**-0.5,
-        normal(experts, width, inner, dtype=dtype) * inner**-0.5,
+        ExpertMatrix(normal(experts, 2 * inner, width, dtype=dtype) * width**-0.5),
+        ExpertMatrix(normal(experts, width, inner, dtype=dtype) * inner**-0.5),
     )
+
+
+def router_of(
+    experts: int, width: int, dtype: torch.dtype, top_k: int, renormalise: bool = True
+) -> Router:
+    """A random router, scaled so that logits are of the order of 1."""
+    return Router(normal(experts, width, dtype=dtype) * width**-0.5, None, top_k, renormalise)
 
 
 def expected(x: Tensor, weights: ExpertWeights, scales: Tensor, experts: Tensor) -> Tensor:
@@ -61,8 +67,8 @@ def expected(x: Tensor, weights: ExpertWeights, scales: Tensor, experts: Tensor)
     x, out = x.double(), torch.zeros_like(x, dtype=torch.float64)
     for expert in experts.unique().tolist():
         tokens, places = (experts == expert).nonzero(as_tuple=True)
-        gate, up = (x[tokens] @ weights.gate_up[expert].double().T).chunk(2, dim=-1)
-        share = (silu(gate) * up) @ weights.down[expert].double().T
+        gate, up = (x[tokens] @ weights.gate_up.values[expert].double().T).chunk(2, dim=-1)
+        share = (silu(gate) * up) @ weights.down.values[expert].double().T
         out.index_add_(0, tokens, share * scales[tokens, places].double().unsqueeze(-1))
     return out
 
@@ -165,7 +171,7 @@ def test_experts_of_many(
     chosen = assignments(tokens, experts, top_k, kind)
     scales = torch.rand(tokens, top_k, device=DEVICE)
     with poisoned():
-        outs = [experts_of_many(x, weights.gate_up, weights.down, scales, chosen) for _ in range(2)]
+        outs = [experts_of_many(x, weights, scales, chosen) for _ in range(2)]
     assert error(outs[0], expected(x, weights, scales, chosen)) < TOLERANCE[dtype]
     assert torch.equal(*outs)
 
@@ -181,9 +187,8 @@ def test_every_tiling(number: int, width: int, inner: int) -> None:
     x, weights = normal(tokens, width, dtype=dtype), layer(experts, width, inner, dtype)
     chosen = assignments(tokens, experts, top_k, "skewed")
     scales = torch.rand(tokens, top_k, device=DEVICE)
-    given = x, weights.gate_up, weights.down, scales, chosen
     with poisoned():
-        out = moe_grouped.experts_of_many(*given, tiling=tiling)
+        out = moe_grouped.experts_of_many(x, weights, scales, chosen, tiling)
     assert error(out, expected(x, weights, scales, chosen)) < TOLERANCE[dtype]
 
 
@@ -208,10 +213,11 @@ def test_experts_of_few(
 
     x = normal(tokens, 2 * width, dtype=dtype)[:, width:]
     weights = layer(experts, width, inner, dtype)
+    router = router_of(experts, width, dtype, top_k, renormalise)
     semaphores = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     with poisoned():
-        outs = [experts_of_few(x, *weights[:3], semaphores, top_k, renormalise) for _ in range(2)]
-    logits = (x.double() @ weights.router.double().T).to(dtype)
+        outs = [experts_of_few(x, router, weights, semaphores) for _ in range(2)]
+    logits = (x.double() @ router.weight.double().T).to(dtype)
     routing = route(logits, top_k, renormalise)
     assert error(outs[0], expected(x, weights, *routing)) < 2 * TOLERANCE[dtype]
     assert torch.equal(*outs)
@@ -225,11 +231,11 @@ def test_backend_and_padded_rows(dtype: torch.dtype, tokens: int) -> None:
     from minisgl.kernel.triton.moe_routing import route
     from minisgl.moe.triton_backend import TritonMoe
 
-    weights = layer(16, 128, 48, dtype)
+    weights, router = layer(16, 128, 48, dtype), router_of(16, 128, dtype, 4)
     x = normal(tokens + 3, 128, dtype=dtype)
-    routing = route(linear(x, weights.router)[:tokens], 4, True)
+    routing = route(linear(x, router.weight)[:tokens], 4, True)
     backend = TritonMoe(torch.device(DEVICE))
-    call = captured(lambda: backend.forward(x, weights, 4, True))
+    call = captured(lambda: backend.forward(x, router, weights))
     outs = []
     for padding in (0.0, torch.nan, 3e38 if dtype is torch.float32 else 3e4):
         x[tokens:] = padding
@@ -264,13 +270,14 @@ def test_no_host_sync() -> None:
     from minisgl.moe.triton_backend import TritonMoe
 
     weights = layer(16, 128, 48, torch.bfloat16)
+    router = router_of(16, 128, torch.bfloat16, 4)
     backend = TritonMoe(torch.device(DEVICE))
     for tokens in (2, 40):
         x = normal(tokens, 128, dtype=torch.bfloat16)
-        backend.forward(x, weights, 4, True)
+        backend.forward(x, router, weights)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            backend.forward(x, weights, 4, True)
+            backend.forward(x, router, weights)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.mxfp4_weights import by_chunks, dequantise, recode
-from minisgl.moe.base import Biases, ClampedSwiglu, ExpertWeights, route
+from minisgl.moe.base import ClampedSwiglu, ExpertMatrix, ExpertWeights, Router, route
 from minisgl.moe.torch_backend import TorchMoe
 from minisgl.moe.triton_backend import TritonMoe
 from tests.gpu.logprobs import divergences, logprobs_of_chunks
@@ -44,63 +44,57 @@ def _decode_words(words, scales, out, FAST: tl.constexpr):  # type: ignore[no-un
     tl.store(out + at, tl.reshape(numbers, [16, 32]))
 
 
-def codes_and_scales(*shape: int) -> tuple[Tensor, Tensor]:
-    """Every code and random powers of two, with weights of the order of K ** -0.5."""
-    codes = torch.randint(0, 256, (*shape[:-1], shape[-1] // 2), device=DEVICE, dtype=torch.uint8)
-    middle = 127 - 2 - round(torch.log2(torch.tensor(float(shape[-1]))).item() / 2)
-    scales = torch.randint(
-        middle - 2, middle + 2, (*shape[:-1], shape[-1] // 32), device=DEVICE, dtype=torch.uint8
-    )
-    return by_chunks(codes, 16).contiguous(), by_chunks(scales, 1).contiguous()
+def packed_matrix(experts: int, rows: int, columns: int, bias: Tensor) -> ExpertMatrix:
+    """Every code and random powers of two, with weights of the order of columns ** -0.5."""
+    shape = (experts, rows, columns // 2)
+    codes = torch.randint(0, 256, shape, device=DEVICE, dtype=torch.uint8)
+    middle = 127 - 2 - round(torch.log2(torch.tensor(float(columns))).item() / 2)
+    shape = (experts, rows, columns // 32)
+    scales = torch.randint(middle - 2, middle + 2, shape, device=DEVICE, dtype=torch.uint8)
+    return ExpertMatrix(by_chunks(codes, 16).contiguous(), by_chunks(scales, 1).contiguous(), bias)
 
 
 def layer(experts: int, width: int, inner: int) -> ExpertWeights:
-    """Random weights. The logits of the router are mostly below 1.
+    gate_up_bias, down_bias = normal(experts, 2 * inner), normal(experts, width)
+    return ExpertWeights(
+        packed_matrix(experts, 2 * inner, width, (4 * gate_up_bias).to(DTYPE)),
+        packed_matrix(experts, width, inner, down_bias.to(DTYPE)),
+        SWIGLU,
+    )
+
+
+def router_of(experts: int, width: int, top_k: int = TOP_K) -> Router:
+    """A random router. Its logits are mostly below 1.
 
     The kernels and the reference add the products of the router in different orders, so the logits
     may differ by one bfloat16 step. A step of a logit above 2 is 1/64 or more.
     """
-    gate_up, gate_up_scales = codes_and_scales(experts, 2 * inner, width)
-    down, down_scales = codes_and_scales(experts, width, inner)
-    biases = Biases(
-        4 * normal(experts, 2 * inner, dtype=DTYPE), normal(experts, width, dtype=DTYPE)
-    )
-    return ExpertWeights(
-        normal(experts, width, dtype=DTYPE) * width**-0.5 / 4,
-        gate_up,
-        down,
-        biases=biases,
-        router_bias=normal(experts, dtype=DTYPE) / 4,
-        swiglu=SWIGLU,
-        mxfp4_scales=(gate_up_scales, down_scales),
-    )
+    weight = normal(experts, width, dtype=DTYPE) * width**-0.5 / 4
+    return Router(weight, normal(experts, dtype=DTYPE) / 4, top_k, True)
 
 
 def dequantised(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
-    assert weights.mxfp4_scales is not None
-    scales, width = weights.mxfp4_scales, weights.router.shape[1]
-    return weights._replace(
-        gate_up=dequantise(weights.gate_up, scales[0], width, dtype),
-        down=dequantise(weights.down, scales[1], weights.gate_up.shape[2] // 2, dtype),
-        mxfp4_scales=None,
-    )
+    gate_up, down, swiglu = weights
+    width, inner = down.values.shape[2], gate_up.values.shape[2] // 2
+    return ExpertWeights(gate_up.dequantised(width, dtype), down.dequantised(inner, dtype), swiglu)
 
 
-def expected(x: Tensor, weights: ExpertWeights, top_k: int = TOP_K) -> Tensor:
+def expected(x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
     """The experts one after the other in float64; the routing is that of x's dtype."""
-    assert weights.biases is not None
-    logits = torch.nn.functional.linear(x, weights.router, weights.router_bias)
-    factors, experts = route(logits, top_k, True)
-    wide = dequantised(weights, torch.float64)
-    gate_up_bias, down_bias = (bias.double() for bias in weights.biases)
+    logits = torch.nn.functional.linear(x, router.weight, router.bias)
+    factors, experts = route(logits, router.top_k, True)
+    gate_up, down, _ = dequantised(weights, torch.float64)
+    assert gate_up.bias is not None
+    assert down.bias is not None
     out = torch.zeros_like(x, dtype=torch.float64)
     for token in range(len(x)):
         for factor, expert in zip(factors[token], experts[token].tolist(), strict=True):
-            rows = wide.gate_up[expert] @ x[token].double() + gate_up_bias[expert]
+            rows = gate_up.values[expert] @ x[token].double() + gate_up.bias[expert].double()
             gate, up = rows.chunk(2)
             gate, up = gate.clamp(max=SWIGLU.limit), up.clamp(-SWIGLU.limit, SWIGLU.limit)
             hidden = (up + 1) * gate * torch.sigmoid(SWIGLU.alpha * gate)
-            out[token] += factor.double() * (wide.down[expert] @ hidden + down_bias[expert])
+            product = down.values[expert] @ hidden + down.bias[expert].double()
+            out[token] += factor.double() * product
     return out
 
 
@@ -113,14 +107,14 @@ if not INTERPRETED:
 @pytest.mark.parametrize("packed", [True, False])
 def test_experts(tokens: int, experts: int, width: int, inner: int, packed: bool) -> None:
     """Tiles divide neither the sizes nor the blocks of tokens."""
-    weights = layer(experts, width, inner)
+    weights, router = layer(experts, width, inner), router_of(experts, width)
     x = normal(tokens, width, dtype=DTYPE)
-    exact = expected(x, weights)
+    exact = expected(x, router, weights)
     given = weights if packed else dequantised(weights, DTYPE)
     backend = TritonMoe(torch.device(DEVICE))
-    first = backend.forward(x, given, TOP_K, True)
+    first = backend.forward(x, router, given)
     assert error(first, exact) < LIMIT
-    assert torch.equal(first, backend.forward(x, given, TOP_K, True))
+    assert torch.equal(first, backend.forward(x, router, given))
 
 
 BLOCKS = [(8, 4, 96, 544), (20, 10, 160, 64)]
@@ -135,22 +129,21 @@ def test_experts_of_many(
     tokens: int, experts: int, width: int, inner: int, tiling: mxfp4_blocks.Tiling
 ) -> None:
     """Expert 1 has all tokens, in one or several blocks. Expert 0 has none."""
-    weights = layer(experts, width, inner)
+    weights, router = layer(experts, width, inner), router_of(experts, width)
     x = normal(tokens, width + 64, dtype=DTYPE)[:, :width]
-    assert weights.router_bias is not None
-    weights.router_bias[0], weights.router_bias[1] = -50, 50
-    logits = torch.nn.functional.linear(x, weights.router, weights.router_bias)
+    assert router.bias is not None
+    router.bias[0], router.bias[1] = -50, 50
+    logits = torch.nn.functional.linear(x, router.weight, router.bias)
     factors, chosen = route(logits, TOP_K, True)
     routing = (factors.float().contiguous(), chosen.int().contiguous())
-    given = (x, weights.gate_up, weights.down, weights.mxfp4_scales, weights.biases, *routing)
 
     def forward() -> Tensor:
         with poisoned():
-            out: Tensor = mxfp4_blocks.experts_of_many(*given, *SWIGLU, tiling)
+            out: Tensor = mxfp4_blocks.experts_of_many(x, weights, *routing, tiling)
         return out
 
     first = forward()
-    assert error(first, expected(x, weights)) < LIMIT
+    assert error(first, expected(x, router, weights)) < LIMIT
     assert torch.equal(first, forward())
 
 
@@ -170,20 +163,18 @@ def test_experts_of_few(
     experts above 16 would make the comparison inexact: there, neighbouring bfloat16 numbers differ
     by 1/8, and another order of the router's sums could change the routing weights by 3 %.
     """
-    weights = layer(experts, width, inner)
-    assert weights.router_bias is not None
+    weights, router = layer(experts, width, inner), router_of(experts, width, top_k)
+    assert router.bias is not None
     if same:
-        weights.router_bias[top_k:] -= 20
+        router.bias[top_k:] -= 20
     whole = normal(tokens, width + 64, dtype=DTYPE)
     x = whole[:, :width]
-    exact = expected(x, weights, top_k)
+    exact = expected(x, router, weights)
     semaphores = torch.zeros(tokens, dtype=torch.int32, device=DEVICE)
 
     def forward() -> Tensor:
-        router, matrices = (weights.router, weights.router_bias), (weights.gate_up, weights.down)
-        given = (x, router, matrices, weights.mxfp4_scales, weights.biases, semaphores)
         with poisoned():
-            out: Tensor = mxfp4_few.experts_of_few(*given, top_k, True, *SWIGLU)
+            out: Tensor = mxfp4_few.experts_of_few(x, router, weights, semaphores)
         return out
 
     first = forward()
@@ -196,15 +187,15 @@ def test_experts_of_few(
 @pytest.mark.parametrize("tokens", [1, 4, 8, 300])
 def test_layers_in_a_graph_equal_single_layers(tokens: int) -> None:
     """In a graph, the kernels of neighbouring layers overlap. Each layer reads the one before."""
-    layers = [layer(8, 2880, 2880) for _ in range(3)]
+    layers = [(router_of(8, 2880, 4), layer(8, 2880, 2880)) for _ in range(3)]
     backend = TritonMoe(torch.device(DEVICE))
     x = normal(tokens, 2880, dtype=DTYPE)
 
     def forward(wait: bool) -> list[Tensor]:
         outs = [x]
         for _ in range(4):
-            for weights in layers:
-                outs.append(backend.forward(outs[-1], weights, 4, True))
+            for parts in layers:
+                outs.append(backend.forward(outs[-1], *parts))
                 if wait:
                     torch.cuda.synchronize()
         return outs
@@ -245,15 +236,13 @@ def test_words_of_every_scale_are_decoded_exactly_in_float32() -> None:
 
 
 def test_the_reference_of_experts_is_the_torch_backend() -> None:
-    weights = layer(4, 64, 96)
-    weights = weights._replace(
-        router=weights.router.float(),
-        biases=Biases(*(bias.float() for bias in weights.biases or ())),
-        router_bias=normal(4),
-    )
+    gate_up, down, swiglu = layer(4, 64, 96)
+    gate_up, down = gate_up._replace(bias=normal(4, 192)), down._replace(bias=normal(4, 64))
+    weights, router = ExpertWeights(gate_up, down, swiglu), router_of(4, 64)
+    router = router._replace(weight=router.weight.float(), bias=normal(4))
     x = normal(7, 64)
-    own = TorchMoe(torch.device(DEVICE)).forward(x, weights, TOP_K, renormalise=True)
-    assert error(own, expected(x, weights)) < 1e-5
+    own = TorchMoe(torch.device(DEVICE)).forward(x, router, weights)
+    assert error(own, expected(x, router, weights)) < 1e-5
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")

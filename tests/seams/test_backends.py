@@ -19,7 +19,7 @@ from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine, Extensions
 from minisgl.kvcache.pool import KVPool
-from minisgl.moe.base import ExpertWeights, MoeBackend
+from minisgl.moe.base import ExpertWeights, MoeBackend, Router
 from minisgl.moe.torch_backend import TorchMoe
 from tests.parity.driver import Driver
 from tests.parity.models import build_model, transformers_greedy
@@ -66,9 +66,9 @@ class CountingMoe(TorchMoe):
     name = "counting"
     calls = 0
 
-    def forward(self, x: Tensor, weights: ExpertWeights, top_k: int, renormalise: bool) -> Tensor:
+    def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
         type(self).calls += 1
-        return super().forward(x, weights, top_k, renormalise)
+        return super().forward(x, router, weights)
 
 
 class FailingMoe(TorchMoe):

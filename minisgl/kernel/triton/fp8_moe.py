@@ -25,7 +25,7 @@ from minisgl.kernel.triton.fp8 import widen
 from minisgl.kernel.triton.fp8_quantise import quantise_rows
 from minisgl.kernel.triton.moe_few import route_few
 from minisgl.kernel.triton.moe_grouped import Tile, sum_parts, tiling_for
-from minisgl.kernel.triton.moe_routing import Blocks, align
+from minisgl.kernel.triton.moe_routing import Blocks, Layer, Router, align
 from minisgl.kernel.triton.overlap import overlaps
 
 # The weights of a program, as in moe_few.py.
@@ -238,25 +238,21 @@ def _product(
     tl.store(at, value.to(out.dtype.element_ty), mask=live[None, :] & (n < N)[:, None])
 
 
-def experts_of_few(
-    x: Tensor,
-    router: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    scales: tuple[Scales, Scales],
-    semaphores: Tensor,
-    top_k: int,
-    renormalise: bool,
-) -> Tensor:
+def takes(x: Tensor, layer: Layer) -> bool:
+    """Whether `experts_of_few` supports these FP8 experts: all of them."""
+    return True
+
+
+def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) -> Tensor:
     """As moe_few.experts_of_few, with FP8 weights.
 
-    scales: of gate_up and of down. Their blocks have a power of two of columns, or all columns.
+    The blocks of the scales have a power of two of columns, or all columns.
     """
-    gate_up_scales, down_scales = scales
+    (gate_up, gate_up_scales, _), (down, down_scales, _), _ = layer
     num_tokens, width = x.shape
-    inner = down.shape[2]
+    inner, top_k = down.shape[2], router[2]
     early = overlaps()
-    weights, experts = route_few(x, router, None, semaphores, top_k, renormalise)
+    weights, experts = route_few(x, router, semaphores)
     hidden = x.new_empty((num_tokens * top_k, inner))
     _gate_up[(triton.cdiv(inner, _ROWS), num_tokens * top_k)](
         x,
@@ -303,19 +299,17 @@ def experts_of_few(
 
 def experts_of_many(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    scales: tuple[Scales, Scales],
+    layer: Layer,
     weights: Tensor,
     experts: Tensor,
     quantised: bool | None = None,
 ) -> Tensor:
     """As moe_grouped.experts_of_many, with FP8 weights.
 
-    scales: as in `experts_of_few`, with 32 columns or more. quantised: whether to quantise
+    The scales are as in `experts_of_few`, with 32 columns or more. quantised: whether to quantise
     the activations; None: only bfloat16 ones.
     """
-    gate_up_scales, down_scales = scales
+    (gate_up, gate_up_scales, _), (down, down_scales, _), _ = layer
     num_experts, top_k = len(gate_up), experts.shape[1]
     tiling = tiling_for(experts.numel(), num_experts, x.dtype == float32)
     if quantised is None:

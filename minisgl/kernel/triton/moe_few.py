@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor, float32, int32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.kernel.triton.moe_routing import choose
+from minisgl.kernel.triton.moe_routing import Layer, Router, choose
 from minisgl.kernel.triton.overlap import overlaps
 
 # The weights of a program. _gate_up: rows of gate, as many rows of up, and columns of one load.
@@ -153,20 +153,13 @@ def _down(
     tl.store(out + token * width + n, value.to(out.dtype.element_ty), mask=inside)
 
 
-def route_few(
-    x: Tensor,
-    router: Tensor,
-    bias: Tensor | None,
-    semaphores: Tensor,
-    top_k: int,
-    renormalise: bool,
-) -> tuple[Tensor, Tensor]:
+def route_few(x: Tensor, router: Router, semaphores: Tensor) -> tuple[Tensor, Tensor]:
     """Return the routing weights and the experts, float32 and int32 [T, top_k], in one launch.
 
-    bias: of the router, [E]. The other parameters are as in `experts_of_few`.
+    The parameters are as in `experts_of_few`.
     """
-    num_tokens, width = x.shape
-    num_experts = len(router)
+    weight, bias, top_k, renormalise = router
+    (num_tokens, width), num_experts = x.shape, len(weight)
     early = overlaps()
     warps = 1 if width <= _COLUMNS else 2
     logits = x.new_empty((num_tokens, num_experts), dtype=float32)
@@ -174,8 +167,8 @@ def route_few(
     experts = x.new_empty((num_tokens, top_k), dtype=int32)
     _score[(num_experts, num_tokens)](
         x,
-        router,
-        router if bias is None else bias,
+        weight,
+        weight if bias is None else bias,
         logits,
         semaphores,
         weights,
@@ -196,26 +189,25 @@ def route_few(
     return weights, experts
 
 
-def experts_of_few(
-    x: Tensor,
-    router: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    semaphores: Tensor,
-    top_k: int,
-    renormalise: bool,
-) -> Tensor:
+def takes(x: Tensor, layer: Layer) -> bool:
+    """Whether `experts_of_few` supports the experts: those without biases."""
+    return layer[0][2] is None
+
+
+def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) -> Tensor:
     """As MoeBackend.forward, in three launches. No host sync; the same result in every run.
 
-    x: [T, H], unit stride in H. semaphores: int32 [T] or more, zeros before the first call; each
-    call leaves zeros. Calls that share them must be on one stream.
+    x: [T, H], unit stride in H. layer: of unquantised experts that `takes` accepts. semaphores:
+    int32 [T] or more, zeros before the first call; each call leaves zeros. Calls that share them
+    must be on one stream.
     """
     num_tokens, width = x.shape
-    inner = down.shape[2]
+    (gate_up, _, _), (down, _, _), _ = layer
+    inner, top_k = down.shape[2], router[2]
     early = overlaps()
     places = triton.next_power_of_2(top_k)
     columns = min(triton.next_power_of_2(width), _COLUMNS)
-    weights, experts = route_few(x, router, None, semaphores, top_k, renormalise)
+    weights, experts = route_few(x, router, semaphores)
     hidden = x.new_empty((num_tokens * top_k, inner))
     _gate_up[(triton.cdiv(inner, _ROWS), num_tokens * top_k)](
         x,

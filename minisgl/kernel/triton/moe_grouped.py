@@ -3,8 +3,8 @@
 Each expert's weights are read once. A program holds rows of the weight as the tall operand of the
 matrix unit and a block of tokens as the narrow one, so that an expert with few tokens wastes little
 work. Rows of gate and up alternate in a tile, so that a program applies the activation before it
-writes. A last kernel sums the outputs of a token's experts in a fixed order. There are no atomics,
-so results do not change between runs.
+writes. Biased experts are those of gpt-oss, with a clamped SwiGLU. A last kernel sums the outputs
+of a token's experts in a fixed order. There are no atomics, so results do not change between runs.
 
 An assignment is a token with one of its experts. A slot is the place of an assignment in the blocks
 that minisgl.kernel.triton.moe_routing.align makes.
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor, float32
 
 from minisgl.kernel.triton import moe_tiles
-from minisgl.kernel.triton.moe_routing import Blocks, align
+from minisgl.kernel.triton.moe_routing import Blocks, Layer, Matrix, align
 
 _COLUMNS = 1024
 
@@ -31,6 +31,7 @@ _COLUMNS = 1024
 def _product(
     x,
     weight,
+    bias,
     out,
     slots,
     owners,
@@ -39,8 +40,11 @@ def _product(
     N,
     K,
     x_stride,
+    alpha,
+    limit,
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
+    BIASED: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -50,7 +54,7 @@ def _product(
     """One tile of the product of a block of tokens with its expert's weight.
 
     With GATED, x holds tokens and out holds slots, after the activation. Otherwise x holds slots
-    and out holds assignments, multiplied by their scales.
+    and out holds assignments, multiplied by their scales. alpha, limit: of the SwiGLU, if BIASED.
     """
     tile = tl.program_id(0)
     block = tl.program_id(1)
@@ -80,10 +84,17 @@ def _product(
             w = tl.load(weight_at + step * BK, mask=(k < left)[None, :], other=0.0)
             v = tl.load(x_at + step * BK, mask=live[None, :] & (k < left)[:, None], other=0.0)
         total = tl.dot(w, v, total, input_precision="ieee")
+    if BIASED:
+        total += tl.load(bias + n).to(tl.float32)[:, None]
     if GATED:
         pairs = total.reshape(BN // 2, 2, BM).permute(0, 2, 1)
         gate, up = tl.split(pairs)
-        value = gate / (1.0 + tl.exp(-gate)) * up
+        if BIASED:
+            gate = tl.minimum(gate, limit)
+            up = tl.maximum(tl.minimum(up, limit), -limit)
+            value = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+        else:
+            value = gate / (1.0 + tl.exp(-gate)) * up
         n = tile * (BN // 2) + tl.arange(0, BN // 2)
         target = slot
     else:
@@ -151,19 +162,22 @@ def tiling_for(num_assigned: int, num_experts: int, exact: bool) -> Tiling:
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
+    matrix: Matrix,
     out: Tensor,
     blocks: Blocks,
     scales: Tensor,
     top_k: int,
+    swiglu: tuple[float, float],
     tile: Tile,
     gated: bool,
 ) -> None:
+    weight, _, bias = matrix
     height, width = out.shape[1], weight.shape[2]
     rows = tile.rows // 2 if gated else tile.rows
     _product[(triton.cdiv(height, rows), len(blocks.owners))](
         x,
         weight,
+        weight if bias is None else bias,
         out,
         blocks.slots,
         blocks.owners,
@@ -172,8 +186,10 @@ def _launch(
         height,
         width,
         x.stride(0),
+        *swiglu,
         TOP_K=top_k,
         GATED=gated,
+        BIASED=bias is not None,
         BM=blocks.size,
         BN=tile.rows,
         BK=tile.columns,
@@ -185,31 +201,34 @@ def _launch(
 
 def experts_of_many(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    layer: Layer,
     weights: Tensor,
     experts: Tensor,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """As MoeBackend.forward, after the routing, in four launches. No host sync.
 
-    x: [T, H], unit stride in H. weights: float32 [T, top_k]; experts: int32 [T, top_k]; both
-    contiguous. tiling: if None, `tiling_for` chooses it. With blocks of 128 tokens, moe_tiles.py
-    computes the products if it supports their shapes.
+    x: [T, H], unit stride in H. weights: float32 [T, top_k]; experts:
+    int32 [T, top_k]; both contiguous. tiling: if None, `tiling_for` chooses it. With blocks of 128
+    tokens, moe_tiles.py computes the products if it supports their shapes.
     """
-    width = x.shape[1]
-    num_experts, top_k = gate_up.shape[0], experts.shape[1]
+    gate_up, down, swiglu = layer
+    has_bias = gate_up[2] is not None
+    assert has_bias == (swiglu is not None), "biased experts have a clamped SwiGLU; this is a bug"
+    inner, width = down[0].shape[2], x.shape[1]
+    num_experts, top_k = len(down[0]), experts.shape[1]
     if tiling is None:
         tiling = tiling_for(experts.numel(), num_experts, x.dtype == float32)
     blocks = align(experts, num_experts, tiling.tokens)
-    hidden = x.new_empty((len(blocks.slots), down.shape[2]))
+    hidden = x.new_empty((len(blocks.slots), inner))
     parts = x.new_empty((experts.numel(), width))
-    if moe_tiles.takes(x, down.shape[2], blocks.size):
-        moe_tiles.gate_up(x, gate_up, hidden, blocks, top_k)
-        moe_tiles.down(hidden, down, parts, blocks, weights)
+    if swiglu is None and moe_tiles.takes(x, inner, blocks.size):
+        moe_tiles.gate_up(x, gate_up[0], hidden, blocks, top_k)
+        moe_tiles.down(hidden, down[0], parts, blocks, weights)
     else:
-        _launch(x, gate_up, hidden, blocks, weights, top_k, tiling.gate_up, gated=True)
-        _launch(hidden, down, parts, blocks, weights, top_k, tiling.down, gated=False)
+        own = (blocks, weights, top_k, swiglu or (0.0, 0.0))
+        _launch(x, gate_up, hidden, *own, tiling.gate_up, gated=True)
+        _launch(hidden, down, parts, *own, tiling.down, gated=False)
     return sum_parts(parts, top_k)
 
 

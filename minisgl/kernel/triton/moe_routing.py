@@ -8,11 +8,18 @@ those whose block has no expert end at once.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor, float32, int32
+
+# The arguments of the kernels, as minisgl.moe.base has them. Router: weight, bias, top_k and
+# renormalise. Matrix: values, scales and bias of a matrix of all experts. Layer: gate_up, down, and
+# the constants of the clamped SwiGLU, which biased experts have.
+Router = tuple[Tensor, Tensor | None, int, bool]
+Matrix = tuple[Tensor, Any, Tensor | None]
+Layer = tuple[Matrix, Matrix, tuple[float, float] | None]
 
 _ROWS = 4
 _FEW = 4096  # up to this many assignments, `align` uses smaller programs

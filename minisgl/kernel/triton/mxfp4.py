@@ -128,11 +128,6 @@ def _number(code):
     return tl.where((code & 8) != 0, -doubled, doubled).to(tl.float32) * 0.5
 
 
-def takes(x: Tensor) -> bool:
-    """Whether the kernels of mxfp4_few.py accept x: bfloat16, and any in Triton's interpreter."""
-    return x.dtype == bfloat16 or knobs.runtime.interpret
-
-
 def is_fast(x: Tensor) -> bool:
     """The argument FAST of `decode_words` for weights that are multiplied with x."""
     return x.dtype == bfloat16 and not knobs.runtime.interpret

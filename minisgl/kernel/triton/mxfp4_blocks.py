@@ -23,7 +23,7 @@ from torch import Tensor, int32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.triton.moe_grouped import sum_parts
-from minisgl.kernel.triton.moe_routing import Blocks, align
+from minisgl.kernel.triton.moe_routing import Blocks, Layer, Matrix, align
 from minisgl.kernel.triton.mxfp4 import decode_words, is_fast, rescale_factor
 from minisgl.kernel.triton.overlap import has_large_tiles, overlaps
 
@@ -199,23 +199,19 @@ def _product(
 
 def experts_of_many(
     x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    scales: tuple[Tensor, Tensor],
-    biases: tuple[Tensor, Tensor],
+    layer: Layer,
     weights: Tensor,
     experts: Tensor,
-    alpha: float,
-    limit: float,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """As MoeBackend.forward, after the routing, in five launches. No host sync.
 
-    x: [T, H], unit stride in H. gate_up, down, biases: as in ExpertWeights. scales: mxfp4_scales.
-    weights, experts: as in moe_grouped.experts_of_many. alpha, limit: as in ClampedSwiglu. tiling:
-    if None, `_tiling_for` chooses it.
+    x: [T, H], unit stride in H. weights, experts: as in moe_grouped.experts_of_many. tiling: if
+    None, `_tiling_for` chooses it.
     """
-    (num_tokens, width), num_experts, top_k = x.shape, len(gate_up), experts.shape[1]
+    gate_up, down, swiglu = layer
+    assert swiglu is not None, "MXFP4 experts have a clamped SwiGLU; this is a bug"
+    (num_tokens, width), num_experts, top_k = x.shape, len(gate_up[0]), experts.shape[1]
     if tiling is None:
         tiling = _tiling_for(experts.numel() / num_experts, x.dtype)
     blocks = align(experts, num_experts, tiling.tokens)
@@ -223,11 +219,11 @@ def experts_of_many(
     columns = arranged.shape[1]
     grid = (num_tokens, triton.cdiv(columns, _ARRANGED))
     _arrange[grid](x, arranged, width, x.stride(0), columns, BLOCK=_ARRANGED, num_warps=4)
-    hidden = x.new_empty((len(blocks.slots), _padded(gate_up.shape[2] // 2)))
+    hidden = x.new_empty((len(blocks.slots), _padded(gate_up[0].shape[2] // 2)))
     parts = x.new_empty((experts.numel(), width))
-    own = (blocks, weights, top_k, alpha, limit)
-    _launch(arranged, gate_up, scales[0], biases[0], hidden, *own, tiling.gate_up, True)
-    _launch(hidden, down, scales[1], biases[1], parts, *own, tiling.down, False)
+    own = (blocks, weights, top_k, swiglu)
+    _launch(arranged, gate_up, hidden, *own, tiling.gate_up, True)
+    _launch(hidden, down, parts, *own, tiling.down, False)
     return sum_parts(parts, top_k)
 
 
@@ -247,18 +243,16 @@ def _padded(columns: int) -> int:
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
-    scales: Tensor,
-    bias: Tensor,
+    matrix: Matrix,
     out: Tensor,
     blocks: Blocks,
     factors: Tensor,
     top_k: int,
-    alpha: float,
-    limit: float,
+    swiglu: tuple[float, float],
     tile: Tile,
     gated: bool,
 ) -> None:
+    weight, scales, bias = matrix
     chunks, rows_of_weight = weight.shape[1:3]
     height = rows_of_weight // 2 if gated else rows_of_weight
     early = overlaps()
@@ -278,8 +272,7 @@ def _launch(
         chunks,
         x.stride(0),
         out.stride(0),
-        alpha,
-        limit,
+        *swiglu,
         rescale_factor(x),
         TOP_K=top_k,
         GATED=gated,

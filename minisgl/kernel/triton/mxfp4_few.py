@@ -12,11 +12,13 @@ Bytes read: 2 H E for the router, 1.6 H I for each of T * top_k assignments.
 
 import triton
 import triton.language as tl
-from torch import Tensor, int32
+from torch import Tensor, bfloat16, int32
+from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.triton.linear import prefetch
 from minisgl.kernel.triton.moe_few import route_few
+from minisgl.kernel.triton.moe_routing import Layer, Router
 from minisgl.kernel.triton.mxfp4 import is_fast, operand, rescale_factor
 from minisgl.kernel.triton.overlap import overlaps
 
@@ -222,45 +224,37 @@ def _down(
     tl.store(out + token * width + n, value.to(out.dtype.element_ty), mask=inside)
 
 
-def experts_of_few(
-    x: Tensor,
-    router: tuple[Tensor, Tensor | None],
-    matrices: tuple[Tensor, Tensor],
-    scales: tuple[Tensor, Tensor],
-    biases: tuple[Tensor, Tensor],
-    semaphores: Tensor,
-    top_k: int,
-    renormalise: bool,
-    alpha: float,
-    limit: float,
-) -> Tensor:
-    """Compute a layer of experts, as MoeBackend.forward, in three launches.
+def takes(x: Tensor, layer: Layer) -> bool:
+    """Whether `experts_of_few` supports x: bfloat16, and any dtype in Triton's interpreter."""
+    return x.dtype == bfloat16 or knobs.runtime.interpret
+
+
+def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) -> Tensor:
+    """Compute a layer of experts in MXFP4, as MoeBackend.forward, in three launches.
 
     There is no host sync, and the result is the same in every run.
 
-    x: [T, H] that mxfp4.takes accepts, unit stride in H. router: the weight and its bias. matrices:
-    codes of gate_up and down; scales: mxfp4_scales; biases: all as in ExpertWeights. semaphores: as
-    in moe_few.experts_of_few. alpha, limit: as in ClampedSwiglu.
+    x: [T, H] that `takes` accepts, unit stride in H. semaphores: as in moe_few.experts_of_few.
     """
+    (gate_up, gate_up_scales, gate_up_bias), (down, down_scales, down_bias), swiglu = layer
+    assert swiglu is not None, "MXFP4 experts have a clamped SwiGLU; this is a bug"
     num_tokens, width = x.shape
     early, fast, rescale = overlaps(), is_fast(x), rescale_factor(x)
-    gate_up, down = (matrix.view(int32) for matrix in matrices)
-    chunks, inner = [matrix.shape[1] for matrix in matrices], gate_up.shape[2] // 2
-    weights, experts = route_few(x, *router, semaphores, top_k, renormalise)
+    chunks, inner, top_k = (gate_up.shape[1], down.shape[1]), gate_up.shape[2] // 2, router[2]
+    weights, experts = route_few(x, router, semaphores)
     hidden = x.new_empty((num_tokens * top_k, inner))
     _gate_up[(triton.cdiv(inner, 8), num_tokens * top_k)](
         x,
-        gate_up,
-        scales[0],
-        biases[0],
+        gate_up.view(int32),
+        gate_up_scales,
+        gate_up_bias,
         hidden,
         experts,
         width,
         inner,
         chunks[0],
         x.stride(0),
-        alpha,
-        limit,
+        *swiglu,
         rescale,
         TOP_K=top_k,
         CHUNKS=_CHUNKS,
@@ -275,9 +269,9 @@ def experts_of_few(
     out = x.new_empty((num_tokens, width))
     _down[(triton.cdiv(width, 16), num_tokens)](
         hidden,
-        down,
-        scales[1],
-        biases[1],
+        down.view(int32),
+        down_scales,
+        down_bias,
         out,
         experts,
         weights,

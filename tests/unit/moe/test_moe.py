@@ -6,7 +6,7 @@ from torch.nn.functional import silu
 
 from minisgl.core import ConfigError
 from minisgl.kernel.fp8_weights import FP8, Scales, dequantise
-from minisgl.moe.base import ExpertWeights
+from minisgl.moe.base import ExpertFormat, ExpertMatrix, ExpertWeights, Router
 from minisgl.moe.registry import create_moe_backend
 from minisgl.moe.triton_backend import with_kernels
 
@@ -23,8 +23,9 @@ def test_experts_equal_their_definition(renormalise: bool) -> None:
     router[4, 0] = -99.0  # an expert that no token chooses
     gate_up = torch.randn(5, 12, 8, generator=generator)
     down = torch.randn(5, 8, 6, generator=generator)
-    weights = ExpertWeights(router, gate_up, down)
-    out = create_moe_backend("auto", CPU).forward(x, weights, 2, renormalise)
+    weights = ExpertWeights(ExpertMatrix(gate_up), ExpertMatrix(down))
+    backend = create_moe_backend("auto", CPU)
+    out = backend.forward(x, Router(router, None, 2, renormalise), weights)
     for token in range(9):
         probs = (router @ x[token]).softmax(0)
         chosen = probs.argsort(descending=True)[:2]
@@ -53,9 +54,9 @@ def test_fp8_experts_without_a_kernel_are_dequantised(columns: int, on_gpu: bool
         Scales(torch.rand(3, 2, 64 // columns), 32, columns),
         Scales(torch.rand(3, 2, 32 // columns), 32, columns),
     )
-    weights = ExpertWeights(torch.randn(3, 64), gate_up, down, scales)
+    weights = ExpertWeights(ExpertMatrix(gate_up, scales[0]), ExpertMatrix(down, scales[1]))
     found = with_kernels(weights, torch.float32, on_gpu)
-    assert found.scales is None
-    torch.testing.assert_close(found.gate_up, dequantise(gate_up, scales[0], torch.float32))
-    torch.testing.assert_close(found.down, dequantise(down, scales[1], torch.float32))
+    assert found.gate_up.format is found.down.format is ExpertFormat.UNQUANTISED
+    torch.testing.assert_close(found.gate_up.values, dequantise(gate_up, scales[0], torch.float32))
+    torch.testing.assert_close(found.down.values, dequantise(down, scales[1], torch.float32))
     assert (with_kernels(weights, torch.float32, True) is weights) == (columns == 32)
