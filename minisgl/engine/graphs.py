@@ -163,8 +163,8 @@ class _DecodeCapture:
             for stage in parts.stages:
                 stage.captured(columns)
             attention.compute_metadata()
-            runner.stage(columns, no_chunk, tokens)
             states = runner.begin_states(columns, num_tokens)
+            runner.stage(columns, no_chunk, tokens)
             attended = runner.run(tokens, attention, most_layers, states)
             runner.model.logits(attended, out=logits)
 

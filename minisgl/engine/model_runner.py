@@ -121,6 +121,7 @@ class ModelRunner:
     ) -> StateStep | None:
         """Return the requests of a step for `run`, and move the boundaries of their states.
 
+        Comes before `stage`: kernels of the layers read the requests early (overlap.py, I3).
         count: tokens of the requests. size: tokens of the forward, if it has fixed tensors
         (RowStates.requests). Returns None for a model without states.
         """

@@ -150,8 +150,8 @@ class EagerStep:
         """Run the model up to the last attention. The result has T rows or more."""
         shape = len(self._runner.padding), int(x.packed.lengths.sum())
         tokens = torch.empty(shape, dtype=torch.int32, device=self._runner.device)
-        self._runner.stage(x.columns, x.chunk_ids, tokens)
         states = self._runner.begin_states(x.columns, shape[1])
+        self._runner.stage(x.columns, x.chunk_ids, tokens)
         return self._runner.run(tokens, attention, states=states)
 
 
@@ -219,8 +219,8 @@ class PiecewiseStep(EagerStep):
         count = int(x.packed.lengths.sum())
         if count < self.size:
             tokens[:, count:] = self._padding
-        self._runner.stage(x.columns, x.chunk_ids, tokens[:, :count])
         self._runner.begin_states(x.columns, count, self.size)
+        self._runner.stage(x.columns, x.chunk_ids, tokens[:, :count])
         for piece in pieces:
             piece.graph.replay()
             if x.columns.width > 1:

@@ -11,13 +11,14 @@ arguments of gated_delta, and overwrite the rows of their tokens in `out` [T, Hv
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.delta import DeltaMemory, DeltaWeights
 from minisgl.kernel.states import StateStep
 from minisgl.kernel.triton.delta_chunk import run_chunks
 from minisgl.kernel.triton.delta_step import run_tokens
 from minisgl.kernel.triton.launch import Constants, Launcher
-from minisgl.kernel.triton.overlap import current_device
+from minisgl.kernel.triton.overlap import current_device, overlaps
 
 _HEADS = 8  # heads of a program of _gated_norm
 
@@ -41,9 +42,12 @@ def gated_delta(
 @triton.jit(do_not_specialize=["num_heads", "gate_stride"])
 def _gated_norm(
     x, weight, gate, out, num_heads, gate_stride, eps,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """num_heads: of all tokens together; HEADS: of a token; BLOCK: of a program."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = (head < num_heads)[:, None]
     token = (head // HEADS).to(tl.int64)
@@ -71,6 +75,9 @@ def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
         (),
         (tokens * heads, gate.stride(0), eps),
         (heads, dim),
-        lambda: Constants({"HEADS": heads, "D": dim, "BLOCK": _HEADS}, {}),
+        lambda: Constants(
+            {"HEADS": heads, "D": dim, "BLOCK": _HEADS, "OVERLAP": overlaps()},
+            {"launch_pdl": overlaps()},
+        ),
     )
     return out

@@ -57,7 +57,6 @@ def _convolve_tokens(
 
 @triton.jit(
     do_not_specialize=[
-        "mixed_stride",
         "a_stride",
         "b_stride",
         "num_tokens",
@@ -317,8 +316,8 @@ def run_chunks(
             *(mixed, a, b, *weights, memory.inputs, memory.tails),
             *(q, k, v, g, beta, rows, start, first, base),
         ),
-        (),
-        (mixed.stride(0), a.stride(0), b.stride(0), tokens, reqs, (reqs - 1).bit_length()),
+        (mixed.stride(0),),  # a multiple of 16 lets a thread load 16 bytes at once
+        (a.stride(0), b.stride(0), tokens, reqs, (reqs - 1).bit_length()),
         (*sizes.values(), ring, tail_stride),
         lambda: Constants(
             sizes

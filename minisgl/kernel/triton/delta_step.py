@@ -1,10 +1,11 @@
 """Gated delta nets, a few tokens of each request: decode steps, and the last tokens of a chunk.
 
-`_inputs` convolves the tokens of a request and compares them with its history, for one key head.
-`_apply` has some channels of the values of one head. It reads this part of the state once, and
-writes it only if the row has entered a new page, after it has folded the history of the finished
-page into the state. A decode step of one token therefore moves Dk Dv (4 + 4 / S) bytes of state for
-each head, and the deltas of the history, which are at most 1/8 of that for pages of 16 tokens.
+A program of `_inputs` convolves the tokens of a request, for one value head, or for one key head,
+whose keys and queries it compares with the history. `_apply` has some channels of the values of one
+head. It reads this part of the state once, in a step without chunks before `_inputs` is complete.
+It writes the state only if the row has entered a new page, after it has folded the history of the
+finished page into it. A decode step of one token therefore moves Dk Dv (4 + 4 / S) bytes of state
+for each head, and the deltas of the history, which are at most 1/8 of that for pages of 16 tokens.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -13,11 +14,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.delta import L2_EPS, TAPS, DeltaMemory, DeltaWeights
 from minisgl.kernel.states import StateStep
 from minisgl.kernel.triton.launch import Constants, Launcher
-from minisgl.kernel.triton.overlap import current_device
+from minisgl.kernel.triton.overlap import current_device, overlaps
 
 _BLOCK = 64  # channels of the values of a program of _apply
 
@@ -47,11 +49,11 @@ def _convolve(
     mixed, ring, tails, conv, position, stands, channels, token, mixed_stride, WIDTH: tl.constexpr,
     RING: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Return silu(convolution), float32, of `channels` for one token, and keep its input.
+    """Return silu(convolution), float32, of `channels` for one token, and its input.
 
     mixed: pointer to the request's first token of the step; token: its index in the request. ring,
-    tails: pointers to those of the row; inputs before the boundary `stands` are in tails. The taps
-    are read before the token takes the place of the input that is RING tokens older.
+    tails: pointers to those of the row; inputs before the boundary `stands` are in tails. The
+    caller puts the input into the ring, in place of the input that is RING tokens older.
     """
     new = tl.load(mixed + token * mixed_stride + channels)
     total = tl.load(conv + channels * TAPS + TAPS - 1).to(tl.float32) * new.to(tl.float32)
@@ -66,8 +68,7 @@ def _convolve(
         at = tl.where(before < stands, kept, ring + (before + RING) % RING * WIDTH) + channels
         value += tl.load(at, mask=old & (channels >= 0), other=0.0).to(tl.float32)
         total += tl.load(conv + channels * TAPS + tap).to(tl.float32) * value
-    tl.store(ring + position % RING * WIDTH + channels, new)
-    return total / (1.0 + tl.exp(-total))
+    return total / (1.0 + tl.exp(-total)), new
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def _inputs(
     scales, rows, start, lengths, first, base, target, mixed_stride, a_stride, b_stride,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     SPAN: tl.constexpr, RING: tl.constexpr, TAIL_STRIDE: tl.constexpr, TAPS: tl.constexpr,
-    L2_EPS: tl.constexpr, HISTORY: tl.constexpr, GROUP: tl.constexpr,
+    L2_EPS: tl.constexpr, HISTORY: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write q, k and v of the tokens, their products with the history, and their scales.
 
@@ -113,25 +114,46 @@ def _inputs(
     """
     WIDTH: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
     OF_KEY: tl.constexpr = HEADS // KEY_HEADS
-    key_head, request = tl.program_id(0), tl.program_id(1)
+    part, request = tl.program_id(0), tl.program_id(1)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.load(rows + request).to(tl.int64)
     begin, length = tl.load(start + request), tl.load(lengths + request)
     if length == 0:
         return
     boundary, stands = tl.load(target + request), tl.load(base + request)
     token_zero = tl.load(first + request).to(tl.int64)
-    column, value_column = tl.arange(0, DK), tl.arange(0, DV)
-    keys += row * (2 * SPAN * KEY_HEADS * DK) + key_head * DK
-    decays += row * (2 * SPAN * HEADS) + key_head * OF_KEY
     inputs += row * (RING * WIDTH)
     tails += row * TAIL_STRIDE
     mixed += token_zero * mixed_stride
+    skip = tl.maximum(boundary - begin, 0)
+    earliest = tl.minimum(skip, tl.maximum(length - RING, 0))
+    if part >= KEY_HEADS:
+        head = part - KEY_HEADS
+        value_column = tl.arange(0, DV)
+        channels = 2 * KEY_HEADS * DK + head * DV + value_column
+        if stands < boundary:
+            _keep_tails(
+                mixed, inputs, tails, boundary, begin, channels, mixed_stride, WIDTH, RING, TAPS
+            )
+            tl.debug_barrier()  # the inputs are read before a new token takes the place of one
+        for token in range(earliest, length):
+            v, new = _convolve(
+                mixed, inputs, tails, conv, begin + token, stands, channels, token, mixed_stride,
+                WIDTH, RING, TAPS,
+            )  # fmt: skip
+            tl.store(inputs + (begin + token) % RING * WIDTH + channels, new)
+            tl.store(v_out + ((token_zero + token) * HEADS + head) * DV + value_column, v)
+        return
+    key_head, column = part, tl.arange(0, DK)
+    keys += row * (2 * SPAN * KEY_HEADS * DK) + key_head * DK
+    decays += row * (2 * SPAN * HEADS) + key_head * OF_KEY
     group = tl.arange(0, GROUP)
     mine = group < OF_KEY
     heads = key_head * OF_KEY + group
     log_a = tl.load(a_log + heads, mask=mine, other=0.0)
     bias = tl.load(dt_bias + heads, mask=mine, other=0.0)
-    skip = tl.maximum(boundary - begin, 0)
     past = tl.arange(0, HISTORY)
     count = begin + skip - boundary  # tokens of the history
     slot = (boundary + past) % (2 * SPAN)
@@ -150,30 +172,19 @@ def _inputs(
         _keep_tails(
             mixed, inputs, tails, boundary, begin, k_channels, mixed_stride, WIDTH, RING, TAPS
         )
-        for i in tl.static_range(OF_KEY):
-            v_channels = 2 * KEY_HEADS * DK + (key_head * OF_KEY + i) * DV + value_column
-            _keep_tails(
-                mixed, inputs, tails, boundary, begin, v_channels, mixed_stride, WIDTH, RING, TAPS
-            )
         tl.debug_barrier()  # the inputs are read before a new token takes the place of one
-    for token in range(tl.minimum(skip, tl.maximum(length - RING, 0)), length):
+    for token in range(earliest, length):
         position = begin + token
-        q = _convolve(
+        q, q_new = _convolve(
             mixed, inputs, tails, conv, position, stands, q_channels, token, mixed_stride,
             WIDTH, RING, TAPS,
         )  # fmt: skip
-        k = _convolve(
+        k, k_new = _convolve(
             mixed, inputs, tails, conv, position, stands, k_channels, token, mixed_stride,
             WIDTH, RING, TAPS,
         )  # fmt: skip
-        for i in tl.static_range(OF_KEY):
-            v_channels = 2 * KEY_HEADS * DK + (key_head * OF_KEY + i) * DV + value_column
-            v = _convolve(
-                mixed, inputs, tails, conv, position, stands, v_channels, token, mixed_stride,
-            WIDTH, RING, TAPS,
-            )  # fmt: skip
-            v_at = ((token_zero + token) * HEADS + key_head * OF_KEY + i) * DV + value_column
-            tl.store(v_out + v_at, v)
+        tl.store(inputs + position % RING * WIDTH + q_channels, q_new)
+        tl.store(inputs + position % RING * WIDTH + k_channels, k_new)
         if token >= skip:
             q = q * (tl.rsqrt(tl.sum(q * q, 0) + L2_EPS) * DK**-0.5)
             narrow = (k * tl.rsqrt(tl.sum(k * k, 0) + L2_EPS)).to(keys.dtype.element_ty)
@@ -208,12 +219,20 @@ def _apply(
     rows, start, lengths, first, base, target,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     SPAN: tl.constexpr, DELTA_RING: tl.constexpr, STATE_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNKS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """CHUNKS: whether kernels of chunks have moved states in this step."""
     block, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if OVERLAP:
+        gdc_launch_dependents()
+        if CHUNKS:
+            gdc_wait()
     key_head = head // (HEADS // KEY_HEADS)
     row = tl.load(rows + request).to(tl.int64)
     begin, length = tl.load(start + request), tl.load(lengths + request)
     if length == 0:
+        if OVERLAP and not CHUNKS:
+            gdc_wait()
         return
     boundary, stands = tl.load(target + request), tl.load(base + request)
     token_zero = tl.load(first + request).to(tl.int64)
@@ -224,6 +243,8 @@ def _apply(
     deltas += row * (DELTA_RING * HEADS * DV) + head * DV + block * BLOCK
     at = state + row * STATE_STRIDE + head * (DK * DV) + column[:, None] * DV + values[None, :]
     s = tl.load(at, mask=(stands > 0) & (column[:, None] < DK), other=0.0)
+    if OVERLAP and not CHUNKS:
+        gdc_wait()
     if stands < boundary:
         s = fold(
             s, keys + row * (2 * SPAN * KEY_HEADS * DK) + key_head * DK, deltas,
@@ -271,7 +292,7 @@ def run_tokens(
 ) -> None:
     """Run the decode requests, and after run_chunks the tokens of chunks from their targets on."""
     key_heads, (heads, dk, dv) = memory.keys.shape[2], memory.state.shape[1:]
-    rows, start, lengths, first, base, target, _ = step
+    rows, start, lengths, first, base, target, chunks = step
     span, history, ring = memory.page_size, memory.deltas.shape[1], memory.inputs.shape[1]
     tokens, wide = len(mixed), torch.float32
     q, k = (mixed.new_empty(tokens, key_heads, dk, dtype=wide) for _ in range(2))
@@ -281,7 +302,7 @@ def run_tokens(
     sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": dk, "DV": dv, "SPAN": span}
     tail_stride, state_stride = memory.tails.stride(0), memory.state.stride(0)
     _inputs_launcher(
-        (key_heads, len(rows)),
+        (key_heads + heads, len(rows)),
         (
             *(mixed, a, b, *weights, memory.keys, memory.decays, memory.inputs, memory.tails),
             *(q, k, v, products, scales, rows, start, lengths, first, base, target),
@@ -292,8 +313,9 @@ def run_tokens(
         lambda: Constants(
             sizes
             | {"RING": ring, "TAIL_STRIDE": tail_stride, "TAPS": TAPS, "L2_EPS": L2_EPS}
-            | {"HISTORY": history, "GROUP": triton.next_power_of_2(heads // key_heads)},
-            {"num_warps": 4},
+            | {"HISTORY": history, "GROUP": triton.next_power_of_2(heads // key_heads)}
+            | {"OVERLAP": overlaps()},
+            {"num_warps": 4, "launch_pdl": overlaps()},
         ),
     )
     block = min(_BLOCK, dv)
@@ -303,9 +325,11 @@ def run_tokens(
         (q, k, v, products, scales, *state, out, rows, start, lengths, first, base, target),
         (),
         (),
-        (*sizes.values(), history, state_stride, block),
+        (*sizes.values(), history, state_stride, block, chunks > 0),
         lambda: Constants(
-            sizes | {"DELTA_RING": history, "STATE_STRIDE": state_stride, "BLOCK": block},
-            {"num_warps": 2},
+            sizes
+            | {"DELTA_RING": history, "STATE_STRIDE": state_stride, "BLOCK": block}
+            | {"CHUNKS": chunks > 0, "OVERLAP": overlaps()},
+            {"num_warps": 2, "launch_pdl": overlaps()},
         ),
     )
