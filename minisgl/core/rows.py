@@ -1,6 +1,6 @@
-"""`Rows`: the columns of the running requests that the kinds of memory read."""
+"""`Rows`: the columns of the running requests that the kinds of memory read, and `Steps`."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +20,30 @@ class Prefixes(NamedTuple):
     shared: list[int]
 
 
+class Fenced(Protocol):
+    """Holds memory that a step in flight may still use."""
+
+    def resolve(self, step: int) -> None:
+        """Free the memory whose fence is at most `step`, the newest completed step.
+
+        Leaves Steps.waiting if no other memory waits.
+        """
+
+
+class Steps:
+    """The numbers of the newest steps, and the memory that waits for their results.
+
+    launched  the newest step that was launched.
+    resolved  the newest completed step: the scheduler has read its result.
+    waiting   holders of memory with a fence above `resolved`; a dict keeps the order.
+    """
+
+    def __init__(self) -> None:
+        self.launched = 0
+        self.resolved = 0
+        self.waiting: dict[Fenced, None] = {}
+
+
 class Rows:
     """Rows 0 to R-1, one for each running request.
 
@@ -35,9 +59,11 @@ class Rows:
     prefixes          [R]; where other requests may leave the tokens of the row.
     state_at          int32 [R]; the recurrent state of the row ends at the start of the page of
                       this token, after the last launched step. Only with such states.
+    steps             the steps of the scheduler.
     """
 
     def __init__(self, num_rows: int, max_seq_len: int) -> None:
+        self.steps = Steps()
         self.tokens: Int32Array = np.zeros((num_rows, max_seq_len), dtype=np.int32)
         self.known: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.computed: Int32Array = np.zeros(num_rows, dtype=np.int32)

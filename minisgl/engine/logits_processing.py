@@ -170,10 +170,12 @@ class Constraint(ABC):
     step gives it no token again, it fails. While the constraint is slow, the scheduler prepares
     each further edit before the step that needs it; until then the request skips the steps.
 
+    prepares      False only for Unconstrained.
     masks_drafts  True if the edit also masks the logits after each draft, so that the request may
                   have drafts. The logits after draft i are i rows after the first ones.
     """
 
+    prepares = True
     masks_drafts = False
     slow = False  # the last preparation took long; only rank 0 reads it
 

@@ -1,8 +1,15 @@
 """`FencedPool`: hands out KV pages, or rows of the request table, and takes them back."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
+from minisgl.core.rows import Steps
+
+
+def reclaim_none(missing: int) -> None:
+    """A pool whose users return their ids of their own accord."""
 
 
 class FencedPool:
@@ -20,7 +27,7 @@ class FencedPool:
     num_free         ids that can be allocated now.
     num_quarantined  released ids that wait for their fence.
     allocated        bool [size]; True at each allocated id.
-    resolved_step    the newest completed step.
+    steps            the steps that the fences refer to.
 
     I1  An id that was released with fence step f is not allocated again before step f has been
         resolved.
@@ -28,17 +35,27 @@ class FencedPool:
         are free and releasing an id twice raise InvariantBroken.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(
+        self,
+        size: int,
+        steps: Steps | None = None,
+        reclaim: Callable[[int], object] = reclaim_none,
+    ) -> None:
+        """steps: None makes an object for this pool alone. reclaim: called with the number of ids
+        that an allocation lacks; releases ids, without a fence in flight, if there are some."""
         self.size = size
+        self.steps = steps or Steps()
+        self._reclaim = reclaim
         self._stack = np.arange(size - 1, -1, -1, dtype=np.int32)
         self.num_free = size
         self.allocated = np.zeros(size, dtype=np.bool_)
         self._quarantine: dict[int, list[Int32Array]] = {}
         self.num_quarantined = 0
-        self.resolved_step = 0
 
     def allocate(self, count: int) -> Int32Array:
-        """Return `count` ids, int32 [count]. The caller has checked that `count` ids are free."""
+        """Return `count` ids, int32 [count]. The caller has checked that they are available."""
+        if count > self.num_free:
+            self._reclaim(count - self.num_free)
         if count > self.num_free:
             raise InvariantBroken(f"{count} ids needed, {self.num_free} free; this is a bug")
         self.num_free -= count
@@ -53,19 +70,22 @@ class FencedPool:
         if not self.allocated[ids].all():
             raise InvariantBroken(f"ids released twice: {ids.tolist()}; this is a bug")
         self.allocated[ids] = False
-        if fence <= self.resolved_step:
+        if fence <= self.steps.resolved:
             self._push(ids)
         else:
             self._quarantine.setdefault(fence, []).append(ids)
             self.num_quarantined += len(ids)
+            self.steps.waiting[self] = None
 
     def resolve(self, step: int) -> None:
         """Free the ids whose fence is at most `step`. All steps up to `step` have completed."""
-        self.resolved_step = step
+        self.steps.resolved = step
         for fence in [fence for fence in self._quarantine if fence <= step]:
             for ids in self._quarantine.pop(fence):
                 self.num_quarantined -= len(ids)
                 self._push(ids)
+        if not self._quarantine:
+            self.steps.waiting.pop(self, None)
 
     def _push(self, ids: Int32Array) -> None:
         self._stack[self.num_free : self.num_free + len(ids)] = ids

@@ -1,5 +1,7 @@
 """The pages of layers with full attention, and the host's copy of a page table."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from minisgl.core import EngineLike, Int32Array, PageUpdates
@@ -18,8 +20,15 @@ class PageTable:
     that a draft which the request cannot use overwrites no other page.
     """
 
-    def __init__(self, engine: EngineLike, spare_tokens: int = 0) -> None:
-        """spare_tokens: tokens that must fit after the last page of a row."""
+    def __init__(
+        self,
+        engine: EngineLike,
+        allocate: Callable[[int], Int32Array],
+        spare_tokens: int = 0,
+    ) -> None:
+        """allocate: returns as many page ids, int32. spare_tokens: tokens that must fit after the
+        last page of a row."""
+        self._allocate = allocate
         self.page_size = engine.page_size
         self._spare = -(-spare_tokens // self.page_size)
         num_rows, max_pages = engine.max_running_reqs, -(-engine.max_seq_len // self.page_size)
@@ -34,8 +43,9 @@ class PageTable:
         self.counts[row] = len(pages)
         self.sent[row] = 0
 
-    def append(self, rows: Int32Array, counts: Int32Array, pages: Int32Array) -> None:
-        """Append counts[i] of the pages to rows[i], in this order. The rows must be distinct."""
+    def append(self, rows: Int32Array, counts: Int32Array) -> None:
+        """Give counts[i] more pages, int32, to rows[i]. The rows must be distinct."""
+        pages = self._allocate(int(counts.sum()))
         after = self.counts[rows] + counts
         cols = np.repeat(after - np.cumsum(counts), counts) + np.arange(len(pages))
         self.entries[np.repeat(rows, counts), cols] = pages
@@ -66,12 +76,15 @@ class FullPages:
     in_use  bool [R]; the row belongs to a request.
     """
 
-    def __init__(self, engine: EngineLike, rows: Rows, spare_tokens: int) -> None:
-        """spare_tokens: as for PageTable."""
+    def __init__(
+        self, engine: EngineLike, rows: Rows, spare_tokens: int, evict: Callable[[int], object]
+    ) -> None:
+        """spare_tokens: as for PageTable. evict: frees cached pages; takes the number of
+        pages that are missing."""
         self.rows = rows
         self.page_size = engine.page_size
-        self.pool = FencedPool(engine.num_pages)
-        self.table = PageTable(engine, spare_tokens)
+        self.pool = FencedPool(engine.num_pages, rows.steps, evict)
+        self.table = PageTable(engine, self.pool.allocate, spare_tokens)
         self.in_use = np.zeros(len(rows.known), dtype=np.bool_)
 
     def open(self, row: int, pages: Int32Array) -> None:

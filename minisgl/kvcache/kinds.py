@@ -68,7 +68,8 @@ class CacheKind(Protocol):
     """A kind of memory beside full attention.
 
     Three groups of methods: `room` and `usable` are pure, for the plan. `apply` and the end of a
-    step call the writing ones. The tree calls the last group.
+    step call the writing ones. The tree calls the last group. Memory that steps in flight use waits
+    in Rows.steps.
 
     totals: the numbers of events since the start, by their names, for metrics.
     """
@@ -109,9 +110,6 @@ class CacheKind(Protocol):
 
     def close(self, row: int) -> None:
         """Take everything from a row. Its last step is the fence."""
-
-    def resolve(self, step: int) -> None:
-        """Free the memory whose fence is at most `step`, the newest completed step."""
 
     def updates(self, rows: Int32Array) -> PageUpdates:
         """Return the page-table entries of `rows` that the device does not have. They then count

@@ -1,6 +1,7 @@
 """`Memory`: moves KV pages between the page pool, the prefix cache and the running requests."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from minisgl.core import EngineLike, Int32Array
 from minisgl.core.rows import Rows
 from minisgl.kvcache.full import FullPages
-from minisgl.kvcache.kinds import CacheKind, NewKind, Wanted
+from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
 from minisgl.kvcache.node import CacheListener, Hit, Match, RadixNode
 from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.states import state_kinds
@@ -33,9 +34,9 @@ class Memory:
           +------------------------ evict ----------------------+
 
     A plan uses the pure methods: `hit` finds the cached prefix of a waiting request, and a Room
-    counts the pages that the plan gives away. `apply` then calls `match`, `lock`, `grow` and
-    `open`, and `grow` of each further kind. `publish` gives computed pages to the prefix cache
-    while the request continues to use them. `release` takes the pages back.
+    counts the pages that the plan gives away. `apply` then calls `match`, `lock`, `open` and
+    PageTable.append, and `grow` of each further kind. `publish` gives computed pages to the prefix
+    cache while the request continues to use them. `release` takes the pages back.
 
     full    the pages of full attention.
     kinds   the further kinds of memory of the model (CacheKind).
@@ -62,12 +63,12 @@ class Memory:
         """spare_tokens: as for PageTable. listener: of the prefix cache. kinds: from extensions."""
         self._rows = rows
         self.page_size = engine.page_size
-        self.full = FullPages(engine, rows, spare_tokens)
+        self.full = FullPages(engine, rows, spare_tokens, self._evict)
         new_kinds = (*window_kinds(engine), *state_kinds(engine), *kinds)
         self.kinds: tuple[CacheKind, ...] = tuple(
             new_kind(engine, rows, self, index) for index, new_kind in enumerate(new_kinds)
         )
-        self.tree = RadixCache(self.page_size, listener, self.kinds)
+        self.tree = RadixCache(self.page_size, listener, self.kinds, rows.steps)
         self.shared: Int32Array = np.zeros(len(rows.known), dtype=np.int32)
         self.caches = caches
         self._nodes: dict[int, RadixNode] = {}  # by row: the locked end of its cached prefix
@@ -83,11 +84,12 @@ class Memory:
         """Find the cached prefix of a waiting request, and change nothing."""
         return self.tree.hit(wanted.tokens[: wanted.matchable], wanted.cache_salt)
 
-    @property
-    def available(self) -> int:
-        """The pages of full attention that are free, or that eviction frees at once."""
-        parts = sum(kind.evictable()[0] for kind in self.kinds)
-        return self.full.pool.num_free + self.tree.evictable_pages - self.tree.fenced_pages + parts
+    def room(self) -> "Room":
+        """Return the memory that can be given to requests now."""
+        parts, tree = sum(kind.evictable()[0] for kind in self.kinds), self.tree
+        available = self.full.pool.num_free + tree.evictable_pages - tree.fenced_pages + parts
+        none: Int32Array = np.empty(0, dtype=np.int32)
+        return Room(self, available, [kind.room() for kind in self.kinds], none, none)
 
     @property
     def pending(self) -> int:
@@ -114,22 +116,11 @@ class Memory:
         for kind in self.kinds:
             kind.lock(match)
 
-    def grow(self, rows: Int32Array, counts: Int32Array) -> None:
-        """Give `counts` more pages, int32, to these rows. Evicts cached pages if needed."""
-        self.full.table.append(rows, counts, self.allocate(int(counts.sum())))
-
-    def allocate(self, count: int) -> Int32Array:
-        """Return `count` pages, int32. Evicts cached pages if needed."""
-        pool = self.full.pool
-        if count > pool.num_free:
-            self._evict(count - pool.num_free)
-        return pool.allocate(count)
-
     def open(self, row: int, match: Match) -> None:
         """Let a row begin with its locked prefix, and with pages for its other tokens."""
         missing = self.pages_for(int(self._rows.known[row])) - len(match.pages)
         self.full.open(row, match.pages)
-        self.grow(np.array([row]), np.array([missing]))
+        self.full.table.append(np.array([row]), np.array([missing]))
         self.shared[row] = len(match.pages)
         self._nodes[row] = match.node
         for kind in self.kinds:
@@ -138,9 +129,9 @@ class Memory:
     def try_extend(self, row: int, tokens: int) -> bool:
         """Give a running row pages for `tokens` tokens in all; False if too few are available."""
         missing = self.pages_for(tokens) - int(self.full.table.counts[row])
-        if missing > self.available:
+        if missing > self.room().available:
             return False
-        self.grow(np.array([row]), np.array([max(missing, 0)]))
+        self.full.table.append(np.array([row]), np.array([max(missing, 0)]))
         return True
 
     def publish(self, row: int, salt: str, tokens: int) -> None:
@@ -183,13 +174,6 @@ class Memory:
             kind.close(row)
         self.tree.unlock(self._nodes.pop(row), int(self._rows.last_step[row]))
 
-    def resolve(self, step: int) -> None:
-        """Free the pages whose fence is at most `step`, the newest completed step."""
-        self.full.pool.resolve(step)
-        self.tree.resolve(step)
-        for kind in self.kinds:
-            kind.resolve(step)
-
     def flush(self) -> None:
         """Evict every cached prefix that no running request uses."""
         self.tree.lift_fences()
@@ -201,30 +185,32 @@ class Memory:
             self.full.pool.release(evicted.pages, evicted.fence)
 
 
+@dataclass(slots=True, eq=False)
 class Room:
     """Counts the memory that one plan gives to requests. It does not change the memory.
 
-    kinds          the counters of the further kinds of memory.
     available      pages of full attention that are left: free ones, and those that eviction frees
                    at once.
+    kinds          the counters of the further kinds of memory.
     grown, counts  int32; the running rows that get pages, and the number of pages of each.
+    locked         by node: its pages that new rows use.
+    may_grow       requests that can still need a page; -1: not counted yet.
     """
 
-    def __init__(self, memory: Memory) -> None:
-        self._memory = memory
-        self.kinds = [kind.room() for kind in memory.kinds]
-        self.available = memory.available
-        self.grown: Int32Array = np.empty(0, dtype=np.int32)
-        self.counts = self.grown
-        self._locked: dict[int, int] = {}  # by node: its pages that new rows use
-        self._may_grow = -1  # requests that can still need a page; -1: not counted yet
+    memory: Memory
+    available: int
+    kinds: list[KindRoom]
+    grown: Int32Array
+    counts: Int32Array
+    locked: dict[int, int] = field(default_factory=dict)
+    may_grow: int = -1
 
     def grow(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
         """Give each row the pages of its next tokens.
 
         If too few are left, gives none, and returns the rows that need some. Otherwise no row.
         """
-        full = self._memory.full
+        full = self.memory.full
         ends = -(-(full.rows.computed[rows] + tokens) // full.page_size)
         lacks = ends - full.table.counts[rows]
         growing, counts = rows[lacks > 0], lacks[lacks > 0]
@@ -244,16 +230,16 @@ class Room:
 
         row: a number that no other request has.
         """
-        memory = self._memory
+        memory = self.memory
         pages = memory.pages_for(len(wanted.tokens))
         spare = min(1, memory.pages_for(wanted.max_total_tokens) - pages)
         locked = {
             node.node_id: used
             for node, used in hit.path
-            if not memory.tree.is_locked(node) and used > self._locked.get(node.node_id, 0)
+            if not memory.tree.is_locked(node) and used > self.locked.get(node.node_id, 0)
         }
         left = self.available - sum(locked.values()) - sum(kind.pins(hit) for kind in self.kinds)
-        left += sum(self._locked.get(node, 0) for node in locked)
+        left += sum(self.locked.get(node, 0) for node in locked)
         own = pages - hit.pages
         if own + spare + self._growing() > left:
             return False
@@ -261,9 +247,9 @@ class Room:
             return False
         for kind in self.kinds:
             kind.open(row, wanted, hit)
-        self._locked |= locked
+        self.locked |= locked
         self.available = left - own
-        self._may_grow += spare
+        self.may_grow += spare
         return True
 
     def cut(self, row: int, start: int, tokens: int) -> int:
@@ -274,6 +260,6 @@ class Room:
 
     def _growing(self) -> int:
         """Return the number of running requests that can still need a page."""
-        if self._may_grow < 0:
-            self._may_grow = self._memory.full.growing(self.grown, self.counts)
-        return self._may_grow
+        if self.may_grow < 0:
+            self.may_grow = self.memory.full.growing(self.grown, self.counts)
+        return self.may_grow

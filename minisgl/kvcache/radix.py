@@ -21,6 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
+from minisgl.core.rows import Steps
 from minisgl.kvcache.kinds import CacheKind
 from minisgl.kvcache.node import CacheListener, Evicted, Hit, Match, NoListener, Path, RadixNode
 
@@ -68,8 +69,10 @@ class RadixCache:
         page_size: int,
         listener: CacheListener | None = None,
         kinds: Sequence[CacheKind] = (),
+        steps: Steps | None = None,
     ) -> None:
-        """listener: learns of each insertion and eviction. kinds: beside full attention.
+        """listener: learns of each insertion and eviction. kinds: beside full attention. steps: as
+        for FencedPool.
 
         A match ends where every kind can use it.
         """
@@ -87,7 +90,7 @@ class RadixCache:
         self.evictable_pages = 0
         self.fenced_pages = 0
         self._fenced: dict[RadixNode, None] = {}  # a dict and not a set, because it keeps the order
-        self._resolved_step = 0
+        self._steps = steps or Steps()
 
     def hit(self, tokens: Int32Array, salt: str = "") -> Hit:
         """Find the prefix that `match` would return, and change nothing."""
@@ -185,16 +188,17 @@ class RadixCache:
             if node.lock_count == 0:
                 self.evictable_pages += len(node.pages)
                 self._reused_pages += len(node.pages) * node.reused
-                if node.fence > self._resolved_step:
-                    self._fenced[node] = None
+                if node.fence > self._steps.resolved:
+                    self._fenced[node] = self._steps.waiting[self] = None
                     self.fenced_pages += len(node.pages)
                 self._push_if_evictable(node)
 
     def resolve(self, step: int) -> None:
         """Let `evict` take the pages whose fence is at most `step`, the newest completed step."""
-        self._resolved_step = step
-        if self._fenced:
-            self._unfence([node for node in self._fenced if node.fence <= step])
+        self._steps.resolved = step
+        self._unfence([node for node in self._fenced if node.fence <= step])
+        if not self._fenced:
+            self._steps.waiting.pop(self, None)
 
     def lift_fences(self) -> None:
         """Let `evict` take all unlocked pages. The caller must delay the reuse of evicted pages."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from minisgl.core import Int32Array
+from minisgl.core.rows import Steps
 from minisgl.kvcache.node import RadixNode
 
 if TYPE_CHECKING:
@@ -61,14 +62,14 @@ class Snapshots:
         eviction takes them. Their pages can be allocated after that step only.
     """
 
-    def __init__(self, memory: "Memory", num_pages: int, index: int) -> None:
+    def __init__(self, memory: "Memory", num_pages: int, index: int, steps: Steps) -> None:
         """index: of the part in RadixNode.parts."""
         self._memory, self.num_pages, self._index = memory, num_pages, index
         self._own: dict[Snapshot, None] = {}
         # Least recently used first: new snapshots, and reused ones.
         self._lru: tuple[OrderedDict[Snapshot, None], ...] = (OrderedDict(), OrderedDict())
         self._fenced: dict[Snapshot, None] = {}
-        self._resolved_step = 0
+        self._steps = steps
 
     @property
     def num_own(self) -> int:
@@ -104,10 +105,10 @@ class Snapshots:
         Each running request that can still need a page keeps a page.
         """
         memory = self._memory
-        left = memory.available - self.num_pages
+        left = memory.room().available - self.num_pages
         if left < memory.full.growing(_NO_ROWS, 0):
             return None
-        snapshot = Snapshot(memory.allocate(self.num_pages), tokens, request, branches)
+        snapshot = Snapshot(memory.full.pool.allocate(self.num_pages), tokens, request, branches)
         self._own[snapshot] = None
         return snapshot
 
@@ -153,7 +154,7 @@ class Snapshots:
         snapshot.freed = True
         self._fenced.pop(snapshot, None)
         self._memory.full.pool.release(snapshot.pages, snapshot.fence)
-        return self.num_pages if snapshot.fence <= self._resolved_step else 0
+        return self.num_pages if snapshot.fence <= self._steps.resolved else 0
 
     def touch(self, node: RadixNode) -> None:
         """Mark the snapshot of a node as used."""
@@ -165,7 +166,7 @@ class Snapshots:
     def lock(self, snapshot: Snapshot) -> None:
         """Protect a snapshot until the next batch has loaded it."""
         snapshot.loads += 1
-        self._fenced[snapshot] = None
+        self._fenced[snapshot] = self._steps.waiting[self] = None
 
     def unlock(self, snapshot: Snapshot) -> None:
         """Undo one lock."""
@@ -175,16 +176,18 @@ class Snapshots:
     def record_copy(self, snapshot: Snapshot, step: int) -> None:
         """Step `step` copies from or to the pages."""
         snapshot.fence = step
-        self._fenced[snapshot] = None
+        self._fenced[snapshot] = self._steps.waiting[self] = None
 
     def resolve(self, step: int) -> None:
         """Let evictions take the snapshots that steps up to `step` have copied."""
-        self._resolved_step = step
+        self._steps.resolved = step
         for snapshot in [*self._fenced]:
             self._unfence(snapshot)
+        if not self._fenced:
+            self._steps.waiting.pop(self, None)
 
     def _unfence(self, snapshot: Snapshot) -> None:
-        if not snapshot.loads and snapshot.fence <= self._resolved_step:
+        if not snapshot.loads and snapshot.fence <= self._steps.resolved:
             del self._fenced[snapshot]
 
     def evict(self, before: int | None, reused: bool) -> int:

@@ -68,7 +68,7 @@ class States:
     def __init__(self, engine: EngineLike, rows: Rows, memory: "Memory", index: int) -> None:
         """index: of the part in RadixNode.parts."""
         self._rows, self._memory, self._page_size = rows, memory, engine.page_size
-        self.snapshots = Snapshots(memory, engine.snapshot_pages, index)
+        self.snapshots = Snapshots(memory, engine.snapshot_pages, index, rows.steps)
         self.totals = {"saved": 0, "loaded": 0, "evicted": 0}
         self._savings: dict[int, Saving] = {}
         self._requests = 0
@@ -239,10 +239,6 @@ class States:
             self._saves.append((row, snapshot))
             saving.saved.append(snapshot)
             saving.done = tokens
-
-    def resolve(self, step: int) -> None:
-        """Let evictions take the snapshots that steps up to `step` have copied."""
-        self.snapshots.resolve(step)
 
     def updates(self, rows: Int32Array) -> PageUpdates:
         """The layers have no page table."""

@@ -72,12 +72,13 @@ class Windows:
         """index: of the part in RadixNode.parts."""
         window = engine.window
         assert window is not None, "the model must have window layers; this is a bug"
-        self._rows, self.table = rows, PageTable(engine)
+        self._rows = rows
         self.totals: dict[str, int] = {}
         num_rows, self._page_size = len(rows.known), engine.page_size
         self.span = window.span(self._page_size)
         self._full_reserve = window.reserve(self._page_size)
-        self.pages = WindowPages(window.num_pages, self.span, index)
+        self.pages = WindowPages(window.num_pages, self.span, index, rows.steps)
+        self.table = PageTable(engine, self.pages.allocate)
         self.first: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self._reserve: Int32Array = np.zeros(num_rows, dtype=np.int32)
         # The row also holds the pages kept_first to kept_end - 1 that are behind its window.
@@ -154,7 +155,7 @@ class Windows:
             if count > max(int(self._reserve[row] - self.held[row]), 0) + self.spare:
                 self._forget(row)
             self.pages.evict(count - self.pages.pool.num_free)
-            self.table.append(rows[index, None], missing[index, None], self.pages.allocate(count))
+            self.table.append(rows[index, None], missing[index, None])
 
     def publish(self, row: int, node: RadixNode, pages: int) -> None:
         """Give the window at the end of the first `pages` pages to the tree.
@@ -181,10 +182,6 @@ class Windows:
         self._drop_before(row, int(self.table.counts[row]))
         self.table.counts[row] = self.first[row] = self._reserve[row] = 0
         self._published[row] = False
-
-    def resolve(self, step: int) -> None:
-        """Free the pages whose fence is at most `step`."""
-        self.pages.pool.resolve(step)
 
     def updates(self, rows: Int32Array) -> PageUpdates:
         """The page table of window layers follows the one of full attention."""

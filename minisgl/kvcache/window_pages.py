@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import Int32Array
+from minisgl.core.rows import Steps
 from minisgl.kvcache.fenced_pool import FencedPool
 from minisgl.kvcache.node import Path, RadixNode
 
@@ -38,9 +39,12 @@ class WindowPages:
         window is first.
     """
 
-    def __init__(self, num_pages: int, span: int, index: int = 0) -> None:
+    def __init__(
+        self, num_pages: int, span: int, index: int = 0, steps: Steps | None = None
+    ) -> None:
+        """steps: as for FencedPool."""
         self.span, self.index = span, index
-        self.pool = FencedPool(num_pages)
+        self.pool = FencedPool(num_pages, steps)
         self.users: Int32Array = np.zeros(num_pages, dtype=np.int32)
         self.cached = np.zeros(num_pages, dtype=np.bool_)
         self._last_step = np.zeros(num_pages, dtype=np.int64)
@@ -86,16 +90,16 @@ class WindowPages:
 
         fence: the user's last launched step.
         """
-        if fence > self.pool.resolved_step:
+        if fence > self.pool.steps.resolved:
             return pages[:0]
-        resolved = self._last_step[pages] <= self.pool.resolved_step
+        resolved = self._last_step[pages] <= self.pool.steps.resolved
         freed: Int32Array = pages[resolved & (self.users[pages] == 1)]
         return freed
 
     def _is_idle(self, pages: NDArray[np.integer[Any]]) -> NDArray[np.bool_]:
         """Return which of these pages neither a request nor a step in flight uses."""
         unused: NDArray[np.bool_] = self.users[pages] == 0
-        unused &= self._last_step[pages] <= self.pool.resolved_step
+        unused &= self._last_step[pages] <= self.pool.steps.resolved
         return unused
 
     def usable(self, windows: Int32Array) -> int:

@@ -40,37 +40,62 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
     3. Open the rows of new requests, and build the batch.
     4. Advance the lengths of the batch's rows: the caller launches the batch.
     """
-    memory = view.memory
+    memory, table, steps = view.memory, view.table, view.table.steps
     locked = _lock(view, plan) if plan.seen else {}
     if len(plan.grow):
-        memory.grow(plan.grow, plan.pages)
+        memory.full.table.append(plan.grow, plan.pages)
     for req, _ in plan.admit:
         _admit(view, req, locked[req])
     if plan.preempt is not None:
         remove(view, plan.preempt)
     view.carry = plan.carry
-    rows, lengths = plan.decode
-    if plan.chunks:
-        chunk_rows = [req.row for req, _ in plan.chunks]
-        rows = np.concatenate([rows, np.array(chunk_rows, dtype=np.int32)])
-        chunks = np.array([tokens for _, tokens in plan.chunks], dtype=np.int32)
-        lengths = np.concatenate([lengths, chunks])
+    rows, lengths = _with_chunks(plan) if plan.chunks else plan.decode
     if not len(rows):
-        if view.waiting and not (view.in_flight or view.paused) and plan.preempt is None:
-            raise InvariantBroken(
-                "no request runs, but no waiting request can be admitted; this is a bug"
-            )
+        _check_progress(view, plan)
         return None
-    view.launched_step += 1
+    steps.launched += 1
     updates, states = memory.full.table.take_updates(rows), None
     for kind in memory.kinds:
-        states = kind.copies(view.launched_step) or states  # one kind at most has some
+        states = kind.copies(steps.launched) or states  # one kind at most has some
         kind.grow(rows, lengths)
         updates = updates.joined(kind.updates(rows))
-    step, num_decode = view.launched_step, len(plan.decode.rows)
-    batch = view.table.build_batch(step, rows, lengths, num_decode, updates, states)
-    _advance(view, batch)
+    num_decode = len(plan.decode.rows)
+    batch = table.build_batch(steps.launched, rows, lengths, num_decode, updates, states)
+    if plan.chunks:
+        _begin_to_decode(view, rows[num_decode:])
+    # Requests whose last token the batch samples need no further step. Those with slow edits pause
+    # when the batch is resolved.
+    rows = view.decode_rows
+    leaving = table.computed[rows] >= table.max_total_tokens[rows] - 1
+    leaving |= table.slow[rows] & (table.last_step[rows] == steps.launched)
+    view.decode_rows = rows[~leaving]
     return batch
+
+
+def _with_chunks(plan: StepPlan) -> tuple[Int32Array, Int32Array]:
+    """Return the rows of a step, those with chunks last, and the number of tokens of each."""
+    rows = np.array([req.row for req, _ in plan.chunks], dtype=np.int32)
+    tokens = np.array([tokens for _, tokens in plan.chunks], dtype=np.int32)
+    return np.concatenate([plan.decode.rows, rows]), np.concatenate([plan.decode.tokens, tokens])
+
+
+def _check_progress(view: View, plan: StepPlan) -> None:
+    """A plan without a step must wait for a result, for an edit, or for the preempted request."""
+    if view.waiting and not (view.in_flight or view.paused) and plan.preempt is None:
+        raise InvariantBroken(
+            "no request runs, but no waiting request can be admitted; this is a bug"
+        )
+
+
+def _begin_to_decode(view: View, rows: Int32Array) -> None:
+    """Let the requests decode whose last chunk the batch contains. rows: those with chunks."""
+    table = view.table
+    entering = rows[table.computed[rows] >= table.prefill_end[rows]]
+    for row in entering.tolist():
+        req = table.req_at(row)
+        view.prefilling.remove(req)
+        req.state = ReqState.DECODE
+    view.decode_rows = np.concatenate([view.decode_rows, entering])
 
 
 def _lock(view: View, plan: StepPlan) -> dict[Req, Match]:
@@ -104,28 +129,6 @@ def _admit(view: View, req: Req, match: Match) -> None:
     req.state = ReqState.PREFILL
     view.prefilling.append(req)
     view.uncached[req] = None
-
-
-def _advance(view: View, batch: Batch) -> None:
-    """Advance the lengths of the batch's requests.
-
-    Requests whose last chunk the batch contains begin to decode. Requests whose last token the
-    batch samples need no further step, so they leave decode_rows. So do requests with slow edits:
-    they pause when the batch is resolved.
-    """
-    table = view.table
-    table.computed[batch.rows] = batch.start + batch.lengths
-    table.last_step[batch.rows] = batch.step_id
-    chunk_rows = batch.rows[batch.num_decode :]
-    entering = chunk_rows[table.computed[chunk_rows] >= table.prefill_end[chunk_rows]]
-    for row in entering.tolist():
-        req = table.req_at(row)
-        view.prefilling.remove(req)
-        req.state = ReqState.DECODE
-    rows = np.concatenate([view.decode_rows, entering])
-    samples_last_token = table.computed[rows] >= table.max_total_tokens[rows] - 1
-    pausing = table.slow[rows] & (table.last_step[rows] == batch.step_id)
-    view.decode_rows = rows[~(samples_last_token | pausing)]
 
 
 def rejoin(view: View, rows: Int32Array) -> None:

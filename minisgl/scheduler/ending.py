@@ -48,7 +48,7 @@ class Endings:
             self.finish(req, error)
             return
         remove(self._view, req)
-        if int(self._view.table.last_step[req.row]) <= self._view.resolved_step:
+        if int(self._view.table.last_step[req.row]) <= self._view.table.steps.resolved:
             self._release(req, error)
         elif req not in self.due:
             self.due.append(req)
@@ -68,8 +68,8 @@ class Endings:
         table = self._view.table
         for row, reason in ended.items():
             req, known = table.req_at(row), int(table.known[row])
-            constraint = req.constraint if reason is FinishReason.ERROR else None
-            if constraint is not None and req.failed_at != known:
+            failed = reason is FinishReason.ERROR
+            if failed and req.constraint.prepares and req.failed_at != known:
                 # The mask of this position was not ready, or allows no token. The request is
                 # preempted, and its constraint prepares the mask.
                 req.failed_at = known
@@ -77,8 +77,8 @@ class Endings:
                 self.end_when_resolved(req)
                 continue
             req.end_reason = reason
-            error: MinisglError | None = None if constraint is None else constraint.failure(known)
-            if reason is FinishReason.ERROR and error is None:
+            error: MinisglError | None = req.constraint.failure(known) if failed else None
+            if failed and error is None:
                 self._totals.nonfinite_rows_total += 1
                 error = EngineError("the model produced non-finite logits")
             remove(self._view, req)
@@ -105,7 +105,7 @@ class Endings:
         # the tokens of a decode step in flight, and forced tokens. The newest known token is one of
         # them, because the next decode step forwards it first.
         cacheable = error is None and table.known[row] > table.prefill_end[row]
-        forwarded = int(table.computed[row]) - int(table.last_step[row] > view.resolved_step)
+        forwarded = int(table.computed[row]) - int(table.last_step[row] > table.steps.resolved)
         forwarded = min(forwarded, int(table.known[row]) - 1)
         view.memory.release(row, req.cache_salt, forwarded if cacheable else 0)
         table.close_row(req)
@@ -114,7 +114,7 @@ class Endings:
         elif req.uid in self._preparations.preparing:  # it was paused
             self._totals.preemptions_total += 1
             req.state = ReqState.PREPARING
-        elif req.constraint is not None and req.failed_at == len(req.tokens):
+        elif req.failed_at == len(req.tokens):
             self._preparations.again(req)
         else:
             self._totals.preemptions_total += 1

@@ -31,11 +31,11 @@ def append_forced(sampled_rows: Int32Array, view: View) -> NewTokens:
     table = view.table
     forced: dict[int, list[int]] = {}
     ending: set[int] = set()
-    for row in sampled_rows.tolist():
+    # With log-probabilities, each token needs the logits of a step.
+    edited = table.edits_logits[sampled_rows] & ~table.has_logprobs[sampled_rows]
+    for row in sampled_rows[edited].tolist():
         req = table.reqs[row]
-        if req is None or req.constraint is None or req.state is not ReqState.DECODE:
-            continue
-        if table.has_logprobs[row]:  # each token needs the logits of a step
+        if req is None or req.state is not ReqState.DECODE:
             continue
         known, limit = int(table.known[row]), int(table.max_total_tokens[row])
         ids = list(req.constraint.forced(table.tokens[row, :known]))[: limit - known]

@@ -51,7 +51,7 @@ def plan(view: View) -> StepPlan:
     that receives none leaves the further choices of others out, if they take long. The next step
     does not.
     """
-    room = Room(view.memory)
+    room = view.memory.room()
     decode, short = decoding(view, room)
     if short is None and not (view.prefilling or view.waiting.uncached):  # no Python loop
         return StepPlan(decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))

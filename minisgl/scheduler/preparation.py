@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from minisgl.engine.logits_processing import Constraint
 from minisgl.message.messages import Prepared
 from minisgl.scheduler.request import Req, ReqState
 
@@ -37,18 +36,20 @@ class PreparationQueue:
         self._served.clear()
 
     def add(self, req: Req) -> bool:
-        """Add a request with a constraint. Its preparation begins at once if there is room.
+        """Add a new request. Its preparation begins at once if there is room.
 
         Returns True if the request is prepared already, and is not in the queue.
         """
+        if not req.constraint.prepares:
+            return True
         queue = self._queues.setdefault((req.client, req.priority), _Queue())
         queue.ahead = [other for other in queue.ahead if _waits(other)]
-        is_short = _constraint(req).start_s <= MAX_AT_ONCE_S and req.client not in self._served
+        is_short = req.constraint.start_s <= MAX_AT_ONCE_S and req.client not in self._served
         if is_short and not queue.calls and len(queue.ahead) < MAX_AHEAD:
             self._served.add(req.client)
             queue.ahead.append(req)
             _start(req, here=True)
-            return _constraint(req).prepared(None)
+            return req.constraint.prepared(None)
         req.state = ReqState.PREPARING
         self.preparing[req.uid] = req
         queue.calls.setdefault(req.call, {})[req.uid] = req
@@ -62,7 +63,7 @@ class PreparationQueue:
         """
         req.state = ReqState.PREPARING
         self.preparing[req.uid] = req
-        _constraint(req).prepare(req.tokens)
+        req.constraint.prepare(req.tokens)
 
     def prepared(self, wait: bool) -> Prepared:
         """Return the requests whose constraints are prepared on this rank.
@@ -71,10 +72,10 @@ class PreparationQueue:
         """
         self.begin()
         if wait:
-            _constraint(next(iter(self.preparing.values()))).prepared(WAIT_S)
-        done = [req for req in self.preparing.values() if _constraint(req).prepared()]
-        failed = [req.uid for req in done if _constraint(req).failure(len(req.tokens)) is not None]
-        slow = [req.uid for req in done if _constraint(req).slow]
+            next(iter(self.preparing.values())).constraint.prepared(WAIT_S)
+        done = [req for req in self.preparing.values() if req.constraint.prepared()]
+        failed = [req.uid for req in done if req.constraint.failure(len(req.tokens)) is not None]
+        slow = [req.uid for req in done if req.constraint.slow]
         return Prepared(uids=[req.uid for req in done], failed=failed, slow=slow)
 
     def take(self, uid: int) -> Req | None:
@@ -86,7 +87,7 @@ class PreparationQueue:
         if req is not None:
             if self._take(req):
                 _start(req)
-            _constraint(req).prepared(None)
+            req.constraint.prepared(None)
         return req
 
     def begin(self) -> None:
@@ -101,7 +102,7 @@ class PreparationQueue:
         """Remove a request that was aborted before its constraint was prepared."""
         del self.preparing[req.uid]
         if not self._take(req):
-            _constraint(req).withdraw()
+            req.constraint.withdraw()
 
     def _take(self, req: Req) -> bool:
         """Take out a request. Returns False if its preparation has begun."""
@@ -142,9 +143,4 @@ def _waits(req: Req) -> bool:
 
 
 def _start(req: Req, here: bool = False) -> None:
-    _constraint(req).start(req.client, here)
-
-
-def _constraint(req: Req) -> Constraint:
-    assert req.constraint is not None, "a request in PREPARING has a constraint"
-    return req.constraint
+    req.constraint.start(req.client, here)

@@ -1,5 +1,6 @@
 """`Req`, one generation inside the scheduler, and its construction from an AddReq message."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -7,7 +8,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from minisgl.core import FinishReason, Int32Array, InvalidRequest, PromptTooLong, SamplingParams
+from minisgl.core import (
+    FinishReason,
+    Int32Array,
+    InvalidRequest,
+    PromptTooLong,
+    RequestError,
+    SamplingParams,
+)
 from minisgl.core.rows import Prefixes
 from minisgl.core.sampling import MAX_SEED
 from minisgl.engine import Extensions
@@ -30,6 +38,33 @@ class ReqState(StrEnum):
     DECODE = "decode"  # the whole prompt is launched; each step adds a token, with drafts several
     ENDING = "ending"  # keeps its row until the step in flight that contains it is resolved
     FINISHED = "finished"  # owns neither row nor pages; its Finished message has been built
+
+
+class Unconstrained(Constraint):
+    """Implements Constraint for a request whose output is free. It is always prepared."""
+
+    prepares = False
+
+    def start(self, client: str, here: bool = False) -> None:
+        """Prepare nothing."""
+
+    def prepare(self, tokens: Int32Array) -> None:
+        """Prepare nothing."""
+
+    def withdraw(self) -> None:
+        """No preparation waits."""
+
+    def prepared(self, wait_s: float | None = 0.0) -> bool:
+        return True
+
+    def failure(self, position: int) -> RequestError | None:
+        return None
+
+    def forced(self, tokens: Int32Array) -> Sequence[int]:
+        return ()
+
+
+UNCONSTRAINED = Unconstrained()
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +92,7 @@ class Req:
     priority          requests with a lower number are served first. `raise_delayed` lowers it for a
                       request that many others have overtaken.
     logit_states      state of each logits processor for this request; empty without edited logits.
-    constraint        the element of logit_states that is a Constraint; None if there is none.
+    constraint        the element of logit_states that is a Constraint, if there is one.
     slow              each edit of the request is prepared before its step.
     failed_at         number of tokens at which a step last gave the request no token; -1: none did.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
@@ -85,7 +120,7 @@ class Req:
     call: int = 0
     priority: int = 0
     logit_states: tuple[Any, ...] = ()
-    constraint: Constraint | None = None
+    constraint: Constraint = UNCONSTRAINED
     state: ReqState = ReqState.WAITING
     uncached_tokens: int = 0
     slow: bool = False
@@ -166,6 +201,6 @@ def accept_request(
         call=message.call,
         priority=message.priority,
         logit_states=states,
-        constraint=next((s for s in states if isinstance(s, Constraint)), None),
+        constraint=next((s for s in states if isinstance(s, Constraint)), UNCONSTRAINED),
         prediction=prediction,
     )

@@ -61,7 +61,7 @@ class RequestTable(Rows):
         num_rows = engine.max_running_reqs
         super().__init__(num_rows, engine.max_seq_len)
         self.eos_token_ids: Int32Array = np.array(eos_token_ids, dtype=np.int32)
-        self.rows = FencedPool(num_rows)
+        self.rows = FencedPool(num_rows, self.steps)
         self._drafting = extensions.draft_lengths is not None
         self.reqs: list[Req | None] = [None] * num_rows
         self.uid = np.zeros(num_rows, dtype=np.int64)
@@ -193,7 +193,7 @@ class RequestTable(Rows):
         updates: PageUpdates,
         states: StateCopies | None = None,
     ) -> Batch:
-        """Return a batch of the next `lengths` tokens of each row.
+        """Return a batch of the next `lengths` tokens of each row, and count them as computed.
 
         rows, lengths: int32 [B]; first the num_decode decoding rows, then the chunks.
         """
@@ -206,6 +206,7 @@ class RequestTable(Rows):
             )
         ]
         samples = ends >= self.prefill_end[rows]
+        self.computed[rows], self.last_step[rows] = ends, step_id
         return Batch(
             step_id=step_id,
             num_decode=num_decode,

@@ -30,17 +30,16 @@ from minisgl.message.messages import (
 )
 from minisgl.message.stats import ConstraintTotals, KVEventTotals
 from minisgl.scheduler.apply import apply, enqueue, raise_delayed
+from minisgl.scheduler.constraint_reader import ConstraintReader, resume
 from minisgl.scheduler.cost_fit import CostFit
 from minisgl.scheduler.draft_reader import DraftReader
 from minisgl.scheduler.ending import Endings
-from minisgl.scheduler.forced import append_forced
 from minisgl.scheduler.inbox import Inbox
 from minisgl.scheduler.outputs import OutputBuilder
-from minisgl.scheduler.pausing import pause_slow, resume
 from minisgl.scheduler.plan import plan
 from minisgl.scheduler.preparation import PreparationQueue
 from minisgl.scheduler.request import Req, accept_request
-from minisgl.scheduler.request_table import RequestTable
+from minisgl.scheduler.request_table import NewTokens, RequestTable
 from minisgl.scheduler.stats import InFlight, StepMeter
 from minisgl.scheduler.view import Admission, new_view
 
@@ -114,7 +113,6 @@ class Scheduler:
         self._meter = StepMeter(clock, fits)
         self._preparations = PreparationQueue()
         self._in_flight: deque[InFlight] = deque()
-        self._decode_launch_s = 0.0  # host time of the last launch of a decode-only step
         self._plan_hash: int | None = None
         self.totals = SchedulerStats(
             phases=self._meter.phases,
@@ -127,6 +125,10 @@ class Scheduler:
         self._draft_readers = [of_drafts] if extensions.draft_lengths else []  # one or none
         self._endings = Endings(self.view, self._outputs, self._preparations, self.totals)
         self._reqs = self._endings.reqs
+        of_constraints = ConstraintReader(
+            self.view, self._outputs, self._endings, self._preparations, self.totals.constraints
+        )
+        self._constraint_readers = [of_constraints] if extensions.constraint_totals else []
         self.stopping = False
 
     @property
@@ -162,20 +164,13 @@ class Scheduler:
         for reporter in self._reporters:
             reporter.flush()
 
-    def drain_in_flight(self, keep: int = 0) -> None:
-        """Read the results of launched steps, except for the last `keep`, and send the output."""
-        while len(self._in_flight) > keep:
-            self._resolve(self._in_flight.popleft())
-        if (output := self._outputs.take(self.view.resolved_step)) is not None:
-            self._send(output)
-
     def stats(self) -> SchedulerStats:
         """Gauges and totals as of now."""
         used, evictable, free = self.memory.usage()
         waiting = len(self.view.waiting) + len(self._preparations.preparing) - len(self.view.paused)
         return msgspec.structs.replace(
             self.totals,
-            step_id=self.view.resolved_step,
+            step_id=self.table.steps.resolved,
             busy=not self.idle,
             preparing=self._only_preparing,
             waiting_reqs=waiting,
@@ -210,7 +205,7 @@ class Scheduler:
         remaining_s = self._meter.remaining_s(predicted_s, not self.view.has_prompts)
         # The next step must be launched before the device runs out of work. A launch with token
         # masks returns later, so the scheduler notices the end of the previous step later.
-        lead_s = max(MIN_LAUNCH_LEAD_S, 2 * self._decode_launch_s) + step.mask_s
+        lead_s = max(MIN_LAUNCH_LEAD_S, 2 * self._meter.decode_launch_s) + step.mask_s
         return max(remaining_s - lead_s, 0.0)
 
     @property
@@ -258,14 +253,12 @@ class Scheduler:
             self._outputs.refuse(uid, message, error)
             return
         self._reqs[req.uid] = req
-        if req.constraint is None:
-            enqueue(self.view, req)
-        elif self._preparations.add(req):
+        if self._preparations.add(req):
             self._start(req, req.constraint.failure(len(req.tokens)) is not None)
 
     def _start(self, req: Req, failed: bool) -> None:
         """Enqueue or resume a request that is prepared on rank 0. failed: end it instead."""
-        if failed and req.constraint is not None:
+        if failed:
             req.end_reason = FinishReason.ERROR
             self._endings.end_when_resolved(req, req.constraint.failure(len(req.tokens)))
         elif req in self.view.paused:
@@ -285,50 +278,61 @@ class Scheduler:
         launch_s = self._meter.clock() - began_s
         mask_s = totals.constraints.mask_seconds - masked_s
         self._in_flight.append(InFlight(batch, pending, began_s, launch_s - mask_s, mask_s))
-        # With edited logits a launch may wait for the previous step, so its time is not recorded.
-        if not (len(batch.chunk_ids) or batch.logit_edits):
-            self._decode_launch_s = launch_s
         if self._config.check_plans:
             self._plan_hash = batch.plan_hash()
         totals.prefill_tokens_total += len(batch.chunk_ids)
 
-    def _resolve(self, step: InFlight) -> None:
-        """Wait for a launched step and act on its result."""
-        batch, result = step.batch, step.pending.wait()
-        self._meter.record_result(step, result)
-        self.view.resolved_step = batch.step_id
-        self.table.rows.resolve(batch.step_id)
-        self.memory.resolve(batch.step_id)
+    def drain_in_flight(self, keep: int = 0) -> None:
+        """Read the results of launched steps, except for the last `keep`, and send the output."""
+        steps, outputs = self.table.steps, self._outputs
+        while len(self._in_flight) > keep:
+            step = self._in_flight.popleft()
+            batch, result = step.batch, step.pending.wait()
+            self._meter.record_result(step, result)
+            steps.resolved = batch.step_id
+            for holder in [*steps.waiting]:
+                holder.resolve(batch.step_id)
+            prefilled = self._prefilled(batch) if len(batch.chunk_ids) else []
+            new = self.table.read_result(batch, result)
+            for req in prefilled:
+                self._open_output(req, new)
+            for drafts in self._draft_readers:
+                drafts.read(batch, result, new)
+            for wanted in batch.logprobs:
+                outputs.logprobs(wanted, batch, result, new.rows)
+            outputs.tokens(new)
+            if new.ended:
+                self._endings.end_rows(new.ended)
+            for req in prefilled:
+                self._publish(req)
+            if self._endings.due:
+                self._endings.end_due()
+            for constraints in self._constraint_readers:
+                constraints.read(batch, new)
+        if (output := outputs.take(steps.resolved)) is not None:
+            self._send(output)
+
+    def _prefilled(self, batch: Batch) -> list[Req]:
+        """Return the requests whose last chunk the batch contains, if they have not ended."""
         chunks = slice(batch.num_decode, None)
-        completed_rows = batch.rows[chunks][batch.samples[chunks]].tolist()
-        prefilled = [req for row in completed_rows if (req := self.table.reqs[row]) is not None]
-        new = self.table.read_result(batch, result)
-        for req in prefilled:
-            if not req.prefill_done and new.ended.get(req.row) is not FinishReason.ERROR:
-                self.totals.prompt_tokens_total += req.prompt_len
-                self.totals.cached_tokens_total += req.cached_tokens
-                self.totals.known_tokens_total += req.known_tokens
-                self._outputs.open(req)
-        for reader in self._draft_readers:
-            reader.read(batch, result, new)
-        for wanted in batch.logprobs:
-            self._outputs.logprobs(wanted, batch, result, new.rows)
-        self._outputs.tokens(new)
-        if new.ended:
-            self._endings.end_rows(new.ended)
-        # A prompt with non-finite logits has ended above. The logits of the prompts that are left
-        # are finite, so other requests may now use their KV.
-        for req in prefilled:
-            if req in self.view.uncached:  # False: the chunk held forced tokens, or `req` ends
-                del self.view.uncached[req]
-                computed = int(self.table.prefill_end[req.row])
-                self.memory.publish(req.row, req.cache_salt, computed)
-        if self._endings.due:
-            self._endings.end_due()
-        if batch.logit_edits:
-            new = append_forced(new.rows, self.view)
-            self.totals.constraints.forced_tokens += len(new.rows)
-            self._outputs.tokens(new)
-            self._endings.end_rows(new.ended)
-            for req in pause_slow(self.view, batch):
-                self._preparations.again(req)
+        rows = batch.rows[chunks][batch.samples[chunks]].tolist()
+        return [req for row in rows if (req := self.table.reqs[row]) is not None]
+
+    def _open_output(self, req: Req, new: NewTokens) -> None:
+        """Report a complete prompt, unless its logits are not finite."""
+        if not req.prefill_done and new.ended.get(req.row) is not FinishReason.ERROR:
+            self.totals.prompt_tokens_total += req.prompt_len
+            self.totals.cached_tokens_total += req.cached_tokens
+            self.totals.known_tokens_total += req.known_tokens
+            self._outputs.open(req)
+
+    def _publish(self, req: Req) -> None:
+        """Let other requests use the KV of a complete prompt.
+
+        A prompt with non-finite logits has ended, and is not in `uncached`. Neither is a request
+        whose chunk held forced tokens.
+        """
+        if req in self.view.uncached:
+            del self.view.uncached[req]
+            computed = int(self.table.prefill_end[req.row])
+            self.memory.publish(req.row, req.cache_salt, computed)

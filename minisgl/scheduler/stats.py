@@ -35,6 +35,8 @@ class StepMeter:
 
     phases  the totals by phase (STEP_PHASES). The meter keeps counting in these objects; encode
             them to keep their values.
+    decode_launch_s  host time of the launch of the last decode step without edits. With edits a
+            launch may wait for the previous step.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class StepMeter:
         """clock: returns seconds. fits: get the times that the device takes for steps."""
         self.clock, self._fits = clock, fits
         self.phases = {phase: PhaseStats() for phase in STEP_PHASES}
+        self.decode_launch_s = 0.0
         self._ended_s = 0.0
         self._decode_s: deque[float] = deque([0.0], maxlen=2)
 
@@ -65,6 +68,8 @@ class StepMeter:
         if not len(batch.chunk_ids):
             phase = self.phases["decode"]
             self._decode_s.append(duration_s)
+            if not batch.logit_edits:
+                self.decode_launch_s = step.launch_s
         else:
             phase = self.phases["mixed" if batch.num_decode else "prefill"]
         phase.graph_steps += result.by_graph

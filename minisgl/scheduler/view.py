@@ -85,7 +85,8 @@ class View:
     """The requests, their memory and their order. A plan reads it, and changes nothing.
 
     Only apply.py makes the changes of a plan. Messages and results of steps change the rest: the
-    cost, resolved_step, the prompts that are published (uncached), aborts in the queue, and tokens.
+    cost, the newest completed step, the prompts that are published (uncached), aborts in the queue,
+    and tokens.
 
         waiting  --admit-->  prefilling  --last chunk launched-->  decoding  <-->  paused
            ^                     |                                    |              |
@@ -102,8 +103,6 @@ class View:
     paused       decoding requests that skip steps until their next edit is prepared.
     sizes        the preferred sizes of a step in tokens, in rising order.
     cost         predicts step times.
-    launched_step, resolved_step
-                 the newest step that was launched, and the newest whose result was read.
 
     I1  A request is in exactly one place: waiting, prefilling, decoding, paused, or in state
         ENDING.
@@ -126,13 +125,11 @@ class View:
     decode_rows: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
     paused: dict[Req, None] = field(default_factory=dict)
     carry: Carry = NO_CARRY
-    launched_step: int = 0
-    resolved_step: int = 0
 
     @property
     def in_flight(self) -> bool:
         """A launched step has no result yet. Its result may free pages."""
-        return self.launched_step > self.resolved_step
+        return self.table.steps.launched > self.table.steps.resolved
 
     @property
     def has_prompts(self) -> bool:

@@ -26,7 +26,7 @@ class Slots:
     def __init__(self, engine: EngineLike, rows: Rows, memory: Memory, index: int) -> None:
         self.rows, self.index, self.page_size = rows, index, engine.page_size
         self.totals: dict[str, int] = {}
-        self.pool = FencedPool(SLOTS)
+        self.pool = FencedPool(SLOTS, rows.steps)
         self.slots: dict[int, Int32Array] = {}
 
     def room(self) -> "SlotRoom":
@@ -62,9 +62,6 @@ class Slots:
 
     def close(self, row: int) -> None:
         self.pool.release(self.slots.pop(row), int(self.rows.last_step[row]))
-
-    def resolve(self, step: int) -> None:
-        self.pool.resolve(step)
 
     def updates(self, rows: Int32Array) -> PageUpdates:
         return PageUpdates(rows[:0], rows[:0], rows[:0])

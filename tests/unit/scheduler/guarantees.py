@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from minisgl.kvcache import FencedPool, Room
+from minisgl.kvcache import FencedPool
 from minisgl.scheduler import budget, scheduler
 from minisgl.scheduler import plan as planning
 from minisgl.scheduler.request import Req
@@ -69,7 +69,7 @@ class PlanChecks:
         has_room = ends <= view.memory.full.table.counts[view.decode_rows]
         has_room |= np.isin(view.decode_rows, plan.grow)
         fitting = view.decode_rows
-        for kind in Room(view.memory).kinds:
+        for kind in view.memory.room().kinds:
             fitting = kind.grow(fitting)
         has_room &= np.isin(view.decode_rows, fitting)
         runs = np.isin(view.decode_rows, plan.decode.rows)
@@ -158,7 +158,7 @@ def state_of(view: View) -> bytes:
 
     def add_pool(pool: FencedPool) -> None:
         groups = [(fence, [*map(bytes, ids)]) for fence, ids in pool._quarantine.items()]
-        add(pool._stack, pool.num_free, pool.allocated, groups, pool.resolved_step)
+        add(pool._stack, pool.num_free, pool.allocated, groups, pool.steps.resolved)
 
     memory, table = view.memory, view.table
     add(*(value for value in vars(table).values() if isinstance(value, np.ndarray)))

@@ -11,6 +11,7 @@ from minisgl.core import Batch, FinishReason, SchedulerConfig
 from minisgl.core.batch import DraftLengths
 from minisgl.kvcache import NewKind
 from minisgl.message.messages import AbortReq, AddReq
+from minisgl.message.stats import ConstraintTotals
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler import scheduler as scheduler_module
 from minisgl.scheduler.plan import plan
@@ -60,7 +61,10 @@ class Harness:
             inbox=self.inbox,
             send=self.outbox.append,
             extensions=replace(
-                SCRIPTED, draft_lengths=drafts and (lambda rows: drafts), cache_kinds=kinds
+                SCRIPTED,
+                constraint_totals=ConstraintTotals(),
+                draft_lengths=drafts and (lambda rows: drafts),
+                cache_kinds=kinds,
             ),
         )
         self.answers: dict[int, Answer] = {}

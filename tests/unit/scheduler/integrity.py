@@ -74,7 +74,7 @@ def check_states(states: States, memory: Memory) -> int:
     assert {*found._fenced, *states._loads.values()} <= set(snapshots)
     for snapshot in snapshots:
         assert not snapshot.freed
-        is_fenced = snapshot.loads > 0 or snapshot.fence > found._resolved_step
+        is_fenced = snapshot.loads > 0 or snapshot.fence > found._steps.resolved
         assert is_fenced == found.is_fenced(snapshot)
     assert sum(s.loads for s in snapshots) == len(states._loads)
     assert sum(states.evictable()) == len(pages)
@@ -185,7 +185,7 @@ def check_cache(cache: RadixCache) -> int:
         assert parent is cache._root or parent.lock_count >= node.lock_count, (
             "a node is locked but its parent is not"
         )
-        is_fenced = not node.lock_count and node.fence > cache._resolved_step
+        is_fenced = not node.lock_count and node.fence > cache._steps.resolved
         assert is_fenced == (node in cache._fenced), "a fence is not recorded"
         assert parent is cache._root or parent.fence >= node.fence
         fenced += len(node.pages) * is_fenced
