@@ -31,6 +31,9 @@ BUILD_ARGS ?=
 # has 200 MB or 2.5 GB, and an index does not have every build of every version.
 TORCH_VERSION ?= 2.13.0
 
+# Some images set this variable. Each process of a test or a server would then compile all sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 in_range := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(firstword $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c '$(in_range)' 2>/dev/null && echo $$p; done) python3)
@@ -60,7 +63,8 @@ serve: $(VENV)/.serve
 	@exec $(BIN)/minisgl $(ARGS)
 
 # Each worker uses one thread for matrix products: on two cores, two workers with two threads each would wait for
-# one another. A third worker uses the time in which tests wait for processes. tests/conftest.py orders the files.
+# one another. A third worker uses the time in which tests wait for processes. tests/conftest.py mixes the files of
+# both kinds.
 test: $(VENV)/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -2,7 +2,9 @@
 
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +14,10 @@ from tests.hang_guard import HangGuard, HangLimits
 # `--hypothesis-profile` may choose another profile after this.
 register_profiles()
 
-# Files of the unit tests take seconds each, so they come last.
-_LONGEST_FIRST = ("process", "parity", "browser", "image", "evaluation", "chart", "unit")
+_TESTS = Path(__file__).parent
+# The long files are in these folders.
+_LONG = ("process", "parity", "browser", "image", "evaluation")
+_LONG_PART = 0.8  # part of the run in which a long file may start, so that no worker ends with one
 
 # Docker and package managers work outside the processes of a proof, or wait for the network.
 _PROOF = HangLimits(idle_s=3600.0, total_s=3600.0)
@@ -49,10 +53,25 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests by folder, long files first, so that no worker ends with one of them."""
-    places = {f"tests/{name}": place for place, name in enumerate(_LONGEST_FIRST)}
-    last = len(places) - 1
-    items.sort(key=lambda item: places.get("/".join(item.nodeid.split("/")[:2]), last))
+    """Spread the files of each folder over the run.
+
+    A test of processes waits more than it computes, and a unit test only computes. The workers
+    keep all cores busy if some of them run the first kind while others run the second.
+    """
+    folders: defaultdict[str, dict[Path, None]] = defaultdict(dict)
+    for item in items:
+        folders[_folder(item.path)][item.path] = None
+    places = {
+        path: (place + 0.5) / len(files) * (_LONG_PART if folder in _LONG else 1)
+        for folder, files in folders.items()
+        for place, path in enumerate(files)
+    }
+    items.sort(key=lambda item: (places[item.path], item.path))
+
+
+def _folder(path: Path) -> str:
+    """Return the folder of tests/ that holds this file."""
+    return path.relative_to(_TESTS).parts[0] if path.is_relative_to(_TESTS) else ""
 
 
 def pytest_configure(config: pytest.Config) -> None:
