@@ -22,7 +22,6 @@ from minisgl.engine import resolve_device
 from minisgl.llm import LLM
 from minisgl.llm.results import Completion
 from minisgl.llm.workers import LocalWorker
-from minisgl.models.config import load_model_spec
 from minisgl.settings.resolve import ArgumentParser, resolve
 from minisgl.utils import setup_logging
 
@@ -113,11 +112,8 @@ def main(argv: Sequence[str]) -> int:
 
 def _minisgl_answers(
     config: EngineConfig,
-) -> tuple[str, list[list[int]], Answers, Answers, Answers | None]:
-    """Return the dtype, the ids of the prompts, and the answers of a miss, a hit, and with drafts.
-
-    The last is None for a model with sliding windows, which cannot have drafts.
-    """
+) -> tuple[str, list[list[int]], Answers, Answers, Answers]:
+    """Return dtype, ids of the prompts, and the answers of a miss, of a hit, and with drafts."""
     settings = msgspec.structs.asdict(config)
     path, _ = settings.pop("model_path"), settings.pop("tp_size")
     settings["speculative"] = None
@@ -125,9 +121,6 @@ def _minisgl_answers(
         prompts = [_encoded(llm, text) for text in _PROMPTS]
         miss, hit = _answers(llm, prompts), _answers(llm, prompts)
         dtype = llm.facts.dtype
-    model = load_model_spec(path)
-    if model.for_context(config.max_seq_len or model.max_position).window is not None:
-        return dtype, prompts, miss, hit, None
     with LLM(path, **settings | {"speculative": "ngram"}) as drafting:
         return dtype, prompts, miss, hit, _answers(drafting, prompts, miss.tokens)
 
@@ -200,15 +193,14 @@ def report_of(
     prompts: list[list[int]],
     miss: Answers,
     hit: Answers,
-    drafted: Answers | None,
+    drafted: Answers,
     found: list[Comparison],
 ) -> dict[str, Any]:
     """Return the results, and in `passed` whether all are inside of their bounds.
 
-    dtype: of both models. drafted: None if the model has no drafts.
+    dtype: of both models.
     """
-    drafts = miss if drafted is None else drafted
-    same = [_equal(miss, hit), _equal(miss, drafts)]
+    same = [_equal(miss, hit), _equal(miss, drafted)]
     # In 16-bit types, a product of another number of rows may round otherwise.
     least_same = len(prompts) * (1.0 if dtype == "float32" else _LEAST_SAME)
     agreement = sum(each.same for each in found) / len(found)
@@ -223,8 +215,8 @@ def report_of(
         "kl_max": max(each.kl for each in found),
         "cached_tokens": [miss.cached, hit.cached],
         "same_from_cache": same[0],
-        "same_with_drafts": None if drafted is None else same[1],
-        "accepted_drafts": None if drafted is None else drafted.drafts,
+        "same_with_drafts": same[1],
+        "accepted_drafts": drafted.drafts,
         "passed": min(same) >= least_same
         and hit.cached > miss.cached
         and agreement >= _LEAST_AGREEMENT
@@ -238,12 +230,6 @@ def _equal(first: Answers, second: Answers) -> int:
 
 def _as_text(title: str, report: dict[str, Any]) -> str:
     cached, of = report["cached_tokens"], report["prompt_tokens"]
-    drafts = "not supported by this model"
-    if report["accepted_drafts"] is not None:
-        drafts = (
-            f"{report['accepted_drafts']} of {report['tokens']} tokens were accepted drafts; "
-            f"{report['same_with_drafts']} of {report['prompts']} answers are the same"
-        )
     return (
         f"{title}: {report['prompts']} prompts, {report['tokens']} answer tokens\n"
         f"transformers  {report['agreement']:.1%} of the tokens agree (at least "
@@ -253,6 +239,7 @@ def _as_text(title: str, report: dict[str, Any]) -> str:
         f"{report['kl_max']:.1e}\n"
         f"prefix cache  {cached[0]} of {of} prompt tokens hit in the first run, {cached[1]} in the "
         f"second; {report['same_from_cache']} of {report['prompts']} answers are the same\n"
-        f"drafts        {drafts}\n"
+        f"drafts        {report['accepted_drafts']} of {report['tokens']} tokens were accepted "
+        f"drafts; {report['same_with_drafts']} of {report['prompts']} answers are the same\n"
         f"{'passed' if report['passed'] else 'FAILED'}\n"
     )

@@ -71,7 +71,7 @@ def dry_run(
 def attention_needs(config: EngineConfig) -> AttentionNeeds:
     """The requirements of a server with `config` on a GPU. Raises ConfigError as Engine does."""
     model = load_model_spec(config.model_path)
-    resolved = resolve(config, model, TPInfo(0, 1), _META, drafting=False)
+    resolved = resolve(config, model, TPInfo(0, 1), _META)
     return resolved.attention_needs._replace(device=torch.device("cuda"))
 
 

@@ -64,9 +64,8 @@ def _check_settings(
     config: EngineConfig, tp: TPInfo, extensions: ModelExtensions
 ) -> memory.Resolved:
     """Check all that needs no weights except their format, and return the resolved values."""
-    device, drafting = memory.resolve_device(config, tp), config.speculative is not None
-    model = load_model_spec(config.model_path)
-    resolved = memory.resolve(config, model, tp, device, drafting)
+    device = memory.resolve_device(config, tp)
+    resolved = memory.resolve(config, load_model_spec(config.model_path), tp, device)
     needs = resolved.attention_needs
     resolve_phases(config.attention_backend, needs, extensions.attention_backends)
     resolve_moe_backend(config.moe_backend, device, extensions.moe_backends)

@@ -75,23 +75,13 @@ def resolve(
     model: ModelSpec,
     tp: TPInfo,
     device: torch.device,
-    drafting: bool,
-    further_kinds: bool = False,
 ) -> Resolved:
     """Return the values of an engine on `device`. Raises ConfigError.
 
     max_seq_len: None in the config means the model's context. A longer context is refused, because
     later positions have no meaning.
 
-    drafting: whether the engine runs steps with drafts. A model with windows cannot have them: a
-    row drops window pages behind its length. The host has only an upper bound of the length while
-    the result of a step with drafts is open. If the step rejects its drafts, the next step reads
-    pages that the row has dropped.
-
     The kernels of layers with states take pages of some sizes only.
-
-    further_kinds: whether extensions bring kinds of memory (Extensions.cache_kinds). A plan counts
-    their memory for one token of a decoding row, so they cannot be used with drafts either.
     """
     if model.states and config.page_size not in _STATE_PAGES:
         raise ConfigError(
@@ -105,16 +95,6 @@ def resolve(
             f"max_seq_len {length} is outside 2..{context}, the model's context in tokens"
         )
     model = model.for_context(length)
-    if drafting and model.window is not None:
-        raise ConfigError(
-            f"speculative does not support a model with sliding windows, and this model has a "
-            f"window of {model.window} tokens; start without speculative"
-        )
-    if drafting and further_kinds:
-        raise ConfigError(
-            "speculative does not support further kinds of memory, and Extensions.cache_kinds has "
-            "some; start without speculative or without cache_kinds"
-        )
     dtype = _resolve_dtype(config, model, device)
     fp8 = _resolve_fp8_kv(config, dtype, device)
     needs = AttentionNeeds(device, dtype, model.head_dim, frozenset(model.rules), fp8)

@@ -64,8 +64,7 @@ class Start:
         self._comm, self._extensions = comm, extensions
         self.drafting = extensions.draft_lengths is not None
         model = load_model_spec(config.model_path)
-        further_kinds = bool(extensions.cache_kinds)
-        self.resolved = memory.resolve(config, model, comm.tp, device, self.drafting, further_kinds)
+        self.resolved = memory.resolve(config, model, comm.tp, device)
         if self.resolved.model.states and max_chunk_tokens < config.page_size:
             raise ConfigError(
                 f"--max-prefill-length {max_chunk_tokens} is too small for a model with recurrent "

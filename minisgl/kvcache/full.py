@@ -24,15 +24,16 @@ class PageTable:
         self,
         engine: EngineLike,
         allocate: Callable[[int], Int32Array],
-        spare_tokens: int = 0,
+        dummy_page: int,
+        spare_tokens: int,
     ) -> None:
-        """allocate: returns as many page ids, int32. spare_tokens: tokens that must fit after the
-        last page of a row."""
+        """allocate: returns as many page ids, int32. dummy_page: that of the KV pool. spare_tokens:
+        tokens that must fit after the last page of a row."""
         self._allocate = allocate
         self.page_size = engine.page_size
         self._spare = -(-spare_tokens // self.page_size)
         num_rows, max_pages = engine.max_running_reqs, -(-engine.max_seq_len // self.page_size)
-        self._dummy_page = engine.num_pages
+        self._dummy_page = dummy_page
         self.entries: Int32Array = np.zeros((num_rows, max_pages + self._spare), dtype=np.int32)
         self.counts: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.sent: Int32Array = np.zeros(num_rows, dtype=np.int32)
@@ -84,7 +85,7 @@ class FullPages:
         self.rows = rows
         self.page_size = engine.page_size
         self.pool = FencedPool(engine.num_pages, rows.steps, evict)
-        self.table = PageTable(engine, self.pool.allocate, spare_tokens)
+        self.table = PageTable(engine, self.pool.allocate, engine.num_pages, spare_tokens)
         self.in_use = np.zeros(len(rows.known), dtype=np.bool_)
 
     def open(self, row: int, pages: Int32Array) -> None:

@@ -53,8 +53,12 @@ class KindRoom(Protocol):
     def open(self, row: int, wanted: Wanted, hit: Hit) -> None:
         """Count a new row, for which `fits` is True."""
 
-    def grow(self, rows: Int32Array) -> Int32Array:
-        """Count the next token of decoding rows. Returns the rows that have room for it."""
+    def grow(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
+        """Count the next `tokens` tokens of decoding rows, each at least 1.
+
+        Returns the number of tokens for which each row has room. A second call replaces the first
+        one, as for `cut`.
+        """
 
     def cut(self, row: int, start: int, tokens: int) -> int:
         """Count the next tokens of a row, up to `tokens` from position `start` on.

@@ -41,6 +41,8 @@ class Memory:
     full    the pages of full attention.
     kinds   the further kinds of memory of the model (CacheKind).
     tree    the prefix cache.
+    spare_tokens
+            as for PageTable.
     shared  int32 [R]; the first `shared` pages of a row belong to the prefix cache and are locked.
             The other pages of the row belong to its request alone.
     caches  False keeps the prefix cache empty.
@@ -60,9 +62,10 @@ class Memory:
         listener: CacheListener | None = None,
         kinds: Sequence[NewKind] = (),
     ) -> None:
-        """spare_tokens: as for PageTable. listener: of the prefix cache. kinds: from extensions."""
+        """listener: of the prefix cache. kinds: from extensions."""
         self._rows = rows
         self.page_size = engine.page_size
+        self.spare_tokens = spare_tokens
         self.full = FullPages(engine, rows, spare_tokens, self._evict)
         new_kinds = (*window_kinds(engine), *state_kinds(engine), *kinds)
         self.kinds: tuple[CacheKind, ...] = tuple(

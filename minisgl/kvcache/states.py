@@ -298,9 +298,9 @@ class StateRoom:
     def _end_of(self, hit: Hit) -> Snapshot | None:
         return self._snapshots.at(hit.path[-1][0]) if hit.path else None
 
-    def grow(self, rows: Int32Array) -> Int32Array:
-        """A decoding row has room for its next token."""
-        return rows
+    def grow(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
+        """A decoding row has room for all tokens."""
+        return tokens
 
     def cut(self, row: int, start: int, tokens: int) -> int:
         """End a chunk at the end of a page or of the prompt, and where a state is to be saved."""

@@ -48,11 +48,13 @@ class Windows:
 
     Let k be the page of the next token of a row. The window of this token, and of all later ones,
     begins in page k - span or later. The row therefore holds the pages k - span to k, and during a
-    step the pages of the step's tokens.
+    step the pages of the step's tokens. While the result of a step with drafts is open, the next
+    token is the one that follows if the step rejects all drafts: a window moves with the accepted
+    tokens only.
 
     Each row has a reserve of span + 2 pages: span + 1 pages as above, and one page that waits for
     its fence. A request needs no more to continue, so no request is preempted for want of window
-    pages. Larger chunks use pages that are in no reserve.
+    pages. Larger chunks and drafts use pages that are in no reserve.
 
     A request may match more cached pages than it can use, because their window is absent. It then
     keeps the window at the end of these pages until its prompt is published, so that the next
@@ -78,7 +80,8 @@ class Windows:
         self.span = window.span(self._page_size)
         self._full_reserve = window.reserve(self._page_size)
         self.pages = WindowPages(window.num_pages, self.span, index, rows.steps)
-        self.table = PageTable(engine, self.pages.allocate)
+        allocate, dummy_page = self.pages.allocate, window.num_pages
+        self.table = PageTable(engine, allocate, dummy_page, memory.spare_tokens)
         self.first: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self._reserve: Int32Array = np.zeros(num_rows, dtype=np.int32)
         # The row also holds the pages kept_first to kept_end - 1 that are behind its window.
@@ -140,7 +143,7 @@ class Windows:
         A row whose prompt is computed but not published keeps them.
         """
         table = self._rows
-        ends = table.computed[rows] // self._page_size - self.span
+        ends = self._next_page(rows) - self.span
         behind = ends > self.first[rows]
         behind &= self._published[rows] | (table.computed[rows] < table.prefill_end[rows])
         for row, end in zip(rows[behind].tolist(), ends[behind].tolist(), strict=True):
@@ -174,7 +177,7 @@ class Windows:
         """Drop the pages behind the window of a row, whose prompt needs no window any more."""
         self._published[row] = True
         self._forget(row)
-        self._drop_before(row, int(self._rows.computed[row]) // self._page_size - self.span)
+        self._drop_before(row, int(self._next_page(np.array([row]))[0]) - self.span)
 
     def close(self, row: int) -> None:
         """Drop all pages of a row."""
@@ -232,6 +235,11 @@ class Windows:
             len(kept),
             freed,
         )
+
+    def _next_page(self, rows: Int32Array) -> Int32Array:
+        """Return the page of the first token that the next step of each row forwards, or an earlier
+        one. A step in flight gives a row one token at least."""
+        return np.minimum(self._rows.computed[rows], self._rows.known[rows]) // self._page_size
 
     def _drop_before(self, row: int, end: int) -> None:
         """Drop the pages of the window before page `end`, except for the kept ones."""
@@ -293,12 +301,13 @@ class WindowRoom:
         idle = {*self._windows.pages.idle(window).tolist()} - self._used
         return idle | ({*window.tolist()} & self._given_up)
 
-    def grow(self, rows: Int32Array) -> Int32Array:
-        """Give each row a page for its next token. Returns the rows that have one."""
-        starts = self._windows.computed(rows)
-        at_end = np.flatnonzero(starts // self._page_size >= self._windows.table.counts[rows])
-        starved = [i for i in at_end.tolist() if not self.cut(int(rows[i]), int(starts[i]), 1)]
-        return np.delete(rows, starved)
+    def grow(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
+        """Give each row pages for its next tokens. Returns the number of tokens that have pages."""
+        starts, fitting = self._windows.computed(rows), tokens.copy()
+        last_pages = (starts + tokens - 1) // self._page_size
+        for i in np.flatnonzero(last_pages >= self._windows.table.counts[rows]).tolist():
+            fitting[i] = self.cut(int(rows[i]), int(starts[i]), int(tokens[i]))
+        return fitting
 
     def cut(self, row: int, start: int, tokens: int) -> int:
         """Give a row pages for up to `tokens` tokens from `start` on.

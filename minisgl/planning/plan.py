@@ -81,7 +81,7 @@ def make_plan(
     """
     tp, drafting = TPInfo(0, config.tp_size), config.speculative is not None
     device = torch.device("meta")
-    resolved = memory.resolve(config, model, tp, device, drafting)
+    resolved = memory.resolve(config, model, tp, device)
     model, context, spec, _ = resolved
     dtype, fp8_kv = spec.dtype, spec.fp8
     weights = weight_bytes(model, tp, dtype, with_quantizations(), config.quantization)

@@ -74,19 +74,22 @@ def plan(view: View) -> StepPlan:
 def decoding(view: View, room: Room) -> tuple[Decode, Shortage | None]:
     """Return the decoding rows with pages for their next tokens, and why others have none."""
     rows = view.decode_rows
-    tokens = draft_tokens(view) if view.max_drafts else rows[:0]
-    if len(tokens) and not len(room.grow(rows, tokens)):
-        return Decode(rows, tokens), None
     for kind in room.kinds:
-        rows = kind.grow(rows)
-    decode = Decode(rows, np.ones(len(rows), dtype=np.int32))
-    growing = room.grow(*decode)
-    if len(growing):
-        return shortage(view, room, decode, growing)
+        rows = rows[kind.grow(rows, np.ones(len(rows), dtype=np.int32)) > 0]
+    tokens = draft_tokens(view, rows) if view.max_drafts else rows[:0]
+    if len(tokens) and not len(room.grow(rows, tokens)):
+        for kind in room.kinds:
+            tokens = kind.grow(rows, tokens)
+        decode = Decode(rows, tokens)
+    else:
+        decode = Decode(rows, np.ones(len(rows), dtype=np.int32))
+        growing = room.grow(*decode)
+        if len(growing):
+            return shortage(view, room, decode, growing)
     return decode, None if len(rows) == len(view.decode_rows) else Shortage(None)
 
 
-def draft_tokens(view: View) -> Int32Array:
+def draft_tokens(view: View, rows: Int32Array) -> Int32Array:
     """Return the tokens of each decoding row in a step with drafts; empty if it has none.
 
     The engine finds and checks the drafts on the device, so the host learns one step later how many
@@ -95,7 +98,7 @@ def draft_tokens(view: View) -> Int32Array:
     rejected. The row keeps its pages, and the next step overwrites the keys and values.
     Drafts end before the last token that the request may forward.
     """
-    table, rows = view.table, view.decode_rows
+    table = view.table
     may_draft = table.may_draft[rows]
     if not may_draft.any():
         return rows[:0]

@@ -3,6 +3,7 @@
 A model with random weights answers random grammars, so the masks get no help from the model.
 """
 
+import json
 from functools import cache
 from itertools import cycle
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from minisgl.core import FinishReason
 from minisgl.distributed.comm import SingleCommunicator
+from minisgl.models.config import load_model_spec
 from tests.parity.drafter import drafts_of
 from tests.process.tiny_model import build_tiny_model
 from tests.unit.distributed.ranks import run_ranks
@@ -83,6 +85,22 @@ def test_drafts_change_no_constrained_answer(
     assert (sum(counted.accepted) > 0) == (drafter != "wrong")
     # After a dead end no draft is right.
     assert dead_ends or (counted.accepted == counted.drafted) == (drafter == "right")
+
+
+def test_drafts_of_a_model_with_windows_change_no_constrained_answer(tmp_path: Path) -> None:
+    config = build_tiny_model(tmp_path) / "config.json"
+    windows = {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}
+    layers = {"layer_types": ["full_attention", "sliding_attention"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | windows | layers))
+    assert load_model_spec(str(tmp_path)).window == 9
+    tasks, path = [*random_tasks(5, seed=3), *repeated_tasks() * 2], str(tmp_path)
+    plain, drafted = (
+        run_tasks(SingleCommunicator(), path, path, Run(drafts=drafts), tasks)
+        for drafts in (False, True)
+    )
+    assert drafted.tokens == plain.tokens
+    assert drafted.ends == plain.ends
+    assert sum(drafted.totals.drafts.accepted) > 0
 
 
 def test_two_ranks_with_drafts_give_the_answers_of_one_without(path: str, tmp_path: Path) -> None:

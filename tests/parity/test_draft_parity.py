@@ -9,10 +9,9 @@ from functools import cache
 
 import pytest
 
-from minisgl.core import ConfigError, SamplingParams
+from minisgl.core import SamplingParams
 from minisgl.drafts import ngram
 from tests.parity.drafter import drafts_of
-from tests.parity.driver import make_engine
 from tests.parity.test_scheduler_parity import (
     CASES,
     OUTPUT_TOKENS,
@@ -70,7 +69,13 @@ def test_drafts_change_no_token(
     model_path: ModelPath,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path, case = model_path("qwen3"), CASES[index]
+    check_drafts(model_path("qwen3"), CASES[index], drafter, kind, monkeypatch)
+
+
+def check_drafts(
+    path: str, case: Case, drafter: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare the tokens of a run with drafts with those of another run without."""
     expected = without_drafts(path, kind)
     if drafter != "n-gram":
         sequences = [p + o for p, o in zip(prompts() * 2, expected, strict=True)]
@@ -87,9 +92,25 @@ def test_drafts_change_no_token(
         assert (drafts.agreed == drafts.drafted) == (drafter == "right")
 
 
-def test_engine_with_sliding_windows_makes_no_drafts(model_path: ModelPath) -> None:
-    with pytest.raises(ConfigError, match="speculative does not support a model with sliding"):
-        make_engine(model_path("gemma2"), drafts=ChangingDrafts(3))
+@pytest.mark.parametrize(
+    ("family", "index", "drafter", "kind"),
+    [
+        ("gpt-oss", 2, "half right", "drawn"),
+        ("gpt-oss", 5, "n-gram", "mixed"),
+        ("gemma2", 4, "wrong", "greedy"),
+        ("gemma3-linear", 2, "right", "greedy"),
+        ("olmo3-yarn-tied", 6, "half right", "mixed"),
+    ],
+)
+def test_drafts_of_models_with_windows_change_no_token(
+    family: str,
+    index: int,
+    drafter: str,
+    kind: str,
+    model_path: ModelPath,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_drafts(model_path(family), CASES[index], drafter, kind, monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,8 @@ class SlotRoom:
         self.left -= 1
         self.ends[row] = len(wanted.tokens)
 
-    def grow(self, rows: Int32Array) -> Int32Array:
-        return rows
+    def grow(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
+        return tokens
 
     def cut(self, row: int, start: int, tokens: int) -> int:
         prompt_end = self.ends.get(row) or int(self.slots.rows.prefill_end[row])

@@ -1,9 +1,7 @@
 """The check of a configuration before an engine starts."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -67,25 +65,6 @@ def test_config_alone_shows_that_a_model_cannot_be_served(
     config = EngineConfig(model_path=str(tmp_path), device="cpu")
     with pytest.raises(ConfigError, match=expected):
         check_before_weights(config, DEFAULT_EXTENSIONS)
-
-
-def test_drafts_with_sliding_windows_are_a_fault(tmp_path: Path) -> None:
-    settings = {"dummy_weight": True, "speculative": "ngram"}
-    folder = write_model("gemma-3-12b", tmp_path)
-    with pytest.raises(ConfigError, match="window of 1024 tokens; start without speculative"):
-        check(folder, **settings)
-    check(folder, **settings, max_seq_len=1024)
-    check(write_model("qwen3-8b", tmp_path), **settings)
-
-
-def test_drafts_with_further_kinds_of_memory_are_a_fault() -> None:
-    """A plan counts the memory of further kinds for one token of a row, not for its drafts."""
-    extensions = replace(
-        DEFAULT_EXTENSIONS, draft_lengths=lambda rows: MagicMock(), cache_kinds=(MagicMock(),)
-    )
-    config = EngineConfig(model_path=str(model_path()), device="cpu")
-    with pytest.raises(ConfigError, match="start without speculative or without cache_kinds"):
-        Engine(config, SingleCommunicator(TPInfo(0, 1)), 64, extensions)
 
 
 def test_check_for_a_gpu_touches_no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -41,8 +41,11 @@ def test_graphs_cover_drafts_up_to_the_limit_of_tokens() -> None:
         assert max(shape.reqs for shape in shapes if shape.width == width) == largest
 
 
-@pytest.mark.parametrize("index", [2, 5])
-def test_graphs_with_drafts_change_no_token(index: int, path: str, graphs: Picked) -> None:
+@pytest.mark.parametrize(("index", "family"), [(2, "qwen3"), (5, "gemma2")])
+def test_graphs_with_drafts_change_no_token(
+    index: int, family: str, graphs: Picked, tmp_path: Path
+) -> None:
+    path = build_model(family, tmp_path)
     expected, _, _ = parity.run(path, PLAIN, MIXED)
     assert graphs
     graphs.clear()
@@ -52,7 +55,7 @@ def test_graphs_with_drafts_change_no_token(index: int, path: str, graphs: Picke
     by_graph = [isinstance(step, GraphStep) for _, step in graphs]
     assert not all(by_graph), "some steps have prompts"
     padded = [len(batch.rows) for (batch, _), graph in zip(graphs, by_graph, strict=True) if graph]
-    assert 3 in padded, "some graphs have padding"
+    assert {3, 5} & {*padded}, "some graphs have padding"
 
 
 def test_graphs_with_drafts_change_no_constrained_answer(graphs: Picked, tmp_path: Path) -> None:

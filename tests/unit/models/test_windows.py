@@ -43,7 +43,7 @@ def test_sliding_window_counts_only_where_it_acts(
 ) -> None:
     model = family(name, **changes)
     engine, tp, device = EngineConfig(model_path="unused"), TPInfo(0, 1), torch.device("cpu")
-    served = resolve(engine, model, tp, device, drafting=False).model
+    served = resolve(engine, model, tp, device).model
     assert served.rules[-1].window == window
     # A window that holds the whole served context has no effect.
     assert model.for_context(128).rules == (AttentionRule(),) * 2

@@ -105,7 +105,8 @@ class FakeEngine:
         self.slots = np.zeros((num_pages + 1) * page_size, dtype=np.uint64)
         self.window, self.snapshot_pages = window, snapshot_pages
         self.states = FakeStates(max_running_reqs, page_size)
-        self.window_slots = np.zeros(window.num_pages * page_size if window else 0, np.uint64)
+        window_pages = window.num_pages + 1 if window else 0  # the last one is the dummy page
+        self.window_slots = np.zeros(window_pages * page_size, np.uint64)
         columns = -(-max_seq_len // page_size) + -(-MAX_DRAFTS // page_size)
         shape = 2, max_running_reqs + 1, columns
         self.page_tables: Int32Array = np.full(shape, -1, dtype=np.int32)
@@ -197,7 +198,9 @@ class FakeEngine:
 
     def _overshoot(self, row: int, start: int, width: int) -> None:
         """Write noise to the slots of `width` tokens, as for drafts that a row cannot use."""
-        self.slots[self._slots_of(0, row, start, start + width)] = np.uint64(row + 1)
+        tables = [self.slots] if self.window is None else [self.slots, self.window_slots]
+        for table, slots in enumerate(tables):
+            slots[self._slots_of(table, row, start, start + width)] = np.uint64(row + 1)
 
     def _write_drafts(self, row: int, start: int, count: int) -> bool:
         """Write `count` draft tokens after the last token of a row, which is at position `start`.

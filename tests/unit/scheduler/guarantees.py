@@ -70,7 +70,7 @@ class PlanChecks:
         has_room |= np.isin(view.decode_rows, plan.grow)
         fitting = view.decode_rows
         for kind in view.memory.room().kinds:
-            fitting = kind.grow(fitting)
+            fitting = fitting[kind.grow(fitting, np.ones(len(fitting), np.int32)) > 0]
         has_room &= np.isin(view.decode_rows, fitting)
         runs = np.isin(view.decode_rows, plan.decode.rows)
         left_out = view.decode_rows[has_room & ~runs].tolist()

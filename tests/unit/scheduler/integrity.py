@@ -97,7 +97,7 @@ def check_windows(windows: Windows, cache: RadixCache, table: RequestTable) -> N
             assert len(np.unique(mine)) == len(mine), "a row holds a window page twice"
             users[mine] += 1
             held[row] += len(mine)
-        next_page = int(table.computed[row]) // cache._page_size
+        next_page = min(int(table.computed[row]), int(table.known[row])) // cache._page_size
         assert first <= max(next_page - windows.span, 0), "a window page was dropped too early"
     assert (held == windows.held).all()
     assert np.maximum(held, windows._reserve).sum() <= pages.pool.size, "a reserve is not covered"
@@ -118,8 +118,9 @@ def check_windows(windows: Windows, cache: RadixCache, table: RequestTable) -> N
 def check_held(scheduler: Scheduler, batch: Batch) -> None:
     """Each row of the last step holds a window, one page and the pages of the step's tokens.
 
-    A row whose prompt is not published may hold the window of another prefix as well. While the
-    step is in flight, no page that it reads is free.
+    A row whose prompt is not published may hold the window of another prefix as well. A row with
+    drafts may hold the pages of those that were rejected. While the step is in flight, no page that
+    it reads is free.
     """
     for windows in windows_of(scheduler.memory):
         check_held_by(windows, scheduler, batch)
@@ -138,7 +139,8 @@ def check_held_by(windows: Windows, scheduler: Scheduler, batch: Batch) -> None:
         if scheduler.table.reqs[row] is None:
             continue
         step_pages = (start + length - 1) // page_size - start // page_size
-        held = windows.held[row] - step_pages
+        rejected = scheduler.view.max_drafts * (1 + scheduler.view.in_flight)
+        held = windows.held[row] - step_pages - -(-rejected // page_size)
         if windows._published[row]:
             assert held <= windows.span + 1, "pages behind a window are held"
         elif start < scheduler.table.prefill_end[row]:

@@ -67,7 +67,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """seconds: step costs that the scheduler knows; None: it knows none.
 
         most_drafts: steps have up to this many drafts; None: the scheduler makes none.
-        window: tokens of a window, without drafts; None: the model has no window layers.
+        window: tokens of a window; None: the model has no window layers.
         snapshot_pages: of a model with recurrent states. A draft then stays within two pages, and a
         chunk has at least a page.
         """
@@ -76,7 +76,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             budget = max(budget, page_size)
         num_pages = -(-MAX_LEN // page_size) + slack
         layers = None
-        if window is not None and most_drafts is None:
+        if window is not None:
             layers = WindowLayers(window, 2 - (-(window - 1) // page_size) + window_slack)
         engine = FakeEngine(
             num_pages, page_size, rows, MAX_LEN, eager, DRAFTERS[drafter], layers, snapshot_pages

@@ -1,8 +1,10 @@
 """Requests of a model with window layers: hits of shared prefixes, and few window pages."""
 
 import numpy as np
+import pytest
 
 from minisgl.core import SchedulerConfig, WindowLayers
+from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 
@@ -85,3 +87,36 @@ def test_the_newest_request_is_preempted_although_it_waits_for_a_window_page() -
     (preempted,) = harness.scheduler.view.waiting
     assert preempted.arrival_index == 3
     harness.run()
+
+
+@pytest.mark.parametrize("drafter", sorted(DRAFTERS))
+def test_a_window_moves_with_the_accepted_drafts_only(drafter: str) -> None:
+    """The steps in flight count all drafts as accepted. Requests reuse the dropped pages."""
+    layers = WindowLayers(WINDOW, 4 * RESERVE)
+    engine = FakeEngine(200, PAGE, 4, 128, drafter=DRAFTERS[drafter], window=layers)
+    config = SchedulerConfig(target_step_ms=None)
+    harness = Harness(engine, config, drafts=ChangingDrafts(7, changing=False))
+    prompts = [[own] * 30 for own in range(40, 48)]
+    uids = [harness.add(prompt, max_tokens=40, ignore_eos=True) for prompt in prompts]
+    harness.run()
+    assert max(batch.width for batch in engine.batches) == 8
+    for uid, prompt in zip(uids, prompts, strict=True):
+        assert harness.answers[uid].tokens == expected_output(prompt, 40, ignore_eos=True)
+    used, evictable, free = harness.scheduler.stats().kind_pages["window"]
+    assert (used, evictable + free) == (0, 4 * RESERVE)
+
+
+def test_drafts_take_no_page_of_a_reserve() -> None:
+    """Two requests fill the pool with their reserves, and have drafts where pages are left."""
+    layers = WindowLayers(WINDOW, 2 * RESERVE)
+    engine = FakeEngine(200, PAGE, 8, 128, drafter=DRAFTERS["half right"], window=layers)
+    config = SchedulerConfig(target_step_ms=None)
+    harness = Harness(engine, config, drafts=ChangingDrafts(7, changing=False))
+    prompts = [[own] * 30 for own in range(40, 44)]
+    uids = [harness.add(prompt, max_tokens=20, ignore_eos=True) for prompt in prompts]
+    harness.run()
+    for uid, prompt in zip(uids, prompts, strict=True):
+        assert harness.answers[uid].tokens == expected_output(prompt, 20, ignore_eos=True)
+    assert max(batch.num_decode for batch in engine.batches) == 2
+    assert max(batch.width for batch in engine.batches) > 1
+    assert harness.scheduler.totals.preemptions_total == 0
