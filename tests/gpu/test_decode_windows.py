@@ -195,7 +195,7 @@ def test_only_keys_of_windows_are_counted_as_work(
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 @FP8
-@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("width", [1, 8])
 @pytest.mark.parametrize("size", [1, 24, 280], ids=["one", "some", "many"])
 @pytest.mark.parametrize(
     ("group", "dim", "rule"),

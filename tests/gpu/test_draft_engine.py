@@ -65,6 +65,10 @@ def test_float32_equals_the_cpu_without_drafts(
 @pytest.mark.parametrize("source", ["prompt", "prediction"])
 @pytest.mark.parametrize("reqs", [1, 5])
 def test_graphs_accept_all_right_drafts(reqs: int, source: str, folder: str) -> None:
+    replay(reqs, source, folder)
+
+
+def replay(reqs: int, source: str, folder: str) -> None:
     """The replayed output repeats the prompt, or is the prediction: a step gives eight tokens."""
     config = EngineConfig(model_path=folder, dummy_weight=True, max_running_reqs=6, **BF16)
     drafts = ChangingDrafts(7, changing=False)

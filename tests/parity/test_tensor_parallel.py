@@ -39,7 +39,7 @@ CASES = [
     RankCase("qwen2-yarn-tied", 13, "radix", overlap=True, crowded=False, aborts=False, drawn=True),
     RankCase("exaone4-short-windows", 7, "radix", overlap=True, crowded=True, aborts=False),
     RankCase("mistral-window", MANY, "radix", overlap=True, crowded=False, aborts=False),
-    RankCase("gemma3-linear", 7, "radix", overlap=True, crowded=True, aborts=True, page_size=1),
+    RankCase("olmo3", 7, "radix", True, crowded=True, aborts=True, page_size=1, drafts=True),
     RankCase("gpt-oss-odd", 7, "radix", overlap=True, crowded=True, aborts=True, page_size=1),
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True, kv="fp8"),
     RankCase("qwen3-moe", 64, "naive", overlap=False, crowded=False, aborts=False, kv="fp8"),
@@ -68,7 +68,7 @@ FAMILIES = [
     "olmo2",
     "exaone4",
     "gemma2",
-    "olmo3",
+    "gemma3-linear",
 ]
 FOUR = [  # more ranks than KV heads; 151 ids, 97 columns and experts of 39 are padded
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True),

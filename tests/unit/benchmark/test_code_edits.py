@@ -57,8 +57,11 @@ def test_recorded_edits_are_of_many_files() -> None:
     assert code_edits.EDITS.stat().st_size < 300_000
 
 
-@pytest.mark.parametrize("flags", [[], ["--short-prompts"]], ids=["whole", "short"])
+@pytest.mark.parametrize(
+    ("family", "flags"), [("qwen3", []), ("gemma2", ["--short-prompts"])], ids=["whole", "short"]
+)
 def test_most_tokens_of_an_edit_are_accepted_drafts(
+    family: str,
     flags: list[str],
     source: Path,
     tmp_path: Path,
@@ -71,7 +74,7 @@ def test_most_tokens_of_an_edit_are_accepted_drafts(
     """
     monkeypatch.setattr(PricedLengths, "choose", lambda *args, **named: min(7, args[4]))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    model = build_model("qwen3", tmp_path)
+    model = build_model(family, tmp_path)
     flags = ["--model", model, "--edits", "2", "--device", "cpu", *flags]
     assert code_edits.main([*flags, "--concurrency", "1", "2"]) == 0
     shown = capsys.readouterr()
