@@ -2,11 +2,12 @@
 
 Full attention is the first kind: its pages give a node of the tree its length. Each further kind
 stores a part beside the pages of a node (RadixNode.parts), and limits the hits, the admissions and
-the chunks that it can serve. A model without a kind has no object for it.
+the chunks that it can serve. A model without a kind has no object for it. A subclass overrides the
+methods that raise NotImplementedError, and those whose default does not fit its memory.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from minisgl.core import EngineLike, Int32Array
 from minisgl.core.batch import PageUpdates, StateCopies
@@ -35,7 +36,7 @@ class Wanted(Protocol):
     def matchable(self) -> int: ...
 
 
-class KindRoom(Protocol):
+class KindRoom:
     """The room of a kind that one plan has left: counters that belong to the plan.
 
     A request that the plan admits has no row yet. The plan numbers it by a negative number.
@@ -43,12 +44,14 @@ class KindRoom(Protocol):
 
     def fits(self, wanted: Wanted, hit: Hit) -> bool:
         """The kind has room for a new row that begins with `hit`."""
+        return True
 
     def pins(self, hit: Hit) -> int:
         """The number of pages of full attention that evictions cannot take once `hit` is used.
 
         The pages that the plan has counted for other new rows are left out.
         """
+        return 0
 
     def open(self, row: int, wanted: Wanted, hit: Hit) -> None:
         """Count a new row, for which `fits` is True."""
@@ -59,6 +62,7 @@ class KindRoom(Protocol):
         Returns the number of tokens for which each row has room. A second call replaces the first
         one, as for `cut`.
         """
+        return tokens
 
     def cut(self, row: int, start: int, tokens: int) -> int:
         """Count the next tokens of a row, up to `tokens` from position `start` on.
@@ -66,9 +70,10 @@ class KindRoom(Protocol):
         Returns the number of tokens for which the row has room. A second call for the same row
         replaces the first one; its `tokens` are no fewer.
         """
+        return tokens
 
 
-class CacheKind(Protocol):
+class CacheKind:
     """A kind of memory beside full attention.
 
     Three groups of methods: `room` and `usable` are pure, for the plan. `apply` and the end of a
@@ -78,27 +83,32 @@ class CacheKind(Protocol):
     totals: the numbers of events since the start, by their names, for metrics.
     """
 
-    name: str
+    name: ClassVar[str]
     totals: dict[str, int]
 
     def room(self) -> KindRoom:
         """Return the counters of one plan."""
+        raise NotImplementedError
 
     def usable(self, path: Path, pages: int) -> int:
         """Return the length of the longest hit of at most `pages` pages on this path."""
+        raise NotImplementedError
 
     def usage(self) -> tuple[int, int, int]:
         """The numbers of pages that requests use, of pages only in the cache, and of the others."""
+        raise NotImplementedError
 
     def evictable(self) -> tuple[int, int]:
         """Numbers of pages of full attention in the parts: those that `evict` can free now, and
         those that steps in flight use."""
+        return 0, 0
 
     def lock(self, match: Match) -> None:
         """Protect the part of a cached prefix that a new row uses. `open` follows."""
 
     def open(self, row: int, match: Match) -> None:
         """Let a row begin with a cached prefix."""
+        raise NotImplementedError
 
     def grow(self, rows: Int32Array, tokens: Int32Array) -> None:
         """Give each row the memory of its next `tokens` tokens. A plan has counted it."""
@@ -114,16 +124,20 @@ class CacheKind(Protocol):
 
     def close(self, row: int) -> None:
         """Take everything from a row. Its last step is the fence."""
+        raise NotImplementedError
 
     def updates(self, rows: Int32Array) -> PageUpdates:
         """Return the page-table entries of `rows` that the device does not have. They then count
         as sent."""
+        return PageUpdates(rows[:0], rows[:0], rows[:0])
 
     def copies(self, step: int) -> StateCopies | None:
         """Return the copies of states for the batch `step`, which is launched next."""
+        return None
 
     def part(self, pages: int) -> Any:
         """Return the part of a new node with this number of pages."""
+        return None
 
     def touch(self, node: RadixNode) -> None:
         """Mark the memory that a hit with the end `node` uses as used."""
@@ -136,6 +150,7 @@ class CacheKind(Protocol):
 
         Returns the number of pages of full attention that become free because of it.
         """
+        return 0
 
     def evict(self, before: int | None, reused: bool) -> int:
         """Free the pages of full attention of one part, the least recently used one.
@@ -144,6 +159,7 @@ class CacheKind(Protocol):
         reused: parts that a hit has used may be taken too.
         Returns the number of pages that become free; 0: there is no such part.
         """
+        return 0
 
 
 # Makes a further kind from the engine, the columns, the memory and the index of its part in

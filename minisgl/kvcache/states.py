@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core import EngineLike, Int32Array, PageUpdates
+from minisgl.core import EngineLike, Int32Array
 from minisgl.core.batch import StateCopies
 from minisgl.core.rows import Prefixes, Rows
-from minisgl.kvcache.kinds import NewKind, Wanted
+from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
 from minisgl.kvcache.node import Hit, Match, Path, RadixNode
 from minisgl.kvcache.snapshots import Snapshot, Snapshots
 
@@ -47,8 +47,8 @@ class Saving:
     pages: int = 0
 
 
-class States:
-    """Implements CacheKind: saves the states of rows, and loads them for other requests.
+class States(CacheKind):
+    """Saves the states of rows, and loads them for other requests.
 
     Each row has a state on the device. It holds whole pages of tokens, at most those of the row
     (EngineLike). A snapshot is a copy of it in pages of the KV pool. A node of the tree can own a
@@ -196,9 +196,6 @@ class States:
             if at in self.places(self._savings[row]):
                 self._due[row] = at
 
-    def advance(self, rows: Int32Array) -> None:
-        """Keep all."""
-
     def publish(self, row: int, node: RadixNode, pages: int) -> None:
         """Give the snapshots of a row to the tree."""
         saving = self._savings[row]
@@ -209,9 +206,6 @@ class States:
             if not snapshot.freed:
                 self.snapshots.attach(snapshot, node)
         saving.saved = []
-
-    def settle(self, row: int) -> None:
-        """Keep all."""
 
     def close(self, row: int) -> None:
         """Save the state of a row for the next request, if its tokens are published."""
@@ -240,21 +234,11 @@ class States:
             saving.saved.append(snapshot)
             saving.done = tokens
 
-    def updates(self, rows: Int32Array) -> PageUpdates:
-        """The layers have no page table."""
-        return PageUpdates(rows[:0], rows[:0], rows[:0])
-
     # --- for the tree ---------------------------------------------------------------------------
-
-    def part(self, pages: int) -> None:
-        """A new node has no snapshot."""
 
     def touch(self, node: RadixNode) -> None:
         """Mark the snapshot with which a hit ends as used."""
         self.snapshots.touch(node)
-
-    def split(self, upper: RadixNode, lower: RadixNode, pages: int) -> None:
-        """The lower node keeps the snapshot, since it is valid for the end."""
 
     def drop(self, node: RadixNode, kept: int) -> int:
         """Free the snapshot of a node that loses its end."""
@@ -270,17 +254,13 @@ class States:
         return freed
 
 
-class StateRoom:
-    """Implements KindRoom: each row has a state. The plan counts the snapshots that it loads."""
+class StateRoom(KindRoom):
+    """Each row has a state. The plan counts the snapshots that it loads."""
 
     def __init__(self, states: States) -> None:
         self._states, self._snapshots = states, states.snapshots
         self._new: dict[int, Saving] = {}  # by the number of a new row
         self._used: set[Snapshot] = set()
-
-    def fits(self, wanted: Wanted, hit: Hit) -> bool:
-        """Each row has a state."""
-        return True
 
     def pins(self, hit: Hit) -> int:
         """The pages of the snapshot at the end of a hit, if evictions could take them before."""
@@ -297,10 +277,6 @@ class StateRoom:
 
     def _end_of(self, hit: Hit) -> Snapshot | None:
         return self._snapshots.at(hit.path[-1][0]) if hit.path else None
-
-    def grow(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
-        """A decoding row has room for all tokens."""
-        return tokens
 
     def cut(self, row: int, start: int, tokens: int) -> int:
         """End a chunk at the end of a page or of the prompt, and where a state is to be saved."""

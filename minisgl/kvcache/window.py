@@ -8,7 +8,7 @@ import numpy as np
 from minisgl.core import EngineLike, Int32Array, PageUpdates
 from minisgl.core.rows import Rows
 from minisgl.kvcache.full import PageTable
-from minisgl.kvcache.kinds import NewKind, Wanted
+from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
 from minisgl.kvcache.node import Hit, Match, Path, RadixNode
 from minisgl.kvcache.window_pages import ABSENT, WindowPages
 
@@ -43,8 +43,8 @@ class Holding:
         return max(self.reserve, self.held)
 
 
-class Windows:
-    """Implements CacheKind: gives window pages to the rows, and takes back those behind a window.
+class Windows(CacheKind):
+    """Gives window pages to the rows, and takes back those behind a window.
 
     Let k be the page of the next token of a row. The window of this token, and of all later ones,
     begins in page k - span or later. The row therefore holds the pages k - span to k, and during a
@@ -113,10 +113,6 @@ class Windows:
     def usable(self, path: Path, pages: int) -> int:
         """Return the pages up to the last one after a complete window."""
         return self.pages.usable(self.pages.on_path(path)[:pages])
-
-    def evictable(self) -> tuple[int, int]:
-        """The window pages are in another pool."""
-        return 0, 0
 
     def lock(self, match: Match) -> None:
         """Add a user to the window at the end of a prefix."""
@@ -191,9 +187,6 @@ class Windows:
         update_rows, cols, ids = self.table.take_updates(rows)
         return PageUpdates(update_rows + np.int32(len(self.first) + 1), cols, ids)
 
-    def copies(self, step: int) -> None:
-        """Window layers have no states."""
-
     def part(self, pages: int) -> Int32Array:
         """Return the part of a node without window pages."""
         return np.full(pages, ABSENT, dtype=np.int32)
@@ -209,10 +202,6 @@ class Windows:
     def drop(self, node: RadixNode, kept: int) -> int:
         """Remove the window pages of evicted pages from the tree."""
         self.pages.drop_after(node, kept)
-        return 0
-
-    def evict(self, before: int | None, reused: bool) -> int:
-        """The window pages are in another pool."""
         return 0
 
     def computed(self, rows: Int32Array) -> Int32Array:
@@ -260,7 +249,7 @@ class Windows:
         self._kept_first[row] = self._kept_end[row] = 0
 
 
-class WindowRoom:
+class WindowRoom(KindRoom):
     """Counts the window pages that one plan gives to rows. It changes nothing else.
 
     Windows.open and Windows.grow then find the counted pages.
@@ -278,10 +267,6 @@ class WindowRoom:
         """The reserve of a new row is left, and the window of its cached prefix."""
         reserve = self._windows.reserve_of(wanted.max_total_tokens)
         return reserve <= self._spare and len(self._idle(hit)) <= self._available
-
-    def pins(self, hit: Hit) -> int:
-        """The window pages are in another pool."""
-        return 0
 
     def open(self, row: int, wanted: Wanted, hit: Hit) -> None:
         """Count a new row."""

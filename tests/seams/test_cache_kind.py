@@ -6,9 +6,9 @@ at page ends, as those of recurrent states do.
 
 import numpy as np
 
-from minisgl.core import EngineLike, Int32Array, PageUpdates, SchedulerConfig
+from minisgl.core import EngineLike, Int32Array, SchedulerConfig
 from minisgl.core.rows import Rows
-from minisgl.kvcache import FencedPool, Hit, Match, Memory, RadixNode, Wanted
+from minisgl.kvcache import CacheKind, FencedPool, Hit, KindRoom, Match, Memory, RadixNode, Wanted
 from minisgl.kvcache.node import Path
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
@@ -18,8 +18,8 @@ from tests.unit.scheduler.test_scheduler import prompt_of
 SLOTS, PAGE = 2, 4
 
 
-class Slots:
-    """Implements kvcache.CacheKind. The part of a node is its number of pages."""
+class Slots(CacheKind):
+    """The part of a node is its number of pages."""
 
     name = "slots"
 
@@ -38,9 +38,6 @@ class Slots:
     def usage(self) -> tuple[int, int, int]:
         return len(self.slots), 0, SLOTS - len(self.slots)
 
-    def evictable(self) -> tuple[int, int]:
-        return 0, 0
-
     def lock(self, match: Match) -> None:
         assert len(match.pages) % 2 == 0
 
@@ -51,29 +48,14 @@ class Slots:
         ends = self.rows.computed[rows] + tokens
         assert ((ends % self.page_size == 0) | (ends >= self.rows.prefill_end[rows])).all()
 
-    def advance(self, rows: Int32Array) -> None:
-        pass
-
     def publish(self, row: int, node: RadixNode, pages: int) -> None:
         assert sum(each.parts[self.index] for each in node.path()) == pages
-
-    def settle(self, row: int) -> None:
-        pass
 
     def close(self, row: int) -> None:
         self.pool.release(self.slots.pop(row), int(self.rows.last_step[row]))
 
-    def updates(self, rows: Int32Array) -> PageUpdates:
-        return PageUpdates(rows[:0], rows[:0], rows[:0])
-
-    def copies(self, step: int) -> None:
-        pass
-
     def part(self, pages: int) -> int:
         return pages
-
-    def touch(self, node: RadixNode) -> None:
-        pass
 
     def split(self, upper: RadixNode, lower: RadixNode, pages: int) -> None:
         upper.parts[self.index] = pages
@@ -83,13 +65,8 @@ class Slots:
         node.parts[self.index] = kept
         return 0
 
-    def evict(self, before: int | None, reused: bool) -> int:
-        return 0
 
-
-class SlotRoom:
-    """Implements kvcache.KindRoom."""
-
+class SlotRoom(KindRoom):
     def __init__(self, slots: Slots) -> None:
         self.slots, self.left = slots, slots.pool.num_free
         self.ends: dict[int, int] = {}
@@ -97,15 +74,9 @@ class SlotRoom:
     def fits(self, wanted: Wanted, hit: Hit) -> bool:
         return self.left > 0
 
-    def pins(self, hit: Hit) -> int:
-        return 0
-
     def open(self, row: int, wanted: Wanted, hit: Hit) -> None:
         self.left -= 1
         self.ends[row] = len(wanted.tokens)
-
-    def grow(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
-        return tokens
 
     def cut(self, row: int, start: int, tokens: int) -> int:
         prompt_end = self.ends.get(row) or int(self.slots.rows.prefill_end[row])
