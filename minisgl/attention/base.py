@@ -13,14 +13,13 @@ from minisgl.core import Int32Array
 from minisgl.kvcache.pool import KVPool
 
 
-class LayerKind(StrEnum):
-    """The kind of attention of a layer."""
+class AttentionFeature(StrEnum):
+    """A part of some models that a backend may support. The value is its name in messages."""
 
-    # Each token attends to all earlier tokens of its request and to itself.
-    FULL = "full_attention"
-    # Each token attends to itself and to the tokens directly before it. Their number is at most
-    # the size of the window.
-    SLIDING = "sliding_attention"
+    WINDOWS = "sliding_attention layers"
+    SOFT_CAPS = "soft caps of attention scores"
+    SINKS = "attention sinks"
+    FP8_KV = "an FP8 KV cache"
 
 
 class AttentionRule(NamedTuple):
@@ -36,8 +35,14 @@ class AttentionRule(NamedTuple):
     sinks: bool = False
 
     @property
-    def kind(self) -> LayerKind:
-        return LayerKind.FULL if self.window is None else LayerKind.SLIDING
+    def features(self) -> set[AttentionFeature]:
+        """The features that a backend needs for these layers."""
+        wanted = {
+            AttentionFeature.WINDOWS: self.window is not None,
+            AttentionFeature.SOFT_CAPS: self.soft_cap is not None,
+            AttentionFeature.SINKS: self.sinks,
+        }
+        return {feature for feature, is_wanted in wanted.items() if is_wanted}
 
     def module(self, variant: str, dtype: torch.dtype, head_dim: int) -> AttentionKernel:
         """Return the FlashInfer module that runs prefill under this rule. variant: fa2 or fa3."""
@@ -68,19 +73,13 @@ class Capabilities(NamedTuple):
     devices    torch device types.
     dtypes     of queries, keys and values.
     head_dims  sizes of a head.
-    kinds      kinds of layers.
-    fp8_kv     whether the backend reads an FP8 pool with its scales (KVPool.scales).
-    sinks, soft_caps
-               whether the backend computes them (AttentionRule).
+    features   an empty set means none. With FP8_KV, the backend reads KVPool.scales.
     """
 
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     head_dims: tuple[int, ...] = ()
-    kinds: frozenset[LayerKind] = frozenset({LayerKind.FULL})
-    fp8_kv: bool = False
-    sinks: bool = False
-    soft_caps: bool = False
+    features: frozenset[AttentionFeature] = frozenset()
 
 
 class AttentionStep(NamedTuple):
@@ -225,14 +224,9 @@ class AttentionBackend(ABC):
             return f"it supports {supported}, not {_dtype_name(dtype)}"
         if able.head_dims and needs.head_dim not in able.head_dims:
             return f"it supports head_dim {able.head_dims}, not {needs.head_dim}"
-        if unsupported := {rule.kind for rule in needs.rules} - able.kinds:
-            return f"it does not support {min(unsupported)} layers"
-        if not able.sinks and any(rule.sinks for rule in needs.rules):
-            return "it does not support attention sinks"
-        if not able.soft_caps and any(rule.soft_cap is not None for rule in needs.rules):
-            return "it does not support soft caps of attention scores"
-        if needs.fp8_kv and not able.fp8_kv:
-            return "it does not support an FP8 KV cache"
+        wanted = {AttentionFeature.FP8_KV} if needs.fp8_kv else set[AttentionFeature]()
+        if missing := wanted.union(*(rule.features for rule in needs.rules)) - able.features:
+            return f"it does not support {min(missing)}"
         return None
 
     @classmethod

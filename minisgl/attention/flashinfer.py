@@ -24,13 +24,13 @@ from torch import Tensor
 from minisgl.attention.base import (
     PLAIN,
     AttentionBackend,
+    AttentionFeature,
     AttentionNeeds,
     AttentionRule,
     AttentionStep,
     Capabilities,
     DecodeGraphAttention,
     InTurn,
-    LayerKind,
     StepAttention,
 )
 from minisgl.attention.decode import BalancedDecode, UnsplitDecode, new_tokens
@@ -89,10 +89,7 @@ class FlashInferAttention(AttentionBackend):
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
         head_dims=(64, 128, 256),
-        kinds=frozenset(LayerKind),
-        fp8_kv=True,
-        sinks=True,
-        soft_caps=True,
+        features=frozenset(AttentionFeature),
     )
     variant: ClassVar[str | None] = None
 

@@ -13,10 +13,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from minisgl.attention.base import (
     PLAIN,
     AttentionBackend,
+    AttentionFeature,
     AttentionRule,
     AttentionStep,
     Capabilities,
-    LayerKind,
     StepAttention,
 )
 from minisgl.kvcache.pool import KVPool
@@ -35,7 +35,7 @@ class TorchAttention(AttentionBackend):
     """
 
     name = "torch"
-    capabilities = Capabilities(kinds=frozenset(LayerKind), fp8_kv=True, sinks=True, soft_caps=True)
+    capabilities = Capabilities(features=frozenset(AttentionFeature))
 
     def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None:
         self._pool = pool

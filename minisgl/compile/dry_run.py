@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 from minisgl.attention.base import (
     PLAIN,
     AttentionBackend,
+    AttentionFeature,
     AttentionNeeds,
     AttentionRule,
     AttentionStep,
     Capabilities,
-    LayerKind,
     StepAttention,
 )
 from minisgl.attention.decode import BalancedDecode
@@ -121,7 +121,7 @@ class MetaAttention(AttentionBackend):
     """
 
     name = "meta"
-    capabilities = Capabilities(kinds=frozenset(LayerKind), fp8_kv=True, sinks=True, soft_caps=True)
+    capabilities = Capabilities(features=frozenset(AttentionFeature))
 
     def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None:
         self._pool, self._rule = pool, rule

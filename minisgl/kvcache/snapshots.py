@@ -49,8 +49,9 @@ class Snapshot:
 
 
 class Snapshots:
-    """All snapshots. The part of a node is the snapshot that is valid for its end, or None. When the
-    node is split, its lower part keeps the snapshot.
+    """All snapshots. The part of a node is the snapshot that is valid for its end, or None.
+
+    If the node is split, the lower node keeps the snapshot.
 
     The pages come from the pool of the keys and values. Evictions take the older of a leaf of the
     tree and of a snapshot, by their last use. A leaf takes its own snapshot with it.

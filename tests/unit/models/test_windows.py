@@ -49,6 +49,11 @@ def test_sliding_window_counts_only_where_it_acts(
     assert model.for_context(128).rules == (AttentionRule(),) * 2
 
 
+def layer_type(rule: AttentionRule) -> str:
+    """The name of these layers in layer_types."""
+    return "full_attention" if rule.window is None else "sliding_attention"
+
+
 def test_windows_are_on_the_layers_that_transformers_chooses() -> None:
     """Every way in which a config.json says which layers have a window."""
     for name, kind, changes in (
@@ -63,7 +68,7 @@ def test_windows_are_on_the_layers_that_transformers_chooses() -> None:
         asked["max_window_layers"] = 4
         model = family(name, **asked, num_experts=4, num_experts_per_tok=2)
         expected = kind(**asked).layer_types
-        assert [rule.kind for rule in model.rules] == expected, name
+        assert [layer_type(rule) for rule in model.rules] == expected, name
 
 
 def test_the_config_of_gemma_3_by_earlier_versions_of_transformers() -> None:
@@ -82,7 +87,7 @@ def test_the_config_of_gemma_3_by_earlier_versions_of_transformers() -> None:
     assert (model.vocab_size, model.head_dim, model.tied_embeddings) == (262208, 256, True)
     assert (model.q_heads, model.kv_heads, model.max_position) == (8, 4, 131072)
     assert [rule.window for rule in model.rules] == [1024] * 5 + [None]
-    used = {mixer.rule.kind: mixer.rope for mixer in model.attention}
+    used = {layer_type(mixer.rule): mixer.rope for mixer in model.attention}
     assert used["sliding_attention"] == Rope(1e4, None, 256)
     assert used["full_attention"] == Rope(1e6, LinearRope(8.0), 256)
     for kind, rope in used.items():
