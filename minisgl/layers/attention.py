@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.attention.base import AttentionRule, FusedAttention, NormRope
-from minisgl.core import ConfigError
 from minisgl.kernel import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool, KVSpec
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -72,14 +71,9 @@ class Attention(Mixer):
     def __init__(self, spec: AttentionSpec, build: MixerBuild) -> None:
         super().__init__()
         size, eps, dim, tp = build.size, build.eps, spec.kv.head_dim, build.comm.tp
-        if spec.q_heads % tp.size:
-            raise ConfigError(
-                f"{spec.q_heads} attention heads cannot be split over tensor-parallel {tp.size}: "
-                "use a number of ranks that divides them"
-            )
         order = rotary_order(dim, spec.rope.rotary_dim)
         output = split_heads("o_proj", spec.q_heads, dim, tp.rank, tp.size)
-        v = split_heads("v_proj", spec.kv.kv_heads, dim, tp.rank, tp.size)
+        v = split_heads("v_proj", spec.kv.kv_heads, dim, tp.rank, tp.size, copies=True)
         q, k = output._replace(name="q_proj", order=order), v._replace(name="k_proj", order=order)
         qkv = merge("qkv_proj", (q, k, v)) if spec.merged else (q, k, v)
         if spec.gate:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from minisgl.core import ConfigError
 from minisgl.distributed.comm import TPInfo
 from minisgl.kernel import gated_delta, gated_norm
 from minisgl.kernel.delta import TAPS, DeltaMemory, DeltaWeights
@@ -43,17 +42,11 @@ class DeltaSpec(NamedTuple):
         return hidden_size * rows
 
     def local_heads(self, tp: TPInfo) -> tuple[int, int]:
-        """Return the key heads and the value heads of a rank. Raises ConfigError.
+        """Return the key heads and the value heads of a rank.
 
         With fewer key heads than ranks, neighbouring ranks each store a copy of one key head.
         """
-        key, value = self.key_heads, self.value_heads
-        if value % tp.size or (key % tp.size and tp.size % key):
-            raise ConfigError(
-                f"{key} key heads and {value} value heads of gated delta nets cannot be split over "
-                f"tensor-parallel {tp.size}: use a number of ranks that divides both"
-            )
-        return max(key // tp.size, 1), value // tp.size
+        return max(self.key_heads // tp.size, 1), self.value_heads // tp.size
 
     def channels(self, tp: TPInfo) -> int:
         """The channels of the convolution of a rank."""
@@ -118,7 +111,8 @@ class GatedDelta(Mixer):
         super().__init__()
         tp, linear = build.comm.tp, build.linear
         key_heads, _ = spec.local_heads(tp)
-        k = split_heads("in_proj_qkv", spec.key_heads, spec.key_dim, tp.rank, tp.size)
+        keys = spec.key_heads, spec.key_dim, tp.rank, tp.size
+        k = split_heads("in_proj_qkv", *keys, copies=not spec.grouped)
         v = split_heads("in_proj_qkv", spec.value_heads, spec.value_dim, tp.rank, tp.size)
         heads = split_heads("in_proj_b", spec.value_heads, 1, tp.rank, tp.size)
         self.spec, self.channels = spec, merge("conv1d", (k, k, v))
@@ -176,13 +170,8 @@ def _grouped(name: str, parts: tuple[int, ...], full: int, local: int, tp: TPInf
     """Return the share of a tensor that stores all parts of a key head side by side.
 
     parts: the rows of each part for one key head. full, local: the key heads of the model and of
-    this rank. The model stores each part for all heads side by side. Raises ConfigError.
+    this rank. The model stores each part for all heads side by side.
     """
-    if full % tp.size:
-        raise ConfigError(
-            f"{full} key heads of {name} cannot be split over tensor-parallel {tp.size}: "
-            "use a number of ranks that divides them"
-        )
     size, first, order = sum(parts), 0, list[int]()
     for rows in parts:
         order += [h * size + first + row for h in range(local) for row in range(rows)]

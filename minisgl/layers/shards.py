@@ -182,16 +182,18 @@ def split_evenly(name: str, full: int, rank: int, size: int, unit: int = 1) -> S
     return Shard(name, full, rank * local, local)
 
 
-def split_heads(name: str, heads: int, head_dim: int, rank: int, size: int) -> Shard:
+def split_heads(
+    name: str, heads: int, head_dim: int, rank: int, size: int, *, copies: bool = False
+) -> Shard:
     """Divide the rows of `heads` attention heads into shares of whole heads.
 
-    With fewer heads than ranks, neighbouring ranks each store a copy of the same head.
-    Raises ConfigError when neither count divides the other.
+    copies: with fewer heads than ranks, neighbouring ranks each store a copy of the same head.
+    Raises ConfigError when the heads cannot be divided.
     """
-    if heads % size and size % heads:
+    if heads % size and not (copies and size % heads == 0):
         raise ConfigError(
             f"{heads} heads of {name} cannot be split over tensor-parallel {size}: "
-            "one of the two numbers must divide the other"
+            "use a number of ranks that divides them"
         )
     local, first = max(heads // size, 1), rank * heads // size
     return Shard(name, heads * head_dim, first * head_dim, local * head_dim)

@@ -25,7 +25,7 @@ from minisgl.moe.spec import ExpertsSpec
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-_SLIDING = "sliding_attention"
+FULL, _SLIDING = "full_attention", "sliding_attention"  # in layer_types
 _NORM_BEFORE = NormsSpec()
 
 
@@ -178,15 +178,31 @@ def windows_by_interval(config: HfConfig, interval: int) -> list[int | None]:
 
 
 def _windows(config: HfConfig, slides: list[bool]) -> list[int | None]:
-    count, window, kinds = config.num_layers, config.sliding_window, config.layer_types
-    if kinds is not None:
-        for kind in kinds:
-            check_supported("layer type", kind, ("full_attention", _SLIDING))
-        if len(kinds) != count:
-            raise ConfigError(f"layer_types in config.json has {len(kinds)} entries of {count}")
-        slides = [kind == _SLIDING for kind in kinds]
-    if window is None or not any(slides):
-        return [None] * count
+    window = config.sliding_window
+    kinds = layer_types(config, [_SLIDING if sliding else FULL for sliding in slides], _SLIDING)
+    if window is None or _SLIDING not in kinds:
+        return [None] * len(kinds)
     if type(window) is not int or window < 1:
         raise ConfigError(f"config.json: sliding_window is {window!r}: expected an integer >= 1")
-    return [window if sliding else None for sliding in slides]
+    return [window if kind == _SLIDING else None for kind in kinds]
+
+
+def layer_types(config: HfConfig, default: list[str], other: str) -> list[str]:
+    """Return layer_types of config.json, or the default. Raises ConfigError.
+
+    other: the one type that a layer may have besides full attention.
+    """
+    kinds = default if config.layer_types is None else config.layer_types
+    for kind in kinds:
+        check_supported("layer type", kind, (FULL, other))
+    check_per_layer(config, "layer_types", kinds)
+    return kinds
+
+
+def check_per_layer(config: HfConfig, field: str, values: Sequence[object]) -> None:
+    """Raise ConfigError if a field of config.json does not have one entry for each layer."""
+    if len(values) != config.num_layers:
+        raise ConfigError(
+            f"{field} in config.json has {len(values)} entries; expected {config.num_layers}, one "
+            "for each layer"
+        )

@@ -1,6 +1,6 @@
 """The MXFP4 experts of gpt-oss for many tokens, as products of blocks of tokens.
 
-The counterpart of stacked_moe.py for packed weights. A program multiplies rows of the weight, the
+The counterpart of moe_grouped.py for packed weights. A program multiplies rows of the weight, the
 tall operand of the matrix unit, with the tokens of a block. Each lane decodes its part of the
 weights for itself (mxfp4.py). The matrix unit fixes the columns of a lane, and so the order of the
 columns in both operands (`column`). `_arrange` brings the tokens into this order, and the first

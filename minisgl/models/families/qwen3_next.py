@@ -10,7 +10,7 @@ from minisgl.kernel.delta import TAPS
 from minisgl.layers.attention import QkNorm
 from minisgl.layers.delta import DeltaSpec
 from minisgl.layers.mlp import DenseSpec
-from minisgl.models.compose import attention_layers, model_spec, sparse_layers
+from minisgl.models.compose import FULL, attention_layers, layer_types, model_spec, sparse_layers
 from minisgl.models.hf_config import Count, HfConfig, Raw, check_supported, read_fields
 from minisgl.models.rope import rope_of
 from minisgl.models.spec import ModelSpec, NormsSpec
@@ -25,7 +25,7 @@ DEFAULTS: Raw = {
     "shared_expert_intermediate_size": 512,
     "norm_topk_prob": True,
 }
-_DELTA, _FULL = "linear_attention", "full_attention"
+_DELTA = "linear_attention"  # in layer_types
 
 
 class HfDelta(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ def hybrid_spec(
     fields = read_fields(raw, HfDelta, "config.json")
     _check(config, fields)
     kinds = _kinds(config, fields)
-    count = kinds.count(_FULL)
+    count = kinds.count(FULL)
     rope = rope_of(config, partial=True)
     attention = iter(
         attention_layers(
@@ -90,22 +90,18 @@ def hybrid_spec(
         )
         for layer in range(len(kinds) - count)
     )
-    mixers = [next(attention) if kind == _FULL else next(delta) for kind in kinds]
+    mixers = [next(attention) if kind == FULL else next(delta) for kind in kinds]
     norms = NormsSpec(offset=True)
     return model_spec(config, rope, mixers, mlps, norms=norms, unread=("mtp.",))
 
 
 def _kinds(config: HfConfig, fields: HfDelta) -> list[str]:
     """Return the kind of each layer. Raises ConfigError."""
-    count, interval, kinds = config.num_layers, fields.full_attention_interval, config.layer_types
-    if kinds is None:
-        kinds = [_DELTA if (layer + 1) % interval else _FULL for layer in range(count)]
-    for kind in kinds:
-        check_supported("layer type", kind, (_DELTA, _FULL))
-    if len(kinds) != count:
-        raise ConfigError(f"layer_types in config.json has {len(kinds)} entries of {count}")
-    if _FULL not in kinds:
-        raise ConfigError(f"a model needs a layer of type {_FULL!r}: layer_types has none")
+    layers, interval = range(config.num_layers), fields.full_attention_interval
+    default = [_DELTA if (layer + 1) % interval else FULL for layer in layers]
+    kinds = layer_types(config, default, _DELTA)
+    if FULL not in kinds:
+        raise ConfigError(f"a model needs a layer of type {FULL!r}: layer_types has none")
     return kinds
 
 

@@ -1,7 +1,6 @@
 """SmolLM3: as Llama, with layers without a rotary embedding."""
 
-from minisgl.core import ConfigError
-from minisgl.models.compose import dense_layers, transformer, windows_if_enabled
+from minisgl.models.compose import check_per_layer, dense_layers, transformer, windows_if_enabled
 from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.rope import rope_of
 from minisgl.models.spec import ModelSpec
@@ -24,9 +23,5 @@ def _rotates(config: HfConfig) -> list[bool]:
     count, interval = config.num_layers, config.no_rope_layer_interval
     if not config.no_rope_layers:
         return [(layer + 1) % interval != 0 for layer in range(count)]
-    if len(config.no_rope_layers) != count:
-        raise ConfigError(
-            f"no_rope_layers in config.json has {len(config.no_rope_layers)} entries; expected "
-            f"{count}, one for each layer"
-        )
+    check_per_layer(config, "no_rope_layers", config.no_rope_layers)
     return [bool(value) for value in config.no_rope_layers]

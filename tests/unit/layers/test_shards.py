@@ -21,12 +21,14 @@ def test_heads_are_never_cut() -> None:
 
 
 def test_fewer_heads_than_ranks_are_shared_by_neighbours() -> None:
-    parts = [split_heads("k", 2, 16, rank, 4) for rank in range(4)]
+    parts = [split_heads("k", 2, 16, rank, 4, copies=True) for rank in range(4)]
     assert [part.begin for part in parts] == [0, 0, 16, 16]
     assert {part.local for part in parts} == {16}
 
 
-@pytest.mark.parametrize(("heads", "size"), [(6, 4), (3, 2), (2, 3)])
-def test_head_counts_that_do_not_divide_are_refused(heads: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "size", "copies"), [(6, 4, True), (3, 2, True), (2, 3, True), (2, 4, False)]
+)
+def test_head_counts_that_do_not_divide_are_refused(heads: int, size: int, copies: bool) -> None:
     with pytest.raises(ConfigError, match=f"{heads} heads of k cannot be split"):
-        split_heads("k", heads, 16, 0, size)
+        split_heads("k", heads, 16, 0, size, copies=copies)

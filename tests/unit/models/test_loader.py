@@ -89,7 +89,7 @@ def test_ranks_without_token_ids_are_refused(saved: Callable[[str], Path]) -> No
 
 
 def test_heads_that_do_not_divide_are_refused(saved: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match=r"4 attention heads cannot be split over.* 3"):
+    with pytest.raises(ConfigError, match=r"4 heads of o_proj cannot be split over.* 3"):
         load(saved("llama"), rank=0, size=3)
 
 
