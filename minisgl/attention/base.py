@@ -197,15 +197,11 @@ class AttentionBackend(ABC):
     tuple registry.ATTENTION_BACKENDS lists the backends of minisgl. An entry point passes the
     backends of other packages in engine.Extensions.
 
-    name          the name that users give to --attention-backend.
-    decode_with   None for a backend that runs both phases. A backend without a decode phase names
-                  here the backend that runs the decode requests. This name counts only if
-                  --attention-backend gives no backend for decode.
+    name: the name that users give to --attention-backend.
     """
 
     name: ClassVar[str]
     capabilities: ClassVar[Capabilities] = Capabilities()
-    decode_with: ClassVar[str | None] = None
 
     @abstractmethod
     def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None: ...

@@ -215,7 +215,6 @@ class FlashInferFa2(FlashInferAttention):
     """Prefill by the fa2 kernels on every GPU."""
 
     name = "flashinfer-fa2"
-    decode_with = "flashinfer"
     variant = "fa2"
 
 
@@ -223,7 +222,6 @@ class FlashInferFa3(FlashInferAttention):
     """Prefill by the fa3 kernels for any number of tokens."""
 
     name = "flashinfer-fa3"
-    decode_with = "flashinfer"
     variant = "fa3"
 
 

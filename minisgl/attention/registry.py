@@ -97,12 +97,11 @@ def resolve_phases(
     """The backends of prefill and of decode, with auto replaced by the selected backend."""
     known = {backend.name: backend for backend in (*ATTENTION_BACKENDS, *added)}
     prefill_name, _, decode_name = name.partition(",")
-    prefill = select_backend("attention", prefill_name, known, lambda one: one.obstacle(needs))
-    decode_name = decode_name or prefill.decode_with or prefill.name
-    decoding = {name: backend for name, backend in known.items() if backend.decode_with is None}
-    return prefill, select_backend(
-        "attention", decode_name, decoding, lambda one: one.obstacle(needs)
+    prefill, decode = (
+        select_backend("attention", phase, known, lambda one: one.obstacle(needs))
+        for phase in (prefill_name, decode_name or prefill_name)
     )
+    return prefill, decode
 
 
 class PhasedAttention(AttentionBackend):
