@@ -165,9 +165,9 @@ def _before(norm: ResidualNorm | None, x: Tensor) -> BlockInput:
 class Decoder(nn.Module):
     """Token embedding, decoder layers and final norm.
 
-    `forward` is the whole computation. After the attention of the last layer, only the tokens whose
-    logits the sampler reads need further computation. CUDA graphs therefore cut the forward there,
-    and the engine calls its three parts.
+    After the attention of the last layer, only the tokens whose logits the sampler reads need
+    further computation. The forward is therefore cut there: the engine calls
+    `forward_to_last_attention`, Attended.take_rows and `finish_last_layer`.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -182,20 +182,12 @@ class Decoder(nn.Module):
         self.norm = final_norm(config.hidden_size, config.stream_eps, comm, norms.offset)
         self.sums_embedding = norms.after and comm.tp.size > 1
 
-    def forward(self, ids: Tensor, context: ForwardContext, rows: Tensor | None = None) -> Tensor:
-        """Return the hidden states after the final norm: [T, H], or [B, H] of the tokens `rows`.
-
-        ids: integers [T]. rows: integers [B]. Keys and values of all T tokens are stored.
-        """
-        attended = self.forward_to_last_attention(ids, context)
-        if rows is not None:
-            attended = attended.take_rows(rows, self.norm.comm)
-        return self.finish_last_layer(attended)
-
     def forward_to_last_attention(
         self, ids: Tensor, context: ForwardContext, most: int | None = None
     ) -> Attended:
         """Compute the forward up to the attention of the last layer. ids: integers [T].
+
+        Keys and values of all T tokens are stored.
 
         most: run at most this many of the layers before the last one. The output is then not that
         of the model. None: run all layers.

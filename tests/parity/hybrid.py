@@ -69,8 +69,8 @@ class Runner:
             states=self.states.layers,
             state_step=StateStep.of(out, chunks=int(not decode)),
         )
-        hidden = self.model.model(torch.tensor(ids), context)
-        return self.model.lm_head.logits(hidden)
+        attended = self.model.model.forward_to_last_attention(torch.tensor(ids), context)
+        return self.model.logits(attended)
 
 
 def check_rank(comm: Communicator, path: str, expected: Any) -> None:

@@ -1,4 +1,4 @@
-"""Decoder.forward, the readable path, equals transformers and the parts that graphs run."""
+"""The parts of a forward give the logits of transformers, of all tokens or of some."""
 
 from pathlib import Path
 
@@ -45,26 +45,17 @@ def load(path: str) -> tuple[CausalLM, ForwardContext]:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama-linear-biases", "qwen3-moe"])
+@pytest.mark.parametrize("rows", [[0, 7, 7, 24], [*range(len(PROMPT))]], ids=["some", "all"])
 @torch.inference_mode()
-def test_forward_gives_hidden_states_of_all_tokens_or_of_some(family: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers(family: str, rows: list[int], tmp_path: Path) -> None:
     path = save_random_model(family, tmp_path)
     model, context = load(path)
-    ids, rows = torch.tensor(PROMPT), torch.tensor([3, 24])
-    hidden = model.model(ids, context)
-    expected = transformers_logits(path, PROMPT)
-    torch.testing.assert_close(model.lm_head.logits(hidden), expected, atol=2e-4, rtol=2e-4)
-    torch.testing.assert_close(model.model(ids, context, rows), hidden[rows])
-
-
-@torch.inference_mode()
-def test_the_parts_of_a_forward_give_the_same_hidden_states(tmp_path: Path) -> None:
-    model, context = load(save_random_model("qwen3", tmp_path))
-    ids, rows = torch.tensor(PROMPT), torch.tensor([0, 7, 7])
-    attended = model.model.forward_to_last_attention(ids, context)
-    taken = attended.take_rows(rows, SingleCommunicator())
-    assert [part.shape for part in model.model.empty_attended(3)] == [part.shape for part in taken]
-    found = model.model.finish_last_layer(taken)
-    assert torch.equal(found, model.model(ids, context, rows))
+    attended = model.model.forward_to_last_attention(torch.tensor(PROMPT), context)
+    taken = attended.take_rows(torch.tensor(rows), SingleCommunicator())
+    empty = model.model.empty_attended(len(rows))
+    assert [part.shape for part in empty] == [part.shape for part in taken]
+    expected = transformers_logits(path, PROMPT)[rows]
+    torch.testing.assert_close(model.logits(taken), expected, atol=2e-4, rtol=2e-4)
 
 
 def test_tied_embeddings_are_one_tensor(tmp_path: Path) -> None:
