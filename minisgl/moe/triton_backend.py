@@ -46,7 +46,7 @@ class TritonMoe(MoeBackend):
     def __init__(self, device: torch.device) -> None:
         # Triton is imported here, because machines without a GPU may not have it.
         from minisgl.kernel.triton import (
-            fp8_moe,
+            fp8_few,
             moe_few,
             moe_grouped,
             moe_routing,
@@ -57,7 +57,7 @@ class TritonMoe(MoeBackend):
 
         super().__init__(device)
         plain = _Kernels(moe_few.takes, moe_few.experts_of_few, moe_grouped.experts_of_many)
-        fp8 = _Kernels(fp8_moe.takes, fp8_moe.experts_of_few, fp8_moe.experts_of_many)
+        fp8 = _Kernels(fp8_few.takes, fp8_few.experts_of_few, moe_grouped.experts_of_many)
         mxfp4 = _Kernels(mxfp4_few.takes, mxfp4_few.experts_of_few, mxfp4_blocks.experts_of_many)
         self._kernels = {
             ExpertFormat.UNQUANTISED: plain,

@@ -22,23 +22,24 @@ def test_experts(
     tokens: int, experts: int, width: int, inner: int, blocks: tuple[int, int], many: bool
 ) -> None:
     """Few tokens as matrix-vector products, and blocks of tokens; tiles do not divide the sizes."""
-    from minisgl.kernel.triton import fp8_moe as kernels
+    from minisgl.kernel.triton import fp8_few, moe_grouped
 
     router, weights = random_router(experts, width), random_experts(experts, width, inner, blocks)
     x = normal(tokens, width, dtype=DTYPE)
     exact = reference(x, router, weights)
     if many:
-        found = kernels.experts_of_many(x, weights, *routed(x, router), False)
+        routing = routed(x, router)
+        found = moe_grouped.experts_of_many(x, weights, *routing, quantised=False)
     else:
         semaphores = torch.zeros(8, dtype=torch.int32, device=DEVICE)
-        found = kernels.experts_of_few(x, router, weights, semaphores)
+        found = fp8_few.experts_of_few(x, router, weights, semaphores)
         assert not semaphores.any()
     assert error(found, exact) < (1e-5 if INTERPRETED else 1.5e-2)
 
 
 def test_experts_convert_all_numbers_exactly() -> None:
     """Token t has up[t] times SiLU(448), which is 448, in its first column."""
-    from minisgl.kernel.triton import fp8_moe as kernels
+    from minisgl.kernel.triton.moe_grouped import experts_of_many
 
     codes = torch.arange(256, device=DEVICE).to(torch.uint8).view(FP8)
     finite = torch.where(codes.float().isnan(), 0.0, codes.float())
@@ -54,7 +55,7 @@ def test_experts_convert_all_numbers_exactly() -> None:
     factors = torch.ones(256, 1, device=DEVICE)
     experts = torch.zeros(256, 1, device=DEVICE, dtype=torch.int32)
     weights = ExpertWeights(*matrices)
-    found = kernels.experts_of_many(x, weights, factors, experts, quantised=False)
+    found = experts_of_many(x, weights, factors, experts, quantised=False)
     # A GPU replaces a division by a constant by a product with the rounded inverse. The test
     # therefore multiplies.
     assert torch.equal(found[:, 0].float(), finite * 448)
@@ -62,12 +63,12 @@ def test_experts_convert_all_numbers_exactly() -> None:
 
 @pytest.mark.parametrize("blocks", [(1, 1024), (128, 128)])
 def test_experts_of_many_tokens_with_quantised_activations(blocks: tuple[int, int]) -> None:
-    from minisgl.kernel.triton import fp8_moe as kernels
+    from minisgl.kernel.triton.moe_grouped import experts_of_many
 
     tokens, experts, width, inner = (5, 4, 256, 128) if INTERPRETED else (2000, 8, 1024, 384)
     router, weights = random_router(experts, width), random_experts(experts, width, inner, blocks)
     x = normal(tokens, width, dtype=DTYPE)
-    found = kernels.experts_of_many(x, weights, *routed(x, router), True)
+    found = experts_of_many(x, weights, *routed(x, router), quantised=True)
     assert error(found, reference(x, router, weights)) < 2 * QUANTISED_LIMIT
 
 

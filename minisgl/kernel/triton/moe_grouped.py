@@ -6,6 +6,12 @@ work. Rows of gate and up alternate in a tile, so that a program applies the act
 writes. Biased experts are those of gpt-oss, with a clamped SwiGLU. A last kernel sums the outputs
 of a token's experts in a fixed order. There are no atomics, so results do not change between runs.
 
+With FP8 weights, the activations are quantised, with one scale for each token or for each 128 of
+its columns: the matrix unit then reads the weights without a conversion. If the activations are not
+bfloat16, or a block of weights has neither 128 columns nor all of them, the weights are converted
+in registers, exactly. The scale of a block of weights multiplies the partial sum of its columns; a
+scale for a whole row multiplies the result.
+
 An assignment is a token with one of its experts. A slot is the place of an assignment in the blocks
 that minisgl.kernel.triton.moe_routing.align makes.
 
@@ -19,32 +25,44 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor, float32
+from torch import Tensor, bfloat16, float32
 
+from minisgl.kernel.fp8_weights import Scales
 from minisgl.kernel.triton import moe_tiles
+from minisgl.kernel.triton.fp8 import widen
+from minisgl.kernel.triton.fp8_quantise import quantise_rows
 from minisgl.kernel.triton.moe_routing import Blocks, Layer, Matrix, align
+from minisgl.kernel.triton.overlap import overlaps
 
 _COLUMNS = 1024
 
 
-@triton.jit(do_not_specialize=["num_assigned"])
+@triton.jit(do_not_specialize=["num_assigned", "x_scale_stride"])
 def _product(
     x,
+    x_scales,
     weight,
+    scales,
     bias,
     out,
     slots,
     owners,
-    scales,
+    factors,
     num_assigned,
     N,
     K,
     x_stride,
+    x_scale_stride,
     alpha,
     limit,
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
+    SCALED: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    FAST: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -54,7 +72,10 @@ def _product(
     """One tile of the product of a block of tokens with its expert's weight.
 
     With GATED, x holds tokens and out holds slots, after the activation. Otherwise x holds slots
-    and out holds assignments, multiplied by their scales. alpha, limit: of the SwiGLU, if BIASED.
+    and out holds assignments, multiplied by their factors. alpha, limit: of the SwiGLU, if BIASED.
+
+    SCALED: the weight is FP8 with a scale for each block. SCALE_COLUMNS 0: a block has all columns.
+    QUANTISED: x is FP8 too. x_scales has its scales, one for each row and SCALE_COLUMNS columns.
     """
     tile = tl.program_id(0)
     block = tl.program_id(1)
@@ -67,13 +88,18 @@ def _product(
     row = tl.arange(0, BN)
     k = tl.arange(0, BK)
     if GATED:
-        n = tl.minimum(tile * (BN // 2) + row // 2, N - 1) + (row % 2) * N + expert * (2 * N)
+        n = tl.minimum(tile * (BN // 2) + row // 2, N - 1) + (row % 2) * N
+        height = 2 * N
         source = assigned // TOP_K
     else:
-        n = tl.minimum(tile * BN + row, N - 1) + expert * N
+        n = tl.minimum(tile * BN + row, N - 1)
+        height = N
         source = slot
-    weight_at = weight + n[:, None] * K + k[None, :]
+    weight_at = weight + (expert * height + n)[:, None] * K + k[None, :]
     x_at = x + source[None, :].to(tl.int64) * x_stride + k[:, None]
+    if SCALED:
+        each = 1 if SCALE_COLUMNS == 0 else tl.cdiv(K, SCALE_COLUMNS)
+        scale_at = scales + (expert * tl.cdiv(height, SCALE_ROWS) + n // SCALE_ROWS) * each
     total = tl.zeros([BN, BM], tl.float32)
     for step in tl.range(0, tl.cdiv(K, BK), num_stages=STAGES):
         if WHOLE:
@@ -83,9 +109,23 @@ def _product(
             left = K - step * BK
             w = tl.load(weight_at + step * BK, mask=(k < left)[None, :], other=0.0)
             v = tl.load(x_at + step * BK, mask=live[None, :] & (k < left)[:, None], other=0.0)
-        total = tl.dot(w, v, total, input_precision="ieee")
+        if SCALED and not QUANTISED:
+            w = widen(w, x.dtype.element_ty, FAST)
+        if SCALE_COLUMNS == 0:
+            total = tl.dot(w, v, total, input_precision="ieee")
+        else:
+            group = step * BK // SCALE_COLUMNS
+            part = tl.dot(w, v, input_precision="ieee") * tl.load(scale_at + group)[:, None]
+            if QUANTISED:
+                x_scale_at = x_scales + group * x_scale_stride + source
+                part *= tl.load(x_scale_at, mask=live, other=0.0)[None, :]
+            total += part
+    if SCALED and SCALE_COLUMNS == 0:
+        total *= tl.load(scale_at)[:, None]
+        if QUANTISED:
+            total *= tl.load(x_scales + source, mask=live, other=0.0)[None, :]
     if BIASED:
-        total += tl.load(bias + n).to(tl.float32)[:, None]
+        total += tl.load(bias + expert * height + n).to(tl.float32)[:, None]
     if GATED:
         pairs = total.reshape(BN // 2, 2, BM).permute(0, 2, 1)
         gate, up = tl.split(pairs)
@@ -98,7 +138,7 @@ def _product(
         n = tile * (BN // 2) + tl.arange(0, BN // 2)
         target = slot
     else:
-        value = total * tl.load(scales + assigned, mask=live, other=0.0)[None, :]
+        value = total * tl.load(factors + assigned, mask=live, other=0.0)[None, :]
         n = tile * BN + row
         target = assigned
     at = out + target[None, :].to(tl.int64) * N + n[:, None]
@@ -160,76 +200,105 @@ def tiling_for(num_assigned: int, num_experts: int, exact: bool) -> Tiling:
     return next(tiling for most, tiling in _TILINGS if mean <= most)
 
 
-def _launch(
-    x: Tensor,
-    matrix: Matrix,
-    out: Tensor,
-    blocks: Blocks,
-    scales: Tensor,
-    top_k: int,
-    swiglu: tuple[float, float],
-    tile: Tile,
-    gated: bool,
-) -> None:
-    weight, _, bias = matrix
-    height, width = out.shape[1], weight.shape[2]
-    rows = tile.rows // 2 if gated else tile.rows
-    _product[(triton.cdiv(height, rows), len(blocks.owners))](
-        x,
-        weight,
-        weight if bias is None else bias,
-        out,
-        blocks.slots,
-        blocks.owners,
-        scales,
-        scales.numel(),
-        height,
-        width,
-        x.stride(0),
-        *swiglu,
-        TOP_K=top_k,
-        GATED=gated,
-        BIASED=bias is not None,
-        BM=blocks.size,
-        BN=tile.rows,
-        BK=tile.columns,
-        WHOLE=width % tile.columns == 0,
-        STAGES=tile.stages,
-        num_warps=tile.warps,
-    )
-
-
 def experts_of_many(
     x: Tensor,
     layer: Layer,
     weights: Tensor,
     experts: Tensor,
     tiling: Tiling | None = None,
+    quantised: bool | None = None,
 ) -> Tensor:
     """As MoeBackend.forward, after the routing, in four launches. No host sync.
 
-    x: [T, H], unit stride in H. weights: float32 [T, top_k]; experts:
-    int32 [T, top_k]; both contiguous. tiling: if None, `tiling_for` chooses it. With blocks of 128
-    tokens, moe_tiles.py computes the products if it supports their shapes.
+    x: [T, H], unit stride in H. layer: of unquantised experts, or of FP8 experts with the scales of
+    fp8_few.experts_of_few, with 32 columns or more. weights: float32 [T, top_k]; experts: int32
+    [T, top_k]; both contiguous. tiling: if None, `tiling_for` chooses it. With blocks of 128
+    tokens, moe_tiles.py computes the products if it supports their shapes. quantised: whether to
+    quantise activations for FP8 weights; None: only bfloat16 ones.
     """
     gate_up, down, swiglu = layer
-    has_bias = gate_up[2] is not None
+    has_bias, is_plain = gate_up[2] is not None, swiglu is None and gate_up[1] is None
     assert has_bias == (swiglu is not None), "biased experts have a clamped SwiGLU; this is a bug"
     inner, width = down[0].shape[2], x.shape[1]
     num_experts, top_k = len(down[0]), experts.shape[1]
     if tiling is None:
         tiling = tiling_for(experts.numel(), num_experts, x.dtype == float32)
+    if quantised is None:
+        quantised = x.dtype == bfloat16
     blocks = align(experts, num_experts, tiling.tokens)
     hidden = x.new_empty((len(blocks.slots), inner))
     parts = x.new_empty((experts.numel(), width))
-    if swiglu is None and moe_tiles.takes(x, inner, blocks.size):
+    if is_plain and moe_tiles.takes(x, inner, blocks.size):
         moe_tiles.gate_up(x, gate_up[0], hidden, blocks, top_k)
         moe_tiles.down(hidden, down[0], parts, blocks, weights)
     else:
-        own = (blocks, weights, top_k, swiglu or (0.0, 0.0))
+        own = (blocks, weights, top_k, swiglu or (0.0, 0.0), quantised)
         _launch(x, gate_up, hidden, *own, tiling.gate_up, gated=True)
         _launch(hidden, down, parts, *own, tiling.down, gated=False)
     return sum_parts(parts, top_k)
+
+
+def _launch(
+    x: Tensor,
+    matrix: Matrix,
+    out: Tensor,
+    blocks: Blocks,
+    factors: Tensor,
+    top_k: int,
+    swiglu: tuple[float, float],
+    quantised: bool,
+    tile: Tile,
+    gated: bool,
+) -> None:
+    weight, scales, bias = matrix
+    height, width = out.shape[1], weight.shape[2]
+    in_loop = 0 if scales is None else columns_in_loop(scales, width)
+    # A scale of activations is for 128 columns. With weights in blocks of another width, the
+    # activations are therefore not quantised.
+    quantised = quantised and scales is not None and in_loop in (0, 128)
+    x_scales, stride, columns = factors, 0, tile.columns
+    if quantised:
+        x, x_scales = quantise_rows(x, grouped=in_loop > 0)
+        stride, columns = x_scales.stride(1), 2 * tile.columns  # as many bytes as of bfloat16
+    # With blocks, a program holds a second tile of sums, and 256 rows would not fit its registers.
+    tall = min(tile.rows, 128) if in_loop else tile.rows
+    rows, columns = tall // 2 if gated else tall, min(columns, in_loop or columns)
+    _product[(triton.cdiv(height, rows), len(blocks.owners))](
+        x,
+        x_scales,
+        weight,
+        factors if scales is None else scales.values,
+        weight if bias is None else bias,
+        out,
+        blocks.slots,
+        blocks.owners,
+        factors,
+        factors.numel(),
+        height,
+        width,
+        x.stride(0),
+        stride,
+        *swiglu,
+        TOP_K=top_k,
+        GATED=gated,
+        BIASED=bias is not None,
+        SCALED=scales is not None,
+        SCALE_ROWS=1 if scales is None else scales.rows,
+        SCALE_COLUMNS=in_loop,
+        QUANTISED=quantised,
+        FAST=out.dtype == bfloat16 and overlaps(),  # `widen` needs Hopper or later, as PDL does
+        BM=blocks.size,
+        BN=tall,
+        BK=columns,
+        WHOLE=scales is None and width % columns == 0,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+    )
+
+
+def columns_in_loop(scales: Scales, width: int) -> int:
+    """The columns of a block; 0 if a block has all columns of the matrix."""
+    return 0 if scales.columns >= width else scales.columns
 
 
 def sum_parts(parts: Tensor, top_k: int) -> Tensor:
