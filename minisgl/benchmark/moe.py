@@ -16,7 +16,7 @@ from minisgl.moe.base import (
     Router,
     route,
 )
-from minisgl.moe.registry import create_moe_backend
+from minisgl.moe.triton_backend import TritonMoe
 
 _HIDDEN, _INNER, _EXPERTS, _TOP_K = 2048, 768, 128, 8
 _GPT_OSS_WIDTH, _GPT_OSS_TOP_K = 2880, 4  # hidden and inner size
@@ -49,7 +49,7 @@ def layer_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
     bytes_moved counts the experts to which at least one token is routed.
     """
     device = torch.device("cuda")
-    backends = (("ours", create_moe_backend("triton", device)), (GroupedMm.name, GroupedMm(device)))
+    backends = (("ours", TritonMoe(device)), (GroupedMm.name, GroupedMm(device)))
     layers: list[Routed] = []
     for count in tokens:
         used_experts = _EXPERTS * (1 - (1 - _TOP_K / _EXPERTS) ** count)
@@ -60,7 +60,7 @@ def layer_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
 
 def gpt_oss_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
     """As layer_cases, for MXFP4 experts."""
-    backend, width = create_moe_backend("triton", torch.device("cuda")), _GPT_OSS_WIDTH
+    backend, width = TritonMoe(torch.device("cuda")), _GPT_OSS_WIDTH
     for model, experts in _GPT_OSS_EXPERTS.items():
         layers: list[Routed] = []
         for count in tokens:

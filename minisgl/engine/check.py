@@ -18,7 +18,8 @@ from minisgl.models.config import load_model_spec
 from minisgl.models.decoder import CausalLM
 from minisgl.models.loader import load_weights, materialise
 from minisgl.models.spec import ModelSpec
-from minisgl.moe.registry import create_moe_backend, resolve_moe_backend
+from minisgl.moe.registry import resolve_moe_backend
+from minisgl.moe.torch_backend import TorchMoe
 
 _GIB = 2**30
 
@@ -128,5 +129,5 @@ def share_of(
 
     dtype: of activations and unquantised weights. quantization: the value of --quantization.
     """
-    moe = create_moe_backend("torch", torch.device("meta"))
+    moe = TorchMoe(torch.device("meta"))
     return empty_model(model, dtype, SingleCommunicator(tp), moe, extensions, quantization)

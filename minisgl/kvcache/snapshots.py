@@ -57,40 +57,27 @@ class Snapshots:
     tree and of a snapshot, by their last use. A leaf takes its own snapshot with it.
 
     num_pages  of a snapshot.
+    own        the snapshots of prompts that are not published.
+    fenced     the snapshots that evictions cannot take now.
 
-    I1  A snapshot that is not freed is either in `_own`, because its prompt is not published, or in
-        `_lru` and the part of one node.
-    I2  _fenced holds the snapshots that the next batch loads, or that a step in flight copies. No
+    I1  A snapshot that is not freed is either in own, or in _lru and the part of one node.
+    I2  fenced holds the snapshots that the next batch loads, or that a step in flight copies. No
         eviction takes them. Their pages can be allocated after that step only.
     """
 
     def __init__(self, memory: "Memory", num_pages: int, index: int, steps: Steps) -> None:
         """index: of the part in RadixNode.parts."""
         self._memory, self.num_pages, self._index = memory, num_pages, index
-        self._own: dict[Snapshot, None] = {}
+        self.own: dict[Snapshot, None] = {}
         # Least recently used first: new snapshots, and reused ones.
         self._lru: tuple[OrderedDict[Snapshot, None], ...] = (OrderedDict(), OrderedDict())
-        self._fenced: dict[Snapshot, None] = {}
+        self.fenced: dict[Snapshot, None] = {}
         self._steps = steps
-
-    @property
-    def num_own(self) -> int:
-        """The number of snapshots of prompts that are not published."""
-        return len(self._own)
 
     @property
     def num_cached(self) -> int:
         """The number of snapshots of the tree."""
         return sum(map(len, self._lru))
-
-    @property
-    def num_fenced(self) -> int:
-        """The number of snapshots that evictions cannot take now."""
-        return len(self._fenced)
-
-    def is_fenced(self, snapshot: Snapshot) -> bool:
-        """The next batch loads the snapshot, or a step in flight copies it."""
-        return snapshot in self._fenced
 
     def at(self, node: RadixNode) -> Snapshot | None:
         """Return the snapshot of a node."""
@@ -111,7 +98,7 @@ class Snapshots:
         if left < memory.full.growing(_NO_ROWS, 0):
             return None
         snapshot = Snapshot(memory.full.pool.allocate(self.num_pages), tokens, request, branches)
-        self._own[snapshot] = None
+        self.own[snapshot] = None
         return snapshot
 
     def attach(self, snapshot: Snapshot, end: RadixNode) -> None:
@@ -121,7 +108,7 @@ class Snapshots:
         if self.at(node) is not None:
             self.release(snapshot)
             return
-        del self._own[snapshot]
+        del self.own[snapshot]
         node.parts[self._index] = snapshot
         snapshot.node, snapshot.last_use = node, tree.clock
         self._lru[0][snapshot] = None
@@ -149,12 +136,12 @@ class Snapshots:
     def release(self, snapshot: Snapshot) -> int:
         """Free a snapshot. Returns the number of pages that can be allocated at once."""
         if snapshot.node is None:
-            del self._own[snapshot]
+            del self.own[snapshot]
         else:
             snapshot.node.parts[self._index] = None
             del self._lru[snapshot.reused][snapshot]
         snapshot.freed = True
-        self._fenced.pop(snapshot, None)
+        self.fenced.pop(snapshot, None)
         self._memory.full.pool.release(snapshot.pages, snapshot.fence)
         return self.num_pages if snapshot.fence <= self._steps.resolved else 0
 
@@ -168,7 +155,7 @@ class Snapshots:
     def lock(self, snapshot: Snapshot) -> None:
         """Protect a snapshot until the next batch has loaded it."""
         snapshot.loads += 1
-        self._fenced[snapshot] = self._steps.waiting[self] = None
+        self.fenced[snapshot] = self._steps.waiting[self] = None
 
     def unlock(self, snapshot: Snapshot) -> None:
         """Undo one lock."""
@@ -178,19 +165,19 @@ class Snapshots:
     def record_copy(self, snapshot: Snapshot, step: int) -> None:
         """Step `step` copies from or to the pages."""
         snapshot.fence = step
-        self._fenced[snapshot] = self._steps.waiting[self] = None
+        self.fenced[snapshot] = self._steps.waiting[self] = None
 
     def resolve(self, step: int) -> None:
         """Let evictions take the snapshots that steps up to `step` have copied."""
         self._steps.resolved = step
-        for snapshot in [*self._fenced]:
+        for snapshot in [*self.fenced]:
             self._unfence(snapshot)
-        if not self._fenced:
+        if not self.fenced:
             self._steps.waiting.pop(self, None)
 
     def _unfence(self, snapshot: Snapshot) -> None:
         if not snapshot.loads and snapshot.fence <= self._steps.resolved:
-            del self._fenced[snapshot]
+            del self.fenced[snapshot]
 
     def evict(self, before: int | None, reused: bool) -> int:
         """Free the least recently used snapshot, as CacheKind.evict.
@@ -203,11 +190,11 @@ class Snapshots:
             for snapshot in group:
                 if before is not None and snapshot.last_use >= before:
                     break
-                if snapshot not in self._fenced and not self._goes_with_leaf(snapshot):
+                if snapshot not in self.fenced and not self._goes_with_leaf(snapshot):
                     found.append(snapshot)
                     break
         if not found and before is None:
-            found = [snapshot for snapshot in self._own if snapshot not in self._fenced][:1]
+            found = [snapshot for snapshot in self.own if snapshot not in self.fenced][:1]
         return self.release(min(found, key=lambda s: s.last_use)) if found else 0
 
     def _goes_with_leaf(self, snapshot: Snapshot) -> bool:

@@ -98,12 +98,12 @@ class States(CacheKind):
     def usage(self) -> tuple[int, int, int]:
         """The numbers of pages of the snapshots of requests, and of those in the cache."""
         snapshots, pages = self.snapshots, self.snapshots.num_pages
-        return snapshots.num_own * pages, snapshots.num_cached * pages, 0
+        return len(snapshots.own) * pages, snapshots.num_cached * pages, 0
 
     def evictable(self) -> tuple[int, int]:
         """The pages of snapshots that no batch copies, and those of the others."""
         own, cached, _ = self.usage()
-        fenced = self.snapshots.num_fenced * self.snapshots.num_pages
+        fenced = len(self.snapshots.fenced) * self.snapshots.num_pages
         return own + cached - fenced, fenced
 
     def of_row(self, row: int) -> tuple[Saving, int]:
@@ -265,7 +265,7 @@ class StateRoom(KindRoom):
     def pins(self, hit: Hit) -> int:
         """The pages of the snapshot at the end of a hit, if evictions could take them before."""
         snapshot = self._end_of(hit)
-        counted = snapshot is None or snapshot in self._used or self._snapshots.is_fenced(snapshot)
+        counted = snapshot is None or snapshot in self._used or snapshot in self._snapshots.fenced
         return 0 if counted else self._snapshots.num_pages
 
     def open(self, row: int, wanted: Wanted, hit: Hit) -> None:

@@ -13,13 +13,6 @@ from minisgl.moe.triton_backend import TritonMoe
 MOE_BACKENDS: tuple[type[MoeBackend], ...] = (TritonMoe, TorchMoe)
 
 
-def create_moe_backend(
-    name: str, device: torch.device, added: Sequence[type[MoeBackend]] = ()
-) -> MoeBackend:
-    """Make the backend called `name` on `device`. Arguments and errors: resolve_moe_backend."""
-    return resolve_moe_backend(name, device, added)(device)
-
-
 def resolve_moe_backend(
     name: str, device: torch.device, added: Sequence[type[MoeBackend]] = ()
 ) -> type[MoeBackend]:

@@ -79,7 +79,7 @@ class UnquantizedStackedExperts(StackedExperts):
             dim=1,
             begin=inner.begin,
             end=inner.end,
-            convert=_transposed,
+            convert=partial(torch.transpose, dim0=1, dim1=2),
         )
         yield from super().placements(name)
 
@@ -98,7 +98,3 @@ def gate_then_up(rows: Tensor, inner: Shard) -> Tensor:
 
 def _transposed_gate_up(matrices: Tensor, inner: Shard) -> Tensor:
     return gate_then_up(matrices.transpose(1, 2), inner)
-
-
-def _transposed(matrices: Tensor) -> Tensor:
-    return matrices.transpose(1, 2)

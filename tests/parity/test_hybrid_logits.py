@@ -14,7 +14,7 @@ from minisgl.kernel.fp8_weights import dequantise
 from minisgl.layers.linear import UnquantizedLinear
 from minisgl.models.build import build_model, empty_model
 from minisgl.models.config import load_model_spec
-from minisgl.moe.registry import create_moe_backend
+from minisgl.moe.torch_backend import TorchMoe
 from minisgl.quantization import with_quantizations
 from minisgl.quantization.linear import Fp8Linear
 from tests.parity.fp8_models import build_fp8
@@ -57,9 +57,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused(
     spec = load_model_spec(save(name, tmp_path)[1])
     comm = SingleCommunicator(TPInfo(0, ranks))
     with pytest.raises(ConfigError, match="cannot be split over tensor-parallel"):
-        empty_model(
-            spec, torch.float32, comm, create_moe_backend("torch", CPU), with_quantizations()
-        )
+        empty_model(spec, torch.float32, comm, TorchMoe(CPU), with_quantizations())
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_next"])

@@ -19,7 +19,7 @@ from minisgl.layers.delta import DeltaSpec
 from minisgl.models.build import empty_model
 from minisgl.models.config import model_spec_from
 from minisgl.models.loader import load_weights, materialise
-from minisgl.moe.registry import create_moe_backend
+from minisgl.moe.torch_backend import TorchMoe
 from minisgl.quantization import with_quantizations
 
 DATA = Path(__file__).parents[2] / "data" / "checkpoints"
@@ -73,7 +73,7 @@ def write(folder: Path, published: dict[str, Any], extra: Tensors, missing: str 
 
 def check(folder: Path, config: dict[str, Any], tp: TPInfo) -> torch.nn.Module:
     """Compare the headers with a rank's share of the model. Raises ConfigError."""
-    spec, moe = model_spec_from(config), create_moe_backend("torch", META)
+    spec, moe = model_spec_from(config), TorchMoe(META)
     comm = SingleCommunicator(tp)
     model, unused = empty_model(spec, torch.bfloat16, comm, moe, with_quantizations())
     materialise(model, META, torch.bfloat16)

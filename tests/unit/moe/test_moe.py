@@ -7,7 +7,7 @@ from torch.nn.functional import silu
 from minisgl.core import ConfigError
 from minisgl.kernel.fp8_weights import FP8, Scales, dequantise
 from minisgl.moe.base import ExpertFormat, ExpertMatrix, ExpertWeights, Router
-from minisgl.moe.registry import create_moe_backend
+from minisgl.moe.registry import resolve_moe_backend
 from minisgl.moe.triton_backend import with_kernels
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def test_experts_equal_their_definition(renormalise: bool) -> None:
     gate_up = torch.randn(5, 12, 8, generator=generator)
     down = torch.randn(5, 8, 6, generator=generator)
     weights = ExpertWeights(ExpertMatrix(gate_up), ExpertMatrix(down))
-    backend = create_moe_backend("auto", CPU)
+    backend = resolve_moe_backend("auto", CPU)(CPU)
     out = backend.forward(x, Router(router, None, 2, renormalise), weights)
     for token in range(9):
         probs = (router @ x[token]).softmax(0)
@@ -43,7 +43,7 @@ def test_experts_equal_their_definition(renormalise: bool) -> None:
 )
 def test_backends_that_cannot_be_used_are_refused(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        create_moe_backend(name, CPU)
+        resolve_moe_backend(name, CPU)
 
 
 @pytest.mark.parametrize(("columns", "on_gpu"), [(16, True), (32, False)])

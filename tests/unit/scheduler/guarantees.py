@@ -175,7 +175,7 @@ def state_of(view: View) -> bytes:
     add(view.waiting.first_priority, dict(view.waiting.uncached), view.waiting._queues.keys())
     for states in states_of(memory):
         add([vars(states)[name] for name in ("_savings", "_due", "_saves", "_loads")])
-        add(states.snapshots._own, states.snapshots._lru, states.snapshots._fenced)
+        add(states.snapshots.own, states.snapshots._lru, states.snapshots.fenced)
     for windows in windows_of(memory):
         add_pool(windows.pages.pool)
         add(windows.pages.users, windows.pages.cached, windows.pages._last_step)

@@ -56,9 +56,9 @@ def check_states(states: States, memory: Memory) -> int:
     """Each snapshot has one owner and is right about it. Returns the number of their pages."""
     found = states.snapshots
     cached = [s for node in nodes_of(memory.tree) if (s := found.at(node)) is not None]
-    snapshots = [*found._own, *cached]
+    snapshots = [*found.own, *cached]
     owned = [s for saving in states._savings.values() for s in saving.saved if not s.freed]
-    assert set(owned) == set(found._own), "a snapshot has no owner"
+    assert set(owned) == set(found.own), "a snapshot has no owner"
     for snapshot in cached:
         assert snapshot.node is not None
         assert found.at(snapshot.node) is snapshot, "a snapshot is at another node"
@@ -71,11 +71,11 @@ def check_states(states: States, memory: Memory) -> int:
     pages = np.concatenate([np.empty(0, dtype=np.int32), *(s.pages for s in snapshots)])
     assert len(np.unique(pages)) == len(pages), "two snapshots own the same page"
     assert memory.full.pool.allocated[pages].all()
-    assert {*found._fenced, *states._loads.values()} <= set(snapshots)
+    assert {*found.fenced, *states._loads.values()} <= set(snapshots)
     for snapshot in snapshots:
         assert not snapshot.freed
         is_fenced = snapshot.loads > 0 or snapshot.fence > found._steps.resolved
-        assert is_fenced == found.is_fenced(snapshot)
+        assert is_fenced == (snapshot in found.fenced)
     assert sum(s.loads for s in snapshots) == len(states._loads)
     assert sum(states.evictable()) == len(pages)
     return len(pages)
