@@ -43,7 +43,7 @@ class _Error(msgspec.Struct):
     message: str = "no message"
 
 
-class _Event(msgspec.Struct):
+class _StreamEvent(msgspec.Struct):
     """The fields of a stream event that this client reads."""
 
     choices: Sequence[_Choice] = ()
@@ -83,7 +83,7 @@ class _Connection(asyncio.Protocol):
     """
 
     def __init__(self) -> None:
-        self._decoder = msgspec.json.Decoder(_Event)
+        self._decoder = msgspec.json.Decoder(_StreamEvent)
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[None] | None = None
         self.reusable = False
@@ -126,7 +126,7 @@ class _Connection(asyncio.Protocol):
             if line.startswith(b"data:") and (payload := line[5:].strip()) != b"[DONE]":
                 self._read(self._decoder.decode(payload))
 
-    def _read(self, event: _Event) -> None:
+    def _read(self, event: _StreamEvent) -> None:
         answer = self._answer
         if event.has_output:
             answer.outputs_s.append(self._now_s)

@@ -30,7 +30,7 @@ PAGE_SIZE = 16
 DEFAULT_CONFIG = SchedulerConfig(prefill_budget_tokens=16_384, target_step_ms=None)
 
 
-class Figure(NamedTuple):
+class HostTime(NamedTuple):
     """CPU seconds of one operation. aim_s: the upper limit that the median should not exceed."""
 
     name: str
@@ -69,7 +69,7 @@ class _Done:
         return True
 
 
-def measure_decode(num_reqs: int, steps: int, show: bool = True) -> Figure:
+def measure_decode(num_reqs: int, steps: int, show: bool = True) -> HostTime:
     """Measure steps in which `num_reqs` requests decode, with page growth and messages."""
     engine = _IdleEngine(num_reqs * 80, num_reqs, 4096)
     scheduler, inbox, outbox = _scheduler(engine)
@@ -83,7 +83,7 @@ def measure_decode(num_reqs: int, steps: int, show: bool = True) -> Figure:
     return _figure(f"decode step, {num_reqs} requests", seconds, aim_s=0.1e-3)
 
 
-def measure_waiting(num_reqs: int, waiting: int, steps: int, show: bool = True) -> Figure:
+def measure_waiting(num_reqs: int, waiting: int, steps: int, show: bool = True) -> HostTime:
     """Measure steps as in `measure_decode` while `waiting` requests of 8 clients find no row.
 
     The scheduler predicts step times, and has a target for them, as in a server.
@@ -113,7 +113,7 @@ def measure_waiting(num_reqs: int, waiting: int, steps: int, show: bool = True) 
     return _figure(name, seconds, aim_s=0.25e-3)
 
 
-def measure_admission(num_prompts: int, show: bool = True) -> Figure:
+def measure_admission(num_prompts: int, show: bool = True) -> HostTime:
     """Measure requests of one output token, whose prompts of 8,192 tokens are half cached."""
     length = 8192
     engine = _IdleEngine((num_prompts + 2) * length // PAGE_SIZE, 4, length + 64)
@@ -137,7 +137,7 @@ def measure_admission(num_prompts: int, show: bool = True) -> Figure:
     return _figure("request with an 8,192-token prompt, half cached", seconds, aim_s=1e-3)
 
 
-def measure_eviction(num_nodes: int, evictions: int, show: bool = True) -> Figure:
+def measure_eviction(num_nodes: int, evictions: int, show: bool = True) -> HostTime:
     """Measure evictions of one page each from a tree of `num_nodes` nodes."""
     cache = RadixCache(PAGE_SIZE)
     rng = np.random.default_rng(0)
@@ -194,9 +194,9 @@ def _timed(
     return seconds
 
 
-def _figure(name: str, seconds: list[float], aim_s: float) -> Figure:
+def _figure(name: str, seconds: list[float], aim_s: float) -> HostTime:
     p99 = float(np.percentile(seconds, 99))
-    return Figure(name, len(seconds), statistics.median(seconds), p99, aim_s)
+    return HostTime(name, len(seconds), statistics.median(seconds), p99, aim_s)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -52,7 +52,7 @@ class _Outbox:
         return 0
 
 
-class _Service:
+class _StubService:
     """The state that the application needs, with the stub engine in place of workers."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class _Service:
 
 
 async def _all_submitted(
-    service: _Service, streams: int, clients: "subprocess.Popen[bytes]"
+    service: _StubService, streams: int, clients: "subprocess.Popen[bytes]"
 ) -> None:
     while len(service.scheduler.sent) < streams:
         if clients.poll() is not None:
@@ -93,7 +93,7 @@ async def _all_submitted(
         await asyncio.sleep(0.001)
 
 
-async def _run_stub_engine(service: _Service, tokens: int) -> None:
+async def _run_stub_engine(service: _StubService, tokens: int) -> None:
     """Send each request its tokens, one per step."""
     uids = [m.uid for m in service.scheduler.sent if isinstance(m, AddReq)]
     decoder = msgspec.msgpack.Decoder(StepText)
@@ -118,7 +118,7 @@ async def _run_stub_engine(service: _Service, tokens: int) -> None:
 
 async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, Any]]:
     """Return CPU seconds, elapsed seconds, and the summary of the clients."""
-    service = _Service()
+    service = _StubService()
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
     server = HttpServer(build_app(service), service.config.limits, service.client.metrics.on_limit)
     serving = asyncio.create_task(server.serve([listener]))

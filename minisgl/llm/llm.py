@@ -25,7 +25,7 @@ from minisgl.demo import model_path as demo_model_path
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.llm import inputs
 from minisgl.llm.constraints import Constraints
-from minisgl.llm.results import Completion, Generation, Piece
+from minisgl.llm.results import Completion, PendingText, Piece
 from minisgl.llm.workers import LocalWorker, RankWorkers
 from minisgl.message.messages import PROMPT_TAIL_TOKENS, AbortReq, AddReq, StepOutput, TextOptions
 from minisgl.settings.child import check_before_weights
@@ -105,7 +105,7 @@ class LLM:
             )
         self.facts: ModelFacts = self.worker.facts
         self._uids = itertools.count(1)
-        self._running: dict[int, Generation] = {}
+        self._running: dict[int, PendingText] = {}
         self._closed = False
 
     def default_sampling(self) -> SamplingParams:
@@ -238,7 +238,7 @@ class LLM:
                     priority=priorities[index],
                 )
                 stream = TextStream(self.tokenizer.vocabulary, options)
-                running[uid] = Generation(index, stream, text_at_end, ids)
+                running[uid] = PendingText(index, stream, text_at_end, ids)
                 self.worker.send(message)
             while running:
                 for output in self.worker.step():

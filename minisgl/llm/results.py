@@ -59,7 +59,7 @@ class Piece:
 
 
 @dataclass(slots=True)
-class Generation:
+class PendingText:
     """A generation that is not complete yet.
 
     index         position of its prompt in the call.

@@ -21,11 +21,11 @@ from minisgl.message.text import TokenLogprob as TokenLogprob
 from minisgl.message.text import ToolCallDelta as ToolCallDelta
 
 
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+class WireMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
     """Base of all messages: immutable, tagged with its class name, refusing unknown fields."""
 
 
-class TokenizeText(Message, frozen=True, kw_only=True):
+class TokenizeText(WireMessage, frozen=True, kw_only=True):
     """Encode plain text. Text that spells a special token is encoded as that token.
 
     uid          number of the request. The engine client sets it when it sends the request.
@@ -37,7 +37,7 @@ class TokenizeText(Message, frozen=True, kw_only=True):
     add_special: bool = True
 
 
-class TokenizeChat(Message, frozen=True, kw_only=True):
+class TokenizeChat(WireMessage, frozen=True, kw_only=True):
     """Render a chat with the model's template and encode the result without a second BOS.
 
     messages_json, template_kwargs_json and tools_json are JSON that the API server has validated.
@@ -52,7 +52,7 @@ class TokenizeChat(Message, frozen=True, kw_only=True):
     tools_json: bytes = b"null"
 
 
-class DecodeIds(Message, frozen=True, kw_only=True):
+class DecodeIds(WireMessage, frozen=True, kw_only=True):
     """Decode token ids (int32 little-endian) to text: /detokenize, or the echo of prompt ids.
 
     each: the result has the bytes of each id and no text.
@@ -64,7 +64,7 @@ class DecodeIds(Message, frozen=True, kw_only=True):
     each: bool = False
 
 
-class CompileGrammar(Message, frozen=True, kw_only=True):
+class CompileGrammar(WireMessage, frozen=True, kw_only=True):
     """Check the grammar of a request: a JSON schema, regex, JSON list of choices, Lark or GBNF.
 
     For tool calls, `text` is the JSON of a tool_calls.ToolGrammar.
@@ -81,7 +81,7 @@ class CompileGrammar(Message, frozen=True, kw_only=True):
     client: str = ""
 
 
-class Ping(Message, frozen=True, kw_only=True):
+class Ping(WireMessage, frozen=True, kw_only=True):
     """The receiver answers with Alive when it has handled all messages before. The process
     for grammars answers after the grammar that it compiles."""
 
@@ -91,7 +91,7 @@ ToTokenizer = TokenizeRequest | Ping
 ToGrammars = CompileGrammar | Ping
 
 
-class ToolOptions(Message, frozen=True, kw_only=True):
+class ToolOptions(WireMessage, frozen=True, kw_only=True):
     """The settings with which the detokenizer finds the tool calls of one request.
 
     format      name of the call format.
@@ -108,7 +108,7 @@ class ToolOptions(Message, frozen=True, kw_only=True):
 PROMPT_TAIL_TOKENS = 4
 
 
-class TextOptions(Message, frozen=True, kw_only=True):
+class TextOptions(WireMessage, frozen=True, kw_only=True):
     """Options for the conversion of one request's tokens to text.
 
     prompt_tail          the last ids of the prompt. A character of the output, or thinking, may
@@ -138,7 +138,7 @@ class TextOptions(Message, frozen=True, kw_only=True):
     tools: ToolOptions | None = None
 
 
-class StartText(Message, frozen=True, kw_only=True):
+class StartText(WireMessage, frozen=True, kw_only=True):
     """The text options of one request, sent before its AddReq.
 
     The detokenizer has two senders and their messages have no common order: a StepOutput with
@@ -150,7 +150,7 @@ class StartText(Message, frozen=True, kw_only=True):
     options: TextOptions
 
 
-class AddReq(Message, frozen=True, kw_only=True):
+class AddReq(WireMessage, frozen=True, kw_only=True):
     """Run `count` requests with one prompt: the choices of a call. Choice i has the uid `uid` + i.
 
     The scheduler sends exactly one PrefillDone and one Finished for each choice. The choices share
@@ -178,22 +178,22 @@ class AddReq(Message, frozen=True, kw_only=True):
     prefixes: tuple[int, int] = (0, 0)
 
 
-class AbortReq(Message, frozen=True, kw_only=True):
+class AbortReq(WireMessage, frozen=True, kw_only=True):
     """End a request. Reason STOP: a stop string ended its text, so the request is complete."""
 
     uid: int
     reason: FinishReason = FinishReason.ABORT
 
 
-class FlushCache(Message, frozen=True, kw_only=True):
+class FlushCache(WireMessage, frozen=True, kw_only=True):
     """Evict every cached prefix that no running request uses."""
 
 
-class Shutdown(Message, frozen=True, kw_only=True):
+class Shutdown(WireMessage, frozen=True, kw_only=True):
     """Leave the loop after the step in flight. Running requests end with ABORT."""
 
 
-class Prepared(Message, frozen=True, kw_only=True):
+class Prepared(WireMessage, frozen=True, kw_only=True):
     """The constraints of these requests are prepared on rank 0: all ranks enqueue them, or end
     those in `failed`. The requests in `slow` pause after each token."""
 
@@ -202,7 +202,7 @@ class Prepared(Message, frozen=True, kw_only=True):
     slow: list[int] = []
 
 
-class SetStepCost(Message, frozen=True, kw_only=True):
+class SetStepCost(WireMessage, frozen=True, kw_only=True):
     """Rank 0 has fitted this step cost to its steps: every rank plans with it from now on."""
 
     cost: StepCost
@@ -212,7 +212,7 @@ class SetStepCost(Message, frozen=True, kw_only=True):
 ToScheduler = AddReq | AbortReq | FlushCache | Shutdown | Prepared | SetStepCost
 
 
-class LeaderStep(Message, frozen=True, kw_only=True):
+class LeaderStep(WireMessage, frozen=True, kw_only=True):
     """The messages that every rank applies before it plans iteration `iteration`.
 
     plan_hash  hash of the leader's last step. Each other rank compares it with that of its own.
@@ -223,7 +223,7 @@ class LeaderStep(Message, frozen=True, kw_only=True):
     plan_hash: int | None = None
 
 
-class PrefillDone(Message, frozen=True, kw_only=True):
+class PrefillDone(WireMessage, frozen=True, kw_only=True):
     """The scheduler's first message about a request, before its outputs and its Finished message.
 
     admitted_s  time of the first admission, CLOCK_MONOTONIC in seconds, a clock that all processes
@@ -238,7 +238,7 @@ class PrefillDone(Message, frozen=True, kw_only=True):
     prediction_tokens: int = 0
 
 
-class Finished(Message, frozen=True, kw_only=True):
+class Finished(WireMessage, frozen=True, kw_only=True):
     """The last message about a request. If the reason is STOP, the text ends before the last token.
 
     error       the error message; None unless the reason is ERROR.
@@ -251,7 +251,7 @@ class Finished(Message, frozen=True, kw_only=True):
     error_kind: str = ""
 
 
-class TokenLogprobs(Message, frozen=True, kw_only=True):
+class TokenLogprobs(WireMessage, frozen=True, kw_only=True):
     """Log-probabilities of consecutive tokens of one request: prompt tokens, or one output token.
 
     position      index of the first of these tokens; the first token of the prompt has index 0.
@@ -267,7 +267,7 @@ class TokenLogprobs(Message, frozen=True, kw_only=True):
     top_logprobs: list[list[float]]
 
 
-class StepOutput(Message, frozen=True, kw_only=True):
+class StepOutput(WireMessage, frozen=True, kw_only=True):
     """All outputs of one step; token_ids[i] is the next token of request uids[i].
 
     predicted: uid, and number of its tokens that the request's prediction had at their place.
@@ -289,7 +289,7 @@ class StepOutput(Message, frozen=True, kw_only=True):
 ToDetokenizer = StartText | StepOutput | Ping
 
 
-class TokenizeResult(Message, frozen=True, kw_only=True):
+class TokenizeResult(WireMessage, frozen=True, kw_only=True):
     """token_ids (int32 little-endian), or the text of DecodeIds.
 
     pieces    the bytes of each id, for DecodeIds with `each`.
@@ -311,7 +311,7 @@ class TokenizeResult(Message, frozen=True, kw_only=True):
     limit: str | None = None
 
 
-class GrammarResult(Message, frozen=True, kw_only=True):
+class GrammarResult(WireMessage, frozen=True, kw_only=True):
     """The result of CompileGrammar. Its fields are those of core.Grammar and of TokenizeResult.
 
     think_ids: the ids that open and close thinking, or -1. With an error, the source is empty.
@@ -327,7 +327,7 @@ class GrammarResult(Message, frozen=True, kw_only=True):
     limit: str | None = None
 
 
-class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
+class TextUpdate(WireMessage, frozen=True, kw_only=True, omit_defaults=True):
     """New text of one request. The last update has `finish` and, after a failure, `error`.
 
     completion_tokens  number of output tokens so far, with the stop token.
@@ -368,13 +368,13 @@ class TextUpdate(Message, frozen=True, kw_only=True, omit_defaults=True):
     accepted_prediction_tokens: int = 0
 
 
-class StepText(Message, frozen=True, kw_only=True):
+class StepText(WireMessage, frozen=True, kw_only=True):
     """The new text of one scheduler step."""
 
     updates: list[TextUpdate]
 
 
-class Ready(Message, frozen=True, kw_only=True):
+class Ready(WireMessage, frozen=True, kw_only=True):
     """A process has completed its start and can serve requests.
 
     facts        facts about the model; only rank 0 of the scheduler sends them.
@@ -391,7 +391,7 @@ class Ready(Message, frozen=True, kw_only=True):
     startup_s: dict[str, float] = {}
 
 
-class Alive(Message, frozen=True, kw_only=True):
+class Alive(WireMessage, frozen=True, kw_only=True):
     """The answer to Ping. role: the name of the process."""
 
     role: str

@@ -170,14 +170,14 @@ class ChatCompletionChunk(ResponseHead, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
-class Completion(ResponseHead, kw_only=True):
+class TextCompletion(ResponseHead, kw_only=True):
     """The whole answer of /v1/completions and /generate."""
 
     choices: list[TextChoice]
     usage: Usage
 
 
-class CompletionChunk(ResponseHead, kw_only=True):
+class TextCompletionChunk(ResponseHead, kw_only=True):
     """One event of a stream of /v1/completions or /generate."""
 
     choices: list[TextChunkChoice]

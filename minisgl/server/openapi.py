@@ -29,7 +29,7 @@ class _Bodies(NamedTuple):
 # Routes whose answer is a list of the struct.
 _LISTS = frozenset({"/v1/completions/render"})
 _STATUS = _Bodies(None, responses.StatusResponse)
-_COMPLETION = responses.Completion, responses.CompletionChunk
+_COMPLETION = responses.TextCompletion, responses.TextCompletionChunk
 _ROUTES = {
     "/v1/chat/completions": _Bodies(
         requests.ChatBody, responses.ChatCompletion, responses.ChatCompletionChunk

@@ -78,7 +78,7 @@ class ResponseWriter:
         choices = [self._whole_choice(choice) for choice in generation.choices]
         body = {**self._head, "choices": choices, "usage": self._usage(generation)}
         if not self._is_chat:
-            return msgspec.json.encode(responses.Completion(**body))
+            return msgspec.json.encode(responses.TextCompletion(**body))
         if first is not None and first.prompt_ids:
             body["prompt_token_ids"] = first.prompt_ids
         return msgspec.json.encode(responses.ChatCompletion(**body))

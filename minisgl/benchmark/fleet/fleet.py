@@ -13,7 +13,7 @@ from typing import NamedTuple
 from minisgl.benchmark.client import Answer
 from minisgl.benchmark.fleet.autoscale import SYNC_S, Autoscaler
 from minisgl.benchmark.fleet.replica import Replica, ReplicaState
-from minisgl.benchmark.fleet.routers import Router
+from minisgl.benchmark.fleet.routers import RequestRouter
 from minisgl.benchmark.trace import Load
 from minisgl.benchmark.virtual_engine import EngineSettings
 from minisgl.core import InvariantBroken, SamplingParams
@@ -91,7 +91,7 @@ class Fleet:
         self._unanswered = len(load.prompts)
         self._on_end: dict[int, Callable[[], None]] = {}  # by replica: called after its drain
 
-    def run(self, router: Router) -> FleetResult:
+    def run(self, router: RequestRouter) -> FleetResult:
         self._router = router
         self._result = FleetResult([Answer(0.0, prompt_tokens=len(p)) for p in self._load.prompts])
         for _ in range(self._plan.replicas):

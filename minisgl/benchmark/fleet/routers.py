@@ -21,7 +21,7 @@ APPROXIMATE_BLOCK_TOKENS = 64  # the smallest block of its approximate index
 APPROXIMATE_MAX_TOKENS = 131_072  # it hashes at most this part of a prompt
 
 
-class Router(Protocol):
+class RequestRouter(Protocol):
     """Chooses a replica for each request.
 
     reads_cache  the router needs the cache events of the replicas.
@@ -196,7 +196,7 @@ class ApproximatePicker(EndpointPicker):
 ROUTERS = ("round-robin", "least-load", "approximate", "precise")
 
 
-def make_router(name: str, page_size: int, num_pages: int, seed: int) -> Router:
+def make_router(name: str, page_size: int, num_pages: int, seed: int) -> RequestRouter:
     """Return a new router. name: one of ROUTERS. page_size, num_pages: of each replica."""
     if name == "round-robin":
         return RoundRobin()

@@ -276,7 +276,9 @@ def test_other_calls_are_served_while_a_large_answer_is_encoded(stream: bool) ->
             found = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
             assert sum(len(each["tokens"]) for each in found) == n * tokens
         else:
-            answer = msgspec.json.decode(await writer.whole(generation), type=responses.Completion)
+            answer = msgspec.json.decode(
+                await writer.whole(generation), type=responses.TextCompletion
+            )
             for whole in answer.choices:
                 assert whole.logprobs is not None
                 assert whole.logprobs.text_offset == list(range(tokens))

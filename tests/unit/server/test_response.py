@@ -22,8 +22,8 @@ PROMPTS: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "hi"}], "logprobs": True},
     COMPLETIONS: {"prompt": "hi", "logprobs": 1},
 }
-WHOLE = {CHAT: responses.ChatCompletion, COMPLETIONS: responses.Completion}
-EVENT = {CHAT: responses.ChatCompletionChunk, COMPLETIONS: responses.CompletionChunk}
+WHOLE = {CHAT: responses.ChatCompletion, COMPLETIONS: responses.TextCompletion}
+EVENT = {CHAT: responses.ChatCompletionChunk, COMPLETIONS: responses.TextCompletionChunk}
 TOKEN = TokenLogprob(token_bytes=b"he", logprob=-0.5, offset=0, top=[(b"\xff", float("-inf"))])
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from minisgl.benchmark.fleet.fleet import Fleet, FleetPlan, FleetResult
-from minisgl.benchmark.fleet.routers import RoundRobin, Router
+from minisgl.benchmark.fleet.routers import RequestRouter, RoundRobin
 from minisgl.benchmark.trace import Load
 from minisgl.benchmark.virtual_engine import EngineSettings, read_cost
 from minisgl.core import Int32Array, SchedulerConfig
@@ -33,7 +33,7 @@ def load_of(*requests: tuple[float, Int32Array, int]) -> Load:
 def run(
     load: Load,
     plan: FleetPlan,
-    router: Router | None = None,
+    router: RequestRouter | None = None,
     sizes: Sequence[int] = (1000, 8),
     step_s: float = STEP_S,
 ) -> FleetResult:
