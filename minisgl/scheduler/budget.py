@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from minisgl.core import StepWork
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Decode, View
 
@@ -32,7 +33,7 @@ def prompt_tokens(view: View, prefilling: Sequence[Req], decode: Decode, urgent:
     that prompts do not slow down decoding requests too much:
 
     - With a step-time target (a server), the predicted step time stays below a limit:
-      `_timed_tokens`.
+      `_time_limit`.
     - Without one (the offline LLM), only the total time counts. Prompts of requests with few
       output tokens are then spread evenly over the decode steps: `_even_tokens`.
     """
@@ -40,15 +41,16 @@ def prompt_tokens(view: View, prefilling: Sequence[Req], decode: Decode, urgent:
     waiting = view.waiting
     if not (prefilling or waiting):
         return budget
-    budget = min(budget, _tokens_within(view, prefilling, decode, MAX_STEP_S))
+    work, limit_s = view.work(decode), MAX_STEP_S
     shared = len(waiting.clients) > 1 or waiting.several_priorities
-    if not len(decode.rows) and (not shared or target_ms is None):
-        return budget
-    if target_ms is None:
-        return min(_even_tokens(view, prefilling, decode), budget)
-    # A request that arrives during step n enters step n + 2, so it waits for two steps.
-    most = MAX_QUEUE_FACTOR / 2 if shared else MAX_QUEUE_FACTOR
-    return min(_timed_tokens(view, prefilling, decode, most, urgent), budget)
+    if target_ms is not None and (shared or len(decode.rows)):
+        # A request that arrives during step n enters step n + 2, so it waits for two steps.
+        most = MAX_QUEUE_FACTOR / 2 if shared else MAX_QUEUE_FACTOR
+        limit_s = min(limit_s, _time_limit(view, prefilling, work, most, urgent))
+    budget = min(budget, _tokens_within(view, prefilling, work, limit_s))
+    if target_ms is None and len(decode.rows):
+        return min(budget, _even_tokens(view, prefilling, decode))
+    return budget
 
 
 def further_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:
@@ -57,12 +59,10 @@ def further_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int
     As prompt_tokens for prompts of later priorities. If a step of the next preferred size would be
     too long, the result is exactly the smallest chunk.
     """
-    tokens = prompt_tokens(view, prefilling, decode, urgent=False)
-    num_decode, keys = int(decode.tokens.sum()), view.context_tokens(decode)
-    limit_s = LOW_SLOWDOWN * view.cost.predict_s(num_decode, keys, 0)
-    within = view.cost.predict_s(num_decode + tokens, keys, 0) <= limit_s
-    smallest = max(MIN_CHUNK_TOKENS, view.memory.page_size)
-    return tokens if within else min(tokens, smallest)
+    tokens, work = prompt_tokens(view, prefilling, decode, urgent=False), view.work(decode)
+    whole_s = view.cost.predict_s(*work._replace(tokens=work.tokens + tokens))
+    within = whole_s <= LOW_SLOWDOWN * view.cost.predict_s(*work)
+    return tokens if within else min(tokens, max(MIN_CHUNK_TOKENS, view.memory.page_size))
 
 
 def _even_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:
@@ -101,10 +101,10 @@ def _even_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:
     return chunk if mixed_s < separate_s else budget
 
 
-def _timed_tokens(
-    view: View, prefilling: Sequence[Req], decode: Decode, most: float, urgent: bool
-) -> int:
-    """Keep the predicted step time below a limit.
+def _time_limit(
+    view: View, prefilling: Sequence[Req], work: StepWork, most: float, urgent: bool
+) -> float:
+    """Return the limit of the predicted time of a step, in seconds. work: of its decoding rows.
 
     The limit is the larger of the step-time target and MAX_SLOWDOWN times the predicted
     decode-only step. While a long queue waits, the limit grows with the queue, up to `most`
@@ -119,25 +119,21 @@ def _timed_tokens(
     priority in use has no prompts, it counts as an empty queue, since its next request must not
     wait for a long step.
     """
-    num_decode, keys = int(decode.tokens.sum()), view.context_tokens(decode)
-    reqs = len(decode.rows)
     slowdown = MAX_SLOWDOWN if urgent else LOW_SLOWDOWN
     target_s = (view.config.target_step_ms or 0.0) / 1000
-    limit_s = max(target_s, slowdown * view.cost.predict_s(num_decode, keys, 0, reqs))
+    limit_s = max(target_s, slowdown * view.cost.predict_s(*work))
     queued = {(r.priority, r.client): 0 for r in prefilling} | view.waiting.uncached
     shortest = min(queued.values()) if urgent else 0
-    limit_s *= min(max(view.cost.predict_s(shortest, 0, 0) / LONG_QUEUE_S, 1.0), most)
-    return _tokens_within(view, prefilling, decode, limit_s)
+    return limit_s * min(max(view.cost.predict_s(shortest, 0, 0) / LONG_QUEUE_S, 1.0), most)
 
 
-def _tokens_within(view: View, prefilling: Sequence[Req], decode: Decode, limit_s: float) -> int:
+def _tokens_within(view: View, prefilling: Sequence[Req], work: StepWork, limit_s: float) -> int:
     """Return the prompt tokens of the largest step below this predicted time.
 
-    The result is MIN_CHUNK_TOKENS, or a page, or more.
+    work: of the decoding rows. The result is MIN_CHUNK_TOKENS, or a page, or more.
     """
     sizes, start = view.sizes, view.next_start(prefilling)
-    num_decode, keys = int(decode.tokens.sum()), view.context_tokens(decode)
-    reqs = len(decode.rows)
+    num_decode, keys, _, reqs = work
 
     def step_s(tokens: int) -> float:
         chunk = tokens - num_decode

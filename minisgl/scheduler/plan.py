@@ -187,10 +187,7 @@ class Filling:
         kept = np.zeros(len(reqs), dtype=np.bool_)
         kept[np.unique([req.call for req in reqs], return_index=True)[1]] = True
         first = decode.only(kept)
-        whole_s, first_s = (
-            view.cost.predict_s(int(d.tokens.sum()), view.context_tokens(d), 0)
-            for d in (decode, first)
-        )
+        whole_s, first_s = (view.cost.predict_s(*view.work(each)) for each in (decode, first))
         self.most_pauses = 1
         return first if whole_s > FURTHER_SHARE * first_s else decode
 

@@ -7,7 +7,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import Batch, EngineLike, Int32Array, SchedulerConfig, StepCost, step_sizes
+from minisgl.core import (
+    Batch,
+    EngineLike,
+    Int32Array,
+    SchedulerConfig,
+    StepCost,
+    StepWork,
+    step_sizes,
+)
 from minisgl.core.batch import MAX_DRAFTS, DraftLengths, NoDrafts
 from minisgl.engine import Extensions
 from minisgl.kvcache import CacheListener, Hit, Memory, common_prefix
@@ -196,6 +204,11 @@ class View:
     def context_tokens(self, decode: Decode) -> int:
         """Return the number of keys that the decoding rows read."""
         return int(self.table.computed[decode.rows].sum())
+
+    def work(self, decode: Decode) -> StepWork:
+        """Return the work of a step of the decoding rows alone."""
+        keys = self.context_tokens(decode)
+        return StepWork(int(decode.tokens.sum()), keys, 0, len(decode.rows))
 
     def next_start(self, prefilling: Sequence[Req]) -> int:
         """Return the position of the next prompt token. prefilling: the admitted prompts."""

@@ -1,7 +1,7 @@
 """The order of service: the queue of waiting requests, and the shares of the clients."""
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 
@@ -70,10 +70,12 @@ class WaitingQueue:
 
         admitted: requests that a plan has taken out already, in this order.
         """
-        calls: dict[int, Sequence[Req]] = {**self._queues.get((level, client), {})}
-        for req in admitted:
-            if (req.priority, req.client) == (level, client):
-                calls[req.call] = [other for other in calls.pop(req.call) if other is not req]
+        calls: Mapping[int, Sequence[Req]] = self._queues.get((level, client), {})
+        taken = [req for req in admitted if (req.priority, req.client) == (level, client)]
+        if taken:
+            calls = left = dict(calls)
+            for req in taken:
+                left[req.call] = [other for other in left.pop(req.call) if other is not req]
         yield from (call[0] for call in calls.values() if call)
         for nth in range(1, max(map(len, calls.values()), default=0)):
             yield from (call[nth] for call in calls.values() if nth < len(call))
