@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, AttentionStep, StepAttention
 from minisgl.core import Int32Array, WindowLayers
-from minisgl.engine.states import RowStates
+from minisgl.engine.states import RowStates, snapshot_pages
 from minisgl.engine.step_tensors import Packer, StepColumns
 from minisgl.kernel import stage_tokens
 from minisgl.kernel.states import StateStep
@@ -74,6 +74,12 @@ class ModelRunner:
         """The window layers and their pool; None if the model has none."""
         tokens = self.model.config.window
         return None if tokens is None else WindowLayers(tokens, self.pools[-1].num_pages)
+
+    @property
+    def snapshot_pages(self) -> int:
+        """As in core.EngineLike."""
+        pool, words = self.pools[0], 0 if self.states is None else self.states.kept.shape[1]
+        return snapshot_pages(words, pool.spec, len(pool.layers), pool.page_size)
 
     @property
     def page_tables(self) -> tuple[Tensor, ...]:

@@ -31,7 +31,6 @@ from minisgl.engine.logprobs import reports_prompts, start_logprobs
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import Finish, draw
 from minisgl.engine.stages import Stage
-from minisgl.engine.states import snapshot_pages
 from minisgl.engine.step_tensors import Logits, StepColumns, StepTensors
 from minisgl.kernel import StepLayout, apply_token_mask
 from minisgl.models.decoder import Attended, CausalLM
@@ -328,8 +327,7 @@ class StepLauncher:
         self.processors, self.on_stream, self.graphs = processors, on_stream, graphs
         runner, pool = self.runner, self.runner.pools[0]
         self.num_pages, self.page_size, self.window = pool.num_pages, pool.page_size, runner.window
-        words = 0 if runner.states is None else runner.states.kept.shape[1]
-        self.snapshot_pages = snapshot_pages(words, pool.spec, len(pool.layers), pool.page_size)
+        self.snapshot_pages = runner.snapshot_pages
         self.max_running_reqs, self.max_seq_len = runner.packer.dummy_row, runner.max_seq_len
         self._failed_rows: Callable[[], Collection[int]] = frozenset  # of the previous step
         last_layer = LastLayer(runner.model, graphs.logits_graphs)
