@@ -226,7 +226,7 @@ class Filling:
             if self._rows_left <= reserved or not (within or self._blocked is None):
                 self._block(req, within)
                 break
-            hit = self._view.hit(req)
+            hit = self._view.memory.hit(req)
             self._seen.append(req)
             others = (r for r in chain(self._view.uncached, self._admit) if r is not self._victim)
             if self._view.shared_with_older(req, hit.tokens, others)[0]:

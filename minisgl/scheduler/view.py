@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import (
-    Batch,
     EngineLike,
     Int32Array,
     SchedulerConfig,
@@ -158,10 +157,6 @@ class View:
         waits = any(level <= self.waiting.first_priority for level, _ in self.waiting.uncached)
         return waits or any(map(self.waiting.is_first, prefilling))
 
-    def hit(self, req: Req) -> Hit:
-        """Find the cached prefix of a waiting request."""
-        return self.memory.hit(req)
-
     def shared_with_older(
         self, req: Req, cached: int, others: Iterable[Req]
     ) -> tuple[int, Req | None]:
@@ -216,10 +211,6 @@ class View:
             return int(self.table.computed[prefilling[0].row])
         first = next(iter(self.waiting))
         return len(first.tokens) - first.uncached_tokens  # the cached part of its prompt
-
-    def predict_s(self, batch: Batch) -> float:
-        """Predict the seconds of a batch."""
-        return self.cost.predict_s(*batch.work())
 
 
 def new_view(

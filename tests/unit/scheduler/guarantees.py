@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from minisgl.kvcache import FencedPool
+from minisgl.kvcache import FencedPool, Memory
 from minisgl.scheduler import budget, scheduler
 from minisgl.scheduler import plan as planning
 from minisgl.scheduler.request import Req
@@ -26,13 +26,13 @@ class PlanChecks:
 
     def __call__(self, view: View) -> StepPlan:
         before, hits = state_of(view), Counter[str]()
-        find = View.hit
+        find = Memory.hit
 
-        def counting(view: View, req: Req) -> object:
+        def counting(memory: Memory, req: Req) -> object:
             hits[req.client] += 1
-            return find(view, req)
+            return find(memory, req)
 
-        with patch.object(View, "hit", counting):
+        with patch.object(Memory, "hit", counting):
             plan = planning.plan(view)
         assert state_of(view) == before, "a plan changed the state"
         self.f1_one_plan_skips_few_requests_of_a_client(view, plan, hits)

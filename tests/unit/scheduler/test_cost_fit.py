@@ -71,7 +71,7 @@ class Load:
     def launch(self, batch: Batch) -> PendingStep:
         """Compare the prediction of the scheduler with the time of the step."""
         self.ratios.append(
-            self.scheduler.view.predict_s(batch) / self._true.predict_s(*batch.work())
+            self.scheduler.view.cost.predict_s(*batch.work()) / self._true.predict_s(*batch.work())
         )
         return self._launch(batch)
 

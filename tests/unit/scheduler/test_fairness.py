@@ -2,8 +2,8 @@
 
 import pytest
 
+from minisgl.kvcache import Memory
 from minisgl.scheduler.plan import MAX_DEFERRED
-from minisgl.scheduler.view import View
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, prompt_of
@@ -73,8 +73,10 @@ def test_one_plan_skips_64_requests_of_a_client_at_most(monkeypatch: pytest.Monk
     for own in range(200):
         harness.add([*shared, own % 60 + 1, 7, own % 50 + 1], max_tokens=1)
     looked_up: list[int] = []
-    find = View.hit
-    monkeypatch.setattr(View, "hit", lambda view, req: looked_up.append(req.uid) or find(view, req))
+    find = Memory.hit
+    monkeypatch.setattr(
+        Memory, "hit", lambda self, req: looked_up.append(req.uid) or find(self, req)
+    )
     harness.step()
     assert len(looked_up) == MAX_DEFERRED
     assert len(harness.scheduler.view.waiting) == 200
