@@ -22,7 +22,12 @@ Matrix = tuple[Tensor, Any, Tensor | None]
 Layer = tuple[Matrix, Matrix, tuple[float, float] | None]
 
 _ROWS = 4
-_FEW = 4096  # up to this many assignments, `align` uses smaller programs
+_FEW = 4096  # up to this many assignments, each program of `align` counts all of them
+# What a program of `align` loads at once: rows of the table of counts, assignments to count, and
+# assignments to compare with those of its chunk.
+_TABLE_ROWS = tl.constexpr(32)
+_LOADED = tl.constexpr(1024)
+_COMPARED = tl.constexpr(32)
 
 
 @triton.jit
@@ -130,51 +135,76 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
     return weights, experts
 
 
+@triton.jit(do_not_specialize=["num_assigned"])
+def _count(experts, counts, num_assigned, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
+    """Count the assignments of each expert in one chunk. counts: [chunks, WIDTH]."""
+    chunk = tl.program_id(0)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = at < num_assigned
+    taken = tl.load(experts + at, mask=inside, other=0)
+    found = tl.histogram(taken, WIDTH, mask=inside)
+    tl.store(counts + chunk * WIDTH + tl.arange(0, WIDTH), found)
+
+
 @triton.jit(do_not_specialize=["num_assigned", "num_blocks"])
-def _align(
+def _place(
     experts,
+    counts,
     slots,
     owners,
     num_assigned,
     num_blocks,
-    num_experts,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
+    COUNTED: tl.constexpr,
 ):
-    """Write the assignments of one expert to its blocks; one program per expert.
+    """Write the slots of one chunk of assignments, and this program's part of owners and padding.
 
-    The program first counts the assignments of all experts to find the beginning of its blocks.
+    COUNTED: `counts` has the counts of all chunks. Otherwise each program counts all assignments.
     """
-    expert = tl.program_id(0)
+    chunk = tl.program_id(0)
+    chunks = tl.num_programs(0)
+    begin = chunk * CHUNK
     ids = tl.arange(0, WIDTH)
-    counts = tl.zeros([WIDTH], tl.int32)
-    for start in range(0, num_assigned, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        inside = at < num_assigned
-        taken = tl.load(experts + at, mask=inside, other=0)
-        counts += tl.histogram(taken, WIDTH, mask=inside)
-    blocks = (counts + BLOCK - 1) // BLOCK
-    first_block = tl.sum(tl.where(ids < expert, blocks, 0))
-    count = tl.sum(tl.where(ids == expert, counts, 0))
-    num_own = (count + BLOCK - 1) // BLOCK
-    found = 0
-    for start in range(0, num_assigned, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        hit = tl.load(experts + at, mask=at < num_assigned, other=-1) == expert
-        order = tl.cumsum(hit.to(tl.int32), axis=0)
-        tl.store(slots + first_block * BLOCK + found + order - 1, at, mask=hit)
-        found += tl.sum(hit.to(tl.int32))
-    pad = count + tl.arange(0, BLOCK)
-    tl.store(slots + first_block * BLOCK + pad, num_assigned, mask=pad < num_own * BLOCK)
-    last = expert == num_experts - 1
-    end = tl.where(
-        last, num_blocks, first_block + num_own
-    )  # the last expert also marks the unused blocks
-    for start in range(0, num_blocks, WIDTH):
-        at = start + ids
-        owner = tl.where(at < first_block + num_own, expert, -1)
-        tl.store(owners + at, owner, mask=(at >= first_block) & (at < end))
+    total = tl.zeros([WIDTH], tl.int32)  # of each expert
+    before = tl.zeros([WIDTH], tl.int32)  # of each expert in earlier chunks
+    if COUNTED:
+        for start in range(0, chunks, _TABLE_ROWS):
+            row = start + tl.arange(0, _TABLE_ROWS)[:, None]
+            found = tl.load(counts + row * WIDTH + ids[None, :], mask=row < chunks, other=0)
+            total += tl.sum(found, axis=0)
+            before += tl.sum(tl.where(row < chunk, found, 0), axis=0)
+    else:
+        for start in range(0, num_assigned, _LOADED):
+            at = start + tl.arange(0, _LOADED)
+            inside = at < num_assigned
+            taken = tl.load(experts + at, mask=inside, other=0)
+            total += tl.histogram(taken, WIDTH, mask=inside)
+            before += tl.histogram(taken, WIDTH, mask=at < begin)
+    blocks = (total + BLOCK - 1) // BLOCK
+    first_block = tl.cumsum(blocks, axis=0) - blocks
+    first_slot = first_block * BLOCK
+
+    place = tl.arange(0, CHUNK)
+    inside = begin + place < num_assigned
+    own = tl.load(experts + begin + place, mask=inside, other=0)
+    rank = tl.zeros([CHUNK], tl.int32)  # equal experts earlier in this chunk
+    for start in range(0, CHUNK, _COMPARED):
+        other_place = start + tl.arange(0, _COMPARED)
+        at = begin + other_place
+        other = tl.load(experts + at, mask=at < num_assigned, other=-1)
+        earlier = other_place[:, None] < place[None, :]
+        rank += tl.sum(((other[:, None] == own[None, :]) & earlier).to(tl.int32), axis=0)
+    slot = tl.gather(first_slot + before, own, 0) + rank
+    tl.store(slots + slot, begin + place, mask=inside)
+
+    for i in range(chunk, BLOCK, chunks):
+        tl.store(slots + first_slot + total + i, num_assigned, mask=total + i < blocks * BLOCK)
+    for i in range(chunk, tl.max(blocks, axis=0), chunks):
+        tl.store(owners + first_block + i, ids, mask=i < blocks)
+    for start in range(tl.sum(blocks, axis=0) + chunk * WIDTH, num_blocks, chunks * WIDTH):
+        tl.store(owners + start + ids, -1, mask=start + ids < num_blocks)
 
 
 class Blocks(NamedTuple):
@@ -191,26 +221,33 @@ class Blocks(NamedTuple):
 
 
 def align(experts: Tensor, num_experts: int, block: int) -> Blocks:
-    """Sort assignments into blocks of `block` slots, a power of two.
+    """Sort assignments into blocks of `block` slots, a power of two, in one launch or two.
 
-    experts: contiguous int32 [T, top_k], below num_experts. No host sync; the same result in every
-    run.
+    The work is linear in the assignments: a program sorts one chunk of them. experts: contiguous
+    int32 [T, top_k], below num_experts. No host sync; the same result in every run.
     """
     num_assigned = experts.numel()
     num_blocks = num_assigned // block + min(num_experts, num_assigned)
     slots = experts.new_empty((num_blocks * block,))
     owners = experts.new_empty((num_blocks,))
-    few = num_assigned <= _FEW
-    _align[(num_experts,)](
+    width, counted = triton.next_power_of_2(num_experts), num_assigned > _FEW
+    chunk = 512 if counted else 128
+    chunks = triton.cdiv(num_assigned, chunk)
+    counts = experts
+    if counted:
+        counts = experts.new_empty((chunks, width))
+        _count[(chunks,)](experts, counts, num_assigned, WIDTH=width, CHUNK=chunk, num_warps=8)
+    _place[(chunks,)](
         experts,
+        counts,
         slots,
         owners,
         num_assigned,
         num_blocks,
-        num_experts,
         BLOCK=block,
-        WIDTH=triton.next_power_of_2(num_experts),
-        CHUNK=2048 if few else 8192,
-        num_warps=8 if few else 16,
+        WIDTH=width,
+        CHUNK=chunk,
+        COUNTED=counted,
+        num_warps=8,
     )
     return Blocks(slots, owners, block)
