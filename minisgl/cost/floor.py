@@ -121,7 +121,7 @@ def _single_gpu_cost(model: ModelSpec) -> Cost:
     for mixer, mlp, _ in model.layers:
         parameters += mixer.weights(hidden)
         if isinstance(mlp, ExpertsSpec):
-            parameters += hidden * (mlp.num_experts + 3 * mlp.shared)
+            parameters += hidden * (mlp.num_experts + 3 * mlp.shared * mlp.inner)
             experts += 3 * hidden * mlp.inner * mlp.num_experts
             computed += 3 * hidden * mlp.inner * mlp.top_k
         else:

@@ -73,6 +73,7 @@ def _widest(model: ModelSpec, tp: int) -> int:
     """
     size = model.hidden_size
     dense = [layer.mlp.inner for layer in model.layers if isinstance(layer.mlp, DenseSpec)]
-    inner = max([*dense, *(experts.shared for experts in model.experts)])
-    chosen = [experts.top_k * (experts.inner // tp + size) for experts in model.experts]
-    return max([3 * inner // tp, *chosen]) + 2 * size
+    computed = [
+        (experts.top_k + experts.shared) * (experts.inner // tp + size) for experts in model.experts
+    ]
+    return max([*(3 * inner // tp for inner in dense), *computed]) + 2 * size

@@ -156,12 +156,13 @@ class LinearShards(NamedTuple):
         source     the name of the parameter in the checkpoint. Empty: the name in the method.
         """
         inputs, offset = self.inputs, 0
-        cut_columns = not per_row and (inputs.begin, inputs.local) != (0, inputs.full)
+        first = inputs.read[0]
+        cut_columns = not per_row and (first, inputs.local) != (0, inputs.stored)
         for output, linear in zip(self.outputs, self.names, strict=True):
-            shape = (output.stored,) if per_row else (output.stored, inputs.full)
+            shape = (output.stored,) if per_row else (output.stored, inputs.stored)
             cut = (0, *output.read, offset)
             if cut_columns:
-                cut = (1, inputs.begin, inputs.end, 0)
+                cut = (1, *inputs.read, 0)
             tensor, target = f"{linear}.{source or parameter}", f"{name}.{parameter}"
             yield Placement(tensor, shape, target, *cut, stored=stored, order=output.order)
             offset += output.local

@@ -124,12 +124,18 @@ def sparse_layers(
     shared: whether an expert computes all tokens. Raises ConfigError.
     """
     fields = read_experts(raw)
+    inner, shared_inner = fields.moe_intermediate_size, fields.shared_expert_intermediate_size
+    if shared and shared_inner % inner:
+        raise ConfigError(
+            f"shared_expert_intermediate_size {shared_inner} is not supported: expected a multiple "
+            f"of moe_intermediate_size {inner}"
+        )
     experts = ExpertsSpec(
         fields.num_experts,
         fields.num_experts_per_tok,
-        fields.moe_intermediate_size,
+        inner,
         fields.norm_topk_prob,
-        shared=fields.shared_expert_intermediate_size if shared else 0,
+        shared=shared_inner // inner if shared else 0,
     )
     dense = dense_layers(config)
     return [experts if fields.in_layer(layer) else mlp for layer, mlp in enumerate(dense)]

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel import fp8_weights, mxfp4_weights
+from minisgl.kernel import fp8_weights, linear, mxfp4_weights
 
 
 class ClampedSwiglu(NamedTuple):
@@ -36,15 +36,26 @@ class ExpertFormat(StrEnum):
 
 
 class Router(NamedTuple):
-    """Chooses the experts of each token. weight: [E, H]; bias: [E] or None.
+    """Chooses top_k of E experts for each token. weight: [R, H]; bias: [R] or None.
 
-    top_k: the experts of a token. renormalise: whether the routing weights of a token sum to 1.
+    shared: the number of further experts, which follow the E others and compute every token. Row E
+    of `weight` is then their gate: their routing weight is sigmoid(gate). Later rows are padding.
+    renormalise: whether the routing weights of a token's top_k experts sum to 1.
     """
 
     weight: Tensor
     bias: Tensor | None
     top_k: int
     renormalise: bool
+    shared: int = 0
+
+    def logits(self, x: Tensor, num_experts: int) -> Tensor:
+        """Return the logits of the E experts and, with shared experts, of their gate. x: [T, H].
+
+        num_experts: all of the layer, with the shared ones. Returns [T, E] or [T, E + 1].
+        """
+        rows = num_experts - self.shared + (self.shared > 0)
+        return linear(x, self.weight, self.bias)[:, :rows]
 
 
 class ExpertMatrix(NamedTuple):
@@ -97,16 +108,23 @@ class ExpertWeights(NamedTuple):
     swiglu: ClampedSwiglu | None = None
 
 
-def route(router_logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """Return the routing weights and the indices of each token's top_k experts.
+def route(logits: Tensor, top_k: int, renormalise: bool, shared: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the routing weights and the indices of each token's experts.
 
-    Softmax runs over all experts in float32. With renormalise, a token's weights sum to 1.
-    router_logits: [T, E]. Returns weights, float32 [T, top_k], and experts, int64 [T, top_k],
-    distinct in each row.
+    Softmax runs over the E experts in float32. With renormalise, the weights of a token's top_k
+    experts sum to 1. The shared experts follow them.
+    logits: [T, E], or [T, E + 1] with the gate of the shared experts. Returns weights, float32
+    [T, top_k + shared], and experts, int64 [T, top_k + shared], distinct in each row.
     """
-    weights, experts = router_logits.float().softmax(dim=-1).topk(top_k, dim=-1)
+    logits, num_experts = logits.float(), logits.shape[1] - (shared > 0)
+    weights, experts = logits[:, :num_experts].softmax(dim=-1).topk(top_k, dim=-1)
     if renormalise:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    if shared:
+        others = torch.arange(num_experts, num_experts + shared, device=logits.device)
+        gate = logits[:, num_experts:].sigmoid()
+        weights = torch.cat((weights, gate.expand(-1, shared)), dim=1)
+        experts = torch.cat((experts, others.expand(len(logits), -1)), dim=1)
     return weights, experts
 
 

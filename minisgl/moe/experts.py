@@ -15,10 +15,11 @@ class ExpertShards(NamedTuple):
     """The part of one layer's experts that this rank holds.
 
     parent       the full name of the MoE block in the checkpoint: model.layers.0.mlp.
-    num_experts  each rank holds a part of every expert.
+    num_experts  experts of the layer. Each rank holds a part of every expert.
     hidden_size  the input and output size of an expert.
     inner        this rank's share of an expert's inner dimension.
     rank, ranks  this tensor-parallel rank, and the number of ranks.
+    shared       the last experts, which are parts of the checkpoint's shared expert.
     """
 
     parent: str
@@ -27,6 +28,12 @@ class ExpertShards(NamedTuple):
     inner: Shard
     rank: int = 0
     ranks: int = 1
+    shared: int = 0
+
+    @property
+    def routed(self) -> int:
+        """The number of experts that the router chooses from."""
+        return self.num_experts - self.shared
 
     @property
     def sizes(self) -> tuple[int, int, Shard]:
@@ -47,18 +54,27 @@ class ExpertShards(NamedTuple):
 
     def matrices(self, expert: int) -> dict[str, LinearShards]:
         """The two matrices of an expert, by the parameter that has this matrix of all experts."""
-        parent = f"{self.parent}.experts.{expert}"
-        gate = self.inner._replace(name="gate_proj")
+        parent, inner = f"{self.parent}.experts.{expert}", self.inner
+        if expert >= self.routed:
+            parent = f"{self.parent}.shared_expert"
+            shift, rows = (expert - self.routed) * inner.full, self.shared * inner.full
+            inner = inner._replace(shift=shift, rows=rows)
+        gate = inner._replace(name="gate_proj")
         up, hidden = gate._replace(name="up_proj"), Shard("", self.hidden_size, 0, self.hidden_size)
         down = hidden._replace(name="down_proj")
         return {
             "gate_up": LinearShards((gate, up), hidden, bias=False, parent=parent),
-            "down": LinearShards((down,), self.inner, bias=False, parent=parent),
+            "down": LinearShards((down,), inner, bias=False, parent=parent),
         }
 
-    def fused(self, parameter: str) -> tuple[FusedExperts, ...]:
-        """Where each linear of a matrix stands in a checkpoint that fuses the experts."""
-        experts, hidden, inner = self.num_experts, self.hidden_size, self.inner.full
+    def fused(self, expert: int, parameter: str) -> tuple[FusedExperts | None, ...]:
+        """Where each linear of a matrix stands in a checkpoint that fuses the experts.
+
+        None: the linear is part of the shared expert, which no checkpoint fuses with the others.
+        """
+        experts, hidden, inner = self.routed, self.hidden_size, self.inner.full
+        if expert >= experts:
+            return (None,) * (1 if parameter == "down" else 2)
         parent = f"{self.parent}.experts"
         if parameter == "down":
             return (FusedExperts(f"{parent}.down_proj", (experts, hidden, inner)),)
@@ -104,7 +120,7 @@ class UnquantizedExperts(ExpertsMethod):
     def placements(self, name: str) -> Iterator[Placement]:
         for expert in range(self.shards.num_experts):
             for parameter, matrix in self.shards.matrices(expert).items():
-                fused = self.shards.fused(parameter)
+                fused = self.shards.fused(expert, parameter)
                 placed = matrix.placements(name, parameter, source="weight")
                 for placement, tensor in zip(placed, fused, strict=True):
                     yield placement._replace(expert=expert, fused=tensor)

@@ -8,11 +8,12 @@ from minisgl.moe.base import ClampedSwiglu
 class ExpertsSpec(NamedTuple):
     """The mixture of experts of one decoder layer.
 
-    num_experts  experts of the layer.
-    top_k        experts that compute each token.
+    num_experts  experts that the router chooses from.
+    top_k        experts that the router chooses for each token.
     inner        inner size of an expert.
     renormalise  whether the routing weights of a token sum to 1.
-    shared       inner size of the expert of all tokens; 0: there is none.
+    shared       further experts, which compute every token. The checkpoint has them as one shared
+                 expert, whose inner size is `shared` times that of the others.
     stacked      the experts are those of gpt-oss: one tensor for each matrix of all experts, gate
                  and up interleaved, and biases. The router has a bias too.
     swiglu       the gate of the experts; None: silu(gate) * up.
@@ -29,4 +30,4 @@ class ExpertsSpec(NamedTuple):
     @property
     def features(self) -> int:
         """The inner features whose weights a step of many tokens reads: those of all experts."""
-        return self.num_experts * self.inner + self.shared
+        return (self.num_experts + self.shared) * self.inner

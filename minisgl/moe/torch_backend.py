@@ -19,12 +19,12 @@ class TorchMoe(MoeBackend):
     takes_biases = True
 
     def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
-        weight, bias, top_k, renormalise = router
-        scales, experts = route(linear(x, weight, bias), top_k, renormalise)
+        logits = router.logits(x, len(weights.down.values))
+        scales, experts = route(logits, router.top_k, router.renormalise, router.shared)
         flat = experts.flatten()
         order = flat.argsort(stable=True)
-        counts = torch.bincount(flat, minlength=len(weight)).tolist()
-        tokens = order // top_k
+        counts = torch.bincount(flat).tolist()
+        tokens = order // experts.shape[1]
         scales = scales.to(x.dtype).flatten()[order].unsqueeze(-1)
         activate = weights.swiglu or silu_and_mul
         out = torch.zeros_like(x)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel import linear
 from minisgl.kernel.fp8_weights import Scales
 from minisgl.moe.base import ExpertFormat, ExpertWeights, MoeBackend, Router
 
@@ -30,7 +29,7 @@ class _Kernels(NamedTuple):
 
     takes_few: Callable[[Tensor, ExpertWeights], bool]
     few: Callable[[Tensor, Router, ExpertWeights, Tensor], Tensor]
-    many: Callable[[Tensor, ExpertWeights, Tensor, Tensor], Tensor]
+    many: Callable[[Tensor, ExpertWeights, Tensor, Tensor, int], Tensor]
 
 
 class TritonMoe(MoeBackend):
@@ -77,8 +76,9 @@ class TritonMoe(MoeBackend):
         kernels = self._kernels[weights.gate_up.format]
         if len(x) <= _FEW_TOKENS and kernels.takes_few(x, weights):
             return kernels.few(x, router, weights, self._semaphores)
-        weight, bias, top_k, renormalise = router
-        return kernels.many(x, weights, *self._route(linear(x, weight, bias), top_k, renormalise))
+        logits = router.logits(x, len(weights.down.values))
+        routing = self._route(logits, router.top_k, router.renormalise, router.shared)
+        return kernels.many(x, weights, *routing, router.shared)
 
 
 def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) -> ExpertWeights:

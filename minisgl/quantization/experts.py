@@ -5,18 +5,28 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from minisgl.core import ConfigError
 from minisgl.layers.shards import Placement
 from minisgl.moe.base import ExpertMatrix, ExpertWeights
 from minisgl.moe.experts import ExpertShards, ExpertsMethod
-from minisgl.quantization.format import Fp8Format, empty_matrix, fp8_placements
+from minisgl.quantization.format import BLOCK, Fp8Format, empty_matrix, fp8_placements
 
 
 class Fp8Experts(ExpertsMethod):
-    """gate_up: e4m3 [E, 2I, H]; down: e4m3 [E, H, I]; each with its scales, as in Scales."""
+    """gate_up: e4m3 [E, 2I, H]; down: e4m3 [E, H, I]; each with its scales, as in Scales.
+
+    Raises ConfigError if parts of the shared expert would begin within a block of its scales.
+    """
 
     def __init__(self, shards: ExpertShards, dtype: torch.dtype, form: Fp8Format) -> None:
         super().__init__(shards, dtype)
         self.form = form
+        if form.strategy == "block" and shards.shared > 1 and shards.inner.full % BLOCK:
+            raise ConfigError(
+                f"{shards.parent}.shared_expert has FP8 blocks of {BLOCK} weights, and minisgl "
+                f"divides it into experts of inner size {shards.inner.full}: moe_intermediate_size "
+                f"must be a multiple of {BLOCK}"
+            )
         matrices = shards.matrices(0)
         gate_up, self._gate_up_blocks = empty_matrix(matrices["gate_up"], form, shards.num_experts)
         down, self._down_blocks = empty_matrix(matrices["down"], form, shards.num_experts)

@@ -109,7 +109,7 @@ def _unit(shards: tuple[Shard, ...]) -> int:
     another order.
     """
     cuts = [cut for shard in shards if _mixes_blocks(shard.order) for cut in _cuts(shard.order)]
-    if len(shards) > 1 or shards[0].local != shards[0].full:
+    if len(shards) > 1 or shards[0].local != shards[0].stored:
         cuts += [cut for shard in shards for cut in (shard.local, shard.shift)]
     return gcd(BLOCK, *cuts)
 

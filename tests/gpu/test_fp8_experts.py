@@ -18,18 +18,26 @@ from tests.gpu.test_kernels import pytestmark as pytestmark
     ("tokens", "experts", "width", "inner"), [(1, 4, 256, 96), (3, 8, 160, 64)]
 )
 @pytest.mark.parametrize("many", [False, True])
+@pytest.mark.parametrize("shared", [0, 1])
 def test_experts(
-    tokens: int, experts: int, width: int, inner: int, blocks: tuple[int, int], many: bool
+    shared: int,
+    tokens: int,
+    experts: int,
+    width: int,
+    inner: int,
+    blocks: tuple[int, int],
+    many: bool,
 ) -> None:
     """Few tokens as matrix-vector products, and blocks of tokens; tiles do not divide the sizes."""
     from minisgl.kernel.triton import fp8_few, moe_grouped
 
-    router, weights = random_router(experts, width), random_experts(experts, width, inner, blocks)
+    router = random_router(experts, width, shared)
+    weights = random_experts(experts, width, inner, blocks)
     x = normal(tokens, width, dtype=DTYPE)
     exact = reference(x, router, weights)
     if many:
-        routing = routed(x, router)
-        found = moe_grouped.experts_of_many(x, weights, *routing, quantised=False)
+        routing = routed(x, router, experts)
+        found = moe_grouped.experts_of_many(x, weights, *routing, shared, quantised=False)
     else:
         semaphores = torch.zeros(8, dtype=torch.int32, device=DEVICE)
         found = fp8_few.experts_of_few(x, router, weights, semaphores)
@@ -66,14 +74,16 @@ def test_experts_of_many_tokens_with_quantised_activations(blocks: tuple[int, in
     from minisgl.kernel.triton.moe_grouped import experts_of_many
 
     tokens, experts, width, inner = (5, 4, 256, 128) if INTERPRETED else (2000, 8, 1024, 384)
-    router, weights = random_router(experts, width), random_experts(experts, width, inner, blocks)
+    router = random_router(experts, width, shared=1)
+    weights = random_experts(experts, width, inner, blocks)
     x = normal(tokens, width, dtype=DTYPE)
-    found = experts_of_many(x, weights, *routed(x, router), quantised=True)
+    found = experts_of_many(x, weights, *routed(x, router, experts), 1, quantised=True)
     assert error(found, reference(x, router, weights)) < 2 * QUANTISED_LIMIT
 
 
-def random_router(experts: int, width: int) -> Router:
-    return Router(normal(experts, width, dtype=DTYPE) * width**-0.5, None, 2, True)
+def random_router(experts: int, width: int, shared: int) -> Router:
+    weight = normal(experts + 8, width, dtype=DTYPE) * width**-0.5
+    return Router(weight, None, 2, True, shared)
 
 
 def random_experts(experts: int, width: int, inner: int, blocks: tuple[int, int]) -> ExpertWeights:
@@ -82,14 +92,14 @@ def random_experts(experts: int, width: int, inner: int, blocks: tuple[int, int]
     return ExpertWeights(ExpertMatrix(*gate_up), ExpertMatrix(*down))
 
 
-def routed(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    factors, experts = route(x @ router.weight.T, router.top_k, True)
+def routed(x: Tensor, router: Router, num_experts: int) -> tuple[Tensor, Tensor]:
+    factors, experts = route(router.logits(x, num_experts), router.top_k, True, router.shared)
     return factors.contiguous(), experts.int().contiguous()
 
 
 def reference(x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
     """The experts one after the other in float64, on the CPU; the routing is that of x's dtype."""
-    factors, experts = (one.cpu() for one in routed(x, router))
+    factors, experts = (one.cpu() for one in routed(x, router, len(weights.down.values)))
     matrices = (weights.gate_up, weights.down)
     gate_up, down = (one.dequantised(0, torch.float64).values.cpu() for one in matrices)
     x = x.cpu().double()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import silu
 
 from minisgl.moe.base import ExpertMatrix, ExpertWeights, Router
 from minisgl.moe.base import route as reference_route
@@ -56,10 +56,17 @@ def layer(experts: int, width: int, inner: int, dtype: torch.dtype) -> ExpertWei
 
 
 def router_of(
-    experts: int, width: int, dtype: torch.dtype, top_k: int, renormalise: bool = True
+    experts: int,
+    width: int,
+    dtype: torch.dtype,
+    top_k: int,
+    renormalise: bool = True,
+    shared: int = 0,
 ) -> Router:
-    """A random router, scaled so that logits are of the order of 1."""
-    return Router(normal(experts, width, dtype=dtype) * width**-0.5, None, top_k, renormalise)
+    """A random router, scaled so that logits are of the order of 1. experts: with shared ones."""
+    rows = experts - shared + (8 if shared else 0)
+    weight = normal(rows, width, dtype=dtype) * width**-0.5
+    return Router(weight, None, top_k, renormalise, shared)
 
 
 def expected(x: Tensor, weights: ExpertWeights, scales: Tensor, experts: Tensor) -> Tensor:
@@ -79,14 +86,15 @@ def error(out: Tensor, correct: Tensor) -> float:
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("shared", [0, 1, 3])
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 128, 8), (9, 6, 2), (70, 60, 3)])
-def test_route(tokens: int, experts: int, top_k: int, renormalise: bool) -> None:
+def test_route(tokens: int, experts: int, top_k: int, shared: int, renormalise: bool) -> None:
     from minisgl.kernel.triton.moe_routing import route
 
-    logits = normal(tokens, experts) * 3
+    logits = normal(tokens, experts + (shared > 0)) * 3
     with poisoned():
-        scales, chosen = route(logits, top_k, renormalise)
-    correct_scales, correct = reference_route(logits, top_k, renormalise)
+        scales, chosen = route(logits, top_k, renormalise, shared)
+    correct_scales, correct = reference_route(logits, top_k, renormalise, shared)
     assert torch.equal(chosen.long(), correct)
     torch.testing.assert_close(scales, correct_scales, atol=1e-6, rtol=1e-5)
 
@@ -110,32 +118,41 @@ def test_route_of_ties_and_nan() -> None:
     torch.testing.assert_close(scales[0], reference_route(logits[:1], 8, True)[0][0])
 
 
-def assignments(tokens: int, experts: int, top_k: int, kind: str) -> Tensor:
-    """int32 [T, top_k], distinct in a row. kind: random, one (all the same), or skewed."""
+def assignments(tokens: int, experts: int, top_k: int, kind: str, shared: int = 0) -> Tensor:
+    """int32 [T, top_k + shared], distinct in a row. kind: random, one (all the same), or skewed."""
     scores = torch.rand(tokens, experts, device=DEVICE)
     if kind == "one":
         scores[:, 1 : 1 + top_k] += 2
     elif kind == "skewed":
         scores[:, experts // 2 :] -= 1
         scores[:, 0] += 2
-    return scores.topk(top_k).indices.int()
+    others = torch.arange(experts, experts + shared, device=DEVICE).expand(tokens, -1)
+    return torch.cat((scores.topk(top_k).indices, others), dim=1).int()
 
 
 @pytest.mark.parametrize("kind", ["random", "one", "skewed"])
 @pytest.mark.parametrize(
-    ("tokens", "experts", "top_k", "block"),
-    [(1, 128, 8, 16), (5, 6, 2, 16), (600, 60, 8, 32), (9000, 20, 4, 128)],
+    ("tokens", "experts", "top_k", "block", "shared"),
+    [
+        (1, 128, 8, 16, 1),
+        (5, 6, 2, 16, 0),
+        (33, 6, 2, 16, 3),
+        (600, 60, 8, 32, 1),
+        (1100, 20, 4, 128, 0),
+    ],
 )
 def test_blocks_hold_every_assignment_once(
-    tokens: int, experts: int, top_k: int, block: int, kind: str
+    tokens: int, experts: int, top_k: int, block: int, shared: int, kind: str
 ) -> None:
+    """Shared experts come first, then the others in the order of their numbers."""
     from minisgl.kernel.triton.moe_routing import align
 
-    chosen = assignments(tokens, experts, top_k, kind)
+    chosen = assignments(tokens, experts, top_k, kind, shared)
     with poisoned():
-        slots, owners, _ = align(chosen, experts, block)
+        slots, owners, _ = align(chosen, experts, block, shared)
     owned = [owner for owner in owners.tolist() if owner >= 0]
-    assert owned == sorted(owned)
+    total = experts + shared
+    assert owned == sorted(owned, key=lambda owner: (owner - experts) % total)
     assert owners[len(owned) :].eq(-1).all()
     flat, found = chosen.flatten(), []
     for owner, row in zip(owned, slots.view(-1, block).tolist(), strict=False):
@@ -145,17 +162,19 @@ def test_blocks_hold_every_assignment_once(
         assert flat[live].eq(owner).all()
         found += live
     assert len(owned) == sum(-(-count // block) for count in flat.bincount().tolist())
-    order = flat.argsort(stable=True)
+    order = ((flat - experts) % total).argsort(stable=True)
     assert found == order.tolist()
 
 
 @pytest.mark.parametrize("kind", ["random", "one", "skewed"])
 @pytest.mark.parametrize("dtype", MATRIX_DTYPES, ids=str)
+@pytest.mark.parametrize("shared", [0, 2])
 @pytest.mark.parametrize(
     ("tokens", "experts", "width", "inner", "top_k"),
     [(1, 128, 64, 96, 8), (4, 16, 128, 48, 4), (50, 8, 96, 20, 3)],
 )
 def test_experts_of_many(
+    shared: int,
     tokens: int,
     experts: int,
     width: int,
@@ -167,11 +186,11 @@ def test_experts_of_many(
     from minisgl.kernel.triton.moe_grouped import experts_of_many
 
     x = normal(tokens, 2 * width, dtype=dtype)[:, width:]
-    weights = layer(experts, width, inner, dtype)
-    chosen = assignments(tokens, experts, top_k, kind)
-    scales = torch.rand(tokens, top_k, device=DEVICE)
+    weights = layer(experts + shared, width, inner, dtype)
+    chosen = assignments(tokens, experts, top_k, kind, shared)
+    scales = torch.rand(chosen.shape, device=DEVICE)
     with poisoned():
-        outs = [experts_of_many(x, weights, scales, chosen) for _ in range(2)]
+        outs = [experts_of_many(x, weights, scales, chosen, shared) for _ in range(2)]
     assert error(outs[0], expected(x, weights, scales, chosen)) < TOLERANCE[dtype]
     assert torch.equal(*outs)
 
@@ -188,17 +207,19 @@ def test_every_tiling(number: int, width: int, inner: int) -> None:
     chosen = assignments(tokens, experts, top_k, "skewed")
     scales = torch.rand(tokens, top_k, device=DEVICE)
     with poisoned():
-        out = moe_grouped.experts_of_many(x, weights, scales, chosen, tiling)
+        out = moe_grouped.experts_of_many(x, weights, scales, chosen, tiling=tiling)
     assert error(out, expected(x, weights, scales, chosen)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("shared", [0, 1, 3])
 @pytest.mark.parametrize(
     ("tokens", "experts", "width", "inner", "top_k"),
     [(1, 128, 64, 96, 8), (4, 6, 2100, 20, 3), (3, 16, 128, 300, 4)],
 )
 def test_experts_of_few(
+    shared: int,
     tokens: int,
     experts: int,
     width: int,
@@ -212,13 +233,14 @@ def test_experts_of_few(
     from minisgl.kernel.triton.moe_routing import route
 
     x = normal(tokens, 2 * width, dtype=dtype)[:, width:]
-    weights = layer(experts, width, inner, dtype)
-    router = router_of(experts, width, dtype, top_k, renormalise)
+    weights = layer(experts + shared, width, inner, dtype)
+    router = router_of(experts + shared, width, dtype, top_k, renormalise, shared)
     semaphores = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     with poisoned():
         outs = [experts_of_few(x, router, weights, semaphores) for _ in range(2)]
-    logits = (x.double() @ router.weight.double().T).to(dtype)
-    routing = route(logits, top_k, renormalise)
+    rows = experts + (shared > 0)
+    logits = (x.double() @ router.weight[:rows].double().T).to(dtype)
+    routing = route(logits, top_k, renormalise, shared)
     assert error(outs[0], expected(x, weights, *routing)) < 2 * TOLERANCE[dtype]
     assert torch.equal(*outs)
     assert not semaphores.any()
@@ -231,9 +253,9 @@ def test_backend_and_padded_rows(dtype: torch.dtype, tokens: int) -> None:
     from minisgl.kernel.triton.moe_routing import route
     from minisgl.moe.triton_backend import TritonMoe
 
-    weights, router = layer(16, 128, 48, dtype), router_of(16, 128, dtype, 4)
+    weights, router = layer(16, 128, 48, dtype), router_of(16, 128, dtype, 4, shared=1)
     x = normal(tokens + 3, 128, dtype=dtype)
-    routing = route(linear(x, router.weight)[:tokens], 4, True)
+    routing = route(router.logits(x, 16)[:tokens], 4, True, 1)
     backend = TritonMoe(torch.device(DEVICE))
     call = captured(lambda: backend.forward(x, router, weights))
     outs = []

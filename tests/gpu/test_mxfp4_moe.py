@@ -139,7 +139,7 @@ def test_experts_of_many(
 
     def forward() -> Tensor:
         with poisoned():
-            out: Tensor = mxfp4_blocks.experts_of_many(x, weights, *routing, tiling)
+            out: Tensor = mxfp4_blocks.experts_of_many(x, weights, *routing, tiling=tiling)
         return out
 
     first = forward()

@@ -58,7 +58,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "olmo2": lambda: transformers.Olmo2Config(**_BASE),
     "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
-        **_BASE | _EXPERTS | {"shared_expert_intermediate_size": 256}
+        **_BASE | _EXPERTS | {"shared_expert_intermediate_size": 768}
     ),
     "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_HYBRID),
     "qwen3_next": lambda: transformers.Qwen3NextConfig(

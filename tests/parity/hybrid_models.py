@@ -27,7 +27,7 @@ EXPERTS = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 40,
-    "shared_expert_intermediate_size": 48,
+    "shared_expert_intermediate_size": 40,
 }
 
 
@@ -52,7 +52,9 @@ MODELS: dict[str, Callable[[], Any]] = {
     ),
     "qwen3_5_moe": _sparse,
     "qwen3_next": _next,
-    "qwen3_next-dense-layer": lambda: _next(mlp_only_layers=[1], norm_topk_prob=False),
+    "qwen3_next-dense-layer": lambda: _next(
+        mlp_only_layers=[1], norm_topk_prob=False, shared_expert_intermediate_size=80
+    ),
 }
 
 

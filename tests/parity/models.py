@@ -105,7 +105,7 @@ def _exaone4(**kwargs: Any) -> Any:
 
 
 def _qwen2_moe(**kwargs: Any) -> Any:
-    experts = _EXPERTS | {"shared_expert_intermediate_size": 56}
+    experts = _EXPERTS | {"shared_expert_intermediate_size": 120}
     return transformers.Qwen2MoeConfig(**_BASE | experts | kwargs)
 
 
@@ -177,7 +177,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "qwen2-moe": lambda: _qwen2_moe(),
     "qwen2-moe-mixed": lambda: _qwen2_moe(
-        shared_expert_intermediate_size=39, decoder_sparse_step=2, norm_topk_prob=True
+        moe_intermediate_size=39,
+        shared_expert_intermediate_size=78,
+        decoder_sparse_step=2,
+        norm_topk_prob=True,
     ),
     "qwen2-moe-tied": lambda: _qwen2_moe(num_key_value_heads=4, tie_word_embeddings=True),
     "phi3": _phi3,

@@ -4,7 +4,7 @@ The counterpart of moe_few.py. The activations keep their dtype, and the weights
 registers, exactly. The scale of a block of weights multiplies the partial sum of its columns; a
 scale for a whole row multiplies the result. moe_grouped.py computes many tokens.
 
-Bytes: 3 H I and the scales for each of T * top_k assignments.
+Bytes: 3 H I and the scales for each of T * A assignments.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -55,13 +55,14 @@ def _gate_up(
     inner,
     width,
     x_stride,
-    TOP_K: tl.constexpr,
+    EACH: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Rows of silu(gate) * up for one assignment. EACH: experts of a token."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()  # after gdc_wait, so `_down` may read the routing at once
@@ -76,7 +77,7 @@ def _gate_up(
     of_expert = expert * tl.cdiv(2 * inner, SCALE_ROWS)
     gate_scale = scales + (of_expert + n // SCALE_ROWS) * each
     up_scale = scales + (of_expert + (inner + n) // SCALE_ROWS) * each
-    x_at = x + (assignment // TOP_K) * x_stride
+    x_at = x + (assignment // EACH) * x_stride
     gate = tl.zeros([ROWS], tl.float32)
     up = tl.zeros([ROWS], tl.float32)
     for start in range(0, width, BLOCK):
@@ -96,6 +97,23 @@ def _gate_up(
 
 
 @triton.jit
+def _down_rows(
+    weight,
+    scales,
+    expert,
+    row,
+    width,
+    inner,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+):
+    """Pointers to rows of down, and to the scales of their first blocks."""
+    each = 1 if SCALE_COLUMNS == 0 else tl.cdiv(inner, SCALE_COLUMNS)
+    scale_at = scales + (expert * tl.cdiv(width, SCALE_ROWS) + row // SCALE_ROWS) * each
+    return weight + (expert * width + row) * inner, scale_at
+
+
+@triton.jit
 def _down(
     hidden,
     weight,
@@ -105,40 +123,76 @@ def _down(
     weights,
     width,
     inner,
+    num_experts,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     PLACES: tl.constexpr,
+    SHARED_PLACES: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """ROWS rows of down for each of the PLACES experts of a token, flattened to one dimension."""
+    """ROWS rows of down for each of the PLACES experts of a token, flattened to one dimension.
+
+    The shared experts have a tile of their own, as in moe_few.py.
+    """
     token = tl.program_id(1)
     flat = tl.arange(0, PLACES * ROWS)
     j = flat // ROWS
     kept = j < TOP_K
-    assignment = token * TOP_K + tl.minimum(j, TOP_K - 1)
+    assignment = token * (TOP_K + SHARED) + tl.minimum(j, TOP_K - 1)
     expert = tl.load(experts + assignment).to(tl.int64)
     factor = tl.load(weights + assignment, mask=kept, other=0.0)
     n = tl.program_id(0) * ROWS + flat % ROWS
     row = tl.minimum(n, width - 1)
-    weight_at = weight + (expert * width + row) * inner
-    each = 1 if SCALE_COLUMNS == 0 else tl.cdiv(inner, SCALE_COLUMNS)
-    scale_at = scales + (expert * tl.cdiv(width, SCALE_ROWS) + row // SCALE_ROWS) * each
+    weight_at, scale_at = _down_rows(
+        weight, scales, expert, row, width, inner, SCALE_ROWS, SCALE_COLUMNS
+    )
+    if SHARED > 0:
+        flat = tl.arange(0, SHARED_PLACES * ROWS)
+        i = tl.minimum(flat // ROWS, SHARED - 1)
+        is_shared = flat < SHARED * ROWS
+        shared_assignment = token * (TOP_K + SHARED) + TOP_K + i
+        shared_weight_at, shared_scale_at = _down_rows(
+            weight,
+            scales,
+            (num_experts + i).to(tl.int64),
+            tl.minimum(tl.program_id(0) * ROWS + flat % ROWS, width - 1),
+            width,
+            inner,
+            SCALE_ROWS,
+            SCALE_COLUMNS,
+        )
+        shared_total = tl.zeros([SHARED_PLACES * ROWS], tl.float32)
     total = tl.zeros([PLACES * ROWS], tl.float32)
     for start in range(0, inner, BLOCK):
         k = start + tl.arange(0, BLOCK)
         live = kept[:, None] & (k < inner)[None, :]
         w = tl.load(weight_at[:, None] + k[None, :], mask=live, other=0.0)
+        if SHARED > 0:
+            shared_live = is_shared[:, None] & (k < inner)[None, :]
+            at = shared_weight_at[:, None] + k[None, :]
+            shared_w = tl.load(at, mask=shared_live, other=0.0)
         if EARLY:
             gdc_wait()
         v = tl.load(hidden + assignment[:, None] * inner + k[None, :], mask=live, other=0.0)
         products = w.to(tl.float32) * v.to(tl.float32)
         total += _scaled_sum(products, scale_at, start, inner, SCALE_COLUMNS)
+        if SHARED > 0:
+            at = hidden + shared_assignment[:, None] * inner + k[None, :]
+            v = tl.load(at, mask=shared_live, other=0.0)
+            products = shared_w.to(tl.float32) * v.to(tl.float32)
+            shared_total += _scaled_sum(products, shared_scale_at, start, inner, SCALE_COLUMNS)
     if SCALE_COLUMNS == 0:
         total *= tl.load(scale_at)
     value = tl.sum(tl.reshape(total * factor, [PLACES, ROWS]), axis=0)
+    if SHARED > 0:
+        if SCALE_COLUMNS == 0:
+            shared_total *= tl.load(shared_scale_at)
+        shared_total *= tl.load(weights + shared_assignment, mask=is_shared, other=0.0)
+        value += tl.sum(tl.reshape(shared_total, [SHARED_PLACES, ROWS]), axis=0)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tl.store(out + token * width + n, value.to(out.dtype.element_ty), mask=n < width)
 
@@ -155,11 +209,12 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
     """
     (gate_up, gate_up_scales, _), (down, down_scales, _), _ = layer
     num_tokens, width = x.shape
-    inner, top_k = down.shape[2], router[2]
+    inner, top_k, shared = down.shape[2], router[2], router[4]
+    num_experts = len(down) - shared
     early = overlaps()
-    weights, experts = route_few(x, router, semaphores)
-    hidden = x.new_empty((num_tokens * top_k, inner))
-    _gate_up[(triton.cdiv(inner, _ROWS), num_tokens * top_k)](
+    weights, experts = route_few(x, router, num_experts, semaphores)
+    hidden = x.new_empty((experts.numel(), inner))
+    _gate_up[(triton.cdiv(inner, _ROWS), experts.numel())](
         x,
         gate_up,
         gate_up_scales.values,
@@ -168,7 +223,7 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
         inner,
         width,
         x.stride(0),
-        TOP_K=top_k,
+        EACH=top_k + shared,
         SCALE_ROWS=gate_up_scales.rows,
         SCALE_COLUMNS=columns_in_loop(gate_up_scales, width),
         ROWS=_ROWS,
@@ -189,8 +244,11 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
         weights,
         width,
         inner,
+        num_experts,
         TOP_K=top_k,
+        SHARED=shared,
         PLACES=places,
+        SHARED_PLACES=triton.next_power_of_2(shared) if shared else 0,
         SCALE_ROWS=down_scales.rows,
         SCALE_COLUMNS=columns_in_loop(down_scales, inner),
         ROWS=rows,

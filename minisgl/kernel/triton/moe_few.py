@@ -38,6 +38,7 @@ def _score(
     num_experts,
     x_stride,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     RENORMALISE: tl.constexpr,
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
@@ -45,8 +46,12 @@ def _score(
     BIASED: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute one logit. The last program of a token to finish chooses the token's experts."""
+    """Compute one logit. The last program of a token to finish chooses the token's experts.
+
+    Row num_experts of the router is the gate of the shared experts, if there are any.
+    """
     expert = tl.program_id(0)
+    rows = tl.num_programs(0)
     token = tl.program_id(1)
     if EARLY:
         gdc_launch_dependents()
@@ -62,16 +67,31 @@ def _score(
     if BIASED:
         logit += tl.load(bias + expert).to(tl.float32)
     rounded = logit.to(x.dtype.element_ty).to(tl.float32)
-    tl.store(logits + token * num_experts + expert, rounded)
+    tl.store(logits + token * rows + expert, rounded)
     tl.debug_barrier()
     ticket = tl.atomic_add(semaphores + token, 1, sem="acq_rel", scope="gpu")
-    if ticket == num_experts - 1:
+    if ticket == rows - 1:
         ids = tl.arange(0, WIDTH)[None, :]
-        inside = ids < num_experts
         row = tl.full([1, 1], 0, tl.int32) + token
-        value = tl.load(logits + row * num_experts + ids, mask=inside, other=0.0)
-        at = row * TOP_K
-        choose(value, inside, row >= 0, at, weights, experts, TOP_K, RENORMALISE, 1, WIDTH, PLACES)
+        value = tl.load(logits + row * rows + ids, mask=ids < num_experts, other=0.0)
+        gate = value
+        if SHARED > 0:
+            gate = tl.load(logits + row * rows + num_experts)
+        choose(
+            value,
+            gate,
+            row >= 0,
+            row,
+            weights,
+            experts,
+            num_experts,
+            TOP_K,
+            SHARED,
+            RENORMALISE,
+            1,
+            WIDTH,
+            PLACES,
+        )
         tl.store(semaphores + token, 0)
 
 
@@ -84,11 +104,12 @@ def _gate_up(
     inner,
     width,
     x_stride,
-    TOP_K: tl.constexpr,
+    EACH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Rows of silu(gate) * up for one assignment. EACH: experts of a token."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()  # after gdc_wait, so `_down` may read the routing at once
@@ -98,7 +119,7 @@ def _gate_up(
     inside = n < inner
     gate_at = weight + (expert * 2 * inner + n[:, None]) * width
     up_at = weight + (expert * 2 * inner + inner + n[:, None]) * width
-    x_at = x + (assignment // TOP_K) * x_stride
+    x_at = x + (assignment // EACH) * x_stride
     gate = tl.zeros([ROWS], tl.float32)
     up = tl.zeros([ROWS], tl.float32)
     for start in range(0, width, BLOCK):
@@ -122,16 +143,24 @@ def _down(
     weights,
     width,
     inner,
+    num_experts,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     PLACES: tl.constexpr,
+    SHARED_PLACES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    """Rows of the sum of a token's experts.
+
+    The shared experts have a tile of their own: with TOP_K + 1 experts in one tile, nearly half of
+    a tile of a power of two would be idle.
+    """
     token = tl.program_id(1)
     j = tl.arange(0, PLACES)
     kept = j < TOP_K
-    assignment = token * TOP_K + j
+    assignment = token * (TOP_K + SHARED) + j
     expert = tl.load(experts + assignment, mask=kept, other=0).to(tl.int64)
     scale = tl.load(weights + assignment, mask=kept, other=0.0)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -139,33 +168,52 @@ def _down(
     rows = expert[:, None] * width + n[None, :]
     read = kept[:, None] & inside[None, :]
     total = tl.zeros([PLACES, ROWS], tl.float32)
+    if SHARED > 0:
+        i = tl.arange(0, SHARED_PLACES)
+        is_shared = i < SHARED
+        shared_assignment = token * (TOP_K + SHARED) + TOP_K + i
+        shared_rows = (num_experts + i).to(tl.int64)[:, None] * width + n[None, :]
+        shared_read = is_shared[:, None] & inside[None, :]
+        shared_total = tl.zeros([SHARED_PLACES, ROWS], tl.float32)
     for start in range(0, inner, BLOCK):
         k = start + tl.arange(0, BLOCK)
         live = k < inner
         at = weight + rows[:, :, None] * inner + k[None, None, :]
         w = tl.load(at, mask=read[:, :, None] & live[None, None, :], other=0.0)
+        if SHARED > 0:
+            at = weight + shared_rows[:, :, None] * inner + k[None, None, :]
+            shared_w = tl.load(at, mask=shared_read[:, :, None] & live[None, None, :], other=0.0)
         if EARLY:
             gdc_wait()
         at = hidden + assignment[:, None] * inner + k[None, :]
         v = tl.load(at, mask=kept[:, None] & live[None, :], other=0.0)
         total += tl.sum(w.to(tl.float32) * v.to(tl.float32)[:, None, :], axis=2)
+        if SHARED > 0:
+            at = hidden + shared_assignment[:, None] * inner + k[None, :]
+            v = tl.load(at, mask=is_shared[:, None] & live[None, :], other=0.0)
+            shared_total += tl.sum(shared_w.to(tl.float32) * v.to(tl.float32)[:, None, :], axis=2)
     value = tl.sum(total * scale[:, None], axis=0)
+    if SHARED > 0:
+        scale = tl.load(weights + shared_assignment, mask=is_shared, other=0.0)
+        value += tl.sum(shared_total * scale[:, None], axis=0)
     tl.store(out + token * width + n, value.to(out.dtype.element_ty), mask=inside)
 
 
-def route_few(x: Tensor, router: Router, semaphores: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the routing weights and the experts, float32 and int32 [T, top_k], in one launch.
+def route_few(
+    x: Tensor, router: Router, num_experts: int, semaphores: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the routing weights and the experts, float32 and int32 [T, A], in one launch.
 
-    The parameters are as in `experts_of_few`.
+    num_experts: without the shared ones. The other parameters are as in `experts_of_few`.
     """
-    weight, bias, top_k, renormalise = router
-    (num_tokens, width), num_experts = x.shape, len(weight)
+    weight, bias, top_k, renormalise, shared = router
+    (num_tokens, width), rows = x.shape, num_experts + (shared > 0)
     early = overlaps()
     warps = 1 if width <= _COLUMNS else 2
-    logits = x.new_empty((num_tokens, num_experts), dtype=float32)
-    weights = x.new_empty((num_tokens, top_k), dtype=float32)
-    experts = x.new_empty((num_tokens, top_k), dtype=int32)
-    _score[(num_experts, num_tokens)](
+    logits = x.new_empty((num_tokens, rows), dtype=float32)
+    weights = x.new_empty((num_tokens, top_k + shared), dtype=float32)
+    experts = x.new_empty((num_tokens, top_k + shared), dtype=int32)
+    _score[(rows, num_tokens)](
         x,
         weight,
         weight if bias is None else bias,
@@ -177,6 +225,7 @@ def route_few(x: Tensor, router: Router, semaphores: Tensor) -> tuple[Tensor, Te
         num_experts,
         x.stride(0),
         TOP_K=top_k,
+        SHARED=shared,
         RENORMALISE=renormalise,
         WIDTH=triton.next_power_of_2(num_experts),
         PLACES=triton.next_power_of_2(top_k),
@@ -203,13 +252,14 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
     """
     num_tokens, width = x.shape
     (gate_up, _, _), (down, _, _), _ = layer
-    inner, top_k = down.shape[2], router[2]
+    inner, top_k, shared = down.shape[2], router[2], router[4]
+    num_experts = len(down) - shared
     early = overlaps()
     places = triton.next_power_of_2(top_k)
     columns = min(triton.next_power_of_2(width), _COLUMNS)
-    weights, experts = route_few(x, router, semaphores)
-    hidden = x.new_empty((num_tokens * top_k, inner))
-    _gate_up[(triton.cdiv(inner, _ROWS), num_tokens * top_k)](
+    weights, experts = route_few(x, router, num_experts, semaphores)
+    hidden = x.new_empty((experts.numel(), inner))
+    _gate_up[(triton.cdiv(inner, _ROWS), experts.numel())](
         x,
         gate_up,
         hidden,
@@ -217,7 +267,7 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
         inner,
         width,
         x.stride(0),
-        TOP_K=top_k,
+        EACH=top_k + shared,
         ROWS=_ROWS,
         BLOCK=columns,
         EARLY=early,
@@ -234,12 +284,16 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
         weights,
         width,
         inner,
+        num_experts,
         TOP_K=top_k,
+        SHARED=shared,
         PLACES=places,
+        SHARED_PLACES=triton.next_power_of_2(shared) if shared else 0,
         ROWS=rows,
         BLOCK=min(triton.next_power_of_2(inner), _DOWN_COLUMNS),
         EARLY=early,
         num_warps=4,
+        maxnreg=64,  # 8 programs on a multiprocessor: all of the first token's at the same time
         launch_pdl=early,
     )
     return out

@@ -205,27 +205,29 @@ def experts_of_many(
     layer: Layer,
     weights: Tensor,
     experts: Tensor,
+    shared: int = 0,
     tiling: Tiling | None = None,
     quantised: bool | None = None,
 ) -> Tensor:
-    """As MoeBackend.forward, after the routing, in four launches. No host sync.
+    """As MoeBackend.forward, after the routing, in four or five launches. No host sync.
 
     x: [T, H], unit stride in H. layer: of unquantised experts, or of FP8 experts with the scales of
-    fp8_few.experts_of_few, with 32 columns or more. weights: float32 [T, top_k]; experts: int32
-    [T, top_k]; both contiguous. tiling: if None, `tiling_for` chooses it. With blocks of 128
-    tokens, moe_tiles.py computes the products if it supports their shapes. quantised: whether to
-    quantise activations for FP8 weights; None: only bfloat16 ones.
+    fp8_few.experts_of_few, with 32 columns or more. weights: float32 [T, A]; experts: int32 [T, A];
+    both as moe_routing.route returns them. shared: the last experts of `layer` that are shared.
+    tiling: if None, `tiling_for` chooses it from the other experts. With blocks of 128 tokens,
+    moe_tiles.py computes the products if it supports their shapes. quantised: whether to quantise
+    activations for FP8 weights; None: only bfloat16 ones.
     """
     gate_up, down, swiglu = layer
     has_bias, is_plain = gate_up[2] is not None, swiglu is None and gate_up[1] is None
     assert has_bias == (swiglu is not None), "biased experts have a clamped SwiGLU; this is a bug"
     inner, width = down[0].shape[2], x.shape[1]
-    num_experts, top_k = len(down[0]), experts.shape[1]
+    num_experts, top_k = len(down[0]) - shared, experts.shape[1]
     if tiling is None:
-        tiling = tiling_for(experts.numel(), num_experts, x.dtype == float32)
+        tiling = tiling_for(len(x) * (top_k - shared), num_experts, x.dtype == float32)
     if quantised is None:
         quantised = x.dtype == bfloat16
-    blocks = align(experts, num_experts, tiling.tokens)
+    blocks = align(experts, num_experts, tiling.tokens, shared)
     hidden = x.new_empty((len(blocks.slots), inner))
     parts = x.new_empty((experts.numel(), width))
     if is_plain and moe_tiles.takes(x, inner, blocks.size):

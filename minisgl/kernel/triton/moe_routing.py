@@ -1,9 +1,12 @@
 """Routing of a mixture of experts: the experts of each token, and the tokens sorted by expert.
 
-An assignment is a token with one of its experts. Its number is token * top_k + j, where j is the
-rank of the expert. `align` sorts assignments into blocks, each of which belongs to one expert. The
-host does not learn the number of blocks: a launch has programs for the largest possible number, and
-those whose block has no expert end at once.
+An assignment is a token with one of its A experts. Its number is token * A + j. The first top_k
+experts of a token are those that the router chose, best first. The others are the shared experts,
+which compute every token and follow the E experts of the router.
+
+`align` sorts assignments into blocks, each of which belongs to one expert. The host does not learn
+the number of blocks: a launch has programs for the largest possible number, and those whose block
+has no expert end at once.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -15,9 +18,9 @@ import triton.language as tl
 from torch import Tensor, float32, int32
 
 # The arguments of the kernels, as minisgl.moe.base has them. Router: weight, bias, top_k and
-# renormalise. Matrix: values, scales and bias of a matrix of all experts. Layer: gate_up, down, and
-# the constants of the clamped SwiGLU, which biased experts have.
-Router = tuple[Tensor, Tensor | None, int, bool]
+# renormalise, and the number of shared experts. Matrix: values, scales and bias of a matrix of all
+# experts. Layer: gate_up, down, and the constants of the clamped SwiGLU, which biased experts have.
+Router = tuple[Tensor, Tensor | None, int, bool, int]
 Matrix = tuple[Tensor, Any, Tensor | None]
 Layer = tuple[Matrix, Matrix, tuple[float, float] | None]
 
@@ -33,25 +36,29 @@ _COMPARED = tl.constexpr(32)
 @triton.jit
 def choose(
     value,
-    inside,
+    gate,
     alive,
-    at,
+    token,
     weights,
     experts,
+    num_experts,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     RENORMALISE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Choose the TOP_K experts of ROWS tokens, and store the experts and their weights.
+    """Choose TOP_K of num_experts experts for ROWS tokens. Store all experts and their weights.
 
-    value   [ROWS, WIDTH]: logits.
-    inside  [1, WIDTH]: whether a column belongs to an expert.
-    alive   [ROWS, 1]: whether a row belongs to a token.
-    at      [ROWS, 1]: number of the token's first assignment.
+    value  [ROWS, WIDTH]: logits.
+    gate   [ROWS, 1]: logits of the shared experts. Not read without shared experts.
+    alive  [ROWS, 1]: whether a row belongs to a token.
+    token  [ROWS, 1]: number of the token.
     """
     ids = tl.arange(0, WIDTH)[None, :]
+    inside = ids < num_experts
+    at = token * (TOP_K + SHARED)
     place = tl.arange(0, PLACES)[None, :]
     value = tl.where(inside & (value == value), value, float("-inf"))  # NaN counts as -inf
     # Integer keys, all different, in the order of (value, then lower id first).
@@ -73,6 +80,9 @@ def choose(
     tl.store(weights + at + place, mass / total, mask=alive & kept)
     found = WIDTH - 1 - (chosen & 0xFFFFFFFF).to(tl.int32)
     tl.store(experts + at + place, found, mask=alive & kept)
+    for j in tl.static_range(SHARED):
+        tl.store(weights + at + TOP_K + j, 1.0 / (1.0 + tl.exp(-gate)), mask=alive)
+        tl.store(experts + at + TOP_K + j, token * 0 + num_experts + j, mask=alive)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -84,6 +94,7 @@ def _route(
     num_experts,
     stride,
     TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     RENORMALISE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -91,16 +102,22 @@ def _route(
 ):
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     ids = tl.arange(0, WIDTH)[None, :]
-    inside, alive = ids < num_experts, rows < num_tokens
-    value = tl.load(logits + rows.to(tl.int64) * stride + ids, mask=alive & inside, other=0.0)
+    alive = rows < num_tokens
+    row_at = logits + rows.to(tl.int64) * stride
+    value = tl.load(row_at + ids, mask=alive & (ids < num_experts), other=0.0)
+    gate = value
+    if SHARED > 0:
+        gate = tl.load(row_at + num_experts, mask=alive, other=0.0)
     choose(
         value.to(tl.float32),
-        inside,
+        gate.to(tl.float32),
         alive,
-        rows * TOP_K,
+        rows,
         weights,
         experts,
+        num_experts,
         TOP_K,
+        SHARED,
         RENORMALISE,
         ROWS,
         WIDTH,
@@ -108,16 +125,16 @@ def _route(
     )
 
 
-def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-    """As minisgl.moe.route. logits: [T, E], unit stride in E, T > 0.
+def route(logits: Tensor, top_k: int, renormalise: bool, shared: int = 0) -> tuple[Tensor, Tensor]:
+    """As minisgl.moe.base.route. logits: unit stride in their second dimension, T > 0.
 
-    Returns weights, float32 [T, top_k], and experts, int32 [T, top_k], best first. The experts of a
-    token are distinct and in range even if its logits are NaN or infinite. Of equal logits the
-    lower id comes first.
+    Returns weights, float32 [T, A], and experts, int32 [T, A], best first and the shared ones last.
+    The experts of a token are distinct and in range even if its logits are NaN or infinite. Of
+    equal logits the lower id comes first.
     """
-    num_tokens, num_experts = logits.shape
-    weights = logits.new_empty((num_tokens, top_k), dtype=float32)
-    experts = logits.new_empty((num_tokens, top_k), dtype=int32)
+    num_tokens, num_experts = len(logits), logits.shape[1] - (shared > 0)
+    weights = logits.new_empty((num_tokens, top_k + shared), dtype=float32)
+    experts = logits.new_empty((num_tokens, top_k + shared), dtype=int32)
     _route[(triton.cdiv(num_tokens, _ROWS),)](
         logits,
         weights,
@@ -126,6 +143,7 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
         num_experts,
         logits.stride(0),
         TOP_K=top_k,
+        SHARED=shared,
         RENORMALISE=renormalise,
         ROWS=_ROWS,
         WIDTH=triton.next_power_of_2(num_experts),
@@ -135,38 +153,72 @@ def route(logits: Tensor, top_k: int, renormalise: bool) -> tuple[Tensor, Tensor
     return weights, experts
 
 
-@triton.jit(do_not_specialize=["num_assigned"])
-def _count(experts, counts, num_assigned, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
-    """Count the assignments of each expert in one chunk. counts: [chunks, WIDTH]."""
+@triton.jit
+def _number(routed, TOP_K: tl.constexpr, SHARED: tl.constexpr):
+    """The number of an assignment from its number among those that the router chose."""
+    return routed // TOP_K * (TOP_K + SHARED) + routed % TOP_K
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _count(
+    experts,
+    counts,
+    num_tokens,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Count the assignments of each expert of the router in one chunk. counts: [chunks, WIDTH]."""
     chunk = tl.program_id(0)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = at < num_assigned
-    taken = tl.load(experts + at, mask=inside, other=0)
+    inside = at < num_tokens * TOP_K
+    taken = tl.load(experts + _number(at, TOP_K, SHARED), mask=inside, other=0)
     found = tl.histogram(taken, WIDTH, mask=inside)
     tl.store(counts + chunk * WIDTH + tl.arange(0, WIDTH), found)
 
 
-@triton.jit(do_not_specialize=["num_assigned", "num_blocks"])
+@triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
 def _place(
     experts,
     counts,
     slots,
     owners,
-    num_assigned,
+    num_tokens,
     num_blocks,
+    num_experts,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     CHUNK: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """Write the slots of one chunk of assignments, and this program's part of owners and padding.
+    """Write the slots of one chunk of assignments, and this program's part of all else.
 
-    COUNTED: `counts` has the counts of all chunks. Otherwise each program counts all assignments.
+    A chunk counts only assignments that the router chose. All else: the slots of the shared
+    experts, the owners and the padding. COUNTED: `counts` has the counts of all chunks. Otherwise
+    each program counts all assignments.
     """
     chunk = tl.program_id(0)
     chunks = tl.num_programs(0)
     begin = chunk * CHUNK
+    place = tl.arange(0, CHUNK)
     ids = tl.arange(0, WIDTH)
+    num_assigned = num_tokens * TOP_K
+    unused = num_tokens * (TOP_K + SHARED)
+    blocks_of_shared = tl.cdiv(num_tokens, BLOCK)  # the first blocks are theirs
+    for start in range(begin, SHARED * blocks_of_shared * BLOCK, chunks * CHUNK):
+        at = start + place
+        token = at % (blocks_of_shared * BLOCK)
+        number = token * (TOP_K + SHARED) + TOP_K + at // (blocks_of_shared * BLOCK)
+        number = tl.where(token < num_tokens, number, unused)
+        tl.store(slots + at, number, mask=at < SHARED * blocks_of_shared * BLOCK)
+    for start in range(chunk * WIDTH, SHARED * blocks_of_shared, chunks * WIDTH):
+        at = start + ids
+        owner = num_experts + at // blocks_of_shared
+        tl.store(owners + at, owner, mask=at < SHARED * blocks_of_shared)
+
     total = tl.zeros([WIDTH], tl.int32)  # of each expert
     before = tl.zeros([WIDTH], tl.int32)  # of each expert in earlier chunks
     if COUNTED:
@@ -179,38 +231,42 @@ def _place(
         for start in range(0, num_assigned, _LOADED):
             at = start + tl.arange(0, _LOADED)
             inside = at < num_assigned
-            taken = tl.load(experts + at, mask=inside, other=0)
+            taken = tl.load(experts + _number(at, TOP_K, SHARED), mask=inside, other=0)
             total += tl.histogram(taken, WIDTH, mask=inside)
             before += tl.histogram(taken, WIDTH, mask=at < begin)
     blocks = (total + BLOCK - 1) // BLOCK
-    first_block = tl.cumsum(blocks, axis=0) - blocks
+    first_block = SHARED * blocks_of_shared + tl.cumsum(blocks, axis=0) - blocks
     first_slot = first_block * BLOCK
 
-    place = tl.arange(0, CHUNK)
     inside = begin + place < num_assigned
-    own = tl.load(experts + begin + place, mask=inside, other=0)
+    numbers = _number(begin + place, TOP_K, SHARED)
+    own = tl.load(experts + numbers, mask=inside, other=0)
     rank = tl.zeros([CHUNK], tl.int32)  # equal experts earlier in this chunk
     for start in range(0, CHUNK, _COMPARED):
         other_place = start + tl.arange(0, _COMPARED)
         at = begin + other_place
-        other = tl.load(experts + at, mask=at < num_assigned, other=-1)
+        other_at = experts + _number(at, TOP_K, SHARED)
+        other = tl.load(other_at, mask=at < num_assigned, other=-1)
         earlier = other_place[:, None] < place[None, :]
         rank += tl.sum(((other[:, None] == own[None, :]) & earlier).to(tl.int32), axis=0)
     slot = tl.gather(first_slot + before, own, 0) + rank
-    tl.store(slots + slot, begin + place, mask=inside)
+    tl.store(slots + slot, numbers, mask=inside)
 
     for i in range(chunk, BLOCK, chunks):
-        tl.store(slots + first_slot + total + i, num_assigned, mask=total + i < blocks * BLOCK)
+        tl.store(slots + first_slot + total + i, unused, mask=total + i < blocks * BLOCK)
     for i in range(chunk, tl.max(blocks, axis=0), chunks):
         tl.store(owners + first_block + i, ids, mask=i < blocks)
-    for start in range(tl.sum(blocks, axis=0) + chunk * WIDTH, num_blocks, chunks * WIDTH):
+    used = SHARED * blocks_of_shared + tl.sum(blocks, axis=0)
+    for start in range(used + chunk * WIDTH, num_blocks, chunks * WIDTH):
         tl.store(owners + start + ids, -1, mask=start + ids < num_blocks)
 
 
 class Blocks(NamedTuple):
     """Assignments sorted by expert, and by number within an expert, in B blocks of `size` slots.
 
-    slots   int32 [B * size]: the assignment of each slot; the number of all assignments, T * top_k,
+    The shared experts come first.
+
+    slots   int32 [B * size]: the assignment of each slot; the number of all assignments, T * A,
             in the unused slots at the end of a block; undefined in blocks without an owner.
     owners  int32 [B]: the expert of each block, or -1.
     """
@@ -220,14 +276,17 @@ class Blocks(NamedTuple):
     size: int
 
 
-def align(experts: Tensor, num_experts: int, block: int) -> Blocks:
+def align(experts: Tensor, num_experts: int, block: int, shared: int = 0) -> Blocks:
     """Sort assignments into blocks of `block` slots, a power of two, in one launch or two.
 
     The work is linear in the assignments: a program sorts one chunk of them. experts: contiguous
-    int32 [T, top_k], below num_experts. No host sync; the same result in every run.
+    int32 [T, A] from `route`. num_experts: without the shared ones. No host sync; the same result
+    in every run.
     """
-    num_assigned = experts.numel()
+    num_tokens, top_k = len(experts), experts.shape[1] - shared
+    num_assigned = num_tokens * top_k
     num_blocks = num_assigned // block + min(num_experts, num_assigned)
+    num_blocks += shared * triton.cdiv(num_tokens, block)
     slots = experts.new_empty((num_blocks * block,))
     owners = experts.new_empty((num_blocks,))
     width, counted = triton.next_power_of_2(num_experts), num_assigned > _FEW
@@ -236,14 +295,26 @@ def align(experts: Tensor, num_experts: int, block: int) -> Blocks:
     counts = experts
     if counted:
         counts = experts.new_empty((chunks, width))
-        _count[(chunks,)](experts, counts, num_assigned, WIDTH=width, CHUNK=chunk, num_warps=8)
+        _count[(chunks,)](
+            experts,
+            counts,
+            num_tokens,
+            TOP_K=top_k,
+            SHARED=shared,
+            WIDTH=width,
+            CHUNK=chunk,
+            num_warps=8,
+        )
     _place[(chunks,)](
         experts,
         counts,
         slots,
         owners,
-        num_assigned,
+        num_tokens,
         num_blocks,
+        num_experts,
+        TOP_K=top_k,
+        SHARED=shared,
         BLOCK=block,
         WIDTH=width,
         CHUNK=chunk,

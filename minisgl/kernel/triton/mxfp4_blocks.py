@@ -202,19 +202,21 @@ def experts_of_many(
     layer: Layer,
     weights: Tensor,
     experts: Tensor,
+    shared: int = 0,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """As MoeBackend.forward, after the routing, in five launches. No host sync.
 
-    x: [T, H], unit stride in H. weights, experts: as in moe_grouped.experts_of_many. tiling: if
-    None, `_tiling_for` chooses it.
+    x: [T, H], unit stride in H. weights, experts, shared: as in moe_grouped.experts_of_many.
+    tiling: if None, `_tiling_for` chooses it.
     """
     gate_up, down, swiglu = layer
     assert swiglu is not None, "MXFP4 experts have a clamped SwiGLU; this is a bug"
-    (num_tokens, width), num_experts, top_k = x.shape, len(gate_up[0]), experts.shape[1]
+    (num_tokens, width), top_k = x.shape, experts.shape[1]
+    num_experts = len(gate_up[0]) - shared
     if tiling is None:
-        tiling = _tiling_for(experts.numel() / num_experts, x.dtype)
-    blocks = align(experts, num_experts, tiling.tokens)
+        tiling = _tiling_for(num_tokens * (top_k - shared) / num_experts, x.dtype)
+    blocks = align(experts, num_experts, tiling.tokens, shared)
     arranged = x.new_empty((num_tokens, _padded(width)))
     columns = arranged.shape[1]
     grid = (num_tokens, triton.cdiv(columns, _ARRANGED))

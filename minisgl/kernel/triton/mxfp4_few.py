@@ -241,7 +241,7 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
     num_tokens, width = x.shape
     early, fast, rescale = overlaps(), is_fast(x), rescale_factor(x)
     chunks, inner, top_k = (gate_up.shape[1], down.shape[1]), gate_up.shape[2] // 2, router[2]
-    weights, experts = route_few(x, router, semaphores)
+    weights, experts = route_few(x, router, len(down), semaphores)
     hidden = x.new_empty((num_tokens * top_k, inner))
     _gate_up[(triton.cdiv(inner, 8), num_tokens * top_k)](
         x,

@@ -236,6 +236,11 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
             "language model 'gemma' is not supported; known: mistral, ministral3",
         ),
         ("Mistral3ForConditionalGeneration", {}, "Mistral3ForConditionalGeneration is not supp"),
+        (
+            "Qwen2MoeForCausalLM",
+            {"shared_expert_intermediate_size": 60, "moe_intermediate_size": 40},
+            "intermediate_size 60 .*: expected a multiple of moe_intermediate_size 40",
+        ),
     ],
 )
 def test_settings_of_single_families_are_checked(

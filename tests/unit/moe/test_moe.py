@@ -14,26 +14,31 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
-def test_experts_equal_their_definition(renormalise: bool) -> None:
+@pytest.mark.parametrize("shared", [0, 2])
+def test_experts_equal_their_definition(shared: int, renormalise: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(9, 8, generator=generator)
     router = torch.randn(5, 8, generator=generator)
     router[4] = 0.0
     x[:, 0] = 1.0
     router[4, 0] = -99.0  # an expert that no token chooses
-    gate_up = torch.randn(5, 12, 8, generator=generator)
-    down = torch.randn(5, 8, 6, generator=generator)
+    further = torch.randn(8 if shared else 0, 8, generator=generator)
+    gate_up = torch.randn(5 + shared, 12, 8, generator=generator)
+    down = torch.randn(5 + shared, 8, 6, generator=generator)
     weights = ExpertWeights(ExpertMatrix(gate_up), ExpertMatrix(down))
     backend = resolve_moe_backend("auto", CPU)(CPU)
-    out = backend.forward(x, Router(router, None, 2, renormalise), weights)
+    rows = torch.cat((router, further))
+    out = backend.forward(x, Router(rows, None, 2, renormalise, shared), weights)
     for token in range(9):
         probs = (router @ x[token]).softmax(0)
         chosen = probs.argsort(descending=True)[:2]
         scale = probs[chosen].sum() if renormalise else 1.0
+        factors = {int(expert): probs[expert] / scale for expert in chosen}
+        factors |= {5 + i: (further[0] @ x[token]).sigmoid() for i in range(shared)}
         expected = torch.zeros(8)
-        for expert in chosen:
+        for expert, factor in factors.items():
             gate, up = (gate_up[expert] @ x[token]).chunk(2)
-            expected += probs[expert] / scale * (down[expert] @ (silu(gate) * up))
+            expected += factor * (down[expert] @ (silu(gate) * up))
         torch.testing.assert_close(out[token], expected, atol=1e-5, rtol=1e-4)
 
 

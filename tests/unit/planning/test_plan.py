@@ -211,15 +211,15 @@ def test_an_fp8_pool_needs_memory_for_copies_of_contexts_on_every_gpu(tmp_path: 
     assert added == {"H200": 0, "L40S": 2 * plan(folder).context * 8 * 128 * 2}
 
 
-def test_a_shared_expert_wider_than_the_routed_experts_counts(tmp_path: Path) -> None:
+def test_every_part_of_a_shared_expert_counts(tmp_path: Path) -> None:
     folder = write_model("qwen3-30b-a3b", tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
     config |= {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 768}
     path.write_text(json.dumps(config))
     narrow = plan(folder)
-    path.write_text(json.dumps(config | {"shared_expert_intermediate_size": 20_480}))
-    added = 3 * 20_480 - 8 * (768 + 2048)
+    path.write_text(json.dumps(config | {"shared_expert_intermediate_size": 27 * 768}))
+    added = 26 * (768 + 2048)
     assert plan(folder).remainder_bytes - narrow.remainder_bytes == pytest.approx(
         1.663 * 8192 * added * 2, abs=2
     )
