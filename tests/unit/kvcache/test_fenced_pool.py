@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import InvariantBroken
+from minisgl.core.rows import Steps
 from minisgl.kvcache import FencedPool
 from tests.unit.scheduler.integrity import check_pool
 
@@ -26,6 +27,28 @@ def test_a_page_of_a_completed_step_is_free_at_once() -> None:
     pool.resolve(5)
     pool.release(pages, fence=5)
     assert pool.num_free == 1
+
+
+def test_pools_of_one_scheduler_wait_for_its_steps_while_they_have_fenced_ids() -> None:
+    steps = Steps()
+    busy, idle = FencedPool(2, steps), FencedPool(1, steps)
+    first, second = busy.allocate(2)[:, None]
+    busy.release(first, fence=3)
+    busy.release(second, fence=4)
+    assert [*steps.waiting] == [busy]
+    busy.resolve(3)
+    assert [*steps.waiting] == [busy]
+    idle.release(idle.allocate(1), fence=3)
+    assert idle.num_free == 1, "the step has completed for all pools"
+    busy.resolve(4)
+    assert not steps.waiting
+
+
+def test_an_allocation_reclaims_the_ids_that_it_lacks() -> None:
+    pool = FencedPool(3, reclaim=lambda missing: pool.release(cached[:missing], fence=0))
+    cached = pool.allocate(2)
+    assert sorted(pool.allocate(2)) == [int(cached[0]), 2]
+    assert pool.num_free == 0
 
 
 def test_a_second_release_is_a_bug() -> None:
