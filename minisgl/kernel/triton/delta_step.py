@@ -315,7 +315,8 @@ def run_tokens(
             | {"RING": ring, "TAIL_STRIDE": tail_stride, "TAPS": TAPS, "L2_EPS": L2_EPS}
             | {"HISTORY": history, "GROUP": triton.next_power_of_2(heads // key_heads)}
             | {"OVERLAP": overlaps()},
-            {"num_warps": 4, "launch_pdl": overlaps()},
+            # With more warps and registers, too few programs of a multiprocessor run at once.
+            {"num_warps": max(history // 8, 2), "maxnreg": 128, "launch_pdl": overlaps()},
         ),
     )
     block = min(_BLOCK, dv)
