@@ -134,6 +134,7 @@ class MoeBackend(ABC):
     A subclass sets `name`, the name that users give to --moe-backend, and implements `forward`.
     formats: the formats of experts that the backend computes.
     takes_biases: whether it computes biases and the gate of ExpertWeights.swiglu.
+    takes_shared: whether it computes shared experts, of which Router.shared has the number.
     The tuple registry.MOE_BACKENDS lists the backends of minisgl. An entry point passes the
     backends of other packages in engine.Extensions.
 
@@ -143,6 +144,7 @@ class MoeBackend(ABC):
     name: ClassVar[str]
     formats: ClassVar[Collection[ExpertFormat]] = (ExpertFormat.UNQUANTISED,)
     takes_biases: ClassVar[bool] = False
+    takes_shared: ClassVar[bool] = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

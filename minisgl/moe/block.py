@@ -24,7 +24,7 @@ class MoeBlock(nn.Module):
     router: [R, H], as in Router. `experts` stores the experts; I is this rank's padded share of the
     inner dimension. The shared expert of Qwen2-MoE, whose output a gate scales, is stored as
     further experts. The router of gpt-oss has a bias, and its experts have the clamped SwiGLU.
-    Raises ConfigError if the backend does not support the format of the experts.
+    Raises ConfigError if the backend does not support the experts.
     """
 
     def __init__(
@@ -46,12 +46,17 @@ class MoeBlock(nn.Module):
         num_experts = spec.num_experts + spec.shared
         shards = ExpertShards(build.parent, num_experts, hidden_size, inner, *ranks, spec.shared)
         self.experts = experts(shards, build.dtype)
-        form, bias = self.experts.weights().gate_up.format, " with biases" * spec.stacked
-        if form not in backend.formats or (spec.stacked and not backend.takes_biases):
-            raise ConfigError(
-                f"MoE backend {backend.name!r} does not support {form} experts{bias}; "
-                "use another --moe-backend"
-            )
+        form = self.experts.weights().gate_up.format
+        for is_supported, kind in (
+            (form in backend.formats, f"{form} experts"),
+            (backend.takes_biases or not spec.stacked, "experts with biases"),
+            (backend.takes_shared or not spec.shared, "shared experts"),
+        ):
+            if not is_supported:
+                raise ConfigError(
+                    f"MoE backend {backend.name!r} does not support {kind}; "
+                    "use another --moe-backend"
+                )
 
     def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
         """Return the stream; the next norm adds the output to `residual` [T, H].

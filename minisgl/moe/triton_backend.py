@@ -40,7 +40,7 @@ class TritonMoe(MoeBackend):
 
     name = "triton"
     formats = tuple(ExpertFormat)
-    takes_biases = True
+    takes_biases = takes_shared = True
 
     def __init__(self, device: torch.device) -> None:
         # Triton is imported here, because machines without a GPU may not have it.

@@ -5,9 +5,16 @@ import torch
 from torch.nn.functional import silu
 
 from minisgl.core import ConfigError
+from minisgl.distributed.comm import TPInfo
 from minisgl.kernel.fp8_weights import FP8, Scales, dequantise
+from minisgl.layers.linear import LinearBuild, UnquantizedLinear
 from minisgl.moe.base import ExpertFormat, ExpertMatrix, ExpertWeights, Router
+from minisgl.moe.block import MoeBlock
+from minisgl.moe.experts import ExpertsFactory, UnquantizedExperts
 from minisgl.moe.registry import resolve_moe_backend
+from minisgl.moe.spec import ExpertsSpec
+from minisgl.moe.stacked_experts import UnquantizedStackedExperts
+from minisgl.moe.torch_backend import TorchMoe
 from minisgl.moe.triton_backend import with_kernels
 
 CPU = torch.device("cpu")
@@ -49,6 +56,29 @@ def test_experts_equal_their_definition(shared: int, renormalise: bool) -> None:
 def test_backends_that_cannot_be_used_are_refused(name: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         resolve_moe_backend(name, CPU)
+
+
+class PlainMoe(TorchMoe):
+    """A backend of another package, which knows neither biases nor shared experts."""
+
+    name, formats = "plain", (ExpertFormat.UNQUANTISED,)
+    takes_biases = takes_shared = False
+
+
+@pytest.mark.parametrize(
+    ("spec", "experts", "says"),
+    [
+        (ExpertsSpec(4, 2, 6, True, shared=1), UnquantizedExperts, "shared experts"),
+        (ExpertsSpec(4, 2, 6, True, stacked=True), UnquantizedStackedExperts, "with biases"),
+    ],
+)
+def test_experts_that_a_backend_does_not_support_are_refused(
+    spec: ExpertsSpec, experts: ExpertsFactory, says: str
+) -> None:
+    build = LinearBuild(TPInfo(0, 1), torch.float32, UnquantizedLinear)
+    MoeBlock(8, spec, build, experts, TorchMoe(CPU))
+    with pytest.raises(ConfigError, match=f"'plain' does not support .*{says}"):
+        MoeBlock(8, spec, build, experts, PlainMoe(CPU))
 
 
 @pytest.mark.parametrize(("columns", "on_gpu"), [(16, True), (32, False)])
