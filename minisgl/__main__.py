@@ -110,10 +110,11 @@ def _compile(arguments: Sequence[str]) -> int:
     config = resolve(flags, os.environ, weights=False, command=command)
     from minisgl.compile.kernels import compile_kernels
     from minisgl.drafts import with_speculation
+    from minisgl.models.config import draft_method
     from minisgl.quantization import with_quantizations
 
     budget = config.scheduler.prefill_budget_tokens
-    extensions = with_speculation(config.engine.speculative, with_quantizations())
+    extensions = with_speculation(draft_method(config.engine), with_quantizations())
     compile_kernels(config.engine, budget, options.arch, extensions)
     return 0
 

@@ -30,6 +30,12 @@ FEATURES = {
         "models/families/qwen3_5.py",
         "models/families/qwen3_next.py",
     ),
+    "draft head": (
+        "drafts/head.py",
+        "kernel/hidden.py",
+        "layers/hidden.py",
+        "models/mtp.py",
+    ),
 }
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _WITHOUT_CODE = {

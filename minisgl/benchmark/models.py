@@ -75,6 +75,7 @@ def _hybrid(
         "eos_token_id": 248044,
         "rope_theta": 10_000_000,
         "max_position_embeddings": 262144,
+        "mtp_num_hidden_layers": 1,
     }
 
 

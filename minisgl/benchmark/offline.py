@@ -20,6 +20,7 @@ from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.outbox import workload_error
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
 from minisgl.core import ConfigError, InvalidRequest, SamplingParams
+from minisgl.core.config import DRAFT_METHODS
 from minisgl.cost.floor import Ceilings
 from minisgl.llm import LLM
 
@@ -74,7 +75,9 @@ def main(argv: Sequence[str]) -> int:
     group.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
     add_quantization_flag(group)
     add_kv_flag(group)
-    group.add_argument("--speculative", choices=("ngram",), help="drafts, as in the server (none)")
+    group.add_argument(
+        "--speculative", choices=DRAFT_METHODS, help="drafts, as in the server (none)"
+    )
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

@@ -166,6 +166,8 @@ class Batch:
                   there. Empty without `drafting`.
     states        copies between the states of rows and pages. None if there are none, so always
                   for a model without recurrent states.
+    drafts        drafts that the draft head makes for each decode request after this step, for the
+                  next one; 0 without a draft head.
     """
 
     step_id: int
@@ -182,6 +184,7 @@ class Batch:
     drafting: bool = False
     histories: tuple[History, ...] = ()
     states: StateCopies | None = None
+    drafts: int = 0
 
     @property
     def width(self) -> int:
@@ -194,14 +197,16 @@ class Batch:
         first = self.num_decode
         chunks = zip(self.start[first:].tolist(), self.lengths[first:].tolist(), strict=True)
         pairs = sum(length * (start + length // 2) for start, length in chunks)
-        return StepWork(int(self.lengths.sum()), int(self.start[:first].sum()), pairs, first)
+        tokens, keys = int(self.lengths.sum()), int(self.start[:first].sum())
+        return StepWork(tokens, keys, pairs, first, self.drafts)
 
     def plan_hash(self) -> int:
         """Return a checksum of requests, lengths and pages: equal on all tensor-parallel ranks."""
         updates = self.page_updates
         arrays = [self.rows, self.start, self.lengths, updates.cols, updates.ids]
         arrays += self.states or ()
-        return zlib.crc32(b"".join(array.tobytes() for array in arrays), self.step_id)
+        data = b"".join(array.tobytes() for array in arrays) + bytes([self.drafts])
+        return zlib.crc32(data, self.step_id)
 
 
 class StepResult(NamedTuple):
@@ -256,6 +261,15 @@ class DraftLengths(Protocol):
                   computed.
         """
 
+    def ahead(
+        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
+    ) -> int:
+        """Return the number of drafts that the draft head makes after the next step.
+
+        The step after it can forward them. 0 for an engine without a draft head. The arguments are
+        those of `choose`.
+        """
+
     def open(self, row: int) -> None:
         """Forget the measurements of `row`, because it belongs to another request now."""
 
@@ -273,6 +287,12 @@ class NoDrafts:
         self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
     ) -> int:
         """Choose none."""
+        return 0
+
+    def ahead(
+        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
+    ) -> int:
+        """Make none."""
         return 0
 
     def open(self, row: int) -> None:

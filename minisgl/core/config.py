@@ -9,6 +9,8 @@ from minisgl.core.errors import ConfigError
 
 T = TypeVar("T")
 
+DRAFT_METHODS = ("ngram", "mtp", "auto")  # of EngineConfig.speculative
+
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of one engine. All of its tensor-parallel ranks have the same values.
@@ -56,8 +58,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{name} must be at least 1, not {value}")
         if self.max_running_reqs > 8192:
             raise ConfigError("max_running_reqs must be at most 8192, the limit of the kernels")
-        if self.speculative not in (None, "ngram"):
-            raise ConfigError(f"speculative {self.speculative!r} is not known; known: ngram")
+        if self.speculative not in (None, *DRAFT_METHODS):
+            known = ", ".join(DRAFT_METHODS)
+            raise ConfigError(f"speculative {self.speculative!r} is not known; known: {known}")
         if self.page_size & (self.page_size - 1):
             raise ConfigError(f"page_size {self.page_size} is not a power of two")
 

@@ -35,6 +35,7 @@ class StepWork(NamedTuple):
     decode_keys: int
     prefill_pairs: int
     decode_reqs: int = 0
+    drafts: int = 0
 
 
 class TimedStep(NamedTuple):
@@ -57,6 +58,8 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
                         decode key on a GPU, because all tokens of a chunk share its keys.
     per_decode_req_s    seconds for each decode request, beside its tokens: those in which a step
                         reads its recurrent states. 0 for a model without states.
+    per_draft_s         seconds for each draft that the draft head makes for all decode requests
+                        together. 0 for a model without a draft head.
     """
 
     tokens: tuple[int, ...]
@@ -64,9 +67,15 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     per_decode_key_s: float
     per_prefill_pair_s: float
     per_decode_req_s: float = 0.0
+    per_draft_s: float = 0.0
 
     def predict_s(
-        self, tokens: int, decode_keys: int, prefill_pairs: int, decode_reqs: int = 0
+        self,
+        tokens: int,
+        decode_keys: int,
+        prefill_pairs: int,
+        decode_reqs: int = 0,
+        drafts: int = 0,
     ) -> float:
         """Return the predicted seconds of a step; 0.0 for 0 tokens, since no step is launched.
 
@@ -84,7 +93,9 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
             share = (tokens - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
             linear_s = seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
         attention_s = self.per_decode_key_s * decode_keys + self.per_prefill_pair_s * prefill_pairs
-        return linear_s + attention_s + self.per_decode_req_s * decode_reqs
+        return (
+            linear_s + attention_s + self.per_decode_req_s * decode_reqs + self.per_draft_s * drafts
+        )
 
     def __str__(self) -> str:
         """Return "KEY_NS,PAIR_NS,TOKENS:MS,...", as in the log and in `minisgl bench simulate`.

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from minisgl.core import ConfigError
 from minisgl.kvcache.pool import KVSpec
+from minisgl.layers.mlp import DenseSpec
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.spec import ExpertsSpec
 
@@ -53,6 +54,7 @@ class Cost(NamedTuple):
     fp8_operations
                   the part of `operations` that may have FP8 operands.
     state_bytes   bytes of recurrent states and their history that a decode request moves.
+    draft_bytes   bytes of the weights that the draft head reads for a draft of one request.
     """
 
     weight_bytes: int
@@ -64,6 +66,7 @@ class Cost(NamedTuple):
     reduce_bytes: int = 0
     fp8_operations: int = 0
     state_bytes: int = 0
+    draft_bytes: int = 0
 
     def read_bytes(self, tokens: int) -> float:
         """Return the expected weight bytes that a step of `tokens` tokens reads."""
@@ -111,6 +114,7 @@ def cost_of(model: ModelSpec, tp: int = 1, fp8_kv: bool = False) -> Cost:
         reduces=2 * model.num_layers + 1,
         reduce_bytes=2 * model.hidden_size,
         state_bytes=sum(spec.step_bytes(_PAGE_SIZE) for spec in model.states) // tp,
+        draft_bytes=total.draft_bytes // tp,
     )
 
 
@@ -119,15 +123,28 @@ def _single_gpu_cost(model: ModelSpec) -> Cost:
     hidden = model.hidden_size
     parameters, experts, computed = hidden * model.vocab_size, 0, 0
     for mixer, mlp, _ in model.layers:
-        parameters += mixer.weights(hidden)
+        parameters += mixer.weights(hidden) + _mlp_weights(mlp, hidden)
         if isinstance(mlp, ExpertsSpec):
-            parameters += hidden * (mlp.num_experts + 3 * mlp.shared * mlp.inner)
             experts += 3 * hidden * mlp.inner * mlp.num_experts
             computed += 3 * hidden * mlp.inner * mlp.top_k
-        else:
-            parameters += 3 * hidden * mlp.inner
+    drafts = 0
+    if model.draft_head is not None:
+        mixer, mlp, _ = model.draft_head
+        drafts = hidden * (model.vocab_size + 2 * hidden) + mixer.weights(hidden)
+        drafts += _mlp_weights(mlp, hidden)
+        drafts += 3 * hidden * mlp.inner * mlp.top_k if isinstance(mlp, ExpertsSpec) else 0
+        # Each step computes the keys of the head for all its tokens.
+        parameters += 2 * hidden * hidden + mixer.weights(hidden)
     share = computed / experts if experts else 0.0
-    return Cost(2 * parameters, 2 * (parameters + computed), 0, 2 * experts, share)
+    cost = Cost(2 * parameters, 2 * (parameters + computed), 0, 2 * experts, share)
+    return cost._replace(draft_bytes=2 * drafts)
+
+
+def _mlp_weights(mlp: DenseSpec | ExpertsSpec, hidden: int) -> int:
+    """Return the number of weights of an MLP that every token reads: all but the experts."""
+    if isinstance(mlp, ExpertsSpec):
+        return hidden * (mlp.num_experts + 3 * mlp.shared * mlp.inner)
+    return 3 * hidden * mlp.inner
 
 
 def weight_format(model: ModelSpec, quantization: str | None) -> str:
@@ -152,12 +169,18 @@ def with_fp8_weights(cost: Cost, model: ModelSpec, tp: int = 1) -> Cost:
 
     The output head and the routers stay bf16: 2 bytes and 2 operations for each weight.
     """
+    hidden, head = model.hidden_size, model.draft_head
     kept = model.vocab_size + sum(experts.num_experts for experts in model.experts)
-    kept = 2 * kept * model.hidden_size // tp
+    kept, of_drafts = 2 * kept * hidden // tp, 0
+    if head is not None:  # the projection in front of the head is bf16 too
+        projection = 4 * hidden * hidden // tp
+        kept += projection
+        of_drafts = 2 * hidden * model.vocab_size // tp + projection
     return cost._replace(
         weight_bytes=kept + (cost.weight_bytes - kept) // 2,
         expert_bytes=cost.expert_bytes // 2,
         fp8_operations=cost.operations - kept,
+        draft_bytes=of_drafts + (cost.draft_bytes - of_drafts) // 2,
     )
 
 

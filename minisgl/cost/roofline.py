@@ -63,6 +63,7 @@ def roofline(
         per_decode_key_s=_ABOVE_FLOOR * cost.kv_bytes / ceilings.bytes_per_s,
         per_decode_req_s=_ABOVE_FLOOR * state_bytes / ceilings.bytes_per_s,
         per_prefill_pair_s=_ABOVE_FLOOR * pair_operations / ceilings.operations_per_s,
+        per_draft_s=_ABOVE_FLOOR * cost.draft_bytes / ceilings.bytes_per_s,
     )
 
 

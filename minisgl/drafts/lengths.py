@@ -1,5 +1,7 @@
 """`PricedLengths`: the number of draft tokens that gives the most tokens per second."""
 
+from typing import ClassVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,7 +12,7 @@ from minisgl.core.batch import DRAFT_WIDTHS
 _DECAY = 0.95
 # A row counts as if this many drafts with the mean acceptance of all rows had been compared.
 _PRIOR_DRAFTS = 4.0
-_FIRST_ACCEPTANCE = 0.25  # of the first requests of a server
+_PROBE_STEPS = 16  # a draft head that does not pay makes one draft in this many steps
 _ALL_DECAY = 0.999  # as _DECAY, for the mean acceptance of all rows
 _MARGIN = 1.02  # drafts must be at least this much better than none
 
@@ -25,12 +27,19 @@ class PricedLengths:
 
     Steps have no drafts while prompts wait or are computed: these steps are limited by the work for
     each token, not by reading the weights, so a draft costs as much as a token of a prompt.
+
+    first_acceptance: that of the first requests of a server. has_head: a draft head makes the
+    drafts, which takes time (StepCost.per_draft_s).
     """
+
+    first_acceptance: ClassVar[float] = 0.25
+    has_head: ClassVar[bool] = False
 
     def __init__(self, rows: int) -> None:
         self._accepted = np.zeros(rows)
         self._compared = np.zeros(rows)
-        self._all_accepted, self._all_compared = _FIRST_ACCEPTANCE * _PRIOR_DRAFTS, _PRIOR_DRAFTS
+        self._all_compared = _PRIOR_DRAFTS
+        self._all_accepted = self.first_acceptance * _PRIOR_DRAFTS
 
     def choose(
         self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
@@ -44,10 +53,16 @@ class PricedLengths:
                 break
             drafted = ((1 - chance**width) / (1 - chance)).sum()
             tokens = float(drafted) + num_reqs - len(rows)
-            rate = tokens / cost.predict_s(num_reqs * width, keys, 0, num_reqs)
+            drafts = width - 1 if self.has_head else 0
+            rate = tokens / cost.predict_s(num_reqs * width, keys, 0, num_reqs, drafts)
             if rate > best_rate:
                 best, best_rate = width - 1, rate
         return best
+
+    def ahead(
+        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
+    ) -> int:
+        return 0
 
     def acceptance(self, rows: Int32Array) -> NDArray[np.float64]:
         """Return the estimated probability with which each row accepts a draft, below 1."""
@@ -69,3 +84,32 @@ class PricedLengths:
         kept_of_all = _ALL_DECAY ** int(compared.sum())
         self._all_accepted = self._all_accepted * kept_of_all + int(agreed.sum())
         self._all_compared = self._all_compared * kept_of_all + int(compared.sum())
+
+
+class HeadLengths(PricedLengths):
+    """The lengths of an engine whose draft head makes drafts (drafts.HeadDrafts).
+
+    The head makes as many drafts after a step as the next step should forward. Rows without drafts
+    are not measured, since a step after one with prompts has none. While no drafts pay, the head
+    makes one draft in some steps, so that the acceptance is measured. The next step compares it
+    with its token and does not forward it.
+    """
+
+    first_acceptance: ClassVar[float] = 0.6
+    has_head: ClassVar[bool] = True
+
+    def __init__(self, rows: int) -> None:
+        super().__init__(rows)
+        self._measured_steps = 0
+
+    def ahead(
+        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
+    ) -> int:
+        best = self.choose(rows, num_reqs, keys, limit, cost)
+        probes = limit > 0 and cost is not None and self._measured_steps % _PROBE_STEPS == 0
+        return max(best, int(probes))
+
+    def record(self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array) -> None:
+        self._measured_steps += 1
+        has_drafts = drafted > 0
+        super().record(rows[has_drafts], drafted[has_drafts], agreed[has_drafts])

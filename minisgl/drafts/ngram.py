@@ -6,6 +6,7 @@ The host reads the results one step later.
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from minisgl.core.batch import History
 from minisgl.engine import ModelRunner, Stage, StepColumns, StepTensors
@@ -20,11 +21,13 @@ class NgramDrafts(Stage):
     end of each row of the token pool, or the length of the row.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, made: Tensor | None = None) -> None:
+        """made: as for kernel.drafts.find_drafts."""
         assert runner.drafts is not None, "the engine must have draft lengths; this is a bug"
         self._token_pool, self._drafts = runner.token_pool, runner.drafts
         length = self._token_pool.shape[1]
         self.tails = torch.full_like(self._drafts.cached, length)
+        self._made = made
 
     def before(self, x: StepTensors) -> None:
         if x.batch.histories:
@@ -47,6 +50,7 @@ class NgramDrafts(Stage):
                 columns.width,
                 found[:count],
                 predicted[:count],
+                self._made,
             )
 
     def _put(self, histories: tuple[History, ...]) -> None:

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
+from minisgl.engine.last_layer import LogitsGraph
 from minisgl.engine.sampler import draw
 from minisgl.engine.step import (
     MAX_PAGE_UPDATES,
     NO_GRAPHS,
     GraphStep,
-    LogitsGraph,
     PieceForward,
     PieceGraph,
     StepGraphs,
@@ -36,7 +36,7 @@ from minisgl.engine.step_tensors import SamplerWork, StepColumns, empty_batch
 from minisgl.engine.warmup import layers_to_rehearse
 from minisgl.kernel import StepLayout
 from minisgl.layers.attention import AttentionSpec
-from minisgl.models.decoder import Attended
+from minisgl.models.layer import Attended
 
 # Takes rising sizes and the title of a progress bar, and yields the sizes in the order of their
 # capture. The largest size comes first, so that the tensors of smaller graphs reuse its memory.
@@ -166,7 +166,10 @@ class _DecodeCapture:
             states = runner.begin_states(columns, num_tokens)
             runner.stage(columns, no_chunk, tokens)
             attended = runner.run(tokens, attention, most_layers, states)
-            runner.model.logits(attended, out=logits)
+            hidden = runner.model.model.finish_last_layer(attended)
+            runner.model.lm_head.logits(hidden, out=logits)
+            for stage in parts.stages:
+                stage.forwarded(columns, tokens, hidden)
 
         def sample(filters: bool) -> None:
             work = SamplerWork(any_random=True, filters=filters)
@@ -184,6 +187,8 @@ class _DecodeCapture:
                 runner.model.logits(Attended(inputs.heads, residual), out=logits)
 
             self.logits_graphs.append(LogitsGraph(graph_of(last_layer, last_layer), inputs, logits))
+            for stage in parts.stages:
+                stage.capture(columns, lambda run: graph_of(run, run))
         plain, filtering = partial(sample, False), partial(sample, True)
         return GraphStep(
             parts=parts,

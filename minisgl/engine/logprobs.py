@@ -67,9 +67,9 @@ def start_logprobs(
         first = out.full if x.columns.width == 1 else out.full[x.columns.first_logits().long()]
         sampled = _to_host(top_logprobs(first[:reqs], tokens[0, :reqs], count))
     prompts: dict[int, list[Logprobs[Tensor]]] = {}
-    if hidden is None:
-        return PendingLogprobs(sampled, prompts)
     head, asking = model.lm_head, [one for one in wanted if one.prompt >= 0]
+    if hidden is None or not asking:
+        return PendingLogprobs(sampled, prompts)
     ids = np.maximum(np.concatenate([one.targets for one in asking]), 0)
     targets = upload({"targets": ids}, hidden.device)["targets"]
     first_tokens = np.cumsum(x.packed.lengths) - x.packed.lengths

@@ -14,7 +14,8 @@ from minisgl.kernel import stage_tokens
 from minisgl.kernel.states import StateStep
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.mixer import ForwardContext
-from minisgl.models.decoder import Attended, CausalLM
+from minisgl.models.decoder import CausalLM
+from minisgl.models.layer import Attended
 
 
 class DraftTensors(NamedTuple):
@@ -151,13 +152,19 @@ class ModelRunner:
         most_layers: run at most this many of the layers before the last one, only to load kernels
         (warmup.layers_to_rehearse). The output is then not that of the model. None: all layers.
         """
-        ids, positions, *slots = tokens.unbind(0)
+        context = self.context(tokens, attention, states)
+        return self.model.model.forward_to_last_attention(tokens[0], context, most_layers)
+
+    def context(
+        self, tokens: Tensor, attention: StepAttention, states: StateStep | None = None
+    ) -> ForwardContext:
+        """Return the inputs that all layers share. The arguments are those of `run`."""
+        _, positions, *slots = tokens.unbind(0)
         scale = None if self.query_scale is None else self.query_scale[positions]
         layers = () if self.states is None else self.states.layers
-        context = ForwardContext(
+        return ForwardContext(
             positions, slots, self.ropes, self.pools, attention, scale, layers, states
         )
-        return self.model.model.forward_to_last_attention(ids, context, most_layers)
 
     def clear_dummy(self) -> None:
         """Set the dummy page of each pool to zeros."""

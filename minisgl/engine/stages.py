@@ -1,8 +1,11 @@
-"""Stages: the work of a feature in each step, before the forward, at its beginning and at its end.
+"""Stages: the work of a feature in each step, from before the forward to after the sampler.
 
 An engine assembles its stages once, at its start (Extensions.stages). A step runs their methods in
 the order of the tuple. A model without a feature has no stage for it.
 """
+
+from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,14 +20,27 @@ from minisgl.kernel import copy_states
 from minisgl.kernel.states import LOADED
 from minisgl.kvcache.pool import KVPool
 
+# Captures a CUDA graph of a function.
+GraphOf = Callable[[Callable[[], object]], torch.cuda.CUDAGraph]
+
 
 class Stage:
     """A part of every step. A subclass overrides the methods that it needs; the others do nothing.
 
     All methods queue work on the current stream, and do not wait for the device. The work of a step
     runs in this order on the device: page table, `before` of all stages, edits, `captured` of all
-    stages, layers, sampler, `after` of all stages.
+    stages, layers, `forwarded` of all stages, sampler, `after` of all stages.
+
+    reads_hidden: the stage needs the method `forwarded` in each step.
     """
+
+    reads_hidden: ClassVar[bool] = False
+
+    def capture(self, columns: StepColumns, graph_of: GraphOf) -> None:
+        """Capture CUDA graphs of work in `after` that follows decode steps with these columns.
+
+        Called once for each number of requests, in falling order. graph_of: captures a function.
+        """
 
     def before(self, x: StepTensors) -> None:
         """Queue the work that needs the batch on the host, such as copies to fixed tensors.
@@ -37,6 +53,15 @@ class Stage:
 
         It reads `columns` and tensors at fixed addresses. A step whose edits need the drafts runs
         it once more before the edits, so running it twice must have the effect of running it once.
+        """
+
+    def forwarded(self, columns: StepColumns, tokens: Tensor, hidden: Tensor) -> None:
+        """Queue the work that reads the final hidden states of all tokens of the step.
+
+        CUDA graphs of decode steps contain it. Each step runs it if a stage of the engine has
+        reads_hidden; otherwise only some steps do.
+
+        tokens: int32 [2 + pools, T], as ModelRunner.stage writes them. hidden: [T, H].
         """
 
     def after(self, x: StepTensors, out: Logits, tokens: Tensor) -> None:

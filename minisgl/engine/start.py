@@ -31,7 +31,7 @@ from minisgl.engine.step_tensors import Packer
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.layers.mixer import StateBuild
 from minisgl.layers.rotary import query_scale_table, rope_table
-from minisgl.models.config import load_model_spec
+from minisgl.models.config import draft_method, load_model_spec
 from minisgl.models.decoder import CausalLM
 from minisgl.utils.startup import Progress, Stopwatch
 
@@ -63,7 +63,7 @@ class Start:
         self.config, self.max_chunk_tokens, self.device = config, max_chunk_tokens, device
         self._comm, self._extensions = comm, extensions
         self.drafting = extensions.draft_lengths is not None
-        model = load_model_spec(config.model_path)
+        model = load_model_spec(config.model_path, drafts=draft_method(config) == "mtp")
         self.resolved = memory.resolve(config, model, comm.tp, device)
         if self.resolved.model.states and max_chunk_tokens < config.page_size:
             raise ConfigError(

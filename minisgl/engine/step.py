@@ -18,6 +18,7 @@ from torch import Tensor
 from minisgl.attention.base import DecodeGraphAttention, StepAttention
 from minisgl.core import Batch
 from minisgl.core.batch import DRAFT_WIDTHS
+from minisgl.engine.last_layer import LastLayer, LogitsGraph
 from minisgl.engine.launched import LaunchedStep
 from minisgl.engine.logits_processing import (
     NO_EDITS,
@@ -33,7 +34,7 @@ from minisgl.engine.sampler import Finish, draw
 from minisgl.engine.stages import Stage
 from minisgl.engine.step_tensors import Logits, StepColumns, StepTensors
 from minisgl.kernel import StepLayout, apply_token_mask
-from minisgl.models.decoder import Attended, CausalLM
+from minisgl.models.layer import Attended
 
 MAX_PAGE_UPDATES = 4096  # in one graph step; a request usually needs no or one update
 
@@ -51,37 +52,10 @@ class StepParts(NamedTuple):
     stages: tuple[Stage, ...]
     finish: Finish
 
-
-class LogitsGraph(NamedTuple):
-    """A graph that computes the logits of some rows from the output of the last attention.
-
-    attended: its input. logits: its result. Both have a fixed number of rows.
-    """
-
-    graph: torch.cuda.CUDAGraph
-    attended: Attended
-    logits: Tensor
-
-
-class LastLayer(NamedTuple):
-    """The work after the last attention.
-
-    graphs: for rising numbers of rows; none on a CPU.
-    """
-
-    model: CausalLM
-    graphs: tuple[LogitsGraph, ...] = ()
-
-    def logits(self, attended: Attended) -> Tensor:
-        """Return the logits of the rows that sample. The next graph that runs overwrites them."""
-        rows = len(attended.heads)
-        for graph, inputs, logits in self.graphs:
-            if len(logits) >= rows:
-                for target, part in zip(inputs, attended, strict=True):
-                    target[:rows] = part
-                graph.replay()
-                return logits[:rows]
-        return self.model.logits(attended)
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether each step computes the final hidden states of all its tokens."""
+        return any(stage.reads_hidden for stage in self.stages)
 
 
 class Step(Protocol):
@@ -130,28 +104,36 @@ class EagerStep:
         for stage in self._parts.stages:
             stage.captured(columns)
         step = runner.attention_step(columns, x.packed.start, x.packed.lengths)
-        attended = self._attend(x, runner.attention.prepare(step))
-        of_prompts, samples = reports_prompts(x.batch), bool(x.batch.samples.any())
-        no_logits = attended.heads[:0]
-        if not (of_prompts or samples):
-            return Logits(None, no_logits)
+        tokens, attended = self._attend(x, runner.attention.prepare(step))
         model, sampled = runner.model, columns.views.first + step.device_lengths - 1
         if columns.width > 1:
             decoded = torch.arange(columns.num_decode * columns.width, device=runner.device)
             sampled = torch.cat((decoded, sampled[columns.num_decode :]))
-        if of_prompts:
+        of_prompts, samples = reports_prompts(x.batch), bool(x.batch.samples.any())
+        hidden, logits = None, attended.heads[:0]
+        rows = None
+        if samples and not of_prompts:
+            rows = attended.take_rows(sampled, model.lm_head.comm)
+        if self._parts.reads_hidden or of_prompts:
             hidden = model.model.finish_last_layer(attended)
-            return Logits(hidden, model.lm_head.logits(hidden[sampled]) if samples else no_logits)
-        attended = attended.take_rows(sampled, model.lm_head.comm)
-        return Logits(None, self._last_layer.logits(attended))
+            for stage in self._parts.stages:
+                stage.forwarded(columns, tokens, hidden[: tokens.shape[1]])
+            if of_prompts and samples:
+                logits = model.lm_head.logits(hidden[sampled])
+        if rows is not None:  # a graph may compute them, and overwrite memory of `attended`
+            logits = self._last_layer.logits(rows)
+        return Logits(hidden, logits)
 
-    def _attend(self, x: StepTensors, attention: StepAttention) -> Attended:
-        """Run the model up to the last attention. The result has T rows or more."""
+    def _attend(self, x: StepTensors, attention: StepAttention) -> tuple[Tensor, Attended]:
+        """Run the model up to the last attention.
+
+        Returns the T tokens, as ModelRunner.stage writes them, and the result of T rows or more.
+        """
         shape = len(self._runner.padding), int(x.packed.lengths.sum())
         tokens = torch.empty(shape, dtype=torch.int32, device=self._runner.device)
         states = self._runner.begin_states(x.columns, shape[1])
         self._runner.stage(x.columns, x.chunk_ids, tokens)
-        return self._runner.run(tokens, attention, states=states)
+        return tokens, self._runner.run(tokens, attention, states=states)
 
 
 class PieceGraph(NamedTuple):
@@ -198,7 +180,7 @@ class PiecewiseStep(EagerStep):
         column = [[value] for value in parts.runner.padding]
         self._padding = torch.tensor(column, dtype=torch.int32, device=parts.runner.device)
 
-    def _attend(self, x: StepTensors, attention: StepAttention) -> Attended:
+    def _attend(self, x: StepTensors, attention: StepAttention) -> tuple[Tensor, Attended]:
         """Replay the graphs over the tokens of the step and the padding after them.
 
         The result has `size` rows, since it includes the padding.
@@ -227,7 +209,7 @@ class PiecewiseStep(EagerStep):
             attention.forward(piece.layer, piece.q[:count], piece.out[:count], piece.sinks)
         if last is not None:
             last.replay()
-        return attended
+        return tokens[:, :count], attended
 
 
 @dataclass(frozen=True, slots=True, eq=False)

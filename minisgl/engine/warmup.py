@@ -22,7 +22,7 @@ from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, LogprobsRequest
 from minisgl.core.columns import sampling_arrays
 from minisgl.core.step_cost import TimedStep
 from minisgl.engine.model_runner import ModelRunner
-from minisgl.models.decoder import DecoderLayer
+from minisgl.models.layer import DecoderLayer
 
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 FILTERED = SamplingParams(temperature=1.0, top_k=2, seed=0)
@@ -172,6 +172,7 @@ def warmup_batch(
         page_updates=updates,
         sampling=sampling_arrays([params] * num_reqs),
         logprobs=(LogprobsRequest(0, -1, -1, lengths[:0]),) if logprobs else (),
+        drafts=shape.width - 1,
     )
 
 

@@ -2,8 +2,8 @@
 
 The exported functions run the reference on CPU tensors and a Triton kernel on all others
 (dispatch.py). The references are in decode.py, delta.py, drafts.py, elementwise.py, fp8.py,
-fp8_weights.py, gather.py, logits.py, mxfp4_weights.py, random.py, rotary.py, sampling.py, states.py
-and step.py; the Triton kernels are in the package triton.
+fp8_weights.py, gather.py, hidden.py, logits.py, mxfp4_weights.py, random.py, rotary.py,
+sampling.py, states.py and step.py; the Triton kernels are in the package triton.
 """
 
 from minisgl.kernel.contexts import ContextCopy
@@ -42,6 +42,7 @@ from minisgl.kernel.elementwise import PendingNorm, rope
 from minisgl.kernel.fp8 import read_kv, store_kv
 from minisgl.kernel.fp8_products import fp8_add_linear, fp8_gated_linear, fp8_linear
 from minisgl.kernel.gather import first_pages
+from minisgl.kernel.hidden import shift_hidden
 from minisgl.kernel.logits import PenaltyTensors, add_bias, apply_penalties, top_logprobs
 from minisgl.kernel.random import gumbel_noise, philox4x32
 from minisgl.kernel.sampling import SampledTokens, SamplingTensors
@@ -93,6 +94,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "sample",
+    "shift_hidden",
     "silu_and_mul",
     "stage_tokens",
     "store_kv",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 MAX_MATCH = 32  # a match compares up to this many of a row's last tokens
 MIN_MATCH = 2  # a shorter match gives no draft
+LONG_MATCH = 8  # a shorter match does not replace the drafts of a draft head
 
 
 def find_drafts(
@@ -21,6 +22,7 @@ def find_drafts(
     width: int,
     found: Tensor,
     predicted: Tensor,
+    made: Tensor | None = None,
 ) -> None:
     """Continue the best match of each row's end, and write it as drafts after the row's end.
 
@@ -41,6 +43,8 @@ def find_drafts(
     found: int32 [B], overwritten with the number of drafts: lengths, or 0 without a match. Drafts
     of a row without a match are its last token.
     predicted: int32 [B], overwritten with 1 if the drafts come from the prediction, or 0.
+    made: int32 [R] or None; the drafts that a draft head has already written after each row's end.
+    They stay unless the match has LONG_MATCH tokens, and found counts them, up to lengths.
     """
     columns = token_pool.shape[1]
     row, last = rows.long(), cached[rows.long()].long()
@@ -55,7 +59,8 @@ def find_drafts(
     before = tokens[req.unsqueeze(1), (end.unsqueeze(1) - back).clamp(min=0)]
     wanted = tokens.gather(1, (last.unsqueeze(1) - back).clamp(min=0))[req]
     size = ((before == wanted) & (back <= longest.unsqueeze(1))).long().cumprod(dim=1).sum(dim=1)
-    score = torch.where(size >= MIN_MATCH, size * columns + end, -1)
+    least = MIN_MATCH if made is None else LONG_MATCH
+    score = torch.where(size >= least, size * columns + end, -1)
     best = torch.full_like(last, -1).scatter_reduce(0, req, score, "amax")
     has_match, best = best >= 0, best.clamp(min=0) % columns
     in_tail = has_match & (best > last)
@@ -66,8 +71,12 @@ def find_drafts(
     written = (nth < lengths.unsqueeze(1)) & (target < columns)
     target = torch.where(written, target, last.unsqueeze(1))  # writes the last token again
     drafts = torch.where(written, tokens.gather(1, source), tokens.gather(1, last.unsqueeze(1)))
+    without: Tensor | int = 0
+    if made is not None:
+        drafts = torch.where(has_match.unsqueeze(1), drafts, tokens.gather(1, target))
+        without = torch.minimum(made[row], lengths)
     token_pool[row.unsqueeze(1), target] = drafts
-    found.copy_(torch.where(has_match, lengths, 0))
+    found.copy_(torch.where(has_match, lengths, without))
     predicted.copy_(in_tail)
 
 

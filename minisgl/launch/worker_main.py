@@ -104,6 +104,7 @@ def _scheduler(spec: ChildSpec) -> None:
     from minisgl.drafts import with_speculation
     from minisgl.kv_events import CacheEvents
     from minisgl.kv_events.publisher import Publisher
+    from minisgl.models.config import draft_method
     from minisgl.quantization import with_quantizations
     from minisgl.scheduler import run_scheduler
     from minisgl.structured.processor import with_grammars
@@ -122,7 +123,7 @@ def _scheduler(spec: ChildSpec) -> None:
         config.scheduler,
         tp_rank=spec.index,
         socket_dir=spec.socket_dir,
-        extensions=with_speculation(config.engine.speculative, with_quantizations(extensions)),
+        extensions=with_speculation(draft_method(config.engine), with_quantizations(extensions)),
         on_checked=spec.report_checked,
     )
 

@@ -104,6 +104,25 @@ class Attention(Mixer):
     def mix(self, block_input: BlockInput, context: ForwardContext) -> Tensor:
         """Store keys and values of the T tokens, and attend. Returns [T, Hq * D]."""
         attention, layer = context.attention, self.spec.kv_layer
+        qkv, gate, heads = self._project(block_input, context)
+        attended = qkv.new_empty((len(qkv), self.q_heads, self.head_dim))
+        if isinstance(attention, FusedAttention):
+            attention.attend(layer, qkv, heads, attended, self.sinks)
+        else:
+            q = self._store(qkv, heads, context)
+            attention.forward(layer, q, attended, self.sinks)
+        out = attended.flatten(1)
+        return out if gate is None else out.mul_(torch.sigmoid(gate))
+
+    def store(self, block_input: BlockInput, context: ForwardContext) -> None:
+        """Store keys and values of the T tokens, as `mix`. No token attends."""
+        qkv, _, heads = self._project(block_input, context)
+        self._store(qkv, heads, context)
+
+    def _project(
+        self, block_input: BlockInput, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None, NormRope]:
+        """Return queries, keys and values [T, n], the gate, and the norm and rotation to apply."""
         q_weight = k_weight = None
         if self.q_norm is not None and self.k_norm is not None:
             q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
@@ -118,18 +137,14 @@ class Attention(Mixer):
             q_weight = k_weight = None
         if context.query_scale is not None:
             qkv[:, : self.q_heads * self.head_dim].mul_(context.query_scale)
-        heads = NormRope(q_weight, k_weight, self.eps, context.ropes[self.rope])
-        attended = qkv.new_empty((len(qkv), self.q_heads, self.head_dim))
-        if isinstance(attention, FusedAttention):
-            attention.attend(layer, qkv, heads, attended, self.sinks)
-        else:
-            pool = context.pools[self.pool]
-            places = (context.positions, context.slots[self.pool], *pool.layer(layer))
-            sizes = (self.q_heads, self.kv_heads, self.head_dim)
-            q = qk_norm_rope_store(qkv, *heads, *places, *sizes, pool.scales(layer))
-            attention.forward(layer, q, attended, self.sinks)
-        out = attended.flatten(1)
-        return out if gate is None else out.mul_(torch.sigmoid(gate))
+        return qkv, gate, NormRope(q_weight, k_weight, self.eps, context.ropes[self.rope])
+
+    def _store(self, qkv: Tensor, heads: NormRope, context: ForwardContext) -> Tensor:
+        """Normalise and rotate, store keys and values, and return the queries [T, Hq, D]."""
+        pool, layer = context.pools[self.pool], self.spec.kv_layer
+        places = (context.positions, context.slots[self.pool], *pool.layer(layer))
+        sizes = (self.q_heads, self.kv_heads, self.head_dim)
+        return qk_norm_rope_store(qkv, *heads, *places, *sizes, pool.scales(layer))
 
     def fold(self, norm_weight: Tensor) -> bool:
         return self.qkv_proj.method.fold(norm_weight)

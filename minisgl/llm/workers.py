@@ -22,6 +22,7 @@ from minisgl.drafts import with_speculation
 from minisgl.engine import Engine, Extensions
 from minisgl.message import messages
 from minisgl.message.queues import Receiver, Sender, endpoint
+from minisgl.models.config import draft_method
 from minisgl.quantization import with_quantizations
 from minisgl.scheduler import LocalInbox, build_scheduler
 from minisgl.settings.child import ChildSpec
@@ -69,7 +70,7 @@ class LocalWorker:
         """cost: as for build_scheduler."""
         budget = config.prefill_budget_tokens
         grammars = with_grammars(engine.model_path, extensions)
-        self.extensions = with_speculation(engine.speculative, with_quantizations(grammars))
+        self.extensions = with_speculation(draft_method(engine), with_quantizations(grammars))
         self._engine = Engine(engine, SingleCommunicator(), budget, self.extensions)
         self._inbox = LocalInbox()
         self._outputs: list[messages.StepOutput] = []

@@ -10,8 +10,9 @@ from minisgl.attention.base import AttentionBackend
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import Communicator
 from minisgl.layers.linear import LinearBuild, share_split_k_semaphores
-from minisgl.models.decoder import CausalLM, ModelParts
+from minisgl.models.decoder import CausalLM
 from minisgl.models.hf_config import check_supported
+from minisgl.models.layer import ModelParts
 from minisgl.models.loader import fill_random, load_weights, materialise
 from minisgl.models.quantization import UNQUANTIZED, Quantization, QuantizationFactory
 from minisgl.models.spec import ModelSpec

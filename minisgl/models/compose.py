@@ -60,6 +60,7 @@ def model_spec(
     *,
     norms: NormsSpec = _NORM_BEFORE,
     end_texts: tuple[str, ...] = (),
+    draft_head: LayerSpec | None = None,
     unread: tuple[str, ...] = (),
 ) -> ModelSpec:
     """Return a model with one mixer and one MLP for each layer. rope: of full attention."""
@@ -73,6 +74,7 @@ def model_spec(
         dtype=dtype_of(config),
         eos_token_ids=tuple(ends if isinstance(ends, list) else [ends]),
         end_texts=end_texts,
+        draft_head=draft_head,
         unread=unread,
     )
 

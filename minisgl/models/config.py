@@ -10,8 +10,10 @@ from typing import Any
 
 import msgspec
 
+from minisgl.core import ConfigError, EngineConfig
 from minisgl.core.files import read_json
 from minisgl.models.hf_config import HfConfig, HfGeneration, HfTokenizer, read_fields
+from minisgl.models.loader import has_draft_head
 from minisgl.models.registry import family_of
 from minisgl.models.spec import ModelSpec
 from minisgl.models.text_part import text_part
@@ -19,9 +21,10 @@ from minisgl.models.text_part import text_part
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def load_model_spec(folder: str) -> ModelSpec:
+def load_model_spec(folder: str, *, drafts: bool = False) -> ModelSpec:
     """Read config.json and, if the folder has them, two other files. Raises ConfigError.
 
+    drafts: keep the draft head. Without it, also a checkpoint without a draft head is taken.
     generation_config.json: sampling defaults and end tokens; without it, tokenizer.json has the ids
     of ModelSpec.end_texts. hf_quant_config.json: quantisation by ModelOpt.
     """
@@ -34,22 +37,54 @@ def load_model_spec(folder: str) -> ModelSpec:
         config = {**config, "quantization_config": {"quant_method": "modelopt", **settings}}
     generation_path = path / "generation_config.json"
     if generation_path.exists():
-        return model_spec_from(config, read_json(generation_path))
-    spec, tokenizer = model_spec_from(config), path / "tokenizer.json"
+        return model_spec_from(config, read_json(generation_path), drafts=drafts)
+    tokenizer = path / "tokenizer.json"
+    spec = model_spec_from(config, drafts=drafts)
     if not spec.end_texts or not tokenizer.exists():
         return spec
     added = read_fields(read_json(tokenizer), HfTokenizer, tokenizer.name)
-    return model_spec_from(config, {"eos_token_id": added.ids_of(spec.end_texts)})
+    ends = {"eos_token_id": added.ids_of(spec.end_texts)}
+    return model_spec_from(config, ends, drafts=drafts)
+
+
+def draft_method(config: EngineConfig) -> str | None:
+    """Return the source of drafts: ngram, mtp or None. Raises ConfigError.
+
+    auto means mtp if config.json describes a draft head and the weights have its tensors.
+    """
+    if config.speculative != "auto":
+        return config.speculative
+    given = text_part(read_json(Path(config.model_path) / "config.json"))
+    described = full_spec(given).draft_head is not None
+    stored = config.dummy_weight or has_draft_head(config.model_path)
+    return "mtp" if described and stored else "ngram"
+
+
+def full_spec(config: Mapping[str, Any]) -> ModelSpec:
+    """Return the model of config.json, without the values of other files. Raises ConfigError."""
+    family = family_of(config.get("architectures"))
+    config = {**family.defaults, **config}
+    return family.spec(read_fields(config, HfConfig, "config.json"), config)
 
 
 def model_spec_from(
-    config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+    config: Mapping[str, Any],
+    generation: Mapping[str, Any] | None = None,
+    *,
+    drafts: bool = False,
 ) -> ModelSpec:
-    """Check and complete the two JSON objects. Raises ConfigError that names the wrong field."""
-    config = text_part(config)
-    family = family_of(config.get("architectures"))
-    config = {**family.defaults, **config}
-    spec = family.spec(read_fields(config, HfConfig, "config.json"), config)
+    """Check and complete the two JSON objects. Raises ConfigError that names the wrong field.
+
+    drafts: as for load_model_spec.
+    """
+    spec = full_spec(text_part(config))
+    if not drafts:
+        spec = spec.without_drafts()
+    elif spec.draft_head is None:
+        raise ConfigError(
+            "speculative mtp needs a model with a draft head, and this model has none "
+            "(mtp_num_hidden_layers in config.json); use speculative ngram"
+        )
     recommended = read_fields(generation or {}, HfGeneration, "generation_config.json")
     return msgspec.structs.replace(
         spec,

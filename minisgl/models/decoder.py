@@ -1,165 +1,18 @@
 """The decoder of every supported family. Module names follow the checkpoints' tensor names."""
 
-from collections.abc import Mapping
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from minisgl.distributed.comm import Communicator
 from minisgl.kvcache.pool import KVSpec
-from minisgl.layers.attention import Attention, AttentionSpec
-from minisgl.layers.delta import DeltaSpec, GatedDelta
 from minisgl.layers.embedding import LMHead, ParallelEmbedding
-from minisgl.layers.linear import LinearBuild
-from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
-from minisgl.layers.mlp import GatedMlp
-from minisgl.layers.norm import BlockInput, CompleteNorm, ResidualNorm, ResidualStream
-from minisgl.models.spec import MixerSpec, ModelSpec, Multipliers
-from minisgl.moe.base import MoeBackend
-from minisgl.moe.block import MoeBlock
-from minisgl.moe.experts import ExpertsFactory
-from minisgl.moe.spec import ExpertsSpec
-
-
-class ModelParts(NamedTuple):
-    """The values that all modules of a model share.
-
-    comm         the collectives between the tensor-parallel ranks.
-    linear       the dtype and the method of all linear layers.
-    experts      stores the experts of sparse layers.
-    moe_backend  computes the experts of sparse layers. May be None without such layers.
-    """
-
-    config: ModelSpec
-    comm: Communicator
-    linear: LinearBuild
-    experts: ExpertsFactory
-    moe_backend: MoeBackend | None
-
-
-# The module of each kind of mixer.
-MIXERS: Mapping[type[MixerSpec], type[Mixer]] = {AttentionSpec: Attention, DeltaSpec: GatedDelta}
-
-
-class Attended(NamedTuple):
-    """The output of a layer's attention before the output projection, with the residual stream.
-
-    heads: [T, Hq * D]; residual: [T, H].
-    """
-
-    heads: Tensor
-    residual: Tensor
-
-    def take_rows(self, rows: Tensor, comm: Communicator) -> "Attended":
-        """Return copies of the activations of B tokens. rows: integers [B], indices of the tokens.
-
-        A rank may hold the complete sum of the residual stream for some tokens only. In the result
-        every rank has the complete sum for all B tokens.
-        """
-        return Attended(self.heads[rows], comm.take_rows(self.residual, rows))
-
-
-class DecoderLayer(nn.Module):
-    """A mixer and an MLP on the residual stream, each after a norm of its own."""
-
-    def __init__(self, parts: ModelParts, layer: int) -> None:
-        super().__init__()
-        config, comm, size = parts.config, parts.comm, parts.config.hidden_size
-        self.spec = spec = config.layers[layer]
-        norm = (size, config.stream_eps, comm, spec.norms.offset)
-        self.input_layernorm = ResidualNorm(*norm)
-        self.post_attention_layernorm = ResidualNorm(*norm)
-        kind, parent = MIXERS[type(spec.mixer)], f"model.layers.{layer}"
-        linear = parts.linear._replace(parent=f"{parent}.{kind.name}")
-        build = MixerBuild(size, config.norm_eps, config.ropes, comm, linear)
-        self.mixer_name = kind.name
-        self.add_module(kind.name, kind(spec.mixer, build))
-        linear = parts.linear._replace(parent=f"{parent}.mlp")
-        self.mlp: nn.Module
-        if isinstance(spec.mlp, ExpertsSpec):
-            assert parts.moe_backend is not None, "sparse layers need a backend; this is a bug"
-            self.mlp = MoeBlock(size, spec.mlp, linear, parts.experts, parts.moe_backend)
-        else:
-            self.mlp = GatedMlp(size, spec.mlp, linear)
-
-    @property
-    def mixer(self) -> Mixer:
-        """The mixer, which has the name of its tensors in the checkpoint as a module."""
-        return cast("Mixer", self._modules[self.mixer_name])
-
-    def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
-        """The first half of the layer: the norm and the mixer."""
-        block_input, residual = self.input_layernorm(stream)
-        return Attended(self.mixer.mix(block_input, context), residual)
-
-    def project(self, attended: Attended) -> ResidualStream:
-        """The second half of the layer: the projection, the norm and the MLP.
-
-        Overwrites the residual.
-        """
-        stream = self.mixer.out(*attended)
-        block_input, residual = self.post_attention_layernorm(stream)
-        out: ResidualStream = self.mlp(block_input, residual)
-        return out
-
-    def fold_norms(self) -> None:
-        """Move the norms' weights into the linears that read them, if their methods can."""
-        self.input_layernorm.fold_with(self.mixer.fold)
-        if isinstance(self.mlp, GatedMlp):
-            self.post_attention_layernorm.fold_with(self.mlp.gate_up_proj.method.fold)
-
-    def scale_outputs(self, factor: float) -> None:
-        """Multiply the loaded weights of each block's last products by `factor`.
-
-        Raises ConfigError if a linear method cannot scale its weights.
-        """
-        for linear in (self.mixer.out, cast("GatedMlp", self.mlp).down_proj):
-            linear.method.scale_rows(0, linear.method.shards.rows, factor)
-
-
-class NormAfterLayer(DecoderLayer):
-    """A mixer and an MLP on the residual stream, each before a norm of its own (OLMo 2, EXAONE 4).
-
-    A further norm may precede each of the two (Gemma). Every rank holds the complete stream.
-    """
-
-    def __init__(self, parts: ModelParts, layer: int) -> None:
-        super().__init__(parts, layer)
-        config, comm = parts.config, parts.comm
-        size, norms = config.hidden_size, self.spec.norms
-        # These norms replace those of DecoderLayer.
-        self.post_attention_layernorm = ResidualNorm(size, config.norm_eps, comm, norms.offset)
-        self.post_feedforward_layernorm = ResidualNorm(size, config.norm_eps, comm, norms.offset)
-        if norms.before:
-            eps = config.stream_eps
-            self.input_layernorm = CompleteNorm(size, eps, comm, norms.offset)
-            self.pre_feedforward_layernorm = CompleteNorm(size, eps, comm, norms.offset)
-        else:
-            self.register_module("input_layernorm", None)
-            self.register_module("pre_feedforward_layernorm", None)
-
-    def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
-        return Attended(self.mixer.mix(_before(self.input_layernorm, stream.x), context), stream.x)
-
-    def project(self, attended: Attended) -> ResidualStream:
-        product = self.mixer.out.method.product(attended.heads)
-        x = attended.residual + self.post_attention_layernorm.of_sum(product)
-        block_input = _before(self.pre_feedforward_layernorm, x)
-        product = cast("GatedMlp", self.mlp).product(block_input)
-        return ResidualStream(x + self.post_feedforward_layernorm.of_sum(product))
-
-    def fold_norms(self) -> None:
-        """Nothing is folded: each linear gets the complete and normalised stream."""
-
-    def scale_outputs(self, factor: float) -> None:
-        self.post_attention_layernorm.weight.mul_(factor)
-        self.post_feedforward_layernorm.weight.mul_(factor)
-
-
-def _before(norm: ResidualNorm | None, x: Tensor) -> BlockInput:
-    """Return the input of a block: the stream x [T, H], after the norm if there is one."""
-    return BlockInput(x) if norm is None else norm.forward(ResidualStream(x))[0]
+from minisgl.layers.mixer import ForwardContext
+from minisgl.layers.norm import CompleteNorm, ResidualNorm, ResidualStream
+from minisgl.models.layer import Attended, DecoderLayer, ModelParts, NormAfterLayer
+from minisgl.models.mtp import DraftHead
+from minisgl.models.spec import ModelSpec, Multipliers
 
 
 class Decoder(nn.Module):
@@ -176,7 +29,8 @@ class Decoder(nn.Module):
         self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, comm)
         norms = config.layers[0].norms
         kind = NormAfterLayer if norms.after else DecoderLayer
-        layers = nn.ModuleList(kind(parts, i) for i in range(config.num_layers))
+        named = ((spec, f"model.layers.{i}") for i, spec in enumerate(config.layers))
+        layers = nn.ModuleList(kind(parts, *layer) for layer in named)
         self.layers = cast("list[DecoderLayer]", layers)
         final_norm = CompleteNorm if norms.after else ResidualNorm
         self.norm = final_norm(config.hidden_size, config.stream_eps, comm, norms.offset)
@@ -214,7 +68,8 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """One rank's share of a decoder-only language model.
 
-    `model` computes hidden states; `lm_head` computes logits from them and samples.
+    `model` computes hidden states; `lm_head` computes logits from them and samples. `mtp` makes
+    drafts; None without a draft head.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -226,6 +81,7 @@ class CausalLM(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, parts.comm, cap)
         if config.tied_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.mtp = None if config.draft_head is None else DraftHead(parts, config.draft_head)
 
     def logits(self, attended: Attended, out: Tensor | None = None) -> Tensor:
         """Finish the last layer and return this rank's logits, as LMHead.logits.
@@ -241,6 +97,8 @@ class CausalLM(nn.Module):
         """
         for layer in self.model.layers:
             layer.fold_norms()
+        if self.mtp is not None:
+            self.mtp.fold_norms()
 
     def fold_multipliers(self) -> None:
         """Multiply the loaded weights by the factors of the config.

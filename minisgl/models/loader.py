@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _DUMMY_STD = 0.02  # the initialisation range of most checkpoints; keeps activations finite
 _DUMMY_SCALE = 120  # 2^-7 as an e8m0 byte: random 4-bit weights then have a similar deviation
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_DRAFTS = "mtp."  # the beginning of the names of a draft head's tensors
 _ROTARY_TABLE = "rotary_emb.inv_freq"  # the ending of tensors that are computed and not loaded
 
 
@@ -165,19 +166,30 @@ def load_weights(
     logger.info("weights loaded files=%d tensors=%d", len(by_file), len(expected))
 
 
+def has_draft_head(folder: str) -> bool:
+    """Return whether a checkpoint has the tensors of a draft head. Raises ConfigError.
+
+    True for a folder without weights: they are not downloaded yet.
+    """
+    path = Path(folder)
+    if not any(path.glob("*.safetensors*")):
+        return True
+    return any(name.startswith(_DRAFTS) for name in _tensor_files(path))
+
+
 def text_tensors(names: Iterable[str]) -> dict[str, str]:
     """Return the stored names of a checkpoint's tensors by the names that the model uses.
 
     A checkpoint with a vision encoder stores the language model below a prefix. All other tensors
-    of such a checkpoint, except the head, belong to the encoder or to a draft model and are left
-    out.
+    of such a checkpoint, except those of the heads, belong to the encoder and are left out.
     """
     stored = {name: name for name in names}
     for prefix, text in TEXT_PREFIXES:
         if any(name.startswith(prefix) for name in stored):
             found = {text + n.removeprefix(prefix): n for n in stored if n.startswith(prefix)}
             heads = [name for name in stored if name.endswith(_HEAD)]
-            return found | dict(zip([_HEAD], heads, strict=False))
+            drafts = {name: name for name in stored if name.startswith(_DRAFTS)}
+            return found | drafts | dict(zip([_HEAD], heads, strict=False))
     return stored
 
 

@@ -7,13 +7,14 @@ import msgspec
 from minisgl.attention.base import AttentionRule
 from minisgl.layers.attention import AttentionSpec
 from minisgl.layers.delta import DeltaSpec
+from minisgl.layers.hidden import HiddenSpec
 from minisgl.layers.mixer import StateSpec
 from minisgl.layers.mlp import DenseSpec
 from minisgl.layers.rotary import QueryScale, Rope
 from minisgl.models.hf_config import ModelSettings
 from minisgl.moe.spec import ExpertsSpec
 
-# The description of the part of a layer in which a token reads others. decoder.MIXERS has the
+# The description of the part of a layer in which a token reads others. layer.MIXERS has the
 # module of each.
 MixerSpec = AttentionSpec | DeltaSpec
 
@@ -63,8 +64,10 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
     eos_token_ids   tokens that end an answer, sorted.
     end_texts       special tokens that end an answer too, if the model folder has no
                     generation_config.json.
+    draft_head      the layer of the draft head (models/mtp.py), which has attention. None: the
+                    model has none, or does not use it.
     unread          beginnings of the names of tensors that a checkpoint may have and that the model
-                    does not read, such as those of a draft model. Each ends with a dot.
+                    does not read, such as those of a draft head. Each ends with a dot.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -74,7 +77,8 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
     dtype: str
     eos_token_ids: tuple[int, ...]
     end_texts: tuple[str, ...]
-    unread: tuple[str, ...]
+    draft_head: LayerSpec | None = None
+    unread: tuple[str, ...] = ()
     sampling_defaults: dict[str, int | float] = {}
 
     @property
@@ -83,15 +87,18 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """The layers with attention. All have the same heads."""
+        """The layers with attention, without the draft head. All have the same heads."""
         mixers = [layer.mixer for layer in self.layers]
         return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
 
     @property
     def states(self) -> tuple[StateSpec, ...]:
-        """The layers with a recurrent state, in the order of StateSpec.layer."""
+        """The recurrent states of layers and of the draft head, by StateSpec.layer."""
         mixers = [layer.mixer for layer in self.layers]
-        return tuple(mixer for mixer in mixers if isinstance(mixer, StateSpec))
+        found = tuple(mixer for mixer in mixers if isinstance(mixer, StateSpec))
+        if self.draft_head is None:
+            return found
+        return (*found, HiddenSpec(self.hidden_size, len(found)))
 
     @property
     def q_heads(self) -> int:
@@ -119,7 +126,9 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
     @property
     def rules(self) -> tuple[AttentionRule, ...]:
         """The rule of each layer in the KV pool. Layers that share keys and values count once."""
-        by_layer = {mixer.kv_layer: mixer.rule for mixer in self.attention}
+        drafting = [] if self.draft_head is None else [self.draft_head.mixer]
+        mixers = [*self.attention, *(m for m in drafting if isinstance(m, AttentionSpec))]
+        by_layer = {mixer.kv_layer: mixer.rule for mixer in mixers}
         return tuple(by_layer[index] for index in sorted(by_layer))
 
     @property
@@ -144,6 +153,12 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
         smaller epsilon.
         """
         return self.norm_eps / self.multipliers.embedding**2
+
+    def without_drafts(self) -> "ModelSpec":
+        """Return the model without its draft head. It does not read the tensors of the head."""
+        if self.draft_head is None:
+            return self
+        return msgspec.structs.replace(self, draft_head=None, unread=(*self.unread, "mtp."))
 
     def for_context(self, length: int) -> "ModelSpec":
         """Return the model for contexts of at most `length` tokens.

@@ -9,7 +9,7 @@ import msgspec
 
 from minisgl.core import EngineConfig
 from minisgl.cost.gpus import GPUS, Gpu, find_gpu
-from minisgl.models.config import load_model_spec
+from minisgl.models.config import draft_method, load_model_spec
 from minisgl.models.spec import ModelSpec
 from minisgl.planning.plan import Plan, make_plan
 from minisgl.settings.places import command_line
@@ -39,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
     options, flags = parser.parse_known_args(argv)
     command = (parser.prog, "--gpu", "--json")
     config = resolve(flags, os.environ, weights=False, command=command)
-    model = load_model_spec(config.engine.model_path)
+    engine = config.engine
+    model = load_model_spec(engine.model_path, drafts=draft_method(engine) == "mtp")
     chunk = config.scheduler.prefill_budget_tokens
     plan_on = partial(make_plan, model=model, max_chunk_tokens=chunk)
     gpus = [options.gpu] if options.gpu else list(GPUS.values())

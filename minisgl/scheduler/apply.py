@@ -49,7 +49,8 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
     if plan.preempt is not None:
         remove(view, plan.preempt)
     view.carry = plan.carry
-    rows, lengths = _with_chunks(plan) if plan.chunks else plan.decode
+    decode = plan.decode
+    rows, lengths = _with_chunks(plan) if plan.chunks else (decode.rows, decode.tokens)
     if not len(rows):
         _check_progress(view, plan)
         return None
@@ -59,8 +60,9 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
         states = kind.copies(steps.launched) or states  # one kind at most has some
         kind.grow(rows, lengths)
         updates = updates.joined(kind.updates(rows))
-    num_decode = len(plan.decode.rows)
-    batch = table.build_batch(steps.launched, rows, lengths, num_decode, updates, states)
+    num_decode = len(decode.rows)
+    parts = (rows, lengths, num_decode, updates, states, decode.drafts)
+    batch = table.build_batch(steps.launched, *parts)
     if plan.chunks:
         _begin_to_decode(view, rows[num_decode:])
     # Requests whose last token the batch samples need no further step. Those with slow edits pause

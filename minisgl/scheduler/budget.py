@@ -133,7 +133,7 @@ def _tokens_within(view: View, prefilling: Sequence[Req], work: StepWork, limit_
     work: of the decoding rows. The result is MIN_CHUNK_TOKENS, or a page, or more.
     """
     sizes, start = view.sizes, view.next_start(prefilling)
-    num_decode, keys, _, reqs = work
+    num_decode, keys, _, reqs, _ = work
 
     def step_s(tokens: int) -> float:
         chunk = tokens - num_decode

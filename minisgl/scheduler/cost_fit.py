@@ -40,17 +40,17 @@ class CostFit:
     nearest ones most. The covariance grows a little with each step, so later steps count more than
     earlier ones.
 
-    _logs        float64 [N + 3]; logarithms of the factors: of the N times, of a decode key, of a
-                 prefill pair and of a decode request.
+    _logs        float64 [N + 4]; logarithms of the factors: of the N times, of a decode key, of a
+                 prefill pair, of a decode request and of a draft.
     _prices      the times and prices, which are the first cost times the factors.
-    _covariance  float64 [N + 3, N + 3]; of _logs.
+    _covariance  float64 [N + 4, N + 4]; of _logs.
     """
 
     def __init__(self, first: StepCost) -> None:
         self._sizes = first.tokens
         n = len(self._sizes)
-        prices = first.per_decode_key_s, first.per_prefill_pair_s, first.per_decode_req_s
-        terms = [*first.seconds, *prices]
+        prices = first.per_decode_key_s, first.per_prefill_pair_s
+        terms = [*first.seconds, *prices, first.per_decode_req_s, first.per_draft_s]
         self._first = np.array(terms)
         self._prices: list[float] = terms
         octaves = np.log2(self._sizes)
@@ -105,7 +105,7 @@ class CostFit:
 
     def cost(self) -> StepCost:
         """Return the present cost. Times rise with the tokens: the better known ones count more."""
-        *seconds, per_key, per_pair, per_req = self._prices
+        *seconds, per_key, per_pair, per_req, per_draft = self._prices
         n = len(self._sizes)
         weights = 1 / self._covariance.diagonal()[:n]
         return StepCost(
@@ -114,10 +114,11 @@ class CostFit:
             per_decode_key_s=per_key,
             per_prefill_pair_s=per_pair,
             per_decode_req_s=per_req,
+            per_draft_s=per_draft,
         )
 
     def _terms(self, work: StepWork) -> tuple[list[int], list[float]]:
-        """Return the indices of the five prices of a step, and the seconds that each adds."""
+        """Return the indices of the six prices of a step, and the seconds that each adds."""
         sizes, prices, n = self._sizes, self._prices, len(self._sizes)
         right = min(bisect_left(sizes, work.tokens), n - 1)
         left = max(right - 1, 0)
@@ -131,8 +132,8 @@ class CostFit:
             below = 1 - share
         terms = [below * prices[left], share * prices[right]]
         terms += [work.decode_keys * prices[n], work.prefill_pairs * prices[n + 1]]
-        terms.append(work.decode_reqs * prices[n + 2])
-        return [left, right, n, n + 1, n + 2], terms
+        terms += [work.decode_reqs * prices[n + 2], work.drafts * prices[n + 3]]
+        return [left, right, n, n + 1, n + 2, n + 3], terms
 
 
 def _rising(values: Iterable[float], weights: Iterable[float]) -> list[float]:

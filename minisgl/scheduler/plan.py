@@ -76,39 +76,50 @@ def decoding(view: View, room: Room) -> tuple[Decode, Shortage | None]:
     rows = view.decode_rows
     for kind in room.kinds:
         rows = rows[kind.grow(rows, np.ones(len(rows), dtype=np.int32)) > 0]
-    tokens = draft_tokens(view, rows) if view.max_drafts else rows[:0]
-    if len(tokens) and not len(room.grow(rows, tokens)):
+    decode = with_drafts(view, rows) if view.max_drafts else None
+    if decode is not None and not len(room.grow(rows, tokens_ahead(view, decode))):
         for kind in room.kinds:
-            tokens = kind.grow(rows, tokens)
-        decode = Decode(rows, tokens)
+            decode = decode._replace(tokens=kind.grow(rows, decode.tokens))
     else:
         decode = Decode(rows, np.ones(len(rows), dtype=np.int32))
-        growing = room.grow(*decode)
+        growing = room.grow(rows, decode.tokens)
         if len(growing):
             return shortage(view, room, decode, growing)
     return decode, None if len(rows) == len(view.decode_rows) else Shortage(None)
 
 
-def draft_tokens(view: View, rows: Int32Array) -> Int32Array:
-    """Return the tokens of each decoding row in a step with drafts; empty if it has none.
+def with_drafts(view: View, rows: Int32Array) -> Decode | None:
+    """Return these rows with the tokens of each in a step with drafts; None if it has none.
 
     The engine finds and checks the drafts on the device, so the host learns one step later how many
     tokens a step gave to a request. Until then it counts all drafts as accepted: table.computed is
     an upper bound, and a request has pages up to it. Nothing is rolled back when drafts are
     rejected. The row keeps its pages, and the next step overwrites the keys and values.
     Drafts end before the last token that the request may forward.
+
+    A step without prompts may also let the draft head make drafts for the next step.
     """
     table = view.table
     may_draft = table.may_draft[rows]
     if not may_draft.any():
-        return rows[:0]
+        return None
     computed, fitting = table.computed[rows], MAX_DRAFT_TOKENS // len(rows)
     limit = max(width for width in DRAFT_WIDTHS if width <= max(fitting, 1)) - 1
     cost = None if view.has_prompts else view.cost
-    most = view.lengths.choose(rows[may_draft], len(rows), int(computed.sum()), limit, cost)
+    asked = rows[may_draft], len(rows), int(computed.sum()), limit, cost
+    most, ahead = view.lengths.choose(*asked), view.lengths.ahead(*asked)
     tokens: Int32Array = np.where(may_draft, 1 + most, 1).astype(np.int32)
     tokens = np.minimum(tokens, table.max_total_tokens[rows] - 1 - computed)
-    return tokens if tokens.max() > 1 else rows[:0]
+    return Decode(rows, tokens, ahead) if ahead or tokens.max() > 1 else None
+
+
+def tokens_ahead(view: View, decode: Decode) -> Int32Array:
+    """Return the tokens of each row whose keys need pages: those of the step and the new drafts."""
+    if not decode.drafts:
+        return decode.tokens
+    left = view.table.max_total_tokens[decode.rows] - view.table.computed[decode.rows]
+    tokens: Int32Array = np.minimum(decode.tokens + decode.drafts, left)
+    return tokens
 
 
 def shortage(
@@ -123,7 +134,7 @@ def shortage(
     oldest_first: Int32Array = np.array(sorted(ages, key=ages.__getitem__), dtype=np.int32)
     starved = oldest_first[room.available :]
     decode = decode.only(~np.isin(decode.rows, starved))
-    room.grow(*decode)
+    room.grow(decode.rows, decode.tokens)
     # Requests without room in another kind of memory are not in `decode`, but can be preempted.
     running = view.running(view.prefilling)
     # The step in flight frees pages when it is resolved. If it has drafts of the starved rows, and

@@ -192,10 +192,12 @@ class RequestTable(Rows):
         num_decode: int,
         updates: PageUpdates,
         states: StateCopies | None = None,
+        drafts: int = 0,
     ) -> Batch:
         """Return a batch of the next `lengths` tokens of each row, and count them as computed.
 
-        rows, lengths: int32 [B]; first the num_decode decoding rows, then the chunks.
+        rows, lengths: int32 [B]; first the num_decode decoding rows, then the chunks. For the
+        others see Batch.
         """
         start = self.computed[rows]
         ends = start + lengths
@@ -230,6 +232,7 @@ class RequestTable(Rows):
             drafting=self._drafting,
             histories=self._histories(rows, num_decode, samples) if self._drafting else (),
             states=states,
+            drafts=drafts,
         )
 
     def _edited_req(self, index: int, row: int, position: int) -> EditedReq:

@@ -38,14 +38,17 @@ NO_CARRY = Carry()
 
 
 class Decode(NamedTuple):
-    """Rows that decode, int32, and the number of tokens of each."""
+    """Rows that decode, int32, and the number of tokens of each. drafts: as Batch.drafts."""
 
     rows: Int32Array
     tokens: Int32Array
+    drafts: int = 0
 
     def only(self, kept: NDArray[np.bool_]) -> "Decode":
         """The rows at which `kept`, a bool for each row, is True."""
-        return self if kept.all() else Decode(self.rows[kept], self.tokens[kept])
+        if kept.all():
+            return self
+        return Decode(self.rows[kept], self.tokens[kept], self.drafts)
 
 
 class Chunk(NamedTuple):

@@ -21,7 +21,7 @@ from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.layers.mixer import ForwardContext
 from minisgl.message.messages import AbortReq, AddReq
-from minisgl.models.decoder import Attended
+from minisgl.models.layer import Attended
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import Driver, Work, with_drafts
 from tests.unit.scheduler.integrity import check_scheduler

@@ -22,6 +22,7 @@ def drafts_of(sequences: Sequence[list[int]], drafter: str) -> Callable[..., Non
         width: int,
         found: torch.Tensor,
         predicted: torch.Tensor,
+        made: torch.Tensor | None = None,
     ) -> None:
         for index, row in enumerate(rows.tolist()):
             end, count = int(cached[row]) + 1, int(lengths[index])

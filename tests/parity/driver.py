@@ -17,7 +17,7 @@ from minisgl.core import (
 from minisgl.core.batch import DraftLengths, LogprobsRequest
 from minisgl.core.columns import sampling_arrays
 from minisgl.distributed.comm import Communicator, SingleCommunicator
-from minisgl.drafts import with_ngrams
+from minisgl.drafts import with_head, with_ngrams
 from minisgl.engine import Engine, Extensions
 from minisgl.quantization import with_quantizations
 
@@ -52,8 +52,9 @@ def make_engine(
 ) -> Engine:
     """Return a float32 CPU engine with 64 pages of 4 tokens and 6 rows, except for `overrides`.
 
-    drafts: the extension of the engine; None: an engine without drafts. attention_backends: further
-    ones (Extensions). extensions: in place of those of with_drafts.
+    drafts: the extension of the engine; None: an engine without drafts. They are those of a draft
+    head with speculative="mtp". attention_backends: further ones (Extensions). extensions: in place
+    of those of with_drafts.
     """
     settings: dict[str, object] = {
         "model_path": path,
@@ -64,14 +65,14 @@ def make_engine(
     }
     comm = comm or SingleCommunicator()
     config = EngineConfig(**settings | overrides)  # type: ignore[arg-type]
-    extensions = extensions or with_drafts(drafts)
+    extensions = extensions or with_drafts(drafts, config.speculative)
     extensions = replace(extensions, attention_backends=attention_backends)
     return Engine(config, comm, extensions=extensions)
 
 
-def with_drafts(drafts: DraftLengths | None) -> Extensions:
-    extensions = with_quantizations()
-    return extensions if drafts is None else with_ngrams(lambda rows: drafts, extensions)
+def with_drafts(drafts: DraftLengths | None, method: str | None = None) -> Extensions:
+    extensions, added = with_quantizations(), with_head if method == "mtp" else with_ngrams
+    return extensions if drafts is None else added(lambda rows: drafts, extensions)
 
 
 def logprobs_of(*work: Work, prompts: bool) -> tuple[LogprobsRequest, ...]:
@@ -118,8 +119,9 @@ class Driver:
         *work: Work,
         logprobs: tuple[LogprobsRequest, ...] = (),
         states: StateCopies | None = None,
+        drafts: int = 0,
     ) -> StepResult:
-        """Run one batch. The decode requests must come first."""
+        """Run one batch. The decode requests must come first. drafts: as Batch.drafts."""
         updates: list[tuple[int, int, int]] = []
         for item in work:
             pages = self.pages.setdefault(item.row, [])
@@ -142,6 +144,7 @@ class Driver:
             sampling=sampling_arrays([item.sampling for item in work]),
             logprobs=logprobs,
             states=states,
+            drafts=drafts,
         )
         self.step_id += 1
         return self.engine.launch(batch).wait()

@@ -1,11 +1,15 @@
 """Tiny random float32 models with gated delta nets."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
 BASE: dict[str, Any] = {
     "vocab_size": 151,
@@ -71,3 +75,76 @@ def save(name: str, folder: Path) -> tuple[Any, str]:
                 parameter.normal_(1.0 if "linear_attn.norm" in tensor else 0.0, 0.3)
     model.save_pretrained(path)
     return model, path
+
+
+# The names of a checkpoint for the modules of transformers' MtpLayer.
+_HEAD_NAMES = {
+    "enorm": "pre_fc_norm_embedding",
+    "hnorm": "pre_fc_norm_hidden",
+    "eh_proj": "fc",
+    "mtp_block": "layers.0",
+    "post_norm": "norm",
+}
+
+
+QUIET = 0.008  # the factor on the output of each block
+
+
+class Heads:
+    """A model and its draft head as transformers computes them.
+
+    path: the checkpoint with both.
+    """
+
+    def __init__(self, model: Any, path: str, *, agrees: bool = False) -> None:
+        """Add a random head to the checkpoint of `model` in `path`.
+
+        agrees: most drafts are right, since the layers hardly change the embedding.
+        """
+        self.model, self.path, folder = model, path, Path(path)
+        self.model.config.num_mtp_layers = 1
+        self.model.config.mtp_layer_types = ["full_attention"]
+        self.head = MtpModel(self.model, 1).float().eval()
+        (layer,) = self.head.layers
+        with torch.no_grad():
+            for tensor, parameter in layer.named_parameters():
+                parameter.normal_(0.0, 0.3 if "norm" in tensor else 0.2)
+            if agrees:
+                self._quieten(layer)
+        tensors = load_file(folder / "model.safetensors")
+        if agrees:
+            saved = self.model.state_dict()
+            tensors |= {key: saved[key] for key in tensors if key in saved}
+        for tensor, value in layer.state_dict().items():
+            module, _, rest = tensor.partition(".")
+            tensors[f"mtp.{_HEAD_NAMES[module]}.{rest}"] = value
+        whole = {key: value.contiguous() for key, value in tensors.items()}
+        save_file(whole, folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": 1}))
+
+    def _quieten(self, layer: Any) -> None:
+        for module in (self.model, layer):
+            for tensor, parameter in module.named_parameters():
+                if tensor.removesuffix(".weight").endswith(("o_proj", "out_proj", "down_proj")):
+                    parameter.mul_(QUIET)
+        size = self.model.config.hidden_size
+        layer.eh_proj.weight.mul_(0.1)
+        layer.eh_proj.weight[:, :size] += torch.eye(size)
+        layer.enorm.weight.zero_()
+        layer.post_norm.weight.copy_(self.model.model.norm.weight)
+
+    @torch.inference_mode()
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """Return the greedy drafts after `tokens`. The state before the first token is zero."""
+        ids, found = list(tokens), list[int]()
+        hidden = self.model.model(torch.tensor([tokens])).last_hidden_state
+        before = torch.cat((torch.zeros_like(hidden[:, :1]), hidden[:, :-1]), dim=1)
+        for _ in range(count):
+            places = torch.arange(len(ids)).unsqueeze(0)
+            cache = MtpCache(config=self.head.config)
+            y = self.head.forward_layer(0, before, places, cache, input_ids=torch.tensor([ids]))
+            found.append(int(self.model.lm_head(y[0, -1]).argmax()))
+            ids.append(found[-1])
+            before = torch.cat((before, y[:, -1:]), dim=1)
+        return found

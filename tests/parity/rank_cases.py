@@ -35,7 +35,7 @@ class RankCase:
     crowded  the KV pool is so small that requests are preempted.
     aborts   requests of the second wave are aborted at random.
     drawn    tokens are drawn at random, with `temperature`, instead of greedily.
-    drafts   steps have n-gram drafts.
+    drafts   steps have n-gram drafts, or those of a draft head (speculative in `engine`).
     kv       kv_cache_dtype of the engine.
     """
 
@@ -128,8 +128,9 @@ def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome
         max_running_reqs=4,
         **settings,
     )
-    drafts = ChangingDrafts(7) if case.drafts else None
-    engine = Engine(config, comm, extensions=with_drafts(drafts))
+    head = config.speculative == "mtp"
+    drafts = ChangingDrafts(7, head=head) if case.drafts else None
+    engine = Engine(config, comm, extensions=with_drafts(drafts, config.speculative))
     totals = {"partial": 0, "mixed": 0}
     source, outbox = LocalInbox(), deque()
     names = [endpoint(str(folder), f"rank-{rank}") for rank in range(1, comm.tp.size)]

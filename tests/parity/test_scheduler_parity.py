@@ -32,7 +32,10 @@ UNLIMITED = 8192
 
 @dataclass(frozen=True)
 class Case:
-    """One point of the pairwise product. crowded: the pool is too small to avoid preemption."""
+    """One point of the pairwise product. crowded: the pool is too small to avoid preemption.
+
+    speculative: as in EngineConfig, for runs with drafts.
+    """
 
     chunk: int
     cache_type: str
@@ -40,6 +43,7 @@ class Case:
     crowded: bool
     page_size: int = 4
     kv: str = "auto"
+    speculative: str | None = None
 
     def __str__(self) -> str:
         overlap = "overlap" if self.overlap else "plain"
@@ -163,9 +167,9 @@ def run(
     with contextlib.ExitStack() as stack:
         if case.crowded:  # the windows of three requests
             stack.enter_context(patch.object(memory, "window_pages_for", few_window_pages))
-        engine = make_engine(
-            path, drafts=drafts, page_size=case.page_size, num_pages=pages, kv_cache_dtype=case.kv
-        )
+        settings = {"page_size": case.page_size, "kv_cache_dtype": case.kv}
+        settings["speculative"] = case.speculative
+        engine = make_engine(path, drafts=drafts, num_pages=pages, **settings)
     recorder = Recorder(engine)
     inbox, outbox = LocalInbox(), deque()
     scheduler = Scheduler(

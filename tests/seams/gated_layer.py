@@ -12,7 +12,8 @@ from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
 from minisgl.layers.norm import BlockInput
 from minisgl.layers.shards import split_evenly
-from minisgl.models import decoder, registry
+from minisgl.models import layer as decoder_layer
+from minisgl.models import registry
 from minisgl.models.compose import attention_layers, dense_layers, model_spec
 from minisgl.models.hf_config import HfConfig
 from minisgl.models.rope import rope_of
@@ -62,7 +63,7 @@ def gated_spec(config: HfConfig, raw: Mapping[str, Any]) -> ModelSpec:
 
 
 def add_kind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(decoder, "MIXERS", {**decoder.MIXERS, GateSpec: GateMixer})
+    patch.setattr(decoder_layer, "MIXERS", {**decoder_layer.MIXERS, GateSpec: GateMixer})
     family = registry.Family(gated_spec)
     patch.setattr(registry, "FAMILIES", {**registry.FAMILIES, "GatedForCausalLM": family})
 

@@ -22,7 +22,8 @@ from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild, StateBuild, StatePart
 from minisgl.layers.norm import BlockInput
 from minisgl.layers.shards import Shard
-from minisgl.models import decoder, registry
+from minisgl.models import layer as decoder_layer
+from minisgl.models import registry
 from minisgl.models.compose import attention_layers, dense_layers, model_spec
 from minisgl.models.hf_config import HfConfig
 from minisgl.models.rope import rope_of
@@ -140,7 +141,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[in
             ids.append(int(logits[0, -1].argmax()))
     fields = {"architectures": ["DecayForCausalLM"]}
     save_with_mixer(reference, tmp_path, fields, DECAYING, DecayMixer.name)
-    monkeypatch.setattr(decoder, "MIXERS", {**decoder.MIXERS, DecaySpec: DecayMixer})
+    monkeypatch.setattr(decoder_layer, "MIXERS", {**decoder_layer.MIXERS, DecaySpec: DecayMixer})
     family = registry.Family(decay_spec)
     families = {**registry.FAMILIES, "DecayForCausalLM": family}
     monkeypatch.setattr(registry, "FAMILIES", families)

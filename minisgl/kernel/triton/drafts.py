@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch import bool as torch_bool
 
-from minisgl.kernel.drafts import MAX_MATCH, MIN_MATCH, Accepted
+from minisgl.kernel.drafts import LONG_MATCH, MAX_MATCH, MIN_MATCH, Accepted
 
 _TILE = 1024  # tokens that a program compares at once
 _PROGRAMS = 1024  # the most programs that search, over all rows
@@ -102,10 +102,12 @@ def _write_drafts(
     found,
     predicted,
     matches,
+    made,
     parts,
     pool_stride,
     columns,
     width,
+    HAS_MADE: tl.constexpr,
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -121,9 +123,13 @@ def _write_drafts(
     nth = tl.arange(0, WIDTH)
     target = last + 1 + nth
     written = (nth < count) & (nth < width) & (target < columns)
+    without = 0
+    if HAS_MADE:  # without a match the drafts of the draft head stay
+        written = written & (best >= 0)
+        without = tl.minimum(tl.load(made + row), count)
     draft = tl.load(source + end + 1 + nth % period, mask=written)
     tl.store(source + target, draft, mask=written)
-    tl.store(found + req, tl.where(best >= 0, count, 0))
+    tl.store(found + req, tl.where(best >= 0, count, without))
     tl.store(predicted + req, (end > last).to(tl.int32))
 
 
@@ -194,6 +200,7 @@ def find_drafts(
     width: int,
     found: Tensor,
     predicted: Tensor,
+    made: Tensor | None = None,
 ) -> None:
     """As the reference. Two launches; no host sync; graph-capturable.
 
@@ -215,7 +222,7 @@ def find_drafts(
         columns,
         width,
         MAX=MAX_MATCH,
-        MIN=MIN_MATCH,
+        MIN=MIN_MATCH if made is None else LONG_MATCH,
         NEAR=_NEAR,
         TILE=_TILE,
         num_warps=8,
@@ -228,10 +235,12 @@ def find_drafts(
         found,
         predicted,
         matches,
+        cached if made is None else made,
         parts,
         token_pool.stride(0),
         columns,
         width,
+        HAS_MADE=made is not None,
         PARTS=_MOST_PARTS,
         WIDTH=triton.next_power_of_2(width),
         num_warps=1,

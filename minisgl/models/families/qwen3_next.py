@@ -13,7 +13,7 @@ from minisgl.layers.mlp import DenseSpec
 from minisgl.models.compose import FULL, attention_layers, layer_types, model_spec, sparse_layers
 from minisgl.models.hf_config import Count, HfConfig, Raw, check_supported, read_fields
 from minisgl.models.rope import rope_of
-from minisgl.models.spec import ModelSpec, NormsSpec
+from minisgl.models.spec import LayerSpec, ModelSpec, NormsSpec
 from minisgl.moe.spec import ExpertsSpec
 
 DEFAULTS: Raw = {
@@ -24,6 +24,7 @@ DEFAULTS: Raw = {
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
     "norm_topk_prob": True,
+    "mtp_num_hidden_layers": 1,  # published checkpoints have a draft head, and no field for it
 }
 _DELTA = "linear_attention"  # in layer_types
 
@@ -34,6 +35,8 @@ class HfDelta(msgspec.Struct, frozen=True):
     full_attention_interval: without layer_types, each layer whose number is a multiple of it has
     attention. attn_output_gate: the outputs of attention have a gate. mamba_ssm_dtype: the dtype of
     the state. output_gate_type: the activation of the gate of a gated delta net.
+    mtp_num_hidden_layers: the layers of the draft head; 0: the checkpoint has none. A head with an
+    embedding of its own is not used.
     """
 
     linear_conv_kernel_dim: Count = 4
@@ -45,6 +48,8 @@ class HfDelta(msgspec.Struct, frozen=True):
     attn_output_gate: bool = True
     mamba_ssm_dtype: str = "float32"
     output_gate_type: str = "silu"
+    mtp_num_hidden_layers: int = 0
+    mtp_use_dedicated_embeddings: bool = False
 
 
 def spec(config: HfConfig, raw: Raw) -> ModelSpec:
@@ -67,17 +72,17 @@ def hybrid_spec(
     kinds = _kinds(config, fields)
     count = kinds.count(FULL)
     rope = rope_of(config, partial=True)
-    attention = iter(
-        attention_layers(
-            config,
-            [None] * count,
-            [rope.rope] * count,
-            qk_norm=QkNorm.PER_HEAD,
-            norm_offset=True,
-            bias=config.attention_bias,
-            gate=fields.attn_output_gate,
-        )
+    drafting = 0 if fields.mtp_use_dedicated_embeddings else fields.mtp_num_hidden_layers
+    attention = attention_layers(
+        config,
+        [None] * (count + drafting),
+        [rope.rope] * (count + drafting),
+        qk_norm=QkNorm.PER_HEAD,
+        norm_offset=True,
+        bias=config.attention_bias,
+        gate=fields.attn_output_gate,
     )
+    first = iter(attention)
     delta = (
         DeltaSpec(
             fields.linear_num_key_heads,
@@ -90,9 +95,11 @@ def hybrid_spec(
         )
         for layer in range(len(kinds) - count)
     )
-    mixers = [next(attention) if kind == FULL else next(delta) for kind in kinds]
+    mixers = [next(first) if kind == FULL else next(delta) for kind in kinds]
     norms = NormsSpec(offset=True)
-    return model_spec(config, rope, mixers, mlps, norms=norms, unread=("mtp.",))
+    head = LayerSpec(attention[-1], mlps[-1], norms) if drafting else None
+    unread = () if drafting else ("mtp.",)
+    return model_spec(config, rope, mixers, mlps, norms=norms, draft_head=head, unread=unread)
 
 
 def _kinds(config: HfConfig, fields: HfDelta) -> list[str]:
@@ -111,6 +118,7 @@ def _check(config: HfConfig, fields: HfDelta) -> None:
     check_supported("linear_conv_kernel_dim", fields.linear_conv_kernel_dim, [TAPS])
     check_supported("output_gate_type", fields.output_gate_type, ["silu", "swish"])
     check_supported("mamba_ssm_dtype", fields.mamba_ssm_dtype, ["float32"])
+    check_supported("mtp_num_hidden_layers", fields.mtp_num_hidden_layers, [0, 1])
     key, value = fields.linear_num_key_heads, fields.linear_num_value_heads
     if value % key:
         raise ConfigError(

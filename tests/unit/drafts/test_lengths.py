@@ -1,13 +1,14 @@
 """The number of drafts follows from step times and measured acceptance."""
 
 import hypothesis.strategies as st
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 
 from minisgl.core import Int32Array, StepCost
 from minisgl.core.batch import MAX_DRAFTS
-from minisgl.drafts import PricedLengths
+from minisgl.drafts import HeadLengths, PricedLengths
 
 # Milliseconds of an 8B model on an H200, without attention.
 COST = StepCost(
@@ -100,3 +101,37 @@ def test_the_choice_stays_within_the_limit(steps: list[list[tuple[int, int]]], l
     assert choose(lengths, 4, limit=limit) in [k for k in (0, 1, 3, 7) if k <= limit]
     chance = lengths.acceptance(rows_of(4))
     assert ((chance >= 0) & (chance < 1)).all()
+
+
+def head(chance: float) -> HeadLengths:
+    """Lengths of a head whose drafts are accepted with this probability, for one row."""
+    lengths, rng = HeadLengths(64), np.random.default_rng(0)
+    for _ in range(200):
+        fails = rng.random(3) >= chance
+        agreed = np.array([fails.argmax() if fails.any() else 3], dtype=np.int32)
+        lengths.record(rows_of(1), np.array([3], dtype=np.int32), agreed)
+    return lengths
+
+
+@pytest.mark.parametrize(
+    ("chance", "draft_ms", "expected"),
+    [(0.9, 0.3, 7), (0.6, 0.3, 3), (0.6, 3.0, 0), (0.05, 0.3, 0)],
+)
+def test_a_head_makes_as_many_drafts_as_pay(chance: float, draft_ms: float, expected: int) -> None:
+    lengths, cost = head(chance), msgspec.structs.replace(COST, per_draft_s=draft_ms / 1e3)
+    lengths.record(rows_of(1), rows_of(1), rows_of(1))  # a step that makes no draft to measure
+    assert choose(lengths, 1, cost=cost) == expected
+    assert lengths.ahead(rows_of(1), 1, 500, MAX_DRAFTS, cost) == expected
+
+
+def test_a_head_that_does_not_pay_makes_a_draft_in_some_steps() -> None:
+    lengths, none = head(0.05), np.zeros(1, dtype=np.int32)
+    before = lengths.acceptance(rows_of(1))[0]
+    made = []
+    for _ in range(64):
+        made.append(lengths.ahead(rows_of(1), 1, 500, MAX_DRAFTS, COST))
+        lengths.record(rows_of(1), none, none)
+    assert sum(made) == 4
+    assert max(made) == 1
+    assert lengths.acceptance(rows_of(1))[0] == before, "a row without drafts is not measured"
+    assert lengths.ahead(rows_of(1), 1, 500, MAX_DRAFTS, None) == 0

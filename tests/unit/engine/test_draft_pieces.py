@@ -21,7 +21,8 @@ from minisgl.engine.step import (
     StepLauncher,
     StepParts,
 )
-from minisgl.models.decoder import Attended, CausalLM
+from minisgl.models.decoder import CausalLM
+from minisgl.models.layer import Attended
 from tests.parity import test_scheduler_parity as parity
 from tests.parity.models import build_model
 from tests.parity.test_draft_parity import GREEDY, PLAIN

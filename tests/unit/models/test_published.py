@@ -54,7 +54,13 @@ def files(published: dict[str, Any]) -> Iterator[Tensors]:
             for expert in experts:
                 found[f"{parent}.{name.replace('{expert}', str(expert))}"] = tensor
         yield found
-    yield published["rest"] | published["unread"]
+    heads = published["full_attention"] | published["mlp"]
+    drafts: Tensors = {}
+    for name, tensor in heads.items():
+        experts = range(config["num_experts"]) if "{expert}" in name else [0]
+        for expert in experts:
+            drafts[f"mtp.layers.0.{name.replace('{expert}', str(expert))}"] = tensor
+    yield published["rest"] | published["unread"] | drafts
 
 
 def write(folder: Path, published: dict[str, Any], extra: Tensors, missing: str = "") -> None:
@@ -71,9 +77,11 @@ def write(folder: Path, published: dict[str, Any], extra: Tensors, missing: str 
             file.truncate(8 + len(text) + end)
 
 
-def check(folder: Path, config: dict[str, Any], tp: TPInfo) -> torch.nn.Module:
+def check(
+    folder: Path, config: dict[str, Any], tp: TPInfo, drafts: bool = False
+) -> torch.nn.Module:
     """Compare the headers with a rank's share of the model. Raises ConfigError."""
-    spec, moe = model_spec_from(config), TorchMoe(META)
+    spec, moe = model_spec_from(config, drafts=drafts), TorchMoe(META)
     comm = SingleCommunicator(tp)
     model, unused = empty_model(spec, torch.bfloat16, comm, moe, with_quantizations())
     materialise(model, META, torch.bfloat16)
@@ -94,6 +102,11 @@ def test_the_loader_takes_each_tensor_of_a_published_checkpoint(name: str, tmp_p
     assert sum(weights) / 1e9 == pytest.approx(SIZES[name], abs=0.06)
     if "27b" in name:
         check(tmp_path, published["config"], TPInfo(1, 2))
+    drafting = check(tmp_path, published["config"], TPInfo(0, 1), drafts=True)
+    added = {name for name, _ in drafting.named_parameters()} - dict(
+        model.named_parameters()
+    ).keys()
+    assert {name.partition(".")[0] for name in added} == {"mtp"}
 
 
 def test_a_missing_or_an_unknown_tensor_is_named(tmp_path: Path) -> None:

@@ -32,7 +32,8 @@ class Shown(msgspec.Struct):
 
 def plan(folder: str, gpu: Gpu = H200, **changes: Any):
     config = EngineConfig(model_path=folder, **changes)
-    return make_plan(config, load_model_spec(folder), gpu)
+    model = load_model_spec(folder, drafts=config.speculative == "mtp")
+    return make_plan(config, model, gpu)
 
 
 @pytest.mark.parametrize("shape", RECORDED)
@@ -320,3 +321,11 @@ def test_command_says_how_many_gpus_a_model_needs(
     assert re.search(r"^RTX4090 +none +0 *$", capsys.readouterr().out, re.M), "the table says so"
     assert main(["plan", folder, "--gpu", "H2000"]) == 2
     assert "did you mean 'H200'" in capsys.readouterr().err
+
+
+def test_a_draft_head_takes_its_weights_and_the_keys_of_one_layer(tmp_path: Path) -> None:
+    """Qwen3.6-27B has 16 layers with attention, so the head has the keys of a seventeenth."""
+    folder = write_model("qwen3.6-27b", tmp_path)
+    without, found = plan(folder, speculative="ngram"), plan(folder, speculative="mtp")
+    assert (found.weight_bytes - without.weight_bytes) / 1e9 == pytest.approx(0.85, abs=0.01)
+    assert found.kv_token_bytes * 16 == without.kv_token_bytes * 17

@@ -30,11 +30,13 @@ class ChangingDrafts:
 
     The number depends on the lengths of the contexts, because a plan must not change it.
 
+    head             the engine has a draft head. It makes another number of drafts in each step.
     drafted, agreed  totals of all steps.
     """
 
-    def __init__(self, most: int, changing: bool = True) -> None:
+    def __init__(self, most: int, changing: bool = True, head: bool = False) -> None:
         self.most = most
+        self.head = head
         self.changing = changing
         self.drafted = self.agreed = 0
 
@@ -43,6 +45,11 @@ class ChangingDrafts:
     ) -> int:
         most = (5 * keys) % (self.most + 1) if self.changing else self.most
         return min(most, limit)
+
+    def ahead(
+        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
+    ) -> int:
+        return self.choose(rows, num_reqs, keys + 1, limit, cost) if self.head else 0
 
     def open(self, row: int) -> None:
         pass

@@ -17,7 +17,7 @@ from llguidance import LLMatcher
 
 from minisgl.core import EngineConfig, FinishReason, Grammar, SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import Communicator
-from minisgl.drafts import ngram, with_ngrams
+from minisgl.drafts import ngram, with_head, with_ngrams
 from minisgl.engine import Engine
 from minisgl.message.messages import AbortReq, AddReq, LeaderStep, SchedulerStats, Shutdown
 from minisgl.message.queues import Receiver, Sender, endpoint
@@ -182,10 +182,12 @@ def run_tasks(
         "max_seq_len": 512,
     }
     config = EngineConfig(model_path=path, tp_size=comm.tp.size, **settings | run.engine)
-    drafts = ChangingDrafts(7)
+    head = config.speculative == "mtp"
+    drafts = ChangingDrafts(7, head=head)
     extensions = with_grammars(path)
     if run.drafts:
-        extensions = with_ngrams(lambda rows: drafts, extensions)
+        added = with_head if head else with_ngrams
+        extensions = added(lambda rows: drafts, extensions)
     processor = extensions.logits_processors[-1]
     assert isinstance(processor, GrammarProcessor)
     processor.forces_tokens = run.forced
