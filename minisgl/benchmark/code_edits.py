@@ -17,7 +17,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,10 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.benchmark.flag_types import positive_int
+from minisgl.benchmark.flag_types import pinned_lengths, positive_int
 from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.outbox import raise_failure
+from minisgl.benchmark.pinned import PinnedAcceptance
 from minisgl.core import EngineConfig, Int32Array, SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.drafts import with_speculation
@@ -54,6 +55,7 @@ from minisgl.utils.startup import Progress
 
 EDITS = Path(__file__).with_name("code_edits.jsonl")
 _PIECE = re.compile(r" ?[A-Za-z]{1,7}|[0-9]{1,3}|[^\sA-Za-z0-9]{1,2}|\s+(?= )|\s+")
+_NO_DRAFTS = "none"  # the label of the run without drafts
 _FIRST_TOKENS = 32  # of the file in a prompt without the whole file
 
 
@@ -183,6 +185,19 @@ def run(
         return outputs / (time.perf_counter() - begin_s)
 
 
+def _runs(
+    acceptance: dict[int, float] | None, edits: Sequence[Edit]
+) -> Iterator[tuple[str, str | None, Callable[[Extensions], Extensions]]]:
+    """Yield the label of each run, its method, and the function that adds its drafts."""
+    replay = ReplayTokens(edits).added_to
+    yield _NO_DRAFTS, None, replay
+    if acceptance is None:
+        yield "ngram", "ngram", lambda added: replay(with_speculation("ngram", added))
+    for drafts, tokens in (acceptance or {}).items():
+        label = f"mtp {drafts}, pinned {tokens:.2f}"
+        yield label, "mtp", PinnedAcceptance(drafts, tokens).added_to
+
+
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench drafts", description=__doc__)
@@ -197,6 +212,14 @@ def main(argv: Sequence[str]) -> int:
         "--concurrency", type=positive_int, nargs="+", default=[1, 16], help="requests at once"
     )
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument(
+        "--acceptance",
+        type=pinned_lengths,
+        metavar="DRAFTS:TOKENS,...",
+        help="run the draft head of the model with 1 or 3 drafts in each step, and let each step "
+        "give a request this many tokens in the mean, such as 1:1.93,3:3.39. Without it, drafts "
+        "are those of repetitions",
+    )
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         path, model = load_shape(options.model, Path(folder))
@@ -209,7 +232,7 @@ def main(argv: Sequence[str]) -> int:
         if resolve_device(chosen, TPInfo(0, 1)).type == "cpu":
             num_pages = pages_for(edits, max(options.concurrency), chosen.page_size)
         totals, outbox = DraftTotals(), list[StepOutput]()
-        for method in (None, "ngram"):
+        for label, method, added in _runs(options.acceptance, edits):
             config = EngineConfig(
                 model_path=path,
                 device=options.device,
@@ -219,20 +242,18 @@ def main(argv: Sequence[str]) -> int:
                 max_seq_len=max(len(edit.prompt) + len(edit.output) for edit in edits),
                 speculative=method,
             )
-            extensions = with_speculation(method, DEFAULT_EXTENSIONS)
-            label = method or "no drafts"
             sys.stderr.write(f"{label}: loading {options.model}\n")
-            extensions = ReplayTokens(edits).added_to(extensions)
+            extensions = added(DEFAULT_EXTENSIONS)
             engine = Engine(config, SingleCommunicator(), extensions=extensions)
             inbox = LocalInbox()
             # Without a prefix cache, every run computes all prompts.
             policy = SchedulerConfig(cache_type="naive")
             scheduler = build_scheduler(engine, policy, inbox, outbox.append)
-            rates[method or "none"] = []
+            rates[label] = []
             for reqs in options.concurrency:
                 title = f"{label}, {reqs} at once"
                 rate = run(scheduler, inbox, outbox, edits, reqs, title)
-                rates[method or "none"].append(rate)
+                rates[label].append(rate)
                 print(f"{title}: {rate:,.0f} tokens/s", flush=True)
             totals = scheduler.totals.drafts
             engine.close()
@@ -241,9 +262,11 @@ def main(argv: Sequence[str]) -> int:
     predicted = sum(count for output in outbox for _, count in output.predicted)
     print(f"{options.model}, {len(edits)} edits, {accepted} of {drafted} draft tokens accepted")
     print(f"{predicted} of {tokens} output tokens equal a draft from the prediction")
-    print(f"{'requests':<10} {'tokens/s':>10} {'with drafts':>12} {'ratio':>7}")
-    for reqs, plain, faster in zip(options.concurrency, *rates.values(), strict=True):
-        print(f"{reqs:<10} {plain:>10,.0f} {faster:>12,.0f} {faster / plain:>7.2f}")
+    print(f"{'drafts':<24} {'requests':>8} {'tokens/s':>10} {'ms/token':>9} {'ratio':>7}")
+    for label, of_label in rates.items():
+        for reqs, plain, rate in zip(options.concurrency, rates[_NO_DRAFTS], of_label, strict=True):
+            each_ms = 1e3 * reqs / rate
+            print(f"{label:<24} {reqs:>8} {rate:>10,.0f} {each_ms:>9.2f} {rate / plain:>7.2f}")
     counts = {"tokens": tokens, "drafted": drafted, "accepted": accepted, "predicted": predicted}
     summary = {"model": options.model, "edits": len(edits), "requests": options.concurrency}
     print(json.dumps({**summary, "rates": rates, **counts}))

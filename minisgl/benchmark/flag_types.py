@@ -5,6 +5,8 @@ import math
 import os
 from pathlib import Path
 
+MOST_PINNED = 3  # with more drafts, the accepted length of real text varies too much to be pinned
+
 
 def positive_int(text: str) -> int:
     """A whole number of at least 1."""
@@ -60,3 +62,20 @@ def add_quantization_flag(parser: argparse.ArgumentParser | argparse._ArgumentGr
     """Add --quantization, as in the server."""
     text = "convert the weights at load, as in the server: fp8"
     parser.add_argument("--quantization", choices=("fp8",), help=text)
+
+
+def pinned_lengths(text: str) -> dict[int, float]:
+    """Read "1:1.93,3:3.39": the tokens of a step with each number of drafts."""
+    found = {}
+    for pair in text.split(","):
+        drafts, _, tokens = pair.partition(":")
+        try:
+            found[int(drafts)] = float(tokens)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{pair!r} is not DRAFTS:TOKENS") from None
+    for count, mean in found.items():
+        if count not in (1, MOST_PINNED) or not 1 <= mean <= count + 1:
+            raise argparse.ArgumentTypeError(
+                f"{count}:{mean} must have 1 or {MOST_PINNED} drafts, and 1 to drafts + 1 tokens"
+            )
+    return found

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from minisgl.benchmark.flag_types import (
     add_kv_flag,
     add_quantization_flag,
+    pinned_lengths,
     positive_float,
     positive_int,
 )
@@ -37,6 +38,16 @@ from minisgl.cost.floor import (
 )
 from minisgl.models.config import load_model_spec
 from minisgl.models.spec import ModelSpec
+
+
+class Pinned(NamedTuple):
+    """The drafts of each decode step, and the mean number of tokens that a request gets from it."""
+
+    drafts: int
+    tokens: float
+
+
+NO_DRAFTS = Pinned(0, 1.0)
 
 
 class Floor(NamedTuple):
@@ -59,10 +70,12 @@ def floor_of(
     tp: int = 1,
     quantization: str | None = None,
     fp8_kv: bool = False,
+    pinned: Pinned = NO_DRAFTS,
 ) -> Floor:
     """Return the floor of `workload` on tp GPUs, with prompts in chunks of budget_tokens.
 
-    quantization: as in EngineConfig. fp8_kv: the KV cache is FP8.
+    quantization: as in EngineConfig. fp8_kv: the KV cache is FP8. pinned: the drafts of each step,
+    for which the model needs its draft head.
     """
     cost = with_weights(cost_of(model, tp, fp8_kv), model, quantization, tp)
     prompts, outputs = workload.prompt_lengths(), workload.output_lengths()
@@ -78,10 +91,14 @@ def floor_of(
         ceilings.arithmetic_s(prefill_operations, cost.fp8_operations * prompt_tokens),
     )
     prefill_s += chunks * cost.reduces * reduce_s(tp, prompt_tokens / chunks * cost.reduce_bytes)
-    decode_s = 0.0
-    for step in range(1, int(outputs.max())):  # prefill samples the first token
-        contexts = prompts[outputs > step] + step
-        decode_s += step_s(cost, len(contexts), read_keys(model, contexts), ceilings, tp)
+    decode_s, width = 0.0, 1 + pinned.drafts
+    # A request reads its states once in a step of several tokens.
+    each_token = cost._replace(state_bytes=cost.state_bytes // width)
+    drafts_s = pinned.drafts * cost.draft_bytes / ceilings.bytes_per_s
+    for step in np.arange(1, int(outputs.max()), pinned.tokens):  # prefill samples the first token
+        contexts = prompts[outputs > step] + int(step)
+        keys = read_keys(model, contexts)
+        decode_s += step_s(each_token, len(contexts) * width, keys, ceilings, tp) + drafts_s
     return Floor(prefill_s, decode_s, int(outputs.sum()) / (prefill_s + decode_s))
 
 
@@ -92,13 +109,14 @@ def _pairs(prompts: NDArray[np.int64], window: int | None) -> float:
     return float(pairs.sum())
 
 
-def load_shape(model: str, folder: Path) -> tuple[str, ModelSpec]:
+def load_shape(model: str, folder: Path, drafts: bool = False) -> tuple[str, ModelSpec]:
     """Return a model folder and its config.
 
-    model: a name in SHAPES, whose files are written to `folder`, or a model folder.
+    model: a name in SHAPES, whose files are written to `folder`, or a model folder. drafts: as for
+    load_model_spec.
     """
     path = write_model(model, folder) if model in SHAPES else model
-    return path, load_model_spec(path)
+    return path, load_model_spec(path, drafts=drafts)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,16 +139,24 @@ def main(argv: Sequence[str]) -> int:
         "--fp8-matmul", type=positive_float, default=1275, help="TFLOP/s (1275: one H200)"
     )
     parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
+    parser.add_argument(
+        "--acceptance",
+        type=pinned_lengths,
+        metavar="DRAFTS:TOKENS",
+        help="drafts of the draft head in each step, and the tokens of a step, such as 3:3.39",
+    )
     add_quantization_flag(parser)
     add_kv_flag(parser)
     options = parser.parse_args(argv)
+    pinned = Pinned(*next(iter(options.acceptance.items()))) if options.acceptance else NO_DRAFTS
     with tempfile.TemporaryDirectory() as folder:
-        _, model = load_shape(options.model, Path(folder))
+        _, model = load_shape(options.model, Path(folder), drafts=pinned.drafts > 0)
     rates = (options.bandwidth, options.matmul, options.fp8_matmul)
     ceilings = Ceilings(*(1e12 * rate for rate in rates))
     workload = workload_from(options)
     quantization, fp8_kv = options.quantization, options.kv_cache_dtype == "fp8"
-    floor = floor_of(model, workload, ceilings, options.budget, options.tp, quantization, fp8_kv)
+    form = (options.budget, options.tp, quantization, fp8_kv, pinned)
+    floor = floor_of(model, workload, ceilings, *form)
     cost = with_weights(cost_of(model, options.tp, fp8_kv), model, quantization, options.tp)
     outputs = int(np.sum(workload.output_lengths()))
     print(
@@ -142,5 +168,7 @@ def main(argv: Sequence[str]) -> int:
         f"prefill {floor.prefill_s:.2f} s + decode {floor.decode_s:.2f} s = {floor.total_s:.2f} s; "
         f"{outputs:,} output tokens, {floor.tokens_per_s:,.0f} per second"
     )
+    if pinned.drafts:
+        print(f"{pinned.drafts} drafts, {pinned.tokens:.2f} tokens of a request in a step: pinned")
     print(json.dumps({"model": options.model, **floor._asdict(), "output_tokens": outputs}))
     return 0

@@ -11,6 +11,7 @@ import pytest
 from minisgl.benchmark import code_edits
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.drafts import PricedLengths
+from tests.parity.hybrid_models import Heads, save
 from tests.parity.models import build_model
 
 OLD = [f"def function_{i}(a, b):\n    return a + b + {i}\n" for i in range(6)]
@@ -79,7 +80,7 @@ def test_most_tokens_of_an_edit_are_accepted_drafts(
     assert code_edits.main([*flags, "--concurrency", "1", "2"]) == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out.splitlines()[-1])
-    for label in ("no drafts", "ngram"):
+    for label in ("none", "ngram"):
         assert f"{label}: loading {model}\n" in shown.err
         assert f"{label}, 2 at once: 100%" in shown.err
     assert found["accepted"] > 0.5 * found["drafted"] > 0
@@ -122,3 +123,29 @@ def test_a_refused_edit_gives_an_error_and_no_speed(
     with pytest.raises(ConfigError, match=expected):
         code_edits.main([*flags, "--concurrency", "1"])
     assert "tokens/s" not in capsys.readouterr().out
+
+
+def test_pinned_rows_accept_the_given_number_of_tokens(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first and the last steps of an answer add a few tokens without drafts."""
+    model = Heads(*save("qwen3_5", tmp_path)).path
+    flags = ["--model", model, "--edits", "2", "--device", "cpu", "--concurrency", "2"]
+    assert code_edits.main([*flags, "--acceptance", "1:1.9,3:2.5"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split(" at once")[0] for line in shown[:3]] == [
+        "none, 2",
+        "mtp 1, pinned 1.90, 2",
+        "mtp 3, pinned 2.50, 2",
+    ]
+    found = json.loads(shown[-1])  # the counts are those of the last row
+    assert 1 + 3 * found["accepted"] / found["drafted"] == pytest.approx(2.5, abs=0.15)
+
+
+@pytest.mark.parametrize("text", ["2:1.5", "7:3", "1:2.5", "3", "3:0.5"])
+def test_acceptance_that_cannot_be_pinned_is_refused(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        code_edits.main(["--acceptance", text])
+    assert "--acceptance" in capsys.readouterr().err
