@@ -95,11 +95,12 @@ def main() -> None:
     others = [package for package, _ in lines.most_common() if package not in core]
     rows = {each: [each] for each in core} | {"the core": core}
     rows |= {each: [each] for each in others} | {"all packages": [*lines]}
-    header = "files of " + ", ".join(FEATURES)
-    sys.stdout.write(f"{'':<14}{'lines':>8}{header:>20}\n")
+    header = "  files of " + ", ".join(FEATURES)
+    width = len(header)
+    sys.stdout.write(f"{'':<14}{'lines':>8}{header}\n")
     for name, packages in rows.items():
         total, special = (sum(of[each] for each in packages) for of in (lines, of_features))
-        sys.stdout.write(f"{name:<14}{total:>8,}{special or '':>20}\n")
+        sys.stdout.write(f"{name:<14}{total:>8,}{special or '':>{width}}\n")
 
 
 if __name__ == "__main__":
