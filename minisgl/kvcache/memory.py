@@ -153,7 +153,7 @@ class Memory:
         table, fence = self.full.table, int(self._rows.last_step[row])
         key = self._rows.tokens[row, : num_pages * self.page_size]
         row_pages = table.entries[row, :num_pages]
-        node, pages, _ = self.tree.insert(key, row_pages, salt)
+        node, pages, *_ = self.tree.insert(key, row_pages, salt)
         self.tree.lock(node)
         self.tree.unlock(self._nodes[row], fence)
         self._nodes[row] = node

@@ -51,23 +51,28 @@ class Match(NamedTuple):
     """A cached prefix: the node at its end, and its pages, int32 [tokens / page_size].
 
     known_pages: the pages of the longest cached prefix. Not all kinds of memory can use all of it.
+    junction: the same number if other cached tokens follow this prefix, so that requests part here;
+    otherwise 0.
     """
 
     node: RadixNode
     pages: Int32Array
     known_pages: int
+    junction: int
 
 
 class Hit(NamedTuple):
     """A cached prefix that a plan has found, without a change. `match` finds the same prefix.
 
-    pages: the number of its pages. tokens: the tokens that they hold. known_pages: as in Match.
+    pages: the number of its pages. tokens: the tokens that they hold. known_pages, junction: as in
+    Match.
     """
 
     path: Path
     pages: int
     tokens: int
     known_pages: int
+    junction: int
 
 
 class Evicted(NamedTuple):

@@ -33,6 +33,13 @@ def common_prefix(a: Int32Array, b: Int32Array) -> int:
     return int(different.argmax()) if different.any() else length
 
 
+def _junction(path: Path) -> int:
+    """Return the pages of a prefix if other cached tokens follow it; otherwise 0."""
+    if not path or (path[-1][1] == len(path[-1][0].pages) and not path[-1][0].children):
+        return 0
+    return sum(pages for _, pages in path)
+
+
 class RadixCache:
     """Finds the pages with the KV of a cached prefix, so that no step computes this KV again.
 
@@ -102,7 +109,7 @@ class RadixCache:
             if left > 0:
                 used.append((node, min(pages, left)))
             left -= pages
-        return Hit(used, length, length * self._page_size, known)
+        return Hit(used, length, length * self._page_size, known, _junction(path))
 
     def _usable(self, path: Path) -> int:
         """Return the pages of the longest hit on `path` that every kind can use."""
@@ -125,15 +132,15 @@ class RadixCache:
         self.clock += 1
         path = self._find(tokens, salt)
         length, known = self._usable(path), sum(pages for _, pages in path)
+        junction = _junction(path)
         node, parts = self._use(path)
         if length < known:
             node, _ = self._use(self._find(tokens[: length * self._page_size], salt))
         for kind in self._kinds:
             kind.touch(node)
         for each in node.path():
-            if not each.reused:
-                self._mark_reused(each)
-        return Match(node, np.concatenate(parts)[:length], known)
+            self.mark_reused(each)
+        return Match(node, np.concatenate(parts)[:length], known, junction)
 
     def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Match:
         """Add the part of `tokens` that is not cached yet.
@@ -161,7 +168,7 @@ class RadixCache:
             self._push_if_evictable(leaf)
             node = leaf
             cached_pages.append(leaf.pages)
-        match = Match(node, np.concatenate(cached_pages), len(pages))
+        match = Match(node, np.concatenate(cached_pages), len(pages), junction=0)
         self.listener.stored(tokens, match.pages, salt)
         return match
 
@@ -338,11 +345,13 @@ class RadixCache:
             self._push_if_evictable(parent)
         return taken
 
-    def _mark_reused(self, node: RadixNode) -> None:
+    def mark_reused(self, node: RadixNode) -> None:
         """Move `node` to the reused class. Its entry in heap 0 is void from now on.
 
         Heap 0 is rebuilt when more than half of its entries are void.
         """
+        if node.reused:
+            return
         node.reused = True
         self._reused_pages += 0 if node.lock_count else len(node.pages)
         self._void_entries += node.in_heap

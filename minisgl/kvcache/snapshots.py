@@ -30,7 +30,7 @@ class Snapshot:
     branches  requests branch off here, so thinning keeps the snapshot.
     node      the snapshot belongs to the end of this node; None until the prompt is published.
     last_use  as RadixNode.last_use, of the last match that ends here.
-    reused    a match has ended here.
+    reused    a match has ended here, or at a snapshot that this one has replaced.
     loads     number of rows that begin with it in the next batch.
     fence     the last launched step that copies from or to the pages.
     freed     the pages belong to the snapshot no more.
@@ -120,6 +120,9 @@ class Snapshots:
         Requests that branch off after it then begin with the snapshot above it. One is kept if
         another request has continued from it. An answer that the next turn left out has not. Two
         are dropped, because a request may leave two: at its stable prompt and after its answer.
+
+        If one of them was used, the new one counts as used too, with its node: the eviction of the
+        new one now loses the whole chat, and not only its last turn.
         """
         path = {*node.path()}
         above = [snapshot for snapshot in self.above(node) if snapshot is not new]
@@ -131,6 +134,9 @@ class Snapshots:
             price = self.num_pages * self._memory.page_size
             if keeps or older.tokens - least > MAX_GAP * price:
                 break
+            if older.reused:
+                self._memory.tree.mark_reused(node)
+                self.touch(node)
             self.release(older)
 
     def release(self, snapshot: Snapshot) -> int:

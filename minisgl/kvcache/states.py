@@ -31,7 +31,7 @@ class Saving:
     request      number of the request.
     prompt       number of tokens of the prompt.
     done         tokens of the newest snapshot of this request, or of the one that it began with.
-    known        tokens that the prefix cache knew when the row began.
+    junction     tokens after which other cached tokens follow than those of the row; 0: none.
     prefixes     as in Rows.
     saved        snapshots that wait until the prompt is published.
     node, pages  the published part of the row.
@@ -40,7 +40,7 @@ class Saving:
     request: int
     prompt: int
     done: int
-    known: int
+    junction: int
     prefixes: Prefixes
     saved: list[Snapshot] = field(default_factory=list)
     node: RadixNode | None = None
@@ -56,8 +56,8 @@ class States(CacheKind):
 
     Snapshots are taken where requests diverge: at the end of the stable prompt, at the end of an
     answer or at a preemption, at the end of the first message, where a match knows more pages than
-    it can use (a junction), and where a waiting request shares a prefix with the row. A chunk that
-    ends in the page after such a place leaves the state there.
+    it can use and branches off (a junction), and where a waiting request shares a prefix with the
+    row. A chunk that ends in the page after such a place leaves the state there.
 
     I1  A batch saves a state before the next step of its row, and before the next owner of the row
         begins: the first batch after the state has reached the place.
@@ -110,10 +110,10 @@ class States(CacheKind):
         """Return where the state of a row is to be saved, and the end of its chunks."""
         return self._savings[row], int(self._rows.prefill_end[row])
 
-    def new_saving(self, prompt: int, hit: int, known: int, prefixes: Prefixes) -> Saving:
-        """Return where the state of a new row is to be saved. hit, known: pages, as in Hit."""
+    def new_saving(self, prompt: int, hit: int, junction: int, prefixes: Prefixes) -> Saving:
+        """Return where the state of a new row is to be saved. hit, junction: pages, as in Hit."""
         size = self._page_size
-        return Saving(self._requests, prompt, hit * size, known * size, prefixes)
+        return Saving(self._requests, prompt, hit * size, junction * size, prefixes)
 
     def places(self, saving: Saving) -> dict[int, bool]:
         """Return the tokens at which a state is to be saved, and whether requests branch off."""
@@ -121,7 +121,7 @@ class States(CacheKind):
             return {}
         stable, first, shared = saving.prefixes
         price = self.snapshots.num_pages * self._page_size
-        branches = [saving.known, first if first >= price else 0, *shared]
+        branches = [saving.junction, first if first >= price else 0, *shared]
         reach, done = self._floor(saving.prompt - 1), saving.done
         least = done + MIN_BRANCH_TOKENS
         places = {at: True for at in map(self._floor, branches) if least <= at <= reach}
@@ -156,7 +156,7 @@ class States(CacheKind):
         """Let a row begin with the snapshot at the end of its cached prefix."""
         prompt, prefixes = int(self._rows.known[row]), self._rows.prefixes[row]
         self._requests += 1
-        saving = self.new_saving(prompt, len(match.pages), match.known_pages, prefixes)
+        saving = self.new_saving(prompt, len(match.pages), match.junction, prefixes)
         self._savings[row] = saving
         self._rows.state_at[row] = saving.done
         if (snapshot := self.snapshots.at(match.node)) is not None:
@@ -273,7 +273,7 @@ class StateRoom(KindRoom):
         if (snapshot := self._end_of(hit)) is not None:
             self._used.add(snapshot)
         prompt, prefixes = len(wanted.tokens), wanted.prefixes
-        self._new[row] = self._states.new_saving(prompt, hit.pages, hit.known_pages, prefixes)
+        self._new[row] = self._states.new_saving(prompt, hit.pages, hit.junction, prefixes)
 
     def _end_of(self, hit: Hit) -> Snapshot | None:
         return self._snapshots.at(hit.path[-1][0]) if hit.path else None

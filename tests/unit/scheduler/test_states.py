@@ -25,11 +25,11 @@ def new_harness(num_pages: int = 4000, rows: int = 64, budget: int = 2048) -> Ha
     return Harness(engine, SchedulerConfig(prefill_budget_tokens=budget, target_step_ms=None))
 
 
-def cached_tokens(harness: Harness, prompt: list[int], **fields: int) -> int:
+def cached_tokens(harness: Harness, prompt: list[int], answer: int = 4, **fields: int) -> int:
     """Run one request to its end; return the prompt tokens that were cached."""
-    uid = harness.add(prompt, max_tokens=4, ignore_eos=True, **fields)
+    uid = harness.add(prompt, max_tokens=answer, ignore_eos=True, **fields)
     harness.run()
-    assert harness.answers[uid].tokens == expected_output(prompt, 4, ignore_eos=True)
+    assert harness.answers[uid].tokens == expected_output(prompt, answer, ignore_eos=True)
     check_snapshots(harness.scheduler.memory, harness.engine)
     return harness.answers[uid].cached_tokens
 
@@ -65,23 +65,39 @@ def test_the_same_prompt_again_is_a_hit() -> None:
         assert cached_tokens(harness, prompt) == (length - 1) // PAGE * PAGE
 
 
-def test_a_chat_of_ten_turns_with_stripped_thinking_is_near_the_ideal() -> None:
+@pytest.mark.parametrize(("answer", "stripped"), [(4, True), (100, False)])
+def test_a_chat_of_ten_turns_is_near_the_ideal_with_one_snapshot(
+    answer: int, stripped: bool
+) -> None:
+    """The next turn leaves the thinking out, or has the whole answer, too short for a snapshot."""
     harness = new_harness()
     header, tail = [61, 62, 63], [50, 51]
     history, sequences, cached, shared, total = SYSTEM[:1000], [], 0, 0, 0
     for turn in range(10):
         history = [*history, *[(turn * 7 + i) % 59 for i in range(600)]]
         prompt = [*history, *header]
-        cached += cached_tokens(harness, prompt, stable=len(history), first=1000)
+        cached += cached_tokens(harness, prompt, answer, stable=len(history), first=1000)
         shared += max([0, *(common(prompt, sequence) for sequence in sequences)])
         total += len(prompt)
-        thinking = expected_output(prompt, 4, ignore_eos=True)
-        sequences.append([*prompt, *thinking])
-        answer = [(turn * 11 + i) % 57 for i in range(250)]
-        history = [*history, *header, *tail, *answer]
-    assert cached / total > shared / total - 0.01
+        said = expected_output(prompt, answer, ignore_eos=True)
+        sequences.append([*prompt, *said])
+        kept = tail if stripped else [*said, *tail]
+        history = [*history, *header, *kept, *[(turn * 11 + i) % 57 for i in range(250)]]
+    assert cached / total > shared / total - (0.01 if stripped else 0.02)
     (kind,) = states_of(harness.scheduler.memory)
     assert kind.snapshots.num_cached == 1, "the last turn needs no snapshot of an earlier one"
+
+
+def test_a_chat_outlives_prompts_that_came_later_and_once() -> None:
+    """The snapshot of its second turn has replaced the one of the first turn, which was a hit."""
+    harness = new_harness(num_pages=2000)
+    chat = SYSTEM[:4000]
+    assert cached_tokens(harness, [*chat, 7, 7, 7], stable=4000) == 0
+    chat = [*chat, *[9] * 1000]
+    assert cached_tokens(harness, [*chat, 7, 7, 7], stable=5000) == 4000
+    for once in range(10, 20):
+        cached_tokens(harness, [once] * 4000)
+    assert cached_tokens(harness, [*chat, *[11] * 600]) == 4992
 
 
 def common(a: list[int], b: list[int]) -> int:
