@@ -34,6 +34,7 @@ def load_of(options: argparse.Namespace) -> Load:
             time_scale=options.time_scale,
             length_scale=options.length_scale,
             max_prompt_tokens=options.max_prompt,
+            max_output_tokens=options.max_output,
             largest_id=options.largest_id,
         )
     workload = workload_from(options)
@@ -74,9 +75,10 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
     load.add_argument(
         "--length-scale", type=nonnegative_float, default=1.0, help="factor for the trace's lengths"
     )
-    load.add_argument(
-        "--max-prompt", type=positive_int, help="cut the trace's prompts to this many tokens"
-    )
+    for kind in ("prompt", "output"):
+        load.add_argument(
+            f"--max-{kind}", type=positive_int, help=f"cut the trace's {kind}s to this many tokens"
+        )
     load.add_argument(
         "--beside",
         type=int,

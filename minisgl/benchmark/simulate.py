@@ -75,6 +75,7 @@ class _Arrivals:
         ids = self._load.prompts[index].astype("<i4").tobytes()
         client = self._load.clients[index] if self._load.clients else ""
         priority = self._load.priorities[index] if self._load.priorities else 0
+        stable = self._load.stable[index] if self._load.stable else 0
         messages.append(
             AddReq(
                 uid=index,
@@ -83,6 +84,7 @@ class _Arrivals:
                 client=client,
                 call=index,
                 priority=priority,
+                prefixes=(stable, 0),
             )
         )
 

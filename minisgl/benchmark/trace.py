@@ -35,6 +35,7 @@ class Load(NamedTuple):
     arrivals_s  seconds after the first arrival; None: a request is sent when another one ends.
     clients     the client of each request; None: all requests come from one client.
     priorities  the priority of each request; None: 0.
+    stable      tokens of each prompt that later prompts may share (AddReq.prefixes); None: unknown.
     """
 
     prompts: list[Int32Array]
@@ -42,6 +43,7 @@ class Load(NamedTuple):
     arrivals_s: list[float] | None
     clients: list[str] | None = None
     priorities: list[int] | None = None
+    stable: list[int] | None = None
 
 
 def read_trace(path: Path, count: int | None = None) -> list[TraceRequest]:
@@ -71,13 +73,16 @@ def replay(
     time_scale: float = 1.0,
     length_scale: float = 1.0,
     max_prompt_tokens: int | None = None,
+    max_output_tokens: int | None = None,
     largest_id: int = 10_000,
 ) -> Load:
     """Return a load in which each hash id is a block of pseudo-random tokens.
 
     time_scale: factor for the arrival times. length_scale: factor for the lengths of blocks and
-    outputs; prompts still share the same blocks. max_prompt_tokens: longer prompts are cut.
-    largest_id: largest token id.
+    outputs; prompts still share the same blocks. max_prompt_tokens, max_output_tokens: longer
+    prompts and outputs are cut. largest_id: largest token id.
+
+    Prompts share whole blocks, so the stable part of each is its whole blocks.
     """
     size = max(1, round(BLOCK_TOKENS * length_scale))
     blocks: dict[int, Int32Array] = {}
@@ -91,10 +96,12 @@ def replay(
         length = max(1, round(request.input_length * length_scale))
         prompts.append(prompt[: min(length, max_prompt_tokens or length)])
     start = requests[0].timestamp if requests else 0.0
+    outputs = [max(1, round(request.output_length * length_scale)) for request in requests]
     return Load(
         prompts,
-        [max(1, round(request.output_length * length_scale)) for request in requests],
+        [min(length, max_output_tokens or length) for length in outputs],
         [(request.timestamp - start) / 1000 * time_scale for request in requests],
+        stable=[len(prompt) // size * size for prompt in prompts],
     )
 
 

@@ -6,7 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.benchmark.flag_types import nonnegative_float, positive_float, positive_int
+from minisgl.benchmark.flag_types import (
+    nonnegative_float,
+    nonnegative_int,
+    positive_float,
+    positive_int,
+)
 from minisgl.core import Batch, ConfigError, SchedulerConfig, StepCost, StepResult, WindowLayers
 
 _HOST_S = 0.0003  # host time from the end of step n to the launch of step n + 2
@@ -71,14 +76,18 @@ class VirtualEngine:
         rows: int,
         max_seq_len: int,
         mixed_factor: float = 1.0,
+        snapshot_pages: int = 0,
     ) -> None:
-        """mixed_factor: factor for the times of steps that both decode and prefill."""
+        """mixed_factor: factor for the times of steps that both decode and prefill.
+
+        snapshot_pages: as in EngineLike; copies of states take no time.
+        """
         self._cost = cost
         self._mixed_factor = mixed_factor
         self.num_pages = num_pages
         self.page_size = 16
         self.window: WindowLayers | None = None
-        self.snapshot_pages = 0
+        self.snapshot_pages = snapshot_pages
         self.max_running_reqs = rows
         self.max_seq_len = max_seq_len
         self.now_s = 0.0
@@ -111,9 +120,10 @@ class EngineSettings(NamedTuple):
     max_seq_len: int
     mixed_factor: float
     config: SchedulerConfig
+    snapshot_pages: int = 0
 
     def engine(self) -> VirtualEngine:
-        return VirtualEngine(*self[:5])
+        return VirtualEngine(*self[:5], snapshot_pages=self.snapshot_pages)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, mixed_factor: float = 1.0) -> None:
@@ -126,6 +136,12 @@ def add_engine_flags(parser: argparse.ArgumentParser, mixed_factor: float = 1.0)
     )
     parser.add_argument(
         "--num-pages", type=positive_int, default=49_000, help="KV pages of 16 tokens (49000)"
+    )
+    parser.add_argument(
+        "--snapshot-pages",
+        type=nonnegative_int,
+        default=0,
+        help="KV pages of a copy of a request's recurrent states; 0: the model has none (0)",
     )
     parser.add_argument(
         "--max-running-requests", type=positive_int, default=256, help="requests in a batch (256)"
@@ -161,4 +177,5 @@ def engine_settings(options: argparse.Namespace) -> EngineSettings:
         SchedulerConfig(
             target_step_ms=options.target_step_ms or None, cache_type=options.cache_type
         ),
+        options.snapshot_pages,
     )

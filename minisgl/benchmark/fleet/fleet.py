@@ -134,7 +134,8 @@ class Fleet:
         replica.open_reqs[uid] = None
         sampling = SamplingParams(max_tokens=self._load.max_tokens[uid], ignore_eos=True, seed=0)
         ids = prompt.astype("<i4").tobytes()
-        message = AddReq(uid=uid, token_ids=ids, sampling=sampling, call=uid)
+        prefixes = (self._load.stable[uid] if self._load.stable else 0, 0)
+        message = AddReq(uid=uid, token_ids=ids, sampling=sampling, call=uid, prefixes=prefixes)
         replica.deliver(self._now_s + self._plan.front_end_s, message)
         self._schedule(replica)
 

@@ -1,6 +1,7 @@
 """The scheduler in simulated time, with the step costs of an 8B model on one H200."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -132,6 +133,21 @@ def test_cached_tokens_are_not_computed_again() -> None:
     twice = Load(load.prompts * 2, [1, 1], [0.0, 5.0])
     assert summarise(run(twice))["cached_tokens"] == 1584
     assert summarise(run(twice, cache_type="naive"))["cached_tokens"] == 0
+
+
+def test_a_trace_of_a_model_with_recurrent_states_hits_the_whole_blocks_before_the_question(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [
+        {"timestamp": 9e3 * own, "input_length": 1300, "output_length": 9, "hash_ids": [1, 2, own]}
+        for own in (3, 4)
+    ]
+    path = tmp_path / "trace.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    row = f"--trace {path} --requests 2 --max-output 2 --snapshot-pages 100"
+    assert main(row.split()) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["cached_tokens"], found["output_tokens"]) == (1024, 4)
 
 
 def readme_requests() -> list[tuple[int, int]]:
