@@ -164,8 +164,12 @@ class LLM:
         chats = [inputs.checked_conversation(each) for each in listed]
         options = inputs.checked_options(template_options)
         prompts = [self.tokenizer.encode_chat(chat, options) for chat in chats]
+        find = self.tokenizer.prefixes.find
+        prefixes = [find(ids, chat, options) for ids, chat in zip(prompts, chats, strict=True)]
         params = self._params(sampling, len(prompts), parameters)
-        pieces = self._stream(prompts, params, stop, not stop, options, prediction=prediction)
+        pieces = self._stream(
+            prompts, params, stop, not stop, options, prediction=prediction, prefixes=prefixes
+        )
         return _collect(pieces, len(listed), single, progress)
 
     def stream(
@@ -206,10 +210,12 @@ class LLM:
         chat_options: dict[str, Any] | None = None,
         priority: inputs.Priority = 0,
         prediction: inputs.Prediction = None,
+        prefixes: Sequence[tuple[int, int]] = (),
     ) -> Generator[Piece, None, None]:
         """text_at_end: detokenise each generation once, when it ends.
 
         chat_options: the prompts are rendered chats, with these variables of the template.
+        prefixes: of each chat, as in AddReq.
         """
         self._check_open()
         if self._running:
@@ -236,6 +242,7 @@ class LLM:
                     sampling=self._constraints.for_prompt(params[index], ids, chat_options),
                     prediction=predictions[index] if self.facts.drafts else b"",
                     priority=priorities[index],
+                    prefixes=prefixes[index] if prefixes else (0, 0),
                 )
                 stream = TextStream(self.tokenizer.vocabulary, options)
                 running[uid] = PendingText(index, stream, text_at_end, ids)
