@@ -31,7 +31,9 @@ _MAX_PIECE_TOKENS = 4096  # of the largest piecewise graph
 # if a layer has at most _HOST_BOUND_WEIGHTS. The GPU reads these in 60 us.
 _HOST_BOUND_PRODUCT = 12_100_000_000
 _HOST_BOUND_WEIGHTS = 100_000_000
-_STATE_PAGES = (16, 32, 64)  # tokens of a page of a model with recurrent states
+# Tokens of a page of a model with recurrent states. A step moves a state by one page at most, so a
+# page has at least as many tokens as a step with drafts (DRAFT_WIDTHS).
+_STATE_PAGES = (16, 32, 64)
 _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
