@@ -52,7 +52,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_5": dense,
     "qwen3_5-equal-heads": lambda: dense(linear_num_value_heads=4, tie_word_embeddings=True),
     "qwen3_5-ends-with-delta": lambda: dense(
-        layer_types=["full_attention", "linear_attention"] * 2, linear_num_key_heads=1
+        layer_types=["full_attention", "linear_attention"] * 2,
+        linear_num_key_heads=1,
+        num_attention_heads=8,
+        vocab_size=256,
     ),
     "qwen3_5_moe": _sparse,
     "qwen3_next": _next,

@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 
 from minisgl.core import StateCopies
+from minisgl.distributed.comm import Communicator
 from minisgl.engine import stages
 from minisgl.engine.states import RowStates
 from minisgl.kernel import copy_states
@@ -16,6 +17,7 @@ from tests.parity import hybrid
 from tests.parity.driver import Driver, Work, make_engine
 from tests.parity.hybrid_models import MODELS, save
 from tests.parity.models import transformers_greedy
+from tests.unit.distributed.ranks import run_ranks
 from tests.unit.scheduler.drafts import ChangingDrafts
 
 # Only two tokens follow the hit, so that the inputs of the convolution before it count.
@@ -85,6 +87,19 @@ def test_pages_of_an_fp8_pool_hold_exact_copies(hybrid_path: Callable[[str], str
     assert engine.snapshot_pages == pytest.approx(4 * plain.snapshot_pages, abs=3)
     driver = Driver(engine)
     assert run(driver) == Driver(engine).generate(3, PROMPT, TOKENS, chunk=HIT)
+
+
+def run_rank(comm: Communicator, path: str) -> list[int]:
+    return run(Driver(make_engine(path, comm, page_size=16)))
+
+
+@pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.proof)])
+def test_each_rank_copies_its_heads(
+    size: int, hybrid_path: Callable[[str], str], tmp_path: Path
+) -> None:
+    """With fewer key heads or KV heads than ranks, neighbouring ranks have the same ones."""
+    path = hybrid_path("qwen3_5-ends-with-delta")
+    assert run_ranks(size, tmp_path, run_rank, path) == [expected(path)] * size
 
 
 def _zero(part: str, states: RowStates, rows: Tensor) -> None:
