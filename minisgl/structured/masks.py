@@ -37,7 +37,7 @@ class Position(NamedTuple):
     @property
     def ready(self) -> bool:
         """The mask needs no computation."""
-        return self.state is None or (self.state.ready and not self.tokens)
+        return self.state is None or (self.state.ready is not None and not self.tokens)
 
 
 class MaskComputer:
@@ -124,7 +124,8 @@ class MaskComputer:
 
     def _fill(self, states: Sequence[GrammarState | None], masks: Tensor) -> None:
         """Write the mask of each state. A mask without a state forbids all ids."""
-        pending = [(state, i) for i, state in enumerate(states) if state is not None]
+        opened = [(state, i) for i, state in enumerate(states) if state is not None]
+        pending = [(state, i) for state, i in opened if state.ready is None]
         while pending:
             targets = [(state.matcher, i) for state, i in pending if state.masked_by_grammar]
             if targets:
@@ -137,6 +138,8 @@ class MaskComputer:
         for state, mask in zip(states, masks.numpy(), strict=True):
             if state is None:
                 mask[:] = 0
+            elif state.ready is not None:
+                mask[:] = state.ready
             else:
                 state.complete(mask)
 

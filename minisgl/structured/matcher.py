@@ -54,7 +54,7 @@ class GrammarState(Constraint):
     prepare_mask   starts `compute_ahead` with these tokens in another thread.
     client         the client of the request, from `start` on.
     drafting       the steps of the engine have drafts.
-    ready          the matcher has computed the next mask, after a step withheld it.
+    ready          the next mask, if `compute_ahead` has computed it.
     forces_tokens  False: `forced` returns no token.
     _compiled      the matcher, from the thread that compiles the grammar.
     _drafts        the drafts of the last step before the first one that the grammar forbids or that
@@ -84,7 +84,7 @@ class GrammarState(Constraint):
     forces_tokens: bool = True
     client: str = ""
     drafting: bool = False
-    ready: bool = False
+    ready: Mask | None = None
     _free_until: int | None = None
     _compiled: Future[Compiled] | None = None
     _matcher: LLMatcher | None = None
@@ -182,7 +182,7 @@ class GrammarState(Constraint):
     def compute_ahead(self, tokens: list[int], tokenizer: LLTokenizer) -> float:
         """Follow the output and compute the next mask. Returns the CPU time in seconds.
 
-        tokens: all known tokens of the request. The matcher keeps the mask until the next step.
+        tokens: all known tokens of the request.
         """
         began_s = time.thread_time()
         self.follow(tokens[self._seen :])
@@ -195,7 +195,7 @@ class GrammarState(Constraint):
             if not self.renew(tokenizer):
                 break
         self.complete(mask)
-        self.ready = True
+        self.ready = mask
         return time.thread_time() - began_s
 
     # --- called by the processor ----------------------------------------------------------------
@@ -227,7 +227,7 @@ class GrammarState(Constraint):
         """Count the next token of the output; return True if the matcher has to consume it."""
         thinks = self._may_think and token == self.grammar.think_start
         consumes = self._free_until is None and not thinks
-        self.ready = False
+        self.ready = None
         if thinks:
             self._free_until = self.grammar.think_end
         elif token == self._free_until:

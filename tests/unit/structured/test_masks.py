@@ -115,6 +115,19 @@ def test_a_withheld_mask_that_another_thread_has_computed_comes_first(
     assert masks.mask.any()
 
 
+def test_the_library_does_not_compute_a_ready_mask_again(
+    computer: MaskComputer, tokenizer: LLTokenizer
+) -> None:
+    """Regression: the masks of 20 ready rows took 6 ms of a step."""
+    (state,) = states(tokenizer, 1)
+    expected = computer.compute({"": positions([state])}, CPU).mask
+    state.prepare(torch.zeros(PROMPT, dtype=torch.int32).numpy())
+    del computer._library
+    again = computer.compute({"": positions([state])}, CPU)
+    assert again.rows.tolist() == [0]
+    assert (again.mask == expected).all()
+
+
 def test_a_request_whose_masks_take_too_long_in_all_has_an_error(tokenizer: LLTokenizer) -> None:
     (state,) = states(tokenizer, 1)
     state.prepare_mask = lambda state, tokens: spent
