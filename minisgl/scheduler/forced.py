@@ -32,7 +32,9 @@ def append_forced(sampled_rows: Int32Array, view: View) -> NewTokens:
     forced: dict[int, list[int]] = {}
     ending: set[int] = set()
     # With log-probabilities, each token needs the logits of a step.
+    # A thread follows the tokens of slow requests, so their next tokens are not known here.
     edited = table.edits_logits[sampled_rows] & ~table.has_logprobs[sampled_rows]
+    edited &= ~table.slow[sampled_rows]
     for row in sampled_rows[edited].tolist():
         req = table.reqs[row]
         if req is None or req.state is not ReqState.DECODE:

@@ -158,6 +158,19 @@ def test_a_request_with_slow_edits_pauses_after_each_token(overlap: bool) -> Non
     check_cached_slots(h.scheduler.memory.tree, h.engine)
 
 
+def test_a_request_with_slow_edits_gets_no_forced_tokens() -> None:
+    """Regression: the scheduler followed the tokens of slow requests between two steps."""
+    h = harness()
+    uid, output = scripted(h, slow=True, stretch=6)
+    req = paused(h, uid)
+    forced = h.scheduler.totals.constraints.forced_tokens
+    asked: list[int] = []
+    req.constraint.forced = lambda tokens: asked.append(len(tokens)) or ()
+    h.run()
+    assert h.answers[uid].tokens == output
+    assert (asked, h.scheduler.totals.constraints.forced_tokens) == ([], forced)
+
+
 def paused(h: Harness, uid: int) -> Any:
     """Run until the request is paused, and return it."""
     while not h.scheduler.view.paused:
