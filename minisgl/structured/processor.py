@@ -20,8 +20,9 @@ from minisgl.structured.compile_threads import CompileThreads, raise_stack_limit
 from minisgl.structured.library import compile_grammar, load_tokenizer
 from minisgl.structured.masks import MaskComputer, Position
 from minisgl.structured.matcher import Compiled, GrammarState
+from minisgl.utils.process import usable_cores
 
-COMPILE_THREADS = 3
+MAX_COMPILE_THREADS = 3
 
 
 def with_grammars(model_path: str, extensions: Extensions = DEFAULT_EXTENSIONS) -> Extensions:
@@ -34,9 +35,10 @@ def with_grammars(model_path: str, extensions: Extensions = DEFAULT_EXTENSIONS) 
 class GrammarProcessor:
     """Computes the token masks of the requests with a grammar.
 
-    Three threads compile grammars (CompileThreads), and compute the masks that a step withholds
-    (MaskComputer). One of them reads the model's tokenizer at the start. The other masks of a step
-    are computed on the host while the device computes its forward.
+    Threads compile grammars (CompileThreads), and compute the masks that a step withholds
+    (MaskComputer): two on a machine of two cores, otherwise three. One of them reads the model's
+    tokenizer at the start. The other masks of a step are computed on the host while the device
+    computes its forward.
 
     totals         the counters of all requests.
     forces_tokens  True: the scheduler appends forced tokens. False: a step samples every token of
@@ -50,7 +52,7 @@ class GrammarProcessor:
         raise_stack_limit()
         self.totals = ConstraintTotals()
         self._eos_token_ids = eos_token_ids
-        self._threads = CompileThreads(COMPILE_THREADS)
+        self._threads = CompileThreads(max(2, min(usable_cores(), MAX_COMPILE_THREADS)))
         load = partial(load_tokenizer, model_path, eos_token_ids)
         self._tokenizer = self._threads.submit("", load)
         self._masks = MaskComputer(self._tokenizer)
