@@ -19,7 +19,7 @@ from minisgl.scheduler.view import Admission, Carry, Chunk, Decode, StepPlan, Vi
 
 MAX_DEFERRED = 64  # requests of a client that one round of a plan skips at most, to limit its time
 MAX_PAUSES = 8  # steps in a row that leave decoding requests of later priorities out
-FURTHER_SHARE = 1.25  # a step with further choices takes this many times the step without, or more
+FURTHER_SHARE = 1.1  # a step with further choices takes this many times the step without, or more
 RESERVED_ROWS = 16  # one of this many rows stays free for the first priority in use
 
 
@@ -47,9 +47,11 @@ def plan(view: View) -> StepPlan:
     step's prompt tokens. Then each client in turn may use all unused tokens. If rows or pages are
     short, Shares decides (docs/decisions/20-clients-in-turn.md). Further choices of a call that
     decodes get fewer tokens, as prompts of later priorities do: another client may wait for the end
-    of the step, and the client of the call receives tokens already. A step with prompts of a client
-    that receives none leaves the further choices of others out, if they take long. The next step
-    does not.
+    of the step, and the client of the call receives tokens already.
+
+    A client that receives no tokens waits for the step in flight and for one more: a step that ends
+    its first prompt has no other prompts, and no further choices that decode, if these take long.
+    The next step has them.
     """
     room = view.memory.room()
     decode, short = decoding(view, room)
@@ -60,13 +62,16 @@ def plan(view: View) -> StepPlan:
     left = prompt_tokens(view, fill.prefilling, beside, fill.urgent)
     fill.limit_further(beside)
     admit = short is None
+    own = fill.of_new_clients(decode, left, admit) if len(view.waiting.clients) > 1 else None
+    if own is not None:
+        return own
     for level, clients in fill.levels():
         for part in [left // len(clients), left] if len(clients) > 1 else [left]:
             for client in clients:
                 left -= fill.take(level, client, min(part, left), admit)
         admit = admit and not fill.waits(level, clients)
     urgent_chunks = any(map(view.waiting.is_first, fill.chunks))
-    if urgent_chunks and beside is not decode and view.carry.paused_steps < fill.most_pauses:
+    if urgent_chunks and beside is not decode and view.carry.paused_steps < MAX_PAUSES:
         return fill.plan(beside, view.carry.paused_steps + 1)
     return fill.plan(decode)
 
@@ -172,35 +177,58 @@ class Filling:
         # The calls whose further choices get fewer tokens, and the tokens of a step with them.
         self._decoding_calls: set[int] = set()
         self._further_tokens = 0
-        self.most_pauses = MAX_PAUSES
 
     def limit_further(self, decode: Decode) -> None:
         """Limit the tokens of further choices beside these decoding rows, if others may wait."""
         if len(self._view.waiting.clients) > 1:
             reqs = map(self._view.table.req_at, decode.rows.tolist())
-            self._decoding_calls = {req.call for req in reqs}
+            self._decoding_calls = {req.call for req in chain(reqs, self._view.paused)}
             self._further_tokens = further_tokens(self._view, self.prefilling, decode)
 
     def beside_urgent(self, decode: Decode) -> Decode:
         """The decoding rows that run beside prompts of the first priority."""
         waiting = self._view.waiting
-        if waiting.several_priorities:
-            kept = self._view.table.priority[decode.rows] <= waiting.first_priority
-            return decode.only(kept) if self.urgent else decode
-        return self._beside_new_client(decode) if len(waiting.clients) > 1 else decode
-
-    def _beside_new_client(self, decode: Decode) -> Decode:
-        """The decoding rows that run beside prompts of a client that receives no tokens."""
-        view, reqs = self._view, [*map(self._view.table.req_at, decode.rows.tolist())]
-        clients = {req.client for req in reqs}
-        if all(client in clients for _, client in self._prompts()):
+        if not (waiting.several_priorities and self.urgent):
             return decode
-        kept = np.zeros(len(reqs), dtype=np.bool_)
-        kept[np.unique([req.call for req in reqs], return_index=True)[1]] = True
-        first = decode.only(kept)
-        whole_s, first_s = (view.cost.predict_s(*view.work(each)) for each in (decode, first))
-        self.most_pauses = 1
-        return first if whole_s > FURTHER_SHARE * first_s else decode
+        return decode.only(self._view.table.priority[decode.rows] <= waiting.first_priority)
+
+    def of_new_clients(self, decode: Decode, budget: int, admit: bool) -> StepPlan | None:
+        """Return a step of the first prompts of clients that receive no tokens.
+
+        Returns None if it would leave nothing out, if the budget does not suffice for their ends,
+        or if the step before was such a step.
+        """
+        view, req_at = self._view, self._view.table.req_at
+        decoding = map(req_at, view.decode_rows.tolist())
+        served = {req.client for req in chain(decoding, view.paused)}
+        keys = self._prompts()
+        first = {key: self._first_tokens(*key) for key in keys if key[1] not in served}
+        needed = sum(first.values())
+        if not 0 < needed <= budget or view.waiting.several_priorities or view.carry.paused_steps:
+            return None
+        calls = [req_at(row).call for row in decode.rows.tolist()]
+        kept = np.zeros(len(calls), dtype=np.bool_)
+        kept[np.unique(calls, return_index=True)[1]] = True
+        fewer = decode.only(kept)
+        works = view.work(decode), view.work(fewer)
+        whole_s, fewer_s = (
+            view.cost.predict_s(*work._replace(tokens=needed + work.tokens)) for work in works
+        )
+        beside = fewer if whole_s > FURTHER_SHARE * fewer_s else decode
+        if beside is decode and len(first) == len(keys):
+            return None
+        for level, clients in self.levels():
+            for client in clients:
+                self.take(level, client, first.get((level, client), 0), admit)
+        return self.plan(beside, 1) if self.chunks else None
+
+    def _first_tokens(self, level: int, client: str) -> int:
+        """The prompt tokens that the first prompt of this client and priority has left."""
+        table = self._view.table
+        for req in self.prefilling:
+            if (req.priority, req.client) == (level, client):
+                return int(table.prefill_end[req.row] - table.computed[req.row])
+        return next(self._view.waiting.of(client, level)).uncached_tokens
 
     def _prompts(self) -> set[tuple[int, str]]:
         """The priorities and clients with prompts."""
@@ -272,7 +300,12 @@ class Filling:
         return max(min(left, most), 0)
 
     def _is_further(self, req: Req) -> bool:
-        return not req.prefill_done and req.call in self._decoding_calls
+        """The request has prompt tokens of a call that decodes.
+
+        Forced tokens are none. A preempted request computes a part of its tokens again.
+        """
+        again = req.row < 0 or req in self._view.uncached
+        return req.call in self._decoding_calls and (again or not req.prefill_done)
 
     def plan(self, decode: Decode, paused_steps: int = 0) -> StepPlan:
         """Return the step. paused_steps: as in Carry."""

@@ -1,6 +1,6 @@
 """The guarantees of every plan, checked around each call of `plan`.
 
-The names F1 to F10 are those of docs/decisions/28-plan-and-apply.md. test_fairness.py has F8,
+The names F1 to F11 are those of docs/decisions/28-plan-and-apply.md. test_fairness.py has F8,
 and F1 with its real limit.
 """
 
@@ -44,13 +44,17 @@ class PlanChecks:
         self.f7_the_first_request_of_a_client_is_looked_up_first(view, plan)
         self.f9_something_runs_while_requests_wait(view, plan)
         self.f10_prompts_go_on_in_every_step(view, plan)
+        self.f11_a_step_ends_the_first_prompts_of_its_own_clients(view, plan)
         return plan
 
     def f1_one_plan_skips_few_requests_of_a_client(
         self, view: View, plan: StepPlan, hits: Counter[str]
     ) -> None:
-        """Each round skips MAX_DEFERRED at most; at the end of a round, one finds no pages."""
-        rounds = 2 * len({level for level, _ in view.waiting.uncached})
+        """Each round skips MAX_DEFERRED at most; at the end of a round, one finds no pages.
+
+        One round more takes the first prompts of clients that receive no tokens.
+        """
+        rounds = 2 * len({level for level, _ in view.waiting.uncached}) + 1
         admitted = Counter(req.client for req, _ in plan.admit)
         for client, count in hits.items():
             assert count - admitted[client] <= rounds * (planning.MAX_DEFERRED + 1)
@@ -103,7 +107,7 @@ class PlanChecks:
 
     def f6_each_client_gets_an_equal_part_first(self, view: View, plan: StepPlan) -> None:
         keys = {*view.waiting.uncached, *((req.priority, req.client) for req in view.prefilling)}
-        if view.memory.kinds or not keys:
+        if view.memory.kinds or not keys or own_clients(view, plan):
             return
         first = min(level for level, _ in keys)
         clients = [client for level, client in keys if level == first]
@@ -139,13 +143,39 @@ class PlanChecks:
         assert len(plan.decode.rows) or plan.chunks or plan.preempt is not None
 
     def f10_prompts_go_on_in_every_step(self, view: View, plan: StepPlan) -> None:
-        if view.memory.kinds or plan.preempt is not None:
+        if view.memory.kinds or plan.preempt is not None or own_clients(view, plan):
             return
         table, config = view.table, view.config
         rest = sum(int(table.prefill_end[r.row] - table.computed[r.row]) for r in view.prefilling)
         least = budget.MIN_CHUNK_TOKENS if config.target_step_ms is not None else 1
         got = sum(tokens for _, tokens in plan.chunks)
         assert got >= min(least, rest, config.prefill_budget_tokens)
+
+    def f11_a_step_ends_the_first_prompts_of_its_own_clients(
+        self, view: View, plan: StepPlan
+    ) -> None:
+        """The step before had prompts of all clients."""
+        clients, chunks = own_clients(view, plan), dict(plan.chunks)
+        if not clients:
+            return
+        assert not view.carry.paused_steps
+        assert chunks
+        assert {req.client for req in chunks} <= clients
+        for client in clients:
+            mine = [req for req in view.prefilling if req.client == client]
+            if mine and mine[0] is not plan.preempt and not view.memory.kinds:
+                rest = view.table.prefill_end[mine[0].row] - view.table.computed[mine[0].row]
+                assert chunks[mine[0]] == rest
+
+
+def own_clients(view: View, plan: StepPlan) -> set[str]:
+    """The clients that receive no tokens, if the step has prompts of these clients only."""
+    if not plan.carry.paused_steps or view.waiting.several_priorities:
+        return set()
+    served = {view.table.req_at(row).client for row in view.decode_rows.tolist()}
+    served |= {req.client for req in view.paused}
+    waiting = {client for _, client in view.waiting.uncached}
+    return waiting.union(req.client for req in view.prefilling) - served
 
 
 def state_of(view: View) -> bytes:

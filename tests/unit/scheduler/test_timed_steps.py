@@ -67,7 +67,7 @@ def test_the_limit_grows_with_a_long_queue() -> None:
 
 
 def test_further_choices_give_way_to_another_client() -> None:
-    """A token takes 1 ms, and a step 5 ms more. A call of 16 choices has prompts of 30 tokens.
+    """A token takes 1 ms, and a step 5 ms more. A call of 28 choices has prompts of 30 tokens.
 
     Regression: a step had as many of their tokens as 2.25 decode-only steps, and another client
     that arrived in it waited for its end, and for the next one.
@@ -80,7 +80,7 @@ def test_further_choices_give_way_to_another_client() -> None:
     harness.add([7], client="b", max_tokens=1)
     harness.run()
     engine.batches.clear()
-    harness.add(prompt_of(30), client="a", call=1, count=16, max_tokens=60, ignore_eos=True)
+    harness.add(prompt_of(30), client="a", call=1, count=28, max_tokens=60, ignore_eos=True)
     while len(harness.scheduler.view.decode_rows) < 10:
         harness.step()
     chunks = [len(batch.chunk_ids) for batch in engine.batches if batch.num_decode]
@@ -89,8 +89,11 @@ def test_further_choices_give_way_to_another_client() -> None:
     before = len(engine.batches)
     while not harness.answers[other].tokens:
         harness.step()
-    assert engine.batches[before].num_decode == 1, "one choice of the call decodes beside it"
-    assert engine.batches[before + 1].num_decode > 9
+    own, next_one = engine.batches[before : before + 2]
+    assert own.num_decode == 1, "one choice of the call decodes beside it"
+    assert len(own.chunk_ids) == 8, "the step has no other prompt"
+    assert next_one.num_decode > 9
+    assert len(next_one.chunk_ids) > 8, "the next step goes on with the choices"
 
 
 def test_prefill_goes_on_even_when_every_step_exceeds_the_limit() -> None:
