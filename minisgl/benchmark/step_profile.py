@@ -30,8 +30,8 @@ from minisgl.core import (
     PageUpdates,
     SamplingParams,
 )
-from minisgl.core.batch import DRAFT_WIDTHS
 from minisgl.core.columns import sampling_arrays
+from minisgl.core.config import DRAFT_WIDTHS
 from minisgl.cost.floor import Ceilings, cost_of, read_keys, reduce_s, with_weights
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.drafts import with_speculation

@@ -17,12 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core.columns import SamplingArrays
+from minisgl.core.config import DRAFT_WIDTHS
 from minisgl.core.step_cost import StepCost, StepWork
-
-# The numbers of tokens that the decode requests of a step may forward: 1 and the drafts.
-DRAFT_WIDTHS = (1, 2, 4, 8)
-MAX_DRAFTS = DRAFT_WIDTHS[-1] - 1
-MAX_DRAFT_TOKENS = 256  # tokens of all decode requests together in a step with drafts
 
 Int32Array = NDArray[np.int32]
 Array = TypeVar("Array")

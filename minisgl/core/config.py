@@ -7,6 +7,11 @@ import msgspec
 
 from minisgl.core.errors import ConfigError
 
+# The numbers of tokens that the decode requests of a step may forward: 1 and the drafts.
+DRAFT_WIDTHS = (1, 2, 4, 8)
+MAX_DRAFTS = DRAFT_WIDTHS[-1] - 1
+MAX_DRAFT_TOKENS = 256  # tokens of all decode requests together in a step with drafts
+
 T = TypeVar("T")
 
 DRAFT_METHODS = ("ngram", "mtp", "auto")  # of EngineConfig.speculative

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minisgl.attention.base import InTurn, StepAttention
 from minisgl.core import SAMPLING_COLUMNS
-from minisgl.core.batch import MAX_DRAFT_TOKENS
+from minisgl.core.config import MAX_DRAFT_TOKENS
 from minisgl.drafts.ngram import NgramDrafts
 from minisgl.engine import ModelRunner, Stage, StepColumns, StepTensors
 from minisgl.engine.stages import GraphOf

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import Int32Array, StepCost
-from minisgl.core.batch import DRAFT_WIDTHS
+from minisgl.core.config import DRAFT_WIDTHS
 
 # The acceptance of a row is a weighted mean. Each later draft multiplies the weight by this factor.
 _DECAY = 0.95

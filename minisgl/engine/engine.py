@@ -8,7 +8,7 @@ import contextlib
 import torch
 
 from minisgl.core import EngineConfig, ModelFacts
-from minisgl.core.batch import DRAFT_WIDTHS
+from minisgl.core.config import DRAFT_WIDTHS
 from minisgl.core.step_cost import TimedStep
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import memory, warmup

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
+from minisgl.core.config import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
 from minisgl.engine.last_layer import LogitsGraph
 from minisgl.engine.sampler import draw
 from minisgl.engine.step import (

@@ -15,7 +15,7 @@ import torch
 
 from minisgl.attention.base import AttentionNeeds
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers, step_sizes
-from minisgl.core.batch import MAX_DRAFT_TOKENS
+from minisgl.core.config import MAX_DRAFT_TOKENS
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine.graphs import DecodeShape, graph_shapes
 from minisgl.kvcache.pool import KVSpec

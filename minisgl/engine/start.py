@@ -18,7 +18,7 @@ from minisgl.build import (
     use_recorded_key,
 )
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers
-from minisgl.core.batch import MAX_DRAFTS
+from minisgl.core.config import MAX_DRAFTS
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import memory, states, warmup
 from minisgl.engine.check import check_memory

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minisgl.attention.base import DecodeGraphAttention, StepAttention
 from minisgl.core import Batch
-from minisgl.core.batch import DRAFT_WIDTHS
+from minisgl.core.config import DRAFT_WIDTHS
 from minisgl.engine.last_layer import LastLayer, LogitsGraph
 from minisgl.engine.launched import LaunchedStep
 from minisgl.engine.logits_processing import (

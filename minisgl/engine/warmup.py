@@ -18,8 +18,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from minisgl.core import Batch, EngineLike, PageUpdates, SamplingParams, StateCopies
-from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS, LogprobsRequest
+from minisgl.core.batch import LogprobsRequest
 from minisgl.core.columns import sampling_arrays
+from minisgl.core.config import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
 from minisgl.core.step_cost import TimedStep
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.models.layer import DecoderLayer

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from minisgl.core.batch import MAX_DRAFTS
+from minisgl.core.config import MAX_DRAFTS
 
 STEP_PHASES = ("prefill", "decode", "mixed")
 BATCH_SIZE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

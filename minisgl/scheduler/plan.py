@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
-from minisgl.core.batch import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
+from minisgl.core.config import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
 from minisgl.kvcache import Hit, Room
 from minisgl.scheduler.budget import further_tokens, prompt_tokens
 from minisgl.scheduler.request import Req

@@ -15,7 +15,8 @@ from minisgl.core import (
     StepWork,
     step_sizes,
 )
-from minisgl.core.batch import MAX_DRAFTS, DraftLengths, NoDrafts
+from minisgl.core.batch import DraftLengths, NoDrafts
+from minisgl.core.config import MAX_DRAFTS
 from minisgl.engine import Extensions
 from minisgl.kvcache import CacheListener, Hit, Memory, common_prefix
 from minisgl.scheduler.request import Req

@@ -11,7 +11,8 @@ import torch
 from llguidance import LLTokenizer
 
 from minisgl.core import ConfigError, Grammar, SamplingParams, Unsupported
-from minisgl.core.batch import MAX_DRAFTS, EditedReq
+from minisgl.core.batch import EditedReq
+from minisgl.core.config import MAX_DRAFTS
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import MaskedRows, ProcessingStep, TokenMask, upload
 from minisgl.message.stats import ConstraintTotals

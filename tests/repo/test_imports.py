@@ -27,8 +27,9 @@ def test_front_end_package_loads_no_torch(name):
     assert "torch" not in modules_loaded_by(name)
 
 
-def test_front_end_packages_together_load_no_torch():
-    assert "torch" not in modules_loaded_by(*PRESENT)
+def test_front_end_packages_together_load_neither_torch_nor_numpy():
+    """Numpy takes a quarter of the imports of a tokenizer process, which does not use it."""
+    assert not modules_loaded_by(*PRESENT) & {"torch", "numpy"}
 
 
 def test_launcher_loads_no_large_library():

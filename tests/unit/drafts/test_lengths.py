@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from minisgl.core import Int32Array, StepCost
-from minisgl.core.batch import MAX_DRAFTS
+from minisgl.core.config import MAX_DRAFTS
 from minisgl.drafts import HeadLengths, PricedLengths
 
 # Milliseconds of an 8B model on an H200, without attention.
