@@ -38,7 +38,9 @@ class ConstraintReader:
         self._totals.forced_tokens += len(forced.rows)
         self._outputs.tokens(forced)
         self._endings.end_rows(forced.ended)
-        for row in batch.rows[self._view.table.slow[batch.rows]].tolist():
+        # The step in flight may have the last chunk of a prompt, and this step an earlier one.
+        last = self._view.table.last_step[batch.rows] == batch.step_id
+        for row in batch.rows[self._view.table.slow[batch.rows] & last].tolist():
             req = self._view.table.reqs[row]
             if req is not None and req.state is ReqState.DECODE:
                 self._pause(req)
@@ -46,7 +48,7 @@ class ConstraintReader:
     def _pause(self, req: Req) -> None:
         """Let a request whose edits are slow skip the steps until its next edit is prepared.
 
-        It keeps its row and pages, and no step in flight has it (apply). A request that forwards
+        It keeps its row and pages, and no step in flight has it (`read`). A request that forwards
         forced tokens does not pause.
         """
         table = self._view.table

@@ -171,6 +171,24 @@ def test_a_request_with_slow_edits_gets_no_forced_tokens() -> None:
     assert (asked, h.scheduler.totals.constraints.forced_tokens) == ([], forced)
 
 
+def test_a_request_with_slow_edits_does_not_pause_before_its_last_chunk() -> None:
+    """Regression: the result of an earlier chunk paused it, with the last chunk in flight.
+
+    The step of the earlier chunk had another request with a constraint. The paused request then
+    ended twice, which ended the scheduler.
+    """
+    h = Harness(FakeEngine(64, 4), SchedulerConfig(prefill_budget_tokens=1))
+    scripted(h, max_tokens=40)
+    while not h.answers:
+        h.step()
+    uid, output = scripted(h, polls=3, slow=True)
+    h.step()
+    constraint = h.scheduler._reqs[uid].constraint
+    h.run()
+    assert h.answers[uid].tokens == output
+    assert constraint.preparations == [len(PROMPT) + n for n in range(1, len(output))]
+
+
 def paused(h: Harness, uid: int) -> Any:
     """Run until the request is paused, and return it."""
     while not h.scheduler.view.paused:
