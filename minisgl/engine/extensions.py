@@ -39,7 +39,7 @@ class Extensions(ModelExtensions):
                        SAMPLING_COLUMNS, which the sampler reads.
     logits_processors  in the order in which they edit the logits.
     constraint_totals  the processor of constraints and the scheduler count in this object.
-                       SchedulerStats reports it. None: no processor opens a Constraint.
+                       SchedulerStats reports it. None: the scheduler makes one.
     cache_reporter     makes the listener of the prefix cache from page size and number of pages.
                        None: the cache has no listener.
     cache_kinds        make further kinds of memory (kvcache.CacheKind). Not with draft_lengths.

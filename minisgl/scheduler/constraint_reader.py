@@ -14,7 +14,7 @@ from minisgl.scheduler.view import View
 
 
 class ConstraintReader:
-    """Acts on the results of steps with constraints. A scheduler without constraints has none."""
+    """Acts on the results of steps that edit logits: constraints are among the edits."""
 
     def __init__(
         self,
@@ -32,8 +32,6 @@ class ConstraintReader:
 
         The requests that the step ends have ended before.
         """
-        if not batch.logit_edits:
-            return
         forced = append_forced(new.rows, self._view)
         self._totals.forced_tokens += len(forced.rows)
         self._outputs.tokens(forced)

@@ -125,10 +125,9 @@ class Scheduler:
         self._draft_readers = [of_drafts] if extensions.draft_lengths else []  # one or none
         self._endings = Endings(self.view, self._outputs, self._preparations, self.totals)
         self._reqs = self._endings.reqs
-        of_constraints = ConstraintReader(
+        self._constraints = ConstraintReader(
             self.view, self._outputs, self._endings, self._preparations, self.totals.constraints
         )
-        self._constraint_readers = [of_constraints] if extensions.constraint_totals else []
         self.stopping = False
 
     @property
@@ -307,8 +306,8 @@ class Scheduler:
                 self._publish(req)
             if self._endings.due:
                 self._endings.end_due()
-            for constraints in self._constraint_readers:
-                constraints.read(batch, new)
+            if batch.logit_edits:
+                self._constraints.read(batch, new)
         if (output := outputs.take(steps.resolved)) is not None:
             self._send(output)
 

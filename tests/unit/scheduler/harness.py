@@ -11,7 +11,6 @@ from minisgl.core import Batch, FinishReason, SchedulerConfig
 from minisgl.core.batch import DraftLengths
 from minisgl.kvcache import NewKind
 from minisgl.message.messages import AbortReq, AddReq
-from minisgl.message.stats import ConstraintTotals
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler import scheduler as scheduler_module
 from minisgl.scheduler.plan import plan
@@ -62,7 +61,6 @@ class Harness:
             send=self.outbox.append,
             extensions=replace(
                 SCRIPTED,
-                constraint_totals=ConstraintTotals(),
                 draft_lengths=drafts and (lambda rows: drafts),
                 cache_kinds=kinds,
             ),
