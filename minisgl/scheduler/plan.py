@@ -32,8 +32,10 @@ class Shortage(NamedTuple):
 def plan(view: View) -> StepPlan:
     """Plan the next step.
 
-    1. Every decoding request computes its next token, and draft tokens. When pages run short, the
-       step has no drafts, the oldest requests get the free pages, and the newest one is preempted.
+    1. Every decoding request computes its next token, and draft tokens. When pages of full
+       attention run short, the step has no drafts, the oldest requests get the free pages, and the
+       newest one is preempted. When another kind of memory runs short, a request gets fewer drafts,
+       or leaves the step.
     2. Admitted prompts get chunks, in order of admission, up to `prompt_tokens`.
     3. Waiting requests are admitted, in the order of the queue, while prompt tokens, a row and
        pages are left. A request waits while an older request computes a prefix that both share.
@@ -79,6 +81,8 @@ def plan(view: View) -> StepPlan:
 def decoding(view: View, room: Room) -> tuple[Decode, Shortage | None]:
     """Return the decoding rows with pages for their next tokens, and why others have none."""
     rows = view.decode_rows
+    # Each row first gets room for its next token in every further kind. Rows without it leave the
+    # step. Drafts take what is then left. Without full pages for all drafts the step has none.
     for kind in room.kinds:
         rows = rows[kind.grow(rows, np.ones(len(rows), dtype=np.int32)) > 0]
     decode = with_drafts(view, rows) if view.max_drafts else None
