@@ -20,6 +20,7 @@ from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.outbox import raise_failure
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, read_cost
 from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult, WindowLayers
+from minisgl.core.rows import Steps
 from minisgl.kvcache import RadixCache
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
@@ -139,7 +140,7 @@ def measure_admission(num_prompts: int, show: bool = True) -> HostTime:
 
 def measure_eviction(num_nodes: int, evictions: int, show: bool = True) -> HostTime:
     """Measure evictions of one page each from a tree of `num_nodes` nodes."""
-    cache = RadixCache(PAGE_SIZE)
+    cache = RadixCache(PAGE_SIZE, Steps())
     rng = np.random.default_rng(0)
     heads = rng.integers(0, VOCAB, (num_nodes // 100 + 1, PAGE_SIZE), dtype=np.int32)
     for node in Progress(range(num_nodes), desc="nodes", disable=not show):

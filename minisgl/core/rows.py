@@ -23,8 +23,8 @@ class Prefixes(NamedTuple):
 class Fenced(Protocol):
     """Holds memory that a step in flight may still use."""
 
-    def resolve(self, step: int) -> None:
-        """Free the memory whose fence is at most `step`, the newest completed step.
+    def resolve(self) -> None:
+        """Free the memory whose fence is at most Steps.resolved.
 
         Leaves Steps.waiting if no other memory waits.
         """
@@ -34,7 +34,8 @@ class Steps:
     """The numbers of the newest steps, and the memory that waits for their results.
 
     launched  the newest step that was launched.
-    resolved  the newest completed step: the scheduler has read its result.
+    resolved  the newest completed step: the scheduler has read its result. Only the scheduler
+              changes it, and then calls `resolve` of the holders in `waiting`.
     waiting   holders of memory with a fence above `resolved`; a dict keeps the order.
     """
 

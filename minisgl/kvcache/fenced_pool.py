@@ -17,12 +17,14 @@ class FencedPool:
 
     The GPU runs behind the host, so a step in flight may still write to a page whose request has
     ended. `release` therefore takes a fence: the last step that touches the ids. The ids are in
-    quarantine until `resolve` reports that this step has completed.
+    quarantine until `resolve` finds that this step has completed.
 
-        pool = FencedPool(2)
+        steps = Steps()
+        pool = FencedPool(2, steps)
         pages = pool.allocate(2)
         pool.release(pages, fence=3)  # num_free == 0, num_quarantined == 2
-        pool.resolve(3)               # num_free == 2, num_quarantined == 0
+        steps.resolved = 3
+        pool.resolve()                # num_free == 2, num_quarantined == 0
 
     num_free         ids that can be allocated now.
     num_quarantined  released ids that wait for their fence.
@@ -38,13 +40,13 @@ class FencedPool:
     def __init__(
         self,
         size: int,
-        steps: Steps | None = None,
+        steps: Steps,
         reclaim: Callable[[int], object] = reclaim_none,
     ) -> None:
-        """steps: None makes an object for this pool alone. reclaim: called with the number of ids
-        that an allocation lacks; releases ids, without a fence in flight, if there are some."""
+        """reclaim: called with the number of ids that an allocation lacks; releases ids, without a
+        fence in flight, if there are some."""
         self.size = size
-        self.steps = steps or Steps()
+        self.steps = steps
         self._reclaim = reclaim
         self._stack = np.arange(size - 1, -1, -1, dtype=np.int32)
         self.num_free = size
@@ -77,10 +79,9 @@ class FencedPool:
             self.num_quarantined += len(ids)
             self.steps.waiting[self] = None
 
-    def resolve(self, step: int) -> None:
-        """Free the ids whose fence is at most `step`. All steps up to `step` have completed."""
-        self.steps.resolved = step
-        for fence in [fence for fence in self._quarantine if fence <= step]:
+    def resolve(self) -> None:
+        """Free the ids whose fence is at most Steps.resolved."""
+        for fence in [fence for fence in self._quarantine if fence <= self.steps.resolved]:
             for ids in self._quarantine.pop(fence):
                 self.num_quarantined -= len(ids)
                 self._push(ids)

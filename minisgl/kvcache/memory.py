@@ -71,7 +71,7 @@ class Memory:
         self.kinds: tuple[CacheKind, ...] = tuple(
             new_kind(engine, rows, self, index) for index, new_kind in enumerate(new_kinds)
         )
-        self.tree = RadixCache(self.page_size, listener, self.kinds, rows.steps)
+        self.tree = RadixCache(self.page_size, rows.steps, listener, self.kinds)
         self.shared: Int32Array = np.zeros(len(rows.known), dtype=np.int32)
         self.caches = caches
         self._nodes: dict[int, RadixNode] = {}  # by row: the locked end of its cached prefix
@@ -87,12 +87,11 @@ class Memory:
         """Find the cached prefix of a waiting request, and change nothing."""
         return self.tree.hit(wanted.tokens[: wanted.matchable], wanted.cache_salt)
 
-    def room(self) -> "Room":
-        """Return the memory that can be given to requests now."""
+    @property
+    def available(self) -> int:
+        """The number of pages that are free, or that eviction frees at once."""
         parts, tree = sum(kind.evictable()[0] for kind in self.kinds), self.tree
-        available = self.full.pool.num_free + tree.evictable_pages - tree.fenced_pages + parts
-        none: Int32Array = np.empty(0, dtype=np.int32)
-        return Room(self, available, [kind.room() for kind in self.kinds], none, none)
+        return self.full.pool.num_free + tree.evictable_pages - tree.fenced_pages + parts
 
     @property
     def pending(self) -> int:
@@ -132,7 +131,7 @@ class Memory:
     def try_extend(self, row: int, tokens: int) -> bool:
         """Give a running row pages for `tokens` tokens in all; False if too few are available."""
         missing = self.pages_for(tokens) - int(self.full.table.counts[row])
-        if missing > self.room().available:
+        if missing > self.available:
             return False
         self.full.table.append(np.array([row]), np.array([max(missing, 0)]))
         return True

@@ -74,12 +74,12 @@ class RadixCache:
     def __init__(
         self,
         page_size: int,
+        steps: Steps,
         listener: CacheListener | None = None,
         kinds: Sequence[CacheKind] = (),
-        steps: Steps | None = None,
     ) -> None:
-        """listener: learns of each insertion and eviction. kinds: beside full attention. steps: as
-        for FencedPool.
+        """steps: the steps that the fences refer to. listener: learns of each insertion and
+        eviction. kinds: beside full attention.
 
         A match ends where every kind can use it.
         """
@@ -97,7 +97,7 @@ class RadixCache:
         self.evictable_pages = 0
         self.fenced_pages = 0
         self._fenced: dict[RadixNode, None] = {}  # a dict and not a set, because it keeps the order
-        self._steps = steps or Steps()
+        self._steps = steps
 
     def hit(self, tokens: Int32Array, salt: str = "") -> Hit:
         """Find the prefix that `match` would return, and change nothing."""
@@ -200,10 +200,10 @@ class RadixCache:
                     self.fenced_pages += len(node.pages)
                 self._push_if_evictable(node)
 
-    def resolve(self, step: int) -> None:
-        """Let `evict` take the pages whose fence is at most `step`, the newest completed step."""
-        self._steps.resolved = step
-        self._unfence([node for node in self._fenced if node.fence <= step])
+    def resolve(self) -> None:
+        """Let `evict` take the pages whose fence is at most Steps.resolved."""
+        resolved = self._steps.resolved
+        self._unfence([node for node in self._fenced if node.fence <= resolved])
         if not self._fenced:
             self._steps.waiting.pop(self, None)
 

@@ -94,7 +94,7 @@ class Snapshots:
         Each running request that can still need a page keeps a page.
         """
         memory = self._memory
-        left = memory.room().available - self.num_pages
+        left = memory.available - self.num_pages
         if left < memory.full.growing(_NO_ROWS, 0):
             return None
         snapshot = Snapshot(memory.full.pool.allocate(self.num_pages), tokens, request, branches)
@@ -173,9 +173,8 @@ class Snapshots:
         snapshot.fence = step
         self.fenced[snapshot] = self._steps.waiting[self] = None
 
-    def resolve(self, step: int) -> None:
-        """Let evictions take the snapshots that steps up to `step` have copied."""
-        self._steps.resolved = step
+    def resolve(self) -> None:
+        """Let evictions take the snapshots that completed steps have copied."""
         for snapshot in [*self.fenced]:
             self._unfence(snapshot)
         if not self.fenced:

@@ -79,7 +79,7 @@ class Windows(CacheKind):
         num_rows, self._page_size = len(rows.known), engine.page_size
         self.span = window.span(self._page_size)
         self._full_reserve = window.reserve(self._page_size)
-        self.pages = WindowPages(window.num_pages, self.span, index, rows.steps)
+        self.pages = WindowPages(window.num_pages, self.span, rows.steps, index)
         allocate, dummy_page = self.pages.allocate, window.num_pages
         self.table = PageTable(engine, allocate, dummy_page, memory.spare_tokens)
         self.first: Int32Array = np.zeros(num_rows, dtype=np.int32)

@@ -39,10 +39,8 @@ class WindowPages:
         window is first.
     """
 
-    def __init__(
-        self, num_pages: int, span: int, index: int = 0, steps: Steps | None = None
-    ) -> None:
-        """steps: as for FencedPool."""
+    def __init__(self, num_pages: int, span: int, steps: Steps, index: int = 0) -> None:
+        """steps: the steps that the fences refer to."""
         self.span, self.index = span, index
         self.pool = FencedPool(num_pages, steps)
         self.users: Int32Array = np.zeros(num_pages, dtype=np.int32)

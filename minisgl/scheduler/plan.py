@@ -55,7 +55,8 @@ def plan(view: View) -> StepPlan:
     its first prompt has no other prompts, and no further choices that decode, if these take long.
     The next step has them.
     """
-    room = view.memory.room()
+    memory, none = view.memory, view.decode_rows[:0]
+    room = Room(memory, memory.available, [kind.room() for kind in memory.kinds], none, none)
     decode, short = decoding(view, room)
     if short is None and not (view.prefilling or view.waiting.uncached):  # no Python loop
         return StepPlan(decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))

@@ -290,7 +290,7 @@ class Scheduler:
             self._meter.record_result(step, result)
             steps.resolved = batch.step_id
             for holder in [*steps.waiting]:
-                holder.resolve(batch.step_id)
+                holder.resolve()
             prefilled = self._prefilled(batch) if len(batch.chunk_ids) else []
             new = self.table.read_result(batch, result)
             for req in prefilled:

@@ -7,6 +7,7 @@ import sys
 import numpy as np
 from k8s_harness.client import SCRIPTS
 
+from minisgl.core.rows import Steps
 from minisgl.kv_events.publisher import Publisher
 from minisgl.kvcache import RadixCache
 from tests.unit.kv_events.machine import addresses, started
@@ -15,7 +16,7 @@ from tests.unit.kv_events.machine import addresses, started
 def test_the_script_reports_the_blocks_of_the_cache() -> None:
     publisher = Publisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "kv@10.0.0.7:1919@minisgl-demo")
     reporter = started(publisher, 4, "minisgl-demo", 2, 100)
-    cache = RadixCache(2, reporter)
+    cache = RadixCache(2, Steps(), reporter)
     for first in range(5):
         tokens = np.array([first, *range(20, 31)], dtype=np.int32)
         cache.insert(tokens, np.arange(first * 6, first * 6 + 6, dtype=np.int32))

@@ -7,6 +7,7 @@ import numpy as np
 import zmq
 from k8s_harness.incluster.kv_index import BlockIndex
 
+from minisgl.core.rows import Steps
 from minisgl.kv_events import CacheEvents
 from minisgl.kv_events.messages import EventBatch, KVEvent
 from minisgl.kv_events.publisher import Publisher
@@ -45,12 +46,12 @@ class Replica:
     """
 
     def __init__(self, page_size: int, num_pages: int) -> None:
-        self.pool = FencedPool(num_pages)
+        self.pool = FencedPool(num_pages, Steps())
         self.page_size = page_size
         self.full = False
         self.index = BlockIndex()
         self.events = CacheEvents(BLOCK, "model", self._put, KVEventTotals(), page_size, num_pages)
-        self.cache = RadixCache(page_size, self.events)
+        self.cache = RadixCache(page_size, Steps(), self.events)
 
     def insert(self, tokens: list[int], salt: str) -> None:
         """Insert the whole pages of a prompt, and evict if needed, as Memory does."""

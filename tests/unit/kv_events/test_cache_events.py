@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from minisgl.core import ConfigError
+from minisgl.core.rows import Steps
 from minisgl.kv_events import CacheEvents
 from minisgl.kv_events.messages import AllBlocksCleared, BlockStored, KVEvent
 from minisgl.kvcache import RadixCache
@@ -98,7 +99,7 @@ def test_a_block_of_several_pages_is_announced_with_its_last_page() -> None:
     events = CacheEvents(
         8, "model", lambda batch: batches.append(batch) or True, KVEventTotals(), 2, 9
     )
-    cache = RadixCache(2, events)
+    cache = RadixCache(2, Steps(), events)
     tokens = np.arange(18, dtype=np.int32)
     cache.insert(tokens[:6], np.arange(3, dtype=np.int32))
     events.flush()

@@ -16,6 +16,7 @@ import zmq
 from k8s_harness.incluster.kv_index import BlockIndex
 
 from minisgl.core import ConfigError
+from minisgl.core.rows import Steps
 from minisgl.kv_events import publisher as module
 from minisgl.kv_events.messages import BlockRemoved, BlockStored, EventBatch, KVEvent
 from minisgl.kv_events.publisher import Publisher
@@ -89,7 +90,7 @@ def test_the_messages_are_those_that_the_decoder_of_llm_d_has_read() -> None:
 
 def test_a_subscriber_rebuilds_the_cache_from_the_stream(publisher: Publisher) -> None:
     events = started(publisher, 4, "model", 2, 60)
-    cache, index = RadixCache(2, events), BlockIndex()
+    cache, index = RadixCache(2, Steps(), events), BlockIndex()
     socket = subscribe(publisher)
     draw = random.Random(0)
     free = [*range(60)]

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from minisgl.core import InvariantBroken
+from minisgl.core.rows import Steps
 from minisgl.kvcache import RadixCache, RadixNode
 from tests.examples import examples
 from tests.unit.scheduler.integrity import check_cache
@@ -22,7 +23,7 @@ def fill(cache: RadixCache, tokens: np.ndarray, first_page: int, page_size: int)
 
 
 def test_match_counts_whole_pages_only() -> None:
-    cache = RadixCache(4)
+    cache = RadixCache(4, Steps())
     fill(cache, ids(1, 2, 3, 4, 5, 6, 7, 8), 0, 4)
     assert cache.match(ids(1, 2, 3, 4, 5, 6, 7)).pages.tolist() == [0]
     assert cache.match(ids(1, 2, 3, 4, 5, 6, 7, 8, 9)).pages.tolist() == [0, 1]
@@ -30,7 +31,7 @@ def test_match_counts_whole_pages_only() -> None:
 
 
 def test_insert_of_a_known_key_keeps_the_first_pages() -> None:
-    cache = RadixCache(2)
+    cache = RadixCache(2, Steps())
     fill(cache, ids(1, 2, 3, 4), 0, 2)
     again = cache.insert(ids(1, 2, 3, 4, 5, 6), ids(7, 8, 9))
     assert again.pages.tolist() == [0, 1, 9]
@@ -38,7 +39,7 @@ def test_insert_of_a_known_key_keeps_the_first_pages() -> None:
 
 
 def test_a_locked_prefix_survives_any_eviction() -> None:
-    cache = RadixCache(1)
+    cache = RadixCache(1, Steps())
     fill(cache, ids(1, 2, 3), 0, 1)
     handle = cache.match(ids(1, 2)).node
     cache.lock(handle)
@@ -50,7 +51,7 @@ def test_a_locked_prefix_survives_any_eviction() -> None:
 
 def test_a_match_in_the_middle_of_an_edge_makes_its_head_recent() -> None:
     """The head of a split edge kept its last_use, so shared prefixes were evicted first."""
-    cache = RadixCache(1)
+    cache = RadixCache(1, Steps())
     fill(cache, ids(1, 2, 3, 4), 0, 1)
     fill(cache, ids(9, 8), 10, 1)
     cache.match(ids(1, 2))  # splits: 1 2 | 3 4
@@ -61,7 +62,7 @@ def test_a_match_in_the_middle_of_an_edge_makes_its_head_recent() -> None:
 
 
 def test_a_reused_prefix_outlives_new_ones() -> None:
-    cache = RadixCache(1)
+    cache = RadixCache(1, Steps())
     fill(cache, ids(1, 2), 0, 1)
     cache.match(ids(1, 2, 3))
     for key in range(10, 16):
@@ -73,7 +74,7 @@ def test_a_reused_prefix_outlives_new_ones() -> None:
 
 
 def test_reused_leaves_keep_at_most_half_of_the_cache() -> None:
-    cache = RadixCache(1)
+    cache = RadixCache(1, Steps())
     for key in range(6):
         fill(cache, ids(key), key, 1)
         cache.match(ids(key))
@@ -87,7 +88,7 @@ def test_reused_leaves_keep_at_most_half_of_the_cache() -> None:
 
 def test_a_locked_prefix_does_not_count_in_the_reused_half() -> None:
     """Regression: a large locked prefix, which cannot be evicted, filled the reused half."""
-    cache = RadixCache(1)
+    cache = RadixCache(1, Steps())
     fill(cache, ids(*range(20)), 0, 1)
     fill(cache, ids(100), 100, 1)
     cache.match(ids(100))
@@ -110,7 +111,7 @@ ACTS = st.tuples(st.sampled_from(["insert", "match", "match", "evict"]), KEYS)
 @given(st.lists(ACTS, max_size=60))
 def test_each_class_evicts_its_least_recently_used_leaf(acts: list[tuple[str, int]]) -> None:
     """Regression: reused leaves were evicted in the order of insertion and not of last use."""
-    cache = RadixCache(1)
+    cache = RadixCache(1, Steps())
     new: dict[int, None] = {}  # both in the order of their last use
     reused: dict[int, None] = {}
     for act, key in acts:
@@ -136,7 +137,7 @@ def test_each_class_evicts_its_least_recently_used_leaf(acts: list[tuple[str, in
 
 def test_void_entries_of_reused_leaves_do_not_accumulate() -> None:
     """If every prompt is matched again, evictions never remove the void entries of heap 0."""
-    cache = RadixCache(1)
+    cache = RadixCache(1, Steps())
     fill(cache, ids(10_000), 10_000, 1)
     for key in range(1000):
         fill(cache, ids(key), key, 1)
@@ -148,16 +149,18 @@ def test_void_entries_of_reused_leaves_do_not_accumulate() -> None:
 
 
 def test_eviction_skips_a_prefix_that_a_step_in_flight_reads() -> None:
-    cache = RadixCache(1)
+    cache = RadixCache(1, Steps())
     handle = fill(cache, ids(1, 2, 3, 4), 0, 1)
     fill(cache, ids(9), 9, 1)
     cache.lock(handle)
     cache.unlock(handle, fence=17)
     assert (cache.evictable_pages, cache.fenced_pages) == (5, 4)
     assert [evicted.pages.tolist() for evicted in cache.evict(5)] == [[9]]
-    cache.resolve(16)
+    cache._steps.resolved = 16
+    cache.resolve()
     assert not cache.evict(1)
-    cache.resolve(17)
+    cache._steps.resolved = 17
+    cache.resolve()
     assert cache.fenced_pages == 0
     (evicted,) = cache.evict(1)
     assert (evicted.pages.tolist(), evicted.fence) == ([3], 17)
@@ -165,7 +168,7 @@ def test_eviction_skips_a_prefix_that_a_step_in_flight_reads() -> None:
 
 
 def test_lifted_fences_let_eviction_take_all_unlocked_pages() -> None:
-    cache = RadixCache(1)
+    cache = RadixCache(1, Steps())
     handle = fill(cache, ids(1, 2), 0, 1)
     cache.lock(handle)
     cache.unlock(handle, fence=3)
@@ -175,7 +178,7 @@ def test_lifted_fences_let_eviction_take_all_unlocked_pages() -> None:
 
 def test_an_eviction_visits_few_nodes_of_a_large_tree() -> None:
     """Each eviction walked the whole tree and sorted its leaves."""
-    cache = RadixCache(1)
+    cache = RadixCache(1, Steps())
     for key in range(3000):
         fill(cache, ids(key % 50, key), 2 * key, 1)
     visited = 0
@@ -194,7 +197,7 @@ def test_an_eviction_visits_few_nodes_of_a_large_tree() -> None:
 
 
 def test_unlocking_too_often_is_a_bug() -> None:
-    cache = RadixCache(1)
+    cache = RadixCache(1, Steps())
     handle = fill(cache, ids(1), 0, 1)
     with pytest.raises(InvariantBroken, match="more often"):
         cache.unlock(handle, 0)
@@ -208,7 +211,7 @@ class RadixMachine(RuleBasedStateMachine):
     @initialize(page_size=st.sampled_from([1, 2, 4]))
     def start(self, page_size: int) -> None:
         self.page_size = page_size
-        self.cache = RadixCache(page_size)
+        self.cache = RadixCache(page_size, Steps())
         self.model: dict[tuple[int, ...], int] = {}
         self.fences: dict[tuple[int, ...], int] = {}
         self.next_page = self.resolved = 0
@@ -256,7 +259,8 @@ class RadixMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 5))
     def resolve(self, steps: int) -> None:
         self.resolved += steps
-        self.cache.resolve(self.resolved)
+        self.cache._steps.resolved = self.resolved
+        self.cache.resolve()
 
     @rule(count=st.integers(1, 6))
     def evict(self, count: int) -> None:
@@ -283,7 +287,7 @@ TestRadixMachine.settings = settings(max_examples=examples(150), stateful_step_c
 
 
 def test_keys_with_different_salts_share_nothing() -> None:
-    cache = RadixCache(2)
+    cache = RadixCache(2, Steps())
     key = ids(1, 2, 3, 4)
     for first_page, salt in enumerate(["", "a", "ab"]):
         assert not len(cache.match(key, salt).pages)

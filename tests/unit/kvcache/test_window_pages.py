@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from minisgl.core import Int32Array, WindowLayers
-from minisgl.core.rows import Rows
+from minisgl.core.rows import Rows, Steps
 from minisgl.kvcache import Memory, RadixCache
 from minisgl.kvcache.window import Windows
 from minisgl.kvcache.window_pages import ABSENT, WindowPages
@@ -60,7 +60,7 @@ def test_a_hit_ends_after_a_complete_window(present: list[int], usable: int) -> 
 
 
 def test_a_window_of_one_token_needs_no_earlier_page() -> None:
-    assert WindowPages(1, 0).usable(ids(ABSENT, ABSENT)) == 2
+    assert WindowPages(1, 0, Steps()).usable(ids(ABSENT, ABSENT)) == 2
 
 
 def test_a_match_tells_the_usable_and_the_known_pages() -> None:
@@ -110,14 +110,15 @@ def test_eviction_skips_a_window_that_a_step_in_flight_reads() -> None:
     assert (pages.pool.num_free, pages.pool.num_quarantined) == (2, 0)
     assert pages.cached[read].all()
     assert not pages.cached[idle].any()
-    pages.pool.resolve(5)
+    pages.pool.steps.resolved = 5
+    pages.pool.resolve()
     assert pages.available == 4
     pages.evict(4)
     assert pages.pool.num_free == 4
 
 
 def test_a_released_page_waits_for_the_last_step_of_all_its_users() -> None:
-    pages = WindowPages(1, SPAN)
+    pages = WindowPages(1, SPAN, Steps())
     page = pages.allocate(1)
     pages.use(page)
     pages.cached[page] = True
@@ -125,9 +126,11 @@ def test_a_released_page_waits_for_the_last_step_of_all_its_users() -> None:
     pages.drop(page, fence=3)
     pages.remove(page)
     assert (pages.pool.num_free, pages.pool.num_quarantined) == (0, 1)
-    pages.pool.resolve(4)
+    pages.pool.steps.resolved = 4
+    pages.pool.resolve()
     assert pages.pool.num_free == 0
-    pages.pool.resolve(5)
+    pages.pool.steps.resolved = 5
+    pages.pool.resolve()
     assert pages.pool.num_free == 1
 
 

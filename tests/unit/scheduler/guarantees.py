@@ -73,7 +73,7 @@ class PlanChecks:
         has_room = ends <= view.memory.full.table.counts[view.decode_rows]
         has_room |= np.isin(view.decode_rows, plan.grow)
         fitting = view.decode_rows
-        for kind in view.memory.room().kinds:
+        for kind in [each.room() for each in view.memory.kinds]:
             fitting = fitting[kind.grow(fitting, np.ones(len(fitting), np.int32)) > 0]
         has_room &= np.isin(view.decode_rows, fitting)
         runs = np.isin(view.decode_rows, plan.decode.rows)

@@ -18,6 +18,7 @@ from minisgl.benchmark.fleet.routers import (
     RoundRobin,
 )
 from minisgl.benchmark.trace import page_chain
+from minisgl.core.rows import Steps
 from minisgl.kvcache import RadixCache
 from tests.examples import examples
 from tests.unit.benchmark.fleet.builders import STILL, load_of, prompt, run
@@ -186,7 +187,7 @@ def test_the_events_give_the_blocks_of_the_cache(steps: list[tuple[list[int], in
     An index that is fed with the events matches each prompt as far as the cache does.
     """
     recorder, index = BlockRecorder(page_size=2, num_pages=400), PrefixIndex()
-    cache = RadixCache(2, recorder)
+    cache = RadixCache(2, Steps(), recorder)
     free = list(range(400))
     prompts = [np.repeat(np.array(words, dtype=np.int32), 2) for words, _ in steps]
     for tokens, (_, evicted) in zip(prompts, steps, strict=True):
