@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from minisgl.core import ConfigError
 from minisgl.kvcache.pool import KVSpec
+from minisgl.layers.attention import AttentionSpec
 from minisgl.layers.mlp import DenseSpec
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.spec import ExpertsSpec
@@ -133,8 +134,9 @@ def _single_gpu_cost(model: ModelSpec) -> Cost:
         drafts = hidden * (model.vocab_size + 2 * hidden) + mixer.weights(hidden)
         drafts += _mlp_weights(mlp, hidden)
         drafts += 3 * hidden * mlp.inner * mlp.top_k if isinstance(mlp, ExpertsSpec) else 0
-        # Each step computes the keys of the head for all its tokens.
-        parameters += 2 * hidden * hidden + mixer.weights(hidden)
+        # Each step stores the keys and values of the head for all its tokens.
+        assert isinstance(mixer, AttentionSpec), "a draft head has attention; this is a bug"
+        parameters += 2 * hidden * hidden + mixer.stored_weights(hidden)
     share = computed / experts if experts else 0.0
     cost = Cost(2 * parameters, 2 * (parameters + computed), 0, 2 * experts, share)
     return cost._replace(draft_bytes=2 * drafts)
@@ -176,6 +178,8 @@ def with_fp8_weights(cost: Cost, model: ModelSpec, tp: int = 1) -> Cost:
         projection = 4 * hidden * hidden // tp
         kept += projection
         of_drafts = 2 * hidden * model.vocab_size // tp + projection
+        if isinstance(head.mlp, ExpertsSpec):
+            of_drafts += 2 * hidden * head.mlp.num_experts // tp
     return cost._replace(
         weight_bytes=kept + (cost.weight_bytes - kept) // 2,
         expert_bytes=cost.expert_bytes // 2,

@@ -59,6 +59,10 @@ class AttentionSpec(NamedTuple):
         queries = (3 if self.gate else 2) * self.q_heads
         return hidden_size * self.kv.head_dim * (queries + 2 * self.kv.kv_heads)
 
+    def stored_weights(self, hidden_size: int) -> int:
+        """The number of weights that Attention.store reads: all but the output projection."""
+        return self.weights(hidden_size) - hidden_size * self.kv.head_dim * self.q_heads
+
 
 class Attention(Mixer):
     """Self-attention over this rank's heads.
