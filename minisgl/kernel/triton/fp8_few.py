@@ -4,7 +4,8 @@ The counterpart of moe_few.py. The activations keep their dtype, and the weights
 registers, exactly. The scale of a block of weights multiplies the partial sum of its columns; a
 scale for a whole row multiplies the result. moe_grouped.py computes many tokens.
 
-Bytes: 3 H I and the scales for each of T * A assignments.
+Bytes: those of the router as in moe_few.py, and 3 H I and the scales for each of T * A assignments,
+where A = top_k + shared.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False

@@ -5,7 +5,8 @@ at once, so that the whole GPU still reads at the same time. When two tokens sha
 second token's programs read its weights from the L2 cache. With EARLY (Hopper and later) a kernel
 uses programmatic dependent launch (overlap.py): it may load weights before gdc_wait.
 
-Bytes read in 16-bit types: 2 H E for the router, 6 H I for each of T * top_k assignments.
+Bytes read in 16-bit types: 2 H E for the router, or 2 H (E + 1) with the gate of shared experts,
+and 6 H I for each of T * A assignments, where A = top_k + shared.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False

@@ -55,7 +55,7 @@ def _product(
     x_scale_stride,
     alpha,
     limit,
-    TOP_K: tl.constexpr,
+    EACH: tl.constexpr,
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     SCALED: tl.constexpr,
@@ -72,7 +72,8 @@ def _product(
     """One tile of the product of a block of tokens with its expert's weight.
 
     With GATED, x holds tokens and out holds slots, after the activation. Otherwise x holds slots
-    and out holds assignments, multiplied by their factors. alpha, limit: of the SwiGLU, if BIASED.
+    and out holds assignments, multiplied by their factors. EACH: experts of a
+    token, with the shared ones. alpha, limit: of the SwiGLU, if BIASED.
 
     SCALED: the weight is FP8 with a scale for each block. SCALE_COLUMNS 0: a block has all columns.
     QUANTISED: x is FP8 too. x_scales has its scales, one for each row and SCALE_COLUMNS columns.
@@ -90,7 +91,7 @@ def _product(
     if GATED:
         n = tl.minimum(tile * (BN // 2) + row // 2, N - 1) + (row % 2) * N
         height = 2 * N
-        source = assigned // TOP_K
+        source = assigned // EACH
     else:
         n = tl.minimum(tile * BN + row, N - 1)
         height = N
@@ -98,8 +99,8 @@ def _product(
     weight_at = weight + (expert * height + n)[:, None] * K + k[None, :]
     x_at = x + source[None, :].to(tl.int64) * x_stride + k[:, None]
     if SCALED:
-        each = 1 if SCALE_COLUMNS == 0 else tl.cdiv(K, SCALE_COLUMNS)
-        scale_at = scales + (expert * tl.cdiv(height, SCALE_ROWS) + n // SCALE_ROWS) * each
+        groups = 1 if SCALE_COLUMNS == 0 else tl.cdiv(K, SCALE_COLUMNS)
+        scale_at = scales + (expert * tl.cdiv(height, SCALE_ROWS) + n // SCALE_ROWS) * groups
     total = tl.zeros([BN, BM], tl.float32)
     for step in tl.range(0, tl.cdiv(K, BK), num_stages=STAGES):
         if WHOLE:
@@ -146,13 +147,13 @@ def _product(
 
 
 @triton.jit
-def _sum(parts, out, width, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+def _sum(parts, out, width, EACH: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < width
     total = tl.zeros([BLOCK], tl.float32)
-    for j in tl.static_range(TOP_K):
-        at = parts + (token * TOP_K + j) * width + cols
+    for j in tl.static_range(EACH):
+        at = parts + (token * EACH + j) * width + cols
         total += tl.load(at, mask=mask, other=0.0).to(tl.float32)
     tl.store(out + token * width + cols, total.to(out.dtype.element_ty), mask=mask)
 
@@ -222,22 +223,22 @@ def experts_of_many(
     has_bias, is_plain = gate_up[2] is not None, swiglu is None and gate_up[1] is None
     assert has_bias == (swiglu is not None), "biased experts have a clamped SwiGLU; this is a bug"
     inner, width = down[0].shape[2], x.shape[1]
-    num_experts, top_k = len(down[0]) - shared, experts.shape[1]
+    num_experts, each = len(down[0]) - shared, experts.shape[1]
     if tiling is None:
-        tiling = tiling_for(len(x) * (top_k - shared), num_experts, x.dtype == float32)
+        tiling = tiling_for(len(x) * (each - shared), num_experts, x.dtype == float32)
     if quantised is None:
         quantised = x.dtype == bfloat16
     blocks = align(experts, num_experts, tiling.tokens, shared)
     hidden = x.new_empty((len(blocks.slots), inner))
     parts = x.new_empty((experts.numel(), width))
     if is_plain and moe_tiles.takes(x, inner, blocks.size):
-        moe_tiles.gate_up(x, gate_up[0], hidden, blocks, top_k)
+        moe_tiles.gate_up(x, gate_up[0], hidden, blocks, each)
         moe_tiles.down(hidden, down[0], parts, blocks, weights)
     else:
-        own = (blocks, weights, top_k, swiglu or (0.0, 0.0), quantised)
+        own = (blocks, weights, each, swiglu or (0.0, 0.0), quantised)
         _launch(x, gate_up, hidden, *own, tiling.gate_up, gated=True)
         _launch(hidden, down, parts, *own, tiling.down, gated=False)
-    return sum_parts(parts, top_k)
+    return sum_parts(parts, each)
 
 
 def _launch(
@@ -246,7 +247,7 @@ def _launch(
     out: Tensor,
     blocks: Blocks,
     factors: Tensor,
-    top_k: int,
+    each: int,
     swiglu: tuple[float, float],
     quantised: bool,
     tile: Tile,
@@ -281,7 +282,7 @@ def _launch(
         x.stride(0),
         stride,
         *swiglu,
-        TOP_K=top_k,
+        EACH=each,
         GATED=gated,
         BIASED=bias is not None,
         SCALED=scales is not None,
@@ -303,10 +304,10 @@ def columns_in_loop(scales: Scales, width: int) -> int:
     return 0 if scales.columns >= width else scales.columns
 
 
-def sum_parts(parts: Tensor, top_k: int) -> Tensor:
-    """Return the sums of each token's top_k rows of parts [T * top_k, H]."""
-    num_tokens, width = len(parts) // top_k, parts.shape[1]
+def sum_parts(parts: Tensor, each: int) -> Tensor:
+    """Return the sums of each token's `each` rows of parts [T * each, H]."""
+    num_tokens, width = len(parts) // each, parts.shape[1]
     out = parts.new_empty((num_tokens, width))
     grid = (num_tokens, triton.cdiv(width, _COLUMNS))
-    _sum[grid](parts, out, width, TOP_K=top_k, BLOCK=_COLUMNS, num_warps=4)
+    _sum[grid](parts, out, width, EACH=each, BLOCK=_COLUMNS, num_warps=4)
     return out

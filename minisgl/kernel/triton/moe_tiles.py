@@ -34,7 +34,7 @@ def _gate_up(
     N,
     K,
     x_stride,
-    TOP_K: tl.constexpr,
+    EACH: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -52,7 +52,7 @@ def _gate_up(
     slot = block * BM + tl.arange(0, BM)
     assigned = tl.load(slots + slot)
     live = (assigned < num_assigned)[:, None]
-    x_at = x + (assigned // TOP_K)[:, None].to(tl.int64) * x_stride + tl.arange(0, BK)[None, :]
+    x_at = x + (assigned // EACH)[:, None].to(tl.int64) * x_stride + tl.arange(0, BK)[None, :]
     row = expert * (2 * N) + tile * BN
     gate = tl.zeros([BM, BN], tl.float32)
     up = tl.zeros([BM, BN], tl.float32)
@@ -113,7 +113,7 @@ def takes(x: Tensor, inner: int, tokens: int) -> bool:
     return bool(driver.active.get_current_target().arch >= 90)
 
 
-def gate_up(x: Tensor, weight: Tensor, out: Tensor, blocks: Blocks, top_k: int) -> None:
+def gate_up(x: Tensor, weight: Tensor, out: Tensor, blocks: Blocks, each: int) -> None:
     """Write silu(gate) * up of all blocks to out [slots, I].
 
     x: [T, H] that `takes` accepts, unit stride in H. weight: contiguous [E, 2I, H].
@@ -126,11 +126,11 @@ def gate_up(x: Tensor, weight: Tensor, out: Tensor, blocks: Blocks, top_k: int) 
         out,
         blocks.slots,
         blocks.owners,
-        top_k * len(x),
+        each * len(x),
         inner,
         width,
         x.stride(0),
-        TOP_K=top_k,
+        EACH=each,
         BM=blocks.size,
         BN=columns,
         BK=_K,
@@ -140,7 +140,7 @@ def gate_up(x: Tensor, weight: Tensor, out: Tensor, blocks: Blocks, top_k: int) 
 
 
 def down(hidden: Tensor, weight: Tensor, out: Tensor, blocks: Blocks, scales: Tensor) -> None:
-    """Write the down product of all blocks, multiplied by the scales, to out [T * top_k, H].
+    """Write the down product of all blocks, multiplied by the scales, to out [T * each, H].
 
     hidden: [slots, I]; weight: [E, H, I]; scales: one per assignment; all contiguous.
     """

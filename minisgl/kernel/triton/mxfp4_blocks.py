@@ -105,7 +105,7 @@ def _product(
     alpha,
     limit,
     rescale,
-    TOP_K: tl.constexpr,
+    EACH: tl.constexpr,
     GATED: tl.constexpr,
     BM: tl.constexpr,
     WARPS: tl.constexpr,
@@ -140,7 +140,7 @@ def _product(
         n = column(tile * (ROWS // 2) + group * 8 + i)
         row = half * N + tl.minimum(n, N - 1)
         height = 2 * N
-        source = assigned // TOP_K
+        source = assigned // EACH
         n = column(tile * (ROWS // 2) + tl.arange(0, ROWS // 2))
         bias_at = bias + expert * height + n
         first_bias = tl.load(bias_at, mask=n < N, other=0.0)
@@ -212,10 +212,10 @@ def experts_of_many(
     """
     gate_up, down, swiglu = layer
     assert swiglu is not None, "MXFP4 experts have a clamped SwiGLU; this is a bug"
-    (num_tokens, width), top_k = x.shape, experts.shape[1]
+    (num_tokens, width), each = x.shape, experts.shape[1]
     num_experts = len(gate_up[0]) - shared
     if tiling is None:
-        tiling = _tiling_for(num_tokens * (top_k - shared) / num_experts, x.dtype)
+        tiling = _tiling_for(num_tokens * (each - shared) / num_experts, x.dtype)
     blocks = align(experts, num_experts, tiling.tokens, shared)
     arranged = x.new_empty((num_tokens, _padded(width)))
     columns = arranged.shape[1]
@@ -223,10 +223,10 @@ def experts_of_many(
     _arrange[grid](x, arranged, width, x.stride(0), columns, BLOCK=_ARRANGED, num_warps=4)
     hidden = x.new_empty((len(blocks.slots), _padded(gate_up[0].shape[2] // 2)))
     parts = x.new_empty((experts.numel(), width))
-    own = (blocks, weights, top_k, swiglu)
+    own = (blocks, weights, each, swiglu)
     _launch(arranged, gate_up, hidden, *own, tiling.gate_up, True)
     _launch(hidden, down, parts, *own, tiling.down, False)
-    return sum_parts(parts, top_k)
+    return sum_parts(parts, each)
 
 
 def _tiling_for(mean: float, dtype: torch.dtype) -> Tiling:
@@ -249,7 +249,7 @@ def _launch(
     out: Tensor,
     blocks: Blocks,
     factors: Tensor,
-    top_k: int,
+    each: int,
     swiglu: tuple[float, float],
     tile: Tile,
     gated: bool,
@@ -276,7 +276,7 @@ def _launch(
         out.stride(0),
         *swiglu,
         rescale_factor(x),
-        TOP_K=top_k,
+        EACH=each,
         GATED=gated,
         BM=blocks.size,
         WARPS=tile.warps,
