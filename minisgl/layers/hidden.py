@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minisgl.core.config import MAX_DRAFTS
 from minisgl.layers.mixer import StateBuild, StatePart
 
 
@@ -18,9 +19,11 @@ class HiddenMemory(NamedTuple):
 class HiddenSpec(NamedTuple):
     """The final hidden states that a draft head reads; implements StateSpec.
 
-    A step reads the state of the token before its first one, and then overwrites up to two pages of
-    positions after it: its tokens and the drafts after them. A ring of two pages therefore has the
-    state at each boundary of a row as long as a copy of the row's states may need it.
+    A step reads the state of the token before its first one, and writes those of its tokens and of
+    the drafts after them. A copy of a row at boundary b needs the state at b - 1. The last step
+    before the copy begins at b + page - 1 at most. MAX_DRAFTS drafts in it, and as many after it,
+    end at b + page - 1 + 2 * MAX_DRAFTS. A ring of two pages of 16 or more tokens then still has
+    the state at b - 1: position b - 1 + 2 * page overwrites it.
 
     size   the width of a state, H.
     layer  as StateSpec.layer.
@@ -31,6 +34,7 @@ class HiddenSpec(NamedTuple):
 
     def kept(self, build: StateBuild) -> tuple[StatePart, ...]:
         """See StateSpec: the ring."""
+        assert build.page_size > 2 * MAX_DRAFTS, "drafts must not fill a page; this is a bug"
         return (StatePart((2 * build.page_size, self.size), build.dtype),)
 
     def memory(self, kept: Sequence[Tensor], build: StateBuild) -> HiddenMemory:
