@@ -117,7 +117,8 @@ def capture(run: Callable[[], object], rehearse: Callable[[], object], memory: A
 class _DecodeCapture:
     """Captures decode steps over one set of buffers.
 
-    logits_graphs: in the order of their capture, one for each shape of width 1.
+    logits_graphs: in the order of their capture, one for each shape of width 1. None if a
+                   stage reads_hidden.
     """
 
     def __init__(
@@ -179,7 +180,8 @@ class _DecodeCapture:
             return capture(run, rehearse, self._memory)
 
         graph = graph_of(forward, partial(forward, self._rehearsed))
-        if width == 1:
+        # A step that computes the hidden states of all its tokens takes the logits from these.
+        if width == 1 and not parts.reads_hidden:
             inputs = Attended(*(part[:size] for part in self._attended))
 
             def last_layer() -> None:
@@ -187,6 +189,7 @@ class _DecodeCapture:
                 runner.model.logits(Attended(inputs.heads, residual), out=logits)
 
             self.logits_graphs.append(LogitsGraph(graph_of(last_layer, last_layer), inputs, logits))
+        if width == 1:
             for stage in parts.stages:
                 stage.capture(columns, lambda run: graph_of(run, run))
         plain, filtering = partial(sample, False), partial(sample, True)

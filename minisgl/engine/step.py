@@ -110,19 +110,16 @@ class EagerStep:
             decoded = torch.arange(columns.num_decode * columns.width, device=runner.device)
             sampled = torch.cat((decoded, sampled[columns.num_decode :]))
         of_prompts, samples = reports_prompts(x.batch), bool(x.batch.samples.any())
-        hidden, logits = None, attended.heads[:0]
-        rows = None
-        if samples and not of_prompts:
+        none = attended.heads.new_empty((0, len(model.lm_head.weight)))
+        if not (self._parts.reads_hidden or of_prompts):
+            if not samples:
+                return Logits(None, none)
             rows = attended.take_rows(sampled, model.lm_head.comm)
-        if self._parts.reads_hidden or of_prompts:
-            hidden = model.model.finish_last_layer(attended)
-            for stage in self._parts.stages:
-                stage.forwarded(columns, tokens, hidden[: tokens.shape[1]])
-            if of_prompts and samples:
-                logits = model.lm_head.logits(hidden[sampled])
-        if rows is not None:  # a graph may compute them, and overwrite memory of `attended`
-            logits = self._last_layer.logits(rows)
-        return Logits(hidden, logits)
+            return Logits(None, self._last_layer.logits(rows))
+        hidden = model.model.finish_last_layer(attended)
+        for stage in self._parts.stages:
+            stage.forwarded(columns, tokens, hidden[: tokens.shape[1]])
+        return Logits(hidden, model.lm_head.logits(hidden[sampled]) if samples else none)
 
     def _attend(self, x: StepTensors, attention: StepAttention) -> tuple[Tensor, Attended]:
         """Run the model up to the last attention.
