@@ -10,7 +10,7 @@ from torch import Tensor
 
 MAX_MATCH = 32  # a match compares up to this many of a row's last tokens
 MIN_MATCH = 2  # a shorter match gives no draft
-LONG_MATCH = 8  # a shorter match does not replace the drafts of a draft head
+LONG_MATCH = 8  # a shorter match does not replace drafts that a draft head has made
 
 
 def find_drafts(
@@ -44,7 +44,8 @@ def find_drafts(
     of a row without a match are its last token.
     predicted: int32 [B], overwritten with 1 if the drafts come from the prediction, or 0.
     made: int32 [R] or None; the drafts that a draft head has already written after each row's end.
-    They stay unless the match has LONG_MATCH tokens, and found counts them, up to lengths.
+    Where it has made some, they stay unless the match has LONG_MATCH tokens, and found counts them,
+    up to lengths.
     """
     columns = token_pool.shape[1]
     row, last = rows.long(), cached[rows.long()].long()
@@ -59,7 +60,9 @@ def find_drafts(
     before = tokens[req.unsqueeze(1), (end.unsqueeze(1) - back).clamp(min=0)]
     wanted = tokens.gather(1, (last.unsqueeze(1) - back).clamp(min=0))[req]
     size = ((before == wanted) & (back <= longest.unsqueeze(1))).long().cumprod(dim=1).sum(dim=1)
-    least = MIN_MATCH if made is None else LONG_MATCH
+    least: Tensor | int = MIN_MATCH
+    if made is not None:
+        least = torch.where(made[row[req]] > 0, LONG_MATCH, MIN_MATCH)
     score = torch.where(size >= least, size * columns + end, -1)
     best = torch.full_like(last, -1).scatter_reduce(0, req, score, "amax")
     has_match, best = best >= 0, best.clamp(min=0) % columns

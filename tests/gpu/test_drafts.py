@@ -37,15 +37,16 @@ def check_search(
     lengths: Tensor,
     width: int,
     tails: Tensor | None = None,
+    made: Tensor | None = None,
 ) -> tuple[list[int], list[int]]:
     """Compare with the reference. Returns the numbers of drafts, and which are predicted."""
     from minisgl.kernel.triton import drafts as kernels
 
     tails = torch.full_like(cached, pool.shape[1]) if tails is None else tails
     expected, found_expected = pool.clone(), torch.full((2, len(rows)), -7, device=DEVICE).int()
-    drafts.find_drafts(expected, rows, cached, tails, lengths, width, *found_expected)
+    drafts.find_drafts(expected, rows, cached, tails, lengths, width, *found_expected, made)
     before, found = cached.clone(), torch.full_like(found_expected, -9)
-    kernels.find_drafts(pool, rows, cached, tails, lengths, width, *found)
+    kernels.find_drafts(pool, rows, cached, tails, lengths, width, *found, made)
     assert torch.equal(found, found_expected)
     assert torch.equal(pool, expected)
     assert torch.equal(cached, before)
@@ -80,6 +81,20 @@ def test_drafts_of_short_rows_with_predictions(vocab: int, width: int) -> None:
     counts, predicted = check_search(pool, order, cached, lengths, width, tails)
     assert any(predicted)
     assert sum(predicted) < sum(count > 0 for count in counts), "no match is in a row"
+
+
+@pytest.mark.parametrize("width", [1, 8])
+def test_matches_beside_the_drafts_of_a_head(width: int) -> None:
+    """The head has made drafts for some rows. Short matches give drafts to the others only."""
+    rows, columns = 60, 73
+    pool = token_pool(rows, columns, 2)
+    cached = int32(torch.randint(20, columns, (rows,)))
+    made = int32(torch.arange(rows) % 3)
+    counts, _ = check_search(
+        pool, int32(torch.arange(rows)), cached, int32([width] * rows), width, made=made
+    )
+    assert {counts[0], counts[1]} == {width, 1} or width == 1
+    assert all(counts[::3]), "each row without drafts of the head has a match of 2 tokens"
 
 
 @pytest.mark.parametrize("reqs", [1, 3, 70])

@@ -33,8 +33,8 @@ def _best_match(
     end,
     columns,
     best,
+    least,
     MAX: tl.constexpr,
-    MIN: tl.constexpr,
     NEAR: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -61,7 +61,7 @@ def _best_match(
                     token = tl.load(source + place - far, mask=inside, other=-1)
                     matched = matched & (token == wanted)
                     size += matched.to(tl.int32)
-        best = tl.maximum(best, tl.where(size >= MIN, size * columns + place, -1))
+        best = tl.maximum(best, tl.where(size >= least, size * columns + place, -1))
     return best
 
 
@@ -72,11 +72,14 @@ def _find_matches(
     cached,
     tails,
     matches,
+    made,
     pool_stride,
     columns,
     width,
+    HAS_MADE: tl.constexpr,
     MAX: tl.constexpr,
     MIN: tl.constexpr,
+    LONG: tl.constexpr,
     NEAR: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -86,9 +89,12 @@ def _find_matches(
     last = tl.load(cached + row)
     tail = tl.maximum(tl.load(tails + row), last + 1 + width)
     source = token_pool + row * pool_stride
+    least = MIN
+    if HAS_MADE:
+        least = tl.where(tl.load(made + row) > 0, LONG, MIN)
     best = tl.full([TILE], -1, tl.int32)
-    best = _best_match(source, last, 0, last, columns, best, MAX, MIN, NEAR, TILE)
-    best = _best_match(source, last, tail, columns - 1, columns, best, MAX, MIN, NEAR, TILE)
+    best = _best_match(source, last, 0, last, columns, best, least, MAX, NEAR, TILE)
+    best = _best_match(source, last, tail, columns - 1, columns, best, least, MAX, NEAR, TILE)
     at = req * tl.num_programs(1) + tl.program_id(1)
     tl.store(matches + at, tl.max(best, axis=0))
 
@@ -218,11 +224,14 @@ def find_drafts(
         cached,
         tails,
         matches,
+        cached if made is None else made,
         token_pool.stride(0),
         columns,
         width,
+        HAS_MADE=made is not None,
         MAX=MAX_MATCH,
-        MIN=MIN_MATCH if made is None else LONG_MATCH,
+        MIN=MIN_MATCH,
+        LONG=LONG_MATCH,
         NEAR=_NEAR,
         TILE=_TILE,
         num_warps=8,

@@ -156,19 +156,23 @@ def test_accepted_tokens_are_those_of_a_plain_loop(
 
 
 def test_a_match_of_many_tokens_replaces_the_drafts_of_a_head() -> None:
-    """Row 0 repeats one token less than a match needs, row 1 as many."""
+    """Row 0 repeats one token less than a match needs, row 1 as many.
+
+    Row 2 repeats as many as row 0. The head has made no drafts for it, so its match counts.
+    """
     text = list(range(LONG_MATCH))
     short, enough = [90, *text[1:], 50, 51, 91, *text[1:]], [*text, 50, 51, 91, *text]
-    pool = torch.full((2, 40), 7, dtype=torch.int32)
-    cached, made = int32(len(short) - 1, len(enough) - 1), int32(2, 2)
-    for row, tokens in enumerate((short, enough)):
+    pool = torch.full((3, 40), 7, dtype=torch.int32)
+    cached, made = int32(len(short) - 1, len(enough) - 1, len(short) - 1), int32(2, 2, 0)
+    for row, tokens in enumerate((short, enough, short)):
         pool[row, : len(tokens)] = int32(*tokens)
         pool[row, len(tokens) : len(tokens) + 2] = int32(60, 61)
-    before, found, predicted = pool.clone(), int32(-1, -1), int32(-1, -1)
-    inputs = int32(0, 1), cached, int32(40, 40), int32(3, 3), 4
+    before, found, predicted = pool.clone(), int32(-1, -1, -1), int32(-1, -1, -1)
+    inputs = int32(0, 1, 2), cached, int32(40, 40, 40), int32(3, 3, 3), 4
     find_drafts(pool, *inputs, found, predicted, made)
-    assert found.tolist() == [2, 3]
+    assert found.tolist() == [2, 3, 3]
     assert pool[0].equal(before[0])
     assert pool[1, len(enough) : len(enough) + 3].tolist() == [50, 51, 91]
+    assert pool[2, len(short) : len(short) + 3].tolist() == [50, 51, 91]
     find_drafts(pool, int32(0), *inputs[1:3], int32(1), 4, found[:1], predicted[:1], made)
     assert found[0] == 1, "a step forwards fewer tokens than there are drafts"
