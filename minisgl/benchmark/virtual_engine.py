@@ -27,9 +27,10 @@ def read_cost(text: str) -> StepCost:
     try:
         key_ns, pair_ns, *prices = text.split(",")
         req_ns = prices.pop(0) if ":" not in prices[0] else "0"
+        draft_ns = prices.pop(0) if ":" not in prices[0] else "0"
         points = [(int(tokens), float(ms) / 1e3) for tokens, ms in (p.split(":") for p in prices)]
         tokens, seconds = zip(*points, strict=True)
-        figures = [float(key_ns), float(pair_ns), float(req_ns), *seconds]
+        figures = [float(key_ns), float(pair_ns), float(req_ns), float(draft_ns), *seconds]
         rising = [*tokens] == sorted({*tokens}) and [*seconds] == sorted(seconds)
         if not (rising and tokens[0] > 0 and all(0 <= each < math.inf for each in figures)):
             raise ValueError
@@ -39,10 +40,12 @@ def read_cost(text: str) -> StepCost:
             per_decode_key_s=float(key_ns) / 1e9,
             per_prefill_pair_s=float(pair_ns) / 1e9,
             per_decode_req_s=float(req_ns) / 1e9,
+            per_draft_s=float(draft_ns) / 1e9,
         )
     except (ValueError, IndexError):
         raise ConfigError(
-            f"--cost {text!r} does not have the form KEY_NS,PAIR_NS[,REQ_NS],TOKENS:MS,..."
+            f"--cost {text!r} does not have the form KEY_NS,PAIR_NS[,REQ_NS[,DRAFT_NS]],"
+            "TOKENS:MS,..."
         ) from None
 
 

@@ -100,10 +100,14 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         """Return "KEY_NS,PAIR_NS,TOKENS:MS,...", as in the log and in `minisgl bench simulate`.
 
-        With recurrent states, REQ_NS follows PAIR_NS.
+        With recurrent states or a draft head, REQ_NS follows PAIR_NS. With a draft head, DRAFT_NS
+        follows REQ_NS.
         """
         terms = [f"{self.per_decode_key_s * 1e9:.2f}", f"{self.per_prefill_pair_s * 1e9:.4f}"]
-        terms += [f"{self.per_decode_req_s * 1e9:.0f}"] if self.per_decode_req_s else []
+        if self.per_decode_req_s or self.per_draft_s:
+            terms.append(f"{self.per_decode_req_s * 1e9:.0f}")
+        if self.per_draft_s:
+            terms.append(f"{self.per_draft_s * 1e9:.0f}")
         sizes = zip(self.tokens, self.seconds, strict=True)
         return ",".join(terms + [f"{tokens}:{seconds * 1e3:.3f}" for tokens, seconds in sizes])
 

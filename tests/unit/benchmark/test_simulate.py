@@ -176,7 +176,10 @@ def test_even_steps_change_nothing_when_all_answers_have_the_same_length() -> No
 
 
 def test_a_logged_cost_can_be_read() -> None:
-    assert str(COST) == str(read_cost(str(COST)))
+    hybrid, head = read_cost("1,2,3,4:5"), read_cost("1,2,0,3,4:5")
+    assert (hybrid.per_decode_req_s, head.per_draft_s) == (3e-9, 3e-9)
+    for cost in (COST, hybrid, head):
+        assert read_cost(str(cost)) == cost
     wrong_order = "1,2,5:1,3:4", "1,2,3:4,5:1"
     no_times = "1,nan,1:1", "1,2,1:inf", "1,2,1:-1", "1,2,0:1"
     for text in ("1,2", "1,2,x:3", "1,2,3", "", *wrong_order, *no_times):
