@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import InTurn, StepAttention
-from minisgl.core import SAMPLING_COLUMNS
+from minisgl.core import SAMPLING_COLUMNS, ConfigError
 from minisgl.core.config import MAX_DRAFT_TOKENS
 from minisgl.drafts.ngram import NgramDrafts
 from minisgl.engine import ModelRunner, Stage, StepColumns, StepTensors
@@ -35,9 +35,14 @@ class HeadDrafts(Stage):
     reads_hidden: ClassVar[bool] = True
 
     def __init__(self, runner: ModelRunner) -> None:
+        """Raises ConfigError if the engine has loaded no draft head."""
         assert runner.drafts is not None, "the engine must have draft lengths; this is a bug"
+        if runner.model.mtp is None:
+            raise ConfigError(
+                "the extensions run a draft head, but the engine has loaded none; set speculative "
+                "to mtp, or build the extensions with drafts.with_speculation"
+            )
         assert runner.states is not None, "a draft head has a state; this is a bug"
-        assert runner.model.mtp is not None, "the model must have a draft head; this is a bug"
         memory: HiddenMemory = runner.states.layers[-1]
         self._runner, self._head, self._ring = runner, runner.model.mtp, memory.ring
         self._made = torch.zeros_like(runner.drafts.cached)

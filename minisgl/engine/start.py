@@ -63,7 +63,13 @@ class Start:
         self.config, self.max_chunk_tokens, self.device = config, max_chunk_tokens, device
         self._comm, self._extensions = comm, extensions
         self.drafting = extensions.draft_lengths is not None
-        model = load_model_spec(config.model_path, drafts=draft_method(config) == "mtp")
+        method = draft_method(config)
+        if method is not None and not self.drafting:
+            raise ConfigError(
+                f"speculative is {method}, but the extensions have no draft_lengths; build the "
+                "extensions with drafts.with_speculation, or leave speculative out"
+            )
+        model = load_model_spec(config.model_path, drafts=method == "mtp")
         self.resolved = memory.resolve(config, model, comm.tp, device)
         if self.resolved.model.states and max_chunk_tokens < config.page_size:
             raise ConfigError(
@@ -116,7 +122,11 @@ class Start:
         return launcher
 
     def assemble(self, model: CausalLM, counts: Sequence[int]) -> StepLauncher:
-        """Allocate all device memory except for graphs. counts: the pages of each KV pool."""
+        """Allocate all device memory except for graphs. counts: the pages of each KV pool.
+
+        Raises ConfigError if the model has a draft head and no stage runs it, or the other way
+        round.
+        """
         config, spec, device = self.config, self.resolved.model, self.device
         max_seq_len = self.resolved.max_seq_len
 
@@ -170,6 +180,11 @@ class Start:
             stages.append(CopyStates(runner.states, pools[0]))
         stages += [make(runner) for make in self._extensions.stages]
         parts = StepParts(runner, tuple(stages), self._extensions.finish(runner))
+        if model.mtp is not None and not parts.reads_hidden:
+            raise ConfigError(
+                "speculative is mtp, but no stage of the extensions runs the draft head; build the "
+                "extensions with drafts.with_speculation, or set speculative to ngram"
+            )
         return StepLauncher(parts, self._extensions.logits_processors, self.on_stream())
 
     def graph_sizes(self) -> tuple[list[DecodeShape], list[int]]:

@@ -50,14 +50,22 @@ def load_model_spec(folder: str, *, drafts: bool = False) -> ModelSpec:
 def draft_method(config: EngineConfig) -> str | None:
     """Return the source of drafts: ngram, mtp or None. Raises ConfigError.
 
-    auto means mtp if config.json describes a draft head and the weights have its tensors.
+    auto means mtp if config.json describes a draft head and the weights have its tensors. mtp needs
+    both.
     """
-    if config.speculative != "auto":
+    if config.speculative not in ("mtp", "auto"):
         return config.speculative
     given = text_part(read_json(Path(config.model_path) / "config.json"))
     described = full_spec(given).draft_head is not None
     stored = config.dummy_weight or has_draft_head(config.model_path)
-    return "mtp" if described and stored else "ngram"
+    if config.speculative == "auto":
+        return "mtp" if described and stored else "ngram"
+    if described and not stored:
+        raise ConfigError(
+            f"speculative mtp needs a draft head, and the weights in {config.model_path} have no "
+            "tensors mtp.*; use speculative ngram or auto"
+        )
+    return "mtp"  # load_model_spec refuses a model that describes no draft head
 
 
 def full_spec(config: Mapping[str, Any]) -> ModelSpec:

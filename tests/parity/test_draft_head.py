@@ -1,5 +1,7 @@
 """A draft head: its drafts are those of transformers' MtpModel, and they change no token."""
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,12 +12,13 @@ import transformers
 
 from minisgl.core import ConfigError, EngineConfig, SamplingParams
 from minisgl.distributed.comm import SingleCommunicator
-from minisgl.drafts import HeadDrafts
-from minisgl.engine import StepTensors
+from minisgl.drafts import HeadDrafts, with_head, with_ngrams
+from minisgl.engine import Extensions, StepTensors
 from minisgl.engine.step import GraphStep
 from minisgl.engine.step_tensors import Logits
 from minisgl.kvcache import states
 from minisgl.models.config import draft_method
+from minisgl.quantization import with_quantizations
 from tests.parity import rank_cases
 from tests.parity.driver import Driver, Work, make_engine
 from tests.parity.hybrid_models import BASE, Heads, save
@@ -184,3 +187,30 @@ def test_a_model_without_a_draft_head_is_refused(heads: Heads, tmp_path: Path) -
         draft_method(EngineConfig(model_path=p, speculative="auto")) for p in (path, heads.path)
     ]
     assert found == ["ngram", "mtp"]
+
+
+def test_weights_without_the_tensors_of_a_described_head_are_refused(tmp_path: Path) -> None:
+    path = save("qwen3_5", tmp_path)[1]
+    file = Path(path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"mtp_num_hidden_layers": 1}))
+    with pytest.raises(ConfigError, match=r"no tensors mtp\.\*; use speculative ngram or auto"):
+        draft_method(EngineConfig(model_path=path, speculative="mtp"))
+    assert draft_method(EngineConfig(model_path=path, speculative="auto")) == "ngram"
+
+
+@pytest.mark.parametrize(
+    ("added", "speculative", "message"),
+    [
+        (None, "ngram", "speculative is ngram, but the extensions have no draft_lengths"),
+        (with_ngrams, "mtp", "speculative is mtp, but no stage of the extensions runs"),
+        (with_head, "ngram", "run a draft head, but the engine has loaded none"),
+    ],
+)
+def test_extensions_of_another_draft_method_are_refused(
+    added: Callable[..., Extensions] | None, speculative: str, message: str, heads: Heads
+) -> None:
+    extensions = with_quantizations()
+    if added is not None:
+        extensions = added(lambda rows: ChangingDrafts(7), extensions)
+    with pytest.raises(ConfigError, match=message):
+        make_engine(heads.path, extensions=extensions, page_size=16, speculative=speculative)
