@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Int32Array, StepCost
-from minisgl.core.batch import NoDrafts
+from minisgl.core.batch import DraftCounts, NoDrafts
 from minisgl.drafts import with_head
 from minisgl.engine import Extensions, ModelRunner, StepColumns
 from minisgl.engine.launched import LaunchedStep
@@ -20,14 +20,16 @@ class FixedLengths(NoDrafts):
         self._drafts = drafts
 
     def choose(
-        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
-    ) -> int:
-        return 0 if cost is None else min(self._drafts, limit)
-
-    def ahead(
-        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
-    ) -> int:
-        return self.choose(rows, num_reqs, keys, limit, cost)
+        self,
+        rows: Int32Array,
+        num_reqs: int,
+        keys: int,
+        limit: int,
+        cost: StepCost | None,
+        made: int,
+    ) -> DraftCounts:
+        drafts = 0 if cost is None else min(self._drafts, limit)
+        return DraftCounts(min(drafts, made), drafts)
 
 
 class PinnedAcceptance:

@@ -164,6 +164,8 @@ class Batch:
                   for a model without recurrent states.
     drafts        drafts that the draft head makes for each decode request after this step, for the
                   next one; 0 without a draft head.
+    made          int32 [num_decode]; drafts that the draft head has made for each decode request
+                  before this step. None without `drafting`. The engine counts them on the device.
     """
 
     step_id: int
@@ -181,6 +183,7 @@ class Batch:
     histories: tuple[History, ...] = ()
     states: StateCopies | None = None
     drafts: int = 0
+    made: Int32Array | None = None
 
     @property
     def width(self) -> int:
@@ -240,13 +243,31 @@ class StepResult(NamedTuple):
     predicted: NDArray[np.bool_] | None = None
 
 
+class DraftCounts(NamedTuple):
+    """The numbers of drafts of a step.
+
+    forwarded  draft tokens that the step forwards of each request.
+    made       drafts that the draft head makes after the step, which the step after it can forward.
+               0 for an engine without a draft head.
+    """
+
+    forwarded: int
+    made: int
+
+
 class DraftLengths(Protocol):
     """Chooses how many draft tokens a step forwards. Each rank has one; all make equal choices."""
 
     def choose(
-        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
-    ) -> int:
-        """Return the number of draft tokens of each request in `rows` for the next step.
+        self,
+        rows: Int32Array,
+        num_reqs: int,
+        keys: int,
+        limit: int,
+        cost: StepCost | None,
+        made: int,
+    ) -> DraftCounts:
+        """Return the numbers of drafts of each request in `rows` for the next step.
 
         rows      int32, the rows of the decode requests that may have drafts, at least one.
         num_reqs  the number of all decode requests.
@@ -255,22 +276,16 @@ class DraftLengths(Protocol):
                   tokens of a request, rounded up to one of DRAFT_WIDTHS.
         cost      predicts step times. None: the times are unknown, or prompts wait or are
                   computed.
-        """
-
-    def ahead(
-        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
-    ) -> int:
-        """Return the number of drafts that the draft head makes after the next step.
-
-        The step after it can forward them. 0 for an engine without a draft head. The arguments are
-        those of `choose`.
+        made      the most drafts that the draft head has made for one of `rows`.
         """
 
     def open(self, row: int) -> None:
         """Forget the measurements of `row`, because it belongs to another request now."""
 
-    def record(self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array) -> None:
-        """Take the measured acceptance of decode requests, as in StepResult."""
+    def record(
+        self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array, made: Int32Array
+    ) -> None:
+        """Take the measured acceptance of decode requests, as in StepResult and Batch.made."""
 
 
 class NoDrafts:
@@ -280,21 +295,23 @@ class NoDrafts:
         """rows: number of rows."""
 
     def choose(
-        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
-    ) -> int:
+        self,
+        rows: Int32Array,
+        num_reqs: int,
+        keys: int,
+        limit: int,
+        cost: StepCost | None,
+        made: int,
+    ) -> DraftCounts:
         """Choose none."""
-        return 0
-
-    def ahead(
-        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
-    ) -> int:
-        """Make none."""
-        return 0
+        return DraftCounts(0, 0)
 
     def open(self, row: int) -> None:
         """Measure nothing."""
 
-    def record(self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array) -> None:
+    def record(
+        self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array, made: Int32Array
+    ) -> None:
         """Measure nothing."""
 
 

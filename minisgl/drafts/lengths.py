@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import Int32Array, StepCost
+from minisgl.core.batch import DraftCounts
 from minisgl.core.config import DRAFT_WIDTHS
 
 # The acceptance of a row is a weighted mean. Each later draft multiplies the weight by this factor.
@@ -42,8 +43,23 @@ class PricedLengths:
         self._all_accepted = self.first_acceptance * _PRIOR_DRAFTS
 
     def choose(
+        self,
+        rows: Int32Array,
+        num_reqs: int,
+        keys: int,
+        limit: int,
+        cost: StepCost | None,
+        made: int,
+    ) -> DraftCounts:
+        return DraftCounts(self.best(rows, num_reqs, keys, limit, cost), 0)
+
+    def best(
         self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
     ) -> int:
+        """Return the number of drafts up to `limit` that gives the most tokens per second.
+
+        The arguments are those of `choose`.
+        """
         if cost is None:
             return 0
         chance = self.acceptance(rows)
@@ -59,11 +75,6 @@ class PricedLengths:
                 best, best_rate = width - 1, rate
         return best
 
-    def ahead(
-        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
-    ) -> int:
-        return 0
-
     def acceptance(self, rows: Int32Array) -> NDArray[np.float64]:
         """Return the estimated probability with which each row accepts a draft, below 1."""
         mean = self._all_accepted / self._all_compared
@@ -74,7 +85,9 @@ class PricedLengths:
     def open(self, row: int) -> None:
         self._accepted[row] = self._compared[row] = 0.0
 
-    def record(self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array) -> None:
+    def record(
+        self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array, made: Int32Array
+    ) -> None:
         # The first draft that disagrees was compared too. A row without a draft counts as one that
         # disagrees, because drafts would have given it nothing.
         compared = np.maximum(np.minimum(agreed + 1, drafted), 1)
@@ -89,10 +102,15 @@ class PricedLengths:
 class HeadLengths(PricedLengths):
     """The lengths of an engine whose draft head makes drafts (drafts.HeadDrafts).
 
-    The head makes as many drafts after a step as the next step should forward. Rows without drafts
-    are not measured, since a step after one with prompts has none. While no drafts pay, the head
-    makes one draft in some steps, so that the acceptance is measured. The next step compares it
-    with its token and does not forward it.
+    A step makes as many drafts as pay, and the next step forwards them. Their acceptance is that
+    of the rows for which the head has made drafts, because long n-gram matches replace these
+    drafts only.
+
+    The head has made none for the step after one with prompts, or if no drafts pay. Such a step
+    can forward drafts of n-grams, whose acceptance is measured apart, as without a head.
+
+    While no drafts pay, the head makes one draft in some steps, so that the acceptance is measured.
+    The next step compares it with its token and does not forward it.
     """
 
     first_acceptance: ClassVar[float] = 0.6
@@ -100,16 +118,32 @@ class HeadLengths(PricedLengths):
 
     def __init__(self, rows: int) -> None:
         super().__init__(rows)
+        self._ngrams = PricedLengths(rows)
         self._measured_steps = 0
 
-    def ahead(
-        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
-    ) -> int:
-        best = self.choose(rows, num_reqs, keys, limit, cost)
+    def choose(
+        self,
+        rows: Int32Array,
+        num_reqs: int,
+        keys: int,
+        limit: int,
+        cost: StepCost | None,
+        made: int,
+    ) -> DraftCounts:
+        asked = rows, num_reqs, keys, limit, cost
+        best = self.best(*asked)
         probes = limit > 0 and cost is not None and self._measured_steps % _PROBE_STEPS == 0
-        return max(best, int(probes))
+        forwarded = min(best, made) if made else self._ngrams.best(*asked)
+        return DraftCounts(forwarded, max(best, int(probes)))
 
-    def record(self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array) -> None:
+    def open(self, row: int) -> None:
+        super().open(row)
+        self._ngrams.open(row)
+
+    def record(
+        self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array, made: Int32Array
+    ) -> None:
         self._measured_steps += 1
-        has_drafts = drafted > 0
-        super().record(rows[has_drafts], drafted[has_drafts], agreed[has_drafts])
+        has, none = made > 0, made == 0
+        super().record(rows[has], drafted[has], agreed[has], made[has])
+        self._ngrams.record(rows[none], drafted[none], agreed[none], made[none])

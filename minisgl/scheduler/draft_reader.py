@@ -22,6 +22,7 @@ class DraftReader:
         assert drafted is not None, "a drafting engine must count drafts; this is a bug"
         assert agreed is not None, "a drafting engine must count drafts; this is a bug"
         assert predicted is not None, "a drafting engine must count drafts; this is a bug"
+        assert batch.made is not None, "a drafting scheduler must count drafts; this is a bug"
         for index in np.flatnonzero(predicted & (agreed > 0)).tolist():
             row = int(batch.rows[index])
             self._outputs.predicted(row, min(int(agreed[index]), int((new.rows == row).sum())))
@@ -31,7 +32,7 @@ class DraftReader:
         measured &= (batch.step_id > table.dropped_until[rows]) & ~np.isin(rows, [*new.ended])
         if measured.any():
             drafted, agreed = drafted[decoding][measured], agreed[decoding][measured]
-            self._view.lengths.record(rows[measured], drafted, agreed)
+            self._view.lengths.record(rows[measured], drafted, agreed, batch.made[measured])
             forwarded = np.minimum(lengths[measured] - 1, drafted)
             for nth in range(int(forwarded.max())):
                 self._totals.drafted[nth] += int((forwarded > nth).sum())

@@ -107,7 +107,8 @@ def with_drafts(view: View, rows: Int32Array) -> Decode | None:
     rejected. The row keeps its pages, and the next step overwrites the keys and values.
     Drafts end before the last token that the request may forward.
 
-    A step without prompts may also let the draft head make drafts for the next step.
+    A step without prompts may also let the draft head make drafts for the next step. The lengths
+    know how many it has made for this one, since without them only n-grams can give drafts.
     """
     table = view.table
     may_draft = table.may_draft[rows]
@@ -116,11 +117,11 @@ def with_drafts(view: View, rows: Int32Array) -> Decode | None:
     computed, fitting = table.computed[rows], MAX_DRAFT_TOKENS // len(rows)
     limit = max(width for width in DRAFT_WIDTHS if width <= max(fitting, 1)) - 1
     cost = None if view.has_prompts else view.cost
-    asked = rows[may_draft], len(rows), int(computed.sum()), limit, cost
-    most, ahead = view.lengths.choose(*asked), view.lengths.ahead(*asked)
-    tokens: Int32Array = np.where(may_draft, 1 + most, 1).astype(np.int32)
+    asked, made = rows[may_draft], int(table.made[rows[may_draft]].max())
+    counts = view.lengths.choose(asked, len(rows), int(computed.sum()), limit, cost, made)
+    tokens: Int32Array = np.where(may_draft, 1 + counts.forwarded, 1).astype(np.int32)
     tokens = np.minimum(tokens, table.max_total_tokens[rows] - 1 - computed)
-    return Decode(rows, tokens, ahead) if ahead or tokens.max() > 1 else None
+    return Decode(rows, tokens, counts.made) if counts.made or tokens.max() > 1 else None
 
 
 def tokens_ahead(view: View, decode: Decode) -> Int32Array:

@@ -46,6 +46,7 @@ class RequestTable(Rows):
     has_logprobs  bool [R]; the request asks for log-probabilities.
     may_draft     bool [R]; a step may forward draft tokens of the request. False if the request
                   asks for log-probabilities, or if a state edits its logits and masks no drafts.
+    made          int32 [R]; drafts that the draft head has made after the row's last step.
     slow          bool [R]; Req.slow.
     priority      int32 [R]; Req.priority.
     client        int32 [R]; the number of the client (WaitingQueue.clients).
@@ -72,6 +73,7 @@ class RequestTable(Rows):
         self.edits_logits = np.zeros(num_rows, dtype=np.bool_)
         self.has_logprobs = np.zeros(num_rows, dtype=np.bool_)
         self.may_draft = np.zeros(num_rows, dtype=np.bool_)
+        self.made: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.slow = np.zeros(num_rows, dtype=np.bool_)
         self.priority: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.client: Int32Array = np.zeros(num_rows, dtype=np.int32)
@@ -209,6 +211,8 @@ class RequestTable(Rows):
         ]
         samples = ends >= self.prefill_end[rows]
         self.computed[rows], self.last_step[rows] = ends, step_id
+        made = self.made[rows[:num_decode]]
+        self.made[rows[:num_decode]], self.made[rows[num_decode:]] = drafts, 0
         return Batch(
             step_id=step_id,
             num_decode=num_decode,
@@ -233,6 +237,7 @@ class RequestTable(Rows):
             histories=self._histories(rows, num_decode, samples) if self._drafting else (),
             states=states,
             drafts=drafts,
+            made=made if self._drafting else None,
         )
 
     def _edited_req(self, index: int, row: int, position: int) -> EditedReq:

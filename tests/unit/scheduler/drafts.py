@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from minisgl.core import Int32Array, StepCost
+from minisgl.core.batch import DraftCounts
 from tests.unit.scheduler.fake_engine import VOCAB, Drafter
 
 DRAFTERS: dict[str, Drafter] = {
@@ -41,19 +42,24 @@ class ChangingDrafts:
         self.drafted = self.agreed = 0
 
     def choose(
-        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
-    ) -> int:
-        most = (5 * keys) % (self.most + 1) if self.changing else self.most
-        return min(most, limit)
-
-    def ahead(
-        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
-    ) -> int:
-        return self.choose(rows, num_reqs, keys + 1, limit, cost) if self.head else 0
+        self,
+        rows: Int32Array,
+        num_reqs: int,
+        keys: int,
+        limit: int,
+        cost: StepCost | None,
+        made: int,
+    ) -> DraftCounts:
+        forwarded, ahead = (
+            (5 * at) % (self.most + 1) if self.changing else self.most for at in (keys, keys + 1)
+        )
+        return DraftCounts(min(forwarded, limit), min(ahead, limit) if self.head else 0)
 
     def open(self, row: int) -> None:
         pass
 
-    def record(self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array) -> None:
+    def record(
+        self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array, made: Int32Array
+    ) -> None:
         self.drafted += int(drafted.sum())
         self.agreed += int(agreed.sum())

@@ -3,6 +3,7 @@
 import pytest
 
 from minisgl.core import FinishReason, Int32Array, SchedulerConfig, StepCost
+from minisgl.core.batch import DraftCounts
 from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import (
     VOCAB,
@@ -123,10 +124,16 @@ class RecordingDrafts(ChangingDrafts):
         self.costs: list[StepCost | None] = []
 
     def choose(
-        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
-    ) -> int:
+        self,
+        rows: Int32Array,
+        num_reqs: int,
+        keys: int,
+        limit: int,
+        cost: StepCost | None,
+        made: int,
+    ) -> DraftCounts:
         self.costs.append(cost)
-        return super().choose(rows, num_reqs, keys, limit, cost)
+        return super().choose(rows, num_reqs, keys, limit, cost, made)
 
 
 def test_the_lengths_get_no_step_times_while_a_prompt_waits_or_is_computed() -> None:
@@ -142,6 +149,25 @@ def test_the_lengths_get_no_step_times_while_a_prompt_waits_or_is_computed() -> 
     for _ in range(4):
         harness.step()
     assert [each is cost for each in drafts.costs] == [True] * 3 + [False] * 3 + [True]
+
+
+def test_a_batch_has_the_drafts_made_after_the_last_step_of_each_row() -> None:
+    """A row has none after its prompt, and those of the step before it later."""
+    engine = FakeEngine(num_pages=64, page_size=PAGE_SIZE, drafter=DRAFTERS["half right"])
+    config = SchedulerConfig(target_step_ms=None, prefill_budget_tokens=16)
+    harness = Harness(engine, config, drafts=ChangingDrafts(3, head=True))
+    for prompt in prompts():
+        harness.add(prompt, max_tokens=20, ignore_eos=True)
+    harness.run()
+    after: dict[int, int] = {}
+    found = []
+    for batch in engine.batches:
+        decoding, chunks = batch.rows[: batch.num_decode], batch.rows[batch.num_decode :]
+        assert batch.made is not None
+        assert batch.made.tolist() == [after[row] for row in decoding.tolist()]
+        found += batch.made.tolist()
+        after |= dict.fromkeys(decoding.tolist(), batch.drafts) | dict.fromkeys(chunks.tolist(), 0)
+    assert len({*found}) > 2
 
 
 def test_a_later_prompt_reuses_the_cached_answer_of_accepted_drafts() -> None:
