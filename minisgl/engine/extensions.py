@@ -42,7 +42,7 @@ class Extensions(ModelExtensions):
                        SchedulerStats reports it. None: the scheduler makes one.
     cache_reporter     makes the listener of the prefix cache from page size and number of pages.
                        None: the cache has no listener.
-    cache_kinds        make further kinds of memory (kvcache.CacheKind). Not with draft_lengths.
+    cache_kinds        make further kinds of memory (kvcache.CacheKind).
     draft_lengths      makes the object that chooses the number of draft tokens, from the number of
                        rows. None: no step has drafts.
     stages             each makes a stage of all steps from the engine's memory, in the order in

@@ -131,8 +131,9 @@ class StepTensors(NamedTuple):
 class Logits:
     """The result of a forward.
 
-    hidden  [T or more, H], the states of all tokens after the final norm. Set if a request asks
-            for log-probabilities of its prompt.
+    hidden  [T or more, H], the states of all tokens after the final norm. None in a GraphStep.
+            Otherwise set if a stage reads_hidden, or if a request asks for log-probabilities of
+            its prompt.
     local   [M, n] of this rank's ids, a row for each token to sample.
     full    float32 [M, V] of all ids, before any edit. None unless the step needs them.
     """

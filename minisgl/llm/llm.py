@@ -132,7 +132,7 @@ class LLM:
         priority: prompts with a lower number are computed first; one number, or one for each
         prompt.
         prediction: the expected text or token ids of one prompt, or of each prompt, "" for none.
-        With speculative="ngram" a source of drafts. The completions do not depend on it.
+        With `speculative` a source of drafts. The completions do not depend on it.
         parameters: fields of SamplingParams that replace those of `sampling`, for all prompts.
 
         Raises InvalidRequest for parameters and prompts of a wrong type or out of range. If the
