@@ -162,7 +162,7 @@ class Batch:
                   there. Empty without `drafting`.
     states        copies between the states of rows and pages. None if there are none, so always
                   for a model without recurrent states.
-    drafts        drafts that the draft head makes for each decode request after this step, for the
+    next_drafts   drafts that the draft head makes for each decode request after this step, for the
                   next one; 0 without a draft head.
     made          int32 [num_decode]; drafts that the draft head has made for each decode request
                   before this step. None without `drafting`. The engine counts them on the device.
@@ -182,7 +182,7 @@ class Batch:
     drafting: bool = False
     histories: tuple[History, ...] = ()
     states: StateCopies | None = None
-    drafts: int = 0
+    next_drafts: int = 0
     made: Int32Array | None = None
 
     @property
@@ -197,14 +197,14 @@ class Batch:
         chunks = zip(self.start[first:].tolist(), self.lengths[first:].tolist(), strict=True)
         pairs = sum(length * (start + length // 2) for start, length in chunks)
         tokens, keys = int(self.lengths.sum()), int(self.start[:first].sum())
-        return StepWork(tokens, keys, pairs, first, self.drafts)
+        return StepWork(tokens, keys, pairs, first, self.next_drafts)
 
     def plan_hash(self) -> int:
         """Return a checksum of requests, lengths and pages: equal on all tensor-parallel ranks."""
         updates = self.page_updates
         arrays = [self.rows, self.start, self.lengths, updates.cols, updates.ids]
         arrays += self.states or ()
-        data = b"".join(array.tobytes() for array in arrays) + bytes([self.drafts])
+        data = b"".join(array.tobytes() for array in arrays) + bytes([self.next_drafts])
         return zlib.crc32(data, self.step_id)
 
 

@@ -35,7 +35,7 @@ class StepWork(NamedTuple):
     decode_keys: int
     prefill_pairs: int
     decode_reqs: int = 0
-    drafts: int = 0
+    next_drafts: int = 0
 
 
 class TimedStep(NamedTuple):
@@ -75,7 +75,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         decode_keys: int,
         prefill_pairs: int,
         decode_reqs: int = 0,
-        drafts: int = 0,
+        next_drafts: int = 0,
     ) -> float:
         """Return the predicted seconds of a step; 0.0 for 0 tokens, since no step is launched.
 
@@ -94,7 +94,10 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
             linear_s = seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
         attention_s = self.per_decode_key_s * decode_keys + self.per_prefill_pair_s * prefill_pairs
         return (
-            linear_s + attention_s + self.per_decode_req_s * decode_reqs + self.per_draft_s * drafts
+            linear_s
+            + attention_s
+            + self.per_decode_req_s * decode_reqs
+            + self.per_draft_s * next_drafts
         )
 
     def __str__(self) -> str:

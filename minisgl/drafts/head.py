@@ -23,8 +23,8 @@ class HeadDrafts(Stage):
 
     Each step stores the keys of the draft head for its own tokens, in their slots of the KV pool.
     These keys depend on the tokens of the prefix only, so the prefix cache shares them. After the
-    sampler, the head runs Batch.drafts times over the newest token of each decode request. Its keys
-    of drafts are in the slots of the drafts, where the next step overwrites them.
+    sampler, the head runs Batch.next_drafts times over the newest token of each decode request. Its
+    keys of drafts are in the slots of the drafts, where the next step overwrites them.
 
     The drafts of a long n-gram match replace those of the head (kernel.drafts.find_drafts).
 
@@ -82,15 +82,15 @@ class HeadDrafts(Stage):
 
     def after(self, x: StepTensors, out: Logits, tokens: Tensor) -> None:
         columns, runner = x.columns, self._runner
-        if x.by_graph and x.batch.drafts:
+        if x.by_graph and x.batch.next_drafts:
             graph, _ = self._graphs[columns.num_decode]
-            for _ in range(x.batch.drafts):
+            for _ in range(x.batch.next_drafts):
                 graph.replay()
-        elif x.batch.drafts and columns.num_decode:
+        elif x.batch.next_drafts and columns.num_decode:
             draft = _Draft(runner, self._head, self._ring, self._made, columns)
             # Upper bounds of the positions, as in Batch.start.
             newest = (x.packed.start + x.packed.lengths)[: columns.num_decode]
-            for nth in range(x.batch.drafts):
+            for nth in range(x.batch.next_drafts):
                 draft.place()
                 step = runner.attention_step(draft.columns, newest + nth, np.ones_like(newest))
                 draft.run(runner.attention.prepare(step))

@@ -173,7 +173,7 @@ def warmup_batch(
         page_updates=updates,
         sampling=sampling_arrays([params] * num_reqs),
         logprobs=(LogprobsRequest(0, -1, -1, lengths[:0]),) if logprobs else (),
-        drafts=shape.width - 1,
+        next_drafts=shape.width - 1,
     )
 
 

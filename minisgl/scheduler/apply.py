@@ -61,7 +61,7 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
         kind.grow(rows, lengths)
         updates = updates.joined(kind.updates(rows))
     num_decode = len(decode.rows)
-    parts = (rows, lengths, num_decode, updates, states, decode.drafts)
+    parts = (rows, lengths, num_decode, updates, states, decode.next_drafts)
     batch = table.build_batch(steps.launched, *parts)
     if plan.chunks:
         _begin_to_decode(view, rows[num_decode:])

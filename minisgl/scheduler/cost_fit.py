@@ -132,7 +132,7 @@ class CostFit:
             below = 1 - share
         terms = [below * prices[left], share * prices[right]]
         terms += [work.decode_keys * prices[n], work.prefill_pairs * prices[n + 1]]
-        terms += [work.decode_reqs * prices[n + 2], work.drafts * prices[n + 3]]
+        terms += [work.decode_reqs * prices[n + 2], work.next_drafts * prices[n + 3]]
         return [left, right, n, n + 1, n + 2, n + 3], terms
 
 

@@ -126,10 +126,10 @@ def with_drafts(view: View, rows: Int32Array) -> Decode | None:
 
 def tokens_ahead(view: View, decode: Decode) -> Int32Array:
     """Return the tokens of each row whose keys need pages: those of the step and the new drafts."""
-    if not decode.drafts:
+    if not decode.next_drafts:
         return decode.tokens
     left = view.table.max_total_tokens[decode.rows] - view.table.computed[decode.rows]
-    tokens: Int32Array = np.minimum(decode.tokens + decode.drafts, left)
+    tokens: Int32Array = np.minimum(decode.tokens + decode.next_drafts, left)
     return tokens
 
 

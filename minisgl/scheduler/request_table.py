@@ -194,7 +194,7 @@ class RequestTable(Rows):
         num_decode: int,
         updates: PageUpdates,
         states: StateCopies | None = None,
-        drafts: int = 0,
+        next_drafts: int = 0,
     ) -> Batch:
         """Return a batch of the next `lengths` tokens of each row, and count them as computed.
 
@@ -212,7 +212,7 @@ class RequestTable(Rows):
         samples = ends >= self.prefill_end[rows]
         self.computed[rows], self.last_step[rows] = ends, step_id
         made = self.made[rows[:num_decode]]
-        self.made[rows[:num_decode]], self.made[rows[num_decode:]] = drafts, 0
+        self.made[rows[:num_decode]], self.made[rows[num_decode:]] = next_drafts, 0
         return Batch(
             step_id=step_id,
             num_decode=num_decode,
@@ -236,7 +236,7 @@ class RequestTable(Rows):
             drafting=self._drafting,
             histories=self._histories(rows, num_decode, samples) if self._drafting else (),
             states=states,
-            drafts=drafts,
+            next_drafts=next_drafts,
             made=made if self._drafting else None,
         )
 

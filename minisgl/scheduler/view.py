@@ -39,17 +39,17 @@ NO_CARRY = Carry()
 
 
 class Decode(NamedTuple):
-    """Rows that decode, int32, and the number of tokens of each. drafts: as Batch.drafts."""
+    """Rows that decode, int32, and the tokens of each. next_drafts: as Batch.next_drafts."""
 
     rows: Int32Array
     tokens: Int32Array
-    drafts: int = 0
+    next_drafts: int = 0
 
     def only(self, kept: NDArray[np.bool_]) -> "Decode":
         """The rows at which `kept`, a bool for each row, is True."""
         if kept.all():
             return self
-        return Decode(self.rows[kept], self.tokens[kept], self.drafts)
+        return Decode(self.rows[kept], self.tokens[kept], self.next_drafts)
 
 
 class Chunk(NamedTuple):

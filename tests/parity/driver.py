@@ -121,7 +121,7 @@ class Driver:
         states: StateCopies | None = None,
         drafts: int = 0,
     ) -> StepResult:
-        """Run one batch. The decode requests must come first. drafts: as Batch.drafts."""
+        """Run one batch. The decode requests must come first. drafts: Batch.next_drafts."""
         updates: list[tuple[int, int, int]] = []
         for item in work:
             pages = self.pages.setdefault(item.row, [])
@@ -144,7 +144,7 @@ class Driver:
             sampling=sampling_arrays([item.sampling for item in work]),
             logprobs=logprobs,
             states=states,
-            drafts=drafts,
+            next_drafts=drafts,
         )
         self.step_id += 1
         return self.engine.launch(batch).wait()

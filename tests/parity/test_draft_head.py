@@ -120,7 +120,7 @@ def test_drafts_change_no_token(
 
     def record(self: HeadDrafts, x: StepTensors, out: Logits, tokens: torch.Tensor) -> None:
         after(self, x, out, tokens)
-        runner, count = self._runner, x.batch.drafts
+        runner, count = self._runner, x.batch.next_drafts
         for row in x.batch.rows[: x.batch.num_decode].tolist():
             newest = int(runner.drafts.cached[row]) + 1
             ids = runner.token_pool[row, : newest + count].tolist()

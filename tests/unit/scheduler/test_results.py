@@ -166,7 +166,9 @@ def test_a_batch_has_the_drafts_made_after_the_last_step_of_each_row() -> None:
         assert batch.made is not None
         assert batch.made.tolist() == [after[row] for row in decoding.tolist()]
         found += batch.made.tolist()
-        after |= dict.fromkeys(decoding.tolist(), batch.drafts) | dict.fromkeys(chunks.tolist(), 0)
+        after |= dict.fromkeys(decoding.tolist(), batch.next_drafts) | dict.fromkeys(
+            chunks.tolist(), 0
+        )
     assert len({*found}) > 2
 
 
