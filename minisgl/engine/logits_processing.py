@@ -223,8 +223,6 @@ class Constraint(ABC):
     def forced(self, tokens: Int32Array) -> Sequence[int]:
         """Return the ids that must follow. tokens: all known tokens of the request.
 
-        The scheduler does not call this while the constraint is slow.
-
         The scheduler may append these ids to the output. A processor finds the appended tokens in
         EditedReq.history. The scheduler then drops the result of the step in flight, so a state
         returns no ids that the drafts of that step begin with.

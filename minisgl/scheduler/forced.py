@@ -31,10 +31,9 @@ def append_forced(sampled_rows: Int32Array, view: View) -> NewTokens:
     table = view.table
     forced: dict[int, list[int]] = {}
     ending: set[int] = set()
-    # With log-probabilities, each token needs the logits of a step.
-    # A thread follows the tokens of slow requests, so their next tokens are not known here.
+    # With log-probabilities, each token needs the logits of a step. Requests with slow masks are not
+    # left out: whether a mask is slow depends on the load, and the ids of an answer must not.
     edited = table.edits_logits[sampled_rows] & ~table.has_logprobs[sampled_rows]
-    edited &= ~table.slow[sampled_rows]
     for row in sampled_rows[edited].tolist():
         req = table.reqs[row]
         if req is None or req.state is not ReqState.DECODE:

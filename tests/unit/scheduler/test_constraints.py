@@ -158,19 +158,6 @@ def test_a_request_with_slow_edits_pauses_after_each_token(overlap: bool) -> Non
     check_cached_slots(h.scheduler.memory.tree, h.engine)
 
 
-def test_a_request_with_slow_edits_gets_no_forced_tokens() -> None:
-    """Regression: the scheduler followed the tokens of slow requests between two steps."""
-    h = harness()
-    uid, output = scripted(h, slow=True, stretch=6)
-    req = paused(h, uid)
-    forced = h.scheduler.totals.constraints.forced_tokens
-    asked: list[int] = []
-    req.constraint.forced = lambda tokens: asked.append(len(tokens)) or ()
-    h.run()
-    assert h.answers[uid].tokens == output
-    assert (asked, h.scheduler.totals.constraints.forced_tokens) == ([], forced)
-
-
 def test_a_request_with_slow_edits_does_not_pause_before_its_last_chunk() -> None:
     """Regression: the result of an earlier chunk paused it, with the last chunk in flight.
 
