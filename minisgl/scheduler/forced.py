@@ -31,8 +31,8 @@ def append_forced(sampled_rows: Int32Array, view: View) -> NewTokens:
     table = view.table
     forced: dict[int, list[int]] = {}
     ending: set[int] = set()
-    # With log-probabilities, each token needs the logits of a step. Requests with slow masks are not
-    # left out: whether a mask is slow depends on the load, and the ids of an answer must not.
+    # With log-probabilities, each token needs the logits of a step. Requests with slow masks get
+    # forced tokens: whether a mask is slow depends on the load, and the ids of an answer must not.
     edited = table.edits_logits[sampled_rows] & ~table.has_logprobs[sampled_rows]
     for row in sampled_rows[edited].tolist():
         req = table.reqs[row]
