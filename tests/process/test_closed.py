@@ -14,7 +14,6 @@ from minisgl.core import FinishReason
 from minisgl.message.messages import (
     AbortReq,
     Finished,
-    Message,
     PrefillDone,
     Ready,
     Shutdown,
@@ -23,6 +22,7 @@ from minisgl.message.messages import (
     TextUpdate,
     TokenizeResult,
     TokenizeText,
+    WireMessage,
 )
 from tests.patience import patience
 from tests.process.harness import ServerProcess, run_server, wait_for
@@ -59,7 +59,7 @@ def test_foreign_messages_on_the_private_sockets_change_nothing(stub_server: Ser
     """Each of them is well-formed. Regression: each of the first four ended or hung the service."""
     opened = PrefillDone(uid=99, prompt_tokens=1, cached_tokens=0)
     ended = Finished(uid=99, reason=FinishReason.LENGTH)
-    foreign: list[tuple[str, Message]] = [
+    foreign: list[tuple[str, WireMessage]] = [
         ("api", TokenizeResult(uid=10**6)),
         ("scheduler", Shutdown()),
         ("detokenizer", StepOutput(step_id=1, prefill_done=[opened], finished=[ended])),
