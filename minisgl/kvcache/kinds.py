@@ -3,9 +3,10 @@
 Full attention is the first kind: its pages give a node of the tree its length. Each further kind
 stores a part beside the pages of a node (RadixNode.parts), and limits the hits, the admissions and
 the chunks that it can serve. A model without a kind has no object for it. A subclass overrides the
-methods that raise NotImplementedError, and those whose default does not fit its memory.
+abstract methods, and those whose default does not fit its memory.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -73,7 +74,7 @@ class KindRoom:
         return tokens
 
 
-class CacheKind:
+class CacheKind(ABC):
     """A kind of memory beside full attention.
 
     Three groups of methods: `room` and `usable` are pure, for the plan. `apply` and the end of a
@@ -86,17 +87,17 @@ class CacheKind:
     name: ClassVar[str]
     totals: dict[str, int]
 
+    @abstractmethod
     def room(self) -> KindRoom:
         """Return the counters of one plan."""
-        raise NotImplementedError
 
+    @abstractmethod
     def usable(self, path: Path, pages: int) -> int:
         """Return the length of the longest hit of at most `pages` pages on this path."""
-        raise NotImplementedError
 
+    @abstractmethod
     def usage(self) -> tuple[int, int, int]:
         """The numbers of pages that requests use, of pages only in the cache, and of the others."""
-        raise NotImplementedError
 
     def evictable(self) -> tuple[int, int]:
         """Numbers of pages of full attention in the parts: those that `evict` can free now, and
@@ -106,9 +107,9 @@ class CacheKind:
     def lock(self, match: Match) -> None:
         """Protect the part of a cached prefix that a new row uses. `open` follows."""
 
+    @abstractmethod
     def open(self, row: int, match: Match) -> None:
         """Let a row begin with a cached prefix."""
-        raise NotImplementedError
 
     def grow(self, rows: Int32Array, tokens: Int32Array) -> None:
         """Give each row the memory of its next `tokens` tokens. A plan has counted it."""
@@ -122,9 +123,9 @@ class CacheKind:
     def settle(self, row: int) -> None:
         """Called after `publish`, and also if a row publishes nothing."""
 
+    @abstractmethod
     def close(self, row: int) -> None:
         """Take everything from a row. Its last step is the fence."""
-        raise NotImplementedError
 
     def updates(self, rows: Int32Array) -> PageUpdates:
         """Return the page-table entries of `rows` that the device does not have. They then count
