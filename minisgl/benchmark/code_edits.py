@@ -32,6 +32,7 @@ from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.outbox import raise_failure
 from minisgl.benchmark.pinned import PinnedAcceptance
+from minisgl.benchmark.replaced_draws import ReplacedDraws
 from minisgl.core import EngineConfig, Int32Array, SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.drafts import with_speculation
@@ -45,8 +46,6 @@ from minisgl.engine import (
     StepTensors,
     resolve_device,
 )
-from minisgl.engine.launched import LaunchedStep
-from minisgl.engine.sampler import Finish, default_finish
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.message.stats import DraftTotals
 from minisgl.scheduler import LocalInbox, Scheduler
@@ -105,7 +104,7 @@ def pages_for(edits: Sequence[Edit], concurrency: int, page_size: int) -> int:
     return sum(pages[-concurrency:])
 
 
-class ReplayTokens(Stage):
+class ReplayTokens(ReplacedDraws, Stage):
     """Lets an engine sample the tokens of the new file: a stage and the Finish of all steps.
 
     edits: those of all requests.
@@ -117,7 +116,7 @@ class ReplayTokens(Stage):
     def added_to(self, extensions: Extensions) -> Extensions:
         """Return the extensions with this stage and this finish."""
         stages = (*extensions.stages, self._stage)
-        return replace(extensions, stages=stages, finish=self._finish_of)
+        return replace(extensions, stages=stages, finish=self.finish_of)
 
     def before(self, x: StepTensors) -> None:
         for row, tokens, _ in x.batch.histories:
@@ -125,25 +124,14 @@ class ReplayTokens(Stage):
             output = torch.from_numpy(edit.output).to(self._replay.device)
             self._replay[row, len(tokens) : len(tokens) + len(output)] = output
 
-    @property
-    def launched(self) -> type[LaunchedStep]:
-        return self._finish.launched
-
-    def result_rows(self, width: int) -> int:
-        return self._finish.result_rows(width)
-
-    def put(self, columns: StepColumns, drawn: Tensor, finite: Tensor) -> Tensor:
+    def replaced(self, columns: StepColumns, drawn: Tensor) -> Tensor:
         views = columns.token_views()
         given = self._replay[views.rows.long(), (views.start + views.lengths).long()]
-        return self._finish.put(columns, torch.where(given >= 0, given, drawn), finite)
+        return torch.where(given >= 0, given, drawn)
 
     def _stage(self, runner: ModelRunner) -> Stage:
         # A number that is not negative takes the place of the token at this row and position.
         self._replay = torch.full_like(runner.token_pool, -1)
-        return self
-
-    def _finish_of(self, runner: ModelRunner) -> Finish:
-        self._finish = default_finish(runner)
         return self
 
 

@@ -5,12 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from minisgl.core import Int32Array, StepCost
-from minisgl.core.batch import DraftCounts, NoDrafts
+from minisgl.benchmark.replaced_draws import ReplacedDraws
+from minisgl.core.batch import DecodeLoad, DraftCounts, NoDrafts
 from minisgl.drafts import with_head
 from minisgl.engine import Extensions, ModelRunner, StepColumns
-from minisgl.engine.launched import LaunchedStep
-from minisgl.engine.sampler import Finish, default_finish
+from minisgl.engine.sampler import Finish
 
 
 class FixedLengths(NoDrafts):
@@ -19,20 +18,12 @@ class FixedLengths(NoDrafts):
     def __init__(self, drafts: int) -> None:
         self._drafts = drafts
 
-    def choose(
-        self,
-        rows: Int32Array,
-        num_reqs: int,
-        keys: int,
-        limit: int,
-        cost: StepCost | None,
-        made: int,
-    ) -> DraftCounts:
-        drafts = 0 if cost is None else min(self._drafts, limit)
-        return DraftCounts(min(drafts, made), drafts)
+    def choose(self, step: DecodeLoad) -> DraftCounts:
+        drafts = 0 if step.cost is None else min(self._drafts, step.limit)
+        return DraftCounts(min(drafts, step.made), drafts)
 
 
-class PinnedAcceptance:
+class PinnedAcceptance(ReplacedDraws):
     """Replaces draws by drafts, so that steps accept a given mean number of tokens; a Finish.
 
     A step with K drafts gives a request floor(mean) tokens or one more. The number of earlier steps
@@ -46,16 +37,9 @@ class PinnedAcceptance:
     def added_to(self, extensions: Extensions) -> Extensions:
         """Return the extensions with a draft head, its fixed lengths, and this finish."""
         drafting = with_head(lambda rows: FixedLengths(self._drafts), extensions)
-        return replace(drafting, finish=self._finish_of)
+        return replace(drafting, finish=self.finish_of)
 
-    @property
-    def launched(self) -> type[LaunchedStep]:
-        return self._finish.launched
-
-    def result_rows(self, width: int) -> int:
-        return self._finish.result_rows(width)
-
-    def put(self, columns: StepColumns, drawn: Tensor, finite: Tensor) -> Tensor:
+    def replaced(self, columns: StepColumns, drawn: Tensor) -> Tensor:
         width, count = columns.width, columns.num_decode
         if width == 1 + self._drafts and count:
             rows, start = columns.views.rows[:count].long(), columns.views.start[:count].long()
@@ -67,10 +51,9 @@ class PinnedAcceptance:
             agrees = nth < (tokens - 1).unsqueeze(1)
             given = torch.where(agrees, drafts, (drafts + 1) % self._vocab_size).view(-1)
             drawn = torch.cat((given.to(drawn.dtype), drawn[len(given) :]))
-        return self._finish.put(columns, drawn, finite)
+        return drawn
 
-    def _finish_of(self, runner: ModelRunner) -> Finish:
+    def finish_of(self, runner: ModelRunner) -> Finish:
         self._token_pool, self._vocab_size = runner.token_pool, runner.model.config.vocab_size
         self._steps = torch.zeros(len(self._token_pool), dtype=torch.long, device=runner.device)
-        self._finish = default_finish(runner)
-        return self
+        return super().finish_of(runner)

@@ -255,29 +255,31 @@ class DraftCounts(NamedTuple):
     made: int
 
 
+class DecodeLoad(NamedTuple):
+    """The decode requests of the next step, as DraftLengths needs them.
+
+    rows      int32, the rows of the decode requests that may have drafts, at least one.
+    num_reqs  the number of all decode requests.
+    keys      sum of the lengths of their contexts.
+    limit     the largest number of drafts that a step may have. The engine forwards 1 + this many
+              tokens of a request, rounded up to one of DRAFT_WIDTHS.
+    cost      predicts step times. None: the times are unknown, or prompts wait or are computed.
+    made      the most drafts that the draft head has made for one of `rows`.
+    """
+
+    rows: Int32Array
+    num_reqs: int
+    keys: int
+    limit: int
+    cost: StepCost | None
+    made: int
+
+
 class DraftLengths(Protocol):
     """Chooses how many draft tokens a step forwards. Each rank has one; all make equal choices."""
 
-    def choose(
-        self,
-        rows: Int32Array,
-        num_reqs: int,
-        keys: int,
-        limit: int,
-        cost: StepCost | None,
-        made: int,
-    ) -> DraftCounts:
-        """Return the numbers of drafts of each request in `rows` for the next step.
-
-        rows      int32, the rows of the decode requests that may have drafts, at least one.
-        num_reqs  the number of all decode requests.
-        keys      sum of the lengths of their contexts.
-        limit     the largest number that a step may have. The engine forwards 1 + this many
-                  tokens of a request, rounded up to one of DRAFT_WIDTHS.
-        cost      predicts step times. None: the times are unknown, or prompts wait or are
-                  computed.
-        made      the most drafts that the draft head has made for one of `rows`.
-        """
+    def choose(self, step: DecodeLoad) -> DraftCounts:
+        """Return the numbers of drafts of each request in step.rows for this step."""
 
     def open(self, row: int) -> None:
         """Forget the measurements of `row`, because it belongs to another request now."""
@@ -294,15 +296,7 @@ class NoDrafts:
     def __init__(self, rows: int) -> None:
         """rows: number of rows."""
 
-    def choose(
-        self,
-        rows: Int32Array,
-        num_reqs: int,
-        keys: int,
-        limit: int,
-        cost: StepCost | None,
-        made: int,
-    ) -> DraftCounts:
+    def choose(self, step: DecodeLoad) -> DraftCounts:
         """Choose none."""
         return DraftCounts(0, 0)
 

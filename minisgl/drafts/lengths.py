@@ -5,8 +5,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import Int32Array, StepCost
-from minisgl.core.batch import DraftCounts
+from minisgl.core import Int32Array
+from minisgl.core.batch import DecodeLoad, DraftCounts
 from minisgl.core.config import DRAFT_WIDTHS
 
 # The acceptance of a row is a weighted mean. Each later draft multiplies the weight by this factor.
@@ -42,24 +42,12 @@ class PricedLengths:
         self._all_compared = _PRIOR_DRAFTS
         self._all_accepted = self.first_acceptance * _PRIOR_DRAFTS
 
-    def choose(
-        self,
-        rows: Int32Array,
-        num_reqs: int,
-        keys: int,
-        limit: int,
-        cost: StepCost | None,
-        made: int,
-    ) -> DraftCounts:
-        return DraftCounts(self.best(rows, num_reqs, keys, limit, cost), 0)
+    def choose(self, step: DecodeLoad) -> DraftCounts:
+        return DraftCounts(self.best(step), 0)
 
-    def best(
-        self, rows: Int32Array, num_reqs: int, keys: int, limit: int, cost: StepCost | None
-    ) -> int:
-        """Return the number of drafts up to `limit` that gives the most tokens per second.
-
-        The arguments are those of `choose`.
-        """
+    def best(self, step: DecodeLoad) -> int:
+        """Return the number of drafts up to step.limit that gives the most tokens per second."""
+        rows, num_reqs, keys, limit, cost, _ = step
         if cost is None:
             return 0
         chance = self.acceptance(rows)
@@ -121,19 +109,10 @@ class HeadLengths(PricedLengths):
         self._ngrams = PricedLengths(rows)
         self._measured_steps = 0
 
-    def choose(
-        self,
-        rows: Int32Array,
-        num_reqs: int,
-        keys: int,
-        limit: int,
-        cost: StepCost | None,
-        made: int,
-    ) -> DraftCounts:
-        asked = rows, num_reqs, keys, limit, cost
-        best = self.best(*asked)
-        probes = limit > 0 and cost is not None and self._measured_steps % _PROBE_STEPS == 0
-        forwarded = min(best, made) if made else self._ngrams.best(*asked)
+    def choose(self, step: DecodeLoad) -> DraftCounts:
+        best, turn = self.best(step), self._measured_steps % _PROBE_STEPS
+        probes = step.limit > 0 and step.cost is not None and turn == 0
+        forwarded = min(best, step.made) if step.made else self._ngrams.best(step)
         return DraftCounts(forwarded, max(best, int(probes)))
 
     def open(self, row: int) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
+from minisgl.core.batch import DecodeLoad
 from minisgl.core.config import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
 from minisgl.kvcache import Hit, Room
 from minisgl.scheduler.budget import further_tokens, prompt_tokens
@@ -83,7 +84,8 @@ def decoding(view: View, room: Room) -> tuple[Decode, Shortage | None]:
     """Return the decoding rows with pages for their next tokens, and why others have none."""
     rows = view.decode_rows
     # Each row first gets room for its next token in every further kind. Rows without it leave the
-    # step. Drafts take what is then left. Without full pages for all drafts the step has none.
+    # step. Drafts take the memory that is then left. Without full pages for all of them there are
+    # no drafts.
     for kind in room.kinds:
         rows = rows[kind.grow(rows, np.ones(len(rows), dtype=np.int32)) > 0]
     decode = with_drafts(view, rows) if view.max_drafts else None
@@ -118,7 +120,8 @@ def with_drafts(view: View, rows: Int32Array) -> Decode | None:
     limit = max(width for width in DRAFT_WIDTHS if width <= max(fitting, 1)) - 1
     cost = None if view.has_prompts else view.cost
     asked, made = rows[may_draft], int(table.made[rows[may_draft]].max())
-    counts = view.lengths.choose(asked, len(rows), int(computed.sum()), limit, cost, made)
+    load = DecodeLoad(asked, len(rows), int(computed.sum()), limit, cost, made)
+    counts = view.lengths.choose(load)
     tokens: Int32Array = np.where(may_draft, 1 + counts.forwarded, 1).astype(np.int32)
     tokens = np.minimum(tokens, table.max_total_tokens[rows] - 1 - computed)
     return Decode(rows, tokens, counts.made) if counts.made or tokens.max() > 1 else None

@@ -26,7 +26,7 @@ Layer = tuple[Matrix, Matrix, tuple[float, float] | None]
 
 _ROWS = 4
 _FEW = 4096  # up to this many assignments, each program of `align` counts all of them
-# What a program of `align` loads at once: rows of the table of counts, assignments to count, and
+# Sizes of the loads of a program of `align`: rows of the table of counts, assignments to count, and
 # assignments to compare with those of its chunk.
 _TABLE_ROWS = tl.constexpr(32)
 _LOADED = tl.constexpr(1024)

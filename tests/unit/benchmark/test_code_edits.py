@@ -73,7 +73,7 @@ def test_most_tokens_of_an_edit_are_accepted_drafts(
 
     Progress appears because stderr is a terminal.
     """
-    monkeypatch.setattr(PricedLengths, "best", lambda *args, **named: min(7, args[4]))
+    monkeypatch.setattr(PricedLengths, "best", lambda _, step: min(7, step.limit))
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     model = build_model(family, tmp_path)
     flags = ["--model", model, "--edits", "2", "--device", "cpu", *flags]

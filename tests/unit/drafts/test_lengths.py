@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from minisgl.core import Int32Array, StepCost
-from minisgl.core.batch import DraftCounts
+from minisgl.core.batch import DecodeLoad, DraftCounts
 from minisgl.core.config import MAX_DRAFTS
 from minisgl.drafts import HeadLengths, PricedLengths
 
@@ -41,8 +41,8 @@ def measured(rows: int, chance: float, steps: int = 200) -> PricedLengths:
 
 
 def choose(lengths: PricedLengths, rows: int, **changes: object) -> int:
-    asked = {"num_reqs": rows, "keys": 500 * rows, "limit": MAX_DRAFTS}
-    return lengths.best(rows_of(rows), **asked | {"cost": COST} | changes)  # type: ignore[arg-type]
+    load = DecodeLoad(rows_of(rows), rows, 500 * rows, MAX_DRAFTS, COST, 0)
+    return lengths.best(load._replace(**changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def head(chance: float) -> HeadLengths:
 
 
 def counts(lengths: HeadLengths, made: int, cost: StepCost | None = COST) -> DraftCounts:
-    return lengths.choose(rows_of(1), 1, 500, MAX_DRAFTS, cost, made)
+    return lengths.choose(DecodeLoad(rows_of(1), 1, 500, MAX_DRAFTS, cost, made))
 
 
 @pytest.mark.parametrize(

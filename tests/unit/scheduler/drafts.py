@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from minisgl.core import Int32Array, StepCost
-from minisgl.core.batch import DraftCounts
+from minisgl.core import Int32Array
+from minisgl.core.batch import DecodeLoad, DraftCounts
 from tests.unit.scheduler.fake_engine import VOCAB, Drafter
 
 DRAFTERS: dict[str, Drafter] = {
@@ -41,19 +41,12 @@ class ChangingDrafts:
         self.changing = changing
         self.drafted = self.agreed = 0
 
-    def choose(
-        self,
-        rows: Int32Array,
-        num_reqs: int,
-        keys: int,
-        limit: int,
-        cost: StepCost | None,
-        made: int,
-    ) -> DraftCounts:
+    def choose(self, step: DecodeLoad) -> DraftCounts:
         forwarded, ahead = (
-            (5 * at) % (self.most + 1) if self.changing else self.most for at in (keys, keys + 1)
+            min((5 * at) % (self.most + 1) if self.changing else self.most, step.limit)
+            for at in (step.keys, step.keys + 1)
         )
-        return DraftCounts(min(forwarded, limit), min(ahead, limit) if self.head else 0)
+        return DraftCounts(forwarded, ahead if self.head else 0)
 
     def open(self, row: int) -> None:
         pass

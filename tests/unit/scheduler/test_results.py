@@ -2,8 +2,8 @@
 
 import pytest
 
-from minisgl.core import FinishReason, Int32Array, SchedulerConfig, StepCost
-from minisgl.core.batch import DraftCounts
+from minisgl.core import FinishReason, SchedulerConfig, StepCost
+from minisgl.core.batch import DecodeLoad, DraftCounts
 from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import (
     VOCAB,
@@ -123,17 +123,9 @@ class RecordingDrafts(ChangingDrafts):
         super().__init__(3)
         self.costs: list[StepCost | None] = []
 
-    def choose(
-        self,
-        rows: Int32Array,
-        num_reqs: int,
-        keys: int,
-        limit: int,
-        cost: StepCost | None,
-        made: int,
-    ) -> DraftCounts:
-        self.costs.append(cost)
-        return super().choose(rows, num_reqs, keys, limit, cost, made)
+    def choose(self, step: DecodeLoad) -> DraftCounts:
+        self.costs.append(step.cost)
+        return super().choose(step)
 
 
 def test_the_lengths_get_no_step_times_while_a_prompt_waits_or_is_computed() -> None:
