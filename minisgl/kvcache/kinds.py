@@ -81,11 +81,13 @@ class CacheKind(ABC):
     step call the writing ones. The tree calls the last group. Memory that steps in flight use waits
     in Rows.steps.
 
-    totals: the numbers of events since the start, by their names, for metrics.
+    totals     the numbers of events since the start, by their names, for metrics.
+    most_pins  the largest result of KindRoom.pins for one hit.
     """
 
     name: ClassVar[str]
     totals: dict[str, int]
+    most_pins: int = 0
 
     @abstractmethod
     def room(self) -> KindRoom:

@@ -85,7 +85,18 @@ class Memory:
 
     def hit(self, wanted: Wanted) -> Hit:
         """Find the cached prefix of a waiting request, and change nothing."""
-        return self.tree.hit(wanted.tokens[: wanted.matchable], wanted.cache_salt)
+        return self.tree.hit(self._matchable(wanted), wanted.cache_salt)
+
+    def _matchable(self, wanted: Wanted) -> Int32Array:
+        """Return the tokens that a cached prefix may cover.
+
+        They are none if the pool is too small for all pages of the request beside those that a hit
+        pins: with a hit, the request could not begin even if no other request ran.
+        """
+        needed = self.pages_for(len(wanted.tokens))
+        needed += min(1, self.pages_for(wanted.max_total_tokens) - needed)
+        fits = needed + sum(kind.most_pins for kind in self.kinds) <= self.full.pool.size
+        return wanted.tokens[: wanted.matchable if fits else 0]
 
     @property
     def available(self) -> int:
@@ -110,7 +121,7 @@ class Memory:
 
     def match(self, wanted: Wanted) -> Match:
         """Find the same prefix as `hit`, and mark it as used."""
-        return self.tree.match(wanted.tokens[: wanted.matchable], wanted.cache_salt)
+        return self.tree.match(self._matchable(wanted), wanted.cache_salt)
 
     def lock(self, match: Match) -> None:
         """Protect a prefix, which a request will use, from eviction."""

@@ -69,6 +69,7 @@ class States(CacheKind):
         """index: of the part in RadixNode.parts."""
         self._rows, self._memory, self._page_size = rows, memory, engine.page_size
         self.snapshots = Snapshots(memory, engine.snapshot_pages, index, rows.steps)
+        self.most_pins = engine.snapshot_pages
         self.totals = {"saved": 0, "loaded": 0, "evicted": 0}
         self._savings: dict[int, Saving] = {}
         self._requests = 0

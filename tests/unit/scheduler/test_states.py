@@ -40,6 +40,14 @@ def test_the_second_request_with_a_system_prompt_hits_all_of_it() -> None:
     assert cached_tokens(harness, [*SYSTEM, *[4] * 200], first=len(SYSTEM)) == len(SYSTEM)
 
 
+def test_a_request_that_the_pool_cannot_hold_beside_a_snapshot_runs_without_a_hit() -> None:
+    """Regression: it was never admitted, which ended the scheduler when no other request ran."""
+    harness = new_harness(num_pages=740)
+    assert cached_tokens(harness, [*SYSTEM, *[3] * 300], first=len(SYSTEM)) == 0
+    assert cached_tokens(harness, [*SYSTEM, *[3] * 100], first=len(SYSTEM)) == len(SYSTEM)
+    assert cached_tokens(harness, [*SYSTEM, *[4] * 3000]) == 0
+
+
 def test_the_third_request_hits_a_prefix_that_no_message_names() -> None:
     """The second one computes the prefix again, and leaves a snapshot at the junction."""
     harness = new_harness()
