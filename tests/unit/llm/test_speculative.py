@@ -81,7 +81,7 @@ def check(drafted: list[Any], plain: list[Any]) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_drafts_change_no_answer(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step forwards the longest drafts and ignores their price."""
-    monkeypatch.setattr(PricedLengths, "best", lambda *args, **named: min(7, args[4]))
+    monkeypatch.setattr(PricedLengths, "best", lambda self, step: min(7, step.limit))
     plain, _ = answers(overlap=overlap)
     drafted, worker = answers(overlap=overlap, speculative="ngram")
     check(drafted, plain)
@@ -91,7 +91,7 @@ def test_drafts_change_no_answer(overlap: bool, monkeypatch: pytest.MonkeyPatch)
 
 def test_predictions_change_no_constrained_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The predictions are the answers themselves, and answers of other prompts."""
-    monkeypatch.setattr(PricedLengths, "best", lambda *args, **named: min(7, args[4]))
+    monkeypatch.setattr(PricedLengths, "best", lambda self, step: min(7, step.limit))
     prompts = [f"Rows {seed}" for seed in range(5)]
     plain, _ = answers(prompts, CONSTRAINED[:5])
     ids = [answer.token_ids for answer in plain]
@@ -108,7 +108,7 @@ def test_predictions_change_no_constrained_answer(monkeypatch: pytest.MonkeyPatc
 
 
 def test_predictions_change_no_answer_and_save_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PricedLengths, "best", lambda *args, **named: min(7, args[4]))
+    monkeypatch.setattr(PricedLengths, "best", lambda self, step: min(7, step.limit))
     asked = SamplingParams(temperature=0.7, seed=3, max_tokens=40, ignore_eos=True)
     prompts = ["The sea", [40, 41, 42]]
     steps = []
@@ -134,7 +134,7 @@ def test_drafts_change_no_constrained_answer(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every document is complete and valid."""
-    monkeypatch.setattr(PricedLengths, "best", lambda *args, **named: min(7, args[4]))
+    monkeypatch.setattr(PricedLengths, "best", lambda self, step: min(7, step.limit))
     prompts = [ROWS] * 5 + ["one two three one two three one two "] * 4
     plain, _ = answers(prompts, CONSTRAINED, overlap=overlap)
     drafted, worker = answers(prompts, CONSTRAINED, overlap=overlap, speculative="ngram")
