@@ -34,7 +34,7 @@ from minisgl.message.messages import (
     ToTokenizer,
 )
 from minisgl.server.app import build_app
-from minisgl.server.connection import HttpServer
+from minisgl.server.edge.connection import HttpServer
 from minisgl.server.engine_client import EngineClient
 from minisgl.server.lifecycle import Lifecycle
 from minisgl.server.metrics import Metrics

@@ -27,12 +27,12 @@ from starlette.types import ASGIApp, Scope
 
 import minisgl
 from minisgl.core import RequestError
-from minisgl.server.auth import check_key
 from minisgl.server.convert import RequestConverter
+from minisgl.server.edge.auth import check_key
+from minisgl.server.edge.middleware import GateMiddleware, RequestContextMiddleware, error_response
+from minisgl.server.edge.origins import check_headers
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
-from minisgl.server.guard import check_headers
 from minisgl.server.handler import Service
-from minisgl.server.middleware import GateMiddleware, RequestContextMiddleware, error_response
 from minisgl.server.openapi import openapi_document
 from minisgl.server.routes import router
 from minisgl.utils import near_names

@@ -20,8 +20,8 @@ from starlette.requests import ClientDisconnect
 from minisgl import core
 from minisgl.core import ModelFacts, PromptTooLong, SamplingParams
 from minisgl.message import messages
-from minisgl.server.connection import KEPT
 from minisgl.server.convert import GenerateRequest, RequestConverter, TokenArray
+from minisgl.server.edge.connection import KEPT
 from minisgl.server.engine_client import EngineClient, Tokenized
 from minisgl.server.errors import NotReady, RendersOnly
 from minisgl.server.generation import ChoiceDelta, Generation

@@ -9,8 +9,8 @@ import pytest
 
 from minisgl.core import ConfigError
 from minisgl.server.app import build_app
-from minisgl.server.auth import ADMIN_PATHS
-from minisgl.server.middleware import OPEN_PATHS
+from minisgl.server.edge.auth import ADMIN_PATHS
+from minisgl.server.edge.middleware import OPEN_PATHS
 from minisgl.settings import ServerConfig
 from minisgl.settings.keys import key_hashes
 from tests.unit.server.fakes import CONFIG, World

@@ -9,7 +9,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from minisgl.server.connection import (
+from minisgl.server.edge.connection import (
     MAX_HEADERS,
     MAX_HELD_BYTES,
     MAX_SMALL_CHUNKS,

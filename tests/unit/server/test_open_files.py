@@ -8,8 +8,8 @@ import resource
 import pytest
 
 from minisgl.core import ConfigError
-from minisgl.server import open_files
-from minisgl.server.open_files import allow_open_files, log_loop_error
+from minisgl.server.edge import open_files
+from minisgl.server.edge.open_files import allow_open_files, log_loop_error
 from minisgl.settings.config import Limits
 
 

@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from minisgl.message.messages import Ready
+from minisgl.server.edge.probes import serve_probes
 from minisgl.server.lifecycle import Lifecycle, Phase
-from minisgl.server.probes import serve_probes
 from tests.patience import patience
 from tests.unit.server.fakes import FACTS
 
@@ -50,7 +50,7 @@ def test_probes_fail_while_the_event_loop_of_the_service_stands_still(
 ) -> None:
     """The port has a loop of its own, so that its answer alone says nothing about the service."""
     lifecycle.on_ready(Ready(role="scheduler", facts=FACTS))
-    monkeypatch.setattr("minisgl.server.probes._MAX_SILENCE_S", -1.0)
+    monkeypatch.setattr("minisgl.server.edge.probes._MAX_SILENCE_S", -1.0)
     assert asked(lifecycle, "/livez", "/readyz") == [503, 503]
     monkeypatch.undo()
     assert asked(lifecycle, "/livez", "/readyz") == [200, 200]

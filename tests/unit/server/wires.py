@@ -8,7 +8,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from minisgl.server.connection import limited_protocol
+from minisgl.server.edge.connection import limited_protocol
 from minisgl.settings.config import Limits
 
 __all__ = ["LIMITS", "MOST", "POST", "Wire", "Wired", "answers", "echo"]

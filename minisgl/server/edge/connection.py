@@ -33,9 +33,9 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from minisgl.core import InvalidRequest, Overloaded, RequestError
+from minisgl.server.edge.middleware import PROBE_PATHS
+from minisgl.server.edge.open_files import log_loop_error
 from minisgl.server.errors import HeadTooLarge, error_reply
-from minisgl.server.middleware import PROBE_PATHS
-from minisgl.server.open_files import log_loop_error
 from minisgl.settings.config import Limits
 from minisgl.utils import log_event
 

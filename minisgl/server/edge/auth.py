@@ -7,8 +7,8 @@ web pages. The admin paths always need an admin key. settings/keys.py reads the 
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from minisgl.server.edge.middleware import OPEN_PATHS
 from minisgl.server.errors import AdminOnly, NotAuthenticated
-from minisgl.server.middleware import OPEN_PATHS
 from minisgl.server.pages import PAGE_PATHS
 from minisgl.settings.config import ServerConfig
 from minisgl.settings.keys import hash_key
