@@ -35,9 +35,9 @@ from minisgl.message.messages import (
 )
 from minisgl.server.app import build_app
 from minisgl.server.edge.connection import HttpServer
-from minisgl.server.engine_client import EngineClient
-from minisgl.server.lifecycle import Lifecycle
-from minisgl.server.metrics import Metrics
+from minisgl.server.engine import EngineClient
+from minisgl.server.observe.lifecycle import Lifecycle
+from minisgl.server.observe.metrics import Metrics
 from minisgl.settings import ServerConfig
 
 

@@ -11,7 +11,7 @@
           - NotReady              (server)
         - DeadlineExceeded
         - Cancelled
-        - ModelNotFound           (server)
+        - ModelNotFound
         - RouteNotFound           (server)
         - MethodNotAllowed        (server)
         - RendersOnly             (server)
@@ -23,7 +23,7 @@
         - HeadTooLarge            (server)
         - BodyTooLarge            (server)
         - RanTooLong              (server)
-        - EngineFailure           (server)
+        - EngineFailure
       - EngineError               the process cannot continue
         - WorkerDied
         - OutOfMemory
@@ -99,6 +99,14 @@ class DeadlineExceeded(RequestError):
 
 class Cancelled(RequestError):
     """The client disconnected or aborted the request."""
+
+
+class ModelNotFound(RequestError):
+    """`model` is not the name of a served model."""
+
+
+class EngineFailure(RequestError):
+    """The server failed to serve the request. It asks clients not to retry."""
 
 
 class EngineError(MinisglError):

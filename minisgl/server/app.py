@@ -27,7 +27,7 @@ from starlette.types import ASGIApp, Scope
 
 import minisgl
 from minisgl.core import RequestError
-from minisgl.server.convert import RequestConverter
+from minisgl.request.convert import RequestConverter
 from minisgl.server.edge.auth import check_key
 from minisgl.server.edge.middleware import GateMiddleware, RequestContextMiddleware, error_response
 from minisgl.server.edge.origins import check_headers

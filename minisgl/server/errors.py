@@ -1,6 +1,6 @@
 """Maps each error class to an HTTP status, and writes errors in the JSON form of each API.
 
-core/errors.py draws the whole tree. Only the HTTP front end raises the classes of this module.
+core/errors.py draws the whole tree. Only the API server raises the classes of this module.
 """
 
 from collections.abc import Mapping
@@ -11,10 +11,6 @@ import msgspec
 from minisgl import core
 from minisgl.protocol.messages_api import MessagesError, MessagesErrorDetail, UnsupportedFeature
 from minisgl.protocol.responses import ErrorDetail, ErrorResponse
-
-
-class ModelNotFound(core.RequestError):
-    """`model` is not the name of a served model."""
 
 
 class RouteNotFound(core.RequestError):
@@ -69,10 +65,6 @@ class NotReady(core.Overloaded):
     """The server is loading or draining."""
 
 
-class EngineFailure(core.RequestError):
-    """The server failed to serve the request. It asks clients not to retry."""
-
-
 class _Kind(NamedTuple):
     status: int
     type: str
@@ -90,7 +82,7 @@ _TABLE: Mapping[type[BaseException], _Kind] = {
     core.PromptTooLong: _Kind(400, _INVALID, "context_length_exceeded"),
     core.Unsupported: _Kind(400, _INVALID, "unsupported_parameter"),
     core.GrammarFailed: _Kind(400, _INVALID, "grammar_failed"),
-    ModelNotFound: _Kind(404, _INVALID, "model_not_found"),
+    core.ModelNotFound: _Kind(404, _INVALID, "model_not_found"),
     RouteNotFound: _Kind(404, _INVALID, "not_found"),
     MethodNotAllowed: _Kind(405, _INVALID, "method_not_allowed"),
     BodyTooLarge: _Kind(413, _INVALID, "body_too_large"),
@@ -106,7 +98,7 @@ _TABLE: Mapping[type[BaseException], _Kind] = {
     NotReady: _Kind(503, _SERVER, "not_ready"),
     core.DeadlineExceeded: _Kind(503, _SERVER, "deadline_exceeded"),
     core.Cancelled: _Kind(499, _INVALID, "cancelled"),
-    EngineFailure: _Kind(500, _SERVER, "engine_error"),
+    core.EngineFailure: _Kind(500, _SERVER, "engine_error"),
     core.EngineError: _Kind(500, _SERVER, "engine_error"),
     BaseException: _Kind(500, _SERVER, "internal_error"),
 }

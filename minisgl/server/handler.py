@@ -10,8 +10,7 @@ Bodies are not declared in signatures: `CallContext` reads the raw bytes and msg
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Protocol, TypeAlias, TypeVar
+from typing import Annotated, Protocol, TypeAlias
 
 import msgspec
 from fastapi import Depends, Request
@@ -20,16 +19,14 @@ from starlette.requests import ClientDisconnect
 from minisgl import core
 from minisgl.core import ModelFacts, PromptTooLong, SamplingParams
 from minisgl.message import messages
-from minisgl.server.convert import GenerateRequest, RequestConverter, TokenArray
+from minisgl.request.call import ChoiceDelta, Generation
+from minisgl.request.convert import GenerateRequest, RequestConverter, TokenArray
 from minisgl.server.edge.connection import KEPT
-from minisgl.server.engine_client import EngineClient, Tokenized
+from minisgl.server.engine import EngineClient, Tokenized
 from minisgl.server.errors import NotReady, RendersOnly
-from minisgl.server.generation import ChoiceDelta, Generation
-from minisgl.server.lifecycle import Lifecycle
+from minisgl.server.observe.lifecycle import Lifecycle
 from minisgl.settings.config import DEFAULT_CLIENT, ServerConfig
 
-T = TypeVar("T")
-Receive = Callable[[], Awaitable[Any]]
 Prompts: TypeAlias = list[tuple[Tokenized, SamplingParams]]
 
 
@@ -281,40 +278,3 @@ def fit_call(
         for (found, sampling), count in zip(prompts, kept, strict=True)
     ]
     return fitted, prompt_tokens + weight * sum(kept)
-
-
-async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of `work`. When the client disconnects first, cancel `work` and raise Cancelled.
-
-    `work` may be a coroutine or a task.
-
-    Pass a coroutine for work that leads to the first output. The coroutine starts at once, but a
-    task first waits for its turn in the event loop. In a burst of calls, the first call therefore
-    reaches the scheduler before the server parses the last call.
-
-    Pass a task for work that wakes up for every token. A task resumes directly. A coroutine resumes
-    through each of its callers, from the handler inwards, which costs 4 us of CPU per event.
-    """
-    disconnected = asyncio.timeout(None)
-    is_working = True
-
-    async def watch() -> None:
-        try:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-        finally:  # A receive() that fails counts as a disconnect.
-            if is_working:
-                disconnected.reschedule(asyncio.get_running_loop().time())
-
-    watcher = asyncio.ensure_future(watch())
-    try:
-        async with disconnected:
-            return await work
-    except TimeoutError:
-        if not disconnected.expired():
-            raise
-        raise core.Cancelled("the client closed the connection") from None
-    finally:
-        is_working = False
-        watcher.cancel()
-        await asyncio.gather(watcher, return_exceptions=True)

@@ -10,7 +10,7 @@ import msgspec
 
 from minisgl.core import TokenizerInfo
 from minisgl.protocol import messages_api, requests, responses, responses_api
-from minisgl.server.convert import RequestConverter
+from minisgl.request.convert import RequestConverter
 from minisgl.server.edge.auth import ADMIN_PATHS
 from minisgl.server.edge.middleware import OPEN_PATHS
 from minisgl.server.errors import is_messages, messages_status, status_table

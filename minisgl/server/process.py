@@ -20,17 +20,16 @@ from typing import Any
 
 import msgspec
 
-from minisgl.core import DeadlineExceeded, EngineError, ModelFacts, WorkerDied
+from minisgl.core import DeadlineExceeded, EngineError, EngineFailure, ModelFacts, WorkerDied
 from minisgl.message import messages
 from minisgl.message.queues import AsyncReceiver, Sender, endpoint
 from minisgl.server.app import build_app
 from minisgl.server.edge.connection import SPARE_CONNECTIONS, HttpServer, TlsContext
 from minisgl.server.edge.open_files import allow_open_files
 from minisgl.server.edge.probes import MOST_PROBE_CONNECTIONS, serve_probes
-from minisgl.server.engine_client import EngineClient
-from minisgl.server.errors import EngineFailure
-from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog, after_failure
-from minisgl.server.metrics import Metrics
+from minisgl.server.engine import EngineClient
+from minisgl.server.observe.lifecycle import Lifecycle, Phase, Watchdog, after_failure
+from minisgl.server.observe.metrics import Metrics
 from minisgl.server.render import facts_of
 from minisgl.settings.child import ChildSpec
 from minisgl.settings.config import ServerConfig

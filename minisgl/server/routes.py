@@ -27,16 +27,17 @@ from minisgl.protocol.requests import (
     RESPONSES,
 )
 from minisgl.protocol.responses_api import InputTokens
-from minisgl.server.apis.messages_answer import MessagesWriter
-from minisgl.server.apis.responses_answer import ResponsesWriter
-from minisgl.server.convert import GenerateRequest
+from minisgl.request.call import Generation
+from minisgl.request.convert import GenerateRequest
+from minisgl.server.answer.disconnect import unless_disconnected
+from minisgl.server.answer.messages import MessagesWriter
+from minisgl.server.answer.openai import ResponseWriter, text_of_token
+from minisgl.server.answer.responses import ResponsesWriter
+from minisgl.server.answer.stream import EventStream, Writer
 from minisgl.server.edge import probes
 from minisgl.server.edge.middleware import json_response
-from minisgl.server.generation import Generation
-from minisgl.server.handler import CallContext, CallDep, start, tokenized, unless_disconnected
+from minisgl.server.handler import CallContext, CallDep, start, tokenized
 from minisgl.server.pages import find_page
-from minisgl.server.response import ResponseWriter, text_of_token
-from minisgl.server.stream import EventStream, Writer
 
 T = TypeVar("T")
 

@@ -23,7 +23,7 @@ from minisgl.protocol.requests import (
     known_parameters,
 )
 from minisgl.protocol.responses_api import ResponsesBody
-from minisgl.server.convert import RequestConverter
+from minisgl.request.convert import RequestConverter
 from minisgl.server.errors import status_table
 from minisgl.server.openapi import component_schemas
 from minisgl.settings import ServerConfig
@@ -33,7 +33,7 @@ __all__ = ["PAGE", "with_tables"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 PACKAGE = Path(__file__).resolve().parents[2] / "minisgl"
-METRICS = tomllib.loads((PACKAGE / "server" / "metrics.toml").read_text())
+METRICS = tomllib.loads((PACKAGE / "server" / "observe" / "metrics.toml").read_text())
 LIMIT_NAMES = METRICS["counter"]["limits_exceeded_total"]["labels"]["limit"]
 CONFIG = ServerConfig(
     engine=EngineConfig(model_path="."), scheduler=SchedulerConfig(), served_names=()

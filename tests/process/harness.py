@@ -18,7 +18,7 @@ import openai
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
-from minisgl.server.metrics import CACHED_S
+from minisgl.server.observe.metrics import CACHED_S
 from tests.patience import patience
 
 __all__ = ["JSON_BODY", "ServerProcess", "run_server", "wait_for"]

@@ -9,7 +9,17 @@ import pytest
 from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
-TORCHLESS = ("demo", "utils", "core", "protocol", "message", "settings", "tokenizer", "server")
+TORCHLESS = (
+    "demo",
+    "utils",
+    "core",
+    "protocol",
+    "message",
+    "settings",
+    "tokenizer",
+    "request",
+    "server",
+)
 PRESENT = [f"minisgl.{n}" for n in TORCHLESS if (ROOT / "minisgl" / n / "__init__.py").is_file()]
 
 

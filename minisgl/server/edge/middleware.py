@@ -19,8 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.core import Overloaded, RequestError
 from minisgl.server.errors import BodyTooLarge, error_reply
-from minisgl.server.lifecycle import Lifecycle
-from minisgl.server.metrics import Metrics
+from minisgl.server.observe.lifecycle import Lifecycle
+from minisgl.server.observe.metrics import Metrics
 from minisgl.settings.config import DEFAULT_CLIENT, Limits
 from minisgl.utils import log_event
 

@@ -15,7 +15,7 @@ from minisgl.protocol.responses import StatusResponse
 from minisgl.server.edge.connection import SPARE_CONNECTIONS, HttpServer
 from minisgl.server.edge.middleware import PROBE_PATHS, error_response, json_response
 from minisgl.server.errors import RETRY_AFTER, RouteNotFound
-from minisgl.server.lifecycle import Lifecycle, Phase
+from minisgl.server.observe.lifecycle import Lifecycle, Phase
 from minisgl.settings.config import Limits
 
 _MAX_SILENCE_S = 10.0  # each probe answers 503 if the service's event loop is blocked for longer

@@ -4,8 +4,8 @@ import msgspec
 
 from minisgl.core import EngineConfig, FinishReason, ModelFacts, SchedulerConfig
 from minisgl.message.messages import StepText, TextUpdate, TokenizeResult
-from minisgl.server.engine_client import ClientLoad, EngineClient
-from minisgl.server.metrics import Metrics
+from minisgl.server.engine import ClientLoad, EngineClient
+from minisgl.server.observe.metrics import Metrics
 from minisgl.settings import Limits, ServerConfig
 
 FACTS = ModelFacts(

@@ -9,8 +9,8 @@ import pytest
 
 from minisgl.core import InvalidRequest, RequestError, SamplingParams, Unsupported
 from minisgl.protocol.requests import MESSAGES, RESPONSES, ChatBody, Message
-from minisgl.server.apis.translation import Translation
-from minisgl.server.engine_client import Tokenized
+from minisgl.request.translation import Translation
+from minisgl.server.engine import Tokenized
 from minisgl.server.handler import fit_call
 from minisgl.settings import Limits
 from tests.unit.server.fakes import CONFIG

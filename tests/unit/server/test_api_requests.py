@@ -10,8 +10,8 @@ import pytest
 
 from minisgl.core import InvalidRequest
 from minisgl.protocol.requests import CHAT, MESSAGES, RESPONSES
+from minisgl.request.convert import RequestConverter
 from minisgl.server.app import build_app
-from minisgl.server.convert import RequestConverter
 from minisgl.settings import Limits
 from minisgl.settings.keys import key_hashes
 from tests.unit.server.fakes import CONFIG, FACTS, World

@@ -24,10 +24,10 @@ from pydantic import TypeAdapter
 from minisgl.core import Cancelled, FinishReason
 from minisgl.message.messages import ToolCallDelta
 from minisgl.protocol.requests import MESSAGES, RESPONSES
-from minisgl.server.apis.messages_answer import MessagesWriter
-from minisgl.server.apis.responses_answer import ResponsesWriter
-from minisgl.server.convert import RequestConverter
-from minisgl.server.stream import events
+from minisgl.request.convert import RequestConverter
+from minisgl.server.answer.messages import MessagesWriter
+from minisgl.server.answer.responses import ResponsesWriter
+from minisgl.server.answer.stream import events
 from tests.examples import examples
 from tests.unit.server.fakes import CONFIG, FACTS, World
 

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from minisgl.core import FinishReason
 from minisgl.message.messages import AddReq, Ready
+from minisgl.request.convert import RequestConverter
 from minisgl.server import routes
+from minisgl.server.answer.openai import ResponseWriter
 from minisgl.server.app import build_app
-from minisgl.server.convert import RequestConverter
-from minisgl.server.lifecycle import Lifecycle
+from minisgl.server.observe.lifecycle import Lifecycle
 from minisgl.server.pages import PAGE_PATHS
-from minisgl.server.response import ResponseWriter
 from minisgl.settings import ServerConfig
 from minisgl.settings.keys import key_hashes
 from tests.examples import examples

@@ -14,14 +14,14 @@ from minisgl.core import ConfigError, InvalidRequest, Overloaded
 from minisgl.message.messages import TokenizeResult, TokenizeText, TokenLogprob
 from minisgl.protocol import responses
 from minisgl.protocol.requests import COMPLETIONS
-from minisgl.server.convert import RequestConverter
-from minisgl.server.decode import parse_body
-from minisgl.server.engine_client import Tokenized
+from minisgl.request.convert import RequestConverter
+from minisgl.request.decode import parse_body
+from minisgl.server.answer.openai import ResponseWriter
+from minisgl.server.answer.stream import events
+from minisgl.server.engine import Tokenized
 from minisgl.server.handler import fit_call, fit_max_tokens, start
-from minisgl.server.lifecycle import Phase
-from minisgl.server.metrics import Metrics
-from minisgl.server.response import ResponseWriter
-from minisgl.server.stream import events
+from minisgl.server.observe.lifecycle import Phase
+from minisgl.server.observe.metrics import Metrics
 from minisgl.settings.keys import key_hashes
 from tests.unit.server.fakes import CONFIG, FACTS, World
 from tests.unit.server.test_engine_client import request, run, settle

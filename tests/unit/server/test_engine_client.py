@@ -10,6 +10,7 @@ import pytest
 
 from minisgl.core import (
     DeadlineExceeded,
+    EngineFailure,
     FinishReason,
     InvalidRequest,
     Overloaded,
@@ -17,12 +18,12 @@ from minisgl.core import (
 )
 from minisgl.message.messages import AbortReq, AddReq, StartText, TokenizeChat, TokenizeText
 from minisgl.protocol.requests import CHAT, COMPLETIONS
-from minisgl.server.convert import GenerateRequest, RequestConverter
-from minisgl.server.errors import EngineFailure, RanTooLong
-from minisgl.server.generation import Generation
+from minisgl.request.call import Generation
+from minisgl.request.convert import GenerateRequest, RequestConverter
+from minisgl.server.answer.openai import ResponseWriter
+from minisgl.server.answer.stream import events
+from minisgl.server.errors import RanTooLong
 from minisgl.server.handler import start
-from minisgl.server.response import ResponseWriter
-from minisgl.server.stream import events
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 

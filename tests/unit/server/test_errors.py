@@ -7,6 +7,7 @@ import pytest
 
 from minisgl.core import (
     EngineError,
+    EngineFailure,
     InvalidRequest,
     MinisglError,
     Overloaded,
@@ -16,7 +17,7 @@ from minisgl.core import (
     errors,
 )
 from minisgl.server import errors as server_errors
-from minisgl.server.errors import EngineFailure, NotReady, error_reply
+from minisgl.server.errors import NotReady, error_reply
 
 
 @pytest.mark.parametrize(

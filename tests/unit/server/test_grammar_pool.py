@@ -8,8 +8,8 @@ import pytest
 
 from minisgl.core import DeadlineExceeded
 from minisgl.message.messages import CompileGrammar, GrammarResult
-from minisgl.server import grammar_pool
-from minisgl.server.grammar_pool import OPEN_JOBS, GrammarPool
+from minisgl.server.pools import grammars as grammar_pool
+from minisgl.server.pools.grammars import OPEN_JOBS, GrammarPool
 
 
 class Wire:

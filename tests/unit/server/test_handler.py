@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from minisgl.core import Cancelled
-from minisgl.server.handler import start, unless_disconnected
+from minisgl.server.answer.disconnect import unless_disconnected
+from minisgl.server.handler import start
 from tests.unit.server.fakes import FACTS, World
 from tests.unit.server.test_engine_client import request, run, settle
 

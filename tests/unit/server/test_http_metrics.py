@@ -8,8 +8,8 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from minisgl.server.app import build_app
-from minisgl.server.lifecycle import Lifecycle
-from minisgl.server.metrics import Metrics
+from minisgl.server.observe.lifecycle import Lifecycle
+from minisgl.server.observe.metrics import Metrics
 from tests.unit.server.fakes import World
 from tests.unit.server.test_app import KEYED, FakeService
 from tests.unit.server.test_metrics import scraped, values

@@ -4,7 +4,7 @@ import pytest
 
 from minisgl.message.messages import Ready
 from minisgl.server.errors import NotReady
-from minisgl.server.lifecycle import Lifecycle, Phase, Watchdog
+from minisgl.server.observe.lifecycle import Lifecycle, Phase, Watchdog
 from tests.unit.server.fakes import FACTS
 
 

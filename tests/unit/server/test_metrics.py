@@ -15,12 +15,19 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPEN
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from minisgl.core import Cancelled, FinishReason, InvalidRequest, Overloaded, RequestError
+from minisgl.core import (
+    Cancelled,
+    EngineFailure,
+    FinishReason,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+)
 from minisgl.message.messages import Ready, SchedulerStats, TextUpdate, TokenizeResult, TokenizeText
 from minisgl.message.stats import DraftTotals
-from minisgl.server.errors import EngineFailure, NotReady, RanTooLong
-from minisgl.server.lifecycle import Phase
-from minisgl.server.metrics import CACHED_S, Metrics
+from minisgl.server.errors import NotReady, RanTooLong
+from minisgl.server.observe.lifecycle import Phase
+from minisgl.server.observe.metrics import CACHED_S, Metrics
 from tests.unit.server.fakes import FACTS, World
 
 TABLE = Path(__file__).resolve().parents[3] / "docs" / "operations.md"

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from minisgl.protocol.requests import BODIES, PARAMETERS
+from minisgl.request.convert import RequestConverter
 from minisgl.server.app import build_app
-from minisgl.server.convert import RequestConverter
 from minisgl.server.openapi import component_schemas
 from minisgl.settings import Limits
 from minisgl.settings.keys import key_hashes

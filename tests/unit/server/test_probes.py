@@ -7,7 +7,7 @@ import pytest
 
 from minisgl.message.messages import Ready
 from minisgl.server.edge.probes import serve_probes
-from minisgl.server.lifecycle import Lifecycle, Phase
+from minisgl.server.observe.lifecycle import Lifecycle, Phase
 from tests.patience import patience
 from tests.unit.server.fakes import FACTS
 

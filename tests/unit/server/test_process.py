@@ -10,7 +10,7 @@ import pytest
 from minisgl.core import Overloaded, SamplingParams, WorkerDied
 from minisgl.message.messages import AddReq, Ready, SchedulerStats, Shutdown, TextOptions, ToApi
 from minisgl.message.queues import Sender, endpoint
-from minisgl.server.lifecycle import Phase
+from minisgl.server.observe.lifecycle import Phase
 from minisgl.server.process import ApiServer
 from minisgl.settings.child import ChildSpec
 from minisgl.utils.process import write_socket_key

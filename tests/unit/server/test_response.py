@@ -11,10 +11,10 @@ from minisgl.core import FinishReason
 from minisgl.message.messages import TokenLogprob
 from minisgl.protocol import responses
 from minisgl.protocol.requests import CHAT, COMPLETIONS
-from minisgl.server.convert import RequestConverter
-from minisgl.server.generation import ChoiceDelta
-from minisgl.server.response import ResponseWriter
-from minisgl.server.stream import events
+from minisgl.request.call import ChoiceDelta
+from minisgl.request.convert import RequestConverter
+from minisgl.server.answer.openai import ResponseWriter
+from minisgl.server.answer.stream import events
 from tests.unit.server.fakes import CONFIG, FACTS, World
 
 RICH = {"return_token_ids": True, "stream_options": {"include_usage": True}, "stream": True}

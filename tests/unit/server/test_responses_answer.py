@@ -8,8 +8,8 @@ from openai.types.responses import Response
 from minisgl.core import FinishReason, InvalidRequest, RequestError, Unsupported
 from minisgl.message.messages import TokenLogprob
 from minisgl.protocol.requests import INPUT_TOKENS, RESPONSES
-from minisgl.server.apis.sealed import seal, unseal
-from minisgl.server.convert import RequestConverter
+from minisgl.request.convert import RequestConverter
+from minisgl.request.sealed import seal, unseal
 from tests.unit.server.fakes import CONFIG
 from tests.unit.server.test_api_requests import KNOWS, chat_of, responses, user
 from tests.unit.server.test_api_streams import RESPONSE_EVENT, run

@@ -6,7 +6,7 @@ import msgspec
 
 from minisgl.message.messages import Ready, SchedulerStats
 from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, PhaseStats
-from minisgl.server.metrics import Metrics
+from minisgl.server.observe.metrics import Metrics
 from tests.unit.server.fakes import FACTS
 from tests.unit.server.test_metrics import scraped, stats
 

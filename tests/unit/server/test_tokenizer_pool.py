@@ -4,10 +4,10 @@ import asyncio
 
 from minisgl.core import DeadlineExceeded
 from minisgl.message.messages import TokenizeResult, TokenizeText, ToTokenizer
-from minisgl.server.engine_client import Tokenized
-from minisgl.server.generation import Generation
+from minisgl.request.call import Generation
+from minisgl.server.engine import Tokenized
 from minisgl.server.handler import start
-from minisgl.server.tokenizer_pool import TokenizerPool
+from minisgl.server.pools.tokenizers import TokenizerPool
 from tests.unit.server.fakes import FACTS, World
 from tests.unit.server.test_engine_client import request, run, settle
 

@@ -10,10 +10,10 @@ import pytest
 from minisgl.core import FinishReason, InvalidRequest, ModelFacts, RequestError, Unsupported
 from minisgl.message.messages import Ready, TokenizeChat, ToolCallDelta
 from minisgl.protocol.requests import CHAT
-from minisgl.server.convert import RequestConverter
-from minisgl.server.lifecycle import Lifecycle
-from minisgl.server.response import ResponseWriter
-from minisgl.server.stream import events
+from minisgl.request.convert import RequestConverter
+from minisgl.server.answer.openai import ResponseWriter
+from minisgl.server.answer.stream import events
+from minisgl.server.observe.lifecycle import Lifecycle
 from minisgl.tool_calls.grammar import ToolGrammar
 from tests.unit.server.fakes import CONFIG, FACTS, World
 

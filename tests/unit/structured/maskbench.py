@@ -13,7 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from minisgl.core import EngineConfig, InvalidRequest, SchedulerConfig
 from minisgl.protocol.requests import CHAT
-from minisgl.server.convert import RequestConverter
+from minisgl.request.convert import RequestConverter
 from minisgl.settings.config import ServerConfig
 from minisgl.structured.library import parser_limits
 from minisgl.structured.source import GrammarCompiler

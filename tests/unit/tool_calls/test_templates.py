@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from minisgl.server.chat import harmony_chat
+from minisgl.request.chat import harmony_chat
 from minisgl.tokenizer.renderer import TemplateError
 from minisgl.tokenizer.template import ChatTemplate
 from minisgl.tool_calls.detect import answer_in, detect

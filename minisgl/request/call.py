@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from minisgl import core
-from minisgl.core import FinishReason
+from minisgl.core import EngineFailure, FinishReason
 from minisgl.message.messages import (
     GrammarResult,
     TextUpdate,
@@ -25,7 +25,6 @@ from minisgl.message.messages import (
     TokenLogprob,
     ToolCallDelta,
 )
-from minisgl.server.errors import EngineFailure
 from minisgl.settings.config import DEFAULT_CLIENT
 
 # The errors with which a scheduler refuses a request, by the `error_kind` of Finished.

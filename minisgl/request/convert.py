@@ -10,17 +10,23 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams, Unsupported
+from minisgl.core import (
+    InvalidRequest,
+    ModelFacts,
+    ModelNotFound,
+    PromptTooLong,
+    SamplingParams,
+    Unsupported,
+)
 from minisgl.core.sampling import CONSTRAINTS, RANGES
 from minisgl.message.messages import DecodeIds, TextOptions, TokenizeChat, TokenizeText
 from minisgl.protocol import messages_api, requests, responses_api
-from minisgl.server.apis import messages_request, responses_request
-from minisgl.server.apis.translation import Translation
-from minisgl.server.chat import check_effort, ending, harmony_chat, prepare_message, set_thinking
-from minisgl.server.constraints import ConstraintRequest, constraint_of
-from minisgl.server.decode import decode, nesting_limit, reject
-from minisgl.server.errors import ModelNotFound
-from minisgl.server.tools import ToolRequest, shorten_ids, tools_of
+from minisgl.request import from_messages, from_responses
+from minisgl.request.chat import check_effort, ending, harmony_chat, prepare_message, set_thinking
+from minisgl.request.constraints import ConstraintRequest, constraint_of
+from minisgl.request.decode import decode, nesting_limit, reject
+from minisgl.request.tools import ToolRequest, shorten_ids, tools_of
+from minisgl.request.translation import Translation
 from minisgl.settings.config import ServerConfig
 
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in Python 3.11
@@ -42,10 +48,10 @@ _MODEL_DEFAULTS = tuple(
 # The body of each route, with the function that translates it.
 _BODIES: Mapping[str, tuple[type[requests.RequestBody], Callable[[Any], Translation]]] = {
     **{route: (kind, Translation) for route, kind in requests.BODIES.items()},
-    requests.RESPONSES: (responses_api.ResponsesBody, responses_request.translate),
-    requests.INPUT_TOKENS: (responses_api.InputTokensBody, responses_request.translate),
-    requests.MESSAGES: (messages_api.MessagesBody, messages_request.translate),
-    requests.COUNT_TOKENS: (messages_api.CountTokensBody, messages_request.translate),
+    requests.RESPONSES: (responses_api.ResponsesBody, from_responses.translate),
+    requests.INPUT_TOKENS: (responses_api.InputTokensBody, from_responses.translate),
+    requests.MESSAGES: (messages_api.MessagesBody, from_messages.translate),
+    requests.COUNT_TOKENS: (messages_api.CountTokensBody, from_messages.translate),
 }
 
 

@@ -9,13 +9,13 @@ from minisgl.core import FinishReason
 from minisgl.message.messages import TokenLogprob
 from minisgl.protocol import responses_api as api
 from minisgl.protocol.responses import ChatTokenLogprob
-from minisgl.server.apis.blocks import Block, BlockWriter, sse
-from minisgl.server.apis.responses_request import ENCRYPTED
-from minisgl.server.apis.sealed import seal
-from minisgl.server.convert import GenerateRequest
+from minisgl.request.call import Choice, ChoiceDelta
+from minisgl.request.convert import GenerateRequest
+from minisgl.request.from_responses import ENCRYPTED
+from minisgl.request.sealed import seal
+from minisgl.server.answer.blocks import Block, BlockWriter, sse
+from minisgl.server.answer.openai import chat_logprob
 from minisgl.server.errors import public_message
-from minisgl.server.generation import Choice, ChoiceDelta
-from minisgl.server.response import chat_logprob
 
 
 class ResponsesWriter(BlockWriter):

@@ -9,8 +9,8 @@ import msgspec
 from minisgl.core import InvalidRequest, ModelFacts, Unsupported
 from minisgl.message.messages import CompileGrammar, ToolOptions
 from minisgl.protocol import requests
-from minisgl.server.constraints import ConstraintRequest
-from minisgl.server.decode import reject
+from minisgl.request.constraints import ConstraintRequest
+from minisgl.request.decode import reject
 from minisgl.structured.whitespace import whitespace_pattern
 from minisgl.tool_calls.grammar import ToolGrammar
 from minisgl.tool_calls.schema import parameter_types

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from minisgl.core import Unsupported
 from minisgl.protocol import messages_api as api
 from minisgl.protocol import requests
-from minisgl.server.apis.translation import (
+from minisgl.request.decode import reject
+from minisgl.request.translation import (
     Translation,
     Turn,
     chat_tool,
     function_paths,
     shared_parameters,
 )
-from minisgl.server.decode import reject
 
 # Claude Code sends its version and a number that changes with each request in a system block of
 # its own. The block would change the beginning of each prompt, so that no prefix could be cached.

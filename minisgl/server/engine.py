@@ -29,15 +29,22 @@ from typing import NamedTuple
 
 import msgspec
 
-from minisgl.core import DeadlineExceeded, FinishReason, InvalidRequest, Overloaded, RequestError
+from minisgl.core import (
+    DeadlineExceeded,
+    EngineFailure,
+    FinishReason,
+    InvalidRequest,
+    Overloaded,
+    RequestError,
+)
 from minisgl.message import messages
-from minisgl.server.constraints import ConstraintRequest
-from minisgl.server.convert import Prompt, TokenArray
-from minisgl.server.errors import EngineFailure, RanTooLong
-from minisgl.server.generation import Choice, Generation, priority_class
-from minisgl.server.grammar_pool import GrammarPool
-from minisgl.server.metrics import Metrics
-from minisgl.server.tokenizer_pool import TokenizerPool
+from minisgl.request.call import Choice, Generation, priority_class
+from minisgl.request.constraints import ConstraintRequest
+from minisgl.request.convert import Prompt, TokenArray
+from minisgl.server.errors import RanTooLong
+from minisgl.server.observe.metrics import Metrics
+from minisgl.server.pools.grammars import GrammarPool
+from minisgl.server.pools.tokenizers import TokenizerPool
 from minisgl.settings.config import DEFAULT_CLIENT, Limits
 
 

@@ -6,9 +6,9 @@ import msgspec
 
 from minisgl.core import FinishReason
 from minisgl.protocol import messages_api as api
-from minisgl.server.apis.blocks import Block, BlockWriter, sse
+from minisgl.request.call import Choice, ChoiceDelta
+from minisgl.server.answer.blocks import Block, BlockWriter, sse
 from minisgl.server.errors import messages_error
-from minisgl.server.generation import Choice, ChoiceDelta
 
 
 class MessagesWriter(BlockWriter):

@@ -22,9 +22,9 @@ from minisgl.core import FinishReason
 from minisgl.message.messages import TokenLogprob, ToolCallDelta
 from minisgl.protocol import responses
 from minisgl.protocol.requests import CHAT, COMPLETIONS, GENERATE
-from minisgl.server.convert import GenerateRequest
+from minisgl.request.call import Choice, ChoiceDelta, Generation
+from minisgl.request.convert import GenerateRequest
 from minisgl.server.errors import error_reply
-from minisgl.server.generation import Choice, ChoiceDelta, Generation
 
 DONE = b"data: [DONE]\n\n"
 _LOWEST_LOGPROB = -9999.0

@@ -10,15 +10,15 @@ from typing import Any
 from minisgl.core import Unsupported
 from minisgl.protocol import requests
 from minisgl.protocol import responses_api as api
-from minisgl.server.apis.sealed import unseal
-from minisgl.server.apis.translation import (
+from minisgl.request.decode import reject
+from minisgl.request.sealed import unseal
+from minisgl.request.translation import (
     Translation,
     Turn,
     chat_tool,
     function_paths,
     shared_parameters,
 )
-from minisgl.server.decode import reject
 
 # Paths in a chat, each with its path in a body of Responses; see Translation.
 _PATHS = {

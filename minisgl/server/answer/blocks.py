@@ -12,8 +12,8 @@ from typing import Literal
 import msgspec
 
 from minisgl.core import FinishReason
-from minisgl.server.convert import GenerateRequest
-from minisgl.server.generation import Choice, ChoiceDelta, Generation
+from minisgl.request.call import Choice, ChoiceDelta, Generation
+from minisgl.request.convert import GenerateRequest
 
 Kind = Literal["reasoning", "text", "call"]
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from minisgl.core import InvalidRequest, PromptTooLong
+from tests.unit.request.test_convert import COMPLETIONS, read
 from tests.unit.server.fakes import FACTS
-from tests.unit.server.test_convert import COMPLETIONS, read
 
 DRAFTING = msgspec.structs.replace(FACTS, drafts=True)
 

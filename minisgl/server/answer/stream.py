@@ -10,12 +10,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.core import Cancelled
-from minisgl.server.apis.messages_answer import MessagesWriter
-from minisgl.server.apis.responses_answer import ResponsesWriter
-from minisgl.server.engine_client import EngineClient
-from minisgl.server.generation import Generation
-from minisgl.server.handler import unless_disconnected
-from minisgl.server.response import ResponseWriter
+from minisgl.request.call import Generation
+from minisgl.server.answer.disconnect import unless_disconnected
+from minisgl.server.answer.messages import MessagesWriter
+from minisgl.server.answer.openai import ResponseWriter
+from minisgl.server.answer.responses import ResponsesWriter
+from minisgl.server.engine import EngineClient
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from msgspec import UNSET
 
 from minisgl.core import Unsupported
 from minisgl.protocol import requests
-from minisgl.server.decode import reject
+from minisgl.request.decode import reject
 
 _EFFORTS = ("low", "medium", "high")
 THINKING = ("enable_thinking", "thinking")  # the names of this switch in templates

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minisgl.core import InvalidRequest, PromptTooLong, RequestError, Unsupported
+from minisgl.core import InvalidRequest, ModelNotFound, PromptTooLong, RequestError, Unsupported
 from minisgl.message.messages import DecodeIds, TokenizeChat, TokenizeText
 from minisgl.protocol.requests import (
     CHAT,
@@ -19,8 +19,8 @@ from minisgl.protocol.requests import (
     ChatBody,
     CompletionBody,
 )
-from minisgl.server.convert import GenerateRequest, RequestConverter
-from minisgl.server.errors import ModelNotFound, error_reply
+from minisgl.request.convert import GenerateRequest, RequestConverter
+from minisgl.server.errors import error_reply
 from minisgl.server.handler import fit_max_tokens
 from minisgl.settings import Limits
 from tests.unit.server.fakes import CONFIG, FACTS

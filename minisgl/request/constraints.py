@@ -12,7 +12,7 @@ import msgspec
 from minisgl.core import Grammar, GrammarKind, Unsupported
 from minisgl.message.messages import CompileGrammar, GrammarResult
 from minisgl.protocol import requests
-from minisgl.server.decode import reject
+from minisgl.request.decode import reject
 from minisgl.structured.thinking import thinking_of
 from minisgl.structured.whitespace import is_json_whitespace, whitespace_pattern
 

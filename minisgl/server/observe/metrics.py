@@ -24,9 +24,9 @@ import minisgl
 from minisgl.core import FinishReason, ModelFacts, Overloaded, RequestError
 from minisgl.message import messages
 from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, STEP_PHASES, PhaseStats
+from minisgl.request.call import Choice, priority_class
 from minisgl.server.errors import NotReady, error_reply
-from minisgl.server.generation import Choice, priority_class
-from minisgl.server.lifecycle import Phase
+from minisgl.server.observe.lifecycle import Phase
 from minisgl.settings.config import DEFAULT_CLIENT
 
 # Encoding a scrape takes 1.8 ms of the event loop, in OpenMetrics 2.9 ms. The scrape of a format is
