@@ -6,6 +6,7 @@ checks the rules that need several fields, the configuration or the model, and f
 
 import array
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -25,6 +26,7 @@ from minisgl.request import from_messages, from_responses
 from minisgl.request.chat import check_effort, ending, harmony_chat, prepare_message, set_thinking
 from minisgl.request.constraints import ConstraintRequest, constraint_of
 from minisgl.request.decode import decode, nesting_limit, reject
+from minisgl.request.sizes import check_sizes
 from minisgl.request.tools import ToolRequest, shorten_ids, tools_of
 from minisgl.request.translation import Translation
 from minisgl.settings.config import ServerConfig
@@ -105,6 +107,7 @@ class RequestConverter:
         self.served_names = config.served_names
         self.limits = config.limits
         self._config = config
+        self._check_sizes = partial(check_sizes, config.limits)
 
     def read(self, route: str, raw: bytes, facts: ModelFacts) -> GenerateRequest:
         """The request in the body of a generating route.
@@ -326,45 +329,6 @@ class RequestConverter:
         prediction = self._text_prompt("prediction", text, facts, add_special=False)
         return prediction if facts.drafts and text else None
 
-    def _check_sizes(self, given: Mapping[str, Any]) -> None:
-        """Refuse lists that are longer than this server allows."""
-        limit = self.limits.max_messages
-        for param in ("messages", "input", "system"):
-            messages = given.get(param)
-            if not isinstance(messages, list):
-                continue
-            if len(messages) > limit:
-                raise reject(param, f"must have at most {limit} messages", "max_messages")
-            for field in ("content", "tool_calls", "output", "summary", "reasoning_details"):
-                count, entries = 0, messages
-                while entries and count <= limit:  # a part may have parts
-                    entries = _entries(entries, field)
-                    count += len(entries)
-                if count > limit:
-                    rule = f"must have at most {limit} entries of {field}"
-                    raise reject(param, rule, "max_messages")
-        max_bias, bias = self.limits.max_logit_bias, given.get("logit_bias")
-        if isinstance(bias, dict) and len(bias) > max_bias:
-            raise reject("logit_bias", f"must have at most {max_bias} entries", "max_logit_bias")
-        max_logprobs = self.limits.max_logprobs
-        for name in ("logprobs", "top_logprobs"):
-            if type(given.get(name)) is int and given[name] > max_logprobs:
-                raise reject(name, f"must be from 0 to {max_logprobs}", "max_logprobs")
-        self._check_choices(given.get("prompt"), given.get("n"))
-
-    def _check_choices(self, prompt: Any, n: Any) -> None:
-        """Refuse more than max_choices answers: the number of prompts times n."""
-        has_prompts = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
-        prompts = len(prompt) if has_prompts else 1
-        per_prompt = n if isinstance(n, int) else 1
-        limit = self.limits.max_choices
-        if per_prompt > limit >= prompts:
-            raise reject("n", f"must be at most {limit}", "max_n")
-        if prompts > limit >= per_prompt:
-            raise reject("prompt", f"must have at most {limit} entries", "max_prompts")
-        if prompts * per_prompt > limit:
-            raise reject("n", f"times the number of prompts must be at most {limit}", "max_choices")
-
     def _check_chars(self, param: str, chars: int, facts: ModelFacts) -> None:
         max_chars = self.limits.max_prompt_chars or _CHARS_PER_CONTEXT_TOKEN * facts.max_seq_len
         if chars > max_chars:
@@ -395,9 +359,3 @@ class RequestConverter:
         sampling = SamplingParams(**values, stop_token_ids=tuple(body.stop_token_ids))
         sampling.validate(facts.vocab_size)
         return sampling
-
-
-def _entries(objects: list[Any], field: str) -> list[Any]:
-    """The entries of the lists that these objects have in a field."""
-    lists = [one.get(field) for one in objects if isinstance(one, dict)]
-    return [entry for found in lists if isinstance(found, list) for entry in found]
