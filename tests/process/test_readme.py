@@ -1,4 +1,4 @@
-"""The examples in the README run unchanged, and print the output that the README shows."""
+"""The examples in docs/README.md run unchanged, and print the output that the page shows."""
 
 import itertools
 import re
@@ -11,7 +11,7 @@ import pytest
 from tests.patience import patience
 from tests.process.harness import run_server
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "README.md"
 _BLOCK = re.compile(r"```(\w+)\n(.*?)```", re.DOTALL)
 _VARYING = [(re.compile(r'"id":"chatcmpl-\w+"'), '"id":"chatcmpl-0"')]
 _VARYING += [(re.compile(r'"created":\d+'), '"created":0')]
@@ -19,7 +19,7 @@ _VARYING += [(re.compile(r'"created":\d+'), '"created":0')]
 
 def examples() -> list[tuple[str, str, str]]:
     """(language, code, output) of each example that talks to the server."""
-    blocks = _BLOCK.findall(README.read_text(encoding="utf-8"))
+    blocks = _BLOCK.findall(PAGE.read_text(encoding="utf-8"))
     pairs = itertools.pairwise(blocks)
     return [
         (language, code, output)
@@ -35,8 +35,8 @@ def without_varying(text: str) -> str:
 
 
 @pytest.mark.process
-def test_example_without_a_server_prints_the_output_in_the_readme() -> None:
-    blocks = _BLOCK.findall(README.read_text(encoding="utf-8"))
+def test_example_without_a_server_prints_the_output_in_the_page() -> None:
+    blocks = _BLOCK.findall(PAGE.read_text(encoding="utf-8"))
     ((code, shown),) = [
         (code, shown)
         for (_, code), (_, shown) in itertools.pairwise(blocks)
@@ -49,7 +49,7 @@ def test_example_without_a_server_prints_the_output_in_the_readme() -> None:
 
 
 @pytest.mark.process
-def test_examples_print_the_output_in_the_readme() -> None:
+def test_examples_print_the_output_in_the_page() -> None:
     assert [language for language, _, _ in examples()] == ["sh", "python", "python", "python"]
     with run_server() as server:
         url = server.wait_ready().url
