@@ -9,6 +9,7 @@
 #   make chart   generate the chart's schema and dashboards
 #   make lines   count the code lines of the packages and of the core
 #   make image   build the CUDA image; image-cpu: the demo      (BUILD_ARGS="--build-arg ...")
+#   make release-check   build sdist and wheel, install the wheel alone, serve the demo
 #   make lock    resolve the dependencies and write constraints.txt
 #   make clean   remove everything that the other commands created
 #
@@ -57,7 +58,7 @@ endef
 compile = $(1)/bin/python -m compileall -qq -j 0 $(1)/lib || true
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test check check-types check-rules fmt proof k8s chart lines image image-cpu lock clean
+.PHONY: help serve test check check-types check-rules fmt proof k8s chart lines image image-cpu release-check lock clean
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -124,6 +125,18 @@ image:
 
 image-cpu:
 	$(docker_build) -f docker/Dockerfile.cpu -t $(IMAGE):$(VERSION)-cpu .
+
+# The wheel is built from the sdist, and its environment has only the dependencies that the package names.
+RELEASE := build/release
+release-check: $(VENV)/.serve
+	rm -rf $(RELEASE)
+	$(BIN)/python -c 'from setuptools import build_meta; build_meta.build_sdist("$(RELEASE)")' >/dev/null
+	$(call pip,$(VENV)) wheel -q --no-deps --no-build-isolation -w $(RELEASE) $(RELEASE)/*.tar.gz
+	$(call new_venv,$(RELEASE)/venv,$(PYTHON))
+	$(call add_torch,$(RELEASE)/venv,-q -c constraints.txt torch)
+	$(call pip,$(RELEASE)/venv) install -q --no-compile -c constraints.txt $(RELEASE)/*.whl
+	@ls $(RELEASE)/*.tar.gz $(RELEASE)/*.whl
+	$(BIN)/python -m tools.release $(RELEASE)/venv
 
 # The lock uses the oldest supported Python, because the newer one can install all versions that the oldest can.
 # It leaves out the CUDA packages, because each CUDA build of torch pins its own.

@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from minisgl.core import SamplingParams
     from minisgl.llm import LLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 

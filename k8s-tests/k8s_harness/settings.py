@@ -5,7 +5,7 @@ from pathlib import Path
 
 __all__ = ["CPU_IMAGE", "Settings", "SettingsError"]
 
-CPU_IMAGE = "ghcr.io/minisgl/minisgl:0.1.0-cpu"  # as in helm/ci/cpu-demo-values.yaml
+CPU_IMAGE = "ghcr.io/minisgl/minisgl:0.2.0-cpu"  # as in helm/ci/cpu-demo-values.yaml
 
 
 class SettingsError(Exception):

@@ -109,7 +109,6 @@ def test_user_and_entry_point_agree_with_the_chart(name: str) -> None:
     assert json.loads(healthcheck)[:2] == ["python3", "-c"]
     assert "/livez" in healthcheck
     assert stage["EXPOSE"] == ["1919"]
-    assert f"VERSION={minisgl.__version__}" in stage["ARG"]
     assert "MINISGL_COMMIT=$REVISION" in stage["ENV"]
 
 
@@ -142,7 +141,4 @@ def test_make_gives_the_images_the_names_of_the_chart(target: str, suffix: str) 
     shown = subprocess.run(
         ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    app = yaml.safe_load((ROOT / "helm" / "Chart.yaml").read_text())["appVersion"]
-    assert f"-t {VALUES['image']['repository']}:{app}{suffix} ." in shown
-    cpu = yaml.safe_load((ROOT / "helm" / "ci" / "cpu-demo-values.yaml").read_text())
-    assert cpu["image"]["tag"] == f"{app}-cpu"
+    assert f"-t {VALUES['image']['repository']}:{minisgl.__version__}{suffix} ." in shown

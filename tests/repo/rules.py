@@ -10,6 +10,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 MAX_FILE_LINES = 400
+# Words (as `wc -w` counts them) that the pages of each row may have together. A page that says more
+# replaces something, or belongs to the decisions or to the notebook of measurements.
+WORD_BUDGETS = (
+    ("README.md", 800),
+    ("CONTRIBUTING.md", 300),
+    ("docs/README.md", 3_000),
+)
 
 MACHINE_PATH = re.compile(r"(?<![\w./:])/(?:work|farm|home|Users|root)/")
 _REGISTRIES = ("pypi", "pythonhosted", "npmjs", "yarnpkg", "debian", "ubuntu", "anaconda", "golang")

@@ -1,5 +1,6 @@
 """The files of the repository obey its rules. A failure names the file and the line."""
 
+import fnmatch
 import importlib
 import os
 import re
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import minisgl
 from tests.repo import rules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -112,12 +112,6 @@ def test_package_lists_its_exports(file):
     assert len(names) == len(set(names))
 
 
-def test_changelog_opens_with_the_package_version():
-    newest = re.search(r"^## (\S+)", read("CHANGELOG.md") or "", re.MULTILINE)
-    assert newest is not None
-    assert newest[1] == minisgl.__version__
-
-
 def test_ci_run_is_executable():
     assert os.access(ROOT / ".ci/run", os.X_OK)
     assert (read(".ci/run") or "").startswith("#!/usr/bin/env bash\n")
@@ -153,6 +147,13 @@ def test_links_of_pages_have_targets():
 
 def _exists(path: Path, anchor: str) -> bool:
     return path.exists() and (not anchor or anchor in rules.anchors(path.read_text("utf-8")))
+
+
+@pytest.mark.parametrize(("names", "most"), rules.WORD_BUDGETS, ids=str)
+def test_pages_stay_within_their_budget_of_words(names, most):
+    pages = sorted(name for pattern in names.split() for name in fnmatch.filter(tracked(), pattern))
+    assert pages, "the budget is for no page"
+    assert sum(len((read(page) or "").split()) for page in pages) <= most, pages
 
 
 def test_lock_pins_every_dependency_and_extra():
