@@ -151,8 +151,9 @@ def test_autoscalers_use_known_metrics(render):
     assert all(metrics()[name].type == "gauge" for name in names)
 
 
-def test_picker_reads_gauges_with_one_series_per_pod():
-    config = yaml.safe_load((CHART / "endpoint-picker" / "config.yaml").read_text())
+@pytest.mark.parametrize("file", ["config.yaml", "precise-config.yaml"])
+def test_picker_reads_gauges_with_one_series_per_pod(file):
+    config = yaml.safe_load((CHART / "endpoint-picker" / file).read_text())
     extractor = next(p for p in config["plugins"] if p["type"] == "core-metrics-extractor")
     engine = extractor["parameters"]["engineConfigs"][0]
     specs = {key: name for key, name in engine.items() if key.endswith("Spec")}
