@@ -16,6 +16,7 @@ WORD_BUDGETS = (
     ("README.md", 800),
     ("CONTRIBUTING.md", 300),
     ("docs/README.md", 3_000),
+    ("docs/development.md", 1_800),
 )
 
 MACHINE_PATH = re.compile(r"(?<![\w./:])/(?:work|farm|home|Users|root)/")
