@@ -163,16 +163,6 @@ def test_picker_reads_gauges_with_one_series_per_pod(file):
         assert metrics()[name].labels == {"model_name"}
 
 
-def test_sizes_follow_from_the_configurations():
-    assert len(rows("model")) >= 6
-    for _name, layers, heads, dim, weights, kib, *tokens in rows("model"):
-        assert int(kib) * 1024 == 2 * int(layers) * int(heads) * int(dim) * 2
-        for memory, gpus, shown in zip((24, 79, 139, 79), (1, 1, 1, 4), tokens, strict=True):
-            free_bytes = (memory * 0.9 - float(weights) / gpus - 2) * 2**30
-            fit = int(free_bytes / (int(kib) * 1024 / gpus) // 1000 * 1000)
-            assert shown == (f"{fit:,}" if fit > 0 else "none")
-
-
 def test_the_page_mentions_only_values_that_exist():
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     for path in re.findall(r"`([a-z]\w+(?:\.\w+)+)", OPERATIONS.read_text()):
