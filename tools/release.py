@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -57,7 +56,7 @@ def wait_ready(url: str, server: subprocess.Popen[bytes]) -> None:
         try:
             get(f"{url}/readyz")
             return
-        except urllib.error.URLError:
+        except OSError:
             time.sleep(0.2)
     sys.exit(f"release-check: the server is not ready; exit code {server.poll()}")
 
