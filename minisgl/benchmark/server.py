@@ -35,7 +35,7 @@ from minisgl.message.messages import (
 )
 from minisgl.server.app import build_app
 from minisgl.server.edge.connection import HttpServer
-from minisgl.server.engine import EngineClient
+from minisgl.server.engine import EngineView
 from minisgl.server.observe.lifecycle import Lifecycle
 from minisgl.server.observe.metrics import Metrics
 from minisgl.settings import ServerConfig
@@ -61,7 +61,7 @@ class _StubService:
         )
         self.tokenizer, self.scheduler = _Outbox(), _Outbox()
         self.detokenizer = _Outbox()
-        self.client = EngineClient(
+        self.engine = EngineView(
             [self.tokenizer.send],
             self.detokenizer.send,
             self.scheduler.send,
@@ -111,7 +111,7 @@ async def _run_stub_engine(service: _StubService, tokens: int) -> None:
             for uid in uids
         ]
         frame = msgspec.msgpack.encode(StepText(updates=updates))
-        service.client.receive_text(decoder.decode(frame))
+        service.engine.receive(decoder.decode(frame))
         # This is the step time of a fast engine. Each stream wakes up once per step.
         await asyncio.sleep(0.002)
 
@@ -120,7 +120,7 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
     """Return CPU seconds, elapsed seconds, and the summary of the clients."""
     service = _StubService()
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    server = HttpServer(build_app(service), service.config.limits, service.client.metrics.on_limit)
+    server = HttpServer(build_app(service), service.config.limits, service.engine.metrics.on_limit)
     serving = asyncio.create_task(server.serve([listener]))
     load = (
         f"--requests {streams} --concurrency {streams} --prompt-tokens 4 4 --largest-id 9 --quiet"
@@ -135,7 +135,7 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
     gc.freeze()
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     await _run_stub_engine(service, tokens)
-    while service.client.open_generations:
+    while service.engine.open_calls:
         await asyncio.sleep(0.001)
     cpu_s = time.process_time() - cpu_s
     wall_s = time.perf_counter() - wall_s

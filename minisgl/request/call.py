@@ -1,43 +1,31 @@
-"""The state of one HTTP call while the engine generates: Generation, Choice and ChoiceDelta.
+"""`Call`: one call, from its validated request to its last token. It does no I/O.
 
-A `Generation` is one HTTP call. It has n choices per prompt; each `Choice` is one answer, which the
-engine computes as one request with its own uid. The engine client applies the updates of the
-detokenizer to the choices, and the response takes the new output:
+The server drives a call by queues, and `LLM` by function calls:
 
-    TextUpdate --apply()--> Choice --take()--> (text, ChoiceDelta or None) --> client
-                              |
-                              +-- sets Generation.changed, which wakes the handler
-
-Most choices have only text. Reasoning, token ids and log-probabilities are in a `ChoiceDelta`.
+    questions()  what the tokenizer and the compiler of grammars must answer
+    fit()        answers -> one Submission for each prompt          or InvalidRequest
+    apply()      a TextUpdate of one choice: its new output is unread, which wakes the reader
+    output()     wait for unread output
+    take()       the unread output of one choice -> Output
+    fail()       end the choices that still run with an error
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
 
 from minisgl import core
-from minisgl.core import EngineFailure, FinishReason
-from minisgl.message.messages import (
-    GrammarResult,
-    TextUpdate,
-    TokenizeResult,
-    TokenLogprob,
-    ToolCallDelta,
-)
-from minisgl.settings.config import DEFAULT_CLIENT
-
-# The errors with which a scheduler refuses a request, by the `error_kind` of Finished.
-_REFUSALS: Mapping[str, type[core.RequestError]] = {
-    kind.__name__: kind
-    for kind in (
-        core.DeadlineExceeded,
-        core.GrammarFailed,
-        core.InvalidRequest,
-        core.Overloaded,
-        core.PromptTooLong,
-    )
-}
+from minisgl.core import FinishReason, ModelFacts
+from minisgl.message import messages
+from minisgl.request.choice import Choice, Details, Output
+from minisgl.request.convert import CallRequest
+from minisgl.request.fit import FittedPrompt, fit_prompts
+from minisgl.request.question import Answer, Question
+from minisgl.settings.config import DEFAULT_CLIENT, Limits
 
 
 def priority_class(priority: int) -> str:
@@ -45,139 +33,128 @@ def priority_class(priority: int) -> str:
     return "high" if priority < 0 else "low" if priority else "default"
 
 
-@dataclass(eq=False, slots=True)
-class ChoiceDelta:
-    """New output of a choice besides its text, since the last `Choice.take`.
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender of a call.
 
-    reasoning: the pieces of the reasoning, like `Choice.text`.
-    prompt_ids: the ids of the prompt in the first delta, if the answer contains them.
+    client    the name of the API key.
+    priority  calls with a lower number are served first.
+    log       receives the fields of `Call.summary` when a call that reached the engine is closed.
     """
 
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[ToolCallDelta] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_ids: list[int] = field(default_factory=list)
-
-
-@dataclass(eq=False, slots=True)
-class Choice:
-    """One answer of a call, with the output that the response has not taken yet.
-
-    uid           id of the request in the engine.
-    index         position of the choice in the call: prompt index * n + number within its prompt.
-    started_s     time of admission, like first_s and last_s in seconds of CLOCK_MONOTONIC.
-    client        the name of the key that sent the call.
-    priority      the priority of the call.
-    text, delta   the output that has not been taken. `take` joins the pieces of the text. With echo
-                  the first piece is the prompt.
-    latest        the last update, whose token counts are totals.
-    finish        finish reason; None while the engine works on the choice.
-    error         the error that ended the choice before its answer was complete.
-    prefill_done  the engine has sent its first update. The choice was queued until then.
-    has_calls     the answer has a tool call.
-    offset        characters that the response adds to the engine's text offsets. If another choice
-                  reports the log-probabilities of an echoed prompt, it is the length of the prompt.
-    submitted     the choice has been sent to the scheduler.
-    prompt_share  prompt tokens that count for this choice: all for the first choice of a prompt, 0
-                  for the others.
-    queued_share  as prompt_share, with the tokens of the prediction.
-    first_s, last_s
-                  arrival of its first and its latest token; 0 before the first token.
-    """
-
-    uid: int
-    index: int
-    _changed: asyncio.Event
-    started_s: float
-    client: str
-    priority: int = 0
-    text: list[str] = field(default_factory=list)
-    delta: ChoiceDelta | None = None
-    latest: TextUpdate = field(default_factory=lambda: TextUpdate(uid=0))
-    finish: FinishReason | None = None
-    error: core.RequestError | None = None
-    prefill_done: bool = False
-    has_calls: bool = False
-    offset: int = 0
-    submitted: bool = False
-    prompt_share: int = 0
-    queued_share: int = 0
-    first_s: float = 0.0
-    last_s: float = 0.0
-
-    def take(self) -> tuple[str, ChoiceDelta | None]:
-        """Return the text since the last call, and the other new output or None."""
-        text, delta = "".join(self.text), self.delta
-        self.text.clear()
-        self.delta = None
-        return text, delta
-
-    def apply(self, update: TextUpdate) -> None:
-        """Add an update of the detokenizer."""
-        self.prefill_done = True
-        if update.text:
-            self.text.append(update.text)
-        self.latest = update
-        if (
-            update.reasoning
-            or update.calls
-            or update.token_ids
-            or update.logprobs
-            or update.prompt_logprobs
-        ):
-            delta = self.delta = self.delta or ChoiceDelta()
-            if update.reasoning:
-                delta.reasoning.append(update.reasoning)
-            delta.calls += update.calls
-            self.has_calls = self.has_calls or bool(update.calls)
-            delta.token_ids += update.token_ids
-            delta.logprobs += update.logprobs
-            delta.prompt_logprobs += update.prompt_logprobs
-        self.finish = update.finish
-        if update.finish in (FinishReason.ERROR, FinishReason.ABORT):
-            kind = _REFUSALS.get(update.error_kind, EngineFailure)
-            self.error = kind(update.error or "the engine ended this request")
-        self._changed.set()
-
-
-@dataclass(eq=False, slots=True)
-class Generation:
-    """One HTTP call with all its choices.
-
-    client         the name of the key that sent the call.
-    priority       calls with a lower number are served first.
-    tokens         tokens that the call asks for, as counted for max_call_tokens.
-    changed        set when any choice has changed; the handler waits for it.
-    keep_alive     the call was woken without new output, so that an idle stream sends a comment.
-    asked          the result of another process that the call waits for.
-    log            further fields of the call's log line.
-    """
-
-    request_id: str
+    request_id: str = ""
     client: str = DEFAULT_CLIENT
     priority: int = 0
-    tokens: int = 0
-    started_s: float = field(default_factory=time.monotonic)
-    choices: list[Choice] = field(default_factory=list)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    keep_alive: bool = False
-    asked: asyncio.Future[TokenizeResult] | asyncio.Future[GrammarResult] | None = None
     log: dict[str, object] = field(default_factory=dict)
 
-    def finished(self) -> bool:
-        """True if all choices have ended."""
-        return all(choice.finish is not None for choice in self.choices)
 
-    def has_output(self) -> bool:
-        """True if the engine has sent the first update of at least one choice."""
-        return any(choice.prefill_done for choice in self.choices)
+class Submission(NamedTuple):
+    """The messages that start the choices of one prompt.
+
+    add: to the scheduler, which gives the choices consecutive uids, from add.uid on. The first
+    choice reports the log-probabilities of the prompt.
+    texts: to the detokenizer, one for each choice, before `add`.
+    """
+
+    add: messages.AddReq
+    texts: tuple[messages.StartText, ...]
+
+
+class Fitted(NamedTuple):
+    """The submissions of a call, and the numbers of tokens that the limits bound.
+
+    queued_tokens: of the prompts and of the prediction. tokens: as counted for max_call_tokens, and
+    those of the prediction.
+    """
+
+    submissions: list[Submission]
+    queued_tokens: int
+    tokens: int
+
+
+class Call:
+    """One call with all its choices.
+
+    request    None: the call asks a tokenizer, and generates nothing.
+    choices    one answer each, with consecutive uids.
+    submitted  its choices have been sent to the engine.
+    tokens     the counted tokens, while they count for the limits of the client.
+    asked      the answer of another process that the call waits for.
+    """
+
+    def __init__(self, request: CallRequest | None, caller: Caller, uids: Sequence[int]) -> None:
+        self.request = request
+        self.caller = caller
+        self.choices = [Choice(uid, index) for index, uid in enumerate(uids)]
+        self.started_s = time.monotonic()
+        self.submitted = False
+        self.tokens = 0
+        self.asked: (
+            asyncio.Future[messages.TokenizeResult] | asyncio.Future[messages.GrammarResult] | None
+        ) = None
+        self._unread = 0
+        self._is_beating = False
+        self._readable = asyncio.Event()
+        self._ended = asyncio.Event()
 
     @property
-    def error(self) -> core.RequestError | None:
-        """The error of the first choice that has one."""
-        return next((c.error for c in self.choices if c.error is not None), None)
+    def uid(self) -> int:
+        """The uid of the first choice, which is also the number of the call."""
+        return self.choices[0].uid
+
+    def questions(self) -> list[Question]:
+        """The questions whose answers `fit` needs, in this order.
+
+        The grammar comes first, then the prompts that are not token ids, the prediction, and the
+        texts of the prompts that the answer repeats.
+        """
+        request = self._request
+        asked = []
+        if request.grammar is not None:
+            asked.append(Question(request.grammar.message, request.grammar.param))
+        asked += request.prompt_questions()
+        if request.prediction is not None:
+            asked.append(Question(request.prediction, "prediction"))
+        for _, prompt in request.prompts if request.echo else ():
+            if not isinstance(prompt, msgspec.Struct):
+                skip = request.text.skip_special_tokens
+                ids = messages.DecodeIds(token_ids=prompt.tobytes(), skip_special=skip)
+                asked.append(Question(ids))
+        return asked
+
+    def fit(self, answers: Sequence[Answer], facts: ModelFacts, limits: Limits) -> Fitted:
+        """Fit the call into the context and into max_call_tokens.
+
+        answers: of `questions`, in the same order. Raises the errors of `fit_prompts`.
+        """
+        request, rest = self._request, iter(answers)
+        compiled = next(rest) if request.grammar is not None else None
+        assert compiled is None or isinstance(compiled, messages.GrammarResult), "this is a bug"
+        prompts, tokens = fit_prompts(request, rest, compiled, facts, limits.max_call_tokens)
+        prediction = b""
+        queued_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        if request.prediction is not None:
+            expected = next(rest)
+            assert isinstance(expected, messages.TokenizeResult), "this is a bug"
+            # An answer has room for so many tokens after the prompt.
+            prediction = expected.token_ids[: 4 * max(facts.max_seq_len - queued_tokens, 0)]
+        self._begin_answers(prompts, rest)
+        submissions = [
+            self._submission(prompt, index * request.n, prediction)
+            for index, prompt in enumerate(prompts)
+        ]
+        predicted = len(prediction) // 4
+        return Fitted(submissions, queued_tokens + predicted, tokens + predicted)
+
+    def apply(self, update: messages.TextUpdate) -> Choice:
+        """Add an update of the detokenizer, and wake the reader. Returns its choice."""
+        choice = self.choices[update.uid - self.uid]
+        choice.add(update)
+        self._unread += 1
+        self._readable.set()
+        if choice.finish is not None:
+            self._check_end()
+        return choice
 
     def fail(self, error: core.RequestError) -> bool:
         """End every choice that has not ended, and the wait for another process, with this error.
@@ -188,22 +165,60 @@ class Generation:
         finish = FinishReason.ABORT if isinstance(error, core.Cancelled) else FinishReason.ERROR
         for choice in unfinished:
             choice.finish, choice.error = finish, error
-        self.changed.set()
+            choice.unread += 1
+        self._unread += len(unfinished)
+        self._readable.set()
+        self._check_end()
         if self.asked is not None and not self.asked.done():
             self.asked.set_exception(error)
         return bool(unfinished)
 
-    async def wait_for_change(self) -> None:
-        """Wait until some choice has changed since the last call."""
-        await self.changed.wait()
-        self.changed.clear()
+    def beat(self) -> None:
+        """Wake the reader without output, so that an idle stream sends a comment."""
+        self._is_beating = True
+        self._readable.set()
 
-    async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until `condition` holds. Raises the first error of any choice."""
-        while not condition() and self.error is None:
-            await self.wait_for_change()
+    async def output(self) -> bool:
+        """Return while unread output exists. Returns True once after `beat`."""
+        await self._readable.wait()
+        if was_beating := self._is_beating:
+            self._is_beating = False
+            self._settle()
+        return was_beating
+
+    async def begun(self) -> None:
+        """Return when a choice has output. Raises the first error of any choice."""
+        while not self.has_output and self.error is None:
+            await self.output()
         if self.error is not None:
             raise self.error
+
+    async def ended(self) -> None:
+        """Return when all choices have ended. Raises the first error of any choice."""
+        await self._ended.wait()
+        if self.error is not None:
+            raise self.error
+
+    def take(self, choice: int) -> Output:
+        """Return the unread output of the choice with this index."""
+        chosen = self.choices[choice]
+        output = Output("".join(chosen.text), chosen.details)
+        chosen.text.clear()
+        chosen.details = None
+        self._unread -= chosen.unread
+        chosen.unread = 0
+        self._settle()
+        return output
+
+    @property
+    def has_output(self) -> bool:
+        """True if the engine has sent the first update of at least one choice."""
+        return any(choice.prefill_done for choice in self.choices)
+
+    @property
+    def error(self) -> core.RequestError | None:
+        """The error of the first choice that has one."""
+        return next((c.error for c in self.choices if c.error is not None), None)
 
     def summary(self) -> dict[str, object]:
         """Fields of the log line at the end of a call. They hold no prompt and no answer."""
@@ -217,3 +232,64 @@ class Generation:
             "completion_tokens": sum(choice.latest.completion_tokens for choice in self.choices),
             "ttft_s": None if first_s is None else round(first_s - self.started_s, 3),
         }
+
+    @property
+    def _request(self) -> CallRequest:
+        assert self.request is not None, "the call must have a request; this is a bug"
+        return self.request
+
+    def _check_end(self) -> None:
+        if all(choice.finish is not None for choice in self.choices) or self.error is not None:
+            self._ended.set()
+
+    def _settle(self) -> None:
+        """Let the reader wait if everything is read."""
+        if not self._unread and not self._is_beating:
+            self._readable.clear()
+
+    def _begin_answers(self, prompts: Sequence[FittedPrompt], rest: Iterator[Answer]) -> None:
+        """Begin each answer with the parts of the prompt that it repeats."""
+        request = self._request
+        echoes: list[str] = []
+        for _, prompt in request.prompts if request.echo else ():
+            if isinstance(prompt, messages.TokenizeText):
+                echoes.append(prompt.text)
+                continue
+            decoded = next(rest)
+            assert isinstance(decoded, messages.TokenizeResult), "this is a bug"
+            echoes.append(decoded.text)
+        for choice in self.choices:
+            index, number = divmod(choice.index, request.n)
+            if request.text.token_ids:
+                choice.details = Details(prompt_ids=prompts[index].token_ids.tolist())
+            if request.echo:
+                choice.text.append(echoes[index])
+                if request.sampling.prompt_logprobs is not None and number:
+                    choice.offset = len(echoes[index])
+
+    def _submission(self, prompt: FittedPrompt, index: int, prediction: bytes) -> Submission:
+        """index: of the first choice of this prompt."""
+        request, uid = self._request, self.uid + index
+        ids = prompt.token_ids
+        add = messages.AddReq(
+            uid=uid,
+            token_ids=ids.tobytes(),
+            sampling=prompt.sampling,
+            prediction=prediction,
+            cache_salt=request.cache_salt,
+            count=request.n,
+            client=self.caller.client,
+            call=self.uid,
+            priority=self.caller.priority,
+            prefixes=prompt.prefixes,
+        )
+        tail = ids[-messages.PROMPT_TAIL_TOKENS :].tolist()
+        options = msgspec.structs.replace(request.text, prompt_tail=tail)
+        first = options
+        if prompt.sampling.prompt_logprobs is not None:
+            first = msgspec.structs.replace(options, prompt_ids=add.token_ids)
+        texts = [messages.StartText(uid=uid, options=first)]
+        texts += [
+            messages.StartText(uid=uid + number, options=options) for number in range(1, request.n)
+        ]
+        return Submission(add, tuple(texts))

@@ -1,4 +1,4 @@
-"""Converts the bytes of a body to one complete `GenerateRequest`, or raises an error.
+"""Converts the bytes of a body to one complete `CallRequest`, or raises an error.
 
 The structs of `protocol` hold the rules for single fields, and `decode` applies them. This module
 checks the rules that need several fields, the configuration or the model, and fills in defaults.
@@ -26,6 +26,7 @@ from minisgl.request import from_messages, from_responses
 from minisgl.request.chat import check_effort, ending, harmony_chat, prepare_message, set_thinking
 from minisgl.request.constraints import ConstraintRequest, constraint_of
 from minisgl.request.decode import decode, nesting_limit, reject
+from minisgl.request.question import Question
 from minisgl.request.sizes import check_sizes
 from minisgl.request.tools import ToolRequest, shorten_ids, tools_of
 from minisgl.request.translation import Translation
@@ -57,7 +58,7 @@ _BODIES: Mapping[str, tuple[type[requests.RequestBody], Callable[[Any], Translat
 }
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One checked request for text, with every default filled in.
 
     Its token counts are not checked yet, because the tokenizer has not run.
@@ -99,6 +100,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
+    def prompt_questions(self) -> list[Question]:
+        """The questions for the token ids of the prompts that are text or a chat."""
+        return [Question(p, name) for name, p in self.prompts if isinstance(p, msgspec.Struct)]
+
 
 class RequestConverter:
     """Validates every body of the API, with the limits and model names of one server."""
@@ -109,7 +114,7 @@ class RequestConverter:
         self._config = config
         self._check_sizes = partial(check_sizes, config.limits)
 
-    def read(self, route: str, raw: bytes, facts: ModelFacts) -> GenerateRequest:
+    def read(self, route: str, raw: bytes, facts: ModelFacts) -> CallRequest:
         """The request in the body of a generating route.
 
         Raises a RequestError; its class, `param` and `limit` name the fault.
@@ -118,7 +123,7 @@ class RequestConverter:
         with translation.errors_with_client_paths(), nesting_limit():
             return self._request(route, translation, facts)
 
-    def _request(self, route: str, translation: Translation, facts: ModelFacts) -> GenerateRequest:
+    def _request(self, route: str, translation: Translation, facts: ModelFacts) -> CallRequest:
         body = translation.body
         if body.stream_options is not None and not body.stream:
             raise reject("stream_options", "is allowed only with stream set to true")
@@ -155,7 +160,7 @@ class RequestConverter:
             continues = isinstance(body, requests.ChatBody) and body.continue_final_message
             if grammar is not None and tools.has_sections and continues:
                 raise reject("continue_final_message", f"cannot be combined with {grammar.param}")
-        return GenerateRequest(
+        return CallRequest(
             route=route,
             model=body.model,
             prompts=tuple(self._prompts(translation, facts, tools)),
@@ -191,12 +196,13 @@ class RequestConverter:
         is_chat = isinstance(translation.body, requests.ChatBody)
         return translation.shrinks_max_tokens or (is_chat and not self._config.strict_max_tokens)
 
-    def read_prompt(self, route: str, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt]:
-        """The name and the prompt of a body of COUNT_TOKENS or INPUT_TOKENS."""
+    def read_prompt(self, route: str, raw: bytes, facts: ModelFacts) -> Question:
+        """The question for the ids of the prompt in a body of COUNT_TOKENS or INPUT_TOKENS."""
         translation = self._translate(route, raw, facts)
         with translation.errors_with_client_paths(), nesting_limit():
-            (prompt,) = self._prompts(translation, facts, tools_of(translation.body, facts))
-        return prompt
+            chat, param = translation.body, translation.client_path("messages")
+            assert isinstance(chat, requests.ChatBody), "these routes read chats; this is a bug"
+            return Question(self._chat_prompt(chat, param, facts, tools_of(chat, facts)), param)
 
     def _translate(self, route: str, raw: bytes, facts: ModelFacts) -> Translation:
         """Decode a body of this route, and translate it to a body of OpenAI's chat or completions.
@@ -213,10 +219,10 @@ class RequestConverter:
         ignored = set_thinking(body, facts.template_variables)
         return translation._replace(ignored=(*ignored, *translation.ignored))
 
-    def read_tokenize(self, raw: bytes, facts: ModelFacts) -> tuple[str, Prompt, bool]:
-        """The name ("prompt" or "messages") and the prompt of a /tokenize body.
+    def read_tokenize(self, raw: bytes, facts: ModelFacts) -> tuple[Question, bool]:
+        """The question for the ids of the prompt or the messages of a /tokenize body.
 
-        The third value is True if the body asks for the text of each token.
+        The second value is True if the body asks for the text of each token.
         """
         body = decode(raw, requests.TokenizeBody, self._check_sizes)
         self.check_model(body.model)
@@ -224,19 +230,19 @@ class RequestConverter:
             raise InvalidRequest("either prompt or messages is required", param="prompt")
         if body.prompt is not None:
             prompt = self._text_prompt("prompt", body.prompt, facts, body.add_special_tokens)
-            return "prompt", prompt, body.return_token_strs
+            return Question(prompt, "prompt"), body.return_token_strs
         messages, options = body.messages or [], body.chat_template_kwargs
         chat = requests.ChatBody(model="", messages=messages, chat_template_kwargs=options)
         with nesting_limit():
             rendered = self._chat_prompt(chat, "messages", facts, None)
-        return "messages", rendered, body.return_token_strs
+        return Question(rendered, "messages"), body.return_token_strs
 
-    def read_detokenize(self, raw: bytes, facts: ModelFacts) -> DecodeIds:
-        """The request to a tokenizer worker in a body of /detokenize."""
+    def read_detokenize(self, raw: bytes, facts: ModelFacts) -> Question:
+        """The question for the text of the ids in a body of /detokenize."""
         body = decode(raw, requests.DetokenizeBody, self._check_sizes)
         self.check_model(body.model)
         token_ids = self._ids_prompt("tokens", body.tokens, facts).tobytes()
-        return DecodeIds(token_ids=token_ids, skip_special=body.skip_special_tokens)
+        return Question(DecodeIds(token_ids=token_ids, skip_special=body.skip_special_tokens))
 
     def read_abort(self, raw: bytes) -> str:
         """The request id in a body of /abort."""
@@ -249,7 +255,7 @@ class RequestConverter:
 
     def _chat_prompt(
         self, chat: requests.ChatBody, param: str, facts: ModelFacts, tools: ToolRequest | None
-    ) -> Prompt:
+    ) -> TokenizeChat:
         """The messages in the form that chat templates expect, with the template's options.
 
         param: the name of the messages in error messages.

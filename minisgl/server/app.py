@@ -53,7 +53,7 @@ def build_app(service: Service) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    return RequestContextMiddleware(guarded, service.client.metrics, service.lifecycle, _route_of)
+    return RequestContextMiddleware(guarded, service.engine.metrics, service.lifecycle, _route_of)
 
 
 def _route_of(path: str) -> str:

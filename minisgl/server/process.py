@@ -27,7 +27,7 @@ from minisgl.server.app import build_app
 from minisgl.server.edge.connection import SPARE_CONNECTIONS, HttpServer, TlsContext
 from minisgl.server.edge.open_files import allow_open_files
 from minisgl.server.edge.probes import MOST_PROBE_CONNECTIONS, serve_probes
-from minisgl.server.engine import EngineClient
+from minisgl.server.engine import EngineOutput, EngineView
 from minisgl.server.observe.lifecycle import Lifecycle, Phase, Watchdog, after_failure
 from minisgl.server.observe.metrics import Metrics
 from minisgl.server.render import facts_of
@@ -71,7 +71,7 @@ class ApiServer:
             ranks = [f"scheduler-{rank}" for rank in range(1, config.engine.tp_size)]
             roles |= {"detokenizer", "grammars", "scheduler", *ranks}
         keys = config.api_key_hashes | config.admin_key_hashes
-        self.client = EngineClient(
+        self.engine = EngineView(
             [sender.send for sender in tokenizers.values()],
             detokenizer.send,
             self._scheduler.send,
@@ -100,7 +100,7 @@ class ApiServer:
         if self.lifecycle.phase is Phase.LOADING:
             return None
         now_s = time.monotonic()
-        if self.client.awaits_engine or (self.stats is not None and self.stats.busy):
+        if self.engine.awaits_engine or (self.stats is not None and self.stats.busy):
             # A step of any request is progress.
             self._watchdog.expect("scheduler", now_s, self._step_tokens())
         else:
@@ -111,7 +111,7 @@ class ApiServer:
         """Tokens that a step may have on a CPU. On a GPU, the tokens of a step hardly take time."""
         facts, most = self.lifecycle.facts, self.config.scheduler.prefill_budget_tokens
         on_cpu = facts is not None and facts.device == "cpu"
-        return min(most, self.client.queued_tokens) if on_cpu else 0
+        return min(most, self.engine.queued_tokens) if on_cpu else 0
 
     async def run(self, listener: socket.socket, *probe_listeners: socket.socket) -> None:
         """Serve until drained. Raises WorkerDied when the service cannot continue.
@@ -131,7 +131,7 @@ class ApiServer:
         server = HttpServer(
             build_app(self),
             self.config.limits,
-            self.client.metrics.on_limit,
+            self.engine.metrics.on_limit,
             ssl_context_factory=self._tls_context if self.config.ssl_certfile else None,
             timeout_keep_alive=_IDLE_CONNECTION_S,
             timeout_graceful_shutdown=3,
@@ -160,7 +160,7 @@ class ApiServer:
             self._scheduler.close(linger_ms=0 if self.config.render_only else 500)
 
     def _tls_context(self, *_: object) -> ssl.SSLContext:
-        limits, exceeded = self.config.limits, self.client.metrics.on_limit
+        limits, exceeded = self.config.limits, self.engine.metrics.on_limit
         context = TlsContext(ssl.PROTOCOL_TLS_SERVER, limits, exceeded)
         assert self.config.ssl_certfile is not None, "TLS must have a certificate; this is a bug"
         context.load_cert_chain(self.config.ssl_certfile, self.config.ssl_keyfile)
@@ -170,16 +170,9 @@ class ApiServer:
         while True:
             message = await self._messages.recv()
             now_s = time.monotonic()
-            if isinstance(message, messages.StepText):
-                self._watchdog.heard("scheduler", now_s)
-                self._watchdog.heard("detokenizer", now_s)
-                self.client.receive_text(message)
-            elif isinstance(message, messages.TokenizeResult):
-                index = self.client.receive_tokenize_result(message)
-                self._watchdog.heard(f"tokenizer-{index}", now_s)
-            elif isinstance(message, messages.GrammarResult):
-                self.client.receive_grammar_result(message)
-                self._watchdog.heard("grammars", now_s)
+            if isinstance(message, EngineOutput):
+                for role in self.engine.receive(message):
+                    self._watchdog.heard(role, now_s)
             elif isinstance(message, messages.Alive):
                 self._watchdog.expect_nothing(message.role)
             elif isinstance(message, messages.SchedulerStats):
@@ -188,12 +181,12 @@ class ApiServer:
                 if is_new or message.preparing:
                     self._watchdog.heard("scheduler", now_s)
                 self.stats = message
-                self.client.metrics.on_stats(message)
+                self.engine.metrics.on_stats(message)
             else:
                 self._on_ready(message)
 
     def _on_ready(self, message: messages.Ready) -> None:
-        self.client.metrics.on_ready(message, self.config.engine.tp_size)
+        self.engine.metrics.on_ready(message, self.config.engine.tp_size)
         if message.facts is not None:
             self._startup_s |= message.startup_s
         facts = self.lifecycle.on_ready(message)
@@ -204,7 +197,7 @@ class ApiServer:
             gc.collect()
             gc.freeze()
             started = whole_start(self._startup_s, process_age_s(os.getppid()))
-            self.client.metrics.on_started(started)
+            self.engine.metrics.on_started(started)
             self._announce(facts, started)
 
     def _announce(self, facts: ModelFacts, started: dict[str, float]) -> None:
@@ -235,7 +228,7 @@ class ApiServer:
         """
         while True:
             await asyncio.sleep(_WATCH_INTERVAL_S)
-            self.client.end_overdue(time.monotonic())
+            self.engine.end_overdue(time.monotonic())
             if self.lifecycle.phase is not Phase.LOADING:
                 # A worker that has not answered the last Ping receives no second Ping.
                 for role, sender in self._workers.items():
@@ -258,14 +251,14 @@ class ApiServer:
         """Keep proxies from closing streams whose requests wait in the queue."""
         while True:
             await asyncio.sleep(_KEEP_ALIVE_S)
-            self.client.send_keep_alives()
+            self.engine.send_keep_alives()
 
     def _fail(self, failure: BaseException) -> None:
         # While the model loads, the launcher logs the reason, as the last line of the log.
         level = logging.DEBUG if self.lifecycle.phase is Phase.LOADING else logging.ERROR
         self.lifecycle.phase = Phase.FAILED
         log_event(logger, level, "service failed", reason=failure)
-        self.client.fail_all(EngineFailure(f"the service has failed; {after_failure()}"))
+        self.engine.fail_all(EngineFailure(f"the service has failed; {after_failure()}"))
 
     def _ask_to_drain(self, number: signal.Signals, grace_s: float) -> None:
         if self.lifecycle.phase is Phase.LOADING:  # There is nothing to drain.
@@ -291,7 +284,7 @@ class ApiServer:
         logger.info(
             "draining open_requests=%d: waiting for them, at most %g s; a second Ctrl-C or SIGTERM "
             "ends the service at once",
-            self.client.open_generations,
+            self.engine.open_calls,
             self.config.drain_timeout_s,
         )
         with contextlib.suppress(TimeoutError):  # the second signal ends the wait
@@ -301,9 +294,9 @@ class ApiServer:
                 left_s = self.config.drain_timeout_s - (time.monotonic() - started_s)
                 await self._settle(left_s, min(_LATE_CALLS_S, self._drain_grace_s))
         self.lifecycle.phase = Phase.CLOSED
-        if self.client.open_generations:
-            logger.warning("ending open_requests=%d", self.client.open_generations)
-            self.client.fail_all(DeadlineExceeded("the server is shutting down"))
+        if self.engine.open_calls:
+            logger.warning("ending open_requests=%d", self.engine.open_calls)
+            self.engine.fail_all(DeadlineExceeded("the server is shutting down"))
             await self._settle(_ERROR_EVENTS_S)
         logger.info("drained")
 
@@ -315,7 +308,7 @@ class ApiServer:
         busy_s = time.monotonic()
         deadline_s = busy_s + timeout_s
         while (now_s := time.monotonic()) < deadline_s:
-            if self.client.open_generations:
+            if self.engine.open_calls:
                 busy_s = now_s
             elif now_s - busy_s >= quiet_s:
                 return

@@ -12,8 +12,9 @@ from typing import Literal
 import msgspec
 
 from minisgl.core import FinishReason
-from minisgl.request.call import Choice, ChoiceDelta, Generation
-from minisgl.request.convert import GenerateRequest
+from minisgl.request.call import Call
+from minisgl.request.choice import Choice, Details
+from minisgl.request.convert import CallRequest
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -51,17 +52,17 @@ class BlockWriter(ABC):
     keep_alive: bytes
     id_prefix: str
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: CallRequest) -> None:
         self.request = request
         self.id = self.id_prefix + uuid.uuid4().hex
         self.blocks: list[Block] = []
         self._before = b""  # the bytes of an event with new text, up to its text
 
-    async def whole(self, generation: Generation) -> bytes:
-        """The JSON body of an answer without stream. The generation has finished."""
-        (choice,) = generation.choices
-        text, delta = choice.take()
-        self.delta_chunk(choice, text, delta or ChoiceDelta())
+    async def whole(self, call: Call) -> bytes:
+        """The JSON body of an answer without stream. The call has ended."""
+        (choice,) = call.choices
+        text, details = call.take(0)
+        self.details_chunk(choice, text, details or Details())
         self._close(choice.finish is FinishReason.STOP)
         return msgspec.json.encode(self.answer(choice))
 
@@ -69,18 +70,18 @@ class BlockWriter(ABC):
         """The events for new text and nothing else."""
         return self._add("text", text)
 
-    def delta_chunk(self, choice: Choice, text: str, delta: ChoiceDelta) -> bytes:
+    def details_chunk(self, choice: Choice, text: str, details: Details) -> bytes:
         """The events for new reasoning, text and tool calls.
 
-        One delta may hold the output of several steps. The rest of a call that has begun comes
+        The details may hold the output of several steps. The rest of a call that has begun comes
         first, because the next block closes the call. Text comes before new calls.
         """
-        calls = list(delta.calls)
+        calls = list(details.calls)
         parts = []
         while calls and not calls[0].name:
             parts.append(self._add("call", calls.pop(0).arguments))
-        if delta.reasoning:
-            parts.append(self._add("reasoning", "".join(delta.reasoning)))
+        if details.reasoning:
+            parts.append(self._add("reasoning", "".join(details.reasoning)))
         if text:
             parts.append(self._add("text", text))
         for call in calls:
@@ -92,7 +93,7 @@ class BlockWriter(ABC):
         """The events at the end of the answer."""
         return self._close(choice.finish is FinishReason.STOP) + self.ended(choice)
 
-    def end_chunk(self, generation: Generation) -> bytes:
+    def end_chunk(self, call: Call) -> bytes:
         """Return no event. The last event of the answer has the usage, and no [DONE] follows."""
         return b""
 

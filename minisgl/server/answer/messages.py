@@ -6,7 +6,7 @@ import msgspec
 
 from minisgl.core import FinishReason
 from minisgl.protocol import messages_api as api
-from minisgl.request.call import Choice, ChoiceDelta
+from minisgl.request.choice import Choice, Details
 from minisgl.server.answer.blocks import Block, BlockWriter, sse
 from minisgl.server.errors import messages_error
 
@@ -24,7 +24,7 @@ class MessagesWriter(BlockWriter):
         message.stop_reason, message.stop_sequence = _end(choice)
         return message
 
-    def first_chunk(self, choice: Choice, delta: ChoiceDelta | None) -> bytes:
+    def first_chunk(self, choice: Choice, details: Details | None) -> bytes:
         """The event before the first block."""
         return _event("message_start", message=self._message(choice))
 

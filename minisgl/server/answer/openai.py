@@ -22,8 +22,9 @@ from minisgl.core import FinishReason
 from minisgl.message.messages import TokenLogprob, ToolCallDelta
 from minisgl.protocol import responses
 from minisgl.protocol.requests import CHAT, COMPLETIONS, GENERATE
-from minisgl.request.call import Choice, ChoiceDelta, Generation
-from minisgl.request.convert import GenerateRequest
+from minisgl.request.call import Call
+from minisgl.request.choice import Choice, Details
+from minisgl.request.convert import CallRequest
 from minisgl.server.errors import error_reply
 
 DONE = b"data: [DONE]\n\n"
@@ -39,13 +40,13 @@ class ResponseWriter:
     """Writes the answer to one request in OpenAI's format, as a whole or as events.
 
     writer = ResponseWriter(request)
-    body = writer.whole(generation)                     without stream, after the last token
+    body = writer.whole(call)                           without stream, after the last token
     event = writer.text_chunk(choice.index, " word")    with stream
     """
 
     keep_alive = b": keep-alive\n\n"  # a comment that clients skip
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: CallRequest) -> None:
         self.request = request
         self._is_chat = request.route == CHAT
         prefix, kind = _KINDS[request.route]
@@ -67,46 +68,48 @@ class ResponseWriter:
         chat = start, b',"delta":{"content":', b"}" + rest
         self._around_text = chat if self._is_chat else (start, b',"text":', rest)
 
-    async def whole(self, generation: Generation) -> bytes:
-        """The JSON body of an answer without stream. The generation has finished."""
+    async def whole(self, call: Call) -> bytes:
+        """The JSON body of an answer without stream. The call has ended."""
         if self.request.sampling.logprobs is None and not self.request.text.token_ids:
-            return self._whole(generation)
-        return await asyncio.to_thread(self._whole, generation)
+            return self._whole(call)
+        return await asyncio.to_thread(self._whole, call)
 
-    def _whole(self, generation: Generation) -> bytes:
-        first = generation.choices[0].delta
-        choices = [self._whole_choice(choice) for choice in generation.choices]
-        body = {**self._head, "choices": choices, "usage": self._usage(generation)}
+    def _whole(self, call: Call) -> bytes:
+        first = call.choices[0].details
+        choices = [self._whole_choice(call, choice) for choice in call.choices]
+        body = {**self._head, "choices": choices, "usage": self._usage(call)}
         if not self._is_chat:
             return msgspec.json.encode(responses.TextCompletion(**body))
         if first is not None and first.prompt_ids:
             body["prompt_token_ids"] = first.prompt_ids
         return msgspec.json.encode(responses.ChatCompletion(**body))
 
-    def _whole_choice(self, choice: Choice) -> responses.ChatChoice | responses.TextChoice:
-        text, delta = choice.take()
-        delta = delta or ChoiceDelta()
-        values = self._values(choice, delta)
+    def _whole_choice(
+        self, call: Call, choice: Choice
+    ) -> responses.ChatChoice | responses.TextChoice:
+        text, details = call.take(choice.index)
+        details = details or Details()
+        values = self._values(choice, details)
         values["finish_reason"] = self._finish_name(choice)
         if not self._is_chat:
             return responses.TextChoice(text=text, **values)
         message = responses.AnswerMessage(
             content=text or (None if choice.has_calls else ""),
-            reasoning_content="".join(delta.reasoning) or UNSET,
-            tool_calls=_whole_calls(delta.calls) or UNSET,
+            reasoning_content="".join(details.reasoning) or UNSET,
+            tool_calls=_whole_calls(details.calls) or UNSET,
         )
         return responses.ChatChoice(message=message, **values)
 
-    def first_chunk(self, choice: Choice, delta: ChoiceDelta | None) -> bytes:
+    def first_chunk(self, choice: Choice, details: Details | None) -> bytes:
         """The event before any generated text: the role of a chat, nothing for a completion.
 
-        delta: the first output, which has the ids of the prompt.
+        details: of the first output, with the ids of the prompt.
         """
         if not self._is_chat:
             return b""
         ids = b""
-        if delta is not None and delta.prompt_ids:
-            ids = b',"prompt_token_ids":' + msgspec.json.encode(delta.prompt_ids)
+        if details is not None and details.prompt_ids:
+            ids = b',"prompt_token_ids":' + msgspec.json.encode(details.prompt_ids)
         content = None if self.request.text.tools else ""
         role = responses.Delta(role="assistant", content=content)
         return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=role), ids)
@@ -116,19 +119,19 @@ class ResponseWriter:
         start, field, end = self._around_text
         return b"%b%d%b%b%b" % (start, index, field, msgspec.json.encode(text), end)
 
-    def delta_chunk(self, choice: Choice, text: str, delta: ChoiceDelta) -> bytes:
+    def details_chunk(self, choice: Choice, text: str, details: Details) -> bytes:
         """New text with reasoning, tool calls, token ids or log-probabilities."""
-        values = self._values(choice, delta)
+        values = self._values(choice, details)
         if not self._is_chat:
             return self._chunk(responses.TextChunkChoice(text=text, **values))
         # Reasoning, content and each part of a call are separate events: a client may ignore the
         # content of a delta with reasoning, and expects one part of one call in a delta. The last
         # event has the token ids and the log-probabilities.
-        deltas = [responses.Delta(tool_calls=[_call(part, part.index)]) for part in delta.calls]
+        deltas = [responses.Delta(tool_calls=[_call(part, part.index)]) for part in details.calls]
         if text:
             deltas.insert(0, responses.Delta(content=text))
-        if delta.reasoning:
-            reasoning = "".join(delta.reasoning)
+        if details.reasoning:
+            reasoning = "".join(details.reasoning)
             deltas.insert(0, responses.Delta(reasoning_content=reasoning))
         *before, last = deltas or [responses.Delta(content="")]
         parts = [responses.ChatChunkChoice(index=choice.index, delta=each) for each in before]
@@ -148,11 +151,11 @@ class ResponseWriter:
         assert choice.finish is FinishReason.STOP, "a whole answer must have ended; this is a bug"
         return "tool_calls" if choice.has_calls and not self.request.named_tool else "stop"
 
-    def end_chunk(self, generation: Generation) -> bytes:
+    def end_chunk(self, call: Call) -> bytes:
         """The usage, with include_usage, and the mark of the end of a stream."""
         if not self.request.include_usage:
             return DONE
-        usage = msgspec.json.encode(self._usage(generation))
+        usage = msgspec.json.encode(self._usage(call))
         return self._before + b'],"usage":' + usage + b"}\n\n" + DONE
 
     def error_chunk(self, error: BaseException) -> bytes:
@@ -163,29 +166,32 @@ class ResponseWriter:
         """One event of one choice. ids: the field prompt_token_ids of a chat, or b""."""
         return b"%b%b]%b%b" % (self._before, msgspec.json.encode(choice), ids, self._after)
 
-    def _values(self, choice: Choice, delta: ChoiceDelta) -> dict[str, Any]:
+    def _values(self, choice: Choice, details: Details) -> dict[str, Any]:
         """The fields of a choice's struct, without its text."""
-        values: dict[str, Any] = {"index": choice.index, "logprobs": self._logprobs(choice, delta)}
+        values: dict[str, Any] = {
+            "index": choice.index,
+            "logprobs": self._logprobs(choice, details),
+        }
         if self.request.text.token_ids:
-            values["token_ids"] = delta.token_ids
-            if delta.prompt_ids and not self._is_chat:
-                values["prompt_token_ids"] = delta.prompt_ids
+            values["token_ids"] = details.token_ids
+            if details.prompt_ids and not self._is_chat:
+                values["prompt_token_ids"] = details.prompt_ids
         return values
 
     def _logprobs(
-        self, choice: Choice, delta: ChoiceDelta
+        self, choice: Choice, details: Details
     ) -> responses.ChatLogprobs | responses.TextLogprobs | None:
         if self.request.sampling.logprobs is None:
             return None
         if not self._is_chat:
-            return _text_logprobs([*delta.prompt_logprobs, *delta.logprobs], choice.offset)
+            return _text_logprobs([*details.prompt_logprobs, *details.logprobs], choice.offset)
         # As in OpenAI's answers, the token that ended the text has no entry.
-        kept = [_encoded(chat_logprob(e)) for e in delta.logprobs if not e.ends]
+        kept = [_encoded(chat_logprob(e)) for e in details.logprobs if not e.ends]
         return responses.ChatLogprobs(kept)
 
-    def _usage(self, generation: Generation) -> responses.Usage:
+    def _usage(self, call: Call) -> responses.Usage:
         """Each prompt counts once, however many choices it has."""
-        latest = [choice.latest for choice in generation.choices]
+        latest = [choice.latest for choice in call.choices]
         firsts = latest[:: self.request.n]  # of the first choice of each prompt
         prompt_tokens = sum(update.prompt_tokens for update in firsts)
         completion_tokens = sum(update.completion_tokens for update in latest)

@@ -9,8 +9,8 @@ from minisgl.core import FinishReason
 from minisgl.message.messages import TokenLogprob
 from minisgl.protocol import responses_api as api
 from minisgl.protocol.responses import ChatTokenLogprob
-from minisgl.request.call import Choice, ChoiceDelta
-from minisgl.request.convert import GenerateRequest
+from minisgl.request.choice import Choice, Details
+from minisgl.request.convert import CallRequest
 from minisgl.request.from_responses import ENCRYPTED
 from minisgl.request.sealed import seal
 from minisgl.server.answer.blocks import Block, BlockWriter, sse
@@ -24,7 +24,7 @@ class ResponsesWriter(BlockWriter):
     keep_alive = b": keep-alive\n\n"  # a comment that clients skip
     id_prefix = "resp_"
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: CallRequest) -> None:
         super().__init__(request)
         self._head = {"id": self.id, "created_at": int(time.time()), **request.repeated}
         self._sequence = 0
@@ -45,17 +45,17 @@ class ResponsesWriter(BlockWriter):
             usage=_usage(choice),
         )
 
-    def first_chunk(self, choice: Choice, delta: ChoiceDelta | None) -> bytes:
+    def first_chunk(self, choice: Choice, details: Details | None) -> bytes:
         """The events before the first block."""
         response = self._response("in_progress")
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
-    def delta_chunk(self, choice: Choice, text: str, delta: ChoiceDelta) -> bytes:
+    def details_chunk(self, choice: Choice, text: str, details: Details) -> bytes:
         """As in the base class, with the log-probabilities of the text."""
-        if text or not (delta.reasoning or delta.calls):
-            self._pending += [entry for entry in delta.logprobs if not entry.ends]
-        return super().delta_chunk(choice, text, delta)
+        if text or not (details.reasoning or details.calls):
+            self._pending += [entry for entry in details.logprobs if not entry.ends]
+        return super().details_chunk(choice, text, details)
 
     def begun(self, block: Block) -> bytes:
         item = self._item(block, "in_progress")

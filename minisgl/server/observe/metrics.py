@@ -24,7 +24,8 @@ import minisgl
 from minisgl.core import FinishReason, ModelFacts, Overloaded, RequestError
 from minisgl.message import messages
 from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, STEP_PHASES, PhaseStats
-from minisgl.request.call import Choice, priority_class
+from minisgl.request.call import Call, priority_class
+from minisgl.request.choice import Choice
 from minisgl.server.errors import NotReady, error_reply
 from minisgl.server.observe.lifecycle import Phase
 from minisgl.settings.config import DEFAULT_CLIENT
@@ -148,44 +149,48 @@ class Metrics(Collector):
             self._set("scheduler_last_step_timestamp_seconds", time.time())
         self._stats = stats
 
-    def on_update(self, choice: Choice, update: messages.TextUpdate, now_s: float) -> None:
+    def on_update(
+        self, call: Call, choice: Choice, update: messages.TextUpdate, now_s: float
+    ) -> None:
         """Count an update of the engine. Call this before the choice applies the update."""
         if not choice.prefill_done and update.admitted_s:
             self.count("prompt_tokens_total", choice.prompt_share)
-            self.count("key_prompt_tokens_total", choice.prompt_share, self._key(choice.client))
+            self.count(
+                "key_prompt_tokens_total", choice.prompt_share, self._key(call.caller.client)
+            )
             self._recent.append((update.prompt_tokens, update.cached_tokens))
-            self._observe("request_queue_seconds", update.admitted_s - choice.started_s)
+            self._observe("request_queue_seconds", update.admitted_s - call.started_s)
         if update.calls or update.call_failures:
             self._count_calls(sum(bool(part.id) for part in update.calls), update.call_failures)
         tokens = update.completion_tokens - choice.latest.completion_tokens
         if tokens <= 0:
             return
         self.count("generation_tokens_total", tokens)
-        self.count("key_generation_tokens_total", tokens, self._key(choice.client))
+        self.count("key_generation_tokens_total", tokens, self._key(call.caller.client))
         if choice.first_s:
             self._observe("inter_token_latency_seconds", now_s - choice.last_s)
         else:
             choice.first_s = now_s
-            wait_s = now_s - choice.started_s
+            wait_s = now_s - call.started_s
             self._observe("time_to_first_token_seconds", wait_s)
-            self.count("key_wait_seconds_total", wait_s, self._key(choice.client))
-            self.count("class_wait_seconds_total", wait_s, priority_class(choice.priority))
+            self.count("key_wait_seconds_total", wait_s, self._key(call.caller.client))
+            self.count("class_wait_seconds_total", wait_s, priority_class(call.caller.priority))
             if update.admitted_s:
                 self._observe("request_prefill_seconds", now_s - update.admitted_s)
         choice.last_s = now_s
 
-    def on_end(self, choice: Choice) -> None:
+    def on_end(self, call: Call, choice: Choice) -> None:
         """Count the end of a choice that reached the engine, also after a disconnect."""
         if choice.error is not None and error_reply(choice.error).status < 499:
             return
         finish = choice.finish or FinishReason.ABORT
         self.count("requests_total", 1, finish.value)
-        self.count("key_requests_total", 1, self._key(choice.client))
-        self.count("class_requests_total", 1, priority_class(choice.priority))
+        self.count("key_requests_total", 1, self._key(call.caller.client))
+        self.count("class_requests_total", 1, priority_class(call.caller.priority))
         if finish not in _COMPLETE or not choice.first_s:
             return
         decode_s, later_tokens = choice.last_s - choice.first_s, choice.latest.completion_tokens - 1
-        self._observe("request_duration_seconds", choice.last_s - choice.started_s)
+        self._observe("request_duration_seconds", choice.last_s - call.started_s)
         self._observe("request_decode_seconds", decode_s)
         self._observe("request_prompt_tokens", choice.latest.prompt_tokens)
         self._observe("request_generation_tokens", choice.latest.completion_tokens)

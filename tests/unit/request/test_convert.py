@@ -19,9 +19,10 @@ from minisgl.protocol.requests import (
     ChatBody,
     CompletionBody,
 )
-from minisgl.request.convert import GenerateRequest, RequestConverter
+from minisgl.request.convert import CallRequest, RequestConverter
+from minisgl.request.fit import fit_max_tokens
+from minisgl.request.question import Question
 from minisgl.server.errors import error_reply
-from minisgl.server.handler import fit_max_tokens
 from minisgl.settings import Limits
 from tests.unit.server.fakes import CONFIG, FACTS
 
@@ -272,8 +273,8 @@ def test_max_tokens_must_fit_into_context_and_pool() -> None:
 
     ids = array("i", [1] * 70)  # the pool holds 80 tokens, the context is 100
 
-    def fit(request: GenerateRequest) -> int | None:
-        return fit_max_tokens(request, ids, FACTS, "prompt").max_tokens
+    def fit(request: CallRequest) -> int | None:
+        return fit_max_tokens(request, ids, FACTS, "prompt")
 
     assert fit(read(COMPLETIONS)) == 10, "the implicit 16 shrink to the room"
     assert fit(read(COMPLETIONS, max_tokens=10)) == 10
@@ -371,12 +372,11 @@ def test_refusal_of_a_limit_has_its_label(route: str, body: Any, limit: str) -> 
 def test_bodies_of_the_other_routes() -> None:
     converter = RequestConverter(CONFIG)
     raw = b'{"prompt":"a","add_special_tokens":false,"return_token_strs":true}'
-    expected = ("prompt", TokenizeText(text="a", add_special=False), True)
+    expected = (Question(TokenizeText(text="a", add_special=False), "prompt"), True)
     assert converter.read_tokenize(raw, FACTS) == expected
-    assert converter.read_tokenize(json.dumps({"messages": MESSAGES}).encode(), FACTS)[0] == (
-        "messages"
-    )
-    expected_ids = DecodeIds(token_ids=b"\1\0\0\0\2\0\0\0", skip_special=False)
+    chat, _ = converter.read_tokenize(json.dumps({"messages": MESSAGES}).encode(), FACTS)
+    assert chat.param == "messages"
+    expected_ids = Question(DecodeIds(token_ids=b"\1\0\0\0\2\0\0\0", skip_special=False))
     assert converter.read_detokenize(b'{"tokens":[1,2]}', FACTS) == expected_ids
     assert converter.read_abort(b'{"request_id":"x"}') == "x"
     for raw in (b"{}", b'{"prompt":"a","messages":[{"role":"user","content":"b"}]}'):

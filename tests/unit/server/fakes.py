@@ -4,7 +4,9 @@ import msgspec
 
 from minisgl.core import EngineConfig, FinishReason, ModelFacts, SchedulerConfig
 from minisgl.message.messages import StepText, TextUpdate, TokenizeResult
-from minisgl.server.engine import ClientLoad, EngineClient
+from minisgl.request.call import Call, Caller
+from minisgl.request.convert import CallRequest
+from minisgl.server.engine import ClientLoad, EngineView
 from minisgl.server.observe.metrics import Metrics
 from minisgl.settings import Limits, ServerConfig
 
@@ -21,6 +23,19 @@ FACTS = ModelFacts(
 CONFIG = ServerConfig(
     engine=EngineConfig(model_path="."), scheduler=SchedulerConfig(), served_names=("m", "org/m")
 )
+
+
+async def start(
+    engine: EngineView,
+    request: CallRequest,
+    facts: ModelFacts,
+    request_id: str = "",
+    client: str = "default",
+) -> Call:
+    """Open a call, and run it to its first output."""
+    call = engine.open(Caller(request_id, client), request, request.num_choices)
+    await engine.run(call, facts)
+    return call
 
 
 class Outbox:
@@ -41,7 +56,7 @@ class World:
         limits = Limits(**{"max_queued_reqs": 100, **limits_changed})
         self.tokenizers = [Outbox() for _ in range(tokenizers)]
         self.detokenizer, self.scheduler, self.grammars = Outbox(), Outbox(), Outbox()
-        self.client = EngineClient(
+        self.engine = EngineView(
             [box.send for box in self.tokenizers],
             self.detokenizer.send,
             self.scheduler.send,
@@ -50,11 +65,17 @@ class World:
             Metrics("m"),
         )
 
+    def open(
+        self, num_choices: int = 1, request_id: str = "", client: str = "default", priority: int = 0
+    ) -> Call:
+        """Open a call without a request."""
+        return self.engine.open(Caller(request_id, client, priority), None, num_choices)
+
     def answer(self, ids: bytes = b"\x01\0\0\0", error: str | None = None) -> None:
         """Answer every request to the tokenizers."""
         for box in self.tokenizers:
             for message in box.sent:
-                self.client.receive_tokenize_result(
+                self.engine.receive(
                     TokenizeResult(
                         uid=message.uid, token_ids=ids if error is None else b"", error=error
                     )
@@ -63,22 +84,22 @@ class World:
 
     def update(self, uid: int, text: str = "", **fields: object) -> None:
         values = {"completion_tokens": 1, "prompt_tokens": 1, "cached_tokens": 0, **fields}
-        self.client.receive_text(StepText(updates=[TextUpdate(uid=uid, text=text, **values)]))
+        self.engine.receive(StepText(updates=[TextUpdate(uid=uid, text=text, **values)]))
 
     def finish(self, uid: int, reason: FinishReason = FinishReason.LENGTH) -> None:
         self.update(uid, finish=reason)
 
     @property
     def is_empty(self) -> bool:
-        client = self.client
+        engine = self.engine
         return (
-            not client.open_generations
-            and not any(client.open_choices.values())
-            and not any(client._tokenizers._waiting.values())
-            and not client._tokenizers._sent
-            and not any(client._tokenizers._outstanding_bytes)
-            and not any(client._grammars._waiting.values())
-            and not client._grammars._sent
-            and all(load == ClientLoad() for load in client.loads.values())
-            and all(queue == ClientLoad() for queue in client.queues.values())
+            not engine.open_calls
+            and not any(engine.open_choices.values())
+            and not any(engine._tokenizers._waiting.values())
+            and not engine._tokenizers._sent
+            and not any(engine._tokenizers._outstanding_bytes)
+            and not any(engine._grammars._waiting.values())
+            and not engine._grammars._sent
+            and all(load == ClientLoad() for load in engine.loads.values())
+            and all(queue == ClientLoad() for queue in engine.queues.values())
         )

@@ -1,17 +1,15 @@
 """Refusals of Responses and Messages name the path of the field in the body of the client."""
 
-import array
 import json
 from typing import Any
 
 import msgspec
 import pytest
 
-from minisgl.core import InvalidRequest, RequestError, SamplingParams, Unsupported
+from minisgl.core import InvalidRequest, RequestError, Unsupported
 from minisgl.protocol.requests import MESSAGES, RESPONSES, ChatBody, Message
+from minisgl.request.fit import fit_call
 from minisgl.request.translation import Translation
-from minisgl.server.engine import Tokenized
-from minisgl.server.handler import fit_call
 from minisgl.settings import Limits
 from tests.unit.server.fakes import CONFIG
 from tests.unit.server.test_api_requests import (
@@ -163,13 +161,11 @@ def test_later_errors_name_paths_of_the_body() -> None:
         assert (request.grammar.param, request.prompts[0][0]) == ("text.format.schema", "input")
         request = messages(user("a"), output_config={"format": FORMAT}, facts=facts)
         assert request.grammar.param == "output_config.format.schema"
-    ids = array.array("i", [1] * 10)
-    prompts = [(Tokenized(ids), SamplingParams(max_tokens=20))]
     strict = msgspec.structs.replace(CONFIG, strict_max_tokens=True)
     request = responses(input="a", max_output_tokens=20, config=strict)
     for most, remedy in ((20, "lower max_output_tokens$"), (10, "shorten the prompts$")):
         with pytest.raises(InvalidRequest, match=remedy) as caught:
-            fit_call(request, prompts, KNOWS, most)
+            fit_call(request, [10], [20], KNOWS, most)
         assert caught.value.param == "max_output_tokens"
 
 

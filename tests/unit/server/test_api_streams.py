@@ -100,7 +100,7 @@ def run(
 
     async def main() -> tuple[bytes, bytes]:
         world = World()
-        stream, whole = world.client.open(1, "one"), world.client.open(1, "two")
+        stream, whole = world.open(1, "one"), world.open(1, "two")
         writer, pieces = WRITERS[route](request_of(route, **more)), []
 
         async def read() -> None:
@@ -114,7 +114,7 @@ def run(
             for _ in range(4 * wake):
                 await asyncio.sleep(0)
         if finish is None:
-            world.client.end(stream, Cancelled("this request was aborted by an operator"))
+            world.engine.end(stream, Cancelled("this request was aborted by an operator"))
         else:
             for generation in (stream, whole):
                 world.finish(generation.choices[0].uid, finish)
@@ -123,7 +123,7 @@ def run(
         if finish is not None:
             body = await WRITERS[route](request_of(route, **more)).whole(whole)
         for generation in (stream, whole):
-            world.client.close(generation)
+            world.engine.close(generation)
         return b"".join(pieces), body
 
     raw, body = asyncio.run(main())

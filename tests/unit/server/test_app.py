@@ -31,7 +31,7 @@ class FakeService:
 
     def __init__(self, world: World, config: ServerConfig = CONFIG) -> None:
         self.config = config
-        self.client = world.client
+        self.engine = world.engine
         self.lifecycle = Lifecycle(frozenset({"scheduler"}))
         self.lifecycle.on_ready(Ready(role="scheduler", facts=FACTS))
         self.stats = None
@@ -112,7 +112,7 @@ def test_tokenize_requests_count_in_the_queue_and_have_its_time_limit() -> None:
             while not world.tokenizers[0].sent:
                 await asyncio.sleep(0)
             more = await client.post("/detokenize", json={"tokens": [1]})
-            world.client.end_overdue(time.monotonic() + 301)
+            world.engine.end_overdue(time.monotonic() + 301)
             late = await first
         world.answer()
         assert world.is_empty

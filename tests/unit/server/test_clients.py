@@ -16,14 +16,14 @@ from minisgl.protocol import responses
 from minisgl.protocol.requests import COMPLETIONS
 from minisgl.request.convert import RequestConverter
 from minisgl.request.decode import parse_body
+from minisgl.request.fit import fit_prompts
+from minisgl.request.question import Question
 from minisgl.server.answer.openai import ResponseWriter
 from minisgl.server.answer.stream import events
-from minisgl.server.engine import Tokenized
-from minisgl.server.handler import fit_call, fit_max_tokens, start
 from minisgl.server.observe.lifecycle import Phase
 from minisgl.server.observe.metrics import Metrics
 from minisgl.settings.keys import key_hashes
-from tests.unit.server.fakes import CONFIG, FACTS, World
+from tests.unit.server.fakes import CONFIG, FACTS, World, start
 from tests.unit.server.test_engine_client import request, run, settle
 
 # --- names of keys --------------------------------------------------------------------------------
@@ -60,31 +60,31 @@ def test_one_key_with_two_names_is_refused(tmp_path: Path) -> None:
 
 def test_a_full_queue_of_one_client_does_not_refuse_another_one() -> None:
     async def main(world: World) -> None:
-        client = world.client
-        full = client.open(2, client="hostile")
+        engine = world.engine
+        full = world.open(2, client="hostile")
         with pytest.raises(Overloaded) as error:
-            client.open(1, client="hostile")
+            world.open(1, client="hostile")
         assert error.value.limit == "max_queued_reqs"
-        client.close(client.open(2, client="other"))
-        client.close(full)
+        engine.close(world.open(2, client="other"))
+        engine.close(full)
 
     assert run(main, max_queued_reqs=2).is_empty
 
 
 def test_open_requests_of_a_client_are_bounded_until_they_end() -> None:
     async def main(world: World) -> None:
-        client = world.client
-        call = client.open(2, client="a")
+        engine = world.engine
+        call = world.open(2, client="a")
         for choice in call.choices:
             world.update(choice.uid, "x")  # running: no longer in the queue
         with pytest.raises(Overloaded) as error:
-            client.open(1, client="a")
+            world.open(1, client="a")
         assert error.value.limit == "max_key_reqs"
         world.finish(call.choices[0].uid)
-        client.close(client.open(1, client="a"))
-        client.close(call)
+        engine.close(world.open(1, client="a"))
+        engine.close(call)
         with pytest.raises(InvalidRequest) as refusal:
-            client.open(3, client="a")
+            world.open(3, client="a")
         assert refusal.value.limit == "max_key_reqs"
 
     assert run(main, max_key_reqs=2).is_empty
@@ -95,7 +95,7 @@ def test_open_tokens_of_a_client_are_bounded() -> None:
         body = b'{"model":"m","prompt":[1,2,3],"max_tokens":7}'
 
         def call(client: str) -> asyncio.Task[Any]:
-            return asyncio.create_task(start(world.client, request(body), FACTS, "", client))
+            return asyncio.create_task(start(world.engine, request(body), FACTS, "", client))
 
         first = call("a")
         await settle()
@@ -123,10 +123,10 @@ def _tokenize_order(tokenizers: int, calls: list[tuple[str, str]]) -> list[str]:
     order: list[str] = []
 
     async def main(world: World) -> None:
-        client = world.client
-        opened = [client.open(1, client=name) for name, _ in calls]
+        engine = world.engine
+        opened = [world.open(1, client=name) for name, _ in calls]
         tasks = [
-            asyncio.create_task(client.tokenize(TokenizeText(text=text), "prompt", call))
+            asyncio.create_task(engine.ask(call, Question(TokenizeText(text=text))))
             for call, (_, text) in zip(opened, calls, strict=True)
         ]
         await settle()
@@ -134,10 +134,10 @@ def _tokenize_order(tokenizers: int, calls: list[tuple[str, str]]) -> list[str]:
             box = next(box for box in reversed(world.tokenizers) if box.sent)
             message = box.sent.pop(0)
             order.append(message.text[0])
-            client.receive_tokenize_result(TokenizeResult(uid=message.uid))
+            engine.receive(TokenizeResult(uid=message.uid))
             await settle()
         for call in opened:
-            client.close(call)
+            engine.close(call)
 
     assert run(main, tokenizers=tokenizers).is_empty
     return order
@@ -164,11 +164,8 @@ def test_one_of_several_tokenizers_takes_no_long_text() -> None:
 def fitted(limit: int, **body: Any) -> tuple[list[int | None], int]:
     """max_tokens of each prompt, and the number of tokens of the call."""
     call = request(json.dumps({"model": "m", **body}).encode())
-    prompts = [
-        (Tokenized(ids), fit_max_tokens(call, ids, FACTS, "prompt")) for _, ids in call.prompts
-    ]
-    found, tokens = fit_call(call, prompts, FACTS, limit)
-    return [sampling.max_tokens for _, sampling in found], tokens
+    prompts, tokens = fit_prompts(call, iter(()), None, FACTS, limit)
+    return [prompt.sampling.max_tokens for prompt in prompts], tokens
 
 
 @pytest.mark.parametrize(
@@ -197,13 +194,14 @@ def test_a_call_without_max_tokens_gets_the_room_that_is_left() -> None:
 def test_a_scored_prompt_is_sent_and_reported_once() -> None:
     async def main(world: World) -> None:
         body = b'{"model":"m","prompt":[1,2,3],"n":16,"echo":true,"logprobs":1,"max_tokens":1}'
-        task = asyncio.create_task(start(world.client, request(body), FACTS))
+        task = asyncio.create_task(start(world.engine, request(body), FACTS))
+        await settle()
+        world.answer()  # the text of the echo
         await settle()
         (add,) = world.scheduler.sent
         assert (add.count, len(add.token_ids)) == (16, 12)
         scored = [bool(message.options.prompt_ids) for message in world.detokenizer.sent]
         assert scored == [True] + [False] * 15
-        world.answer()  # the text of the echo
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
@@ -257,7 +255,7 @@ def test_other_calls_are_served_while_a_large_answer_is_encoded(stream: bool) ->
     async def main(world: World) -> None:
         body = {"model": "m", "prompt": "hi", "logprobs": top, "n": n, "stream": stream}
         call = RequestConverter(CONFIG).read(COMPLETIONS, json.dumps(body).encode(), FACTS)
-        generation = world.client.open(n)
+        generation = world.open(n)
         for choice in generation.choices:
             world.update(choice.uid, "x" * tokens, logprobs=_scored(tokens, top))
             world.finish(choice.uid)
@@ -285,7 +283,7 @@ def test_other_calls_are_served_while_a_large_answer_is_encoded(stream: bool) ->
                 assert len(whole.logprobs.top_logprobs) == tokens
         counter.cancel()
         assert next(turns) >= n
-        world.client.close(generation)
+        world.engine.close(generation)
 
     assert run(main).is_empty
 

@@ -1,4 +1,4 @@
-"""EngineClient forgets every request completely, however the request ends."""
+"""EngineView forgets every request completely, however the request ends."""
 
 import asyncio
 import json
@@ -18,16 +18,15 @@ from minisgl.core import (
 )
 from minisgl.message.messages import AbortReq, AddReq, StartText, TokenizeChat, TokenizeText
 from minisgl.protocol.requests import CHAT, COMPLETIONS
-from minisgl.request.call import Generation
-from minisgl.request.convert import GenerateRequest, RequestConverter
+from minisgl.request.call import Call
+from minisgl.request.convert import CallRequest, RequestConverter
 from minisgl.server.answer.openai import ResponseWriter
 from minisgl.server.answer.stream import events
 from minisgl.server.errors import RanTooLong
-from minisgl.server.handler import start
-from tests.unit.server.fakes import CONFIG, FACTS, World
+from tests.unit.server.fakes import CONFIG, FACTS, World, start
 
 
-def request(body: bytes = b'{"model":"m","prompt":"hi"}') -> GenerateRequest:
+def request(body: bytes = b'{"model":"m","prompt":"hi"}') -> CallRequest:
     return RequestConverter(CONFIG).read(COMPLETIONS, body, FACTS)
 
 
@@ -47,9 +46,9 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def start_tokenized(world: World, call: GenerateRequest) -> asyncio.Task[Generation]:
+async def start_tokenized(world: World, call: CallRequest) -> asyncio.Task[Call]:
     """Start `call` and answer its tokenizer messages. Its requests are then in the scheduler."""
-    task = asyncio.create_task(start(world.client, call, FACTS))
+    task = asyncio.create_task(start(world.engine, call, FACTS))
     await settle()
     world.answer()
     await settle()
@@ -64,10 +63,10 @@ def test_answered_request_leaves_nothing() -> None:
         world.update(add.uid, "he")
         generation = await task
         world.update(add.uid, "llo", finish=FinishReason.LENGTH)
-        await generation.wait_until(generation.finished)
-        assert generation.choices[0].take() == ("hello", None)
-        world.client.close(generation)
-        world.client.close(generation)
+        await generation.ended()
+        assert generation.take(0) == ("hello", None)
+        world.engine.close(generation)
+        world.engine.close(generation)
         assert world.scheduler.sent == [add], "a finished request is not aborted"
 
     assert run(main).is_empty
@@ -76,7 +75,7 @@ def test_answered_request_leaves_nothing() -> None:
 @pytest.mark.parametrize("stage", ["tokenizing", "waiting", "decoding"])
 def test_cancelled_request_leaves_nothing_and_is_aborted_once(stage: str) -> None:
     async def main(world: World) -> None:
-        task = asyncio.create_task(start(world.client, request(), FACTS))
+        task = asyncio.create_task(start(world.engine, request(), FACTS))
         await settle()
         if stage != "tokenizing":
             world.answer()
@@ -84,7 +83,7 @@ def test_cancelled_request_leaves_nothing_and_is_aborted_once(stage: str) -> Non
         if stage == "decoding":
             world.update(world.scheduler.sent[0].uid, "he")
             generation = await task
-            world.client.close(generation)
+            world.engine.close(generation)
         else:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -110,7 +109,7 @@ def test_every_token_of_cut_off_reasoning_counts() -> None:
         usage = json.loads(await ResponseWriter(request()).whole(generation))["usage"]
         assert usage["completion_tokens"] == 3
         assert usage["completion_tokens_details"]["reasoning_tokens"] == 3
-        world.client.close(generation)
+        world.engine.close(generation)
 
     assert run(main).is_empty
 
@@ -124,7 +123,7 @@ def test_reasoning_and_answer_that_arrive_together_leave_in_two_deltas() -> None
     call = RequestConverter(CONFIG).read(CHAT, json.dumps(body).encode(), FACTS)
 
     async def main(world: World) -> None:
-        generation = world.client.open(1)
+        generation = world.open(1)
         uid = generation.choices[0].uid
         world.update(uid, reasoning="thought", token_ids=[5])
         world.update(uid, "answer", token_ids=[6], finish=FinishReason.STOP)
@@ -138,7 +137,7 @@ def test_reasoning_and_answer_that_arrive_together_leave_in_two_deltas() -> None
         ids = [token_id for choice in choices for token_id in choice.get("token_ids", ())]
         assert ids == [5, 6]
         assert [choice["finish_reason"] for choice in choices] == [None, None, None, "stop"]
-        world.client.close(generation)
+        world.engine.close(generation)
 
     assert run(main).is_empty
 
@@ -149,7 +148,7 @@ def test_stop_string_aborts_the_request_in_the_scheduler() -> None:
         uid = world.scheduler.sent[0].uid
         world.update(uid, "x", finish=FinishReason.STOP, stopped=True)
         generation = await task
-        world.client.close(generation)
+        world.engine.close(generation)
         assert world.scheduler.sent[1:] == [AbortReq(uid=uid, reason=FinishReason.STOP)]
 
     assert run(main).is_empty
@@ -157,7 +156,7 @@ def test_stop_string_aborts_the_request_in_the_scheduler() -> None:
 
 def test_tokenizer_error_is_a_400_and_leaves_nothing() -> None:
     async def main(world: World) -> None:
-        task = asyncio.create_task(start(world.client, request(), FACTS))
+        task = asyncio.create_task(start(world.engine, request(), FACTS))
         await settle()
         world.answer(error="the chat template refused this chat")
         with pytest.raises(InvalidRequest, match="refused"):
@@ -171,12 +170,12 @@ def test_failed_engine_ends_every_call() -> None:
     """No call may wait forever when the receiver of the messages fails."""
 
     async def main(world: World) -> None:
-        tasks = [asyncio.create_task(start(world.client, request(), FACTS)) for _ in range(3)]
+        tasks = [asyncio.create_task(start(world.engine, request(), FACTS)) for _ in range(3)]
         await settle()
         world.answer()
-        tasks.append(asyncio.create_task(start(world.client, request(), FACTS)))
+        tasks.append(asyncio.create_task(start(world.engine, request(), FACTS)))
         await settle()
-        world.client.fail_all(EngineFailure("gone"))
+        world.engine.fail_all(EngineFailure("gone"))
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(result, RequestError)
         world.answer()
@@ -186,13 +185,13 @@ def test_failed_engine_ends_every_call() -> None:
 
 def test_queue_is_bounded_until_the_first_output() -> None:
     async def main(world: World) -> None:
-        first = world.client.open(2)
+        first = world.open(2)
         with pytest.raises(Overloaded):
-            world.client.open(1)
+            world.open(1)
         world.update(first.choices[0].uid, "x")
-        second = world.client.open(1)
-        world.client.close(first)
-        world.client.close(second)
+        second = world.open(1)
+        world.engine.close(first)
+        world.engine.close(second)
 
     assert run(main, max_queued_reqs=2).is_empty
 
@@ -202,9 +201,9 @@ def test_text_options_are_sent_before_their_request() -> None:
 
     async def main(world: World) -> None:
         sent: list[StartText | AddReq] = []
-        world.client._to_detokenizer = world.client._to_scheduler = sent.append
+        world.engine._to_detokenizer = world.engine._to_scheduler = sent.append
         body = b'{"model":"m","prompt":[[1,2],[3,4,5]],"n":2,"stop":"x"}'
-        task = asyncio.create_task(start(world.client, request(body), FACTS))
+        task = asyncio.create_task(start(world.engine, request(body), FACTS))
         await settle()
         assert [type(message) for message in sent] == [StartText, StartText, AddReq] * 2
         starts, adds = [*sent[:2], *sent[3:5]], sent[2::3]
@@ -237,34 +236,34 @@ def test_the_choices_of_a_prompt_are_one_message_with_a_seed(seed: bytes) -> Non
 def test_idle_stream_gets_a_comment_and_a_busy_one_does_not() -> None:
     async def main(world: World) -> None:
         call = request(b'{"model":"m","prompt":"hi","stream":true}')
-        generation = world.client.open(1)
+        generation = world.open(1)
         stream = events(generation, ResponseWriter(call))
-        world.client.send_keep_alives()
+        world.engine.send_keep_alives()
         assert await anext(stream) == ResponseWriter.keep_alive
-        world.client.send_keep_alives()
+        world.engine.send_keep_alives()
         world.update(generation.choices[0].uid, "he")
         assert b'"text":"he"' in await anext(stream)
         world.finish(generation.choices[0].uid)
         assert b"[DONE]" in await anext(stream)
-        world.client.close(generation)
+        world.engine.close(generation)
 
     assert run(main).is_empty
 
 
 def test_queued_prompt_tokens_are_bounded_but_a_single_prompt_is_not() -> None:
     async def main(world: World) -> None:
-        first = asyncio.create_task(start(world.client, request(), FACTS))
+        first = asyncio.create_task(start(world.engine, request(), FACTS))
         await settle()
         world.answer(b"\1\0\0\0" * 9)  # More than the limit, but nothing else is queued.
         await settle()
-        assert world.client.queues["default", "default"].tokens == 9
-        second = asyncio.create_task(start(world.client, request(), FACTS))
+        assert world.engine.queues["default", "default"].tokens == 9
+        second = asyncio.create_task(start(world.engine, request(), FACTS))
         await settle()
         world.answer()
         with pytest.raises(Overloaded):
             await second
         world.finish(world.scheduler.sent[0].uid)
-        world.client.close(await first)
+        world.engine.close(await first)
 
     assert run(main, max_queued_tokens=4).is_empty
 
@@ -277,7 +276,7 @@ def test_prediction_is_tokenized_cut_and_counted() -> None:
     call = RequestConverter(CONFIG).read(CHAT, body, facts)
 
     async def main(world: World) -> None:
-        task = asyncio.create_task(start(world.client, call, facts))
+        task = asyncio.create_task(start(world.engine, call, facts))
         await settle()
         assert isinstance(world.tokenizers[0].sent[0], TokenizeChat)
         world.answer(b"\1\0\0\0" * 90)
@@ -289,8 +288,8 @@ def test_prediction_is_tokenized_cut_and_counted() -> None:
         await settle()
         (add,) = world.scheduler.sent
         assert add.prediction == b"\2\0\0\0" * 10
-        assert world.client.queues["default", "default"].tokens == 100
-        assert world.client.loads["default"].tokens == 90 + 2 * 10 + 10
+        assert world.engine.queues["default", "default"].tokens == 100
+        assert world.engine.loads["default"].tokens == 90 + 2 * 10 + 10
         for uid, accepted in ((add.uid, 6), (add.uid + 1, 4)):
             world.update(
                 uid,
@@ -306,7 +305,7 @@ def test_prediction_is_tokenized_cut_and_counted() -> None:
             "accepted_prediction_tokens": 10,
             "rejected_prediction_tokens": 10,
         }
-        world.client.close(generation)
+        world.engine.close(generation)
 
     assert run(main).is_empty
 
@@ -317,11 +316,11 @@ def test_call_with_several_choices_is_not_refused_for_its_own_tokens(prompt: byt
 
     async def main(world: World) -> None:
         body = b'{"model":"m","prompt":%s}' % prompt
-        call = asyncio.create_task(start(world.client, request(body), FACTS))
+        call = asyncio.create_task(start(world.engine, request(body), FACTS))
         await settle()
         for add in list(world.scheduler.sent):
             world.finish(add.uid)
-        world.client.close(await call)
+        world.engine.close(await call)
 
     assert run(main, max_queued_tokens=4).is_empty
 
@@ -329,15 +328,15 @@ def test_call_with_several_choices_is_not_refused_for_its_own_tokens(prompt: byt
 @pytest.mark.parametrize("tokenized", [False, True])
 def test_request_that_waits_too_long_is_refused(tokenized: bool) -> None:
     async def main(world: World) -> None:
-        waiting = asyncio.create_task(start(world.client, request(), FACTS))
+        waiting = asyncio.create_task(start(world.engine, request(), FACTS))
         await settle()
         if tokenized:
             world.answer()
             await settle()
-        world.client.end_overdue(time.monotonic() + 4)
+        world.engine.end_overdue(time.monotonic() + 4)
         await settle()
         assert not waiting.done()
-        world.client.end_overdue(time.monotonic() + 6)
+        world.engine.end_overdue(time.monotonic() + 6)
         with pytest.raises(DeadlineExceeded) as refused:
             await waiting
         assert refused.value.limit == "max_wait_s"
@@ -352,11 +351,11 @@ def test_request_that_runs_too_long_is_ended_and_aborted() -> None:
         uid = world.scheduler.sent[-1].uid
         world.update(uid, "x")
         generation = await running
-        world.client.end_overdue(generation.started_s + 4)
+        world.engine.end_overdue(generation.started_s + 4)
         assert generation.error is None
-        world.client.end_overdue(generation.started_s + 6)
+        world.engine.end_overdue(generation.started_s + 6)
         assert isinstance(generation.error, RanTooLong)
         assert isinstance(world.scheduler.sent[-1], AbortReq)
-        world.client.close(generation)
+        world.engine.close(generation)
 
     assert run(main, max_total_s=5.0).is_empty

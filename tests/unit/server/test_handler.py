@@ -6,8 +6,7 @@ import pytest
 
 from minisgl.core import Cancelled
 from minisgl.server.answer.disconnect import unless_disconnected
-from minisgl.server.handler import start
-from tests.unit.server.fakes import FACTS, World
+from tests.unit.server.fakes import FACTS, World, start
 from tests.unit.server.test_engine_client import request, run, settle
 
 
@@ -19,7 +18,7 @@ def test_disconnect_cancels_the_work() -> None:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        work = start(world.client, request(), FACTS)
+        work = start(world.engine, request(), FACTS)
         task = asyncio.create_task(unless_disconnected(receive, work))
         await settle()
         gone.set()
@@ -41,7 +40,7 @@ def test_each_call_of_a_burst_is_submitted_before_the_next_begins() -> None:
         async def call() -> None:
             begun.append(len(world.scheduler.sent))
             body = request(b'{"model":"m","prompt":[1,2]}')
-            await unless_disconnected(receive, start(world.client, body, FACTS))
+            await unless_disconnected(receive, start(world.engine, body, FACTS))
 
         tasks = [asyncio.create_task(call()) for _ in range(3)]
         await settle()
@@ -76,7 +75,7 @@ def test_a_failing_receive_counts_as_a_disconnect() -> None:
             raise OSError
 
         with pytest.raises(Cancelled):
-            await unless_disconnected(receive, start(world.client, request(), FACTS))
+            await unless_disconnected(receive, start(world.engine, request(), FACTS))
         world.answer()
 
     assert run(main).is_empty

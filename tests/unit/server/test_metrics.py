@@ -25,6 +25,7 @@ from minisgl.core import (
 )
 from minisgl.message.messages import Ready, SchedulerStats, TextUpdate, TokenizeResult, TokenizeText
 from minisgl.message.stats import DraftTotals
+from minisgl.request.question import Question
 from minisgl.server.errors import NotReady, RanTooLong
 from minisgl.server.observe.lifecycle import Phase
 from minisgl.server.observe.metrics import CACHED_S, Metrics
@@ -180,16 +181,15 @@ def run(scenario, **limits: object) -> dict[str, float]:
     async def main() -> dict[str, float]:
         world = World(**limits)
         await scenario(world)
-        now = (Phase.READY, False, world.client.open_choices)
-        return scraped(world.client.metrics, now)
+        now = (Phase.READY, False, world.engine.open_choices)
+        return scraped(world.engine.metrics, now)
 
     return asyncio.run(main())
 
 
 def submitted(world: World, count: int = 1, request_id: str = "r"):
-    generation = world.client.open(count, request_id)
-    for choice in generation.choices:
-        choice.submitted = True
+    generation = world.open(count, request_id)
+    generation.submitted = True
     return generation
 
 
@@ -201,22 +201,22 @@ def outcomes(found: dict[str, float]) -> dict[str, float]:
 
 def test_tokens_and_times_of_one_request() -> None:
     async def scenario(world: World) -> None:
-        metrics, generation = world.client.metrics, submitted(world)
+        metrics, generation = world.engine.metrics, submitted(world)
         (choice,) = generation.choices
         choice.prompt_share = 40
-        choice.started_s = 100.0
+        generation.started_s = 100.0
         common = {"prompt_tokens": 40, "cached_tokens": 32, "admitted_s": 100.2}
 
         def update(tokens: int, now_s: float) -> None:
             message = TextUpdate(uid=choice.uid, text="", completion_tokens=tokens, **common)
-            metrics.on_update(choice, message, now_s)
-            choice.apply(message)
+            metrics.on_update(generation, choice, message, now_s)
+            generation.apply(message)
 
         update(1, 100.5)
         update(2, 100.53)
         update(4, 100.56)  # the text of the third was held back
         choice.finish = FinishReason.LENGTH
-        metrics.on_end(choice)
+        metrics.on_end(generation, choice)
 
     found = run(scenario)
 
@@ -244,8 +244,8 @@ def test_each_choice_counts_once_by_its_finish(finish: FinishReason) -> None:
         for choice in generation.choices:
             world.update(choice.uid)
             world.finish(choice.uid, finish)
-        world.client.close(generation)
-        world.client.close(generation)
+        world.engine.close(generation)
+        world.engine.close(generation)
 
     assert outcomes(run(scenario)) == {finish.value: 2}
 
@@ -254,7 +254,7 @@ def test_closed_call_counts_once_as_aborted_and_in_no_duration() -> None:
     async def scenario(world: World) -> None:
         generation = submitted(world)
         world.update(generation.choices[0].uid)
-        world.client.close(generation)
+        world.engine.close(generation)
 
     found = run(scenario)
     assert outcomes(found) == {"abort": 1}
@@ -270,14 +270,14 @@ def test_calls_ended_by_the_server(kind: type[RequestError], all_of_them: bool) 
     async def scenario(world: World) -> None:
         generation = submitted(world)
         if all_of_them:
-            world.client.fail_all(kind("x"))
+            world.engine.fail_all(kind("x"))
         else:
-            world.client.end(generation, kind("x"))
+            world.engine.end(generation, kind("x"))
         world.update(
             generation.choices[0].uid, "late"
         )  # sent before the end, and received before the close
         world.finish(generation.choices[0].uid)
-        world.client.close(generation)
+        world.engine.close(generation)
 
     assert outcomes(run(scenario)) == {"abort" if kind is Cancelled else "error": 1}
 
@@ -292,13 +292,11 @@ def test_refusal_of_an_invalid_request_by_the_scheduler_is_not_an_error() -> Non
 
 def test_failure_of_the_tokenizer_is_an_error() -> None:
     async def scenario(world: World) -> None:
-        prompt = TokenizeText(text="x")
-        asking = asyncio.create_task(world.client.tokenize(prompt, "prompt", world.client.open(1)))
+        question = Question(TokenizeText(text="x"), "prompt")
+        asking = asyncio.create_task(world.engine.ask(world.open(), question))
         await asyncio.sleep(0)
         (asked,) = world.tokenizers[0].sent
-        world.client.receive_tokenize_result(
-            TokenizeResult(uid=asked.uid, error="x", internal=True)
-        )
+        world.engine.receive(TokenizeResult(uid=asked.uid, error="x", internal=True))
         with pytest.raises(EngineFailure):
             await asking
 

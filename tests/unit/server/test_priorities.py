@@ -80,11 +80,11 @@ def test_a_server_without_keys_accepts_every_number() -> None:
 
 def test_a_full_queue_of_one_class_refuses_no_request_of_another() -> None:
     world = World(max_queued_reqs=2)
-    calls = [world.client.open(1, priority=7), world.client.open(1, priority=1)]
+    calls = [world.open(1, priority=7), world.open(1, priority=1)]
     with pytest.raises(Overloaded):
-        world.client.open(1, priority=3)
-    calls += [world.client.open(2), world.client.open(2, priority=-1)]
-    assert world.client.open_choices == {"default": 6}
+        world.open(1, priority=3)
+    calls += [world.open(2), world.open(2, priority=-1)]
+    assert world.engine.open_choices == {"default": 6}
     for call in calls:
-        world.client.close(call)
+        world.engine.close(call)
     assert world.is_empty

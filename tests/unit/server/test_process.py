@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from minisgl.core import Overloaded, SamplingParams, WorkerDied
-from minisgl.message.messages import AddReq, Ready, SchedulerStats, Shutdown, TextOptions, ToApi
+from minisgl.message.messages import AddReq, Ready, SchedulerStats, Shutdown, ToApi
 from minisgl.message.queues import Sender, endpoint
+from minisgl.request.call import Caller, Submission
 from minisgl.server.observe.lifecycle import Phase
 from minisgl.server.process import ApiServer
 from minisgl.settings.child import ChildSpec
@@ -35,10 +36,10 @@ def test_scheduler_without_requests_is_not_hung(tmp_path: Path) -> None:
     """Regression: an idle scheduler was reported as hung while a tokenizer had minutes of work."""
     server = api_server(tmp_path, step_timeout_s=1e-9)
     server.lifecycle.phase = Phase.READY
-    (choice,) = server.client.open(1).choices
+    call = server.engine.open(Caller())
     assert [server.hung_worker(), server.hung_worker()] == [None, None]
-    request = AddReq(uid=choice.uid, token_ids=b"", sampling=SamplingParams())
-    server.client.submit([choice], request, [TextOptions()])
+    request = AddReq(uid=call.uid, token_ids=b"", sampling=SamplingParams())
+    server.engine.submit(call, Submission(request, ()))
     assert [server.hung_worker(), server.hung_worker()] == [None, "scheduler"]
 
 
@@ -49,9 +50,9 @@ def test_a_long_prompt_on_a_cpu_has_more_time_than_one_step(
     server = api_server(tmp_path, step_timeout_s=1e-9)
     server.lifecycle.phase = Phase.READY
     server.lifecycle.facts = msgspec.structs.replace(FACTS, device=device)
-    (choice,) = server.client.open(1).choices
-    request = AddReq(uid=choice.uid, token_ids=bytes(4 * 31_000), sampling=SamplingParams())
-    server.client.submit([choice], request, TextOptions())
+    call = server.engine.open(Caller())
+    request = AddReq(uid=call.uid, token_ids=bytes(4 * 31_000), sampling=SamplingParams())
+    server.engine.submit(call, Submission(request, ()))
     assert [server.hung_worker(), server.hung_worker()] == [None, hung]
 
 
@@ -84,8 +85,8 @@ def test_scheduler_whose_requests_wait_for_their_grammars_is_not_hung(
 def test_a_scrape_names_keys_only_with_key_metrics(tmp_path: Path, named: bool) -> None:
     """A scrape needs no key."""
     server = api_server(tmp_path, api_key_hashes={"0" * 64: "search"}, key_metrics=named)
-    server.client.metrics.on_refused(Overloaded("full"), Phase.READY, "search")
-    body, _ = server.client.metrics.render("", Phase.READY, False, {})
+    server.engine.metrics.on_refused(Overloaded("full"), Phase.READY, "search")
+    body, _ = server.engine.metrics.render("", Phase.READY, False, {})
     assert (b'key="search"' in body) == named
     counted = b"search" if named else b"other"
     assert b'minisgl_key_rejected_total{key="%s",model_name="m"} 1.0' % counted in body
@@ -109,9 +110,9 @@ def test_dead_receiver_ends_the_process(tmp_path: Path) -> None:
         outbox.send(Ready(role="scheduler", facts=FACTS))
         with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(_Broken):
             await asyncio.wait_for(server.run(listener), timeout=patience())
-        generation = server.client.open(1)
-        server.client.fail_all(WorkerDied("x"))  # type: ignore[arg-type]
-        assert generation.finished()
+        call = server.engine.open(Caller())
+        server.engine.fail_all(WorkerDied("x"))  # type: ignore[arg-type]
+        assert all(choice.finish is not None for choice in call.choices)
         outbox.close()
 
     asyncio.run(main())

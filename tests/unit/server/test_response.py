@@ -11,7 +11,7 @@ from minisgl.core import FinishReason
 from minisgl.message.messages import TokenLogprob
 from minisgl.protocol import responses
 from minisgl.protocol.requests import CHAT, COMPLETIONS
-from minisgl.request.call import ChoiceDelta
+from minisgl.request.choice import Details
 from minisgl.request.convert import RequestConverter
 from minisgl.server.answer.openai import ResponseWriter
 from minisgl.server.answer.stream import events
@@ -29,9 +29,9 @@ TOKEN = TokenLogprob(token_bytes=b"he", logprob=-0.5, offset=0, top=[(b"\xff", f
 
 def generation_of(world: World, **first: Any) -> Any:
     """A generation that has received two outputs, the second of which ended it."""
-    generation = world.client.open(1)
+    generation = world.open(1)
     uid = generation.choices[0].uid
-    generation.choices[0].delta = ChoiceDelta(prompt_ids=[1, 2])
+    generation.choices[0].details = Details(prompt_ids=[1, 2])
     world.update(uid, "he", token_ids=[7], logprobs=[TOKEN], **first)
     world.update(uid, "llo", token_ids=[8], completion_tokens=2, finish=FinishReason.STOP)
     return generation
@@ -54,7 +54,7 @@ def test_whole_answer_has_the_fields_of_its_struct(route: str) -> None:
         assert choice.finish_reason == "stop"
         assert choice.token_ids == [7, 8]
         assert choice.logprobs is not None
-        world.client.close(generation)
+        world.engine.close(generation)
 
     asyncio.run(main())
 
@@ -77,7 +77,7 @@ def test_each_event_has_the_fields_of_its_struct(route: str) -> None:
         ids = [c.token_ids for chunk in chunks for c in chunk.choices if c.token_ids]
         assert ids == [[7, 8]]
         assert chunks[-1].usage is not None
-        world.client.close(generation)
+        world.engine.close(generation)
 
     asyncio.run(main())
 

@@ -142,7 +142,7 @@ def test_input_tokens_has_the_prompt_of_the_request() -> None:
     body = (
         b'{"model": "m", "input": "hi", "instructions": "be brief", "reasoning": {"effort": "low"}}'
     )
-    name, prompt = RequestConverter(CONFIG).read_prompt(INPUT_TOKENS, body, KNOWS)
+    prompt, name = RequestConverter(CONFIG).read_prompt(INPUT_TOKENS, body, KNOWS)
     asked = responses(input="hi", instructions="be brief", reasoning={"effort": "low"})
     assert (name, prompt) == asked.prompts[0]
     with pytest.raises(RequestError, match="max_output_tokens"):

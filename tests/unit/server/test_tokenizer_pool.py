@@ -4,17 +4,16 @@ import asyncio
 
 from minisgl.core import DeadlineExceeded
 from minisgl.message.messages import TokenizeResult, TokenizeText, ToTokenizer
-from minisgl.request.call import Generation
-from minisgl.server.engine import Tokenized
-from minisgl.server.handler import start
+from minisgl.request.call import Call
+from minisgl.request.question import Answer, Question
 from minisgl.server.pools.tokenizers import TokenizerPool
-from tests.unit.server.fakes import FACTS, World
+from tests.unit.server.fakes import FACTS, World, start
 from tests.unit.server.test_engine_client import request, run, settle
 
 
 def test_requests_go_to_the_least_busy_tokenizer() -> None:
     async def main(world: World) -> None:
-        tasks = [asyncio.create_task(start(world.client, request(), FACTS)) for _ in range(4)]
+        tasks = [asyncio.create_task(start(world.engine, request(), FACTS)) for _ in range(4)]
         await settle()
         assert [len(box.sent) for box in world.tokenizers] == [2, 2]
         for task in tasks:
@@ -29,28 +28,28 @@ def test_requests_of_ended_calls_do_not_reach_a_tokenizer() -> None:
     """Regression: 300 prompts of clients that had disconnected delayed the next call by 9 s."""
 
     async def main(world: World) -> None:
-        client, (box,) = world.client, world.tokenizers
-        calls = [client.open(1) for _ in range(50)]
+        engine, (box,) = world.engine, world.tokenizers
+        calls = [world.open(1) for _ in range(50)]
 
-        def ask(text: str, call: Generation) -> asyncio.Task[Tokenized]:
-            return asyncio.create_task(client.tokenize(TokenizeText(text=text), "prompt", call))
+        def ask(text: str, call: Call) -> asyncio.Task[Answer]:
+            return asyncio.create_task(engine.ask(call, Question(TokenizeText(text=text))))
 
         long = [ask("x" * 50_000, call) for call in calls[:-2]]
         await settle()
         late, last = ask("y", calls[-2]), ask("z", calls[-1])
         await settle()
         assert [len(message.text) for message in box.sent] == [50_000, 50_000]
-        client.end(calls[-2], DeadlineExceeded("late"))
+        engine.end(calls[-2], DeadlineExceeded("late"))
         for task in long:
             task.cancel()
         ends = await asyncio.gather(*long, late, return_exceptions=True)
         assert {type(end) for end in ends} == {asyncio.CancelledError, DeadlineExceeded}
-        client.receive_tokenize_result(TokenizeResult(uid=box.sent.pop(0).uid))
+        engine.receive(TokenizeResult(uid=box.sent.pop(0).uid))
         assert [message.text[0] for message in box.sent] == ["x", "z"]
         world.answer()
-        assert list((await last).token_ids) == [1]
+        assert (await last).token_ids == b"\1\0\0\0"
         for call in calls:
-            client.close(call)
+            engine.close(call)
 
     assert run(main).is_empty
 

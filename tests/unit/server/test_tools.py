@@ -246,7 +246,7 @@ def answer(
 
     async def main() -> list[Any]:
         world = World()
-        generation = world.client.open(1)
+        generation = world.open(1)
         uid = generation.choices[0].uid
         pieces = events(generation, writer)
         found = b""
@@ -259,7 +259,7 @@ def answer(
                 found += await anext(pieces)
         if not stream:
             found = b"data: " + await writer.whole(generation)
-        world.client.close(generation)
+        world.engine.close(generation)
         blocks = (block.removeprefix(b"data: ") for block in found.split(b"\n\n"))
         return [json.loads(block) for block in blocks if block not in (b"", b"[DONE]")]
 
