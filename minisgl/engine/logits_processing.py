@@ -6,7 +6,6 @@ them to a float32 copy of the logits of all ids, in the order of `Extensions.log
 """
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -159,23 +158,24 @@ def prepare_edits(
     return Edits(others=tuple(edits), local=False)
 
 
-class Constraint(ABC):
+class Constraint:
     """The state of a logits processor that limits the tokens of its request's output.
 
     At most one state of a request is a Constraint. The scheduler calls its methods. Results must
-    depend only on the request and its tokens, so that all ranks get the same results.
+    depend only on the request and its tokens, so that all ranks get the same results. The methods
+    of this class are those of a request whose output is free: it is always prepared.
 
     An edit may withhold a row (MaskedRows). The request then gets no token from the step on any
     rank, and the scheduler preempts it. It waits until `prepared`, and then for a row. If its next
     step gives it no token again, it fails. While the constraint is slow, the scheduler prepares
     each further edit before the step that needs it; until then the request skips the steps.
 
-    prepares      False only for Unconstrained.
+    prepares      the request waits for its preparation.
     masks_drafts  True if the edit also masks the logits after each draft, so that the request may
                   have drafts. The logits after draft i are i rows after the first ones.
     """
 
-    prepares = True
+    prepares = False
     masks_drafts = False
     slow = False  # the last preparation took long; only rank 0 reads it
 
@@ -184,14 +184,12 @@ class Constraint(ABC):
         """The CPU seconds that `start` is known to take. All ranks get the same value."""
         return math.inf
 
-    @abstractmethod
     def start(self, client: str, here: bool = False) -> None:
         """Start the preparation in another thread. The preparations of clients take turns.
 
         here: prepare in this thread instead.
         """
 
-    @abstractmethod
     def prepare(self, tokens: Int32Array) -> None:
         """Start to prepare the next edit in another thread.
 
@@ -200,26 +198,24 @@ class Constraint(ABC):
         tokens: all known tokens of the request. No step in flight uses the state.
         """
 
-    @abstractmethod
     def withdraw(self) -> None:
         """The request was aborted: a started preparation does not begin, if it still waits."""
 
-    @abstractmethod
     def prepared(self, wait_s: float | None = 0.0) -> bool:
         """Return True once the state can edit logits, or once it has failed.
 
         wait_s: wait at most this many seconds for a started preparation; None waits without a
         limit. The scheduler admits the request after the preparation.
         """
+        return True
 
-    @abstractmethod
     def failure(self, position: int) -> RequestError | None:
         """Return the error if no token is allowed at `position`; None if a token is allowed.
 
         After a preparation only the result of rank 0 counts, so it may depend on measured times.
         """
+        return None
 
-    @abstractmethod
     def forced(self, tokens: Int32Array) -> Sequence[int]:
         """Return the ids that must follow. tokens: all known tokens of the request.
 
@@ -227,6 +223,7 @@ class Constraint(ABC):
         EditedReq.history. The scheduler then drops the result of the step in flight, so a state
         returns no ids that the drafts of that step begin with.
         """
+        return ()
 
 
 class LogitsProcessor(Protocol[State]):

@@ -1,6 +1,5 @@
 """`Req`, one generation inside the scheduler, and its construction from an AddReq message."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -13,7 +12,6 @@ from minisgl.core import (
     Int32Array,
     InvalidRequest,
     PromptTooLong,
-    RequestError,
     SamplingParams,
 )
 from minisgl.core.rows import Prefixes
@@ -40,31 +38,7 @@ class ReqState(StrEnum):
     FINISHED = "finished"  # owns neither row nor pages; its Finished message has been built
 
 
-class Unconstrained(Constraint):
-    """Implements Constraint for a request whose output is free. It is always prepared."""
-
-    prepares = False
-
-    def start(self, client: str, here: bool = False) -> None:
-        """Prepare nothing."""
-
-    def prepare(self, tokens: Int32Array) -> None:
-        """Prepare nothing."""
-
-    def withdraw(self) -> None:
-        """No preparation waits."""
-
-    def prepared(self, wait_s: float | None = 0.0) -> bool:
-        return True
-
-    def failure(self, position: int) -> RequestError | None:
-        return None
-
-    def forced(self, tokens: Int32Array) -> Sequence[int]:
-        return ()
-
-
-UNCONSTRAINED = Unconstrained()
+UNCONSTRAINED = Constraint()
 
 
 @dataclass(slots=True, eq=False)

@@ -100,6 +100,7 @@ class GrammarState(Constraint):
     _prepared_s: float = 0.0
     _quick: int = 0
 
+    prepares = True
     masks_drafts = True
 
     def __post_init__(self) -> None:

@@ -39,6 +39,7 @@ class ScriptedParams(SamplingParams, frozen=True, kw_only=True):
 class Scripted(Constraint):
     """The state of one request."""
 
+    prepares = True
     masks_drafts = True
 
     def __init__(self, params: ScriptedParams) -> None:
