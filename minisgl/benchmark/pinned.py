@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from minisgl.benchmark.replaced_draws import ReplacedDraws
-from minisgl.core.batch import DecodeLoad, DraftCounts, NoDrafts
+from minisgl.core.batch import DecodeLoad, DraftCounts, DraftLengths
 from minisgl.drafts import with_head
 from minisgl.engine import Extensions, ModelRunner, StepColumns
 from minisgl.engine.sampler import Finish
 
 
-class FixedLengths(NoDrafts):
-    """Implements DraftLengths: all steps without prompts have the same number of drafts."""
+class FixedLengths(DraftLengths):
+    """All steps without prompts have the same number of drafts."""
 
     def __init__(self, drafts: int) -> None:
         self._drafts = drafts

@@ -275,11 +275,15 @@ class DecodeLoad(NamedTuple):
     made: int
 
 
-class DraftLengths(Protocol):
-    """Chooses how many draft tokens a step forwards. Each rank has one; all make equal choices."""
+class DraftLengths:
+    """Chooses how many draft tokens a step forwards. Each rank has one; all make equal choices.
+
+    The methods of this class choose none.
+    """
 
     def choose(self, step: DecodeLoad) -> DraftCounts:
         """Return the numbers of drafts of each request in step.rows for this step."""
+        return DraftCounts(0, 0)
 
     def open(self, row: int) -> None:
         """Forget the measurements of `row`, because it belongs to another request now."""
@@ -288,25 +292,6 @@ class DraftLengths(Protocol):
         self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array, made: Int32Array
     ) -> None:
         """Take the measured acceptance of decode requests, as in StepResult and Batch.made."""
-
-
-class NoDrafts:
-    """Implements DraftLengths for a scheduler without drafts."""
-
-    def __init__(self, rows: int) -> None:
-        """rows: number of rows."""
-
-    def choose(self, step: DecodeLoad) -> DraftCounts:
-        """Choose none."""
-        return DraftCounts(0, 0)
-
-    def open(self, row: int) -> None:
-        """Measure nothing."""
-
-    def record(
-        self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array, made: Int32Array
-    ) -> None:
-        """Measure nothing."""
 
 
 class PendingStep(Protocol):

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import Int32Array
-from minisgl.core.batch import DecodeLoad, DraftCounts
+from minisgl.core.batch import DecodeLoad, DraftCounts, DraftLengths
 from minisgl.core.config import DRAFT_WIDTHS
 
 # The acceptance of a row is a weighted mean. Each later draft multiplies the weight by this factor.
@@ -18,8 +18,8 @@ _ALL_DECAY = 0.999  # as _DECAY, for the mean acceptance of all rows
 _MARGIN = 1.02  # drafts must be at least this much better than none
 
 
-class PricedLengths:
-    """Implements core.batch.DraftLengths. All ranks measure the same, and so choose alike.
+class PricedLengths(DraftLengths):
+    """All ranks measure the same, and so choose alike.
 
     A row accepts each draft with a probability of its own, p, if it accepts all drafts before it. k
     drafts then give a row 1 + p + ... + p^k tokens. The step takes the k that gives the most

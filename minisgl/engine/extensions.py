@@ -40,8 +40,7 @@ class Extensions(ModelExtensions):
     logits_processors  in the order in which they edit the logits.
     constraint_totals  the processor of constraints and the scheduler count in this object.
                        SchedulerStats reports it. None: the scheduler makes one.
-    cache_reporter     makes the listener of the prefix cache from page size and number of pages.
-                       None: the cache has no listener.
+    cache_reporters    each makes a listener of the prefix cache from page size and number of pages.
     cache_kinds        make further kinds of memory (kvcache.CacheKind).
     draft_lengths      makes the object that chooses the number of draft tokens, from the number of
                        rows. None: no step has drafts.
@@ -53,7 +52,7 @@ class Extensions(ModelExtensions):
     sampling_columns: tuple[Column, ...] = SAMPLING_COLUMNS
     logits_processors: tuple[LogitsProcessor[Any], ...] = (TokenBias(), Penalties())
     constraint_totals: ConstraintTotals | None = None
-    cache_reporter: Callable[[int, int], CacheReporter] | None = None
+    cache_reporters: tuple[Callable[[int, int], CacheReporter], ...] = ()
     cache_kinds: tuple[NewKind, ...] = ()
     draft_lengths: Callable[[int], DraftLengths] | None = None
     stages: tuple[Callable[[ModelRunner], Stage], ...] = ()

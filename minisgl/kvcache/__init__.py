@@ -3,7 +3,7 @@
 from minisgl.kvcache.fenced_pool import FencedPool
 from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
 from minisgl.kvcache.memory import Memory, Room
-from minisgl.kvcache.node import CacheListener, Hit, Match, NoListener, RadixNode
+from minisgl.kvcache.node import CacheListener, Hit, Match, RadixNode
 from minisgl.kvcache.radix import RadixCache, common_prefix
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "Match",
     "Memory",
     "NewKind",
-    "NoListener",
     "RadixCache",
     "RadixNode",
     "Room",

@@ -59,10 +59,10 @@ class Memory:
         *,
         caches: bool = True,
         spare_tokens: int = 0,
-        listener: CacheListener | None = None,
+        listeners: Sequence[CacheListener] = (),
         kinds: Sequence[NewKind] = (),
     ) -> None:
-        """listener: of the prefix cache. kinds: from extensions."""
+        """listeners: of the prefix cache. kinds: from extensions."""
         self._rows = rows
         self.page_size = engine.page_size
         self.spare_tokens = spare_tokens
@@ -71,7 +71,7 @@ class Memory:
         self.kinds: tuple[CacheKind, ...] = tuple(
             new_kind(engine, rows, self, index) for index, new_kind in enumerate(new_kinds)
         )
-        self.tree = RadixCache(self.page_size, rows.steps, listener, self.kinds)
+        self.tree = RadixCache(self.page_size, rows.steps, listeners, self.kinds)
         self.shared: Int32Array = np.zeros(len(rows.known), dtype=np.int32)
         self.caches = caches
         self._nodes: dict[int, RadixNode] = {}  # by row: the locked end of its cached prefix

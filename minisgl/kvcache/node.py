@@ -93,13 +93,3 @@ class CacheListener(Protocol):
 
     def removed(self, pages: Int32Array) -> None:
         """These pages have been evicted."""
-
-
-class NoListener:
-    """Implements CacheListener for a cache that announces nothing."""
-
-    def stored(self, tokens: Int32Array, pages: Int32Array, salt: str) -> None:
-        """Do nothing."""
-
-    def removed(self, pages: Int32Array) -> None:
-        """Do nothing."""

@@ -23,7 +23,7 @@ import numpy as np
 from minisgl.core import Int32Array, InvariantBroken
 from minisgl.core.rows import Steps
 from minisgl.kvcache.kinds import CacheKind
-from minisgl.kvcache.node import CacheListener, Evicted, Hit, Match, NoListener, Path, RadixNode
+from minisgl.kvcache.node import CacheListener, Evicted, Hit, Match, Path, RadixNode
 
 
 def common_prefix(a: Int32Array, b: Int32Array) -> int:
@@ -75,15 +75,15 @@ class RadixCache:
         self,
         page_size: int,
         steps: Steps,
-        listener: CacheListener | None = None,
+        listeners: Sequence[CacheListener] = (),
         kinds: Sequence[CacheKind] = (),
     ) -> None:
-        """steps: the steps that the fences refer to. listener: learns of each insertion and
+        """steps: the steps that the fences refer to. listeners: learn of each insertion and
         eviction. kinds: beside full attention.
 
         A match ends where every kind can use it.
         """
-        self.listener = listener or NoListener()
+        self.listeners = listeners
         self._page_size = page_size
         self._kinds = kinds
         self.clock = 0
@@ -169,7 +169,8 @@ class RadixCache:
             node = leaf
             cached_pages.append(leaf.pages)
         match = Match(node, np.concatenate(cached_pages), len(pages), junction=0)
-        self.listener.stored(tokens, match.pages, salt)
+        for listener in self.listeners:
+            listener.stored(tokens, match.pages, salt)
         return match
 
     def lock(self, end: RadixNode) -> None:
@@ -332,7 +333,8 @@ class RadixCache:
         taken = node.pages[kept:]
         self.evictable_pages -= num_pages
         self._reused_pages -= num_pages if node.reused else 0
-        self.listener.removed(taken)
+        for listener in self.listeners:
+            listener.removed(taken)
         if kept:
             node.pages = node.pages[:kept]
             node.tokens = node.tokens[: kept * self._page_size]

@@ -117,7 +117,7 @@ def _scheduler(spec: ChildSpec) -> None:
         publisher.start(partial(fail, spec))
         put, totals = publisher.put, publisher.totals
         reporter = partial(CacheEvents, events.block_size, model, put, totals)
-        extensions = replace(extensions, cache_reporter=reporter)
+        extensions = replace(extensions, cache_reporters=(reporter,))
     run_scheduler(
         config.engine,
         config.scheduler,

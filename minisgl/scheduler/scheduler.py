@@ -41,7 +41,7 @@ from minisgl.scheduler.preparation import PreparationQueue
 from minisgl.scheduler.request import Req, accept_request
 from minisgl.scheduler.request_table import NewTokens, RequestTable
 from minisgl.scheduler.stats import InFlight, StepMeter
-from minisgl.scheduler.view import Admission, new_view
+from minisgl.scheduler.view import Admission, View
 
 MAX_OVERTAKES = 64  # admissions that overtake an older request before that request comes first
 MIN_LAUNCH_LEAD_S = 0.002  # plan and launch take 0.3 to 0.8 ms; 5 ms without a CUDA graph
@@ -102,10 +102,9 @@ class Scheduler:
         self._extensions = extensions
         self._send = send
         self.table = RequestTable(engine, extensions, eos_token_ids)
-        report = extensions.cache_reporter
-        reporter = report and report(engine.page_size, engine.num_pages)
-        self._reporters = [reporter] if reporter else []  # one or none
-        self.view = new_view(engine, config, extensions, self.table, reporter, cost)
+        reporters = extensions.cache_reporters
+        self._reporters = [new(engine.page_size, engine.num_pages) for new in reporters]
+        self.view = View(engine, config, extensions, self.table, self._reporters, cost)
         self.memory = self.view.memory
         self._capacity_tokens = min(engine.max_seq_len, engine.num_pages * engine.page_size)
         self._arrivals = 0
@@ -118,7 +117,7 @@ class Scheduler:
             phases=self._meter.phases,
             total_pages=engine.num_pages,
             constraints=extensions.constraint_totals or ConstraintTotals(),
-            kv_events=reporter.totals if reporter else KVEventTotals(),
+            kv_events=next((r.totals for r in self._reporters), KVEventTotals()),
         )
         self._outputs = OutputBuilder(self.table, self.totals)
         of_drafts = DraftReader(self.view, self._outputs, self.totals.drafts)

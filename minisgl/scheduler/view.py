@@ -1,7 +1,6 @@
 """`View`, the input of a plan, and `Plan`, its result."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from minisgl.core import (
     StepWork,
     step_sizes,
 )
-from minisgl.core.batch import DraftLengths, NoDrafts
+from minisgl.core.batch import DraftLengths
 from minisgl.core.config import MAX_DRAFTS
 from minisgl.engine import Extensions
 from minisgl.kvcache import CacheListener, Hit, Memory, common_prefix
@@ -91,7 +90,6 @@ class StepPlan(NamedTuple):
 MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared prefix
 
 
-@dataclass(slots=True)
 class View:
     """The requests, their memory and their order. A plan reads it, and changes nothing.
 
@@ -123,19 +121,35 @@ class View:
         of admission.
     """
 
-    config: SchedulerConfig
-    memory: Memory
-    table: RequestTable
-    lengths: DraftLengths
-    max_drafts: int
-    sizes: list[int]
-    cost: StepCost
-    waiting: WaitingQueue = field(default_factory=WaitingQueue)
-    prefilling: list[Req] = field(default_factory=list)
-    uncached: dict[Req, None] = field(default_factory=dict)  # a dict keeps the order
-    decode_rows: Int32Array = field(default_factory=lambda: np.empty(0, dtype=np.int32))
-    paused: dict[Req, None] = field(default_factory=dict)
-    carry: Carry = NO_CARRY
+    def __init__(
+        self,
+        engine: EngineLike,
+        config: SchedulerConfig,
+        extensions: Extensions,
+        table: RequestTable,
+        listeners: Sequence[CacheListener],
+        cost: StepCost,
+    ) -> None:
+        """A view without requests. listeners: of the prefix cache."""
+        self.config, self.table, self.cost = config, table, cost
+        new_lengths, rows = extensions.draft_lengths, engine.max_running_reqs
+        self.lengths = DraftLengths() if new_lengths is None else new_lengths(rows)
+        self.max_drafts = 0 if new_lengths is None else MAX_DRAFTS
+        self.memory = Memory(
+            engine,
+            table,
+            caches=config.cache_type != "naive",
+            spare_tokens=self.max_drafts,
+            listeners=listeners,
+            kinds=extensions.cache_kinds,
+        )
+        self.sizes = step_sizes(config.prefill_budget_tokens + rows + 1024)
+        self.waiting = WaitingQueue()
+        self.prefilling: list[Req] = []
+        self.uncached: dict[Req, None] = {}  # a dict keeps the order
+        self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
+        self.paused: dict[Req, None] = {}
+        self.carry = NO_CARRY
 
     @property
     def in_flight(self) -> bool:
@@ -215,27 +229,3 @@ class View:
             return int(self.table.computed[prefilling[0].row])
         first = next(iter(self.waiting))
         return len(first.tokens) - first.uncached_tokens  # the cached part of its prompt
-
-
-def new_view(
-    engine: EngineLike,
-    config: SchedulerConfig,
-    extensions: Extensions,
-    table: RequestTable,
-    listener: CacheListener | None,
-    cost: StepCost,
-) -> View:
-    """Return a view without requests. listener: of the prefix cache."""
-    new_lengths = extensions.draft_lengths or NoDrafts
-    max_drafts = MAX_DRAFTS if extensions.draft_lengths else 0
-    memory = Memory(
-        engine,
-        table,
-        caches=config.cache_type != "naive",
-        spare_tokens=max_drafts,
-        listener=listener,
-        kinds=extensions.cache_kinds,
-    )
-    sizes = step_sizes(config.prefill_budget_tokens + engine.max_running_reqs + 1024)
-    lengths = new_lengths(engine.max_running_reqs)
-    return View(config, memory, table, lengths, max_drafts, sizes, cost)

@@ -98,7 +98,7 @@ class Replica:
         page_size, num_pages = self.engine.page_size, self.engine.num_pages
         self._recorder = BlockRecorder(page_size, num_pages)
         if observed:
-            self._scheduler.memory.tree.listener = self._recorder
+            self._scheduler.memory.tree.listeners = (self._recorder,)
 
     def deliver(self, due_s: float, message: ToScheduler) -> None:
         """Let `message` arrive at due_s. Calls are in the order of due_s."""

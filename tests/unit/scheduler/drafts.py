@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from minisgl.core import Int32Array
-from minisgl.core.batch import DecodeLoad, DraftCounts
+from minisgl.core.batch import DecodeLoad, DraftCounts, DraftLengths
 from tests.unit.scheduler.fake_engine import VOCAB, Drafter
 
 DRAFTERS: dict[str, Drafter] = {
@@ -26,8 +26,8 @@ PREDICTIONS: dict[str, Callable[[list[int]], list[int]]] = {
 }
 
 
-class ChangingDrafts:
-    """Chooses another number of drafts in each step; implements core.batch.DraftLengths.
+class ChangingDrafts(DraftLengths):
+    """Chooses another number of drafts in each step.
 
     The number depends on the lengths of the contexts, because a plan must not change it.
 
@@ -47,9 +47,6 @@ class ChangingDrafts:
             for at in (step.keys, step.keys + 1)
         )
         return DraftCounts(forwarded, ahead if self.head else 0)
-
-    def open(self, row: int) -> None:
-        pass
 
     def record(
         self, rows: Int32Array, drafted: Int32Array, agreed: Int32Array, made: Int32Array
