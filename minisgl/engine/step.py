@@ -185,7 +185,7 @@ class PiecewiseStep(EagerStep):
         The attention output of the padding is uninitialised memory. If it holds NaN, the layers
         after it store NaN in the dummy page, as keys and values of the padding. A request with
         drafts reads the dummy page if it forwards more tokens than it has pages for
-        (kvcache.full). The weight of these keys is zero, but zero times NaN is NaN. No
+        (kvcache.page_table). The weight of these keys is zero, but zero times NaN is NaN. No
         other request reads the dummy page. So in a step with drafts this output is set to zeros.
 
         With tensor parallelism, a rank may hold the residual of only some rows (two shots in

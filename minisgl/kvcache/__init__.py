@@ -3,7 +3,7 @@
 from minisgl.kvcache.fenced_pool import FencedPool
 from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
 from minisgl.kvcache.memory import Memory, Room
-from minisgl.kvcache.node import CacheListener, Hit, Match, RadixNode
+from minisgl.kvcache.node import CacheListener, Hit, RadixNode
 from minisgl.kvcache.radix import RadixCache, common_prefix
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "FencedPool",
     "Hit",
     "KindRoom",
-    "Match",
     "Memory",
     "NewKind",
     "RadixCache",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from minisgl.core import EngineLike, Int32Array
 from minisgl.core.batch import PageUpdates, StateCopies
 from minisgl.core.rows import Prefixes, Rows
-from minisgl.kvcache.node import Hit, Match, Path, RadixNode
+from minisgl.kvcache.node import Hit, RadixNode
 
 if TYPE_CHECKING:
     from minisgl.kvcache.memory import Memory
@@ -94,8 +94,8 @@ class CacheKind(ABC):
         """Return the counters of one plan."""
 
     @abstractmethod
-    def usable(self, path: Path, pages: int) -> int:
-        """Return the length of the longest hit of at most `pages` pages on this path."""
+    def usable(self, end: RadixNode, pages: int) -> int:
+        """Return the length of the longest hit within the first `pages` pages up to `end`."""
 
     @abstractmethod
     def usage(self) -> tuple[int, int, int]:
@@ -106,11 +106,11 @@ class CacheKind(ABC):
         those that steps in flight use."""
         return 0, 0
 
-    def lock(self, match: Match) -> None:
+    def lock(self, hit: Hit) -> None:
         """Protect the part of a cached prefix that a new row uses. `open` follows."""
 
     @abstractmethod
-    def open(self, row: int, match: Match) -> None:
+    def open(self, row: int, hit: Hit) -> None:
         """Let a row begin with a cached prefix."""
 
     def grow(self, rows: Int32Array, tokens: Int32Array) -> None:

@@ -8,9 +8,10 @@ import numpy as np
 
 from minisgl.core import EngineLike, Int32Array
 from minisgl.core.rows import Rows
-from minisgl.kvcache.full import FullPages
+from minisgl.kvcache.fenced_pool import FencedPool
 from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
-from minisgl.kvcache.node import CacheListener, Hit, Match, RadixNode
+from minisgl.kvcache.node import CacheListener, Hit, RadixNode
+from minisgl.kvcache.page_table import PageTable
 from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.states import state_kinds
 from minisgl.kvcache.window import window_kinds
@@ -38,7 +39,8 @@ class Memory:
     PageTable.append, and `grow` of each further kind. `publish` gives computed pages to the prefix
     cache while the request continues to use them. `release` takes the pages back.
 
-    full    the pages of full attention.
+    pool    the pages of full attention: one for each page of tokens of a row.
+    table   those of each row.
     kinds   the further kinds of memory of the model (CacheKind).
     tree    the prefix cache.
     spare_tokens
@@ -66,7 +68,8 @@ class Memory:
         self._rows = rows
         self.page_size = engine.page_size
         self.spare_tokens = spare_tokens
-        self.full = FullPages(engine, rows, spare_tokens, self._evict)
+        self.pool = FencedPool(engine.num_pages, rows.steps, self._evict)
+        self.table = PageTable(engine, self.pool.allocate, engine.num_pages, spare_tokens)
         new_kinds = (*window_kinds(engine), *state_kinds(engine), *kinds)
         self.kinds: tuple[CacheKind, ...] = tuple(
             new_kind(engine, rows, self, index) for index, new_kind in enumerate(new_kinds)
@@ -95,56 +98,72 @@ class Memory:
         """
         needed = self.pages_for(len(wanted.tokens))
         needed += min(1, self.pages_for(wanted.max_total_tokens) - needed)
-        fits = needed + sum(kind.most_pins for kind in self.kinds) <= self.full.pool.size
+        fits = needed + sum(kind.most_pins for kind in self.kinds) <= self.pool.size
         return wanted.tokens[: wanted.matchable if fits else 0]
 
     @property
     def available(self) -> int:
         """The number of pages that are free, or that eviction frees at once."""
         parts, tree = sum(kind.evictable()[0] for kind in self.kinds), self.tree
-        return self.full.pool.num_free + tree.evictable_pages - tree.fenced_pages + parts
+        return self.pool.num_free + tree.evictable_pages - tree.fenced_pages + parts
 
     @property
     def pending(self) -> int:
         """The number of pages that become available when the steps in flight are resolved."""
         parts = sum(kind.evictable()[1] for kind in self.kinds)
-        return self.full.pool.num_quarantined + self.tree.fenced_pages + parts
+        return self.pool.num_quarantined + self.tree.fenced_pages + parts
+
+    def growing(self, rows: Int32Array, counts: Int32Array | int) -> int:
+        """Return how many requests can still need a page after `rows` get `counts` more pages.
+
+        A request can need a page while its pages have room for fewer tokens than its limit.
+        """
+        pages = self.table.counts.copy()
+        pages[rows] += counts
+        short = pages * self.page_size < self._rows.max_total_tokens
+        return int((short & (pages > 0)).sum())
+
+    def lacks(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
+        """Return the number of pages that each row lacks for its next tokens, int32."""
+        ends = -(-(self._rows.computed[rows] + tokens) // self.page_size)
+        lacks: Int32Array = ends - self.table.counts[rows]
+        return lacks
 
     def usage(self) -> PageUsage:
         """Return the usage of the pages of full attention."""
-        pool = self.full.pool
+        pool = self.pool
         evictable = self.tree.evictable_pages + sum(sum(kind.evictable()) for kind in self.kinds)
         free = pool.num_free + pool.num_quarantined
         return PageUsage(pool.size - free - evictable, evictable, free)
 
     # --- for apply: writing -------------------------------------------------------------------
 
-    def match(self, wanted: Wanted) -> Match:
+    def match(self, wanted: Wanted) -> Hit:
         """Find the same prefix as `hit`, and mark it as used."""
         return self.tree.match(self._matchable(wanted), wanted.cache_salt)
 
-    def lock(self, match: Match) -> None:
-        """Protect a prefix, which a request will use, from eviction."""
-        self.tree.lock(match.node)
+    def lock(self, hit: Hit) -> None:
+        """Protect a prefix that `match` has found, and that a request will use, from eviction."""
+        self.tree.lock(hit.node)
         for kind in self.kinds:
-            kind.lock(match)
+            kind.lock(hit)
 
-    def open(self, row: int, match: Match) -> None:
+    def open(self, row: int, hit: Hit) -> None:
         """Let a row begin with its locked prefix, and with pages for its other tokens."""
-        missing = self.pages_for(int(self._rows.known[row])) - len(match.pages)
-        self.full.open(row, match.pages)
-        self.full.table.append(np.array([row]), np.array([missing]))
-        self.shared[row] = len(match.pages)
-        self._nodes[row] = match.node
+        missing = self.pages_for(int(self._rows.known[row])) - hit.pages
+        self.table.open_row(row, hit.node.prefix_pages())
+        self.table.append(np.array([row]), np.array([missing]))
+        self.shared[row] = hit.pages
+        self._nodes[row] = hit.node
         for kind in self.kinds:
-            kind.open(row, match)
+            kind.open(row, hit)
 
     def try_extend(self, row: int, tokens: int) -> bool:
         """Give a running row pages for `tokens` tokens in all; False if too few are available."""
-        missing = self.pages_for(tokens) - int(self.full.table.counts[row])
+        missing = self.pages_for(tokens) - int(self.table.counts[row])
         if missing > self.available:
             return False
-        self.full.table.append(np.array([row]), np.array([max(missing, 0)]))
+        self.table.append(np.array([row]), np.array([max(missing, 0)]))
         return True
 
     def publish(self, row: int, salt: str, tokens: int) -> None:
@@ -160,10 +179,11 @@ class Memory:
             kind.settle(row)
 
     def _insert(self, row: int, salt: str, num_pages: int) -> None:
-        table, fence = self.full.table, int(self._rows.last_step[row])
+        table, fence = self.table, int(self._rows.last_step[row])
         key = self._rows.tokens[row, : num_pages * self.page_size]
         row_pages = table.entries[row, :num_pages]
-        node, pages, *_ = self.tree.insert(key, row_pages, salt)
+        node = self.tree.insert(key, row_pages, salt)
+        pages = node.prefix_pages()
         self.tree.lock(node)
         self.tree.unlock(self._nodes[row], fence)
         self._nodes[row] = node
@@ -172,7 +192,7 @@ class Memory:
         if len(duplicates):
             table.sent[row] = min(int(table.sent[row]), int(self.shared[row]))
         self.shared[row] = num_pages
-        self.full.pool.release(duplicates, fence)
+        self.pool.release(duplicates, fence)
         for kind in self.kinds:
             kind.publish(row, node, num_pages)
 
@@ -182,7 +202,9 @@ class Memory:
         The last step of the row is the fence: the pages are reused only after that step.
         """
         self.publish(row, salt, cached_tokens)
-        self.full.close(row, int(self.shared[row]))
+        own = self.table.entries[row, self.shared[row] : self.table.counts[row]].copy()
+        self.pool.release(own, int(self._rows.last_step[row]))
+        self.table.counts[row] = 0
         for kind in self.kinds:
             kind.close(row)
         self.tree.unlock(self._nodes.pop(row), int(self._rows.last_step[row]))
@@ -195,7 +217,7 @@ class Memory:
     def _evict(self, count: int) -> None:
         for evicted in self.tree.evict(count):
             self.evicted_pages_total += len(evicted.pages)
-            self.full.pool.release(evicted.pages, evicted.fence)
+            self.pool.release(evicted.pages, evicted.fence)
 
 
 @dataclass(slots=True, eq=False)
@@ -223,9 +245,7 @@ class Room:
 
         If too few are left, gives none, and returns the rows that need some. Otherwise no row.
         """
-        full = self.memory.full
-        ends = -(-(full.rows.computed[rows] + tokens) // full.page_size)
-        lacks = ends - full.table.counts[rows]
+        lacks = self.memory.lacks(rows, tokens)
         growing, counts = rows[lacks > 0], lacks[lacks > 0]
         needed = int(counts.sum())
         if needed > self.available:
@@ -248,7 +268,7 @@ class Room:
         spare = min(1, memory.pages_for(wanted.max_total_tokens) - pages)
         locked = {
             node.node_id: used
-            for node, used in hit.path
+            for node, used in hit.nodes()
             if not memory.tree.is_locked(node) and used > self.locked.get(node.node_id, 0)
         }
         left = self.available - sum(locked.values()) - sum(kind.pins(hit) for kind in self.kinds)
@@ -274,5 +294,5 @@ class Room:
     def _growing(self) -> int:
         """Return the number of running requests that can still need a page."""
         if self.may_grow < 0:
-            self.may_grow = self.memory.full.growing(self.grown, self.counts)
+            self.may_grow = self.memory.growing(self.grown, self.counts)
         return self.may_grow

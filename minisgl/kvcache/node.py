@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from minisgl.core import Int32Array
+import numpy as np
 
-Path = list[tuple["RadixNode", int]]  # nodes from the root on, each with a number of its pages
+from minisgl.core import Int32Array
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -46,33 +46,41 @@ class RadixNode:
             yield node
             node = node.parent
 
+    def places(self) -> "Iterator[tuple[RadixNode, int]]":
+        """Yield the same nodes, each with the number of pages before it."""
+        first = sum(len(node.pages) for node in self.path())
+        for node in self.path():
+            first -= len(node.pages)
+            yield node, first
 
-class Match(NamedTuple):
-    """A cached prefix: the node at its end, and its pages, int32 [tokens / page_size].
-
-    known_pages: the pages of the longest cached prefix. Not all kinds of memory can use all of it.
-    junction: the same number if other cached tokens follow this prefix, so that requests part here;
-    otherwise 0.
-    """
-
-    node: RadixNode
-    pages: Int32Array
-    known_pages: int
-    junction: int
+    def prefix_pages(self) -> Int32Array:
+        """Return the pages of the prefix that ends with this node, int32."""
+        pages = [self.pages[:0], *(node.pages for node in self.path())]
+        return np.concatenate(pages[::-1])
 
 
 class Hit(NamedTuple):
-    """A cached prefix that a plan has found, without a change. `match` finds the same prefix.
+    """A cached prefix.
 
-    pages: the number of its pages. tokens: the tokens that they hold. known_pages, junction: as in
-    Match.
+    node         the node of its last page; the root if it has no page. A prefix that `match` has
+                 found ends with the node.
+    pages        the number of its pages.
+    tokens       the tokens that they hold.
+    known_pages  the pages of the longest cached prefix. Not all kinds of memory can use all of it.
+    junction     the same number if other cached tokens follow that prefix, so that requests part
+                 there; otherwise 0.
     """
 
-    path: Path
+    node: RadixNode
     pages: int
     tokens: int
     known_pages: int
     junction: int
+
+    def nodes(self) -> Iterator[tuple[RadixNode, int]]:
+        """Yield the nodes of the prefix from its end on, each with the number of its pages."""
+        for node, first in self.node.places():
+            yield node, min(len(node.pages), self.pages - first)
 
 
 class Evicted(NamedTuple):

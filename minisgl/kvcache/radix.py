@@ -23,7 +23,7 @@ import numpy as np
 from minisgl.core import Int32Array, InvariantBroken
 from minisgl.core.rows import Steps
 from minisgl.kvcache.kinds import CacheKind
-from minisgl.kvcache.node import CacheListener, Evicted, Hit, Match, Path, RadixNode
+from minisgl.kvcache.node import CacheListener, Evicted, Hit, RadixNode
 
 
 def common_prefix(a: Int32Array, b: Int32Array) -> int:
@@ -31,13 +31,6 @@ def common_prefix(a: Int32Array, b: Int32Array) -> int:
     length = min(len(a), len(b))
     different = a[:length] != b[:length]
     return int(different.argmax()) if different.any() else length
-
-
-def _junction(path: Path) -> int:
-    """Return the pages of a prefix if other cached tokens follow it; otherwise 0."""
-    if not path or (path[-1][1] == len(path[-1][0].pages) and not path[-1][0].children):
-        return 0
-    return sum(pages for _, pages in path)
 
 
 class RadixCache:
@@ -50,7 +43,7 @@ class RadixCache:
                                 +-- 5 6 (page 9)
 
         cache.insert(ids(1, 2, 3, 4), pages=ids(7, 8))    # A has been computed
-        cache.match(ids(1, 2, 5, 6)).pages                # [7]: B computes only 5 6
+        cache.match(ids(1, 2, 5, 6)).pages                # 1: B computes only 5 6
 
     The cache owns the pages of its nodes. A running request locks the path from the root to the end
     of its prefix. Locked nodes are not evicted. Time is a counter of operations, so that all
@@ -100,65 +93,55 @@ class RadixCache:
         self._steps = steps
 
     def hit(self, tokens: Int32Array, salt: str = "") -> Hit:
-        """Find the prefix that `match` would return, and change nothing."""
-        path = self._find(tokens, salt)
-        length = self._usable(path)
-        used, left = [], length
-        known = sum(pages for _, pages in path)
-        for node, pages in path:
-            if left > 0:
-                used.append((node, min(pages, left)))
-            left -= pages
-        return Hit(used, length, length * self._page_size, known, _junction(path))
+        """Find the longest cached prefix of `tokens`, int32, that all kinds can use.
 
-    def _usable(self, path: Path) -> int:
-        """Return the pages of the longest hit on `path` that every kind can use."""
-        length, before = sum(pages for _, pages in path), -1
+        Changes nothing.
+        """
+        end, known = self._find(tokens, salt)
+        length, before = known, -1
         while length != before:
             before = length
             for kind in self._kinds:
-                length = kind.usable(path, length)
-        return length
+                length = kind.usable(end, length)
+        last, of_last = self._place(end, known)
+        junction = known if last.children or of_last < len(last.pages) else 0
+        node, _ = self._place(end, length)
+        return Hit(node, length, length * self._page_size, known, junction if known else 0)
 
     def is_locked(self, node: RadixNode) -> bool:
         """A running request or a step in flight uses the node, so `evict` skips it."""
         return node.lock_count > 0 or node in self._fenced
 
-    def match(self, tokens: Int32Array, salt: str = "") -> Match:
-        """Find the longest cached prefix of `tokens`, int32, and mark its nodes as used.
+    def match(self, tokens: Int32Array, salt: str = "") -> Hit:
+        """Find the same prefix as `hit`, and mark its nodes as used.
 
-        If only the first pages of an edge match, the edge is split after these pages.
+        An edge is split where the prefix ends, and where the longest cached prefix ends.
         """
         self.clock += 1
-        path = self._find(tokens, salt)
-        length, known = self._usable(path), sum(pages for _, pages in path)
-        junction = _junction(path)
-        node, parts = self._use(path)
-        if length < known:
-            node, _ = self._use(self._find(tokens[: length * self._page_size], salt))
+        hit = self.hit(tokens, salt)
+        node = self.node_at(self._use(*self._find(tokens, salt)), hit.pages)
         for kind in self._kinds:
             kind.touch(node)
         for each in node.path():
             self.mark_reused(each)
-        return Match(node, np.concatenate(parts)[:length], known, junction)
+        return hit._replace(node=node)
 
-    def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> Match:
-        """Add the part of `tokens` that is not cached yet.
+    def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> RadixNode:
+        """Add the part of `tokens` that is not cached yet. Returns the last node.
 
         tokens: int32 [n * page_size]. pages: int32 [n], the pages with the KV of `tokens`.
-        Returns the last node and the cache's n pages for `tokens`. The cache owns these pages. If a
-        returned page differs from the given page, the cache held the same tokens before. The caller
-        then still owns the given page. The caller must put the returned page into its page table
-        and then free the given page.
+        The cache owns the n pages of the prefix that ends with the node (RadixNode.prefix_pages).
+        If one of them differs from the given page, the cache held the same tokens before. The
+        caller then still owns the given page. The caller must put the page of the cache into its
+        page table and then free the given page.
         """
         if len(tokens) != len(pages) * self._page_size:
             raise InvariantBroken(
                 f"{len(tokens)} tokens must fill {len(pages)} whole pages; this is a bug"
             )
         self.clock += 1
-        path = self._find(tokens, salt)
-        known = sum(of_node for _, of_node in path)
-        node, cached_pages = self._use(path)
+        end, known = self._find(tokens, salt)
+        node = self._use(end, known)
         if known < len(pages):
             rest = tokens[known * self._page_size :].copy()
             key = self._key(node, rest, salt)
@@ -167,11 +150,9 @@ class RadixCache:
             self.evictable_pages += len(leaf.pages)
             self._push_if_evictable(leaf)
             node = leaf
-            cached_pages.append(leaf.pages)
-        match = Match(node, np.concatenate(cached_pages), len(pages), junction=0)
         for listener in self.listeners:
-            listener.stored(tokens, match.pages, salt)
-        return match
+            listener.stored(tokens, node.prefix_pages(), salt)
+        return node
 
     def lock(self, end: RadixNode) -> None:
         """Forbid the eviction of the nodes from the root to `end`. Takes O(depth)."""
@@ -264,52 +245,48 @@ class RadixCache:
         before, reused = (leaf.last_use, leaf.reused) if leaf is not None else (None, True)
         return next((n for kind in self._kinds if (n := kind.evict(before, reused))), 0)
 
-    def _find(self, tokens: Int32Array, salt: str) -> Path:
-        """Return the nodes of the longest cached prefix, each with its number of pages in it."""
-        node, position = self._root, 0
-        path: Path = []
-        while position + self._page_size <= len(tokens):
+    def _find(self, tokens: Int32Array, salt: str) -> tuple[RadixNode, int]:
+        """Return the node of the last page of the longest cached prefix, and its number of pages.
+
+        The node is the root if no page is cached.
+        """
+        node, pages = self._root, 0
+        while (position := pages * self._page_size) + self._page_size <= len(tokens):
             child = node.children.get(self._key(node, tokens[position:], salt))
             if child is None:
                 break
             shared_pages = common_prefix(child.tokens, tokens[position:]) // self._page_size
-            path.append((child, shared_pages))
+            node, pages = child, pages + shared_pages
             if shared_pages < len(child.pages):
                 break
-            position += shared_pages * self._page_size
-            node = child
-        return path
+        return node, pages
 
-    def _use(self, path: Path) -> tuple[RadixNode, list[Int32Array]]:
-        """Mark the nodes of a path as used, and split its last edge after the path.
-
-        Returns the last node and the list of the nodes' pages, which begins with an empty array.
-        """
-        end, pages = self._root, [self._root.pages]
-        for node, num_pages in path:
-            end = node if num_pages == len(node.pages) else self._split(node, num_pages)
-            end.last_use = self.clock
-            pages.append(end.pages)
-        return end, pages
+    def _use(self, end: RadixNode, pages: int) -> RadixNode:
+        """Mark the nodes of a prefix as used. Returns its last node, as node_at."""
+        node = self.node_at(end, pages)
+        for each in node.path():
+            each.last_use = self.clock
+        return node
 
     def node_at(self, end: RadixNode, pages: int) -> RadixNode:
-        """Return the node that ends after `pages` pages of the prefix that ends at `end`.
+        """Return the node that ends after the first `pages` pages of the prefix that ends at `end`.
 
-        Splits an edge if no node ends there. pages: from 1 to those of the prefix.
+        Splits an edge if no node ends there.
         """
-        depth = sum(len(node.pages) for node in end.path())
-        for node in end.path():
-            first = depth - len(node.pages)
-            if pages > first:
-                return node if pages == depth else self._split(node, pages - first)
-            depth = first
-        raise InvariantBroken(f"no node ends after {pages} pages of a prefix; this is a bug")
+        node, count = self._place(end, pages)
+        return node if count == len(node.pages) else self._split(node, count)
+
+    def _place(self, end: RadixNode, pages: int) -> tuple[RadixNode, int]:
+        """Return the node of the last of these pages, and the number of its pages up to there."""
+        places = ((node, pages - first) for node, first in end.places() if pages > first)
+        return next(places, (self._root, 0))
 
     def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
         """Move the first `num_pages` pages of `node` to a new parent node. Returns the new node."""
         parent = node.parent
         cut = num_pages * self._page_size
         assert parent is not None, "the root must not be split; this is a bug"
+        assert num_pages < len(node.pages), "a node must be split inside; this is a bug"
         pages = node.pages[:num_pages].copy()
         upper = self._new_node(node.tokens[:cut].copy(), pages, parent, node.key)
         upper.lock_count = node.lock_count

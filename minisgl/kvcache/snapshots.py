@@ -95,9 +95,9 @@ class Snapshots:
         """
         memory = self._memory
         left = memory.available - self.num_pages
-        if left < memory.full.growing(_NO_ROWS, 0):
+        if left < memory.growing(_NO_ROWS, 0):
             return None
-        snapshot = Snapshot(memory.full.pool.allocate(self.num_pages), tokens, request, branches)
+        snapshot = Snapshot(memory.pool.allocate(self.num_pages), tokens, request, branches)
         self.own[snapshot] = None
         return snapshot
 
@@ -148,7 +148,7 @@ class Snapshots:
             del self._lru[snapshot.reused][snapshot]
         snapshot.freed = True
         self.fenced.pop(snapshot, None)
-        self._memory.full.pool.release(snapshot.pages, snapshot.fence)
+        self._memory.pool.release(snapshot.pages, snapshot.fence)
         return self.num_pages if snapshot.fence <= self._steps.resolved else 0
 
     def touch(self, node: RadixNode) -> None:

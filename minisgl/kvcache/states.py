@@ -9,7 +9,7 @@ from minisgl.core import EngineLike, Int32Array
 from minisgl.core.batch import StateCopies
 from minisgl.core.rows import Prefixes, Rows
 from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
-from minisgl.kvcache.node import Hit, Match, Path, RadixNode
+from minisgl.kvcache.node import Hit, RadixNode
 from minisgl.kvcache.snapshots import Snapshot, Snapshots
 
 if TYPE_CHECKING:
@@ -85,16 +85,11 @@ class States(CacheKind):
         """Return the counters of one plan."""
         return StateRoom(self)
 
-    def usable(self, path: Path, pages: int) -> int:
+    def usable(self, end: RadixNode, pages: int) -> int:
         """Return the pages up to the last snapshot."""
-        length, longest = 0, 0
-        for node, count in path:
-            length += count
-            if length > pages:
-                break
-            if count == len(node.pages) and self.snapshots.at(node) is not None:
-                longest = length
-        return longest
+        ends = ((node, first + len(node.pages)) for node, first in end.places())
+        saved = (at for node, at in ends if at <= pages and self.snapshots.at(node) is not None)
+        return next(saved, 0)
 
     def usage(self) -> tuple[int, int, int]:
         """The numbers of pages of the snapshots of requests, and of those in the cache."""
@@ -148,19 +143,19 @@ class States(CacheKind):
 
     # --- for apply, and the end of a step: writing ----------------------------------------------
 
-    def lock(self, match: Match) -> None:
+    def lock(self, hit: Hit) -> None:
         """Protect the snapshot at the end of a prefix until a batch has loaded it."""
-        if (snapshot := self.snapshots.at(match.node)) is not None:
+        if (snapshot := self.snapshots.at(hit.node)) is not None:
             self.snapshots.lock(snapshot)
 
-    def open(self, row: int, match: Match) -> None:
+    def open(self, row: int, hit: Hit) -> None:
         """Let a row begin with the snapshot at the end of its cached prefix."""
         prompt, prefixes = int(self._rows.known[row]), self._rows.prefixes[row]
         self._requests += 1
-        saving = self.new_saving(prompt, len(match.pages), match.junction, prefixes)
+        saving = self.new_saving(prompt, hit.pages, hit.junction, prefixes)
         self._savings[row] = saving
         self._rows.state_at[row] = saving.done
-        if (snapshot := self.snapshots.at(match.node)) is not None:
+        if (snapshot := self.snapshots.at(hit.node)) is not None:
             self._loads[row] = snapshot
 
     def copies(self, step: int) -> StateCopies | None:
@@ -265,19 +260,16 @@ class StateRoom(KindRoom):
 
     def pins(self, hit: Hit) -> int:
         """The pages of the snapshot at the end of a hit, if evictions could take them before."""
-        snapshot = self._end_of(hit)
+        snapshot = self._snapshots.at(hit.node)
         counted = snapshot is None or snapshot in self._used or snapshot in self._snapshots.fenced
         return 0 if counted else self._snapshots.num_pages
 
     def open(self, row: int, wanted: Wanted, hit: Hit) -> None:
         """Count a new row."""
-        if (snapshot := self._end_of(hit)) is not None:
+        if (snapshot := self._snapshots.at(hit.node)) is not None:
             self._used.add(snapshot)
         prompt, prefixes = len(wanted.tokens), wanted.prefixes
         self._new[row] = self._states.new_saving(prompt, hit.pages, hit.junction, prefixes)
-
-    def _end_of(self, hit: Hit) -> Snapshot | None:
-        return self._snapshots.at(hit.path[-1][0]) if hit.path else None
 
     def cut(self, row: int, start: int, tokens: int) -> int:
         """End a chunk at the end of a page or of the prompt, and where a state is to be saved."""

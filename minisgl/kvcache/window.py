@@ -7,9 +7,9 @@ import numpy as np
 
 from minisgl.core import EngineLike, Int32Array, PageUpdates
 from minisgl.core.rows import Rows
-from minisgl.kvcache.full import PageTable
 from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
-from minisgl.kvcache.node import Hit, Match, Path, RadixNode
+from minisgl.kvcache.node import Hit, RadixNode
+from minisgl.kvcache.page_table import PageTable
 from minisgl.kvcache.window_pages import ABSENT, WindowPages
 
 if TYPE_CHECKING:
@@ -110,28 +110,27 @@ class Windows(CacheKind):
         """Return the counters of one plan."""
         return WindowRoom(self)
 
-    def usable(self, path: Path, pages: int) -> int:
+    def usable(self, end: RadixNode, pages: int) -> int:
         """Return the pages up to the last one after a complete window."""
-        return self.pages.usable(self.pages.on_path(path)[:pages])
+        return self.pages.usable(self.pages.at_end(end, pages))
 
-    def lock(self, match: Match) -> None:
+    def lock(self, hit: Hit) -> None:
         """Add a user to the window at the end of a prefix."""
-        self.pages.use(self._last_of(match))
+        self.pages.use(self.window_of(hit))
 
-    def open(self, row: int, match: Match) -> None:
+    def open(self, row: int, hit: Hit) -> None:
         """Let a row begin with the window at the end of its cached prefix."""
-        length = len(match.pages)
-        first = max(length - self.span, 0)
-        self.table.open_row(row, self.pages.at_end(match.node, length))
+        first = max(hit.pages - self.span, 0)
+        self.table.open_row(row, self.pages.at_end(hit.node, hit.pages))
         self.table.sent[row] = self.first[row] = first
         self._reserve[row] = self.reserve_of(int(self._rows.max_total_tokens[row]))
-        if match.known_pages > length:
-            self._kept_first[row] = max(match.known_pages - self.span, first)
-            self._kept_end[row] = match.known_pages
+        if hit.known_pages > hit.pages:
+            self._kept_first[row] = max(hit.known_pages - self.span, first)
+            self._kept_end[row] = hit.known_pages
 
-    def _last_of(self, match: Match) -> Int32Array:
-        length = len(match.pages)
-        return self.pages.at_end(match.node, length)[max(length - self.span, 0) :]
+    def window_of(self, hit: Hit) -> Int32Array:
+        """Return the pages of the window at the end of a cached prefix."""
+        return self.pages.at_end(hit.node, hit.pages)[max(hit.pages - self.span, 0) :]
 
     def advance(self, rows: Int32Array) -> None:
         """Drop the pages that no later step of these running rows reads.
@@ -270,19 +269,17 @@ class WindowRoom(KindRoom):
 
     def open(self, row: int, wanted: Wanted, hit: Hit) -> None:
         """Count a new row."""
-        reserve, window = self._windows.reserve_of(wanted.max_total_tokens), self._window(hit)
+        reserve = self._windows.reserve_of(wanted.max_total_tokens)
+        window = self._windows.window_of(hit)
         self._available -= len(self._idle(hit))
         self._used |= {*window.tolist()}
         self._given_up -= self._used
         self._holdings[row] = Holding(reserve, len(window), hit.pages, 0, window[:0])
         self._spare -= self._holdings[row].charged
 
-    def _window(self, hit: Hit) -> Int32Array:
-        return self._windows.pages.on_path(hit.path)[max(hit.pages - self._windows.span, 0) :]
-
     def _idle(self, hit: Hit) -> set[int]:
         """Return the available pages that a new row takes from its cached prefix."""
-        window = self._window(hit)
+        window = self._windows.window_of(hit)
         idle = {*self._windows.pages.idle(window).tolist()} - self._used
         return idle | ({*window.tolist()} & self._given_up)
 

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from minisgl.core import Int32Array
 from minisgl.core.rows import Steps
 from minisgl.kvcache.fenced_pool import FencedPool
-from minisgl.kvcache.node import Path, RadixNode
+from minisgl.kvcache.node import RadixNode
 
 ABSENT = -1  # in place of a page id: the cache does not have the window page
 
@@ -111,11 +111,6 @@ class WindowPages:
         """Return the window pages of a node, int32, one for each of its pages."""
         part: Int32Array = node.parts[self.index]
         return part
-
-    def on_path(self, path: Path) -> Int32Array:
-        """Return the window pages of a prefix, int32, one for each of its pages."""
-        parts = [self.part_of(node)[:pages] for node, pages in path]
-        return np.concatenate([np.empty(0, dtype=np.int32), *parts])
 
     def at_end(self, node: RadixNode, pages: int) -> Int32Array:
         """Return the window pages of the first `pages` pages of the prefix that ends at `node`."""

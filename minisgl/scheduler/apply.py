@@ -12,7 +12,7 @@ from itertools import chain, islice
 import numpy as np
 
 from minisgl.core import Batch, Int32Array, InvariantBroken
-from minisgl.kvcache import Match
+from minisgl.kvcache import Hit
 from minisgl.scheduler.plan import MAX_DEFERRED
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.view import StepPlan, View
@@ -43,7 +43,7 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
     memory, table, steps = view.memory, view.table, view.table.steps
     locked = _lock(view, plan) if plan.seen else {}
     if len(plan.grow):
-        memory.full.table.append(plan.grow, plan.pages)
+        memory.table.append(plan.grow, plan.pages)
     for req, _ in plan.admit:
         _admit(view, req, locked[req])
     if plan.preempt is not None:
@@ -55,7 +55,7 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
         _check_progress(view, plan)
         return None
     steps.launched += 1
-    updates, states = memory.full.table.take_updates(rows), None
+    updates, states = memory.table.take_updates(rows), None
     for kind in memory.kinds:
         states = kind.copies(steps.launched) or states  # one kind at most has some
         kind.grow(rows, lengths)
@@ -100,34 +100,32 @@ def _begin_to_decode(view: View, rows: Int32Array) -> None:
     view.decode_rows = np.concatenate([view.decode_rows, entering])
 
 
-def _lock(view: View, plan: StepPlan) -> dict[Req, Match]:
+def _lock(view: View, plan: StepPlan) -> dict[Req, Hit]:
     """Mark the prefixes that the plan looked up as used, in order. Lock those that it uses."""
     hits = dict(plan.admit)
-    locked: dict[Req, Match] = {}
+    locked: dict[Req, Hit] = {}
     for req in plan.seen:
-        match = view.memory.match(req)
+        found = view.memory.match(req)
         if req in hits and req not in locked:
-            if len(match.pages) != hits[req].pages:
+            if found.pages != hits[req].pages:
                 raise InvariantBroken(
-                    f"{len(match.pages)} cached pages found, {hits[req].pages} planned; this is a "
-                    "bug"
+                    f"{found.pages} cached pages found, {hits[req].pages} planned; this is a bug"
                 )
-            view.memory.lock(match)
-            locked[req] = match
+            view.memory.lock(found)
+            locked[req] = found
     return locked
 
 
-def _admit(view: View, req: Req, match: Match) -> None:
+def _admit(view: View, req: Req, hit: Hit) -> None:
     view.waiting.remove(req)
-    cached = len(match.pages) * view.memory.page_size
-    view.table.open_row(req, cached)
-    view.memory.open(req.row, match)
+    view.table.open_row(req, hit.tokens)
+    view.memory.open(req.row, hit)
     view.table.client[req.row] = view.waiting.clients[req.client]
     view.lengths.open(req.row)
     if not req.admitted:
         req.admitted = True
-        req.cached_tokens = cached
-        req.known_tokens = match.known_pages * view.memory.page_size
+        req.cached_tokens = hit.tokens
+        req.known_tokens = hit.known_pages * view.memory.page_size
     req.state = ReqState.PREFILL
     view.prefilling.append(req)
     view.uncached[req] = None
@@ -171,7 +169,7 @@ def remove(view: View, req: Req) -> None:
 def enqueue(view: View, req: Req) -> None:
     """Put a new or a preempted request into the queue."""
     req.state = ReqState.WAITING
-    cached = len(view.memory.match(req).pages) * view.memory.page_size
+    cached = view.memory.match(req).tokens
     others = chain(view.uncached, islice(reversed(view.waiting), MAX_DEFERRED))
     shared, older = view.shared_with_older(req, cached, others)
     req.uncached_tokens = len(req.tokens) - (shared or cached)

@@ -211,8 +211,8 @@ class View:
 
     def shares(self) -> Shares:
         """Count the rows and pages of the clients."""
-        pages = self.memory.full.table.counts
-        return Shares(self.table, self.waiting, pages, self.memory.full.pool.size)
+        pages = self.memory.table.counts
+        return Shares(self.table, self.waiting, pages, self.memory.pool.size)
 
     def context_tokens(self, decode: Decode) -> int:
         """Return the number of keys that the decoding rows read."""

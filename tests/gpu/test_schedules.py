@@ -304,5 +304,5 @@ def test_aborts_leave_the_others_alone(folder: str, oracle: Engine) -> None:
     for uid in ended:
         if found.outputs[uid]:
             check_text(oracle, prompts()[uid - count], found.outputs[uid])
-    pool, cache = found.scheduler.memory.full.pool, found.scheduler.memory.tree
+    pool, cache = found.scheduler.memory.pool, found.scheduler.memory.tree
     assert pool.num_free + pool.num_quarantined + cache.evictable_pages == pool.size

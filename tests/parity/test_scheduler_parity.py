@@ -129,7 +129,7 @@ class Recorder:
     def launch(self, batch: Batch) -> object:
         self.batches.append(batch)
         memory, pools = self.scheduler.memory, self._engine._launcher.runner.pools
-        fenced = [memory.full.pool, *(windows.pages.pool for windows in windows_of(memory))]
+        fenced = [memory.pool, *(windows.pages.pool for windows in windows_of(memory))]
         for ids, pool in zip(fenced, pools, strict=True):
             if pool.spec.fp8:
                 continue

@@ -8,8 +8,7 @@ import numpy as np
 
 from minisgl.core import EngineLike, Int32Array, SchedulerConfig
 from minisgl.core.rows import Rows
-from minisgl.kvcache import CacheKind, FencedPool, Hit, KindRoom, Match, Memory, RadixNode, Wanted
-from minisgl.kvcache.node import Path
+from minisgl.kvcache import CacheKind, FencedPool, Hit, KindRoom, Memory, RadixNode, Wanted
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.integrity import check_pool, nodes_of
@@ -32,16 +31,16 @@ class Slots(CacheKind):
     def room(self) -> "SlotRoom":
         return SlotRoom(self)
 
-    def usable(self, path: Path, pages: int) -> int:
+    def usable(self, end: RadixNode, pages: int) -> int:
         return pages - pages % 2
 
     def usage(self) -> tuple[int, int, int]:
         return len(self.slots), 0, SLOTS - len(self.slots)
 
-    def lock(self, match: Match) -> None:
-        assert len(match.pages) % 2 == 0
+    def lock(self, hit: Hit) -> None:
+        assert hit.pages % 2 == 0
 
-    def open(self, row: int, match: Match) -> None:
+    def open(self, row: int, hit: Hit) -> None:
         self.slots[row] = self.pool.allocate(1)
 
     def grow(self, rows: Int32Array, tokens: Int32Array) -> None:
@@ -115,4 +114,4 @@ def test_a_full_cache_evicts_the_parts_with_their_pages() -> None:
     assert harness.scheduler.memory.evicted_pages_total > 0
     for node in nodes_of(harness.scheduler.memory.tree):
         assert node.parts == [len(node.pages)]
-    assert np.all(harness.scheduler.memory.full.table.counts >= 0)
+    assert np.all(harness.scheduler.memory.table.counts >= 0)

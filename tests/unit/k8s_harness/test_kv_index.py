@@ -16,7 +16,7 @@ from tests.unit.kv_events.machine import addresses, started
 def test_the_script_reports_the_blocks_of_the_cache() -> None:
     publisher = Publisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "kv@10.0.0.7:1919@minisgl-demo")
     reporter = started(publisher, 4, "minisgl-demo", 2, 100)
-    cache = RadixCache(2, Steps(), reporter)
+    cache = RadixCache(2, Steps(), [reporter])
     for first in range(5):
         tokens = np.array([first, *range(20, 31)], dtype=np.int32)
         cache.insert(tokens, np.arange(first * 6, first * 6 + 6, dtype=np.int32))

@@ -51,7 +51,7 @@ class Replica:
         self.full = False
         self.index = BlockIndex()
         self.events = CacheEvents(BLOCK, "model", self._put, KVEventTotals(), page_size, num_pages)
-        self.cache = RadixCache(page_size, Steps(), self.events)
+        self.cache = RadixCache(page_size, Steps(), [self.events])
 
     def insert(self, tokens: list[int], salt: str) -> None:
         """Insert the whole pages of a prompt, and evict if needed, as Memory does."""
@@ -61,7 +61,7 @@ class Replica:
             return
         self.evict(count - self.pool.num_free)
         pages = self.pool.allocate(count)
-        kept = self.cache.insert(key, pages, salt).pages
+        kept = self.cache.insert(key, pages, salt).prefix_pages()
         self.pool.release(pages[pages != kept], 0)
 
     def evict(self, count: int) -> None:

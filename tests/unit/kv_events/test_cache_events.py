@@ -99,7 +99,7 @@ def test_a_block_of_several_pages_is_announced_with_its_last_page() -> None:
     events = CacheEvents(
         8, "model", lambda batch: batches.append(batch) or True, KVEventTotals(), 2, 9
     )
-    cache = RadixCache(2, Steps(), events)
+    cache = RadixCache(2, Steps(), [events])
     tokens = np.arange(18, dtype=np.int32)
     cache.insert(tokens[:6], np.arange(3, dtype=np.int32))
     events.flush()

@@ -90,7 +90,7 @@ def test_the_messages_are_those_that_the_decoder_of_llm_d_has_read() -> None:
 
 def test_a_subscriber_rebuilds_the_cache_from_the_stream(publisher: Publisher) -> None:
     events = started(publisher, 4, "model", 2, 60)
-    cache, index = RadixCache(2, Steps(), events), BlockIndex()
+    cache, index = RadixCache(2, Steps(), [events]), BlockIndex()
     socket = subscribe(publisher)
     draw = random.Random(0)
     free = [*range(60)]
@@ -100,7 +100,7 @@ def test_a_subscriber_rebuilds_the_cache_from_the_stream(publisher: Publisher) -
         while len(free) < 10:
             free += [page for gone in cache.evict(1) for page in gone.pages.tolist()]
         pages = np.array(free[:10], dtype=np.int32)
-        kept = cache.insert(tokens, pages).pages
+        kept = cache.insert(tokens, pages).prefix_pages()
         free = [page for page in free if page not in kept]
         pending = bool(events._pending)
         events.flush()

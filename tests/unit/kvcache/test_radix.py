@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from minisgl.core import InvariantBroken
+from minisgl.core import Int32Array, InvariantBroken
 from minisgl.core.rows import Steps
 from minisgl.kvcache import RadixCache, RadixNode
 from tests.examples import examples
@@ -19,22 +19,28 @@ def ids(*values: int) -> np.ndarray:
 
 def fill(cache: RadixCache, tokens: np.ndarray, first_page: int, page_size: int) -> RadixNode:
     pages = np.arange(first_page, first_page + len(tokens) // page_size, dtype=np.int32)
-    return cache.insert(tokens, pages).node
+    return cache.insert(tokens, pages)
+
+
+def matched(cache: RadixCache, tokens: Int32Array, salt: str = "") -> list[int]:
+    """The pages of the cached prefix of these tokens."""
+    pages: list[int] = cache.match(tokens, salt).node.prefix_pages().tolist()
+    return pages
 
 
 def test_match_counts_whole_pages_only() -> None:
     cache = RadixCache(4, Steps())
     fill(cache, ids(1, 2, 3, 4, 5, 6, 7, 8), 0, 4)
-    assert cache.match(ids(1, 2, 3, 4, 5, 6, 7)).pages.tolist() == [0]
-    assert cache.match(ids(1, 2, 3, 4, 5, 6, 7, 8, 9)).pages.tolist() == [0, 1]
-    assert cache.match(ids(1, 2, 3, 9)).pages.tolist() == []
+    assert matched(cache, ids(1, 2, 3, 4, 5, 6, 7)) == [0]
+    assert matched(cache, ids(1, 2, 3, 4, 5, 6, 7, 8, 9)) == [0, 1]
+    assert matched(cache, ids(1, 2, 3, 9)) == []
 
 
 def test_insert_of_a_known_key_keeps_the_first_pages() -> None:
     cache = RadixCache(2, Steps())
     fill(cache, ids(1, 2, 3, 4), 0, 2)
     again = cache.insert(ids(1, 2, 3, 4, 5, 6), ids(7, 8, 9))
-    assert again.pages.tolist() == [0, 1, 9]
+    assert again.prefix_pages().tolist() == [0, 1, 9]
     assert cache.evictable_pages == 3
 
 
@@ -45,7 +51,7 @@ def test_a_locked_prefix_survives_any_eviction() -> None:
     cache.lock(handle)
     freed = [page for evicted in cache.evict(100) for page in evicted.pages.tolist()]
     assert freed == [2]
-    assert cache.match(ids(1, 2, 3)).pages.tolist() == [0, 1]
+    assert matched(cache, ids(1, 2, 3)) == [0, 1]
     check_cache(cache)
 
 
@@ -69,7 +75,7 @@ def test_a_reused_prefix_outlives_new_ones() -> None:
         fill(cache, ids(key), key, 1)
     evicted = [page for each in cache.evict(4) for page in each.pages.tolist()]
     assert evicted == [10, 11, 12, 13], "the oldest new leaves, and no reused one"
-    assert cache.match(ids(1, 2)).pages.tolist() == [0, 1]
+    assert matched(cache, ids(1, 2)) == [0, 1]
     check_cache(cache)
 
 
@@ -123,7 +129,7 @@ def test_each_class_evicts_its_least_recently_used_leaf(acts: list[tuple[str, in
             for page in evicted:
                 del kind[page]
         elif act == "match":
-            if len(cache.match(ids(key)).pages):
+            if cache.match(ids(key)).pages:
                 new.pop(key, None)
                 reused.pop(key, None)
                 reused[key] = None
@@ -164,7 +170,7 @@ def test_eviction_skips_a_prefix_that_a_step_in_flight_reads() -> None:
     assert cache.fenced_pages == 0
     (evicted,) = cache.evict(1)
     assert (evicted.pages.tolist(), evicted.fence) == ([3], 17)
-    assert cache.match(ids(1, 2, 3, 4)).pages.tolist() == [0, 1, 2]
+    assert matched(cache, ids(1, 2, 3, 4)) == [0, 1, 2]
 
 
 def test_lifted_fences_let_eviction_take_all_unlocked_pages() -> None:
@@ -230,7 +236,7 @@ class RadixMachine(RuleBasedStateMachine):
         result = self.cache.insert(whole, new)
         for key, page in zip(keys, new.tolist(), strict=True):
             self.model.setdefault(key, page)
-        assert result.pages.tolist() == [self.model[key] for key in keys]
+        assert result.prefix_pages().tolist() == [self.model[key] for key in keys]
 
     @rule(tokens=st.lists(st.integers(0, 2), max_size=14), lock=st.booleans())
     def match(self, tokens: list[int], lock: bool) -> None:
@@ -240,7 +246,7 @@ class RadixMachine(RuleBasedStateMachine):
                 break
             expected.append(self.model[key])
         match = self.cache.match(np.array(tokens, dtype=np.int32))
-        assert match.pages.tolist() == expected
+        assert match.node.prefix_pages().tolist() == expected
         if lock and expected:
             self.cache.lock(match.node)
             self.locks.append((match.node, tuple(tokens[: len(expected) * self.page_size])))
@@ -290,13 +296,13 @@ def test_keys_with_different_salts_share_nothing() -> None:
     cache = RadixCache(2, Steps())
     key = ids(1, 2, 3, 4)
     for first_page, salt in enumerate(["", "a", "ab"]):
-        assert not len(cache.match(key, salt).pages)
+        assert not cache.match(key, salt).pages
         cache.insert(key, ids(2 * first_page, 2 * first_page + 1), salt)
-    assert cache.match(ids(1, 2, 9, 9), "a").pages.tolist() == [2]  # splits below the root
-    assert cache.match(key, "a").pages.tolist() == [2, 3]
-    assert cache.match(key, "ab").pages.tolist() == [4, 5]
-    assert cache.match(key).pages.tolist() == [0, 1]
+    assert matched(cache, ids(1, 2, 9, 9), "a") == [2]  # splits below the root
+    assert matched(cache, key, "a") == [2, 3]
+    assert matched(cache, key, "ab") == [4, 5]
+    assert matched(cache, key) == [0, 1]
     check_cache(cache)
     assert sum(len(evicted.pages) for evicted in cache.evict(6)) == 6
-    assert not len(cache.match(key, "a").pages)
+    assert not cache.match(key, "a").pages
     check_cache(cache)

@@ -30,14 +30,14 @@ def insert(cache: RadixCache, pages: WindowPages, tokens: Int32Array, first: int
     """Insert `tokens` with window pages from page `first` on, as a request that has ended."""
     windows = np.full(len(tokens), ABSENT, dtype=np.int32)
     windows[first:] = pages.allocate(len(tokens) - first)
-    pages.fill(cache.insert(tokens, tokens).node, windows)
+    pages.fill(cache.insert(tokens, tokens), windows)
     pages.drop(windows[first:], 0)
     return windows
 
 
 def windows_at_end(cache: RadixCache, pages: WindowPages, tokens: Int32Array) -> list[int]:
     match = cache.match(tokens)
-    return pages.at_end(match.node, len(match.pages)).tolist()
+    return pages.at_end(match.node, match.pages).tolist()
 
 
 @pytest.mark.parametrize(
@@ -67,10 +67,10 @@ def test_a_match_tells_the_usable_and_the_known_pages() -> None:
     cache, pages = new_cache()
     windows = insert(cache, pages, ids(1, 2, 3, 4, 5, 6), first=4)
     whole = cache.match(ids(1, 2, 3, 4, 5, 6, 7))
-    assert whole.pages.tolist() == [1, 2, 3, 4, 5, 6]
+    assert whole.node.prefix_pages().tolist() == [1, 2, 3, 4, 5, 6]
     assert pages.at_end(whole.node, 6).tolist() == windows.tolist()
     branch = cache.match(ids(1, 2, 3, 4, 9))
-    assert (len(branch.pages), branch.known_pages) == (0, 4)
+    assert (branch.pages, branch.known_pages) == (0, 4)
 
 
 def test_an_insertion_adds_windows_that_were_absent_and_keeps_the_others() -> None:
@@ -92,7 +92,7 @@ def test_eviction_takes_the_least_recently_used_window_that_no_request_uses() ->
     pages.evict(3)
     assert pages.cached.nonzero()[0].tolist() == sorted(used)
     assert pages.pool.num_free == 4
-    assert len(cache.match(ids(10, 11)).pages) == 0
+    assert cache.match(ids(10, 11)).pages == 0
     assert cache.evictable_pages == 6, "the prefixes stay cached"
     pages.drop(used, fence=0)
     pages.evict(9)

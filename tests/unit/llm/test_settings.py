@@ -14,7 +14,7 @@ def test_settings_reach_the_engine_and_the_scheduler() -> None:
     with LLM(num_pages=8, max_seq_len=64, page_size=4, overlap=False) as llm:
         assert isinstance(llm.worker, LocalWorker)
         scheduler = llm.worker.scheduler
-        assert (scheduler.memory.full.pool.size, scheduler.memory.page_size) == (8, 4)
+        assert (scheduler.memory.pool.size, scheduler.memory.page_size) == (8, 4)
         assert scheduler._config == SchedulerConfig(target_step_ms=None, overlap=False)
 
 

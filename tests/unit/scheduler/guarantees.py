@@ -70,7 +70,7 @@ class PlanChecks:
         if not (len(plan.decode.rows) or plan.chunks):
             return
         ends = -(-(view.table.computed[view.decode_rows] + 1) // view.memory.page_size)
-        has_room = ends <= view.memory.full.table.counts[view.decode_rows]
+        has_room = ends <= view.memory.table.counts[view.decode_rows]
         has_room |= np.isin(view.decode_rows, plan.grow)
         fitting = view.decode_rows
         for kind in [each.room() for each in view.memory.kinds]:
@@ -94,7 +94,7 @@ class PlanChecks:
     ) -> None:
         victim = plan.preempt
         ends = -(-(view.table.computed[view.decode_rows] + 1) // view.memory.page_size)
-        lacks = view.decode_rows[ends > view.memory.full.table.counts[view.decode_rows]]
+        lacks = view.decode_rows[ends > view.memory.table.counts[view.decode_rows]]
         if victim is None or not np.isin(lacks, plan.grow).all():
             return  # requests that decode are short of pages: F9
         running = [
@@ -192,9 +192,9 @@ def state_of(view: View) -> bytes:
 
     memory, table = view.memory, view.table
     add(*(value for value in vars(table).values() if isinstance(value, np.ndarray)))
-    pages = memory.full.table
+    pages = memory.table
     add(pages.entries, pages.counts, pages.sent, memory.shared, view.decode_rows, view.carry)
-    add_pool(memory.full.pool)
+    add_pool(memory.pool)
     add_pool(table.rows)
     for node in sorted(nodes_of(memory.tree), key=lambda node: node.node_id):
         add(node.tokens, node.pages, node.parts, node.last_use, node.lock_count, node.fence)

@@ -20,14 +20,14 @@ from tests.unit.scheduler.fake_states import decoded
 def check_scheduler(scheduler: Scheduler) -> None:
     """Each page, each row and each request has exactly one owner."""
     memory, table = scheduler.memory, scheduler.table
-    pool, cache = memory.full.pool, memory.tree
+    pool, cache = memory.pool, memory.tree
     check_pool(pool)
     cached = check_cache(cache)
     check_table(table)
     running = [req for req in table.reqs if req is not None]
-    pages, shared = memory.full.table, memory.shared
+    pages, shared = memory.table, memory.shared
     own = [pages.entries[req.row, shared[req.row] : pages.counts[req.row]] for req in running]
-    assert (memory.full.in_use == table.rows.allocated).all()
+    assert ((memory.table.counts > 0) == table.rows.allocated).all()
     owned = np.concatenate([np.empty(0, dtype=np.int32), *own])
     assert len(np.unique(owned)) == len(owned), "two requests own the same page"
     snapshots = sum(check_states(states, memory) for states in states_of(memory))
@@ -70,7 +70,7 @@ def check_states(states: States, memory: Memory) -> int:
         assert uses == sorted(uses)
     pages = np.concatenate([np.empty(0, dtype=np.int32), *(s.pages for s in snapshots)])
     assert len(np.unique(pages)) == len(pages), "two snapshots own the same page"
-    assert memory.full.pool.allocated[pages].all()
+    assert memory.pool.allocated[pages].all()
     assert {*found.fenced, *states._loads.values()} <= set(snapshots)
     for snapshot in snapshots:
         assert not snapshot.freed

@@ -134,7 +134,7 @@ def test_an_abort_is_acted_on_once_in_every_state(overlap: bool, steps_before: i
     assert len(harness.answers[aborted].finishes) == 1
     assert harness.answers[other].tokens == expected_output(prompt_of(11, 4), 9, ignore_eos=True)
     assert harness.answers[warm].finishes == [FinishReason.LENGTH]
-    pool, cache = harness.scheduler.memory.full.pool, harness.scheduler.memory.tree
+    pool, cache = harness.scheduler.memory.pool, harness.scheduler.memory.tree
     assert pool.num_free + cache.evictable_pages == 24
 
 

@@ -201,7 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.harness.run()
         scheduler = self.harness.scheduler
-        pool, cache = scheduler.memory.full.pool, scheduler.memory.tree
+        pool, cache = scheduler.memory.pool, scheduler.memory.tree
         snapshots = sum(sum(kind.evictable()) for kind in scheduler.memory.kinds)
         assert pool.num_free + cache.evictable_pages + snapshots == pool.size
         check_cached_slots(cache, self.harness.engine)

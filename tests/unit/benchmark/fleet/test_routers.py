@@ -187,12 +187,12 @@ def test_the_events_give_the_blocks_of_the_cache(steps: list[tuple[list[int], in
     An index that is fed with the events matches each prompt as far as the cache does.
     """
     recorder, index = BlockRecorder(page_size=2, num_pages=400), PrefixIndex()
-    cache = RadixCache(2, Steps(), recorder)
+    cache = RadixCache(2, Steps(), [recorder])
     free = list(range(400))
     prompts = [np.repeat(np.array(words, dtype=np.int32), 2) for words, _ in steps]
     for tokens, (_, evicted) in zip(prompts, steps, strict=True):
         pages = np.array([free.pop(0) for _ in range(len(tokens) // 2)], dtype=np.int32)
-        kept = cache.insert(tokens, pages).pages
+        kept = cache.insert(tokens, pages).prefix_pages()
         free += [page for page in pages.tolist() if page not in kept]
         for gone in cache.evict(evicted):
             free += gone.pages.tolist()
@@ -202,4 +202,4 @@ def test_the_events_give_the_blocks_of_the_cache(steps: list[tuple[list[int], in
         recorder.events.clear()
         for other in prompts:
             found = index.matches(page_chain(other, 2))[0]
-            assert found == len(cache.match(other).pages)
+            assert found == cache.match(other).pages

@@ -1,12 +1,10 @@
-"""The pages of layers with full attention, and the host's copy of a page table."""
+"""The host's copy of a page table."""
 
 from collections.abc import Callable
 
 import numpy as np
 
 from minisgl.core import EngineLike, Int32Array, PageUpdates
-from minisgl.core.rows import Rows
-from minisgl.kvcache.fenced_pool import FencedPool
 
 
 class PageTable:
@@ -66,45 +64,3 @@ class PageTable:
         cols = (np.repeat(first, unsent) + offsets).astype(np.int32)
         self.sent[rows] = end
         return PageUpdates(update_rows, cols, self.entries[update_rows, cols])
-
-
-class FullPages:
-    """The pages of full attention: one for each page of tokens of a row.
-
-    rows    the columns of the rows.
-    pool    the ids of the pages.
-    table   the pages of each row.
-    in_use  bool [R]; the row belongs to a request.
-    """
-
-    def __init__(
-        self, engine: EngineLike, rows: Rows, spare_tokens: int, evict: Callable[[int], object]
-    ) -> None:
-        """spare_tokens: as for PageTable. evict: frees cached pages; takes the number of
-        pages that are missing."""
-        self.rows = rows
-        self.page_size = engine.page_size
-        self.pool = FencedPool(engine.num_pages, rows.steps, evict)
-        self.table = PageTable(engine, self.pool.allocate, engine.num_pages, spare_tokens)
-        self.in_use = np.zeros(len(rows.known), dtype=np.bool_)
-
-    def open(self, row: int, pages: Int32Array) -> None:
-        """Let a row begin with these pages."""
-        self.table.open_row(row, pages)
-        self.in_use[row] = True
-
-    def growing(self, rows: Int32Array, counts: Int32Array | int) -> int:
-        """Return how many requests can still need a page after `rows` get `counts` more pages.
-
-        A request can need a page while its pages have room for fewer tokens than its limit.
-        """
-        pages = self.table.counts.copy()
-        pages[rows] += counts
-        short = pages * self.page_size < self.rows.max_total_tokens
-        return int((self.in_use & short).sum())
-
-    def close(self, row: int, shared: int) -> None:
-        """Take the pages from a row. The first `shared` pages belong to the tree."""
-        own = self.table.entries[row, shared : self.table.counts[row]].copy()
-        self.pool.release(own, int(self.rows.last_step[row]))
-        self.in_use[row] = False
