@@ -41,6 +41,7 @@ class Memory:
 
     pool    the pages of full attention: one for each page of tokens of a row.
     table   those of each row.
+    rows    the columns of the rows.
     kinds   the further kinds of memory of the model (CacheKind).
     tree    the prefix cache.
     spare_tokens
@@ -65,7 +66,7 @@ class Memory:
         kinds: Sequence[NewKind] = (),
     ) -> None:
         """listeners: of the prefix cache. kinds: from extensions."""
-        self._rows = rows
+        self.rows = rows
         self.page_size = engine.page_size
         self.spare_tokens = spare_tokens
         self.pool = FencedPool(engine.num_pages, rows.steps, self._evict)
@@ -120,14 +121,8 @@ class Memory:
         """
         pages = self.table.counts.copy()
         pages[rows] += counts
-        short = pages * self.page_size < self._rows.max_total_tokens
+        short = pages * self.page_size < self.rows.max_total_tokens
         return int((short & (pages > 0)).sum())
-
-    def lacks(self, rows: Int32Array, tokens: Int32Array) -> Int32Array:
-        """Return the number of pages that each row lacks for its next tokens, int32."""
-        ends = -(-(self._rows.computed[rows] + tokens) // self.page_size)
-        lacks: Int32Array = ends - self.table.counts[rows]
-        return lacks
 
     def usage(self) -> PageUsage:
         """Return the usage of the pages of full attention."""
@@ -150,7 +145,7 @@ class Memory:
 
     def open(self, row: int, hit: Hit) -> None:
         """Let a row begin with its locked prefix, and with pages for its other tokens."""
-        missing = self.pages_for(int(self._rows.known[row])) - hit.pages
+        missing = self.pages_for(int(self.rows.known[row])) - hit.pages
         self.table.open_row(row, hit.node.prefix_pages())
         self.table.append(np.array([row]), np.array([missing]))
         self.shared[row] = hit.pages
@@ -179,8 +174,8 @@ class Memory:
             kind.settle(row)
 
     def _insert(self, row: int, salt: str, num_pages: int) -> None:
-        table, fence = self.table, int(self._rows.last_step[row])
-        key = self._rows.tokens[row, : num_pages * self.page_size]
+        table, fence = self.table, int(self.rows.last_step[row])
+        key = self.rows.tokens[row, : num_pages * self.page_size]
         row_pages = table.entries[row, :num_pages]
         node = self.tree.insert(key, row_pages, salt)
         pages = node.prefix_pages()
@@ -203,11 +198,11 @@ class Memory:
         """
         self.publish(row, salt, cached_tokens)
         own = self.table.entries[row, self.shared[row] : self.table.counts[row]].copy()
-        self.pool.release(own, int(self._rows.last_step[row]))
+        self.pool.release(own, int(self.rows.last_step[row]))
         self.table.counts[row] = 0
         for kind in self.kinds:
             kind.close(row)
-        self.tree.unlock(self._nodes.pop(row), int(self._rows.last_step[row]))
+        self.tree.unlock(self._nodes.pop(row), int(self.rows.last_step[row]))
 
     def flush(self) -> None:
         """Evict every cached prefix that no running request uses."""
@@ -245,7 +240,9 @@ class Room:
 
         If too few are left, gives none, and returns the rows that need some. Otherwise no row.
         """
-        lacks = self.memory.lacks(rows, tokens)
+        memory = self.memory
+        ends = -(-(memory.rows.computed[rows] + tokens) // memory.page_size)
+        lacks = ends - memory.table.counts[rows]
         growing, counts = rows[lacks > 0], lacks[lacks > 0]
         needed = int(counts.sum())
         if needed > self.available:

@@ -1,7 +1,7 @@
 """`apply` carries out a plan. Only this module makes the changes that a plan decides.
 
-Messages, and the results of steps, change the rest of the View: scheduler.py sets the step cost and
-the newest resolved step, ending.py takes out requests that end, forced.py appends tokens.
+Messages, and the results of steps, change the rest of the View: scheduler.py sets the step cost,
+results.py sets the newest resolved step and takes out requests that end, forced.py appends tokens.
 
 `apply` cannot fail: a plan counts only pages that are free or that eviction frees at once, and
 nothing changes between the plan and `apply`. A failed allocation is therefore InvariantBroken.
@@ -142,6 +142,14 @@ def rejoin(view: View, rows: Int32Array) -> None:
     left &= table.rows.allocated[rows] & ~np.isin(rows, view.decode_rows) & ~table.slow[rows]
     back = [row for row in rows[left].tolist() if table.req_at(row).state is ReqState.DECODE]
     view.decode_rows = np.concatenate([view.decode_rows, np.array(back, dtype=np.int32)])
+
+
+def resume(view: View, req: Req) -> None:
+    """Let a paused request decode again."""
+    del view.paused[req]
+    view.table.slow[req.row] = req.slow
+    view.decode_rows = np.concatenate([view.decode_rows, np.array([req.row], dtype=np.int32)])
+    req.state = ReqState.DECODE
 
 
 def recompute(view: View, req: Req) -> None:

@@ -1,7 +1,6 @@
 """`Scheduler`: the loop around the engine of one tensor-parallel rank. It handles no text."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -29,17 +28,14 @@ from minisgl.message.messages import (
     ToScheduler,
 )
 from minisgl.message.stats import ConstraintTotals, KVEventTotals
-from minisgl.scheduler.apply import apply, enqueue, raise_delayed
-from minisgl.scheduler.constraint_reader import ConstraintReader, resume
+from minisgl.scheduler.apply import apply, enqueue, raise_delayed, resume
 from minisgl.scheduler.cost_fit import CostFit
-from minisgl.scheduler.draft_reader import DraftReader
-from minisgl.scheduler.ending import Endings
 from minisgl.scheduler.inbox import Inbox
-from minisgl.scheduler.outputs import OutputBuilder
 from minisgl.scheduler.plan import plan
 from minisgl.scheduler.preparation import PreparationQueue
 from minisgl.scheduler.request import Req, accept_request
-from minisgl.scheduler.request_table import NewTokens, RequestTable
+from minisgl.scheduler.request_table import RequestTable
+from minisgl.scheduler.results import Results
 from minisgl.scheduler.stats import InFlight, StepMeter
 from minisgl.scheduler.view import Admission, View
 
@@ -65,6 +61,8 @@ class Scheduler:
         inbox.messages.append(AddReq(uid=1, token_ids=ids, sampling=SamplingParams(max_tokens=8)))
         while inbox.messages or not scheduler.idle:
             scheduler.iterate()
+
+    drain_in_flight  Results.drain.
 
     I1  The scheduler answers every AddReq with exactly one Finished, also for a request that it
         refuses, aborts or fails.
@@ -100,7 +98,6 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._inbox = inbox
         self._extensions = extensions
-        self._send = send
         self.table = RequestTable(engine, extensions, eos_token_ids)
         reporters = extensions.cache_reporters
         self._reporters = [new(engine.page_size, engine.num_pages) for new in reporters]
@@ -111,7 +108,6 @@ class Scheduler:
         self._fits = fits
         self._meter = StepMeter(clock, fits)
         self._preparations = PreparationQueue()
-        self._in_flight: deque[InFlight] = deque()
         self._plan_hash: int | None = None
         self.totals = SchedulerStats(
             phases=self._meter.phases,
@@ -119,14 +115,9 @@ class Scheduler:
             constraints=extensions.constraint_totals or ConstraintTotals(),
             kv_events=next((r.totals for r in self._reporters), KVEventTotals()),
         )
-        self._outputs = OutputBuilder(self.table, self.totals)
-        of_drafts = DraftReader(self.view, self._outputs, self.totals.drafts)
-        self._draft_readers = [of_drafts] if extensions.draft_lengths else []  # one or none
-        self._endings = Endings(self.view, self._outputs, self._preparations, self.totals)
-        self._reqs = self._endings.reqs
-        self._constraints = ConstraintReader(
-            self.view, self._outputs, self._endings, self._preparations, self.totals.constraints
-        )
+        self._results = Results(self.view, self._preparations, self._meter, self.totals, send)
+        self._reqs, self._in_flight = self._results.reqs, self._results.in_flight
+        self.drain_in_flight = self._results.drain
         self.stopping = False
 
     @property
@@ -157,7 +148,7 @@ class Scheduler:
         if batch is not None:
             self._launch(batch, step.admit)
         if step.preempt is not None:
-            self._endings.end_when_resolved(step.preempt)
+            self._results.end_when_resolved(step.preempt)
         self.drain_in_flight(keep=int(self._config.overlap and batch is not None))
         for reporter in self._reporters:
             reporter.flush()
@@ -224,7 +215,7 @@ class Scheduler:
             case AbortReq():
                 req = self._reqs.get(message.uid)
                 if req is not None:  # None: the request has finished or was refused
-                    self._endings.abort(req, message.reason)
+                    self._results.abort(req, message.reason)
             case Prepared():
                 for uid in message.uids:
                     if (req := self._preparations.take(uid)) is not None:  # None: aborted
@@ -237,7 +228,7 @@ class Scheduler:
             case Shutdown():
                 self.stopping = True
                 for req in list(self._reqs.values()):
-                    self._endings.abort(req, FinishReason.ABORT)
+                    self._results.abort(req, FinishReason.ABORT)
 
     def _add(self, message: AddReq, index: int) -> None:
         self._arrivals += 1
@@ -248,7 +239,7 @@ class Scheduler:
             limits = self._vocab_size, self._capacity_tokens
             req = accept_request(message, index, *limits, self._arrivals, self._extensions)
         except RequestError as error:
-            self._outputs.refuse(uid, message, error)
+            self._results.outputs.refuse(uid, message, error)
             return
         self._reqs[req.uid] = req
         if self._preparations.add(req):
@@ -258,7 +249,7 @@ class Scheduler:
         """Enqueue or resume a request that is prepared on rank 0. failed: end it instead."""
         if failed:
             req.end_reason = FinishReason.ERROR
-            self._endings.end_when_resolved(req, req.constraint.failure(len(req.tokens)))
+            self._results.end_when_resolved(req, req.constraint.failure(len(req.tokens)))
         elif req in self.view.paused:
             resume(self.view, req)
         else:
@@ -279,58 +270,3 @@ class Scheduler:
         if self._config.check_plans:
             self._plan_hash = batch.plan_hash()
         totals.prefill_tokens_total += len(batch.chunk_ids)
-
-    def drain_in_flight(self, keep: int = 0) -> None:
-        """Read the results of launched steps, except for the last `keep`, and send the output."""
-        steps, outputs = self.table.steps, self._outputs
-        while len(self._in_flight) > keep:
-            step = self._in_flight.popleft()
-            batch, result = step.batch, step.pending.wait()
-            self._meter.record_result(step, result)
-            steps.resolved = batch.step_id
-            for holder in [*steps.waiting]:
-                holder.resolve()
-            prefilled = self._prefilled(batch) if len(batch.chunk_ids) else []
-            new = self.table.read_result(batch, result)
-            for req in prefilled:
-                self._open_output(req, new)
-            for drafts in self._draft_readers:
-                drafts.read(batch, result, new)
-            for wanted in batch.logprobs:
-                outputs.logprobs(wanted, batch, result, new.rows)
-            outputs.tokens(new)
-            if new.ended:
-                self._endings.end_rows(new.ended)
-            for req in prefilled:
-                self._publish(req)
-            if self._endings.due:
-                self._endings.end_due()
-            if batch.logit_edits:
-                self._constraints.read(batch, new)
-        if (output := outputs.take(steps.resolved)) is not None:
-            self._send(output)
-
-    def _prefilled(self, batch: Batch) -> list[Req]:
-        """Return the requests whose last chunk the batch contains, if they have not ended."""
-        chunks = slice(batch.num_decode, None)
-        rows = batch.rows[chunks][batch.samples[chunks]].tolist()
-        return [req for row in rows if (req := self.table.reqs[row]) is not None]
-
-    def _open_output(self, req: Req, new: NewTokens) -> None:
-        """Report a complete prompt, unless its logits are not finite."""
-        if not req.prefill_done and new.ended.get(req.row) is not FinishReason.ERROR:
-            self.totals.prompt_tokens_total += req.prompt_len
-            self.totals.cached_tokens_total += req.cached_tokens
-            self.totals.known_tokens_total += req.known_tokens
-            self._outputs.open(req)
-
-    def _publish(self, req: Req) -> None:
-        """Let other requests use the KV of a complete prompt.
-
-        A prompt with non-finite logits has ended, and is not in `uncached`. Neither is a request
-        whose chunk held forced tokens.
-        """
-        if req in self.view.uncached:
-            del self.view.uncached[req]
-            computed = int(self.table.prefill_end[req.row])
-            self.memory.publish(req.row, req.cache_salt, computed)

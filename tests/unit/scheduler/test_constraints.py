@@ -69,7 +69,7 @@ def test_a_failed_preparation_ends_its_request_with_its_error() -> None:
     other = h.add(PROMPT, max_tokens=2, ignore_eos=True)
     h.step()
     finished = []
-    h.scheduler._send = lambda output: finished.extend(output.finished)
+    h.scheduler._results._send = lambda output: finished.extend(output.finished)
     for _ in range(6):
         h.scheduler.iterate()
     reasons = {f.uid: (f.reason, f.error, f.error_kind) for f in finished}
