@@ -12,7 +12,15 @@ from minisgl.benchmark.flag_types import (
     positive_float,
     positive_int,
 )
-from minisgl.core import Batch, ConfigError, SchedulerConfig, StepCost, StepResult, WindowLayers
+from minisgl.core import (
+    Batch,
+    ConfigError,
+    SchedulerConfig,
+    StepCost,
+    StepResult,
+    StepWork,
+    WindowLayers,
+)
 
 _HOST_S = 0.0003  # host time from the end of step n to the launch of step n + 2
 # Qwen3-8B, bfloat16, on one H200, as a server of bbc8025 logged it (2026-11-22).
@@ -103,9 +111,8 @@ class VirtualEngine:
         pairs = lengths * batch.start + lengths * (lengths + 1) // 2
         decode_keys = int((batch.start + lengths)[: batch.num_decode].sum())
         prefill_pairs = int(pairs[batch.num_decode :].sum())
-        seconds = self._cost.predict_s(
-            int(lengths.sum()), decode_keys, prefill_pairs, batch.num_decode
-        )
+        work = StepWork(int(lengths.sum()), decode_keys, prefill_pairs, batch.num_decode)
+        seconds = self._cost.predict_s(work)
         if decode_keys and prefill_pairs:
             seconds *= self._mixed_factor
         self.busy_s += seconds

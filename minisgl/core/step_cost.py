@@ -1,6 +1,7 @@
 """The predicted time of a step: a formula cheap enough to evaluate several times in each step."""
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -32,10 +33,24 @@ class StepWork(NamedTuple):
     """The work of one step, as StepCost.predict_s counts it."""
 
     tokens: int
-    decode_keys: int
-    prefill_pairs: int
+    decode_keys: int = 0
+    prefill_pairs: int = 0
     decode_reqs: int = 0
     next_drafts: int = 0
+
+
+def shares_of(tokens: int, sizes: Sequence[int]) -> tuple[int, int, float, float]:
+    """Return the indices of two sizes in rising order, and the shares of their times.
+
+    The sum of the two shares of the times is the time of a step with `tokens` tokens. It is linear
+    between two sizes, and proportional beyond the largest size.
+    """
+    right = min(bisect_left(sizes, tokens), len(sizes) - 1)
+    left = max(right - 1, 0)
+    if tokens >= sizes[-1]:
+        return left, right, 0.0, tokens / sizes[-1]
+    share = 1.0 if left == right else (tokens - sizes[left]) / (sizes[right] - sizes[left])
+    return left, right, 1.0 - share, share
 
 
 class TimedStep(NamedTuple):
@@ -69,36 +84,15 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     per_decode_req_s: float = 0.0
     per_draft_s: float = 0.0
 
-    def predict_s(
-        self,
-        tokens: int,
-        decode_keys: int,
-        prefill_pairs: int,
-        decode_reqs: int = 0,
-        next_drafts: int = 0,
-    ) -> float:
-        """Return the predicted seconds of a step; 0.0 for 0 tokens, since no step is launched.
-
-        The prediction is linear between two sizes, and proportional beyond the largest size.
-        """
+    def predict_s(self, work: StepWork) -> float:
+        """Return the predicted seconds of a step; 0.0 for 0 tokens, since no step is launched."""
+        tokens, keys, pairs, reqs, drafts = work
         if tokens == 0:
             return 0.0
-        sizes, seconds = self.tokens, self.seconds
-        right = bisect_left(sizes, tokens)
-        if right == len(sizes):
-            linear_s = seconds[-1] * tokens / sizes[-1]
-        elif right == 0:
-            linear_s = seconds[0]
-        else:
-            share = (tokens - sizes[right - 1]) / (sizes[right] - sizes[right - 1])
-            linear_s = seconds[right - 1] + share * (seconds[right] - seconds[right - 1])
-        attention_s = self.per_decode_key_s * decode_keys + self.per_prefill_pair_s * prefill_pairs
-        return (
-            linear_s
-            + attention_s
-            + self.per_decode_req_s * decode_reqs
-            + self.per_draft_s * next_drafts
-        )
+        left, right, below, above = shares_of(tokens, self.tokens)
+        linear_s = below * self.seconds[left] + above * self.seconds[right]
+        attention_s = self.per_decode_key_s * keys + self.per_prefill_pair_s * pairs
+        return linear_s + attention_s + self.per_decode_req_s * reqs + self.per_draft_s * drafts
 
     def __str__(self) -> str:
         """Return "KEY_NS,PAIR_NS,TOKENS:MS,...", as in the log and in `minisgl bench simulate`.

@@ -5,7 +5,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import Int32Array
+from minisgl.core import Int32Array, StepWork
 from minisgl.core.batch import DecodeLoad, DraftCounts, DraftLengths
 from minisgl.core.config import DRAFT_WIDTHS
 
@@ -51,14 +51,16 @@ class PricedLengths(DraftLengths):
         if cost is None:
             return 0
         chance = self.acceptance(rows)
-        best, best_rate = 0, num_reqs / cost.predict_s(num_reqs, keys, 0, num_reqs) * _MARGIN
+        work = StepWork(num_reqs, keys, 0, num_reqs)
+        best, best_rate = 0, num_reqs / cost.predict_s(work) * _MARGIN
         for width in DRAFT_WIDTHS[1:]:
             if width > limit + 1:
                 break
             drafted = ((1 - chance**width) / (1 - chance)).sum()
             tokens = float(drafted) + num_reqs - len(rows)
             drafts = width - 1 if self.has_head else 0
-            rate = tokens / cost.predict_s(num_reqs * width, keys, 0, num_reqs, drafts)
+            work = StepWork(num_reqs * width, keys, 0, num_reqs, drafts)
+            rate = tokens / cost.predict_s(work)
             if rate > best_rate:
                 best, best_rate = width - 1, rate
         return best

@@ -60,8 +60,8 @@ def further_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int
     too long, the result is exactly the smallest chunk.
     """
     tokens, work = prompt_tokens(view, prefilling, decode, urgent=False), view.work(decode)
-    whole_s = view.cost.predict_s(*work._replace(tokens=work.tokens + tokens))
-    within = whole_s <= LOW_SLOWDOWN * view.cost.predict_s(*work)
+    whole_s = view.cost.predict_s(work._replace(tokens=work.tokens + tokens))
+    within = whole_s <= LOW_SLOWDOWN * view.cost.predict_s(work)
     return tokens if within else min(tokens, max(MIN_CHUNK_TOKENS, view.memory.page_size))
 
 
@@ -96,8 +96,8 @@ def _even_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:
     needed = max(needed, EVEN_STEP_TOKENS // 2)
     size = view.sizes[bisect_left(view.sizes, max(num_decode + needed, EVEN_STEP_TOKENS))]
     chunk = size - num_decode
-    mixed_s = view.cost.predict_s(size, 0, 0) - view.cost.predict_s(num_decode, 0, 0)
-    separate_s = view.cost.predict_s(budget, 0, 0) * chunk / budget
+    mixed_s = view.cost.predict_s(StepWork(size)) - view.cost.predict_s(StepWork(num_decode))
+    separate_s = view.cost.predict_s(StepWork(budget)) * chunk / budget
     return chunk if mixed_s < separate_s else budget
 
 
@@ -121,10 +121,10 @@ def _time_limit(
     """
     slowdown = MAX_SLOWDOWN if urgent else LOW_SLOWDOWN
     target_s = (view.config.target_step_ms or 0.0) / 1000
-    limit_s = max(target_s, slowdown * view.cost.predict_s(*work))
+    limit_s = max(target_s, slowdown * view.cost.predict_s(work))
     queued = {(r.priority, r.client): 0 for r in prefilling} | view.waiting.uncached
     shortest = min(queued.values()) if urgent else 0
-    return limit_s * min(max(view.cost.predict_s(shortest, 0, 0) / LONG_QUEUE_S, 1.0), most)
+    return limit_s * min(max(view.cost.predict_s(StepWork(shortest)) / LONG_QUEUE_S, 1.0), most)
 
 
 def _tokens_within(view: View, prefilling: Sequence[Req], work: StepWork, limit_s: float) -> int:
@@ -133,11 +133,12 @@ def _tokens_within(view: View, prefilling: Sequence[Req], work: StepWork, limit_
     work: of the decoding rows. The result is MIN_CHUNK_TOKENS, or a page, or more.
     """
     sizes, start = view.sizes, view.next_start(prefilling)
-    num_decode, keys, _, reqs, _ = work
+    num_decode = work.tokens
 
     def step_s(tokens: int) -> float:
         chunk = tokens - num_decode
-        return view.cost.predict_s(tokens, keys, chunk * (start + chunk // 2), reqs)
+        pairs = chunk * (start + chunk // 2)
+        return view.cost.predict_s(work._replace(tokens=tokens, prefill_pairs=pairs))
 
     smallest = bisect_left(sizes, num_decode + max(MIN_CHUNK_TOKENS, view.memory.page_size))
     chosen = max(bisect_right(sizes, limit_s, lo=smallest, key=step_s) - 1, smallest)

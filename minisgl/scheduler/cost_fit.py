@@ -2,13 +2,13 @@
 
 import logging
 import math
-from bisect import bisect_left
 from collections.abc import Iterable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core import StepCost, StepWork
+from minisgl.core.step_cost import shares_of
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)
@@ -120,17 +120,8 @@ class CostFit:
     def _terms(self, work: StepWork) -> tuple[list[int], list[float]]:
         """Return the indices of the six prices of a step, and the seconds that each adds."""
         sizes, prices, n = self._sizes, self._prices, len(self._sizes)
-        right = min(bisect_left(sizes, work.tokens), n - 1)
-        left = max(right - 1, 0)
-        if work.tokens >= sizes[-1]:
-            share = work.tokens / sizes[-1]
-            below = 0.0
-        elif right == left:
-            share, below = 1.0, 0.0
-        else:
-            share = (work.tokens - sizes[left]) / (sizes[right] - sizes[left])
-            below = 1 - share
-        terms = [below * prices[left], share * prices[right]]
+        left, right, below, above = shares_of(work.tokens, sizes)
+        terms = [below * prices[left], above * prices[right]]
         terms += [work.decode_keys * prices[n], work.prefill_pairs * prices[n + 1]]
         terms += [work.decode_reqs * prices[n + 2], work.next_drafts * prices[n + 3]]
         return [left, right, n, n + 1, n + 2, n + 3], terms

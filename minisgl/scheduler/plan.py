@@ -221,7 +221,7 @@ class Filling:
         fewer = decode.only(kept)
         works = view.work(decode), view.work(fewer)
         whole_s, fewer_s = (
-            view.cost.predict_s(*work._replace(tokens=needed + work.tokens)) for work in works
+            view.cost.predict_s(work._replace(tokens=needed + work.tokens)) for work in works
         )
         beside = fewer if whole_s > FURTHER_SHARE * fewer_s else decode
         if beside is decode and len(first) == len(keys):

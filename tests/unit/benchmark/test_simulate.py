@@ -12,7 +12,7 @@ from minisgl.benchmark.simulate import main, simulate
 from minisgl.benchmark.trace import Load
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
 from minisgl.benchmark.workload import make_workload
-from minisgl.core import Batch, ConfigError, PendingStep, SchedulerConfig
+from minisgl.core import Batch, ConfigError, PendingStep, SchedulerConfig, StepWork
 from tests.unit.scheduler.offline import run_offline
 
 COST = read_cost(DEFAULT_COST)
@@ -74,7 +74,8 @@ def test_a_request_that_arrives_during_a_step_is_in_the_next_step() -> None:
     late = [(3.0 + 0.0937 * index, 128, 1) for index in range(20)]
     answers = run(load_of(*[(0.0, 800, 600)] * 64, *late))[64:]
     keys = 64 * 1200  # contexts of 1,090 to 1,340 at that time
-    decode_s, own_s = COST.predict_s(64, keys, 0), COST.predict_s(192, keys, 128 * 64)
+    works = StepWork(64, keys), StepWork(192, keys, 128 * 64)
+    decode_s, own_s = map(COST.predict_s, works)
     waits_s = [answer.outputs_s[0] - answer.sent_s - own_s for answer in answers]
     assert np.mean(waits_s) < decode_s
 
@@ -115,7 +116,7 @@ def test_prompts_with_a_shared_prefix_hardly_slow_down_streams(cold: bool) -> No
 
 def test_chunks_are_whole_while_no_request_decodes() -> None:
     [answer] = run(load_of((1.0, 8192, 3)))
-    expected_s = COST.predict_s(8192, 0, 8192 * 8193 // 2)
+    expected_s = COST.predict_s(StepWork(8192, 0, 8192 * 8193 // 2))
     assert answer.sent_s == 1.0
     assert abs(answer.outputs_s[0] - 1.0 - expected_s) < 1e-3
     assert (answer.prompt_tokens, answer.output_tokens, len(answer.outputs_s)) == (8192, 3, 3)

@@ -7,7 +7,7 @@ import pytest
 
 from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, read_cost
-from minisgl.core import StepCost
+from minisgl.core import StepCost, StepWork
 from minisgl.core.step_cost import TimedStep
 from minisgl.cost.floor import cost_of
 from minisgl.cost.roofline import rates_of, roofline
@@ -26,14 +26,14 @@ def test_on_a_known_gpu_the_estimate_is_near_a_measured_cost(tmp_path: Path) -> 
     """The cost that a server of Qwen3-8B has measured on one H200."""
     cost, measured = first(tmp_path, H200, FAST), read_cost(DEFAULT_COST)
     for tokens, seconds in zip(measured.tokens, measured.seconds, strict=True):
-        assert 0.7 < cost.predict_s(tokens, 0, 0) / seconds < 1.4
+        assert 0.7 < cost.predict_s(StepWork(tokens)) / seconds < 1.4
     assert cost.per_decode_key_s == pytest.approx(measured.per_decode_key_s, rel=0.4)
     assert cost.per_prefill_pair_s == pytest.approx(measured.per_prefill_pair_s, rel=0.4)
 
 
 def test_slower_steps_of_the_warm_up_raise_the_estimate(tmp_path: Path) -> None:
     bare = first(tmp_path, H200, FAST)
-    slow = [TimedStep(1, 2 * bare.seconds[0]), TimedStep(512, 3 * bare.predict_s(512, 0, 0))]
+    slow = [TimedStep(1, 2 * bare.seconds[0]), TimedStep(512, 3 * bare.predict_s(StepWork(512)))]
     cost = first(tmp_path, H200, slow)
     factors = np.array(cost.seconds) / bare.seconds
     assert factors[0] == pytest.approx(2.0)
@@ -44,9 +44,9 @@ def test_slower_steps_of_the_warm_up_raise_the_estimate(tmp_path: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA Unknown 9000"])
 def test_without_known_rates_the_timed_steps_count(device: str, tmp_path: Path) -> None:
     cost = first(tmp_path, device, [TimedStep(1, 0.9), TimedStep(32, 4.0)])
-    assert cost.predict_s(1, 0, 0) == pytest.approx(0.9)
-    assert cost.predict_s(32, 0, 0) == pytest.approx(4.0)
-    assert cost.predict_s(63, 0, 0) == pytest.approx(7.1)
+    assert cost.predict_s(StepWork(1)) == pytest.approx(0.9)
+    assert cost.predict_s(StepWork(32)) == pytest.approx(4.0)
+    assert cost.predict_s(StepWork(63)) == pytest.approx(7.1)
     assert 0 < cost.per_prefill_pair_s < cost.per_decode_key_s < 1e-3
 
 
@@ -60,7 +60,7 @@ def test_recurrent_states_cost_decode_requests_and_no_prompt_tokens(tmp_path: Pa
     spec = load_model_spec(str(tmp_path))
     states = sum(layer.step_bytes(16) for layer in spec.states)
     assert cost.per_decode_req_s == pytest.approx(1.3 * states / 4.25e12)
-    assert cost.predict_s(64, 0, 0, 64) - cost.predict_s(64, 0, 0) == pytest.approx(
+    assert cost.predict_s(StepWork(64, 0, 0, 64)) - cost.predict_s(StepWork(64)) == pytest.approx(
         64 * cost.per_decode_req_s
     )
     plain = first(tmp_path / "plain", H200, FAST)
@@ -71,7 +71,7 @@ def test_recurrent_states_cost_decode_requests_and_no_prompt_tokens(tmp_path: Pa
 def test_steps_with_chunks_of_one_token_have_a_cost(device: str, tmp_path: Path) -> None:
     """With --max-prefill-length 1, the lowest value, both timed steps have one token."""
     cost = first(tmp_path, device, [TimedStep(1, 0.9), TimedStep(1, 1.1)])
-    assert cost.predict_s(1, 0, 0) >= 0.9
+    assert cost.predict_s(StepWork(1)) >= 0.9
     assert min(cost.per_prefill_pair_s, cost.per_decode_key_s) > 0
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from minisgl.core import Batch, StepCost, StepResult
+from minisgl.core import Batch, StepCost, StepResult, StepWork
 
 TRUE = StepCost(
     tokens=(1, 64, 128, 512, 1024),
@@ -40,7 +40,7 @@ class VirtualEngine:
         n, lengths = batch.num_decode, batch.lengths.astype(np.int64)
         tokens, keys = int(lengths.sum()), int((batch.start + lengths)[:n].sum())
         pairs = (lengths * batch.start + lengths * (lengths + 1) // 2)[n:]
-        seconds = TRUE.predict_s(tokens, keys, int(pairs.sum()))
+        seconds = TRUE.predict_s(StepWork(tokens, keys, int(pairs.sum())))
         self.launches += 1
         duration_ns = round(1e9 * seconds * self.disturb(tokens, self.launches))
         self.free_ns = max(self.now_ns, self.free_ns) + duration_ns

@@ -71,7 +71,7 @@ class Load:
     def launch(self, batch: Batch) -> PendingStep:
         """Compare the prediction of the scheduler with the time of the step."""
         self.ratios.append(
-            self.scheduler.view.cost.predict_s(*batch.work()) / self._true.predict_s(*batch.work())
+            self.scheduler.view.cost.predict_s(batch.work()) / self._true.predict_s(batch.work())
         )
         return self._launch(batch)
 
@@ -115,11 +115,11 @@ def test_the_price_of_a_decode_request_is_learned() -> None:
 def test_predictions_follow_a_device_that_gets_warm() -> None:
     """At its power limit a warm GPU takes 8 % longer. The times of steps scatter by 5 %."""
     work = StepWork(64, 0, 0)
-    fit, cool, rng = CostFit(FIRST), FIRST.predict_s(*work), np.random.default_rng(0)
+    fit, cool, rng = CostFit(FIRST), FIRST.predict_s(work), np.random.default_rng(0)
     for step in range(5200):
         warm = 1.0 if step < 5000 else 1.08
         fit.record(work, cool * warm * rng.normal(1, 0.05))
-    assert fit.cost().predict_s(*work) == pytest.approx(1.08 * cool, rel=0.03)
+    assert fit.cost().predict_s(work) == pytest.approx(1.08 * cool, rel=0.03)
 
 
 def test_a_fixed_cost_stays() -> None:
@@ -129,7 +129,7 @@ def test_a_fixed_cost_stays() -> None:
 
 
 def test_three_slow_steps_in_a_row_change_nothing_and_a_fourth_does() -> None:
-    fit, usual = CostFit(FIRST), FIRST.predict_s(*DECODE)
+    fit, usual = CostFit(FIRST), FIRST.predict_s(DECODE)
     for _ in range(3):
         fit.record(DECODE, 10 * usual)
     assert fit.cost() == FIRST
@@ -138,14 +138,14 @@ def test_three_slow_steps_in_a_row_change_nothing_and_a_fourth_does() -> None:
         fit.record(DECODE, 10 * usual)
     assert fit.cost() == FIRST, "a usual step came between them"
     fit.record(DECODE, 10 * usual)
-    assert fit.cost().predict_s(*DECODE) > 1.1 * usual
+    assert fit.cost().predict_s(DECODE) > 1.1 * usual
 
 
 @pytest.mark.parametrize(("factor", "bound"), [(1000.0, 8.0), (0.001, 0.25)])
 def test_a_price_changes_by_a_quarter_in_a_step_and_stays_in_its_bounds(
     factor: float, bound: float
 ) -> None:
-    fit, usual = CostFit(FIRST), FIRST.predict_s(*DECODE)
+    fit, usual = CostFit(FIRST), FIRST.predict_s(DECODE)
     before = np.array(fit.cost().seconds)
     for _ in range(100):
         fit.record(DECODE, factor * usual)
@@ -160,33 +160,33 @@ def test_a_price_changes_by_a_quarter_in_a_step_and_stays_in_its_bounds(
 def test_sizes_without_steps_follow_the_others() -> None:
     fit = CostFit(FIRST)
     for _ in range(100):
-        fit.record(DECODE, 2 * FIRST.predict_s(*DECODE))
+        fit.record(DECODE, 2 * FIRST.predict_s(DECODE))
     cost = fit.cost()
     for tokens, least in ((64, 1.8), (512, 1.6), (2048, 1.6)):
-        assert least < cost.predict_s(tokens, 0, 0) / FIRST.predict_s(tokens, 0, 0) < 2.1
+        assert least < cost.predict_s(StepWork(tokens)) / FIRST.predict_s(StepWork(tokens)) < 2.1
 
 
 def test_times_rise_with_the_tokens_and_the_measured_ones_count() -> None:
     """Steps of 256 tokens take as long as 512, and 384 tokens had a few short steps."""
-    fit, slow = CostFit(FIRST), FIRST.predict_s(512, 0, 0)
+    fit, slow = CostFit(FIRST), FIRST.predict_s(StepWork(512))
     for step in range(200):
         fit.record(StepWork(256, 0, 0), slow)
         if step % 100 == 0:
             fit.record(StepWork(384, 0, 0), 0.5 * slow)
     seconds = fit.cost().seconds
     assert list(seconds) == sorted(seconds)
-    assert fit.cost().predict_s(256, 0, 0) == pytest.approx(slow, rel=0.05)
+    assert fit.cost().predict_s(StepWork(256)) == pytest.approx(slow, rel=0.05)
 
 
 def test_a_cost_is_news_at_first_and_then_after_a_change_and_a_quarter_of_a_second() -> None:
-    fit, usual = CostFit(FIRST), FIRST.predict_s(*DECODE)
+    fit, usual = CostFit(FIRST), FIRST.predict_s(DECODE)
     assert fit.news(10.0) == FIRST
     assert fit.news(20.0) is None, "nothing has changed"
     for _ in range(20):
         fit.record(DECODE, 2 * usual)
     cost = fit.news(30.0)
     assert cost is not None
-    assert cost.predict_s(*DECODE) > 1.8 * usual
+    assert cost.predict_s(DECODE) > 1.8 * usual
     for _ in range(20):
         fit.record(DECODE, usual)
     assert fit.news(30.0 + 0.9 * ANNOUNCE_S) is None
@@ -209,8 +209,6 @@ def test_every_rank_plans_with_the_cost_of_rank_0(tmp_path) -> None:
             other._handle(message)
             load.scheduler._handle(message)
         assert other.view.cost == load.scheduler.view.cost
-        fit.record(DECODE, 2 * FIRST.predict_s(*DECODE))
+        fit.record(DECODE, 2 * FIRST.predict_s(DECODE))
         load.engine.now_s += 0.01
-    assert other.view.cost.predict_s(*DECODE) == pytest.approx(
-        2 * FIRST.predict_s(*DECODE), rel=0.05
-    )
+    assert other.view.cost.predict_s(DECODE) == pytest.approx(2 * FIRST.predict_s(DECODE), rel=0.05)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minisgl.core import StepCost
+from minisgl.core import StepCost, StepWork
 from minisgl.scheduler.budget import MAX_STEP_S
 from tests.unit.scheduler.fake_engine import FakeEngine
 from tests.unit.scheduler.harness import Harness
@@ -117,7 +117,7 @@ def test_no_chunk_of_a_lone_prompt_takes_more_than_two_seconds(
     assert sum(chunks) == 3000
     for index, chunk in enumerate(chunks):
         start = sum(chunks[:index])
-        assert cost.predict_s(chunk, 0, chunk * (start + chunk // 2)) <= MAX_STEP_S
+        assert cost.predict_s(StepWork(chunk, 0, chunk * (start + chunk // 2))) <= MAX_STEP_S
     assert chunks[0] == 768, "the largest size within the limit"
     assert chunks[0] > chunks[-2]
 
