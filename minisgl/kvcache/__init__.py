@@ -1,7 +1,7 @@
 """KV memory: the KV tensors, the pools of free pages, the kinds of memory and the prefix cache."""
 
 from minisgl.kvcache.fenced_pool import FencedPool
-from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
+from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, NodeParts, Wanted
 from minisgl.kvcache.memory import Memory, Room
 from minisgl.kvcache.node import CacheListener, Hit, RadixNode
 from minisgl.kvcache.radix import RadixCache, common_prefix
@@ -14,6 +14,7 @@ __all__ = [
     "KindRoom",
     "Memory",
     "NewKind",
+    "NodeParts",
     "RadixCache",
     "RadixNode",
     "Room",

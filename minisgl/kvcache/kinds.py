@@ -74,28 +74,62 @@ class KindRoom:
         return tokens
 
 
+class NodeParts(ABC):
+    """The parts of a kind of memory in the nodes of the prefix tree, which calls the methods.
+
+    `usable` is pure. Each part stands in RadixNode.parts, at the index of its kind.
+    """
+
+    @abstractmethod
+    def usable(self, end: RadixNode, pages: int) -> int:
+        """Return the length of the longest hit within the first `pages` pages up to `end`."""
+
+    def part(self, pages: int) -> Any:
+        """Return the part of a new node with this number of pages."""
+        return None
+
+    def touch(self, node: RadixNode) -> None:
+        """Mark the memory that a hit with the end `node` uses as used."""
+
+    def split(self, upper: RadixNode, lower: RadixNode, pages: int) -> None:
+        """Divide the part of `lower`, whose first `pages` pages `upper` has taken."""
+
+    def drop(self, node: RadixNode, kept: int) -> int:
+        """The tree evicts the pages of `node` after the first `kept` pages.
+
+        Returns the number of pages of full attention that become free because of it.
+        """
+        return 0
+
+    def evict(self, before: int | None, reused: bool) -> int:
+        """Free the pages of full attention of one part, the least recently used one.
+
+        before: only if its last use is before this time; None: the tree has no leaf to evict.
+        reused: parts that a hit has used may be taken too.
+        Returns the number of pages that become free; 0: there is no such part.
+        """
+        return 0
+
+
 class CacheKind(ABC):
     """A kind of memory beside full attention.
 
-    Three groups of methods: `room` and `usable` are pure, for the plan. `apply` and the end of a
-    step call the writing ones. The tree calls the last group. Memory that steps in flight use waits
-    in Rows.steps.
+    `room` is pure, for the plan. `apply` and the end of a step call the writing methods. Memory
+    that steps in flight use waits in Rows.steps.
 
+    parts      the parts in the nodes of the tree.
     totals     the numbers of events since the start, by their names, for metrics.
     most_pins  the largest result of KindRoom.pins for one hit.
     """
 
     name: ClassVar[str]
+    parts: NodeParts
     totals: dict[str, int]
     most_pins: int = 0
 
     @abstractmethod
     def room(self) -> KindRoom:
         """Return the counters of one plan."""
-
-    @abstractmethod
-    def usable(self, end: RadixNode, pages: int) -> int:
-        """Return the length of the longest hit within the first `pages` pages up to `end`."""
 
     @abstractmethod
     def usage(self) -> tuple[int, int, int]:
@@ -137,32 +171,6 @@ class CacheKind(ABC):
     def copies(self, step: int) -> StateCopies | None:
         """Return the copies of states for the batch `step`, which is launched next."""
         return None
-
-    def part(self, pages: int) -> Any:
-        """Return the part of a new node with this number of pages."""
-        return None
-
-    def touch(self, node: RadixNode) -> None:
-        """Mark the memory that a hit with the end `node` uses as used."""
-
-    def split(self, upper: RadixNode, lower: RadixNode, pages: int) -> None:
-        """Divide the part of `lower`, whose first `pages` pages `upper` has taken."""
-
-    def drop(self, node: RadixNode, kept: int) -> int:
-        """The tree evicts the pages of `node` after the first `kept` pages.
-
-        Returns the number of pages of full attention that become free because of it.
-        """
-        return 0
-
-    def evict(self, before: int | None, reused: bool) -> int:
-        """Free the pages of full attention of one part, the least recently used one.
-
-        before: only if its last use is before this time; None: the tree has no leaf to evict.
-        reused: parts that a hit has used may be taken too.
-        Returns the number of pages that become free; 0: there is no such part.
-        """
-        return 0
 
 
 # Makes a further kind from the engine, the columns, the memory and the index of its part in

@@ -75,7 +75,8 @@ class Memory:
         self.kinds: tuple[CacheKind, ...] = tuple(
             new_kind(engine, rows, self, index) for index, new_kind in enumerate(new_kinds)
         )
-        self.tree = RadixCache(self.page_size, rows.steps, listeners, self.kinds)
+        parts = [kind.parts for kind in self.kinds]
+        self.tree = RadixCache(self.page_size, rows.steps, listeners, parts)
         self.shared: Int32Array = np.zeros(len(rows.known), dtype=np.int32)
         self.caches = caches
         self._nodes: dict[int, RadixNode] = {}  # by row: the locked end of its cached prefix

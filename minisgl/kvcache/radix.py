@@ -22,7 +22,7 @@ import numpy as np
 
 from minisgl.core import Int32Array, InvariantBroken
 from minisgl.core.rows import Steps
-from minisgl.kvcache.kinds import CacheKind
+from minisgl.kvcache.kinds import NodeParts
 from minisgl.kvcache.node import CacheListener, Evicted, Hit, RadixNode
 
 
@@ -69,10 +69,10 @@ class RadixCache:
         page_size: int,
         steps: Steps,
         listeners: Sequence[CacheListener] = (),
-        kinds: Sequence[CacheKind] = (),
+        kinds: Sequence[NodeParts] = (),
     ) -> None:
         """steps: the steps that the fences refer to. listeners: learn of each insertion and
-        eviction. kinds: beside full attention.
+        eviction. kinds: those beside full attention.
 
         A match ends where every kind can use it.
         """

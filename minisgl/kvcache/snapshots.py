@@ -9,6 +9,7 @@ import numpy as np
 
 from minisgl.core import Int32Array
 from minisgl.core.rows import Steps
+from minisgl.kvcache.kinds import NodeParts
 from minisgl.kvcache.node import RadixNode
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Snapshot:
     freed: bool = False
 
 
-class Snapshots:
+class Snapshots(NodeParts):
     """All snapshots. The part of a node is the snapshot that is valid for its end, or None.
 
     If the node is split, the lower node keeps the snapshot.
@@ -65,14 +66,16 @@ class Snapshots:
         eviction takes them. Their pages can be allocated after that step only.
     """
 
-    def __init__(self, memory: "Memory", num_pages: int, index: int, steps: Steps) -> None:
-        """index: of the part in RadixNode.parts."""
+    def __init__(
+        self, memory: "Memory", num_pages: int, index: int, steps: Steps, totals: dict[str, int]
+    ) -> None:
+        """index: of the part in RadixNode.parts. totals: as CacheKind.totals."""
         self._memory, self.num_pages, self._index = memory, num_pages, index
         self.own: dict[Snapshot, None] = {}
         # Least recently used first: new snapshots, and reused ones.
         self._lru: tuple[OrderedDict[Snapshot, None], ...] = (OrderedDict(), OrderedDict())
         self.fenced: dict[Snapshot, None] = {}
-        self._steps = steps
+        self._steps, self._totals = steps, totals
 
     @property
     def num_cached(self) -> int:
@@ -151,6 +154,16 @@ class Snapshots:
         self._memory.pool.release(snapshot.pages, snapshot.fence)
         return self.num_pages if snapshot.fence <= self._steps.resolved else 0
 
+    def usable(self, end: RadixNode, pages: int) -> int:
+        """Return the pages up to the last snapshot."""
+        ends = ((node, first + len(node.pages)) for node, first in end.places())
+        saved = (at for node, at in ends if at <= pages and self.at(node) is not None)
+        return next(saved, 0)
+
+    def drop(self, node: RadixNode, kept: int) -> int:
+        """Free the snapshot of a node that loses its end."""
+        return 0 if (snapshot := self.at(node)) is None else self._evicted(snapshot)
+
     def touch(self, node: RadixNode) -> None:
         """Mark the snapshot of a node as used."""
         if (snapshot := self.at(node)) is not None:
@@ -185,7 +198,7 @@ class Snapshots:
             del self.fenced[snapshot]
 
     def evict(self, before: int | None, reused: bool) -> int:
-        """Free the least recently used snapshot, as CacheKind.evict.
+        """Free the least recently used snapshot.
 
         A snapshot that goes with an evictable leaf is left to it. Those of prompts that are not
         published go last.
@@ -200,7 +213,12 @@ class Snapshots:
                     break
         if not found and before is None:
             found = [snapshot for snapshot in self.own if snapshot not in self.fenced][:1]
-        return self.release(min(found, key=lambda s: s.last_use)) if found else 0
+        return self._evicted(min(found, key=lambda s: s.last_use)) if found else 0
+
+    def _evicted(self, snapshot: Snapshot) -> int:
+        freed = self.release(snapshot)
+        self._totals["evicted"] += 1
+        return freed
 
     def _goes_with_leaf(self, snapshot: Snapshot) -> bool:
         node = snapshot.node

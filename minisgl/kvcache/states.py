@@ -68,9 +68,10 @@ class States(CacheKind):
     def __init__(self, engine: EngineLike, rows: Rows, memory: "Memory", index: int) -> None:
         """index: of the part in RadixNode.parts."""
         self._rows, self._memory, self._page_size = rows, memory, engine.page_size
-        self.snapshots = Snapshots(memory, engine.snapshot_pages, index, rows.steps)
-        self.most_pins = engine.snapshot_pages
         self.totals = {"saved": 0, "loaded": 0, "evicted": 0}
+        num_pages, steps = engine.snapshot_pages, rows.steps
+        self.parts = self.snapshots = Snapshots(memory, num_pages, index, steps, self.totals)
+        self.most_pins = num_pages
         self._savings: dict[int, Saving] = {}
         self._requests = 0
         # By row: tokens of the state that the newest launched step leaves, and that is to be saved.
@@ -84,12 +85,6 @@ class States(CacheKind):
     def room(self) -> "StateRoom":
         """Return the counters of one plan."""
         return StateRoom(self)
-
-    def usable(self, end: RadixNode, pages: int) -> int:
-        """Return the pages up to the last snapshot."""
-        ends = ((node, first + len(node.pages)) for node, first in end.places())
-        saved = (at for node, at in ends if at <= pages and self.snapshots.at(node) is not None)
-        return next(saved, 0)
 
     def usage(self) -> tuple[int, int, int]:
         """The numbers of pages of the snapshots of requests, and of those in the cache."""
@@ -229,25 +224,6 @@ class States(CacheKind):
             self._saves.append((row, snapshot))
             saving.saved.append(snapshot)
             saving.done = tokens
-
-    # --- for the tree ---------------------------------------------------------------------------
-
-    def touch(self, node: RadixNode) -> None:
-        """Mark the snapshot with which a hit ends as used."""
-        self.snapshots.touch(node)
-
-    def drop(self, node: RadixNode, kept: int) -> int:
-        """Free the snapshot of a node that loses its end."""
-        if (snapshot := self.snapshots.at(node)) is None:
-            return 0
-        self.totals["evicted"] += 1
-        return self.snapshots.release(snapshot)
-
-    def evict(self, before: int | None, reused: bool) -> int:
-        """Free the least recently used snapshot."""
-        freed = self.snapshots.evict(before, reused)
-        self.totals["evicted"] += freed > 0
-        return freed
 
 
 class StateRoom(KindRoom):

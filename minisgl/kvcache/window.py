@@ -79,7 +79,7 @@ class Windows(CacheKind):
         num_rows, self._page_size = len(rows.known), engine.page_size
         self.span = window.span(self._page_size)
         self._full_reserve = window.reserve(self._page_size)
-        self.pages = WindowPages(window.num_pages, self.span, rows.steps, index)
+        self.parts = self.pages = WindowPages(window.num_pages, self.span, rows.steps, index)
         allocate, dummy_page = self.pages.allocate, window.num_pages
         self.table = PageTable(engine, allocate, dummy_page, memory.spare_tokens)
         self.first: Int32Array = np.zeros(num_rows, dtype=np.int32)
@@ -109,10 +109,6 @@ class Windows(CacheKind):
     def room(self) -> "WindowRoom":
         """Return the counters of one plan."""
         return WindowRoom(self)
-
-    def usable(self, end: RadixNode, pages: int) -> int:
-        """Return the pages up to the last one after a complete window."""
-        return self.pages.usable(self.pages.at_end(end, pages))
 
     def lock(self, hit: Hit) -> None:
         """Add a user to the window at the end of a prefix."""
@@ -152,7 +148,6 @@ class Windows(CacheKind):
             row, count = int(rows[index]), int(missing[index])
             if count > max(int(self._reserve[row] - self.held[row]), 0) + self.spare:
                 self._forget(row)
-            self.pages.evict(count - self.pages.pool.num_free)
             self.table.append(rows[index, None], missing[index, None])
 
     def publish(self, row: int, node: RadixNode, pages: int) -> None:
@@ -185,23 +180,6 @@ class Windows(CacheKind):
         """The page table of window layers follows the one of full attention."""
         update_rows, cols, ids = self.table.take_updates(rows)
         return PageUpdates(update_rows + np.int32(len(self.first) + 1), cols, ids)
-
-    def part(self, pages: int) -> Int32Array:
-        """Return the part of a node without window pages."""
-        return np.full(pages, ABSENT, dtype=np.int32)
-
-    def touch(self, node: RadixNode) -> None:
-        """Mark the window at the end of a hit as used."""
-        self.pages.touch(node)
-
-    def split(self, upper: RadixNode, lower: RadixNode, pages: int) -> None:
-        """Divide the window pages of a node."""
-        self.pages.split(upper, lower, pages)
-
-    def drop(self, node: RadixNode, kept: int) -> int:
-        """Remove the window pages of evicted pages from the tree."""
-        self.pages.drop_after(node, kept)
-        return 0
 
     def computed(self, rows: Int32Array) -> Int32Array:
         """Return Rows.computed of these rows."""
@@ -237,14 +215,14 @@ class Windows(CacheKind):
         columns = np.arange(first, end)
         kept = (columns >= self._kept_first[row]) & (columns < self._kept_end[row])
         dropped = self.table.entries[row, columns[~kept]]
-        self.pages.drop(dropped, int(self._rows.last_step[row]))
+        self.pages.leave(dropped, int(self._rows.last_step[row]))
         self.first[row] = end
 
     def _forget(self, row: int) -> None:
         """Drop the kept pages that are behind the window."""
         behind = min(int(self._kept_end[row]), int(self.first[row]))
         kept = self.table.entries[row, self._kept_first[row] : behind]
-        self.pages.drop(kept, int(self._rows.last_step[row]))
+        self.pages.leave(kept, int(self._rows.last_step[row]))
         self._kept_first[row] = self._kept_end[row] = 0
 
 

@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 from minisgl.core import Int32Array
 from minisgl.core.rows import Steps
 from minisgl.kvcache.fenced_pool import FencedPool
+from minisgl.kvcache.kinds import NodeParts
 from minisgl.kvcache.node import RadixNode
 
 ABSENT = -1  # in place of a page id: the cache does not have the window page
 
 
-class WindowPages:
+class WindowPages(NodeParts):
     """The pages of window layers, their users, and their places in the prefix cache.
 
     The users of a page are the running requests whose window holds it. The prefix cache may have
@@ -42,7 +43,7 @@ class WindowPages:
     def __init__(self, num_pages: int, span: int, steps: Steps, index: int = 0) -> None:
         """steps: the steps that the fences refer to."""
         self.span, self.index = span, index
-        self.pool = FencedPool(num_pages, steps)
+        self.pool = FencedPool(num_pages, steps, self.reclaim)
         self.users: Int32Array = np.zeros(num_pages, dtype=np.int32)
         self.cached = np.zeros(num_pages, dtype=np.bool_)
         self._last_step = np.zeros(num_pages, dtype=np.int64)
@@ -59,7 +60,7 @@ class WindowPages:
         """Add one user to each of these pages. The ids are distinct."""
         self.users[pages] += 1
 
-    def drop(self, pages: Int32Array, fence: int) -> None:
+    def leave(self, pages: Int32Array, fence: int) -> None:
         """Remove one user from each of these pages. fence: the user's last launched step."""
         self.users[pages] -= 1
         self._last_step[pages] = np.maximum(self._last_step[pages], fence)
@@ -76,11 +77,11 @@ class WindowPages:
 
     @property
     def available(self) -> int:
-        """The number of pages that can be allocated now: free ones and those `evict` frees."""
+        """The number of pages that can be allocated now: free ones and those `reclaim` frees."""
         return self.pool.num_free + int(self._is_idle(np.flatnonzero(self.cached)).sum())
 
     def idle(self, pages: Int32Array) -> Int32Array:
-        """Return those of the cached `pages` that `evict` could take."""
+        """Return those of the cached `pages` that `reclaim` could take."""
         return pages[self._is_idle(pages)]
 
     def freed(self, pages: Int32Array, fence: int) -> Int32Array:
@@ -100,12 +101,17 @@ class WindowPages:
         unused &= self._last_step[pages] <= self.pool.steps.resolved
         return unused
 
-    def usable(self, windows: Int32Array) -> int:
-        """Return the length in pages of the longest usable hit. windows: of a matched path."""
+    def usable(self, end: RadixNode, pages: int) -> int:
+        """Return the pages up to the last one after a complete window."""
+        windows = self.at_end(end, pages)
         index = np.arange(len(windows), dtype=np.int32)
         last_absent = np.maximum.accumulate(np.where(windows == ABSENT, index, -1))
         usable = index - last_absent >= np.minimum(self.span, index + 1)
         return int(usable.nonzero()[0][-1]) + 1 if usable.any() else 0
+
+    def part(self, pages: int) -> Int32Array:
+        """Return the part of a node without window pages."""
+        return np.full(pages, ABSENT, dtype=np.int32)
 
     def part_of(self, node: RadixNode) -> Int32Array:
         """Return the window pages of a node, int32, one for each of its pages."""
@@ -150,15 +156,16 @@ class WindowPages:
         upper.parts[self.index], lower.parts[self.index] = part[:pages].copy(), part[pages:].copy()
         self.mark_used(upper)
 
-    def drop_after(self, node: RadixNode, kept: int) -> None:
+    def drop(self, node: RadixNode, kept: int) -> int:
         """Remove the window pages after the first `kept` pages of a node from the cache."""
         part = self.part_of(node)
         node.parts[self.index], gone = part[:kept], part[kept:]
         self.remove(gone[gone != ABSENT])
         if not kept:
             self._lru.pop(node, None)
+        return 0
 
-    def evict(self, count: int) -> None:
+    def reclaim(self, count: int) -> None:
         """Remove up to `count` idle pages, of the least recently used windows first.
 
         The prefixes stay cached, but a hit cannot end where its window is absent.

@@ -8,7 +8,16 @@ import numpy as np
 
 from minisgl.core import EngineLike, Int32Array, SchedulerConfig
 from minisgl.core.rows import Rows
-from minisgl.kvcache import CacheKind, FencedPool, Hit, KindRoom, Memory, RadixNode, Wanted
+from minisgl.kvcache import (
+    CacheKind,
+    FencedPool,
+    Hit,
+    KindRoom,
+    Memory,
+    NodeParts,
+    RadixNode,
+    Wanted,
+)
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.integrity import check_pool, nodes_of
@@ -17,7 +26,7 @@ from tests.unit.scheduler.test_scheduler import prompt_of
 SLOTS, PAGE = 2, 4
 
 
-class Slots(CacheKind):
+class Slots(CacheKind, NodeParts):
     """The part of a node is its number of pages."""
 
     name = "slots"
@@ -25,6 +34,7 @@ class Slots(CacheKind):
     def __init__(self, engine: EngineLike, rows: Rows, memory: Memory, index: int) -> None:
         self.rows, self.index, self.page_size = rows, index, engine.page_size
         self.totals: dict[str, int] = {}
+        self.parts = self
         self.pool = FencedPool(SLOTS, rows.steps)
         self.slots: dict[int, Int32Array] = {}
 

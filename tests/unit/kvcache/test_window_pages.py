@@ -5,7 +5,7 @@ import pytest
 
 from minisgl.core import Int32Array, WindowLayers
 from minisgl.core.rows import Rows, Steps
-from minisgl.kvcache import Memory, RadixCache
+from minisgl.kvcache import Memory, RadixCache, RadixNode
 from minisgl.kvcache.window import Windows
 from minisgl.kvcache.window_pages import ABSENT, WindowPages
 from tests.unit.scheduler.fake_engine import FakeEngine
@@ -31,8 +31,15 @@ def insert(cache: RadixCache, pages: WindowPages, tokens: Int32Array, first: int
     windows = np.full(len(tokens), ABSENT, dtype=np.int32)
     windows[first:] = pages.allocate(len(tokens) - first)
     pages.fill(cache.insert(tokens, tokens), windows)
-    pages.drop(windows[first:], 0)
+    pages.leave(windows[first:], 0)
     return windows
+
+
+def usable_of(pages: WindowPages, windows: Int32Array) -> int:
+    """The usable pages of a path of one node with these window pages."""
+    root = RadixNode(ids(), ids(), [], None, b"", last_use=0, node_id=0)
+    node = RadixNode(windows, windows, [windows], root, b"", last_use=0, node_id=1)
+    return pages.usable(node, len(windows))
 
 
 def windows_at_end(cache: RadixCache, pages: WindowPages, tokens: Int32Array) -> list[int]:
@@ -56,11 +63,11 @@ def windows_at_end(cache: RadixCache, pages: WindowPages, tokens: Int32Array) ->
 def test_a_hit_ends_after_a_complete_window(present: list[int], usable: int) -> None:
     _, pages = new_cache()
     windows = np.where(np.array(present, dtype=bool), 7, ABSENT).astype(np.int32)
-    assert pages.usable(windows) == usable
+    assert usable_of(pages, windows) == usable
 
 
 def test_a_window_of_one_token_needs_no_earlier_page() -> None:
-    assert WindowPages(1, 0, Steps()).usable(ids(ABSENT, ABSENT)) == 2
+    assert usable_of(WindowPages(1, 0, Steps()), ids(ABSENT, ABSENT)) == 2
 
 
 def test_a_match_tells_the_usable_and_the_known_pages() -> None:
@@ -87,15 +94,15 @@ def test_eviction_takes_the_least_recently_used_window_that_no_request_uses() ->
     old, used, recent = (insert(cache, pages, ids(key, key + 1), 0) for key in (10, 20, 30))
     pages.use(used)
     cache.match(ids(10, 11))
-    pages.evict(2)
+    pages.reclaim(2)
     assert not pages.cached[recent].any(), "the first window was matched, the second is used"
-    pages.evict(3)
+    pages.reclaim(3)
     assert pages.cached.nonzero()[0].tolist() == sorted(used)
     assert pages.pool.num_free == 4
     assert cache.match(ids(10, 11)).pages == 0
     assert cache.evictable_pages == 6, "the prefixes stay cached"
-    pages.drop(used, fence=0)
-    pages.evict(9)
+    pages.leave(used, fence=0)
+    pages.reclaim(9)
     assert pages.pool.num_free == 6
     assert old is not None
 
@@ -104,16 +111,16 @@ def test_eviction_skips_a_window_that_a_step_in_flight_reads() -> None:
     cache, pages = new_cache(num_pages=4)
     read, idle = (insert(cache, pages, ids(key, key + 1), 0) for key in (10, 20))
     pages.use(read)
-    pages.drop(read, fence=5)
+    pages.leave(read, fence=5)
     assert pages.available == 2
-    pages.evict(4)
+    pages.reclaim(4)
     assert (pages.pool.num_free, pages.pool.num_quarantined) == (2, 0)
     assert pages.cached[read].all()
     assert not pages.cached[idle].any()
     pages.pool.steps.resolved = 5
     pages.pool.resolve()
     assert pages.available == 4
-    pages.evict(4)
+    pages.reclaim(4)
     assert pages.pool.num_free == 4
 
 
@@ -122,8 +129,8 @@ def test_a_released_page_waits_for_the_last_step_of_all_its_users() -> None:
     page = pages.allocate(1)
     pages.use(page)
     pages.cached[page] = True
-    pages.drop(page, fence=5)
-    pages.drop(page, fence=3)
+    pages.leave(page, fence=5)
+    pages.leave(page, fence=3)
     pages.remove(page)
     assert (pages.pool.num_free, pages.pool.num_quarantined) == (0, 1)
     pages.pool.steps.resolved = 4
