@@ -91,6 +91,10 @@ class Snapshots(NodeParts):
         """The snapshots on the path from `node` to the root."""
         return (s for each in node.path() if (s := self.at(each)) is not None)
 
+    def own_of(self, request: int) -> list[Snapshot]:
+        """Return the snapshots of a request that wait until its prompt is published."""
+        return [snapshot for snapshot in self.own if snapshot.request == request]
+
     def take(self, tokens: int, request: int, branches: bool) -> Snapshot | None:
         """Return a new snapshot; None if too few pages are left.
 

@@ -1,6 +1,6 @@
 """`States`: the kind of memory of layers with a recurrent state."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,7 +33,6 @@ class Saving:
     done         tokens of the newest snapshot of this request, or of the one that it began with.
     junction     tokens after which other cached tokens follow than those of the row; 0: none.
     prefixes     as in Rows.
-    saved        snapshots that wait until the prompt is published.
     node, pages  the published part of the row.
     """
 
@@ -42,7 +41,6 @@ class Saving:
     done: int
     junction: int
     prefixes: Prefixes
-    saved: list[Snapshot] = field(default_factory=list)
     node: RadixNode | None = None
     pages: int = 0
 
@@ -193,10 +191,8 @@ class States(CacheKind):
         saving.node, saving.pages = node, pages
         if row in self._due:
             self._save(row, self._due.pop(row))
-        for snapshot in saving.saved:
-            if not snapshot.freed:
-                self.snapshots.attach(snapshot, node)
-        saving.saved = []
+        for snapshot in self.snapshots.own_of(saving.request):
+            self.snapshots.attach(snapshot, node)
 
     def close(self, row: int) -> None:
         """Save the state of a row for the next request, if its tokens are published."""
@@ -204,15 +200,13 @@ class States(CacheKind):
         if (loaded := self._loads.pop(row, None)) is not None:
             self.snapshots.unlock(loaded)
         self._due.pop(row, None)
-        for snapshot in saving.saved:
-            if not snapshot.freed:
-                self.snapshots.release(snapshot)
-        saving.saved = []
+        for snapshot in self.snapshots.own_of(saving.request):
+            self.snapshots.release(snapshot)
         if saving.node is not None and at <= saving.pages * self._page_size:
             above = (each.tokens for each in self.snapshots.above(saving.node))
             if at - next((tokens for tokens in above if tokens <= at), 0) >= MIN_NEW_TOKENS:
                 self._save(row, at)
-                for snapshot in saving.saved:
+                for snapshot in self.snapshots.own_of(saving.request):
                     self.snapshots.attach(snapshot, saving.node)
         del self._savings[row]
 
@@ -222,7 +216,6 @@ class States(CacheKind):
         branches = self.places(saving).get(tokens, False)
         if (snapshot := self.snapshots.take(tokens, saving.request, branches)) is not None:
             self._saves.append((row, snapshot))
-            saving.saved.append(snapshot)
             saving.done = tokens
 
 
