@@ -61,8 +61,8 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
         kind.grow(rows, lengths)
         updates = updates.joined(kind.updates(rows))
     num_decode = len(decode.rows)
-    parts = (rows, lengths, num_decode, updates, states, decode.next_drafts)
-    batch = table.build_batch(steps.launched, *parts)
+    next_drafts = decode.next_drafts
+    batch = table.build_batch(rows, lengths, num_decode, updates, states, next_drafts)
     if plan.chunks:
         _begin_to_decode(view, rows[num_decode:])
     # Requests whose last token the batch samples need no further step. Those with slow edits pause

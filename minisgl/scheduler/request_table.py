@@ -188,7 +188,6 @@ class RequestTable(Rows):
 
     def build_batch(
         self,
-        step_id: int,
         rows: Int32Array,
         lengths: Int32Array,
         num_decode: int,
@@ -196,7 +195,9 @@ class RequestTable(Rows):
         states: StateCopies | None = None,
         next_drafts: int = 0,
     ) -> Batch:
-        """Return a batch of the next `lengths` tokens of each row, and count them as computed.
+        """Return the batch of the newest step: the next `lengths` tokens of each row.
+
+        They count as computed.
 
         rows, lengths: int32 [B]; first the num_decode decoding rows, then the chunks. For the
         others see Batch.
@@ -210,11 +211,11 @@ class RequestTable(Rows):
             )
         ]
         samples = ends >= self.prefill_end[rows]
-        self.computed[rows], self.last_step[rows] = ends, step_id
+        self.computed[rows], self.last_step[rows] = ends, self.steps.launched
         made = self.made[rows[:num_decode]]
         self.made[rows[:num_decode]], self.made[rows[num_decode:]] = next_drafts, 0
         return Batch(
-            step_id=step_id,
+            step_id=self.steps.launched,
             num_decode=num_decode,
             rows=rows,
             start=start,
