@@ -3,8 +3,6 @@
 It runs the steps that the scheduler plans. It knows nothing of queues, prefixes or page ownership.
 """
 
-import contextlib
-
 import torch
 
 from minisgl.core import EngineConfig, ModelFacts
@@ -110,7 +108,7 @@ class Engine:
         drafting, on_cpu = start.drafting, start.device.type == "cpu"
         with memory.memory_of(start.device), self.startup.phase("warm_up"):
             warmup.warm_up(self, DRAFT_WIDTHS if drafting else DRAFT_WIDTHS[:1])
-            with self._on_stream():
+            with start.on_stream():
                 self._launcher.warm_up_masks()
             if not on_cpu and not self._launcher.graphs.pieces:
                 warmup.run_every_size(self, chunk)
@@ -119,7 +117,9 @@ class Engine:
             most = _TIMED_CHUNK_CPU if on_cpu else _TIMED_CHUNK
             timed = warmup.time_steps(self, min(chunk, most))
         start.compile_log.finish()
-        self._clear_dummy()
+        with start.on_stream():
+            self._launcher.runner.clear_dummy()
+            self._synchronize()
         return timed
 
     def close(self) -> None:
@@ -128,14 +128,6 @@ class Engine:
         del self._launcher, self.launch
         torch.cuda.empty_cache()  # does nothing in a process that has not used a GPU
 
-    def _on_stream(self) -> contextlib.AbstractContextManager[object]:
-        return self._start.on_stream()
-
     def _synchronize(self) -> None:
         if self._start.stream is not None:
             self._start.stream.synchronize()
-
-    def _clear_dummy(self) -> None:
-        with self._on_stream():
-            self._launcher.runner.clear_dummy()
-            self._synchronize()

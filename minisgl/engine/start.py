@@ -217,18 +217,14 @@ class Start:
         return compile_missing(needed)
 
     def _load(self, build: Callable[..., CausalLM]) -> CausalLM:
-        config, resolved = self.config, self.resolved
         return build(
-            resolved.model,
-            config.model_path,
+            self.resolved.model,
+            self.config,
             device=self.device,
-            dtype=resolved.kv_spec.dtype,
+            dtype=self.resolved.kv_spec.dtype,
             comm=self._comm,
-            moe_backend=config.moe_backend,
-            quantization=config.quantization,
-            dummy_weight=config.dummy_weight,
-            show_progress=self._show_progress,
             extensions=self._extensions,
+            show_progress=self._show_progress,
         )
 
     @torch.inference_mode()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from minisgl.attention.base import AttentionBackend
-from minisgl.core import ConfigError
+from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import Communicator
 from minisgl.layers.linear import LinearBuild, share_split_k_semaphores
 from minisgl.models.decoder import CausalLM
@@ -40,36 +40,32 @@ class ModelExtensions:
 
 def build_model(
     config: ModelSpec,
-    folder: str,
+    engine: EngineConfig,
     *,
     device: torch.device,
     dtype: torch.dtype,
     comm: Communicator,
-    moe_backend: str = "auto",
-    quantization: str | None = None,
-    dummy_weight: bool = False,
+    extensions: ModelExtensions | None = None,
     show_progress: bool = False,
     fill: bool = True,
-    extensions: ModelExtensions | None = None,
 ) -> CausalLM:
     """Build this rank's share of the model on the meta device, then allocate and fill it.
 
-    dtype: of activations and unquantised weights. quantization: a name of online_quantizations, or
-    None for the format of the checkpoint. dummy_weight: fill with seeded random values
-    instead of the checkpoint's tensors. fill=False: leave the parameters as they are allocated, for
-    a device without memory. Raises ConfigError.
+    engine: has the folder, the backend and the format, and whether the weights are seeded random
+    values. dtype: of activations and unquantised weights. fill=False: leave the parameters as they
+    are allocated, for a device without memory. Raises ConfigError.
     """
     extensions = extensions or ModelExtensions()
-    backend = resolve_moe_backend(moe_backend, device, extensions.moe_backends)
+    backend = resolve_moe_backend(engine.moe_backend, device, extensions.moe_backends)
     # The Triton backend imports its kernels, which takes 0.1 s. Only models with experts need them.
     moe = backend(device) if config.experts else None
-    model, unused = empty_model(config, dtype, comm, moe, extensions, quantization)
+    model, unused = empty_model(config, dtype, comm, moe, extensions, engine.quantization)
     materialise(model, device, dtype)
     share_split_k_semaphores(model, device)
-    if fill and dummy_weight:
+    if fill and engine.dummy_weight:
         fill_random(model, show_progress=show_progress)
     elif fill:
-        load_weights(model, folder, unused=unused, show_progress=show_progress)
+        load_weights(model, engine.model_path, unused=unused, show_progress=show_progress)
     model.fold_multipliers()
     # Only the bfloat16 kernels of one rank fuse the norm; elsewhere folding would gain nothing.
     if comm.tp.size == 1 and dtype is torch.bfloat16:

@@ -149,7 +149,7 @@ class Jitter:
 
     def _idle(self) -> None:
         if self._longest and self._random.random() < 0.5:
-            with self._engine._on_stream():
+            with self._engine._start.on_stream():
                 torch.cuda._sleep(self._random.randrange(self._longest))
 
 

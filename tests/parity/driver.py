@@ -111,7 +111,7 @@ class Driver:
 
         The warm-up samples tokens too. Their positions depend on the backends and on the graphs.
         """
-        with self.engine._on_stream():
+        with self.engine._start.on_stream():
             self.engine._launcher.runner.token_pool.zero_()
 
     def step(

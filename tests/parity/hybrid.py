@@ -8,6 +8,7 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionStep
 from minisgl.attention.registry import create_attention_backend
+from minisgl.core import EngineConfig
 from minisgl.distributed.comm import Communicator
 from minisgl.engine.states import allocate_states
 from minisgl.kernel.states import StateStep, begin_states
@@ -30,7 +31,12 @@ class Runner:
         spec = load_model_spec(path)
         self.spec, self.comm = spec, comm
         self.model = build_model(
-            spec, path, device=CPU, dtype=torch.float32, comm=comm, extensions=with_quantizations()
+            spec,
+            EngineConfig(model_path=path),
+            device=CPU,
+            dtype=torch.float32,
+            comm=comm,
+            extensions=with_quantizations(),
         )
         kv = local_kv_spec(spec, comm, torch.float32)
         layers = range(len(spec.attention))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minisgl.core import ConfigError
+from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.kernel.fp8_weights import dequantise
 from minisgl.layers.linear import UnquantizedLinear
@@ -96,8 +96,9 @@ def test_blocks_of_fp8_weights_keep_their_scales_in_another_order_of_rows(
         given: dict[str, Any] = {"device": CPU, "dtype": torch.float32}
         given |= {"comm": SingleCommunicator(TPInfo(rank, ranks))}
         given |= {"extensions": with_quantizations()}
-        model = build_model(spec, saved.fp8, **given)
-        expected = dict(build_model(plain, saved.reference, **given).named_modules())
+        model = build_model(spec, EngineConfig(model_path=saved.fp8), **given)
+        reference = build_model(plain, EngineConfig(model_path=saved.reference), **given)
+        expected = dict(reference.named_modules())
         for module_name, module in model.named_modules():
             other = expected[module_name]
             if isinstance(module, Fp8Linear):

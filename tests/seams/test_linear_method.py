@@ -153,7 +153,7 @@ def test_two_ranks_hold_the_shards_of_the_whole_linears(tmp_path: Path) -> None:
     def layer_of(rank: int, size: int) -> Any:
         return build(
             load_model_spec(int8),
-            int8,
+            EngineConfig(model_path=int8),
             device=torch.device("cpu"),
             dtype=torch.float32,
             comm=Rank(rank, size),

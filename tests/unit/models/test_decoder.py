@@ -8,6 +8,7 @@ import torch
 
 from minisgl.attention.base import AttentionStep
 from minisgl.attention.registry import create_attention_backend
+from minisgl.core import EngineConfig
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.mixer import ForwardContext
@@ -25,7 +26,8 @@ PROMPT = list(range(5, 30))
 def load(path: str) -> tuple[CausalLM, ForwardContext]:
     """The model, and the context of one prompt in the pages 0, 1, ... of a pool."""
     config, comm = load_model_spec(path), SingleCommunicator()
-    model = build_model(config, path, device=CPU, dtype=torch.float32, comm=comm)
+    engine = EngineConfig(model_path=path)
+    model = build_model(config, engine, device=CPU, dtype=torch.float32, comm=comm)
     spec = local_kv_spec(config, comm, torch.float32)
     pool = KVPool(spec, layers=range(len(config.rules)), num_pages=4, page_size=16, device=CPU)
     start, lengths = np.zeros(1, dtype=np.int32), np.array([len(PROMPT)], dtype=np.int32)

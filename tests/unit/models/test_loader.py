@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from minisgl.core import ConfigError
+from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine.check import share_of
 from minisgl.models.build import ModelExtensions, build_model
@@ -30,7 +30,8 @@ class Rank(SingleCommunicator):
 
 def load(path: Path | str, rank: int = 0, size: int = 1) -> CausalLM:
     config = load_model_spec(str(path))
-    return build_model(config, str(path), device=CPU, dtype=torch.float32, comm=Rank(rank, size))
+    engine, comm = EngineConfig(model_path=str(path)), Rank(rank, size)
+    return build_model(config, engine, device=CPU, dtype=torch.float32, comm=comm)
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +246,7 @@ def test_an_index_that_names_the_wrong_file_is_named(checkpoint: Path) -> None:
 def test_weights_are_converted_to_the_dtype_of_the_parameters(checkpoint: Path) -> None:
     model = build_model(
         load_model_spec(str(checkpoint)),
-        str(checkpoint),
+        EngineConfig(model_path=str(checkpoint)),
         device=CPU,
         dtype=torch.bfloat16,
         comm=SingleCommunicator(),
@@ -259,11 +260,10 @@ def test_dummy_weights_are_the_same_each_time(checkpoint: Path) -> None:
     first, second = (
         build_model(
             load_model_spec(str(checkpoint)),
-            str(checkpoint),
+            EngineConfig(model_path=str(checkpoint), dummy_weight=True),
             device=CPU,
             dtype=torch.float32,
             comm=SingleCommunicator(),
-            dummy_weight=True,
         ).state_dict()
         for _ in range(2)
     )
