@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minisgl.build import AttentionKernel
-from minisgl.core import Int32Array
+from minisgl.core.batch import Int32Array
 from minisgl.kvcache.pool import KVPool
 
 

@@ -35,7 +35,7 @@ from minisgl.attention.base import (
 )
 from minisgl.attention.decode import BalancedDecode, UnsplitDecode, new_tokens
 from minisgl.build import compiled
-from minisgl.core import Int32Array
+from minisgl.core.batch import Int32Array
 from minisgl.kernel import (
     ContextCopy,
     DecodeScratch,

@@ -33,7 +33,8 @@ from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.outbox import raise_failure
 from minisgl.benchmark.pinned import PinnedAcceptance
 from minisgl.benchmark.replaced_draws import ReplacedDraws
-from minisgl.core import EngineConfig, Int32Array, SamplingParams, SchedulerConfig
+from minisgl.core import EngineConfig, SamplingParams, SchedulerConfig
+from minisgl.core.batch import Int32Array
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.drafts import with_speculation
 from minisgl.engine import (

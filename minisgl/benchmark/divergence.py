@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from minisgl.benchmark.flag_types import add_kv_flag, add_quantization_flag, positive_int
 from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
-from minisgl.core import Batch, ConfigError, EngineConfig, PageUpdates, SamplingParams
-from minisgl.core.batch import LogprobsRequest
+from minisgl.core import ConfigError, EngineConfig, SamplingParams
+from minisgl.core.batch import Batch, LogprobsRequest, PageUpdates
 from minisgl.core.columns import sampling_arrays
 from minisgl.demo import evaluation_path, model_path
 from minisgl.distributed.comm import SingleCommunicator

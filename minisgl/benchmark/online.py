@@ -33,7 +33,8 @@ from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.plot import plot_latencies
 from minisgl.benchmark.server_process import RunningServer, fetch, read_metrics, start_server
 from minisgl.benchmark.trace import Load, hit_ratios
-from minisgl.core import ConfigError, Int32Array
+from minisgl.core import ConfigError
+from minisgl.core.batch import Int32Array
 from minisgl.utils.startup import Progress
 
 

@@ -19,7 +19,8 @@ import numpy as np
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.outbox import raise_failure
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, read_cost
-from minisgl.core import Batch, SamplingParams, SchedulerConfig, StepResult, WindowLayers
+from minisgl.core import SamplingParams, SchedulerConfig
+from minisgl.core.batch import Batch, StepResult, WindowLayers
 from minisgl.core.rows import Steps
 from minisgl.kvcache import RadixCache
 from minisgl.message.messages import AddReq, StepOutput

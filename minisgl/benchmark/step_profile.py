@@ -22,14 +22,8 @@ from minisgl.benchmark.flag_types import (
 )
 from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
-from minisgl.core import (
-    Batch,
-    ConfigError,
-    EngineConfig,
-    Int32Array,
-    PageUpdates,
-    SamplingParams,
-)
+from minisgl.core import ConfigError, EngineConfig, SamplingParams
+from minisgl.core.batch import Batch, Int32Array, PageUpdates
 from minisgl.core.columns import sampling_arrays
 from minisgl.core.config import DRAFT_WIDTHS
 from minisgl.cost.floor import Ceilings, cost_of, read_keys, reduce_s, with_weights

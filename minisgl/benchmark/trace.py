@@ -13,7 +13,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from minisgl.core import ConfigError, Int32Array
+from minisgl.core import ConfigError
+from minisgl.core.batch import Int32Array
 
 BLOCK_TOKENS = 512
 

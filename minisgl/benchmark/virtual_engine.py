@@ -12,15 +12,8 @@ from minisgl.benchmark.flag_types import (
     positive_float,
     positive_int,
 )
-from minisgl.core import (
-    Batch,
-    ConfigError,
-    SchedulerConfig,
-    StepCost,
-    StepResult,
-    StepWork,
-    WindowLayers,
-)
+from minisgl.core import ConfigError, SchedulerConfig, StepCost, StepWork
+from minisgl.core.batch import Batch, StepResult, WindowLayers
 
 _HOST_S = 0.0003  # host time from the end of step n to the launch of step n + 2
 # Qwen3-8B, bfloat16, on one H200, as a server of bbc8025 logged it (2026-11-22).

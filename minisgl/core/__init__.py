@@ -1,14 +1,8 @@
 """Types that several packages share: sampling parameters, batches, settings, errors.
 
-Modules that need EditedReq, LogprobsRequest or Logprobs import them from core.batch. Nothing here
-imports torch.
-
-The names from core.batch and core.columns are imported at their first use, since they need numpy.
-The launcher needs neither, and starts the scheduler sooner without numpy.
+Nothing here imports torch. This file has no name from core.batch, core.columns and core.rows, which
+need numpy. The launcher does not need them, and starts the scheduler sooner without numpy.
 """
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
 from minisgl.core.config import EngineConfig, ModelFacts, SchedulerConfig, TokenizerInfo
 from minisgl.core.errors import (
@@ -32,36 +26,18 @@ from minisgl.core.errors import (
 from minisgl.core.sampling import FinishReason, Grammar, GrammarKind, SamplingParams
 from minisgl.core.step_cost import FREE_STEPS, StepCost, StepWork, step_sizes
 
-if TYPE_CHECKING:
-    from minisgl.core.batch import (
-        Batch,
-        EngineLike,
-        Int32Array,
-        PageUpdates,
-        PendingStep,
-        StateCopies,
-        StepResult,
-        WindowLayers,
-    )
-    from minisgl.core.columns import SAMPLING_COLUMNS, Column
-
 __all__ = [
     "FREE_STEPS",
-    "SAMPLING_COLUMNS",
-    "Batch",
     "Cancelled",
-    "Column",
     "ConfigError",
     "DeadlineExceeded",
     "EngineConfig",
     "EngineError",
     "EngineFailure",
-    "EngineLike",
     "FinishReason",
     "Grammar",
     "GrammarFailed",
     "GrammarKind",
-    "Int32Array",
     "InvalidRequest",
     "InvariantBroken",
     "MinisglError",
@@ -69,27 +45,14 @@ __all__ = [
     "ModelNotFound",
     "OutOfMemory",
     "Overloaded",
-    "PageUpdates",
-    "PendingStep",
     "PromptTooLong",
     "RequestError",
     "SamplingParams",
     "SchedulerConfig",
-    "StateCopies",
     "StepCost",
-    "StepResult",
     "StepWork",
     "TokenizerInfo",
     "Unsupported",
-    "WindowLayers",
     "WorkerDied",
     "step_sizes",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name from core.batch or core.columns at its first use."""
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    columns = name in ("SAMPLING_COLUMNS", "Column")
-    return getattr(import_module("minisgl.core.columns" if columns else "minisgl.core.batch"), name)

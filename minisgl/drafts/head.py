@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import InTurn, StepAttention
-from minisgl.core import SAMPLING_COLUMNS, ConfigError
+from minisgl.core import ConfigError
+from minisgl.core.columns import SAMPLING_COLUMNS
 from minisgl.core.config import MAX_DRAFT_TOKENS
 from minisgl.drafts.ngram import NgramDrafts
 from minisgl.engine import ModelRunner, Stage, StepColumns, StepTensors

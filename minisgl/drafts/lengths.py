@@ -5,8 +5,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import Int32Array, StepWork
-from minisgl.core.batch import DecodeLoad, DraftCounts, DraftLengths
+from minisgl.core import StepWork
+from minisgl.core.batch import DecodeLoad, DraftCounts, DraftLengths, Int32Array
 from minisgl.core.config import DRAFT_WIDTHS
 
 # The acceptance of a row is a weighted mean. Each later draft multiplies the weight by this factor.

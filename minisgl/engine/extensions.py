@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from minisgl.core import SAMPLING_COLUMNS, Column, SamplingParams
+from minisgl.core import SamplingParams
 from minisgl.core.batch import DraftLengths
+from minisgl.core.columns import SAMPLING_COLUMNS, Column
 from minisgl.engine.logits_processing import LogitsProcessor, Penalties, TokenBias
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import Finish, default_finish

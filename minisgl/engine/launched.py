@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import StepResult
+from minisgl.core.batch import StepResult
 from minisgl.engine.logprobs import PendingLogprobs
 from minisgl.engine.step_tensors import StepTensors
 

@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import Batch, Int32Array, RequestError, SamplingParams
-from minisgl.core.batch import EditedReq
+from minisgl.core import RequestError, SamplingParams
+from minisgl.core.batch import Batch, EditedReq, Int32Array
 from minisgl.engine.model_runner import DraftTensors, ModelRunner
 from minisgl.engine.step_tensors import StepTensors
 from minisgl.kernel import (

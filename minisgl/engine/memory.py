@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from minisgl.attention.base import AttentionNeeds
-from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers, step_sizes
+from minisgl.core import ConfigError, EngineConfig, OutOfMemory, step_sizes
+from minisgl.core.batch import WindowLayers
 from minisgl.core.config import MAX_DRAFT_TOKENS
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine.graphs import DecodeShape, graph_shapes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend, AttentionStep, StepAttention
-from minisgl.core import Int32Array, WindowLayers
+from minisgl.core.batch import Int32Array, WindowLayers
 from minisgl.engine.states import RowStates, snapshot_pages
 from minisgl.engine.step_tensors import Packer, StepColumns
 from minisgl.kernel import stage_tokens

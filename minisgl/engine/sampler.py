@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from minisgl.core import SAMPLING_COLUMNS
+from minisgl.core.columns import SAMPLING_COLUMNS
 from minisgl.engine.launched import LaunchedDrafts, LaunchedStep
 from minisgl.engine.model_runner import DraftTensors, ModelRunner
 from minisgl.engine.step_tensors import SamplerWork, StepColumns

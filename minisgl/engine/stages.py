@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import StateCopies
+from minisgl.core.batch import StateCopies
 from minisgl.engine.logits_processing import upload
 from minisgl.engine.model_runner import DraftTensors
 from minisgl.engine.states import RowStates

@@ -17,7 +17,8 @@ from minisgl.build import (
     use_kernel_cache,
     use_recorded_key,
 )
-from minisgl.core import ConfigError, EngineConfig, OutOfMemory, WindowLayers
+from minisgl.core import ConfigError, EngineConfig, OutOfMemory
+from minisgl.core.batch import WindowLayers
 from minisgl.core.config import MAX_DRAFTS
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import memory, states, warmup

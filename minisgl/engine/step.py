@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import DecodeGraphAttention, StepAttention
-from minisgl.core import Batch
+from minisgl.core.batch import Batch
 from minisgl.core.config import DRAFT_WIDTHS
 from minisgl.engine.last_layer import LastLayer, LogitsGraph
 from minisgl.engine.launched import LaunchedStep

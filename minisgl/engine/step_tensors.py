@@ -8,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import Batch, Column, Int32Array, PageUpdates
-from minisgl.core.columns import sampling_arrays
+from minisgl.core.batch import Batch, Int32Array, PageUpdates
+from minisgl.core.columns import Column, sampling_arrays
 from minisgl.kernel import StepLayout, StepViews
 
 

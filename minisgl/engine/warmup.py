@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor, nn
 
-from minisgl.core import Batch, EngineLike, PageUpdates, SamplingParams, StateCopies
-from minisgl.core.batch import LogprobsRequest
+from minisgl.core import SamplingParams
+from minisgl.core.batch import Batch, EngineLike, LogprobsRequest, PageUpdates, StateCopies
 from minisgl.core.columns import sampling_arrays
 from minisgl.core.config import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
 from minisgl.core.step_cost import TimedStep

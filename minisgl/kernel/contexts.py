@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import Int32Array
+from minisgl.core.batch import Int32Array
 from minisgl.kernel.dispatch import context_slots
 from minisgl.kernel.gather import TILE, first_pages
 

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 import torch
 from torch import Tensor
 
-from minisgl.core import Int32Array
+from minisgl.core.batch import Int32Array
 from minisgl.kernel.fp8 import read_kv
 
 _Ints = TypeVar("_Ints", Int32Array, Tensor)

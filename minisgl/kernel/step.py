@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import SAMPLING_COLUMNS, Column
 from minisgl.core.batch import Array
+from minisgl.core.columns import SAMPLING_COLUMNS, Column
 from minisgl.kernel.gather import first_pages
 
 _WORDS = {np.int32: 1, np.float32: 1, np.int64: 2}  # int32 elements of one value

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from minisgl.core import ConfigError, Int32Array
+from minisgl.core import ConfigError
+from minisgl.core.batch import Int32Array
 from minisgl.kv_events.messages import (
     KV_MEDIUM,
     AllBlocksCleared,

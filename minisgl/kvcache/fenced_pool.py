@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from minisgl.core import Int32Array, InvariantBroken
+from minisgl.core import InvariantBroken
+from minisgl.core.batch import Int32Array
 from minisgl.core.rows import Steps
 
 

@@ -10,8 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from minisgl.core import EngineLike, Int32Array
-from minisgl.core.batch import PageUpdates, StateCopies
+from minisgl.core.batch import EngineLike, Int32Array, PageUpdates, StateCopies
 from minisgl.core.rows import Prefixes, Rows
 from minisgl.kvcache.node import Hit, RadixNode
 

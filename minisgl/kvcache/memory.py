@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.core import EngineLike, Int32Array
+from minisgl.core.batch import EngineLike, Int32Array
 from minisgl.core.rows import Rows
 from minisgl.kvcache.fenced_pool import FencedPool
 from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted

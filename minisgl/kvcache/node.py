@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from minisgl.core import Int32Array
+from minisgl.core.batch import Int32Array
 
 
 @dataclass(slots=True, eq=False, repr=False)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from minisgl.core import EngineLike, Int32Array, PageUpdates
+from minisgl.core.batch import EngineLike, Int32Array, PageUpdates
 
 
 class PageTable:

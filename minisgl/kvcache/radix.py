@@ -20,7 +20,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl.core import Int32Array, InvariantBroken
+from minisgl.core import InvariantBroken
+from minisgl.core.batch import Int32Array
 from minisgl.core.rows import Steps
 from minisgl.kvcache.kinds import NodeParts
 from minisgl.kvcache.node import CacheListener, Evicted, Hit, RadixNode

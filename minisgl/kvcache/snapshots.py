@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core import Int32Array
+from minisgl.core.batch import Int32Array
 from minisgl.core.rows import Steps
 from minisgl.kvcache.kinds import NodeParts
 from minisgl.kvcache.node import RadixNode

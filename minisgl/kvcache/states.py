@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core import EngineLike, Int32Array
-from minisgl.core.batch import StateCopies
+from minisgl.core.batch import EngineLike, Int32Array, StateCopies
 from minisgl.core.rows import Prefixes, Rows
 from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
 from minisgl.kvcache.node import Hit, RadixNode

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core import EngineLike, Int32Array, PageUpdates
+from minisgl.core.batch import EngineLike, Int32Array, PageUpdates
 from minisgl.core.rows import Rows
 from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
 from minisgl.kvcache.node import Hit, RadixNode

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import Int32Array
+from minisgl.core.batch import Int32Array
 from minisgl.core.rows import Steps
 from minisgl.kvcache.fenced_pool import FencedPool
 from minisgl.kvcache.kinds import NodeParts

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import msgspec
 import torch
 
-from minisgl.core import EngineConfig, OutOfMemory, WindowLayers
+from minisgl.core import EngineConfig, OutOfMemory
+from minisgl.core.batch import WindowLayers
 from minisgl.cost.floor import MEASURED_TP, cost_of, step_s, weight_format, with_weights
 from minisgl.cost.gpus import Gpu
 from minisgl.cost.memory import remainder_bytes

@@ -11,7 +11,8 @@ from itertools import chain, islice
 
 import numpy as np
 
-from minisgl.core import Batch, Int32Array, InvariantBroken
+from minisgl.core import InvariantBroken
+from minisgl.core.batch import Batch, Int32Array
 from minisgl.kvcache import Hit
 from minisgl.scheduler.plan import MAX_DEFERRED
 from minisgl.scheduler.request import Req, ReqState

@@ -4,7 +4,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from minisgl.core import Int32Array
+from minisgl.core.batch import Int32Array
 from minisgl.scheduler.apply import recompute
 from minisgl.scheduler.request import ReqState
 from minisgl.scheduler.request_table import NewTokens

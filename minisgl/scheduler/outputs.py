@@ -2,8 +2,8 @@
 
 import msgspec
 
-from minisgl.core import Batch, FinishReason, Int32Array, MinisglError, RequestError, StepResult
-from minisgl.core.batch import HostLogprobs, LogprobsRequest
+from minisgl.core import FinishReason, MinisglError, RequestError
+from minisgl.core.batch import Batch, HostLogprobs, Int32Array, LogprobsRequest, StepResult
 from minisgl.message.messages import (
     AddReq,
     Finished,

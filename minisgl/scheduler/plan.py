@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.core import Int32Array, InvariantBroken
-from minisgl.core.batch import DecodeLoad
+from minisgl.core import InvariantBroken
+from minisgl.core.batch import DecodeLoad, Int32Array
 from minisgl.core.config import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
 from minisgl.kvcache import Hit, Room
 from minisgl.scheduler.budget import further_tokens, prompt_tokens

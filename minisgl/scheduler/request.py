@@ -7,13 +7,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from minisgl.core import (
-    FinishReason,
-    Int32Array,
-    InvalidRequest,
-    PromptTooLong,
-    SamplingParams,
-)
+from minisgl.core import FinishReason, InvalidRequest, PromptTooLong, SamplingParams
+from minisgl.core.batch import Int32Array
 from minisgl.core.rows import Prefixes
 from minisgl.core.sampling import MAX_SEED
 from minisgl.engine import Extensions

@@ -8,8 +8,18 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import Batch, EngineLike, FinishReason, Int32Array, InvariantBroken, StepResult
-from minisgl.core.batch import EditedReq, History, LogprobsRequest, PageUpdates, StateCopies
+from minisgl.core import FinishReason, InvariantBroken
+from minisgl.core.batch import (
+    Batch,
+    EditedReq,
+    EngineLike,
+    History,
+    Int32Array,
+    LogprobsRequest,
+    PageUpdates,
+    StateCopies,
+    StepResult,
+)
 from minisgl.core.rows import Rows
 from minisgl.engine import Extensions
 from minisgl.engine.logits_processing import Constraint

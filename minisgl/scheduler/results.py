@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from minisgl.core import Batch, EngineError, FinishReason, GrammarFailed, MinisglError, StepResult
+from minisgl.core import EngineError, FinishReason, GrammarFailed, MinisglError
+from minisgl.core.batch import Batch, StepResult
 from minisgl.message.messages import SchedulerStats, StepOutput
 from minisgl.scheduler.apply import enqueue, rejoin, remove
 from minisgl.scheduler.forced import append_forced

@@ -7,14 +7,13 @@ import msgspec
 
 from minisgl.core import (
     FREE_STEPS,
-    Batch,
-    EngineLike,
     FinishReason,
     InvalidRequest,
     RequestError,
     SchedulerConfig,
     StepCost,
 )
+from minisgl.core.batch import Batch, EngineLike
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.message.messages import (
     AbortReq,

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from minisgl.core import Batch, PendingStep, StepResult
+from minisgl.core.batch import Batch, PendingStep, StepResult
 from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, STEP_PHASES, PhaseStats
 from minisgl.scheduler.cost_fit import CostFit
 

@@ -6,15 +6,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.core import (
-    EngineLike,
-    Int32Array,
-    SchedulerConfig,
-    StepCost,
-    StepWork,
-    step_sizes,
-)
-from minisgl.core.batch import DraftLengths
+from minisgl.core import SchedulerConfig, StepCost, StepWork, step_sizes
+from minisgl.core.batch import DraftLengths, EngineLike, Int32Array
 from minisgl.core.config import MAX_DRAFTS
 from minisgl.engine import Extensions
 from minisgl.kvcache import CacheListener, Hit, Memory, common_prefix

@@ -7,7 +7,7 @@ from operator import itemgetter
 
 import numpy as np
 
-from minisgl.core import Int32Array
+from minisgl.core.batch import Int32Array
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 

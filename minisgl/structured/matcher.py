@@ -10,7 +10,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from minisgl.core import Grammar, GrammarFailed, Int32Array, RequestError, SamplingParams
+from minisgl.core import Grammar, GrammarFailed, RequestError, SamplingParams
+from minisgl.core.batch import Int32Array
 from minisgl.engine.logits_processing import Constraint
 from minisgl.message.stats import ConstraintTotals
 from minisgl.structured.library import TOO_COMPLEX, dead_end, failure_of, open_matcher

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minisgl.core import Batch, EngineConfig, OutOfMemory, SamplingParams
+from minisgl.core import EngineConfig, OutOfMemory, SamplingParams
+from minisgl.core.batch import Batch
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.engine.launched import LaunchedStep

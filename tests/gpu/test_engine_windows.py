@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minisgl.benchmark.models import SHAPES, write_model
-from minisgl.core import StepResult
+from minisgl.core.batch import StepResult
 from minisgl.engine import Engine
 from tests.parity.driver import Driver, Work, logprobs_of, make_engine
 

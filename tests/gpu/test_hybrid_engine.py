@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import StateCopies
+from minisgl.core.batch import StateCopies
 from minisgl.engine import Engine
 from minisgl.kernel.states import begin_states, copy_states
 from tests.gpu.test_schedules import ROUNDING, shortfall

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import StateCopies
+from minisgl.core.batch import StateCopies
 from minisgl.distributed.comm import Communicator
 from tests.gpu.test_hybrid_engine import HIT, MODELS, PROMPT, TOKENS, expected
 from tests.parity import hybrid_models

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import Batch, EngineConfig, PendingStep, SamplingParams, SchedulerConfig
-from minisgl.core.batch import DraftLengths
+from minisgl.core import EngineConfig, SamplingParams, SchedulerConfig
+from minisgl.core.batch import Batch, DraftLengths, PendingStep
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.layers.mixer import ForwardContext

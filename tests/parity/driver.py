@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from minisgl.attention.base import AttentionBackend
-from minisgl.core import (
+from minisgl.core import EngineConfig, SamplingParams
+from minisgl.core.batch import (
     Batch,
-    EngineConfig,
+    DraftLengths,
     Int32Array,
+    LogprobsRequest,
     PageUpdates,
-    SamplingParams,
     StateCopies,
     StepResult,
 )
-from minisgl.core.batch import DraftLengths, LogprobsRequest
 from minisgl.core.columns import sampling_arrays
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.drafts import with_head, with_ngrams

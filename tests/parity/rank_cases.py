@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from minisgl.core import Batch, EngineConfig, PendingStep, SamplingParams, SchedulerConfig
+from minisgl.core import EngineConfig, SamplingParams, SchedulerConfig
+from minisgl.core.batch import Batch, PendingStep
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import Engine
 from minisgl.message.messages import AbortReq, AddReq, LeaderStep, Shutdown

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import Batch, EngineConfig, SamplingParams, SchedulerConfig, WindowLayers
-from minisgl.core.batch import DraftLengths
+from minisgl.core import EngineConfig, SamplingParams, SchedulerConfig
+from minisgl.core.batch import Batch, DraftLengths, WindowLayers
 from minisgl.engine import Engine, memory
 from minisgl.message.messages import AddReq
 from minisgl.scheduler import LocalInbox, Scheduler

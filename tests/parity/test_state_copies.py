@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from minisgl.core import StateCopies
+from minisgl.core.batch import StateCopies
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import stages
 from minisgl.engine.states import RowStates

@@ -6,7 +6,8 @@ at page ends, as those of recurrent states do.
 
 import numpy as np
 
-from minisgl.core import EngineLike, Int32Array, SchedulerConfig
+from minisgl.core import SchedulerConfig
+from minisgl.core.batch import EngineLike, Int32Array
 from minisgl.core.rows import Rows
 from minisgl.kvcache import (
     CacheKind,

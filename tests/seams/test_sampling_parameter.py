@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 
 from minisgl.core import (
-    SAMPLING_COLUMNS,
-    Column,
     ConfigError,
     EngineConfig,
     FinishReason,
@@ -24,6 +22,7 @@ from minisgl.core import (
     SchedulerConfig,
 )
 from minisgl.core.batch import EditedReq
+from minisgl.core.columns import SAMPLING_COLUMNS, Column
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.engine.logits_processing import Edit, MaskedRows, ProcessingStep, TokenMask

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import Batch, SamplingParams, SchedulerConfig
+from minisgl.core import SamplingParams, SchedulerConfig
+from minisgl.core.batch import Batch
 from minisgl.engine import (
     DEFAULT_EXTENSIONS,
     Extensions,

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from minisgl.core import StateCopies
+from minisgl.core.batch import StateCopies
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild, StateBuild, StatePart
 from minisgl.layers.norm import BlockInput

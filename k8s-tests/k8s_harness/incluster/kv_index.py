@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import zmq
 
-from minisgl.core import Int32Array
+from minisgl.core.batch import Int32Array
 from minisgl.kv_events.messages import BlockRemoved, BlockStored, EventBatch, KVEvent
 
 TIMEOUT_MS = 60_000

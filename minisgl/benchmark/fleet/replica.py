@@ -10,7 +10,7 @@ import numpy as np
 
 from minisgl.benchmark.trace import page_chain
 from minisgl.benchmark.virtual_engine import EngineSettings
-from minisgl.core import Int32Array
+from minisgl.core.batch import Int32Array
 from minisgl.message.messages import StepOutput, ToScheduler
 from minisgl.scheduler import Scheduler
 from minisgl.scheduler.inbox import WaitS

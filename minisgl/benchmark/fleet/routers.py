@@ -13,7 +13,7 @@ from typing import Protocol
 
 from minisgl.benchmark.fleet.replica import CacheEvent, Replica
 from minisgl.benchmark.trace import page_chain
-from minisgl.core import Int32Array
+from minisgl.core.batch import Int32Array
 
 QUEUE_WEIGHT, KV_WEIGHT, PREFIX_WEIGHT = 2.0, 2.0, 3.0
 SCRAPE_S = 0.05  # the endpoint picker reads the metrics of each replica this often

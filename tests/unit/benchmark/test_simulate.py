@@ -12,7 +12,8 @@ from minisgl.benchmark.simulate import main, simulate
 from minisgl.benchmark.trace import Load
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
 from minisgl.benchmark.workload import make_workload
-from minisgl.core import Batch, ConfigError, PendingStep, SchedulerConfig, StepWork
+from minisgl.core import ConfigError, SchedulerConfig, StepWork
+from minisgl.core.batch import Batch, PendingStep
 from tests.unit.scheduler.offline import run_offline
 
 COST = read_cost(DEFAULT_COST)

@@ -15,7 +15,8 @@ from minisgl.benchmark.trace import (
     read_trace,
     replay,
 )
-from minisgl.core import ConfigError, Int32Array
+from minisgl.core import ConfigError
+from minisgl.core.batch import Int32Array
 
 
 def write(folder: Path, *requests: tuple[float, int, int, list[int]]) -> Path:

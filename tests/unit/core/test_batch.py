@@ -1,6 +1,6 @@
 import numpy as np
 
-from minisgl.core import Batch, Int32Array, PageUpdates, StateCopies
+from minisgl.core.batch import Batch, Int32Array, PageUpdates, StateCopies
 
 
 def ids(*values: int) -> Int32Array:

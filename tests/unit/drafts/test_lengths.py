@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from minisgl.core import Int32Array, StepCost
-from minisgl.core.batch import DecodeLoad, DraftCounts
+from minisgl.core import StepCost
+from minisgl.core.batch import DecodeLoad, DraftCounts, Int32Array
 from minisgl.core.config import MAX_DRAFTS
 from minisgl.drafts import HeadLengths, PricedLengths
 

@@ -12,7 +12,7 @@ import torch
 
 from minisgl.attention.base import AttentionStep, DecodeGraphAttention
 from minisgl.attention.torch import TorchAttention
-from minisgl.core import Batch
+from minisgl.core.batch import Batch
 from minisgl.engine import ModelRunner, graphs
 from minisgl.engine.logits_processing import Edits
 from minisgl.engine.start import Start

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionStep
 from minisgl.attention.torch import TorchAttention, _DecodeStep
-from minisgl.core import Batch
+from minisgl.core.batch import Batch
 from minisgl.engine import ModelRunner
 from minisgl.engine.start import Start
 from minisgl.engine.step import (

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import Batch, ConfigError, EngineConfig, OutOfMemory, SamplingParams
+from minisgl.core import ConfigError, EngineConfig, OutOfMemory, SamplingParams
+from minisgl.core.batch import Batch
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.drafts import PricedLengths
 from minisgl.engine import Engine, memory, resolve_device

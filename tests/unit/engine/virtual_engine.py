@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from minisgl.core import Batch, StepCost, StepResult, StepWork
+from minisgl.core import StepCost, StepWork
+from minisgl.core.batch import Batch, StepResult
 
 TRUE = StepCost(
     tokens=(1, 64, 128, 512, 1024),

@@ -5,7 +5,7 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from minisgl.core import SAMPLING_COLUMNS, Column
+from minisgl.core.columns import SAMPLING_COLUMNS, Column
 from minisgl.kernel import (
     StepLayout,
     kv_metadata,

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
-from minisgl.core import Int32Array, InvariantBroken
+from minisgl.core import InvariantBroken
+from minisgl.core.batch import Int32Array
 from minisgl.core.rows import Steps
 from minisgl.kvcache import RadixCache, RadixNode
 from tests.examples import examples

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minisgl.core import Int32Array, WindowLayers
+from minisgl.core.batch import Int32Array, WindowLayers
 from minisgl.core.rows import Rows, Steps
 from minisgl.kvcache import Memory, RadixCache, RadixNode
 from minisgl.kvcache.window import Windows

@@ -10,12 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl.core import (
-    ConfigError,
-    FinishReason,
-    InvalidRequest,
-    SamplingParams,
-)
+from minisgl.core import ConfigError, FinishReason, InvalidRequest, SamplingParams
 from minisgl.demo import model_path
 from minisgl.engine.launched import LaunchedStep
 from minisgl.engine.step import StepLauncher

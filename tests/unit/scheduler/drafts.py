@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from minisgl.core import Int32Array
-from minisgl.core.batch import DecodeLoad, DraftCounts, DraftLengths
+from minisgl.core.batch import DecodeLoad, DraftCounts, DraftLengths, Int32Array
 from tests.unit.scheduler.fake_engine import VOCAB, Drafter
 
 DRAFTERS: dict[str, Drafter] = {

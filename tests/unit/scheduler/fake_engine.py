@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from minisgl.core import Batch, Int32Array, StepResult, WindowLayers
+from minisgl.core.batch import Batch, Int32Array, StepResult, WindowLayers
 from minisgl.core.config import MAX_DRAFTS
 from tests.unit.scheduler.fake_states import FakeStates
 

@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import numpy as np
 
-from minisgl.core import Batch, FinishReason, SchedulerConfig
-from minisgl.core.batch import DraftLengths
+from minisgl.core import FinishReason, SchedulerConfig
+from minisgl.core.batch import Batch, DraftLengths
 from minisgl.kvcache import NewKind
 from minisgl.message.messages import AbortReq, AddReq
 from minisgl.scheduler import LocalInbox, Scheduler

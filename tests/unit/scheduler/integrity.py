@@ -6,7 +6,7 @@ whole data structures, so only tests call them.
 
 import numpy as np
 
-from minisgl.core import Batch
+from minisgl.core.batch import Batch
 from minisgl.kvcache import FencedPool, Memory, RadixCache, RadixNode
 from minisgl.kvcache.states import States
 from minisgl.kvcache.window import Windows

@@ -5,7 +5,8 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
-from minisgl.core import Batch, PendingStep, SamplingParams, SchedulerConfig
+from minisgl.core import SamplingParams, SchedulerConfig
+from minisgl.core.batch import Batch, PendingStep
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Sequence
 
-from minisgl.core import GrammarFailed, Int32Array, RequestError, SamplingParams
-from minisgl.core.batch import EditedReq
+from minisgl.core import GrammarFailed, RequestError, SamplingParams
+from minisgl.core.batch import EditedReq, Int32Array
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.engine.logits_processing import Constraint, Edit, ProcessingStep
 

@@ -6,7 +6,8 @@ import pytest
 from minisgl.benchmark.simulate import simulate
 from minisgl.benchmark.trace import Load
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
-from minisgl.core import Batch, SchedulerConfig
+from minisgl.core import SchedulerConfig
+from minisgl.core.batch import Batch
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, prompt_of

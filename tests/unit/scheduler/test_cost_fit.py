@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
-from minisgl.core import Batch, PendingStep, SchedulerConfig, StepCost, StepWork
+from minisgl.core import SchedulerConfig, StepCost, StepWork
+from minisgl.core.batch import Batch, PendingStep
 from minisgl.message.messages import AddReq, LeaderStep, SetStepCost
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, Scheduler

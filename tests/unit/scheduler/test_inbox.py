@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from minisgl.core import Batch, InvariantBroken, StepResult
+from minisgl.core import InvariantBroken
+from minisgl.core.batch import Batch, StepResult
 from minisgl.message.messages import AbortReq, LeaderStep, Shutdown, ToScheduler
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler.inbox import FollowerInbox, LocalInbox, QueueInbox, WaitS

@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from minisgl.core import FinishReason, SchedulerConfig, StepCost, WindowLayers
+from minisgl.core import FinishReason, SchedulerConfig, StepCost
+from minisgl.core.batch import WindowLayers
 from minisgl.kvcache import snapshots, states
 from minisgl.message.messages import FlushCache
 from minisgl.scheduler import budget, plan, scheduler, view

@@ -5,7 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from minisgl.core import FinishReason, Int32Array, SchedulerConfig, StateCopies, StepCost
+from minisgl.core import FinishReason, SchedulerConfig, StepCost
+from minisgl.core.batch import Int32Array, StateCopies
 from minisgl.kvcache import states
 from minisgl.kvcache.states import States
 from minisgl.scheduler import budget

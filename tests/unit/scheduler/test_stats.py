@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from minisgl.core import FREE_STEPS, Batch, PageUpdates, StepResult, StepWork
-from minisgl.core.batch import EditedReq
+from minisgl.core import FREE_STEPS, StepWork
+from minisgl.core.batch import Batch, EditedReq, PageUpdates, StepResult
 from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS
 from minisgl.scheduler.cost_fit import CostFit
 from minisgl.scheduler.stats import InFlight, StepMeter

@@ -3,7 +3,8 @@
 import numpy as np
 
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
-from minisgl.core import SamplingParams, SchedulerConfig, WindowLayers
+from minisgl.core import SamplingParams, SchedulerConfig
+from minisgl.core.batch import WindowLayers
 from minisgl.message.messages import AddReq
 from minisgl.scheduler import LocalInbox, Scheduler
 

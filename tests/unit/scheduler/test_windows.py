@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from minisgl.core import SchedulerConfig, WindowLayers
+from minisgl.core import SchedulerConfig
+from minisgl.core.batch import WindowLayers
 from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness

@@ -9,8 +9,8 @@ import tokenizers
 import torch
 from llguidance import LLMatcher
 
-from minisgl.core import Batch, Grammar, PageUpdates, SamplingParams
-from minisgl.core.batch import EditedReq
+from minisgl.core import Grammar, SamplingParams
+from minisgl.core.batch import Batch, EditedReq, PageUpdates
 from minisgl.demo import model_path
 from minisgl.engine.logits_processing import ProcessingStep
 from minisgl.engine.model_runner import DraftTensors

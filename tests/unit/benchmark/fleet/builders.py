@@ -8,7 +8,8 @@ from minisgl.benchmark.fleet.fleet import Fleet, FleetPlan, FleetResult
 from minisgl.benchmark.fleet.routers import RequestRouter, RoundRobin
 from minisgl.benchmark.trace import Load
 from minisgl.benchmark.virtual_engine import EngineSettings, read_cost
-from minisgl.core import Int32Array, SchedulerConfig
+from minisgl.core import SchedulerConfig
+from minisgl.core.batch import Int32Array
 
 STEP_S = 0.010
 HOST_S = 0.0003  # the simulated engine adds it to each step
