@@ -1,9 +1,11 @@
 """Fixtures of all tests."""
 
+import ctypes
 import logging
 import os
 from collections import defaultdict
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ _TESTS = Path(__file__).parent
 # The long files are in these folders.
 _LONG = ("process", "parity", "browser", "image", "evaluation")
 _LONG_PART = 0.8  # part of the run in which a long file may start, so that no worker ends with one
+
+_GPU = _TESTS / "gpu"
 
 # Docker and package managers work outside the processes of a proof, or wait for the network.
 _PROOF = HangLimits(idle_s=3600.0, total_s=3600.0)
@@ -50,6 +54,33 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         patch.delenv("SSL_CERT_FILE", raising=False)
         patch.setenv("SSL_CERT_DIR", os.devnull)
         return (yield)
+
+
+@cache
+def _can_run_kernels() -> bool:
+    """Whether a CUDA driver is installed, or Triton's interpreter replaces it.
+
+    The import of torch would take seconds, and each process of a run asks.
+    """
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out tests/gpu where all of its tests would be skipped: it has a third of all tests."""
+    if collection_path.is_relative_to(_GPU) and not _can_run_kernels():
+        return True
+    return None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not _can_run_kernels():
+        terminalreporter.write_line("tests/gpu is left out: no CUDA driver (libcuda.so.1)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
