@@ -42,10 +42,11 @@ def _key_of(address: str) -> bytes:
 class Sender(Generic[T]):
     """The sending end of a queue. `send` neither blocks nor raises for a slow or absent peer."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, linger_ms: int = 0) -> None:
+        """linger_ms: longest time in which `close_queues` still delivers queued messages."""
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
         self._socket.set_hwm(0)
-        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.LINGER, linger_ms)
         self._socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
         self._frame = bytearray(_key_of(address))
@@ -57,9 +58,17 @@ class Sender(Generic[T]):
         self._socket.send(self._frame, zmq.DONTWAIT, copy=True)
         return len(self._frame)
 
-    def close(self, linger_ms: int = 0) -> None:
-        """Close the socket. It still delivers queued messages for up to `linger_ms`."""
-        self._socket.close(linger=linger_ms)
+    def close(self) -> None:
+        self._socket.close()
+
+
+def close_queues() -> None:
+    """Close the queues of this process, except AsyncReceivers, and deliver the last messages.
+
+    The end of a process drops queued messages, also those of closed Senders. This function waits
+    for the Senders with a linger time, at most this time.
+    """
+    zmq.Context.instance().destroy()
 
 
 class _Reader(Generic[T]):

@@ -22,7 +22,7 @@ from minisgl.engine import (
     resolve_device,
 )
 from minisgl.message.messages import LeaderStep, Ready, SchedulerStats, StepOutput, ToScheduler
-from minisgl.message.queues import Receiver, Sender, endpoint
+from minisgl.message.queues import Receiver, Sender, close_queues, endpoint
 from minisgl.scheduler.cost_fit import CostFit
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, QueueInbox
 from minisgl.scheduler.scheduler import Scheduler
@@ -30,6 +30,7 @@ from minisgl.utils import process_age_s
 
 logger = logging.getLogger(__name__)
 
+_LINGER_MS = 1000  # a running rank reads its messages in much less time
 STATS_INTERVAL_S = 0.05  # routers (endpoint pickers) scrape the metrics at this interval
 
 
@@ -87,6 +88,7 @@ def run_scheduler(
             sent_s = now_s
     scheduler.drain_in_flight()
     comm.close()
+    close_queues()  # The other ranks wait for the last LeaderStep, which has the Shutdown.
     logger.info("scheduler stopped")
 
 
@@ -144,4 +146,4 @@ def _inbox(tp: TPInfo, socket_dir: str) -> Inbox:
         return FollowerInbox(Receiver(endpoint(socket_dir, f"rank-{tp.rank}"), LeaderStep))
     followers = [endpoint(socket_dir, f"rank-{rank}") for rank in range(1, tp.size)]
     receiver: Receiver[ToScheduler] = Receiver(endpoint(socket_dir, "scheduler"), ToScheduler)
-    return QueueInbox(receiver, [Sender(address) for address in followers])
+    return QueueInbox(receiver, [Sender(address, _LINGER_MS) for address in followers])

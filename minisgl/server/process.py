@@ -22,7 +22,7 @@ import msgspec
 
 from minisgl.core import DeadlineExceeded, EngineError, EngineFailure, ModelFacts, WorkerDied
 from minisgl.message import messages
-from minisgl.message.queues import AsyncReceiver, Sender, endpoint
+from minisgl.message.queues import AsyncReceiver, Sender, close_queues, endpoint
 from minisgl.server.app import build_app
 from minisgl.server.edge.connection import SPARE_CONNECTIONS, HttpServer, TlsContext
 from minisgl.server.edge.open_files import allow_open_files
@@ -57,7 +57,9 @@ class ApiServer:
         self._spec = spec
         self.config: ServerConfig = spec.config
         config, directory = spec.config, spec.socket_dir
-        self._scheduler: Sender[messages.ToScheduler] = Sender(endpoint(directory, "scheduler"))
+        self._scheduler: Sender[messages.ToScheduler] = Sender(
+            endpoint(directory, "scheduler"), linger_ms=0 if config.render_only else 500
+        )
         names = [f"tokenizer-{index}" for index in range(config.num_tokenizers)]
         detokenizer: Sender[messages.ToDetokenizer] = Sender(endpoint(directory, "detokenizer"))
         tokenizers: dict[str, Sender[messages.ToTokenizer]] = {
@@ -157,7 +159,7 @@ class ApiServer:
             # uvicorn cancels handlers that take too long. Give them time to abort their requests. A
             # handler whose client does not read may not end at all.
             await asyncio.wait({serving, *server.server_state.tasks}, timeout=1)
-            self._scheduler.close(linger_ms=0 if self.config.render_only else 500)
+            close_queues()
 
     def _tls_context(self, *_: object) -> ssl.SSLContext:
         limits, exceeded = self.config.limits, self.engine.metrics.on_limit

@@ -141,7 +141,7 @@ def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome
         steps: Receiver[LeaderStep] = Receiver(names[comm.tp.rank - 1], LeaderStep)
         inbox = FollowerInbox(steps)
     elif names:
-        senders = [Sender(name) for name in names]
+        senders = [Sender(name, linger_ms=60_000) for name in names]
         inbox = source = LocalInbox(senders)
     scheduler = Scheduler(
         _Counted(engine, totals),  # type: ignore[arg-type]
@@ -165,7 +165,7 @@ def _run(comm: Communicator, folder: Path, case: RankCase, path: str) -> Outcome
     else:
         _lead(scheduler, source, case)
         for sender in senders:
-            sender.close(linger_ms=60_000)
+            sender.close()
     outputs: dict[int, list[int]] = {uid: [] for uid in range(2 * len(prompts()))}
     for output in outbox:
         for uid, token in zip(output.uids, output.token_ids, strict=True):

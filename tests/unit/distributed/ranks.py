@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from minisgl.distributed.comm import Communicator, TPInfo, connect
+from minisgl.message.queues import close_queues
 from minisgl.utils.process import write_socket_key
 from tests.patience import patience
 
@@ -47,6 +48,7 @@ def _rank_main(
         finally:
             if comm is not None:
                 comm.close()
+            close_queues()
             faulthandler.disable()
 
 

@@ -204,7 +204,7 @@ def run_tasks(
     if comm.tp.rank:
         inbox = FollowerInbox(Receiver(names[comm.tp.rank - 1], LeaderStep))
     elif names:
-        senders = [Sender(name) for name in names]
+        senders = [Sender(name, linger_ms=60_000) for name in names]
         inbox = source = LocalInbox(senders)
     scheduler = Scheduler(
         engine,
@@ -227,7 +227,7 @@ def run_tasks(
         if not comm.tp.rank:
             _lead(scheduler, source, run, tasks)
     for sender in senders:
-        sender.close(linger_ms=60_000)
+        sender.close()
     engine.close()
     tokens: list[list[int]] = [[] for _ in tasks]
     ends, errors = [FinishReason.ERROR] * len(tasks), [""] * len(tasks)
