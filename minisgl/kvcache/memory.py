@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -15,14 +14,6 @@ from minisgl.kvcache.page_table import PageTable
 from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.states import state_kinds
 from minisgl.kvcache.window import window_kinds
-
-
-class PageUsage(NamedTuple):
-    """Numbers of pages: used by running requests, only in the prefix cache, and all others."""
-
-    used: int
-    evictable: int
-    free: int
 
 
 class Memory:
@@ -125,12 +116,12 @@ class Memory:
         short = pages * self.page_size < self.rows.max_total_tokens
         return int((short & (pages > 0)).sum())
 
-    def usage(self) -> PageUsage:
-        """Return the usage of the pages of full attention."""
+    def usage(self) -> tuple[int, int, int]:
+        """The numbers of pages that requests use, of pages only in the cache, and of the others."""
         pool = self.pool
         evictable = self.tree.evictable_pages + sum(sum(kind.evictable()) for kind in self.kinds)
         free = pool.num_free + pool.num_quarantined
-        return PageUsage(pool.size - free - evictable, evictable, free)
+        return pool.size - free - evictable, evictable, free
 
     # --- for apply: writing -------------------------------------------------------------------
 

@@ -98,16 +98,18 @@ class RadixCache:
 
         Changes nothing.
         """
-        end, known = self._find(tokens, salt)
+        return self._hit(*self._find(tokens, salt))
+
+    def _hit(self, end: RadixNode, known: int) -> Hit:
+        """Return the part that all kinds can use of a prefix. end, known: the result of _find."""
         length, before = known, -1
         while length != before:
             before = length
             for kind in self._kinds:
                 length = kind.usable(end, length)
-        last, of_last = self._place(end, known)
-        junction = known if last.children or of_last < len(last.pages) else 0
-        node, _ = self._place(end, length)
-        return Hit(node, length, length * self._page_size, known, junction if known else 0)
+        node = end if length == known else self._place(end, length)[0]
+        parts = end.children or known < sum(len(each.pages) for each in end.path())
+        return Hit(node, length, length * self._page_size, known, junction=known if parts else 0)
 
     def is_locked(self, node: RadixNode) -> bool:
         """A running request or a step in flight uses the node, so `evict` skips it."""
@@ -119,8 +121,9 @@ class RadixCache:
         An edge is split where the prefix ends, and where the longest cached prefix ends.
         """
         self.clock += 1
-        hit = self.hit(tokens, salt)
-        node = self.node_at(self._use(*self._find(tokens, salt)), hit.pages)
+        end, known = self._find(tokens, salt)
+        hit = self._hit(end, known)
+        node = self.node_at(self._use(end, known), hit.pages)
         for kind in self._kinds:
             kind.touch(node)
         for each in node.path():
