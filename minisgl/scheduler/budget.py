@@ -133,12 +133,11 @@ def _tokens_within(view: View, prefilling: Sequence[Req], work: StepWork, limit_
     work: of the decoding rows. The result is MIN_CHUNK_TOKENS, or a page, or more.
     """
     sizes, start = view.sizes, view.next_start(prefilling)
-    num_decode = work.tokens
+    num_decode, keys, _, reqs, _ = work
 
     def step_s(tokens: int) -> float:
         chunk = tokens - num_decode
-        pairs = chunk * (start + chunk // 2)
-        return view.cost.predict_s(work._replace(tokens=tokens, prefill_pairs=pairs))
+        return view.cost.predict_s(StepWork(tokens, keys, chunk * (start + chunk // 2), reqs))
 
     smallest = bisect_left(sizes, num_decode + max(MIN_CHUNK_TOKENS, view.memory.page_size))
     chosen = max(bisect_right(sizes, limit_s, lo=smallest, key=step_s) - 1, smallest)
