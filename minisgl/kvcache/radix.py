@@ -123,7 +123,9 @@ class RadixCache:
         self.clock += 1
         end, known = self._find(tokens, salt)
         hit = self._hit(end, known)
-        node = self.node_at(self._use(end, known), hit.pages)
+        node = self._use(end, known)
+        if hit.pages < known:
+            node = self.node_at(node, hit.pages)
         for kind in self._kinds:
             kind.touch(node)
         for each in node.path():
