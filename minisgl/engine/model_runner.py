@@ -132,11 +132,7 @@ class ModelRunner:
         count: tokens of the requests. size: tokens of the forward, if it has fixed tensors
         (RowStates.requests). Returns None for a model without states.
         """
-        if self.states is None:
-            return None
-        if size is None:
-            return self.states.begin(columns, count, count)
-        return self.states.begin(columns, count, size, self.states.requests)
+        return None if self.states is None else self.states.begin(columns, count, size)
 
     def run(
         self,

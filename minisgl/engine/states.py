@@ -39,17 +39,14 @@ class RowStates(NamedTuple):
         begin_states(self.boundaries, *none, 0, self.page_size, 0, size, self.requests)
         return StateStep.of(self.requests, chunks=1)
 
-    def begin(
-        self, columns: StepColumns, count: int, size: int, out: Tensor | None = None
-    ) -> StateStep:
+    def begin(self, columns: StepColumns, count: int, size: int | None) -> StateStep:
         """Return the requests of a step, and move the boundaries of their rows.
 
-        count: tokens of the requests. size: tokens of the forward, with padding. out: as
-        begin_states; None: a new tensor without padding.
+        count, size: as ModelRunner.begin_states.
         """
         views, lengths = columns.views, columns.forwarded_lengths()
-        if out is None:
-            out = views.rows.new_empty((6, len(views.rows)))
+        fixed = size is not None
+        out = self.requests if fixed else views.rows.new_empty((6, len(views.rows)))
         begin_states(
             self.boundaries,
             views.rows,
@@ -59,7 +56,7 @@ class RowStates(NamedTuple):
             columns.num_decode,
             self.page_size,
             count,
-            size,
+            count if size is None else size,
             out,
         )
         return StateStep.of(out, chunks=len(views.rows) - columns.num_decode)
