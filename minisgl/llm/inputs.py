@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from minisgl.core import EngineConfig, InvalidRequest, SamplingParams, SchedulerConfig
+from minisgl.core import EngineConfig, Grammar, InvalidRequest, SamplingParams, SchedulerConfig
+from minisgl.core.sampling import CONSTRAINTS
+from minisgl.message.messages import TokenizeText
 from minisgl.settings.places import flag_fields
-from minisgl.tokenizer import TextTokenizer
 from minisgl.utils import near_names
 
 Prompt = str | Sequence[int]
@@ -19,6 +20,13 @@ Stop = str | Sequence[str]
 Priority = int | Sequence[int]
 Prediction = Prompt | Sequence[Prompt] | None
 
+# The fields of a body with the constraints of SamplingParams.
+CONSTRAINT_FIELDS = {
+    "json_schema": "guided_json",
+    "regex": "guided_regex",
+    "choice": "guided_choice",
+    "grammar": "guided_grammar",
+}
 NOT_A_PROMPT = "a prompt must be text or a sequence of token ids"
 NOT_A_CONVERSATION = (
     'a conversation must be a list of messages such as {"role": "user", "content": "Hello!"}'
@@ -40,11 +48,8 @@ def check_settings(settings: Iterable[str]) -> None:
             raise TypeError(f"LLM has no setting {name!r}{near}")
 
 
-def checked_conversation(chat: Any) -> list[dict[str, Any]]:
-    """Return the messages, with the text parts of a content joined by line ends as in the server.
-
-    Raises InvalidRequest that names the first message that is not valid.
-    """
+def check_conversation(chat: Any) -> None:
+    """Raise InvalidRequest that names the first message that is not valid."""
     if isinstance(chat, str):
         text = f"{NOT_A_CONVERSATION}, and not the text {chat[:80]!r}"
         raise InvalidRequest(text, param="messages")
@@ -56,12 +61,6 @@ def checked_conversation(chat: Any) -> list[dict[str, Any]]:
             raise InvalidRequest(text, param=f"messages[{index}]")
     if not chat:
         raise InvalidRequest(f"{NOT_A_CONVERSATION}; it has no message", param="messages")
-    return [
-        message | {"content": _joined_parts(message["content"], f"messages[{index}].content")}
-        if isinstance(message.get("content"), list)
-        else message
-        for index, message in enumerate(chat)
-    ]
 
 
 def checked_options(template_options: Any) -> dict[str, Any]:
@@ -71,17 +70,6 @@ def checked_options(template_options: Any) -> dict[str, Any]:
         message = 'template_options must be a dict such as {"enable_thinking": False}'
         raise InvalidRequest(message, param="template_options")
     return options
-
-
-def _joined_parts(parts: list[Any], param: str) -> str:
-    texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-        for part in parts
-    ]
-    if not all(isinstance(text, str) for text in texts):
-        message = f'{param} must be text, or parts such as {{"type": "text", "text": "Hello!"}}'
-        raise InvalidRequest(message, param=param)
-    return "\n".join(map(str, texts))
 
 
 def as_list(
@@ -102,11 +90,12 @@ def as_list(
     return single, inputs
 
 
-def as_ids(prompt: Prompt, tokenizer: TextTokenizer, add_special: bool = True) -> "array[int]":
-    """Return the token ids of a prompt as int32, as AddReq holds them. Raises InvalidRequest."""
-    ids = tokenizer.encode_text(prompt, add_special) if isinstance(prompt, str) else prompt
+def as_prompt(prompt: Prompt, add_special: bool = True) -> Any:
+    """Return text for the tokenizer, or ids as int32. Raises InvalidRequest."""
+    if isinstance(prompt, str):
+        return TokenizeText(text=prompt, add_special=add_special)
     try:
-        return array("i", iter(ids))  # without iter, bytes would be read as raw int32
+        return array("i", iter(prompt))  # without iter, bytes would be read as raw int32
     except OverflowError:
         raise InvalidRequest("a token id does not fit into 32 bits", param="prompt") from None
     except (TypeError, ValueError):
@@ -123,18 +112,18 @@ def priority_list(priority: Any, count: int) -> list[int]:
     return each
 
 
-def prediction_list(prediction: Any, count: int, tokenizer: TextTokenizer) -> list[bytes]:
-    """Return the prediction of each of `count` prompts, as AddReq holds it. Raises InvalidRequest.
+def prediction_list(prediction: Any, count: int) -> list[Any]:
+    """Return the prediction of each of `count` prompts, as CallRequest holds it; None for none.
 
-    A prediction without text or ids is none.
+    Raises InvalidRequest. A prediction without text or ids is none.
     """
     expected = f"prediction must be text or token ids for one prompt, or a list of {count} of them"
     if prediction is None:
-        return [b""] * count
+        return [None] * count
     _, listed = as_list(prediction, (int, np.integer), expected, "prediction")
     if len(listed) != count:
         raise InvalidRequest(expected, param="prediction")
-    return [as_ids(each, tokenizer, add_special=False).tobytes() for each in listed]
+    return [as_prompt(each, add_special=False) if len(each) else None for each in listed]
 
 
 def stop_list(stop: Any) -> list[str]:
@@ -146,7 +135,7 @@ def stop_list(stop: Any) -> list[str]:
 
 
 def checked(sampling: Any, changes: dict[str, Any]) -> SamplingParams:
-    """Return a copy with a seed and values of the declared types. Raises InvalidRequest."""
+    """Return a copy with values of the declared types. Raises InvalidRequest."""
     if not isinstance(sampling, SamplingParams):
         message = "sampling must be SamplingParams or a list of them"
         if isinstance(sampling, dict):
@@ -154,6 +143,29 @@ def checked(sampling: Any, changes: dict[str, Any]) -> SamplingParams:
         raise InvalidRequest(message, param="sampling")
     try:
         given = msgspec.structs.asdict(sampling) | changes
-        return msgspec.convert(given, SamplingParams).seeded()
+        return msgspec.convert(given, SamplingParams)
     except msgspec.ValidationError as error:
         raise InvalidRequest(f"sampling parameters: {error}", param="sampling") from None
+
+
+def constraint_name(sampling: SamplingParams) -> str | None:
+    """Return the name of the constraint of these parameters, or None."""
+    return next((name for name in CONSTRAINTS if getattr(sampling, name) is not None), None)
+
+
+def constraint_fields(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the constraint of these parameters as a field of a body; {} without one.
+
+    Raises InvalidRequest for a schema that is not JSON.
+    """
+    name = constraint_name(sampling)
+    if name is None or isinstance(sampling.grammar, Grammar):
+        return {}
+    value = getattr(sampling, name)
+    if callable(described := getattr(value, "model_json_schema", None)):
+        value = described()
+    try:
+        msgspec.json.encode(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{name} is not JSON: {error}", param=name) from None
+    return {CONSTRAINT_FIELDS[name]: list(value) if isinstance(value, tuple) else value}

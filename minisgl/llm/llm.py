@@ -1,7 +1,7 @@
 """`LLM`: text generation without a server, on the scheduler and the engine of the server."""
 
-import itertools
 import weakref
+from array import array
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -14,9 +14,9 @@ import numpy as np
 from minisgl.core import (
     ConfigError,
     EngineConfig,
-    FinishReason,
     InvalidRequest,
     ModelFacts,
+    RequestError,
     SamplingParams,
     SchedulerConfig,
     StepCost,
@@ -24,13 +24,17 @@ from minisgl.core import (
 from minisgl.demo import model_path as demo_model_path
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.llm import inputs
-from minisgl.llm.constraints import Constraints
-from minisgl.llm.results import Completion, PendingText, Piece
+from minisgl.llm.local import LocalEngine
+from minisgl.llm.requests import LIMITS, RequestMaker
+from minisgl.llm.results import Completion, Pending, Piece, Scores
 from minisgl.llm.workers import LocalWorker, RankWorkers
-from minisgl.message.messages import PROMPT_TAIL_TOKENS, AbortReq, AddReq, StepOutput, TextOptions
+from minisgl.request.call import Call
+from minisgl.request.choice import Choice
+from minisgl.request.convert import CallRequest
+from minisgl.request.question import Question
 from minisgl.settings.child import check_before_weights
 from minisgl.settings.hub import resolve_model
-from minisgl.tokenizer import TextStream, TextTokenizer
+from minisgl.tokenizer import TextTokenizer
 from minisgl.utils import near_names
 from minisgl.utils.startup import Progress
 
@@ -91,7 +95,6 @@ class LLM:
         self.tokenizer = TextTokenizer(path)
         # The tokenizer is part of reference cycles, so it outlives a dropped LLM.
         weakref.finalize(self, self.tokenizer.close)
-        self._constraints = Constraints(path, self.tokenizer)
         self.worker: LocalWorker | RankWorkers
         if tp == 1:
             self.worker = LocalWorker(engine_config, scheduler_config, extensions, step_cost)
@@ -104,8 +107,8 @@ class LLM:
                 f"extensions need tp=1, not {tp}: start the ranks with scheduler.run_scheduler"
             )
         self.facts: ModelFacts = self.worker.facts
-        self._uids = itertools.count(1)
-        self._running: dict[int, PendingText] = {}
+        self._engine = LocalEngine(self.worker, path, self.tokenizer)
+        self._requests = RequestMaker(engine_config, scheduler_config, self._engine)
         self._closed = False
 
     def default_sampling(self) -> SamplingParams:
@@ -141,8 +144,8 @@ class LLM:
         """
         single, listed = inputs.as_list(prompts, (int, np.integer), inputs.NOT_A_PROMPT)
         params = self._params(sampling, len(listed), parameters)
-        pieces = self._stream(listed, params, stop, not stop, None, priority, prediction)
-        return _collect(pieces, len(listed), single, progress)
+        requests = self._requests.prompts(listed, params, stop, priority, prediction, not stop)
+        return _collect(self._stream(requests), len(listed), single, progress)
 
     def chat(
         self,
@@ -153,24 +156,24 @@ class LLM:
         progress: bool = True,
         template_options: dict[str, Any] | None = None,
         prediction: inputs.Prediction = None,
+        tools: Sequence[dict[str, Any]] = (),
+        tool_choice: str | dict[str, Any] | None = None,
         **parameters: Any,
     ) -> Completion | list[Completion]:
         """Answer one conversation, or a list of conversations, with the model's chat template.
 
-        A conversation is a list of messages with `role` and `content`. template_options: variables
-        for the template. The other parameters, the result and the errors are as in `generate`.
+        A conversation is a list of messages, and tools is a list of functions, both in the form of
+        the server's /v1/chat/completions. template_options: variables for the template.
+        tool_choice: as in the server. The answer follows the schema of a tool as there.
+        The other parameters, the result and the errors are as in `generate`. `text` has neither
+        the reasoning nor the tool calls of the answer.
         """
         single, listed = inputs.as_list(conversations, dict, inputs.NOT_A_CONVERSATION)
-        chats = [inputs.checked_conversation(each) for each in listed]
-        options = inputs.checked_options(template_options)
-        prompts = [self.tokenizer.encode_chat(chat, options) for chat in chats]
-        find = self.tokenizer.prefixes.find
-        prefixes = [find(ids, chat, options) for ids, chat in zip(prompts, chats, strict=True)]
-        params = self._params(sampling, len(prompts), parameters)
-        pieces = self._stream(
-            prompts, params, stop, not stop, options, prediction=prediction, prefixes=prefixes
+        params = self._params(sampling, len(listed), parameters)
+        requests = self._requests.chats(
+            listed, params, stop, prediction, template_options, tools, tool_choice
         )
-        return _collect(pieces, len(listed), single, progress)
+        return _collect(self._stream(requests), len(listed), single, progress)
 
     def stream(
         self,
@@ -186,7 +189,8 @@ class LLM:
         at the end. If the caller leaves the loop early, the unfinished prompts are aborted.
         """
         _, listed = inputs.as_list(prompts, (int, np.integer), inputs.NOT_A_PROMPT)
-        return self._stream(listed, self._params(sampling, len(listed), parameters), stop)
+        params = self._params(sampling, len(listed), parameters)
+        return self._stream(self._requests.prompts(listed, params, stop))
 
     def close(self) -> None:
         """Free the model and the KV pool. A second call does nothing."""
@@ -201,87 +205,59 @@ class LLM:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _stream(
-        self,
-        prompts: Sequence[inputs.Prompt],
-        params: Sequence[SamplingParams],
-        stop: inputs.Stop,
-        text_at_end: bool = False,
-        chat_options: dict[str, Any] | None = None,
-        priority: inputs.Priority = 0,
-        prediction: inputs.Prediction = None,
-        prefixes: Sequence[tuple[int, int]] = (),
-    ) -> Generator[Piece, None, None]:
-        """text_at_end: detokenise each generation once, when it ends.
-
-        chat_options: the prompts are rendered chats, with these variables of the template.
-        prefixes: of each chat, as in AddReq.
-        """
+    def _stream(self, requests: Sequence[CallRequest]) -> Generator[Piece, None, None]:
+        """Run these requests, each with one prompt, and yield their new text."""
         self._check_open()
-        if self._running:
+        engine, pending = self._engine, dict[int, Pending]()
+        if engine.has_calls():
             raise InvalidRequest("one call at a time: read the open stream to its end or close it")
-        stop_strings = inputs.stop_list(stop)
-        priorities = inputs.priority_list(priority, len(prompts))
-        predictions = inputs.prediction_list(prediction, len(prompts), self.tokenizer)
         # A second Ctrl-C may have left requests of the last call running.
-        self.worker.abort_and_wait(())
-        running = self._running
+        engine.close()
+        for request in requests:  # A wrong constraint is refused before any request runs.
+            if request.grammar is not None:
+                engine.ask(Question(request.grammar.message, request.grammar.param))
+        most = [request.sampling.max_tokens or inf for request in requests]
         try:
             # `stream` explains this order.
-            for index in sorted(range(len(params)), key=lambda i: -(params[i].max_tokens or inf)):
-                ids = inputs.as_ids(prompts[index], self.tokenizer)
-                options = TextOptions(
-                    prompt_tail=ids[-PROMPT_TAIL_TOKENS:].tolist(),
-                    stop=stop_strings,
-                    min_tokens=params[index].min_tokens,
-                )
-                uid = next(self._uids)
-                message = AddReq(
-                    uid=uid,
-                    token_ids=ids.tobytes(),
-                    sampling=self._constraints.for_prompt(params[index], ids, chat_options),
-                    prediction=predictions[index] if self.facts.drafts else b"",
-                    priority=priorities[index],
-                    prefixes=prefixes[index] if prefixes else (0, 0),
-                )
-                stream = TextStream(self.tokenizer.vocabulary, options)
-                running[uid] = PendingText(index, stream, text_at_end, ids)
-                self.worker.send(message)
-            while running:
-                for output in self.worker.step():
-                    yield from self._read(output)
+            for index in sorted(range(len(requests)), key=lambda i: -most[i]):
+                call = engine.open(requests[index])
+                answers = [engine.ask(question) for question in call.questions()]
+                try:
+                    fitted = call.fit(answers, self.facts, LIMITS)
+                except RequestError as error:
+                    call.fail(error)
+                    pending[call.uid] = Pending(index, ())
+                    refused = self._piece(pending[call.uid], call, call.choices[0])
+                    if refused is not None:
+                        yield refused
+                    continue
+                (submission,) = fitted.submissions
+                ids = array("i", submission.add.token_ids)
+                pending[call.uid] = Pending(index, ids)
+                engine.submit(call, submission)
+            while engine.has_calls():
+                for call, choice in engine.receive():
+                    piece = self._piece(pending[call.uid], call, choice)
+                    if piece is not None:
+                        yield piece
                 self._check_open()
         finally:
-            self._running = {}
             if not self._closed:
-                self.worker.abort_and_wait(running)
+                engine.close()
+
+    def _piece(self, pending: Pending, call: Call, choice: Choice) -> Piece | None:
+        """The new text of a choice; None if there is none and the choice has not ended."""
+        output = call.take(choice.index)
+        pending.add(output)
+        if choice.finish is None:
+            return Piece(pending.index, output.text) if output.text else None
+        scores = self._engine.scores.pop(choice.uid, Scores([], []))
+        vocabulary = self.tokenizer.vocabulary
+        return Piece(pending.index, output.text, pending.complete(choice, vocabulary, scores))
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError("this LLM is closed")
-
-    def _read(self, output: StepOutput) -> Iterator[Piece]:
-        """Add one step's output to the running generations and yield their new text."""
-        running = self._running
-        for done in output.prefill_done:
-            running[done.uid].prefill_done = done
-        for prompt_logprobs in output.prompt_logprobs:
-            running[prompt_logprobs.uid].prompt_logprobs.append(prompt_logprobs)
-        for logprobs in output.logprobs:
-            running[logprobs.uid].logprobs.append(logprobs)
-        stopped = {end.uid for end in output.finished if end.reason is FinishReason.STOP}
-        last = {uid: index for index, uid in enumerate(output.uids)}
-        for index, (uid, token_id) in enumerate(zip(output.uids, output.token_ids, strict=True)):
-            ends = uid in stopped and last[uid] == index
-            piece = running[uid].push(token_id, is_stop_token=ends)
-            if piece is not None:
-                if piece.completion is not None:  # a stop string ended the text
-                    self.worker.send(AbortReq(uid=uid, reason=FinishReason.STOP))
-                yield piece
-        for finished in output.finished:
-            piece = running.pop(finished.uid).finish(finished)
-            if piece is not None:
-                yield piece
 
     def _params(
         self, sampling: inputs.Sampling, count: int, changes: dict[str, Any]
@@ -297,7 +273,7 @@ class LLM:
         params = [given] * count if is_one else list(given)
         if len(params) != count:
             raise InvalidRequest(f"sampling has {len(params)} entries for {count} prompts")
-        return [self._constraints.compile(inputs.checked(each, changes)) for each in params]
+        return [inputs.checked(each, changes) for each in params]
 
 
 def _collect(

@@ -1,11 +1,14 @@
-"""The results of `LLM`, and their construction from the scheduler's outputs."""
+"""The results of `LLM`, and their construction from the output of a call."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from minisgl.core import FinishReason
-from minisgl.message.messages import Finished, PrefillDone, TokenLogprobs
-from minisgl.tokenizer import TextStream
+from minisgl.message.messages import TokenLogprobs, ToolCallDelta
+from minisgl.request.choice import Choice, Output
+from minisgl.tokenizer import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,15 @@ class Logprob:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a tool in the answer to a chat. arguments: JSON, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Completion:
     """One finished generation.
 
@@ -34,6 +46,8 @@ class Completion:
     logprobs         one entry for each of token_ids, if the sampling parameters ask for them.
     prompt_logprobs  one entry for each prompt token except the first, if the sampling parameters
                      ask for them.
+    reasoning        of the answer to a chat: the thinking before the text, which does not have it.
+    tool_calls       of the answer to a chat with tools. The text does not have them.
     """
 
     text: str
@@ -44,6 +58,8 @@ class Completion:
     error: str | None = None
     logprobs: list[Logprob] = field(default_factory=list)
     prompt_logprobs: list[Logprob] = field(default_factory=list)
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,76 +74,77 @@ class Piece:
     completion: Completion | None = None
 
 
-@dataclass(slots=True)
-class PendingText:
-    """A generation that is not complete yet.
+class Scores(NamedTuple):
+    """The log-probabilities of one call: of its prompt, and of its output tokens."""
 
-    index         position of its prompt in the call.
-    text_at_end   True to detokenise all tokens once, when the generation ends.
-    prefill_done  the scheduler's first message about the generation. It precedes the first token.
-    """
+    prompt: list[TokenLogprobs]
+    output: list[TokenLogprobs]
+
+
+@dataclass(slots=True)
+class Pending:
+    """The output of a generation that is not complete yet. index: position of its prompt."""
 
     index: int
-    stream: TextStream
-    text_at_end: bool
     prompt_ids: Sequence[int]
-    parts: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prefill_done: PrefillDone = field(init=False)
-    completion: Completion | None = None
+    calls: list[ToolCallDelta] = field(default_factory=list)
 
-    def push(self, token_id: int, is_stop_token: bool) -> Piece | None:
-        """Add a token. Returns a piece with the new text; None if there is no text to show yet."""
-        if self.completion is not None:
-            # A stop string ended the text; the scheduler has not aborted the request yet.
-            return None
-        self.token_ids.append(token_id)
-        if self.text_at_end:
-            return None
-        text = self.stream.push(token_id, is_text=not is_stop_token)
-        self.parts.append(text)
-        if self.stream.stopped:
-            self.completion = self._complete(FinishReason.STOP, None)
-        return Piece(self.index, text, self.completion) if text or self.completion else None
+    def add(self, output: Output) -> None:
+        """Add new output."""
+        if output.text:
+            self.texts.append(output.text)
+        if output.details is not None:
+            self.reasoning += output.details.reasoning
+            self.token_ids += output.details.token_ids
+            self.calls += output.details.calls
 
-    def finish(self, finished: Finished) -> Piece | None:
-        """End the generation. Returns the last piece; None if a stop string has ended the text."""
-        if self.completion is not None:
-            return None
-        if self.text_at_end:
-            has_stop_token = finished.reason is FinishReason.STOP
-            text_ids = self.token_ids[:-1] if has_stop_token else self.token_ids
-            self.parts = [self.stream.push(token_id) for token_id in text_ids]
-        text = self.stream.finish()
-        self.parts.append(text)
-        reason = FinishReason.STOP if self.stream.stopped else finished.reason
-        self.completion = self._complete(reason, finished.error)
-        return Piece(self.index, text, self.completion)
-
-    def _complete(self, reason: FinishReason, error: str | None) -> Completion:
+    def complete(
+        self,
+        choice: Choice,
+        vocabulary: Vocabulary,
+        scores: Scores,
+    ) -> Completion:
+        """The completion of a choice that has ended, with these log-probabilities of its tokens."""
+        assert choice.finish is not None, "the choice must have ended; this is a bug"
+        ids = [*self.prompt_ids, *self.token_ids] if any(scores) else []
         return Completion(
-            text="".join(self.parts),
+            text="".join(self.texts),
             token_ids=self.token_ids,
-            finish_reason=reason,
-            prompt_tokens=self.prefill_done.prompt_tokens,
-            cached_tokens=self.prefill_done.cached_tokens,
-            error=error,
+            finish_reason=choice.finish,
+            prompt_tokens=choice.latest.prompt_tokens,
+            cached_tokens=choice.latest.cached_tokens,
+            error=None if choice.error is None else choice.error.message,
             # A stop string drops the later tokens, so their log-probabilities are dropped too.
-            logprobs=list(self._logprobs(self.logprobs[: len(self.token_ids)])),
-            prompt_logprobs=list(self._logprobs(self.prompt_logprobs)),
+            logprobs=[*_scored(scores.output[: len(self.token_ids)], ids, vocabulary)],
+            prompt_logprobs=[*_scored(scores.prompt, ids, vocabulary)],
+            reasoning="".join(self.reasoning),
+            tool_calls=_whole_calls(self.calls),
         )
 
-    def _logprobs(self, parts: Sequence[TokenLogprobs]) -> Iterator[Logprob]:
-        """Yield each token of these parts with its text."""
-        ids = [*self.prompt_ids, *self.token_ids] if parts else []
-        for part in parts:
-            rows = zip(part.logprobs, part.top_ids, part.top_logprobs, strict=True)
-            for position, (logprob, top_ids, top_logprobs) in enumerate(rows, part.position):
-                top = zip(top_ids, top_logprobs, strict=True)
-                yield self._logprob(ids[position], logprob, tuple(self._logprob(*t) for t in top))
 
-    def _logprob(self, token_id: int, logprob: float, top: tuple[Logprob, ...] = ()) -> Logprob:
-        text = self.stream.vocabulary.decode([token_id], skip_special=False)
-        return Logprob(token_id, text, logprob, top)
+def _whole_calls(parts: Sequence[ToolCallDelta]) -> list[ToolCall]:
+    """Join the parts of each call."""
+    calls = []
+    for _, group in itertools.groupby(parts, lambda part: part.index):
+        begin, *pieces = group
+        arguments = "".join([begin.arguments, *(piece.arguments for piece in pieces)])
+        calls.append(ToolCall(begin.id, begin.name, arguments))
+    return calls
+
+
+def _scored(
+    parts: Sequence[TokenLogprobs], ids: Sequence[int], vocabulary: Vocabulary
+) -> Iterator[Logprob]:
+    """Yield each token of these parts. ids: of the prompt and the output."""
+
+    def scored(token_id: int, logprob: float, top: tuple[Logprob, ...] = ()) -> Logprob:
+        return Logprob(token_id, vocabulary.decode([token_id], skip_special=False), logprob, top)
+
+    for part in parts:
+        rows = zip(part.logprobs, part.top_ids, part.top_logprobs, strict=True)
+        for position, (logprob, top_ids, top_logprobs) in enumerate(rows, part.position):
+            top = zip(top_ids, top_logprobs, strict=True)
+            yield scored(ids[position], logprob, tuple(scored(*each) for each in top))

@@ -102,12 +102,6 @@ class ToolOptions(WireMessage, frozen=True, kw_only=True):
     parameters: dict[str, dict[str, list[str]]]
 
 
-# Number of last prompt tokens in TextOptions. A character has at most four bytes, so an incomplete
-# character at the end of the prompt has at most three tokens. The four tokens also show whether the
-# template has opened or closed thinking at the end of the prompt.
-PROMPT_TAIL_TOKENS = 4
-
-
 class TextOptions(WireMessage, frozen=True, kw_only=True):
     """Options for the conversion of one request's tokens to text.
 
@@ -122,6 +116,7 @@ class TextOptions(WireMessage, frozen=True, kw_only=True):
     reasoning            report text between <think> and </think>, or the reasoning that the parser
                          of `tools` finds, separately from the answer.
     silent               drop the output tokens, because the client wants the prompt only.
+    at_end               convert all tokens in one update, at the end. It needs an empty `stop`.
     tools                report tool calls apart from the answer; None: they are text. A model whose
                          answers consist of sections has it in every chat.
     """
@@ -135,6 +130,7 @@ class TextOptions(WireMessage, frozen=True, kw_only=True):
     token_ids: bool = False
     reasoning: bool = False
     silent: bool = False
+    at_end: bool = False
     tools: ToolOptions | None = None
 
 

@@ -1,6 +1,11 @@
-"""The parts of a TextUpdate: one token with its log-probabilities, one piece of a tool call."""
+"""The parts of TextOptions and TextUpdate: tokens with log-probabilities, pieces of tool calls."""
 
 import msgspec
+
+# Number of last prompt tokens in TextOptions. A character has at most four bytes, so an incomplete
+# character at the end of the prompt has at most three tokens. The four tokens also show whether the
+# template has opened or closed thinking at the end of the prompt.
+PROMPT_TAIL_TOKENS = 4
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

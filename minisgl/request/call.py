@@ -21,6 +21,7 @@ import msgspec
 from minisgl import core
 from minisgl.core import FinishReason, ModelFacts
 from minisgl.message import messages
+from minisgl.message.text import PROMPT_TAIL_TOKENS
 from minisgl.request.choice import Choice, Details, Output
 from minisgl.request.convert import CallRequest
 from minisgl.request.fit import FittedPrompt, fit_prompts
@@ -37,7 +38,7 @@ def priority_class(priority: int) -> str:
 class Caller:
     """The sender of a call.
 
-    client    the name of the API key.
+    client    the name of the API key; "" in an offline run.
     priority  calls with a lower number are served first.
     log       receives the fields of `Call.summary` when a call that reached the engine is closed.
     """
@@ -113,7 +114,7 @@ class Call:
         if request.grammar is not None:
             asked.append(Question(request.grammar.message, request.grammar.param))
         asked += request.prompt_questions()
-        if request.prediction is not None:
+        if isinstance(request.prediction, messages.TokenizeText):
             asked.append(Question(request.prediction, "prediction"))
         for _, prompt in request.prompts if request.echo else ():
             if not isinstance(prompt, msgspec.Struct):
@@ -133,11 +134,14 @@ class Call:
         prompts, tokens = fit_prompts(request, rest, compiled, facts, limits.max_call_tokens)
         prediction = b""
         queued_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        if request.prediction is not None:
+        if isinstance(request.prediction, messages.TokenizeText):
             expected = next(rest)
             assert isinstance(expected, messages.TokenizeResult), "this is a bug"
-            # An answer has room for so many tokens after the prompt.
-            prediction = expected.token_ids[: 4 * max(facts.max_seq_len - queued_tokens, 0)]
+            prediction = expected.token_ids
+        elif request.prediction is not None:
+            prediction = request.prediction.tobytes()
+        # An answer has room for so many tokens after the prompt.
+        prediction = prediction[: 4 * max(facts.max_seq_len - queued_tokens, 0)]
         self._begin_answers(prompts, rest)
         submissions = [
             self._submission(prompt, index * request.n, prediction)
@@ -279,11 +283,11 @@ class Call:
             cache_salt=request.cache_salt,
             count=request.n,
             client=self.caller.client,
-            call=self.uid,
+            call=self.uid if self.caller.client else 0,
             priority=self.caller.priority,
             prefixes=prompt.prefixes,
         )
-        tail = ids[-messages.PROMPT_TAIL_TOKENS :].tolist()
+        tail = ids[-PROMPT_TAIL_TOKENS:].tolist()
         options = msgspec.structs.replace(request.text, prompt_tail=tail)
         first = options
         if prompt.sampling.prompt_logprobs is not None:

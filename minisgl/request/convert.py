@@ -25,7 +25,7 @@ from minisgl.protocol import messages_api, requests, responses_api
 from minisgl.request import from_messages, from_responses
 from minisgl.request.chat import check_effort, ending, harmony_chat, prepare_message, set_thinking
 from minisgl.request.constraints import ConstraintRequest, constraint_of
-from minisgl.request.decode import decode, nesting_limit, reject
+from minisgl.request.decode import body_of, decode, nesting_limit, reject
 from minisgl.request.question import Question
 from minisgl.request.sizes import check_sizes
 from minisgl.request.tools import ToolRequest, shorten_ids, tools_of
@@ -66,7 +66,7 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompts: each with its path in the body, for error messages.
     priority: requests with a lower number are served first. None: the client set none.
     grammar: the constraint on the output; None: the output is free.
-    prediction: the expected output, for a tokenizer worker; None without one, or without drafts.
+    prediction: the expected output, as text or as ids; None without one, or without drafts.
     text: the detokenizer's options, without the prompt. text.silent: the client wants no output
     (max_tokens 0), only the echo with its log-probabilities.
     max_tokens_param: the client's name of sampling.max_tokens, for error messages.
@@ -82,7 +82,7 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     n: int
     sampling: SamplingParams
     grammar: ConstraintRequest | None
-    prediction: TokenizeText | None
+    prediction: "TokenizeText | array.array[int] | None"
     text: TextOptions
     max_tokens_param: str
     shrinks_max_tokens: bool
@@ -122,6 +122,15 @@ class RequestConverter:
         translation = self._translate(route, raw, facts)
         with translation.errors_with_client_paths(), nesting_limit():
             return self._request(route, translation, facts)
+
+    def read_chat(
+        self, given: Mapping[str, Any], facts: ModelFacts, client_paths: Mapping[str, str]
+    ) -> CallRequest:
+        """The request in the plain JSON of a chat. client_paths: as in Translation."""
+        chat = body_of(given, requests.ChatBody, self._check_sizes)
+        translation = self._checked(Translation(chat, client_paths), facts)
+        with translation.errors_with_client_paths(), nesting_limit():
+            return self._request(requests.CHAT, translation, facts)
 
     def _request(self, route: str, translation: Translation, facts: ModelFacts) -> CallRequest:
         body = translation.body
@@ -211,7 +220,10 @@ class RequestConverter:
         """
         kind, translate = _BODIES[route]
         given = decode(raw, kind, self._check_sizes, self._config.allow_unknown_params)
-        translation = translate(given)
+        return self._checked(translate(given), facts)
+
+    def _checked(self, translation: Translation, facts: ModelFacts) -> Translation:
+        """Check the model, and set the thinking of a chat."""
         body = translation.body
         self.check_model(body.model)
         if not isinstance(body, requests.ChatBody):

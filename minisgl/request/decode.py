@@ -51,14 +51,23 @@ def decode(
     check_sizes: Callable[[Mapping[str, Any]], None],
     allow_unknown: bool = False,
 ) -> Body:
-    """Return the body as a struct of this kind.
+    """Return the body as a struct of this kind. The arguments and errors are as in `body_of`."""
+    return body_of(parse_body(raw), kind, check_sizes, allow_unknown)
+
+
+def body_of(
+    given: Mapping[str, Any],
+    kind: type[Body],
+    check_sizes: Callable[[Mapping[str, Any]], None],
+    allow_unknown: bool = False,
+) -> Body:
+    """Return the plain JSON of a body as a struct of this kind.
 
     check_sizes: raises for lists that are too long. It reads the plain JSON, because a body has
     room for 600,000 messages, and filling so many structs would take seconds.
     allow_unknown: ignore fields that a generating route does not know.
     Raises InvalidRequest, or Unsupported for a parameter that the server knows but does not offer.
     """
-    given = parse_body(raw)
     known = {}
     for name, value in given.items():
         if name not in kind.__struct_fields__:

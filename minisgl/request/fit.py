@@ -47,7 +47,7 @@ def fit_prompts(
     counts, tokens = fit_call(request, sizes, wanted, facts, max_call_tokens)
     fitted = []
     for each, result, max_tokens in zip(ids, results, counts, strict=True):
-        grammar = None
+        grammar = request.sampling.grammar
         if compiled is not None and request.grammar is not None:
             grammar = request.grammar.grammar(compiled, each, result.thinks)
         sampling = msgspec.structs.replace(

@@ -190,6 +190,7 @@ class RequestText:
         self._parser = parser
         self._marker_ids = {} if parser is None else parser.marker_ids
         self._has_update = False  # True after the first update of `take`.
+        self._pushed: list[tuple[int, bool, messages.TokenLogprobs | None]] = []  # with at_end
         self._text = ""
         self._reasoning = ""
         self._reasoning_tokens = 0
@@ -217,8 +218,15 @@ class RequestText:
 
     def push(self, token_id: int, is_text: bool, logprob: messages.TokenLogprobs | None) -> None:
         """Add one output token. is_text: False for a token that only ends the text."""
-        if self._options.silent:
-            return
+        if self._options.at_end:
+            self._pushed.append((token_id, is_text, logprob))
+        elif not self._options.silent:
+            self._convert(token_id, is_text, logprob)
+
+    def _convert(
+        self, token_id: int, is_text: bool, logprob: messages.TokenLogprobs | None
+    ) -> None:
+        """Add one output token to the text."""
         if self._options.token_ids:
             self._token_ids.append(token_id)
         if token_id in self._think_ids:
@@ -268,6 +276,11 @@ class RequestText:
         finished: the Finished message of this request, once it has arrived.
         """
         stream = self.stream
+        if self._options.at_end:
+            if finished is None:
+                return None
+            for pushed in self._pushed:
+                self._convert(*pushed)
         if finished is not None:
             self._add_text(stream.finish())  # An incomplete character may complete a stop string.
         stopped = stream.stopped

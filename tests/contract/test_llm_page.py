@@ -11,7 +11,7 @@ import pytest
 
 import minisgl
 from minisgl import LLM, SamplingParams
-from minisgl.llm import Completion, Logprob, Piece
+from minisgl.llm import Completion, Logprob, Piece, ToolCall
 from tests.patience import patience
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "llm.md").read_text()
@@ -31,7 +31,9 @@ def test_page_names_every_attribute_and_field() -> None:
     source = inspect.getsource(LLM.__init__)
     attributes = set(re.findall(r"self\.([a-z]\w*)[ :]", source))
     assert attributes >= {"tokenizer", "facts"}
-    fields = {f.name for kind in (Completion, Piece, Logprob) for f in dataclasses.fields(kind)}
+    fields = {
+        f.name for kind in (Completion, Piece, Logprob, ToolCall) for f in dataclasses.fields(kind)
+    }
     for name in attributes | fields | set(SamplingParams.__struct_fields__):
         assert name in NAMED, name
 

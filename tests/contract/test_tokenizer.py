@@ -7,7 +7,8 @@ from transformers import PreTrainedTokenizerFast
 
 from minisgl.demo import evaluation_path, model_path
 from minisgl.message.messages import TextOptions
-from minisgl.tokenizer import TextStream, TextTokenizer
+from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.text_stream import TextStream
 
 
 @pytest.fixture(scope="module")

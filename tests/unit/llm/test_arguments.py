@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.core import InvalidRequest, SamplingParams
+from minisgl.core import InvalidRequest, SamplingParams, Unsupported
 from minisgl.llm import LLM, Completion
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
@@ -29,7 +29,7 @@ def test_text_parts_are_joined_as_in_the_server(llm: LLM) -> None:
     joined = [{"role": "user", "content": "What is\n12 + 30?"}]
     found = llm.chat([{"role": "user", "content": parts}], GREEDY, progress=False)
     assert one(found).text == one(llm.chat(joined, GREEDY, progress=False)).text
-    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.content must be text, or parts"):
+    with pytest.raises(Unsupported, match=r"messages\[0\]\.content\[0\]: only parts of type text"):
         llm.chat([{"role": "user", "content": [{"type": "image_url"}]}], GREEDY)
 
 

@@ -64,7 +64,7 @@ def test_prompts_with_and_without_constraint_run_together(llm: LLM) -> None:
     ("constraint", "message"),
     [
         ({"regex": "a", "choice": ("a",)}, "regex and choice are alternatives"),
-        ({"json_schema": {"not": {}}}, "json_schema: /not: Unimplemented keys"),
+        ({"json_schema": {"not": {}}}, "json_schema/not: Unimplemented keys"),
         ({"json_schema": object()}, "json_schema is not JSON"),
         ({"regex": "("}, "regex: "),
         ({"choice": 3}, "choice must hold one or more texts"),

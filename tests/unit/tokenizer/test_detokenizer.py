@@ -235,3 +235,16 @@ def test_bug_of_a_parser_ends_the_requests_of_its_step_and_no_others() -> None:
     (after,) = updates_of(detokenizer, step((1, B), ends={1: FinishReason.LENGTH}))
     assert (after.uid, after.text) == (1, "b")
     assert is_empty(detokenizer)
+
+
+def test_text_at_the_end_is_one_update_with_all_tokens() -> None:
+    """A program that reads no text before the end pays nothing for text at each token."""
+    detokenizer = Detokenizer(VOCABULARY)
+    options = TextOptions(token_ids=True, at_end=True)
+    assert detokenizer.handle(StartText(uid=1, options=options)) is None
+    assert updates_of(detokenizer, step((1, A), opens=(1,))) == []
+    assert updates_of(detokenizer, step((1, B))) == []
+    (update,) = updates_of(detokenizer, step((1, C), ends={1: FinishReason.STOP}))
+    assert (update.text, update.token_ids, update.completion_tokens) == ("ab", [A, B, C], 3)
+    assert (update.finish, update.prompt_tokens) == (FinishReason.STOP, 5)
+    assert is_empty(detokenizer)

@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minisgl.message.messages import TextOptions
-from minisgl.tokenizer import TextStream, Vocabulary
-from minisgl.tokenizer.text_stream import StopMatcher
+from minisgl.tokenizer import Vocabulary
+from minisgl.tokenizer.text_stream import StopMatcher, TextStream
 from tests.unit.tokenizer.conftest import byte_level
 
 TOKENIZER = byte_level()

@@ -1,0 +1,149 @@
+"""`RequestMaker`: makes the requests of an LLM from its arguments, with the server's converter."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from minisgl.core import EngineConfig, Grammar, InvalidRequest, SamplingParams, SchedulerConfig
+from minisgl.core.sampling import CONSTRAINTS, MAX_JSON_WHITESPACE
+from minisgl.llm import inputs
+from minisgl.llm.local import LocalEngine
+from minisgl.message.messages import TextOptions, TokenizeChat
+from minisgl.protocol.requests import COMPLETIONS, CompletionBody
+from minisgl.request.constraints import ConstraintRequest, constraint_of
+from minisgl.request.convert import CallRequest, RequestConverter
+from minisgl.settings.config import Limits, ServerConfig
+
+_MODEL = "offline"
+_FREE: Mapping[str, Any] = dict.fromkeys(CONSTRAINTS)
+_NAMES = {field: name for name, field in inputs.CONSTRAINT_FIELDS.items()}
+# A program may send itself as much as the memory holds.
+LIMITS = Limits(max_prompt_chars=sys.maxsize, max_messages=sys.maxsize, max_call_tokens=sys.maxsize)
+
+
+class RequestMaker:
+    """Makes requests with one prompt and one answer each."""
+
+    def __init__(
+        self, engine_config: EngineConfig, scheduler: SchedulerConfig, engine: LocalEngine
+    ) -> None:
+        """engine: has the facts of the model."""
+        self._engine = engine
+        self._converter = RequestConverter(
+            ServerConfig(
+                engine=engine_config, scheduler=scheduler, served_names=(_MODEL,), limits=LIMITS
+            )
+        )
+
+    def prompts(
+        self,
+        prompts: Sequence[inputs.Prompt],
+        params: Sequence[SamplingParams],
+        stop: inputs.Stop,
+        priority: inputs.Priority = 0,
+        prediction: inputs.Prediction = None,
+        at_end: bool = False,
+    ) -> list[CallRequest]:
+        """The requests for these prompts. at_end: as in TextOptions. Raises InvalidRequest."""
+        stops = inputs.stop_list(stop)
+        priorities = inputs.priority_list(priority, len(prompts))
+        predictions = self._predictions(prediction, len(prompts))
+        grammars: dict[int, ConstraintRequest | None] = {}  # Many prompts share their parameters.
+        for each in params:
+            if id(each) not in grammars:
+                grammars[id(each)] = self._grammar(each)
+        return [
+            CallRequest(
+                route=COMPLETIONS,
+                model=_MODEL,
+                prompts=(("prompt", inputs.as_prompt(prompt)),),
+                n=1,
+                sampling=_free(sampling),
+                grammar=grammars[id(sampling)],
+                prediction=expected,
+                text=TextOptions(
+                    stop=stops, min_tokens=sampling.min_tokens, token_ids=True, at_end=at_end
+                ),
+                max_tokens_param="max_tokens",
+                shrinks_max_tokens=False,
+                priority=number,
+            )
+            for prompt, sampling, number, expected in zip(
+                prompts, params, priorities, predictions, strict=True
+            )
+        ]
+
+    def chats(
+        self,
+        chats: Sequence[inputs.Conversation],
+        params: Sequence[SamplingParams],
+        stop: inputs.Stop,
+        prediction: inputs.Prediction,
+        template_options: Any,
+        tools: Sequence[dict[str, Any]],
+        tool_choice: str | dict[str, Any] | None,
+    ) -> list[CallRequest]:
+        """The requests for these chats. Raises InvalidRequest or Unsupported."""
+        stops, options = inputs.stop_list(stop), inputs.checked_options(template_options)
+        predictions = self._predictions(prediction, len(chats))
+        requests = []
+        for chat, sampling, expected in zip(chats, params, predictions, strict=True):
+            inputs.check_conversation(chat)
+            given: dict[str, Any] = {"model": _MODEL, "messages": list(chat), "tools": list(tools)}
+            if tool_choice is not None:
+                given["tool_choice"] = tool_choice
+            given |= inputs.constraint_fields(sampling)
+            try:
+                request = self._converter.read_chat(given, self._engine.facts, _NAMES)
+                ((name, prompt),) = request.prompts
+                assert isinstance(prompt, TokenizeChat), "the prompt must be a chat; this is a bug"
+                rendered = msgspec.json.decode(prompt.template_kwargs_json) | options
+                prompt = msgspec.structs.replace(
+                    prompt, template_kwargs_json=msgspec.json.encode(rendered)
+                )
+            except UnicodeEncodeError:
+                message = "the text must not have a lone surrogate"
+                raise InvalidRequest(message, param="messages") from None
+            except TypeError as error:
+                message = f"template_options is not JSON: {error}"
+                raise InvalidRequest(message, param="template_options") from None
+            text = msgspec.structs.replace(
+                request.text,
+                stop=stops,
+                min_tokens=sampling.min_tokens,
+                token_ids=True,
+                at_end=not stops,
+            )
+            requests.append(
+                msgspec.structs.replace(
+                    request,
+                    prompts=((name, prompt),),
+                    sampling=_free(sampling),
+                    prediction=expected,
+                    text=text,
+                    shrinks_max_tokens=False,
+                )
+            )
+        return requests
+
+    def _predictions(self, prediction: inputs.Prediction, count: int) -> list[Any]:
+        found = inputs.prediction_list(prediction, count)
+        return found if self._engine.worker.facts.drafts else [None] * count
+
+    def _grammar(self, sampling: SamplingParams) -> ConstraintRequest | None:
+        fields = inputs.constraint_fields(sampling)
+        if not fields:
+            return None
+        body = CompletionBody(model=_MODEL, prompt="", **fields)
+        found = constraint_of(body, MAX_JSON_WHITESPACE)
+        assert found is not None, "the body must have a constraint; this is a bug"
+        return found._replace(param=_NAMES[found.param])
+
+
+def _free(sampling: SamplingParams) -> SamplingParams:
+    """The parameters without their constraint, which is the grammar of the request."""
+    if isinstance(sampling.grammar, Grammar) or not inputs.constraint_name(sampling):
+        return sampling
+    return msgspec.structs.replace(sampling, **_FREE)
