@@ -14,11 +14,12 @@ from minisgl.message.messages import TextOptions, TokenizeChat
 from minisgl.protocol.requests import COMPLETIONS, CompletionBody
 from minisgl.request.constraints import ConstraintRequest, constraint_of
 from minisgl.request.convert import CallRequest, RequestConverter
+from minisgl.request.paths import Paths
 from minisgl.settings.config import Limits, ServerConfig
 
 _MODEL = "offline"
 _FREE: Mapping[str, Any] = dict.fromkeys(CONSTRAINTS)
-_NAMES = {field: name for name, field in inputs.CONSTRAINT_FIELDS.items()}
+_PATHS = Paths({field: name for name, field in inputs.CONSTRAINT_FIELDS.items()})
 # A program may send itself as much as the memory holds.
 LIMITS = Limits(max_prompt_chars=sys.maxsize, max_messages=sys.maxsize, max_call_tokens=sys.maxsize)
 
@@ -96,7 +97,7 @@ class RequestMaker:
                 given["tool_choice"] = tool_choice
             given |= inputs.constraint_fields(sampling)
             try:
-                request = self._converter.read_chat(given, self._engine.facts, _NAMES)
+                request = self._converter.read_chat(given, self._engine.facts, _PATHS)
                 ((name, prompt),) = request.prompts
                 assert isinstance(prompt, TokenizeChat), "the prompt must be a chat; this is a bug"
                 rendered = msgspec.json.decode(prompt.template_kwargs_json) | options
@@ -137,9 +138,7 @@ class RequestMaker:
         if not fields:
             return None
         body = CompletionBody(model=_MODEL, prompt="", **fields)
-        found = constraint_of(body, MAX_JSON_WHITESPACE)
-        assert found is not None, "the body must have a constraint; this is a bug"
-        return found._replace(param=_NAMES[found.param])
+        return constraint_of(body, MAX_JSON_WHITESPACE, _PATHS)
 
 
 def _free(sampling: SamplingParams) -> SamplingParams:

@@ -9,6 +9,7 @@ from msgspec import UNSET
 from minisgl.core import Unsupported
 from minisgl.protocol import requests
 from minisgl.request.decode import reject
+from minisgl.request.paths import Paths
 
 _EFFORTS = ("low", "medium", "high")
 THINKING = ("enable_thinking", "thinking")  # the names of this switch in templates
@@ -57,20 +58,20 @@ def _thinking_options(body: requests.ChatBody) -> dict[str, dict[str, Any]]:
     }
 
 
-def ending(body: requests.ChatBody) -> dict[str, bool]:
+def ending(body: requests.ChatBody, paths: Paths) -> dict[str, bool]:
     """Return the template options for the end of the prompt that differ from their defaults."""
     if not body.continue_final_message:
         return {} if body.add_generation_prompt is not False else {"add_generation_prompt": False}
     last = body.messages[-1]
     if last.role != "assistant" or not last.content or last.tool_calls:
         rule = "needs a last message of the role assistant with content and without tool calls"
-        raise reject("continue_final_message", rule)
+        raise reject(paths["continue_final_message"], rule)
     if body.add_generation_prompt:
-        raise reject("add_generation_prompt", "must be false with continue_final_message")
+        raise reject(paths["add_generation_prompt"], "must be false with continue_final_message")
     return {"continue_final_message": True, "add_generation_prompt": False}
 
 
-def prepare_message(message: requests.Message, index: int, tool_format: str) -> int:
+def prepare_message(message: requests.Message, index: int, tool_format: str, paths: Paths) -> int:
     """Bring one message to the form that chat templates expect. Returns its number of characters.
 
     `developer` becomes `system`, which templates know. Text parts are joined by newlines. The
@@ -82,13 +83,14 @@ def prepare_message(message: requests.Message, index: int, tool_format: str) -> 
     chars = 0
     if message.tool_calls:
         if message.role != "assistant":
-            raise reject(f"messages[{index}].tool_calls", "is allowed only with role assistant")
+            param = paths[f"messages[{index}].tool_calls"]
+            raise reject(param, "is allowed only with role assistant")
         # Templates of Qwen and Mistral fail at null, which is the content of an answer with calls.
         if message.content is UNSET or message.content is None:
             message.content = ""
         chars += _parse_arguments(message, tool_format)
     elif message.content is UNSET or message.content is None:
-        raise reject(f"messages[{index}].content", "is required")
+        raise reject(paths[f"messages[{index}].content"], "is required")
     else:
         message.tool_calls = None
     if isinstance(message.content, list):
@@ -138,10 +140,11 @@ def _parsed(arguments: str, tool_format: str) -> Any:
     return found
 
 
-def check_effort(effort: str | None) -> None:
+def check_effort(effort: str | None, paths: Paths) -> None:
     """Raise InvalidRequest for an effort that gpt-oss does not know."""
     if effort not in (None, *_EFFORTS):
-        raise reject("reasoning_effort", f"must be one of {', '.join(_EFFORTS)} for this model")
+        rule = f"must be one of {', '.join(_EFFORTS)} for this model"
+        raise reject(paths["reasoning_effort"], rule)
 
 
 def harmony_chat(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

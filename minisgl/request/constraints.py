@@ -13,6 +13,7 @@ from minisgl.core import Grammar, GrammarKind, Unsupported
 from minisgl.message.messages import CompileGrammar, GrammarResult
 from minisgl.protocol import requests
 from minisgl.request.decode import reject
+from minisgl.request.paths import Paths
 from minisgl.structured.thinking import thinking_of
 from minisgl.structured.whitespace import is_json_whitespace, whitespace_pattern
 
@@ -47,19 +48,23 @@ class ConstraintRequest(NamedTuple):
         )
 
 
-def constraint_of(body: requests.GenerationBody, max_whitespace: int) -> ConstraintRequest | None:
+def constraint_of(
+    body: requests.GenerationBody, max_whitespace: int, paths: Paths
+) -> ConstraintRequest | None:
     """The constraint of this body, or None if its output is free.
 
     max_whitespace: the largest number of white-space characters between two tokens of JSON, for a
-    body without whitespace_pattern. Raises InvalidRequest, or Unsupported for a structural tag.
+    body without whitespace_pattern. paths: the names of the parameters in errors.
+    Raises InvalidRequest, or Unsupported for a structural tag.
     """
     top_level = _named(body, "", *_TOP_LEVEL)
-    found = [*_response_format(body), *_structured_outputs(body), *top_level]
+    found = [*_response_format(body, paths), *_structured_outputs(body), *top_level]
     if not found:
         return None
-    param, kind, value = found[0]
+    name, kind, value = found[0]
+    param = paths[name]
     if len(found) > 1:
-        raise reject(found[1][0], f"cannot be combined with {param}; set one of them")
+        raise reject(paths[found[1][0]], f"cannot be combined with {param}; set one of them")
     if kind == "json_schema" and isinstance(value, str):
         try:
             value = msgspec.json.decode(value)
@@ -73,18 +78,19 @@ def constraint_of(body: requests.GenerationBody, max_whitespace: int) -> Constra
     return ConstraintRequest(param, message)
 
 
-def _response_format(body: requests.GenerationBody) -> Iterator[_Found]:
+def _response_format(body: requests.GenerationBody, paths: Paths) -> Iterator[_Found]:
     given, param = body.response_format, "response_format"
     if given is None or given.type == "text":
         return
     if given.type == "structural_tag":
-        raise Unsupported("response_format of type structural_tag is not supported", param=param)
+        message = f"{paths[param]} of type structural_tag is not supported"
+        raise Unsupported(message, param=paths[param])
     if given.type == "json_object":
         yield param, "json_object", {"type": "object"}
     elif given.type != "json_schema":
-        raise reject(f"{param}.type", "must be one of text, json_object, json_schema")
+        raise reject(paths[f"{param}.type"], "must be one of text, json_object, json_schema")
     elif given.json_schema is None:
-        raise reject(f"{param}.json_schema", "is required with type json_schema")
+        raise reject(paths[f"{param}.json_schema"], "is required with type json_schema")
     else:
         yield f"{param}.json_schema.schema", "json_schema", given.json_schema.schema
 

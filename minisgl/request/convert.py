@@ -26,6 +26,7 @@ from minisgl.request import from_messages, from_responses
 from minisgl.request.chat import check_effort, ending, harmony_chat, prepare_message, set_thinking
 from minisgl.request.constraints import ConstraintRequest, constraint_of
 from minisgl.request.decode import body_of, decode, nesting_limit, reject
+from minisgl.request.paths import SAME_PATHS, Paths
 from minisgl.request.question import Question
 from minisgl.request.sizes import check_sizes
 from minisgl.request.tools import ToolRequest, shorten_ids, tools_of
@@ -120,24 +121,22 @@ class RequestConverter:
         Raises a RequestError; its class, `param` and `limit` name the fault.
         """
         translation = self._translate(route, raw, facts)
-        with translation.errors_with_client_paths(), nesting_limit():
+        with nesting_limit():
             return self._request(route, translation, facts)
 
-    def read_chat(
-        self, given: Mapping[str, Any], facts: ModelFacts, client_paths: Mapping[str, str]
-    ) -> CallRequest:
-        """The request in the plain JSON of a chat. client_paths: as in Translation."""
+    def read_chat(self, given: Mapping[str, Any], facts: ModelFacts, paths: Paths) -> CallRequest:
+        """The request in the plain JSON of a chat. paths: as in Translation."""
         chat = body_of(given, requests.ChatBody, self._check_sizes)
-        translation = self._checked(Translation(chat, client_paths), facts)
-        with translation.errors_with_client_paths(), nesting_limit():
+        translation = self._checked(Translation(chat, paths), facts)
+        with nesting_limit():
             return self._request(requests.CHAT, translation, facts)
 
     def _request(self, route: str, translation: Translation, facts: ModelFacts) -> CallRequest:
-        body = translation.body
+        body, paths = translation.body, translation.paths
         if body.stream_options is not None and not body.stream:
             raise reject("stream_options", "is allowed only with stream set to true")
-        max_tokens, max_tokens_param = body.max_tokens, translation.client_path("max_tokens")
-        tools = tools_of(body, facts)
+        max_tokens, max_tokens_param = body.max_tokens, paths["max_tokens"]
+        tools = tools_of(body, facts, paths)
         if isinstance(body, requests.ChatBody):
             if body.top_logprobs and not body.logprobs:
                 raise reject("top_logprobs", "is allowed only with logprobs set to true")
@@ -150,7 +149,7 @@ class RequestConverter:
             default_tokens, echo, reasoning = COMPLETIONS_MAX_TOKENS, body.echo, False
         silent = max_tokens == 0
         if silent and not echo:
-            raise reject("max_tokens", "must be at least 1 without echo")
+            raise reject(paths["max_tokens"], "must be at least 1 without echo")
         sampling = self._sampling(
             body,
             facts,
@@ -158,17 +157,17 @@ class RequestConverter:
             logprobs=logprobs,
             prompt_logprobs=logprobs if echo else None,
         )
-        grammar = constraint_of(body, self._config.max_json_whitespace)
-        if grammar is not None:
-            grammar = grammar._replace(param=translation.client_path(grammar.param))
-            if self._config.no_grammars and grammar.message.kind in ("grammar", "regex"):
-                message = "grammars and regexes are refused here (--no-grammars); use a JSON schema"
-                raise Unsupported(message, param=grammar.param)
+        grammar = constraint_of(body, self._config.max_json_whitespace, paths)
+        refused = ("grammar", "regex") if self._config.no_grammars else ()
+        if grammar is not None and grammar.message.kind in refused:
+            message = "grammars and regexes are refused here (--no-grammars); use a JSON schema"
+            raise Unsupported(message, param=grammar.param)
         if tools is not None:
             grammar = tools.constraint(grammar, self._config.max_json_whitespace)
             continues = isinstance(body, requests.ChatBody) and body.continue_final_message
             if grammar is not None and tools.has_sections and continues:
-                raise reject("continue_final_message", f"cannot be combined with {grammar.param}")
+                param = paths["continue_final_message"]
+                raise reject(param, f"cannot be combined with {grammar.param}")
         return CallRequest(
             route=route,
             model=body.model,
@@ -208,10 +207,11 @@ class RequestConverter:
     def read_prompt(self, route: str, raw: bytes, facts: ModelFacts) -> Question:
         """The question for the ids of the prompt in a body of COUNT_TOKENS or INPUT_TOKENS."""
         translation = self._translate(route, raw, facts)
-        with translation.errors_with_client_paths(), nesting_limit():
-            chat, param = translation.body, translation.client_path("messages")
+        with nesting_limit():
+            chat, paths = translation.body, translation.paths
             assert isinstance(chat, requests.ChatBody), "these routes read chats; this is a bug"
-            return Question(self._chat_prompt(chat, param, facts, tools_of(chat, facts)), param)
+            prompt = self._chat_prompt(chat, facts, tools_of(chat, facts, paths), paths)
+            return Question(prompt, paths["messages"])
 
     def _translate(self, route: str, raw: bytes, facts: ModelFacts) -> Translation:
         """Decode a body of this route, and translate it to a body of OpenAI's chat or completions.
@@ -246,7 +246,7 @@ class RequestConverter:
         messages, options = body.messages or [], body.chat_template_kwargs
         chat = requests.ChatBody(model="", messages=messages, chat_template_kwargs=options)
         with nesting_limit():
-            rendered = self._chat_prompt(chat, "messages", facts, None)
+            rendered = self._chat_prompt(chat, facts, None)
         return Question(rendered, "messages"), body.return_token_strs
 
     def read_detokenize(self, raw: bytes, facts: ModelFacts) -> Question:
@@ -266,23 +266,29 @@ class RequestConverter:
             raise ModelNotFound(f"the model '{name[:128]}' does not exist", param="model")
 
     def _chat_prompt(
-        self, chat: requests.ChatBody, param: str, facts: ModelFacts, tools: ToolRequest | None
+        self,
+        chat: requests.ChatBody,
+        facts: ModelFacts,
+        tools: ToolRequest | None,
+        paths: Paths = SAME_PATHS,
     ) -> TokenizeChat:
         """The messages in the form that chat templates expect, with the template's options.
 
-        param: the name of the messages in error messages.
+        paths: as in Translation.
         """
-        options, end, messages = chat.chat_template_kwargs, ending(chat), chat.messages
+        options, end, messages = chat.chat_template_kwargs, ending(chat, paths), chat.messages
         form = facts.tool_format
-        chars = sum([prepare_message(message, i, form) for i, message in enumerate(messages)])
-        self._check_chars(param, chars, facts)
+        chars = sum(
+            [prepare_message(message, i, form, paths) for i, message in enumerate(messages)]
+        )
+        self._check_chars(paths["messages"], chars, facts)
         rendered = b"null" if tools is None else tools.rendered
-        self._check_chars("tools", len(rendered), facts)
+        self._check_chars(paths["tools"], len(rendered), facts)
         if facts.tool_format.startswith("mistral"):
             shorten_ids(messages)
         written = msgspec.json.encode(messages)
         if facts.tool_format == "harmony":
-            check_effort(options.reasoning_effort)
+            check_effort(options.reasoning_effort, paths)
             written = msgspec.json.encode(harmony_chat(msgspec.json.decode(written)))
         return TokenizeChat(
             messages_json=written,
@@ -322,9 +328,9 @@ class RequestConverter:
         self, translation: Translation, facts: ModelFacts, tools: ToolRequest | None
     ) -> list[tuple[str, Prompt]]:
         """Each prompt with its path in the body."""
-        body, param = translation.body, translation.client_path("messages")
+        body, paths = translation.body, translation.paths
         if isinstance(body, requests.ChatBody):
-            return [(param, self._chat_prompt(body, param, facts, tools))]
+            return [(paths["messages"], self._chat_prompt(body, facts, tools, paths))]
         if isinstance(body, requests.GenerateBody):
             return [("input_ids", self._ids_prompt("input_ids", body.input_ids, facts))]
         named: list[tuple[str, Any]] = [("prompt", body.prompt)]

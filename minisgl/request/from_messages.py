@@ -6,6 +6,7 @@ from minisgl.core import Unsupported
 from minisgl.protocol import messages_api as api
 from minisgl.protocol import requests
 from minisgl.request.decode import reject
+from minisgl.request.paths import Paths
 from minisgl.request.translation import (
     Translation,
     Turn,
@@ -18,7 +19,7 @@ from minisgl.request.translation import (
 # its own. The block would change the beginning of each prompt, so that no prefix could be cached.
 _BILLING = "x-anthropic-billing-header:"
 _CUSTOM = (None, "custom")  # the types of a tool whose schema is in the request
-# Paths in a chat, each with its path in a body of Messages; see Translation.
+# Paths in a chat, each with its path in a body of Messages; see Paths.
 _PATHS = {
     "reasoning_effort": "output_config.effort",
     "response_format.json_schema": "output_config.format",
@@ -63,7 +64,7 @@ def translate(body: api.CountTokensBody) -> Translation:
         **function_paths("tools", "tools", [tool.type in _CUSTOM for tool in body.tools]),
         "continue_final_message": f"messages[{len(body.messages) - 1}]",
     }
-    return Translation(chat, paths, shrinks_max_tokens=True, ignored=ignored)
+    return Translation(chat, Paths(paths), shrinks_max_tokens=True, ignored=ignored)
 
 
 def _messages(body: api.CountTokensBody) -> list[requests.Message]:

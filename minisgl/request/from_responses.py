@@ -11,6 +11,7 @@ from minisgl.core import Unsupported
 from minisgl.protocol import requests
 from minisgl.protocol import responses_api as api
 from minisgl.request.decode import reject
+from minisgl.request.paths import Paths
 from minisgl.request.sealed import unseal
 from minisgl.request.translation import (
     Translation,
@@ -20,7 +21,7 @@ from minisgl.request.translation import (
     shared_parameters,
 )
 
-# Paths in a chat, each with its path in a body of Responses; see Translation.
+# Paths in a chat, each with its path in a body of Responses; see Paths.
 _PATHS = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
@@ -62,7 +63,7 @@ def translate(body: api.InputTokensBody) -> Translation:
         **function_paths("tools", "tools", [tool.type == "function" for tool in body.tools]),
         **function_paths(allowed, "tool_choice.tools", map(_is_function, named)),
     }
-    return Translation(chat, paths, ignored=ignored, **answer)
+    return Translation(chat, Paths(paths), ignored=ignored, **answer)
 
 
 def _is_function(tool: dict[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from minisgl.message.messages import CompileGrammar, ToolOptions
 from minisgl.protocol import requests
 from minisgl.request.constraints import ConstraintRequest
 from minisgl.request.decode import reject
+from minisgl.request.paths import Paths
 from minisgl.structured.whitespace import whitespace_pattern
 from minisgl.tool_calls.grammar import ToolGrammar
 from minisgl.tool_calls.schema import parameter_types
@@ -101,7 +102,7 @@ class ToolRequest(NamedTuple):
         return ConstraintRequest(param, message)
 
 
-def tools_of(body: requests.AnyBody, facts: ModelFacts) -> ToolRequest | None:
+def tools_of(body: requests.AnyBody, facts: ModelFacts, paths: Paths) -> ToolRequest | None:
     """The tools that the answer to this body may call; None if the answer is plain text.
 
     Raises InvalidRequest, or Unsupported if the template renders no tools or the call format is
@@ -112,16 +113,18 @@ def tools_of(body: requests.AnyBody, facts: ModelFacts) -> ToolRequest | None:
     names = [tool.function.name for tool in body.tools]
     for index, name in enumerate(names):
         if name in names[:index]:
-            raise reject(f"tools[{index}].function.name", "must differ from the other names")
-    named, mode, allowed = _read_choice(body.tool_choice, names)
+            param = paths[f"tools[{index}].function.name"]
+            raise reject(param, "must differ from the other names")
+    named, mode, allowed = _read_choice(body.tool_choice, names, paths)
     tools = [tool.function for tool in body.tools if tool.function.name in allowed]
     if mode == "required" and not tools:
-        raise reject("tool_choice", "requires a call, but it allows no function of tools: add one")
+        rule = "requires a call, but it allows no function of tools: add one"
+        raise reject(paths["tool_choice"], rule)
     if not tools or mode == "none":
         has_format = facts.tool_format in ANSWER_FORMATS
         return ToolRequest([], False, False, True, facts.tool_format) if has_format else None
     if facts.tool_format in (ModelFacts.NO_TOOLS, ModelFacts.UNKNOWN_TOOL_FORMAT):
-        raise Unsupported(_UNSUPPORTED[facts.tool_format], param="tools")
+        raise Unsupported(_UNSUPPORTED[facts.tool_format], param=paths["tools"])
     for tool in tools:
         if tool.parameters is None:
             tool.parameters = _NO_PARAMETERS
@@ -155,20 +158,22 @@ _UNSUPPORTED = {
 
 
 def _read_choice(
-    choice: requests.ToolChoice | str | None, names: Sequence[str]
+    choice: requests.ToolChoice | str | None, names: Sequence[str], paths: Paths
 ) -> tuple[str | None, str, Sequence[str]]:
     """The name of the tool to call (or None), the mode, and the names of the allowed tools."""
     if not isinstance(choice, requests.ToolChoice):
         return None, choice or "auto", names
     given = choice.function if choice.type == "function" else choice.allowed_tools
     if given is None:
-        raise reject(f"tool_choice.{choice.type}", f"is required with type {choice.type}")
+        param = paths[f"tool_choice.{choice.type}"]
+        raise reject(param, f"is required with type {choice.type}")
     if isinstance(given, requests.FunctionName):
-        _check_known(given.name, names, "tool_choice.function.name")
+        _check_known(given.name, names, paths["tool_choice.function.name"])
         return given.name, "required", [given.name]
     allowed = [tool.function.name for tool in given.tools]
     for index, name in enumerate(allowed):
-        _check_known(name, names, f"tool_choice.allowed_tools.tools[{index}].function.name")
+        param = paths[f"tool_choice.allowed_tools.tools[{index}].function.name"]
+        _check_known(name, names, param)
     return None, given.mode, allowed
 
 

@@ -1,15 +1,14 @@
 """`Translation`: the body of a request as a body of OpenAI's chat or completions."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
 
-from minisgl.core import RequestError
 from minisgl.protocol import requests
 from minisgl.protocol.requests import AnyBody
+from minisgl.request.paths import SAME_PATHS, Paths
 
 # Parameters with the same name and meaning in a chat and in a body of another API.
 _SHARED = ("model", "temperature", "top_p", "top_k", "stream", "parallel_tool_calls", "priority")
@@ -18,9 +17,7 @@ _SHARED = ("model", "temperature", "top_p", "top_k", "stream", "parallel_tool_ca
 class Translation(NamedTuple):
     """The body of a request as a body of OpenAI's chat or completions.
 
-    client_paths
-                for error messages: the path in the client's body of each field of `body` with
-                another path there. The longest matching entry also counts for the fields below it.
+    paths       for error messages: the path in the client's body of each field of `body`.
     shrinks_max_tokens
                 max_tokens shrinks to the room in the context. False: a larger number is refused.
     ignored     features of the request that `body` leaves out, as labels of the metric.
@@ -29,32 +26,11 @@ class Translation(NamedTuple):
     """
 
     body: AnyBody
-    client_paths: Mapping[str, str] = {}
+    paths: Paths = SAME_PATHS
     shrinks_max_tokens: bool = False
     ignored: tuple[str, ...] = ()
     repeated: dict[str, Any] = {}
     include: tuple[str, ...] = ()
-
-    def client_path(self, path: str) -> str:
-        """Return the path in the client's body of a field of `body`."""
-        end = len(path)
-        while end > 0:
-            if path[:end] in self.client_paths:
-                return self.client_paths[path[:end]] + path[end:]
-            end = max(path.rfind(".", 0, end), path.rfind("[", 0, end))
-        return path
-
-    @contextmanager
-    def errors_with_client_paths(self) -> Iterator[None]:
-        """In errors of the block, replace the path in `body` by the path in the client's body."""
-        try:
-            yield
-        except RequestError as error:
-            if error.param is not None:
-                param = self.client_path(error.param)
-                error.message = error.message.replace(error.param, param, 1)
-                error.param = param
-            raise
 
 
 @dataclass(eq=False, slots=True)
@@ -83,7 +59,7 @@ def shared_parameters(body: requests.RequestBody) -> dict[str, Any]:
 
 
 def function_paths(chat_list: str, client_list: str, is_function: Iterable[bool]) -> dict[str, str]:
-    """Entries of `Translation.client_paths` for a list of tools. The chat has only its functions.
+    """Entries of `Paths` for a list of tools. The chat has only its functions.
 
     chat_list, client_list: the paths of the list. is_function: for each tool of the client.
     """

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from minisgl.core import InvalidRequest, RequestError, Unsupported
-from minisgl.protocol.requests import MESSAGES, RESPONSES, ChatBody, Message
+from minisgl.protocol.requests import MESSAGES, RESPONSES
 from minisgl.request.fit import fit_call
-from minisgl.request.translation import Translation
+from minisgl.request.paths import Paths
 from minisgl.settings import Limits
 from tests.unit.server.fakes import CONFIG
 from tests.unit.server.test_api_requests import (
@@ -182,8 +182,7 @@ def test_later_errors_name_paths_of_the_body() -> None:
 )
 def test_the_longest_matching_path_is_replaced(path: str, expected: str) -> None:
     paths = {"messages": "input", "tools": "tools", "tools[1].function": "tools[3]"}
-    body = ChatBody(model="m", messages=[Message(role="user")])
-    assert Translation(body, paths).client_path(path) == expected
+    assert Paths(paths)[path] == expected
 
 
 def test_arguments_of_any_depth_are_read_or_refused() -> None:
