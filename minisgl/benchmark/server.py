@@ -34,7 +34,7 @@ from minisgl.message.messages import (
     ToTokenizer,
 )
 from minisgl.server.app import build_app
-from minisgl.server.edge.connection import HttpServer
+from minisgl.server.edge.server import HttpServer
 from minisgl.server.engine import EngineView
 from minisgl.server.observe.lifecycle import Lifecycle
 from minisgl.server.observe.metrics import Metrics

@@ -17,7 +17,7 @@ from minisgl.core import ModelFacts
 from minisgl.message import messages
 from minisgl.request.call import Caller
 from minisgl.request.convert import RequestConverter
-from minisgl.server.edge.connection import KEPT
+from minisgl.server.edge.guard import KEPT
 from minisgl.server.engine import EngineView
 from minisgl.server.errors import NotReady, RendersOnly
 from minisgl.server.observe.lifecycle import Lifecycle

@@ -24,9 +24,10 @@ from minisgl.core import DeadlineExceeded, EngineError, EngineFailure, ModelFact
 from minisgl.message import messages
 from minisgl.message.queues import AsyncReceiver, Sender, close_queues, endpoint
 from minisgl.server.app import build_app
-from minisgl.server.edge.connection import SPARE_CONNECTIONS, HttpServer, TlsContext
+from minisgl.server.edge.guard import SPARE_CONNECTIONS
 from minisgl.server.edge.open_files import allow_open_files
 from minisgl.server.edge.probes import MOST_PROBE_CONNECTIONS, serve_probes
+from minisgl.server.edge.server import HttpServer, TlsContext
 from minisgl.server.engine import EngineOutput, EngineView
 from minisgl.server.observe.lifecycle import Lifecycle, Phase, Watchdog, after_failure
 from minisgl.server.observe.metrics import Metrics
@@ -135,7 +136,7 @@ class ApiServer:
             self.config.limits,
             self.engine.metrics.on_limit,
             ssl_context_factory=self._tls_context if self.config.ssl_certfile else None,
-            timeout_keep_alive=_IDLE_CONNECTION_S,
+            idle_s=_IDLE_CONNECTION_S,
             timeout_graceful_shutdown=3,
         )
         loops = (self._receive, self._watch, self._beat, self._drain)

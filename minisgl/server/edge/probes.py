@@ -12,8 +12,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl.protocol.responses import StatusResponse
-from minisgl.server.edge.connection import SPARE_CONNECTIONS, HttpServer
+from minisgl.server.edge.guard import SPARE_CONNECTIONS
 from minisgl.server.edge.middleware import PROBE_PATHS, error_response, json_response
+from minisgl.server.edge.server import HttpServer
 from minisgl.server.errors import RETRY_AFTER, RouteNotFound
 from minisgl.server.observe.lifecycle import Lifecycle, Phase
 from minisgl.settings.config import Limits
@@ -62,6 +63,7 @@ def serve_probes(lifecycle: Lifecycle, listener: socket.socket) -> None:
         await response(scope, receive, send)
 
     # asyncio accepts as many connections at once as the backlog has, before it refuses any.
-    options = {"loop": "asyncio", "backlog": _LIMITS.max_connections}
-    run = HttpServer(app, _LIMITS, lambda name: None, **options).run
-    threading.Thread(target=run, args=([listener],), name="probes", daemon=True).start()
+    server = HttpServer(
+        app, _LIMITS, lambda name: None, loop="asyncio", backlog=_LIMITS.max_connections
+    )
+    threading.Thread(target=server.run, args=([listener],), name="probes", daemon=True).start()

@@ -1,17 +1,15 @@
 """A connection of the server, driven by the bytes that a socket would deliver."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import uvicorn
-from starlette.types import Receive, Scope, Send
-from uvicorn.server import ServerState
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minisgl.server.edge.connection import limited_protocol
+from minisgl.server.edge.server import HttpServer
 from minisgl.settings.config import Limits
 
-__all__ = ["LIMITS", "MOST", "POST", "Wire", "Wired", "answers", "echo"]
+__all__ = ["LIMITS", "MOST", "POST", "Wire", "Wired", "answers", "connections", "echo"]
 
 MOST = 1024
 LIMITS = Limits(max_head_bytes=MOST)
@@ -69,16 +67,23 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
+def connections(
+    app: ASGIApp, limits: Limits, exceeded: Callable[[str], None], idle_s: float = 5.0
+) -> Callable[[], Any]:
+    """Returns a function that makes the connections of one server, as uvicorn makes them."""
+    server = HttpServer(app, limits, exceeded, idle_s)
+    server.config.load()
+    made: Any = server.config.http_protocol_class
+    return lambda: made(config=server.config, server_state=server.server_state, app_state={})
+
+
 class Wired:
     """A connection that the test feeds. `exceeded` has the names of the limits it exceeds."""
 
-    def __init__(self, limits: Limits = LIMITS) -> None:
+    def __init__(self, limits: Limits = LIMITS, app: ASGIApp = echo, idle_s: float = 5.0) -> None:
         self.exceeded: list[str] = []
-        protocol: Any = limited_protocol(limits, self.exceeded.append)
-        config = uvicorn.Config(echo, log_config=None, lifespan="off", http=protocol, ws="none")
-        config.load()
         self.wire = Wire()
-        self.connection = protocol(config=config, server_state=ServerState(), app_state={})
+        self.connection = connections(app, limits, self.exceeded.append, idle_s)()
         self.connection.connection_made(self.wire)
 
     async def receive(self, part: bytes) -> None:
