@@ -33,9 +33,11 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 def hostile(path: str) -> list[Grammar]:
     """The hostile grammars that a tokenizer worker accepts."""
     service = GrammarService(path, (-1, -1))
-    results = [service.compile(request(kind, value)) for kind, value, _ in HOSTILE]
+    accepted = [(kind, value) for kind, value, refusal in HOSTILE if refusal is None]
+    results = [service.compile(request(*grammar)) for grammar in accepted]
     service.close()
-    return [Grammar(source=result.source, kind="regex") for result in results if not result.error]
+    assert not [result.error for result in results if result.error]
+    return [Grammar(source=result.source, kind="regex") for result in results]
 
 
 @pytest.fixture
@@ -62,7 +64,6 @@ def outputs(worker: LocalWorker) -> Iterator[StepOutput]:
 def test_request_has_a_token_in_each_step_beside_hostile_grammars(
     worker: LocalWorker, hostile: list[Grammar]
 ) -> None:
-    assert len(hostile) >= 8  # 10 on a quiet machine; the limit of CPU time is close to some
     for uid, grammar in enumerate(hostile):
         add(worker, uid, grammar)
     seen: dict[int, int] = {}

@@ -42,7 +42,8 @@ def chain(count: int) -> dict[str, Any]:
     return {"$ref": f"#/$defs/d{count - 1}", "$defs": names}
 
 
-# Each grammar with the part of the refusal; None: it is enforced.
+# Each grammar with the part of the refusal; None: it is enforced. The check of an enforced one
+# takes a tenth of the CPU time that ends it, or less, because CPU time grows with the load.
 HOSTILE: list[tuple[GrammarKind, Any, str | None]] = [
     ("json_schema", lists(300), "nest at most 64"),
     ("regex", "(a*)*b", None),
@@ -53,7 +54,7 @@ HOSTILE: list[tuple[GrammarKind, Any, str | None]] = [
     ("regex", "((a{1,100}){1,100}){1,100}", None),
     ("json_schema", {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text"),
     ("json_schema", {"$ref": "#/$defs/node", "$defs": {"node": NODE}}, None),
-    ("regex", "(a|b)" * 13_107, None),
+    ("regex", "(a|b)" * 2_500, None),
     ("regex", "(a|b)*a(a|b){30}", None),
     ("json_schema", patterns(30), "to compile"),
     ("json_schema", tree(30), None),
