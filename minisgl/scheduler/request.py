@@ -1,11 +1,12 @@
 """`Req`, one generation inside the scheduler, and its construction from an AddReq message."""
 
+import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import force_setattr
 
 from minisgl.core import FinishReason, InvalidRequest, PromptTooLong, SamplingParams
 from minisgl.core.batch import Int32Array
@@ -114,17 +115,17 @@ class Req:
         return 0 if self.sampling.prompt_logprobs is not None else len(self.tokens) - 1
 
 
-def accept_request(
+def accept_requests(
     message: AddReq,
-    index: int,
     vocab_size: int,
     capacity_tokens: int,
-    arrival_index: int,
+    first_arrival: int,
     extensions: Extensions,
-) -> Req:
-    """Check `message` against the engine's limits, and return the request of its choice `index`.
+) -> list[Req]:
+    """Check `message` against the engine's limits, and return the request of each of its choices.
 
-    The requests of one message share the memory of the prompt.
+    The requests share the memory of the prompt. The check takes place once: its time for 1,000
+    choices would delay the steps of all clients.
 
     The API server has already checked the same limits. This second check protects the ranks: an
     invalid message would make all of them fail.
@@ -152,24 +153,38 @@ def accept_request(
         )
     # The API server draws a seed for a request without one. The uid is the fallback for other
     # senders: every rank must use the same seed.
-    seed = index + (message.uid if sampling.seed is None else sampling.seed)
-    seed = seed if seed <= MAX_SEED else seed - 2**64
-    prompt_logprobs = None if index else sampling.prompt_logprobs
-    sampling = msgspec.structs.replace(sampling, seed=seed, prompt_logprobs=prompt_logprobs)
-    states = extensions.open_states(sampling)
-    return Req(
-        uid=message.uid + index,
-        tokens=tokens,
-        prompt_len=len(tokens),
-        max_total_tokens=capacity_tokens if sampling.max_tokens is None else needed,
-        sampling=sampling,
-        arrival_index=arrival_index,
-        cache_salt=message.cache_salt,
-        prefixes=Prefixes(*message.prefixes, []),
-        client=message.client,
-        call=message.call,
-        priority=message.priority,
-        logit_states=states,
-        constraint=next((s for s in states if isinstance(s, Constraint)), UNCONSTRAINED),
-        prediction=prediction,
-    )
+    first_seed = message.uid if sampling.seed is None else sampling.seed
+    reqs = []
+    for index in range(message.count):
+        params = _of_choice(sampling, first_seed, index)
+        states = extensions.open_states(params)
+        req = Req(
+            uid=message.uid + index,
+            tokens=tokens,
+            prompt_len=len(tokens),
+            max_total_tokens=capacity_tokens if params.max_tokens is None else needed,
+            sampling=params,
+            arrival_index=first_arrival + index,
+            cache_salt=message.cache_salt,
+            prefixes=Prefixes(*message.prefixes, []),
+            client=message.client,
+            call=message.call,
+            priority=message.priority,
+            logit_states=states,
+            constraint=next((s for s in states if isinstance(s, Constraint)), UNCONSTRAINED),
+            prediction=prediction,
+        )
+        reqs.append(req)
+    return reqs
+
+
+def _of_choice(sampling: SamplingParams, first_seed: int, index: int) -> SamplingParams:
+    """Return the parameters of one choice: checked values with a seed of its own.
+
+    msgspec.structs.replace would check all of them again.
+    """
+    params, seed = copy.copy(sampling), first_seed + index
+    force_setattr(params, "seed", seed if seed <= MAX_SEED else seed - 2**64)
+    if index:
+        force_setattr(params, "prompt_logprobs", None)
+    return params

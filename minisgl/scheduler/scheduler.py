@@ -32,7 +32,7 @@ from minisgl.scheduler.cost_fit import CostFit
 from minisgl.scheduler.inbox import Inbox
 from minisgl.scheduler.plan import plan
 from minisgl.scheduler.preparation import PreparationQueue
-from minisgl.scheduler.request import Req, accept_request
+from minisgl.scheduler.request import Req, accept_requests
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.results import Results
 from minisgl.scheduler.stats import InFlight, StepMeter
@@ -209,8 +209,7 @@ class Scheduler:
     def _handle(self, message: ToScheduler) -> None:
         match message:
             case AddReq():
-                for index in range(message.count):
-                    self._add(message, index)
+                self._add(message)
             case AbortReq():
                 req = self._reqs.get(message.uid)
                 if req is not None:  # None: the request has finished or was refused
@@ -229,20 +228,23 @@ class Scheduler:
                 for req in list(self._reqs.values()):
                     self._results.abort(req, FinishReason.ABORT)
 
-    def _add(self, message: AddReq, index: int) -> None:
-        self._arrivals += 1
-        uid = message.uid + index
+    def _add(self, message: AddReq) -> None:
+        limits, first = (self._vocab_size, self._capacity_tokens), self._arrivals + 1
+        self._arrivals += message.count
         try:
-            if uid in self._reqs:
-                raise InvalidRequest(f"uid {uid} is in use; send another uid")
-            limits = self._vocab_size, self._capacity_tokens
-            req = accept_request(message, index, *limits, self._arrivals, self._extensions)
+            reqs = accept_requests(message, *limits, first, self._extensions)
         except RequestError as error:
-            self._results.outputs.refuse(uid, message, error)
+            for uid in range(message.uid, message.uid + message.count):
+                self._results.outputs.refuse(uid, message, error)
             return
-        self._reqs[req.uid] = req
-        if self._preparations.add(req):
-            self._start(req, req.constraint.failure(len(req.tokens)) is not None)
+        for req in reqs:
+            if req.uid in self._reqs:
+                in_use = InvalidRequest(f"uid {req.uid} is in use; send another uid")
+                self._results.outputs.refuse(req.uid, message, in_use)
+                continue
+            self._reqs[req.uid] = req
+            if self._preparations.add(req):
+                self._start(req, req.constraint.failure(len(req.tokens)) is not None)
 
     def _start(self, req: Req, failed: bool) -> None:
         """Enqueue or resume a request that is prepared on rank 0. failed: end it instead."""

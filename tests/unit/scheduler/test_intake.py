@@ -1,13 +1,19 @@
 """Every request that passes the validation is served or refused; none makes a rank fail."""
 
+from unittest.mock import patch
+
 import hypothesis.strategies as st
+import numpy as np
 from hypothesis import given, settings
 
 from minisgl.core import FinishReason, InvalidRequest, SamplingParams
 from minisgl.core.sampling import RANGES
+from minisgl.message.messages import AddReq
+from minisgl.scheduler.request import accept_requests
 from tests.examples import examples
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine
 from tests.unit.scheduler.harness import Harness
+from tests.unit.scheduler.scripted import SCRIPTED
 
 HUGE = 2**70
 TOKEN = st.integers(0, VOCAB - 1) | st.integers(0, HUGE)
@@ -50,3 +56,17 @@ def test_valid_parameters_are_served_or_refused(given: dict[str, object], length
     refused = max(ids, default=0) >= VOCAB or length + max_tokens > 24  # type: ignore[operator]
     assert (answer.finishes == [FinishReason.ERROR]) == refused
     assert len(harness.answers[other].tokens) == 3
+
+
+def test_the_parameters_of_a_call_are_checked_once_for_all_its_choices() -> None:
+    """Regression: 1,000 choices with 1,024 entries of logit_bias held the scheduler for 0.8 s."""
+    with patch.object(SamplingParams, "validate", autospec=True) as validate:
+        params = SamplingParams(max_tokens=1, seed=2**63 - 2, prompt_logprobs=1)
+        ids = np.array([1, 2], dtype="<i4").tobytes()
+        message = AddReq(uid=1, token_ids=ids, sampling=params, count=40)
+        validate.reset_mock()
+        reqs = accept_requests(message, VOCAB, 64, 7, SCRIPTED)
+    assert validate.call_count == 1
+    assert [(req.uid, req.arrival_index) for req in reqs] == [(1 + i, 7 + i) for i in range(40)]
+    assert [req.sampling.seed for req in reqs[:3]] == [2**63 - 2, 2**63 - 1, -(2**63)]
+    assert [req.sampling.prompt_logprobs for req in reqs[:2]] == [1, None]
