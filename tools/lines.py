@@ -1,4 +1,4 @@
-"""Counts the code lines of the package: `make lines`.
+"""Counts the code lines of the package, and those of the benchmarks beside it: `make lines`.
 
 A code line is a line with code: no blank line, no comment and no docstring. The core is the list of
 packages in the import contract that keeps optional capabilities out of the core. The files of a
@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "minisgl"
+BENCH = ROOT / "bench"
 CONTRACT = "The core does not import optional capabilities"
 # By feature: patterns of the files that a build without the feature would not need.
 FEATURES = {
@@ -88,8 +89,16 @@ def counted() -> tuple[Counter[str], Counter[str]]:
     return lines, of_features
 
 
+def bench_lines() -> int:
+    """The code lines of the benchmarks that are not in the wheel."""
+    return sum(code_lines(path.read_text()) for path in BENCH.rglob("*.py"))
+
+
 def main() -> None:
-    """Prints a table: the packages of the core, the core, the other packages, and all packages."""
+    """Prints a table: the packages of the core, the core, the other packages, and all packages.
+
+    The last line counts the benchmarks outside the wheel.
+    """
     lines, of_features = counted()
     core = core_packages()
     others = [package for package, _ in lines.most_common() if package not in core]
@@ -101,6 +110,7 @@ def main() -> None:
     for name, packages in rows.items():
         total, special = (sum(of[each] for each in packages) for of in (lines, of_features))
         sys.stdout.write(f"{name:<14}{total:>8,}{special or '':>{width}}\n")
+    sys.stdout.write(f"{'bench':<14}{bench_lines():>8,}\n")
 
 
 if __name__ == "__main__":

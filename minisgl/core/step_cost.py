@@ -95,7 +95,7 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
         return linear_s + attention_s + self.per_decode_req_s * reqs + self.per_draft_s * drafts
 
     def __str__(self) -> str:
-        """Return "KEY_NS,PAIR_NS,TOKENS:MS,...", as in the log and in `minisgl bench simulate`.
+        """Return "KEY_NS,PAIR_NS,TOKENS:MS,...", as in the log and in `minisgl bench fleet`.
 
         With recurrent states or a draft head, REQ_NS follows PAIR_NS. With a draft head, DRAFT_NS
         follows REQ_NS.

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.benchmark.code_edits import Edit, ReplayTokens
+from bench.drafts import Edit, ReplayTokens
 from minisgl.core import EngineConfig, SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine

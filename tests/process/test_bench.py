@@ -1,4 +1,4 @@
-"""`minisgl bench online` and `bench server` as users run them, on the CPU."""
+"""`minisgl bench online` and `python -m bench server` as users run them, on the CPU."""
 
 import json
 import subprocess
@@ -43,7 +43,7 @@ def test_one_command_starts_a_server_and_measures_it(tmp_path: Path) -> None:
 
 
 def test_bench_server_measures_the_api_process() -> None:
-    command = [sys.executable, "-m", "minisgl", "bench", "server", "--streams", "4"]
+    command = [sys.executable, "-m", "bench", "server", "--streams", "4"]
     done = subprocess.run(
         [*command, "--tokens", "5"],
         capture_output=True,

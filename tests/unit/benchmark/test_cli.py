@@ -2,13 +2,14 @@
 
 import pytest
 
+from bench.__main__ import NAMES
 from minisgl.benchmark.cli import main
 from minisgl.core import ConfigError
 
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("onlin", "online"), ("serve", "server"), ("draft", "drafts")],
+    [("onlin", "online"), ("flet", "fleet")],
 )
 def test_a_misspelt_benchmark_gives_a_suggestion(name: str, near: str) -> None:
     with pytest.raises(ConfigError, match=f"there is no benchmark '{name}'; .* mean '{near}'"):
@@ -16,5 +17,11 @@ def test_a_misspelt_benchmark_gives_a_suggestion(name: str, near: str) -> None:
 
 
 def test_an_unknown_benchmark_gives_the_names_of_all() -> None:
-    with pytest.raises(ConfigError, match=r"benchmark 'latency'; known: attack, .*, structured$"):
+    with pytest.raises(ConfigError, match=r"benchmark 'latency'; known: fleet, .*, online$"):
         main(["latency"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_moved_benchmark_names_its_command(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"moved: run `python -m bench {name}` in a checkout"):
+        main([name])

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from bench.scheduler import main as scheduler
+from bench.server import main as server
+from bench.simulate import main as simulate
+from bench.step import main as step
 from minisgl.benchmark.floor import main as floor
 from minisgl.benchmark.online import main as online
-from minisgl.benchmark.scheduler import main as scheduler
-from minisgl.benchmark.server import main as server
-from minisgl.benchmark.simulate import main as simulate
-from minisgl.benchmark.step_profile import main as step
 from minisgl.core import ConfigError
 
 

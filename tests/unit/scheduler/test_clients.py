@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from minisgl.benchmark.simulate import simulate
+from bench.simulate import simulate
 from minisgl.benchmark.trace import Load
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
 from minisgl.core import SchedulerConfig

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.simulate import simulate
 from minisgl.benchmark.fleet.autoscale import Autoscaler
 from minisgl.benchmark.fleet.fleet import Fleet
 from minisgl.benchmark.fleet.routers import ROUTERS, LeastLoad, RoundRobin, make_router
-from minisgl.benchmark.simulate import simulate
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, EngineSettings, read_cost
 from minisgl.core import SchedulerConfig
 from tests.examples import examples

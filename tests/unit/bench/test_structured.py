@@ -1,4 +1,4 @@
-"""`minisgl bench structured` on the CPU with a tiny model."""
+"""`python -m bench structured` on the CPU with a tiny model."""
 
 import json
 import sys
@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.benchmark import structured
-from minisgl.benchmark.structured import main
+from bench import structured
+from bench.structured import main
 from minisgl.core import ConfigError
 from minisgl.llm import LLM
 from tests.process.tiny_model import build_tiny_model

@@ -101,7 +101,7 @@ def texts_of(options: argparse.Namespace, path: str, vocab_size: int) -> Iterato
 
 def main(argv: Sequence[str]) -> int:
     """Print the result and a line of JSON."""
-    parser = argparse.ArgumentParser(prog="minisgl bench divergence", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench divergence", description=__doc__)
     parser.add_argument(
         "--model",
         default=str(model_path()),

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench.simulate import main, simulate
 from minisgl.benchmark.client import Answer
 from minisgl.benchmark.latency import summarise
-from minisgl.benchmark.simulate import main, simulate
 from minisgl.benchmark.trace import Load
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
 from minisgl.benchmark.workload import make_workload

@@ -1,4 +1,4 @@
-"""The part of `minisgl bench attack` with two keys: how long does one key delay another?
+"""The part of `python -m bench attack` with two keys: how long does one key delay another?
 
 The second key sends requests one after the other, first alone and then beside the calls of the
 first key. A process of its own sends the calls of the first key.

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from minisgl.benchmark.divergence import compare, distributions, main
+from bench.divergence import compare, distributions, main
 from minisgl.core import ConfigError
 from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, build_model, transformers_logits

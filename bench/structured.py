@@ -218,7 +218,7 @@ def all_rows(
 
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON."""
-    parser = argparse.ArgumentParser(prog="minisgl bench structured", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench structured", description=__doc__)
     parser.add_argument(
         "--model",
         default="qwen3-8b",

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minisgl.benchmark.step_profile import main
+from bench.step import main
 from minisgl.core import ConfigError
 from minisgl.engine import memory
 

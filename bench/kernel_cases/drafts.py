@@ -1,4 +1,4 @@
-"""Cases of `minisgl bench kernels`: the search for drafts and their verification.
+"""Cases of `python -m bench kernels`: the search for drafts and their verification.
 
 The search reads 4 bytes for each token of a row. 64 rows of 131,072 tokens are 34 MB, so 8 us at a
 bandwidth of 4.2 TB/s. All other cases move little data: their expected time is that of one or two

@@ -203,7 +203,7 @@ def _figure(name: str, seconds: list[float], aim_s: float) -> HostTime:
 
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON."""
-    parser = argparse.ArgumentParser(prog="minisgl bench scheduler", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench scheduler", description=__doc__)
     parser.add_argument("--running", type=positive_int, default=256, help="decoding requests (256)")
     parser.add_argument(
         "--waiting", type=positive_int, default=1000, help="waiting requests (1000)"

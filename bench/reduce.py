@@ -95,7 +95,7 @@ def compare(comm: GroupCommunicator, widths: Sequence[int], rows: Sequence[int])
 
 def main(argv: Sequence[str]) -> int:
     """Print a table in microseconds and one line of JSON."""
-    parser = argparse.ArgumentParser(prog="minisgl bench reduce", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench reduce", description=__doc__)
     parser.add_argument("--tp", type=positive_int, default=2, help="number of GPUs (2)")
     parser.add_argument(
         "--width", type=positive_int, nargs="+", default=[5120], help="hidden sizes (5120)"

@@ -169,7 +169,7 @@ def add_low(load: Load, options: argparse.Namespace) -> Load:
 
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON. Returns 1 when a request failed."""
-    parser = argparse.ArgumentParser(prog="minisgl bench simulate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench simulate", description=__doc__)
     add_engine_flags(parser)
     parser.add_argument(
         "--flood",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from minisgl.benchmark.all_reduce import run_ranks
+from bench.reduce import run_ranks
 from minisgl.benchmark.flag_types import (
     add_kv_flag,
     add_quantization_flag,
@@ -155,7 +155,7 @@ def kernel_times(engine: Engine, batches: Sequence[Batch]) -> list[KernelTime]:
 
 def main(argv: Sequence[str]) -> int:
     """Print the step's times, its kernels and one line of JSON."""
-    parser = argparse.ArgumentParser(prog="minisgl bench step", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench step", description=__doc__)
     parser.add_argument("--model", default="qwen3-0.6b", help=", ".join(SHAPES))
     parser.add_argument("--batch", type=positive_int, default=256, help="decoding requests (256)")
     parser.add_argument(

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from bench.kernel_cases.attention import attention_cases
+from bench.kernel_cases.delta import delta_cases
+from bench.kernel_cases.drafts import draft_cases
+from bench.kernel_cases.experts import gpt_oss_cases, layer_cases
 from minisgl import kernel
-from minisgl.benchmark.decode_attention import attention_cases
-from minisgl.benchmark.delta import delta_cases
-from minisgl.benchmark.drafts import draft_cases
 from minisgl.benchmark.flag_types import positive_int
-from minisgl.benchmark.moe import gpt_oss_cases, layer_cases
 from minisgl.kernel.fp8_weights import FP8, Scales
 from minisgl.utils.startup import Progress
 
@@ -291,7 +291,7 @@ def measure(case: Case, bandwidth: float) -> Figure:
 
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON."""
-    parser = argparse.ArgumentParser(prog="minisgl bench kernels", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench kernels", description=__doc__)
     parser.add_argument(
         "--tokens",
         type=positive_int,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.benchmark import code_edits
+from bench import drafts
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.drafts import PricedLengths
 from tests.parity.hybrid_models import Heads, save
@@ -28,34 +28,34 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ]
     lines = [json.dumps({"commit": "c", "path": "p", **edit}) for edit in edits]
     path.write_text("\n".join(lines) + "\n")
-    monkeypatch.setattr(code_edits, "EDITS", path)
-    monkeypatch.setattr(code_edits, "_FIRST_TOKENS", 8)
+    monkeypatch.setattr(drafts, "EDITS", path)
+    monkeypatch.setattr(drafts, "_FIRST_TOKENS", 8)
     return path
 
 
 def test_edits_are_changes_of_the_old_file(source: Path) -> None:
-    changed, cut = code_edits.edits_of(source, 2, vocab_size=1000)
+    changed, cut = drafts.edits_of(source, 2, vocab_size=1000)
     assert changed.prediction.tolist() == changed.prompt.tolist()
     assert len(changed.output) == len(changed.prompt) + 3  # the comment
     assert (changed.output[3:] != changed.prompt).sum() == 1
     assert cut.output.tolist() == cut.prompt[: len(cut.output)].tolist()
     assert len(cut.output) < len(cut.prompt)
-    (short,) = code_edits.edits_of(source, 1, vocab_size=1000, whole_prompts=False)
+    (short,) = drafts.edits_of(source, 1, vocab_size=1000, whole_prompts=False)
     assert short.prompt.tolist() == changed.prompt[:8].tolist()
     assert short.prediction.tolist() == changed.prediction.tolist()
 
 
 def test_recorded_edits_are_of_many_files() -> None:
-    edits = code_edits.edits_of(code_edits.EDITS, 100, vocab_size=150_000)
+    edits = drafts.edits_of(drafts.EDITS, 100, vocab_size=150_000)
     assert len(edits) == 20
     assert len({edit.prompt.tobytes() for edit in edits}) == 20
     for edit in edits:
         assert 1000 < len(edit.prompt) < 4000
         assert 1000 < len(edit.output) < 4000
         assert edit.prompt.tolist() != edit.output.tolist()
-    raw = [json.loads(line) for line in code_edits.EDITS.read_text().splitlines()]
+    raw = [json.loads(line) for line in drafts.EDITS.read_text().splitlines()]
     assert all(150 <= len(edit["old"].splitlines()) <= 400 for edit in raw)
-    assert code_edits.EDITS.stat().st_size < 300_000
+    assert drafts.EDITS.stat().st_size < 300_000
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_most_tokens_of_an_edit_are_accepted_drafts(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     model = build_model(family, tmp_path)
     flags = ["--model", model, "--edits", "2", "--device", "cpu", *flags]
-    assert code_edits.main([*flags, "--concurrency", "1", "2"]) == 0
+    assert drafts.main([*flags, "--concurrency", "1", "2"]) == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out.splitlines()[-1])
     for label in ("none", "ngram"):
@@ -95,14 +95,14 @@ def test_the_pool_on_a_cpu_has_room_for_all_requests_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: the default of 512 MiB was too small for one edit with qwen3-0.6b."""
-    edits = code_edits.edits_of(source, 2, vocab_size=1000)
+    edits = drafts.edits_of(source, 2, vocab_size=1000)
     lengths = sorted(len(edit.prompt) + len(edit.output) for edit in edits)
-    assert code_edits.pages_for(edits, 1, page_size=1) == lengths[-1]
-    assert code_edits.pages_for(edits, 16, page_size=1) == sum(lengths)
+    assert drafts.pages_for(edits, 1, page_size=1) == lengths[-1]
+    assert drafts.pages_for(edits, 16, page_size=1) == sum(lengths)
     small_pool = partial(EngineConfig, cpu_kv_bytes=2**14)
-    monkeypatch.setattr(code_edits, "EngineConfig", small_pool)
+    monkeypatch.setattr(drafts, "EngineConfig", small_pool)
     flags = ["--model", build_model("qwen3", tmp_path), "--edits", "2", "--device", "cpu"]
-    assert code_edits.main([*flags, "--concurrency", "2"]) == 0
+    assert drafts.main([*flags, "--concurrency", "2"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"] > 0
 
 
@@ -117,11 +117,11 @@ def test_a_refused_edit_gives_an_error_and_no_speed(
     def one_page(**settings: Any) -> EngineConfig:
         return EngineConfig(**(settings | {"num_pages": 1}))
 
-    monkeypatch.setattr(code_edits, "EngineConfig", one_page)
+    monkeypatch.setattr(drafts, "EngineConfig", one_page)
     flags = ["--model", build_model("qwen3", tmp_path), "--edits", "2", "--device", "cpu"]
     expected = r"cannot run the workload: \d+ prompt tokens .* exceed the 16 tokens"
     with pytest.raises(ConfigError, match=expected):
-        code_edits.main([*flags, "--concurrency", "1"])
+        drafts.main([*flags, "--concurrency", "1"])
     assert "tokens/s" not in capsys.readouterr().out
 
 
@@ -131,7 +131,7 @@ def test_pinned_rows_accept_the_given_number_of_tokens(
     """The first and the last steps of an answer add a few tokens without drafts."""
     model = Heads(*save("qwen3_5", tmp_path)).path
     flags = ["--model", model, "--edits", "2", "--device", "cpu", "--concurrency", "2"]
-    assert code_edits.main([*flags, "--acceptance", "1:1.9,3:2.5"]) == 0
+    assert drafts.main([*flags, "--acceptance", "1:1.9,3:2.5"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert [line.split(" at once")[0] for line in shown[:3]] == [
         "none, 2",
@@ -147,5 +147,5 @@ def test_acceptance_that_cannot_be_pinned_is_refused(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        code_edits.main(["--acceptance", text])
+        drafts.main(["--acceptance", text])
     assert "--acceptance" in capsys.readouterr().err

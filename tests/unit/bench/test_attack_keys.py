@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from minisgl.benchmark.attack_keys import KEY_ATTACKS, KeyFound
+from bench.attack_keys import KEY_ATTACKS, KeyFound
 
 
 @pytest.mark.parametrize("name", KEY_ATTACKS)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from minisgl.benchmark.replaced_draws import ReplacedDraws
+from bench.replaced_draws import ReplacedDraws
 from minisgl.core.batch import DecodeLoad, DraftCounts, DraftLengths
 from minisgl.drafts import with_head
 from minisgl.engine import Extensions, ModelRunner, StepColumns

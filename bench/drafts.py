@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.pinned import PinnedAcceptance
+from bench.replaced_draws import ReplacedDraws
 from minisgl.benchmark.flag_types import pinned_lengths, positive_int
 from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.outbox import raise_failure
-from minisgl.benchmark.pinned import PinnedAcceptance
-from minisgl.benchmark.replaced_draws import ReplacedDraws
 from minisgl.core import EngineConfig, SamplingParams, SchedulerConfig
 from minisgl.core.batch import Int32Array
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
@@ -189,7 +189,7 @@ def _runs(
 
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON."""
-    parser = argparse.ArgumentParser(prog="minisgl bench drafts", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench drafts", description=__doc__)
     parser.add_argument("--model", default="qwen3-8b", help=f"{', '.join(SHAPES)} (qwen3-8b)")
     parser.add_argument("--edits", type=positive_int, default=20, help="number of edits (20)")
     parser.add_argument(

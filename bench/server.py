@@ -146,7 +146,7 @@ async def _measure(streams: int, tokens: int) -> tuple[float, float, dict[str, A
 
 def main(argv: Sequence[str]) -> int:
     """Print events per second and core, and one line of JSON."""
-    parser = argparse.ArgumentParser(prog="minisgl bench server", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench server", description=__doc__)
     parser.add_argument("--streams", type=positive_int, default=256, help="open streams (256)")
     parser.add_argument(
         "--tokens", type=positive_int, default=400, help="tokens of each stream (400)"

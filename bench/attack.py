@@ -1,4 +1,4 @@
-"""`minisgl bench attack`: does a client slow the server or other clients down, or fill its memory?
+"""Does a client slow the server or other clients down, or fill its memory?
 
 Each attack gets a server with the demo model and a process that runs the attack. Most attackers
 have no key. Two other processes then ask /livez every 20 ms on the main port and on the probe port,
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
-from minisgl.benchmark.attack_keys import KEY_ATTACKS, key_flags, measure_keys
+from bench.attack_keys import KEY_ATTACKS, key_flags, measure_keys
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.server_process import start_server
 from minisgl.demo import model_path
@@ -194,7 +194,7 @@ def _children(pid: int) -> list[int]:
 def main(argv: Sequence[str]) -> int:
     """Print a line for each attack, and one line of JSON."""
     names = [*ATTACKS, *KEY_ATTACKS]
-    parser = argparse.ArgumentParser(prog="minisgl bench attack", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench attack", description=__doc__)
     parser.add_argument(
         "--seconds", type=positive_int, default=5, help="time of each attack without a key"
     )

@@ -1,4 +1,4 @@
-"""Cases of `minisgl bench kernels`: decode attention, and the copy of contexts for prefill.
+"""Cases of `python -m bench kernels`: decode attention, and the copy of contexts for prefill.
 
 Each case runs one layer over a bf16 or an FP8 pool with scattered pages of 16 tokens and 8 KV heads
 of 128 elements. A KV head has 2 query heads (Qwen3-0.6B), 4 (Qwen3-8B) or 5 (Qwen3-14B). The cases

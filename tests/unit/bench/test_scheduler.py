@@ -2,7 +2,7 @@
 
 import pytest
 
-from minisgl.benchmark.scheduler import measure_decode
+from bench.scheduler import measure_decode
 from minisgl.core import ConfigError
 
 

@@ -1,0 +1,3 @@
+"""Benchmarks for developers, outside the wheel: `python -m bench NAME`."""
+
+__all__: list[str] = []
