@@ -13,6 +13,7 @@ NAMES = {
     "divergence": "next-token distributions of a quantised model against those of the model itself",
     "drafts": "speed of code edits with and without drafts; the edits are real, the weights random",
     "kernels": "time of each GPU kernel, and the time to move its bytes",
+    "plot": "draws the pictures of docs/benchmarks.md from bench/results",
     "reduce": "all-reduce over GPUs, by the engine and by NCCL",
     "scheduler": "CPU time of the scheduler, with an engine that does no work",
     "server": "stream events per second and per core of the API process, without an engine",
