@@ -13,9 +13,9 @@ from minisgl.layers.mlp import DenseSpec
 from minisgl.models.spec import ModelSpec
 
 _MIB = 2**20
-# The remainder of Qwen3-0.6B, 8B and 14B on one H200 (docs/benchmarks.md, "Start"), without the
-# tensors that remainder_bytes computes, is _FIXED_BYTES + _ACTIVATION_SHARE * the largest
-# activations of a step. The three starts deviate by at most 24 MiB.
+# The remainder of Qwen3-0.6B, 8B and 14B on one H200 (bench/notebook/2026-11-26-starts.md),
+# without the tensors that remainder_bytes computes, is _FIXED_BYTES + _ACTIVATION_SHARE * the
+# largest activations of a step. The three starts deviate by at most 24 MiB.
 _FIXED_BYTES = 1192 * _MIB
 _FIXED_GRAPHS = 19  # further graphs of each of the three starts
 _ACTIVATION_SHARE = 1.663

@@ -41,7 +41,7 @@ from minisgl.models.layer import Attended
 # Takes rising sizes and the title of a progress bar, and yields the sizes in the order of their
 # capture. The largest size comes first, so that the tensors of smaller graphs reuse its memory.
 LargestFirst = Callable[[Sequence[Any], str], Iterable[Any]]
-_STEP = 32  # distance between sizes above 16 (docs/measurements.md, "Sizes of graphs")
+_STEP = 32  # distance between sizes above 16 (bench/notebook/2026-11-26-starts.md)
 
 
 class DecodeShape(NamedTuple):

@@ -28,7 +28,7 @@ from minisgl.utils.process import usable_cores
 _MAX_GRAPH_REQS = 256  # requests of the largest decode graph if cuda_graph_max_bs is not set
 _MAX_PIECE_TOKENS = 4096  # of the largest piecewise graph
 # On an H100, launching a step with prompts takes longer than computing it if its tokens times the
-# weights of a layer are at most _HOST_BOUND_PRODUCT (docs/measurements.md, "Sizes of graphs"), and
+# weights of a layer are at most _HOST_BOUND_PRODUCT (bench/notebook/2026-11-26-starts.md), and
 # if a layer has at most _HOST_BOUND_WEIGHTS. The GPU reads these in 60 us.
 _HOST_BOUND_PRODUCT = 12_100_000_000
 _HOST_BOUND_WEIGHTS = 100_000_000

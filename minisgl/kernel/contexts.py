@@ -81,7 +81,7 @@ class ContextCopy:
         On one H200 the copy of a key of one KV head takes 0.24 ns, and each query head that reads
         it from the copy saves 0.14 to 0.18 ps. The copy also costs the host 30 us per layer, which
         a short attention kernel does not hide.
-        Source: docs/measurements.md, "Prompts: over a copy of their contexts".
+        Source: bench/notebook/2026-11-22-kernels.md, "Prompts: over a copy of their contexts".
         """
         keys = self._contexts(start, lengths)
         of_token = keys - lengths + lengths // 2

@@ -3,7 +3,7 @@
 Up to EXACT_ROWS rows our kernel multiplies bfloat16 activations. With more rows the activations are
 quantised. Our kernel computes their products up to MOST_ROWS rows, unless torch's is faster: above
 64 rows it is, if the tiles of our kernel need a second wave of programs. The rules were measured
-with whole chains of layers on one H200 (docs/measurements.md, "Products with FP8 weights").
+with whole chains of layers on one H200 (bench/notebook/2026-11-23-fp8.md).
 """
 
 from typing import Final

@@ -1,10 +1,11 @@
 """The tile sizes of our matrix products of few rows, and the products that cuBLAS computes faster.
 
-The rules were measured with whole chains of layers on one H200 (docs/measurements.md, "Products of
-a layer"). Up to 32 rows, a product is fast if the GPU reads the weights without a pause. With more
-rows, a program reads about as many bytes of x as of the weight. Half of the multiprocessors with
-one program each are then as fast as all of them with one program each, and faster than all of them
-with split-K. This holds up to a limit on the bytes that a program reads.
+The rules were measured with whole chains of layers on one H200
+(bench/notebook/2026-11-22-kernels.md). Up to 32 rows, a product is fast if the GPU reads the
+weights without a pause. With more rows, a program reads about as many bytes of x as of the weight.
+Half of the multiprocessors with one program each are then as fast as all of them with one program
+each, and faster than all of them with split-K. This holds up to a limit on the bytes that a program
+reads.
 """
 
 from functools import lru_cache

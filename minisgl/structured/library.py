@@ -10,7 +10,7 @@ from minisgl.core import ConfigError, Grammar, GrammarFailed, GrammarKind
 from minisgl.tokenizer.convert import tokenizer_folder
 
 # llguidance computes masks in advance for the tokens that match these regexes. Two more regexes in
-# its default make no mask faster (docs/measurements.md, "Vocabulary of grammars").
+# its default make no mask faster (bench/notebook/2026-11-26-starts.md, "Vocabulary of grammars").
 _SLICES = [r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]+']
 TOO_COMPLEX = "grammar_too_complex"
 DEAD_END = "grammar_dead_end"
@@ -40,7 +40,7 @@ def parser_limits(kind: GrammarKind) -> LLParserLimits:
 
     The time of an item is not bounded: a row finds duplicates by a linear search, and an ambiguous
     rule adds each item to a row many times. A grammar of 36 bytes takes 280 ms for one mask with
-    rows of 2,000 items, and 5 ms with rows of 250 (docs/measurements.md, "Limits of grammars").
+    rows of 2,000 items, and 5 ms with rows of 250 (bench/notebook/2026-11-23-structured.md).
     The text of a JSON schema is not ambiguous, but optional properties need long rows: 64 of them
     need 255 items, and a schema of MaskBench needs 1,220.
     """

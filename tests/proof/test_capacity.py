@@ -17,7 +17,7 @@ SOURCE = (
     "https://raw.githubusercontent.com/kvcache-ai/Mooncake/main/FAST25-release/traces/"
     "conversation_trace.jsonl"
 )
-# docs/benchmarks.md, "The conversation trace": Qwen3-8B on one H200, 6ddb428
+# bench/notebook/2026-11-22-throughput.md, "The conversation trace": Qwen3-8B on one H200, 6ddb428
 MEASURED_TTFT_P50_S, MEASURED_ITL_P50_S, MEASURED_HITS = 1.97, 0.0102, 0.0438
 
 

@@ -1,4 +1,4 @@
-"""All schemas of MaskBench through the server's edge; docs/benchmarks.md has the numbers."""
+"""All schemas of MaskBench through the server's edge: bench/notebook/2026-11-23-structured.md."""
 
 import json
 import os

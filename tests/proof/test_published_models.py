@@ -1,6 +1,7 @@
 """Published weights: answers, log-probabilities and rounding errors beside those of transformers.
 
-`pytest -m proof -s tests/proof/test_published_models.py` prints the figures of docs/benchmarks.md.
+`pytest -m proof -s tests/proof/test_published_models.py` prints the figures of
+bench/notebook/2026-11-27-quality.md.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Published weights in bf16 and FP8, beside the same rounding in transformers' model.
 
 `pytest -m proof -s tests/proof/test_published_rounding.py` prints the figures of
-docs/benchmarks.md: of each model with rounding, the mean KL divergence from transformers' float32
-model, and how often its most likely token is the same.
+bench/notebook/2026-11-27-quality.md: of each model with rounding, the mean KL divergence from
+transformers' float32 model, and how often its most likely token is the same.
 """
 
 from collections.abc import Iterator

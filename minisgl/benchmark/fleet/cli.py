@@ -39,7 +39,7 @@ from minisgl.benchmark.trace import Load
 from minisgl.benchmark.virtual_engine import EngineSettings, add_engine_flags, engine_settings
 from minisgl.core import ConfigError
 
-# Measured with Qwen3-8B on one H200 (docs/benchmarks.md, docs/measurements.md).
+# Measured with Qwen3-8B on one H200 (bench/notebook/2026-11-23-fleet.md).
 _MIXED_FACTOR = 1.035  # mixed steps take 3 to 4 % more than predicted
 _FRONT_END_MS = 3.6  # first token after 14.6 ms at the client, and 11.0 ms in the engine
 _START_S = 11.3

@@ -12,7 +12,8 @@ from minisgl.kernel.triton.overlap import converts_fp8, overlaps
 
 BLOCK = 16  # keys that one instruction of the matrix unit sums over
 FP8_BLOCK = 32  # as many bytes as 16 keys of 16-bit elements
-LEAD = 7  # blocks that take as long as a unit's start and end (docs/measurements.md)
+# Blocks that take as long as a unit's start and end (bench/notebook/2026-11-22-kernels.md).
+LEAD = 7
 _FEW_UNITS = 256  # up to this many units, programs have more warps
 _SMALL_GROUP = 4  # query heads per KV head; larger groups make a unit's start and end long
 _MOST_ELEMENTS = 2048  # the largest tile of queries, or of outputs, that fits into one warp

@@ -21,7 +21,7 @@ from minisgl.models.config import load_model_spec
 from minisgl.planning.plan import Plan, make_plan
 
 H200 = GPUS["H200"]
-# Pages of 16 tokens of starts on one H200, 2026-11-23 (docs/benchmarks.md, "Start").
+# Pages of 16 tokens of starts on one H200, 2026-11-23 (bench/notebook/2026-11-26-starts.md).
 RECORDED = {"qwen3-0.6b": 71_877, "qwen3-8b": 49_090, "qwen3-14b": 38_966}
 
 
