@@ -278,10 +278,12 @@ def tells_connection(app: ASGIApp) -> ASGIApp:
             connection.response_ended()
 
         def tell(message: Message) -> Awaitable[None]:
-            if message["type"] == "http.response.start":
-                connection.response_begins(message)
-            elif not message.get("more_body", False):
+            # Most messages are events of a stream: their test comes first.
+            if message.get("more_body", False):
+                return send(message)
+            if message["type"] != "http.response.start":
                 return send_last(message)
+            connection.response_begins(message)
             return send(message)
 
         await app(scope, receive, tell)
