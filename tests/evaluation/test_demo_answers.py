@@ -2,7 +2,7 @@
 
 Caching and chunking are on: conversations share prefixes, and the long look-ups (up to 3,000
 tokens) are cut into chunks of 512. The answers of transformers are kept in a file. Proofs compute
-them again, and ask the server and an FP8 cache all prompts instead of 8 of each task.
+them again, and ask all prompts instead of 8 of each task.
 """
 
 import json
@@ -69,8 +69,9 @@ def test_transformers_still_give_the_kept_answers() -> None:
 
 @pytest.mark.slow
 def test_the_offline_engine_scores_as_transformers_do(
-    prompts: list[Prompt], reference: dict[str, Score]
+    some: tuple[list[Prompt], dict[str, Score]],
 ) -> None:
+    prompts, reference = some
     greedy = SamplingParams(temperature=0.0, max_tokens=MAX_ANSWER_TOKENS)
     with LLM(prefill_budget_tokens=512) as llm:
         ids = [llm.tokenizer.encode_chat(p.messages, {"tools": list(p.tools)}) for p in prompts]
