@@ -1,6 +1,6 @@
 """Scheduler and engine together give the tokens of transformers, for any split into steps.
 
-Prefix cache, chunk size, overlap and preemption are varied pairwise, for each family. Every run
+Prefix cache, chunk size, overlap and preemption are varied pairwise, for two families. Every run
 asserts that its cache hits, chunks, overlapped steps and preemptions took place. Free pages hold
 NaN.
 """
@@ -65,10 +65,13 @@ CASES = [
     Case(UNLIMITED, "naive", overlap=True, crowded=True, page_size=2),
     Case(UNLIMITED, "radix", overlap=False, crowded=False, page_size=8),
 ]
-FAMILIES = ["llama-llama3-tied", "mistral", "qwen2-yarn-tied", "qwen3", "qwen3-moe"]
+FAMILIES = ["qwen3", "qwen3-moe"]
 # These families share the scheduler and the caches with those above, so fewer cases suffice: chunks
 # of 7 and 64, pages of 1, 4 and 16, hits, preemption and overlap.
 OTHER_FAMILIES = [
+    "llama-llama3-tied",
+    "mistral",
+    "qwen2-yarn-tied",
     "qwen2-moe",
     "phi3-partial-tied",
     "phi3-longrope",
@@ -233,7 +236,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     assert outputs == expected * 2
 
 
-@pytest.mark.parametrize("case", CASES[:4], ids=str)
+@pytest.mark.parametrize("case", CASES[2:5], ids=str)
 def test_seeded_tokens_do_not_depend_on_other_requests_in_the_batch(
     case: Case, model_path: ModelPath
 ) -> None:
