@@ -13,12 +13,13 @@
 #   make lock    resolve the dependencies and write constraints.txt
 #   make clean   remove everything that the other commands created
 #
-# PYTHON=python3.12    the interpreter that creates .venv; default: the first of python3, python3.12
-#                      and python3.11 whose version is 3.11 or 3.12
+# PYTHON=python3.12    the interpreter that creates .venv; default: the first of python3, python3.14, python3.13,
+#                      python3.12 and python3.11 whose version is 3.11 to 3.14
 # TORCH_INDEX=URL      the package index for torch alone, for example the CPU builds at
 #                      https://download.pytorch.org/whl/cpu; default: pip's default index
 # TEST_JOBS=3          the number of pytest workers
 # IMAGE=NAME           the name of the images; default: ghcr.io/minisgl/minisgl
+# PLATFORMS=LIST       the platforms of the images, such as linux/amd64,linux/arm64; default: that of this machine
 
 SHELL := /bin/bash
 VENV := .venv
@@ -28,6 +29,7 @@ TORCH_INDEX ?=
 TEST_JOBS ?= 3
 IMAGE ?= ghcr.io/minisgl/minisgl
 BUILD_ARGS ?=
+PLATFORMS ?=
 # The only version that `make lock` does not choose itself. The build of torch decides whether a download
 # has 200 MB or 2.5 GB, and an index does not have every build of every version.
 TORCH_VERSION ?= 2.13.0
@@ -35,16 +37,16 @@ TORCH_VERSION ?= 2.13.0
 # Some images set this variable. Each process of a test or a server would then compile all sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-in_range := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
-PYTHON ?= $(firstword $(shell for p in python3 python3.12 python3.11; do \
+in_range := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))
+PYTHON ?= $(firstword $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$p -c '$(in_range)' 2>/dev/null && echo $$p; done) python3)
 
 pip = $(1)/bin/python -m pip --disable-pip-version-check
 # $(call new_venv,DIRECTORY,INTERPRETER) creates a virtual environment. It keeps a working environment and
 # replaces an incomplete one.
 define new_venv
-	@$(2) -c '' 2>/dev/null || { echo "minisgl: no working '$(2)': install Python 3.11 or 3.12 (Debian, Ubuntu: apt install python3 python3-venv)" >&2; exit 1; }
-	@$(2) -c '$(in_range)' || { echo "minisgl: needs Python 3.11 or 3.12, but $(2) is $$($(2) -V 2>&1): select another with 'make PYTHON=python3.12 ...'" >&2; exit 1; }
+	@$(2) -c '' 2>/dev/null || { echo "minisgl: no working '$(2)': install Python 3.11 to 3.14 (Debian, Ubuntu: apt install python3 python3-venv)" >&2; exit 1; }
+	@$(2) -c '$(in_range)' || { echo "minisgl: needs Python 3.11 to 3.14, but $(2) is $$($(2) -V 2>&1): select another with 'make PYTHON=python3.12 ...'" >&2; exit 1; }
 	@$(2) -c 'import ensurepip, venv' 2>/dev/null || { echo "minisgl: $(2) has no venv module (Debian, Ubuntu: apt install $$($(2) -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])'))" >&2; exit 1; }
 	@$(call pip,$(1)) --version >/dev/null 2>&1 || { echo "$(2) -m venv $(1)"; $(2) -m venv --clear $(1); }
 endef
@@ -118,7 +120,8 @@ lines: $(VENV)/.serve
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"$$/\1/p' minisgl/__init__.py)
 docker_build = DOCKER_BUILDKIT=1 docker build --build-arg VERSION=$(VERSION) \
 	--build-arg REVISION=$(shell git rev-parse HEAD 2>/dev/null || echo unknown) \
-	$(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) $(BUILD_ARGS)
+	$(if $(TORCH_INDEX),--build-arg TORCH_INDEX=$(TORCH_INDEX)) \
+	$(if $(PLATFORMS),--platform $(PLATFORMS)) $(BUILD_ARGS)
 
 image:
 	$(docker_build) -f docker/Dockerfile -t $(IMAGE):$(VERSION) .
@@ -138,7 +141,7 @@ release-check: $(VENV)/.serve
 	@ls $(RELEASE)/*.tar.gz $(RELEASE)/*.whl
 	$(BIN)/python -m tools.release $(RELEASE)/venv
 
-# The lock uses the oldest supported Python, because the newer one can install all versions that the oldest can.
+# The lock uses the oldest supported Python, because the newer ones can install all versions that the oldest can.
 # It leaves out the CUDA packages, because each CUDA build of torch pins its own.
 LOCK := build/lock
 lock:

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from filelock import FileLock, Timeout  # torch requires filelock
 
+from minisgl.build.versions import prefill_generator
+
 logger = logging.getLogger(__name__)
 
 _LOWEST_PRIORITY = 19  # of a process, as nice(1) counts
@@ -69,9 +71,7 @@ def jit_spec(kernel: AttentionKernel) -> Any:
     The arguments are those that FlashInfer's wrappers use for causal attention without positional
     encoding. The wrappers therefore find this module.
     """
-    from flashinfer.jit import gen_batch_prefill_module
-
-    return gen_batch_prefill_module(
+    return prefill_generator(kernel.variant)(
         kernel.variant,
         kernel.dtype,  # queries
         kernel.dtype,  # keys and values

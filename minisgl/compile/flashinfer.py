@@ -1,8 +1,8 @@
 """Builds FlashInfer's modules into a Python package named flashinfer_jit_cache.
 
 FlashInfer distributes its compiled modules in a package of this name. If the package is on
-sys.path, FlashInfer looks there for a module before it compiles one. The package has FlashInfer's
-version and names the folder of the modules.
+sys.path, FlashInfer looks there for a module before it compiles one. minisgl/build/versions.py has
+the text of the package.
 """
 
 import os
@@ -11,13 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from minisgl.build.flashinfer_jit import AttentionKernel, compile_modules
-
-_PACKAGE = """__version__ = "{version}"
-
-
-def get_jit_cache_dir() -> str:
-    return __file__.removesuffix("__init__.py") + "modules"
-"""
+from minisgl.build.versions import ARCHS_FILE, JIT_CACHE_PACKAGE
 
 
 def compile_attention_kernels(
@@ -33,10 +27,15 @@ def compile_attention_kernels(
         return
     os.environ["FLASHINFER_CUDA_ARCH_LIST"] = " ".join(f"{a // 10}.{a % 10}" for a in sorted(archs))
     import flashinfer
+    from flashinfer.compilation_context import CompilationContext
 
     specs = compile_modules(kernels)
+    names = sorted(f"sm{major}{minor}" for major, minor in CompilationContext().TARGET_CUDA_ARCHS)
     package = folder / "flashinfer_jit_cache"
     for spec in specs:
-        (package / "modules" / spec.name).mkdir(parents=True, exist_ok=True)
-        shutil.copy(spec.jit_library_path, package / "modules" / spec.name)
-    (package / "__init__.py").write_text(_PACKAGE.format(version=flashinfer.__version__))
+        module = package / "modules" / spec.name
+        module.mkdir(parents=True, exist_ok=True)
+        shutil.copy(spec.jit_library_path, module)
+        (module / ARCHS_FILE).write_text(" ".join(names))
+    text = JIT_CACHE_PACKAGE.format(version=flashinfer.__version__, archs=ARCHS_FILE)
+    (package / "__init__.py").write_text(text)

@@ -142,3 +142,12 @@ def test_make_gives_the_images_the_names_of_the_chart(target: str, suffix: str) 
         ["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert f"-t {VALUES['image']['repository']}:{minisgl.__version__}{suffix} ." in shown
+
+
+def test_an_image_can_be_built_for_several_platforms() -> None:
+    platforms = "linux/amd64,linux/arm64"
+    command = ["make", "-n", "image", f"PLATFORMS={platforms}"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert f" --platform {platforms} " in shown
+    texts = [(ROOT / name).read_text() for name in [*DOCKERFILES, "docker/constraints-gpu.txt"]]
+    assert not any(re.search(r"x86|amd64|aarch64|arm64", text) for text in texts)

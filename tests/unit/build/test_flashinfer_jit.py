@@ -91,9 +91,12 @@ def specs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Spec]:
         return specs[variant]
 
     env = SimpleNamespace(FLASHINFER_JIT_DIR="/cache/flashinfer/90a/cached_ops")
-    jit = SimpleNamespace(gen_batch_prefill_module=gen_batch_prefill_module, env=env)
+    modules = SimpleNamespace(gen_batch_prefill_module=gen_batch_prefill_module)
+    attention = SimpleNamespace(modules=modules)
+    jit = SimpleNamespace(attention=attention, env=env)
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(jit=jit))
     monkeypatch.setitem(sys.modules, "flashinfer.jit", jit)
+    monkeypatch.setitem(sys.modules, "flashinfer.jit.attention", attention)
     return specs
 
 

@@ -34,9 +34,9 @@ def test_a_wrong_command_is_reported_in_one_line(
 def test_a_folder_keeps_its_manifest_when_nothing_can_be_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
     with filling(tmp_path, [90], []):
         pass
-    monkeypatch.setitem(sys.modules, "triton", None)
     flags = ["--attn", "torch", "--arch", "9.0", "--kernel-cache", str(tmp_path)]
     assert main(["compile", *flags]) == CONFIG_EXIT
     assert "triton is not installed" in capsys.readouterr().err
