@@ -78,7 +78,7 @@ def _torch() -> Check:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a library that torch loads is missing
-        return Check("torch", _FAILED, str(error), "pip install 'torch>=2.11,<2.14'")
+        return Check("torch", _FAILED, str(error), "pip install 'torch>=2.11,<2.16'")
     return Check("torch", _OK, f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}")
 
 
@@ -97,7 +97,13 @@ def _gpu() -> Check:
     )
     if devices[0].major < 8:
         return Check("GPU", _WARNING, found, "bfloat16 needs compute capability 8.0 or later")
-    return Check("GPU", _OK, found)
+    from minisgl.kernel.chips import RAN, chip_of
+
+    chip = chip_of(10 * devices[0].major + devices[0].minor)
+    if chip.state == RAN:
+        return Check("GPU", _OK, found)
+    remedy = "compare the answers with minisgl check; docs/support.md lists the GPUs that ran"
+    return Check("GPU", _WARNING, f"{found}, {chip.state}", remedy)
 
 
 def _flashinfer() -> Check:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from minisgl.kernel.chips import REGISTERS, chip_of
+
 
 @contextmanager
 def compiling(folder: Path, arch: int) -> Iterator[None]:
@@ -54,8 +56,14 @@ def _compiling_driver(arch: int) -> Any:
         return lambda *args: None
 
     driver.launcher_cls = compile_and_skip
-    # The shared memory is large enough for every kernel. An H200 has 132 multiprocessors.
-    properties = {"max_shared_mem": 2**31 - 1, "multiprocessor_count": 132}
+    # At a launch Triton refuses a kernel that needs more shared memory than a program may have.
+    chip = chip_of(arch)
+    properties = {
+        "max_shared_mem": chip.shared_bytes,
+        "multiprocessor_count": chip.multiprocessors,
+        "max_num_regs": REGISTERS,
+        "warpSize": 32,
+    }
     driver.utils.get_device_properties = lambda device: properties
     # Loads no kernel. Returns module, function, registers and spills as 0, and 1,024 threads.
     driver.utils.load_binary = lambda *args: (0, 0, 0, 0, 1024)

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import msgspec
@@ -87,6 +87,8 @@ def _as_text(name: str, plan: Plan, gpu: Gpu) -> list[str]:
         f"  KV cache                {plan.kv_bytes / _GIB:8.2f} GiB, "
         f"{plan.kv_token_bytes / 1024:g} KiB for each token",
     ]
+    if gpu.state is not None:
+        lines.insert(1, f"{gpu.name}: {gpu.state}")
     if plan.state_bytes:
         count = f"of {plan.max_running_reqs:,} requests"
         lines.insert(-1, f"  recurrent states        {plan.state_bytes / _GIB:8.2f} GiB, {count}")
@@ -120,12 +122,21 @@ def _as_table(name: str, plans: Sequence[Plan]) -> list[str]:
         f"{name}, tensor-parallel size {first.tp}: each GPU holds {first.weight_bytes / _GIB:.2f} "
         f"GiB of weights and {first.kv_token_bytes / 1024:g} KiB for each token",
         "",
-        f"{'GPU':8} {'tokens that fit':>16} {'full contexts':>14} {'ms per token, 1 request':>24}",
+        f"{'GPU':10} {'tokens that fit':>16} {'full contexts':>14} {'ms per token, 1 request':>24}",
     ]
     for plan in plans:
         ms = plan.floor_ms.get(1)
         floor = "" if ms is None else f"{ms:.2f}"
         full = plan.requests[plan.context]
         tokens = f"{plan.tokens:,}" if plan.tokens else "none"
-        lines.append(f"{plan.gpu:8} {tokens:>16} {full:>14} {floor:>24}")
-    return [*lines, "", "minisgl plan --gpu NAME shows one of them in full."]
+        lines.append(f"{plan.gpu:10} {tokens:>16} {full:>14} {floor:>24}")
+    lines += ["", *_states(plan.gpu for plan in plans)]
+    return [*lines, "minisgl plan --gpu NAME shows one of them in full."]
+
+
+def _states(names: Iterable[str]) -> list[str]:
+    """One line for all GPUs of the same state."""
+    of_state: dict[str | None, list[str]] = {}
+    for name in names:
+        of_state.setdefault(GPUS[name].state, []).append(name)
+    return [f"{', '.join(gpus)}: {state}" for state, gpus in of_state.items()]

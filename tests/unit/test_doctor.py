@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -135,3 +136,26 @@ def test_driver_without_an_answer_is_a_failure(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert doctor._driver().state == "failed"
+
+
+@pytest.mark.parametrize(
+    ("capability", "state", "said"),
+    [
+        ((9, 0), "ok", ""),
+        ((8, 0), "warning", "compiled for, never run"),
+        ((13, 0), "warning", "not tried"),
+        ((7, 5), "warning", ""),
+    ],
+)
+def test_gpu_on_which_minisgl_never_ran_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], state: str, said: str
+) -> None:
+    major, minor = capability
+    gpu = SimpleNamespace(name="NVIDIA GPU", total_memory=2**35, major=major, minor=minor)
+    monkeypatch.setattr(doctor, "_has_gpu", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: gpu)
+    check = doctor._gpu()
+    assert check.state == state
+    assert said in check.found
+    assert bool(check.remedy) == (state != "ok")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.triton.launch import Constants
-from minisgl.kernel.triton.overlap import converts_fp8, overlaps
+from minisgl.kernel.triton.overlap import converts_fp8, overlaps, shared_bytes
 
 BLOCK = 16  # keys that one instruction of the matrix unit sums over
 FP8_BLOCK = 32  # as many bytes as 16 keys of 16-bit elements
@@ -111,6 +111,14 @@ def few_queries(group: int, head_dim: int, warps: int) -> bool:
     return warps > 1 and query_rows * head_dim <= _FEW_ELEMENTS * 32 * warps
 
 
+def _stages(rows: int, head_dim: int) -> int:
+    """Loads in flight: fewer where the partial outputs of a unit do not fit into shared memory.
+
+    The last loop of the kernel loads float32 [rows, head_dim] in each stage but the first.
+    """
+    return min(_STAGES, 1 + shared_bytes() // (4 * rows * head_dim + 1024))
+
+
 def constants(
     kv_heads: int,
     q_heads: int,
@@ -131,12 +139,12 @@ def constants(
     slot_stride: elements of the pool from one token to the next. fp8: whether the pool is FP8. The
     other parameters are variables of decode.decode with the same names.
     """
-    block = FP8_BLOCK if fp8 else BLOCK
-    few = fp8 and queries == 1 and few_queries(q_heads // kv_heads, head_dim, warps)
+    block, group = FP8_BLOCK if fp8 else BLOCK, q_heads // kv_heads
+    few = fp8 and queries == 1 and few_queries(group, head_dim, warps)
     return Constants(
         {
             "KV_HEADS": kv_heads,
-            "GROUP": q_heads // kv_heads,
+            "GROUP": group,
             "QUERIES": queries,
             "D": head_dim,
             "TURN": turned,
@@ -149,7 +157,7 @@ def constants(
             "REQS": most_reqs,
             "LEAD": LEAD,
             "LEAST": _LEAST // block,
-            "STAGES": _STAGES,
+            "STAGES": _stages(max(1 << (group * queries - 1).bit_length(), 16), head_dim),
             "FEW": few,
             "OVERLAP": overlaps(),
             "CONVERT": converts_fp8(),

@@ -22,7 +22,7 @@ from minisgl.kernel.delta import L2_EPS, TAPS, DeltaMemory, DeltaWeights
 from minisgl.kernel.states import StateStep
 from minisgl.kernel.triton.delta_step import decay_of, fold
 from minisgl.kernel.triton.launch import Constants, Launcher
-from minisgl.kernel.triton.overlap import current_device
+from minisgl.kernel.triton.overlap import current_device, has_large_tiles
 
 _TOKENS = 64  # tokens of a block
 _PREPARED = 32  # tokens of a program of _prepare
@@ -359,7 +359,7 @@ def run_chunks(
                 "STATE_STRIDE": state_stride,
                 "TOKENS": _TOKENS,
                 "BLOCK": block,
-                "STAGES": 1 if wide else 3,
+                "STAGES": 1 if wide else 3 if has_large_tiles() else 2,  # 3 take 109 KiB
             },
             {"num_warps": 4},
         ),

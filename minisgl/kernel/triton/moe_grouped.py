@@ -32,7 +32,7 @@ from minisgl.kernel.triton import moe_tiles
 from minisgl.kernel.triton.fp8 import widen
 from minisgl.kernel.triton.fp8_quantise import quantise_rows
 from minisgl.kernel.triton.moe_routing import Blocks, Layer, Matrix, align
-from minisgl.kernel.triton.overlap import overlaps
+from minisgl.kernel.triton.overlap import overlaps, shared_bytes
 
 _COLUMNS = 1024
 
@@ -198,7 +198,9 @@ def tiling_for(num_assigned: int, num_experts: int, exact: bool) -> Tiling:
     if exact:
         return _EXACT
     mean = num_assigned / num_experts
-    return next(tiling for most, tiling in _TILINGS if mean <= most)
+    tiling = next(tiling for most, tiling in _TILINGS if mean <= most)
+    # The loads of 128 tokens take 144 KiB.
+    return tiling if tiling.tokens <= 64 or shared_bytes() >= 144 * 1024 else _TILINGS[-2][1]
 
 
 def experts_of_many(

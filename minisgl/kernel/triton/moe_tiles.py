@@ -14,10 +14,10 @@ wastes 12 % of the work.
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minisgl.kernel.triton.moe_routing import Blocks
+from minisgl.kernel.triton.overlap import has_large_tiles
 
 _TOKENS = 128  # tokens of a block
 _K = 64  # columns that a program loads at once
@@ -110,7 +110,7 @@ def takes(x: Tensor, inner: int, tokens: int) -> bool:
     whole = x.shape[1] % _K == 0 and inner % _K == 0
     if not whole or tokens != _TOKENS or x.element_size() != 2 or x.is_cpu:
         return False
-    return bool(driver.active.get_current_target().arch >= 90)
+    return has_large_tiles()  # the stages take up to 144 KiB
 
 
 def gate_up(x: Tensor, weight: Tensor, out: Tensor, blocks: Blocks, each: int) -> None:

@@ -28,7 +28,6 @@ from minisgl.kernel.triton.mxfp4 import decode_words, is_fast, rescale_factor
 from minisgl.kernel.triton.overlap import has_large_tiles, overlaps
 
 _CHUNK: Final = 128  # columns: 4 blocks of 32 weights. Their order changes.
-_SMALL: Final = 64  # the largest `tokens` of TILINGS whose loads fit into 99 KB of shared memory
 _ARRANGED: Final = 1024  # columns that a program of `_arrange` writes
 
 
@@ -61,6 +60,8 @@ TILINGS: Final = (
     (512.0, Tiling(128, Tile(8, 2, 3), Tile(8, 1, 4))),
     (float("inf"), Tiling(256, Tile(8, 1, 3), Tile(8, 1, 3))),
 )
+# The tiling with the most tokens whose loads fit into 99 KiB of shared memory. Not measured.
+_SMALL: Final = Tiling(64, Tile(8, 1, 3), Tile(8, 1, 3))
 _EXACT: Final = Tiling(16, Tile(4, 1, 2), Tile(4, 1, 2))  # for float32, which tests use
 
 
@@ -234,8 +235,8 @@ def _tiling_for(mean: float, dtype: torch.dtype) -> Tiling:
     if dtype == torch.float32:
         return _EXACT
     tiling = next(tiling for most, tiling in TILINGS if mean <= most)
-    if tiling.tokens > _SMALL and not has_large_tiles():
-        return next(smaller for _, smaller in TILINGS if smaller.tokens == _SMALL)
+    if tiling.tokens >= _SMALL.tokens and not has_large_tiles():
+        return _SMALL
     return tiling
 
 

@@ -25,25 +25,33 @@ from functools import lru_cache
 from triton import knobs
 from triton.runtime import driver
 
+from minisgl.kernel.chips import HOPPER, Chip, chip_of
+
 
 def overlaps() -> bool:
     """Whether kernels use PDL: on Hopper and later GPUs, or when compiled for them."""
-    return not knobs.runtime.interpret and _arch(driver.active) >= 90
+    return not knobs.runtime.interpret and _chip(driver.active).overlaps
 
 
 def is_hopper() -> bool:
     """Whether the GPU, or the GPU that kernels are compiled for, has compute capability 9.0."""
-    return not knobs.runtime.interpret and _arch(driver.active) == 90
+    return not knobs.runtime.interpret and _chip(driver.active).arch == HOPPER
 
 
 def has_large_tiles() -> bool:
-    """Whether the GPU has 227 KB of shared memory: Hopper, and Blackwell for servers."""
-    return not knobs.runtime.interpret and _arch(driver.active) in (90, 100, 103)
+    """Whether a program may have 227 KiB of shared memory: see kernel/chips.py."""
+    return not knobs.runtime.interpret and _chip(driver.active).has_large_tiles
+
+
+def shared_bytes() -> int:
+    """The most shared memory of one program; Hopper's in Triton's interpreter."""
+    chip = chip_of(HOPPER) if knobs.runtime.interpret else _chip(driver.active)
+    return chip.shared_bytes
 
 
 def converts_fp8() -> bool:
     """Whether the GPU converts e4m3 to float16 by an instruction."""
-    return not knobs.runtime.interpret and _arch(driver.active) >= 89
+    return not knobs.runtime.interpret and _chip(driver.active).converts_fp8
 
 
 def current_device() -> int | None:
@@ -55,6 +63,6 @@ def current_device() -> int | None:
 
 
 @lru_cache(maxsize=4)
-def _arch(active: object) -> int:
+def _chip(active: object) -> Chip:
     target = active.get_current_target()  # type: ignore[attr-defined]
-    return int(target.arch)
+    return chip_of(int(target.arch))

@@ -301,12 +301,15 @@ def test_command_prints_one_gpu_or_all_as_text_or_json(
     text = capsys.readouterr().out
     for part in ("weights", "144 KiB for each token", "tokens that fit: 785,", "the defaults fit"):
         assert part in text
+    assert "H200: minisgl ran on this kind of GPU" in text
     assert main(["plan", "-m", folder, "--json", "--context", "2048", "--tp", "2"]) == 0
     plans = msgspec.json.decode(capsys.readouterr().out, type=Shown).plans
     assert [p.gpu for p in plans] == list(GPUS)
     assert {(p.context, p.tp) for p in plans} == {(2048, 2)}
     assert main(["plan", folder]) == 0
-    assert "RTX4090" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "H200, H100: minisgl ran on this kind of GPU\n" in shown
+    assert re.search("^.*A100.*: compiled for, never run$", shown, re.M)
 
 
 def test_command_says_how_many_gpus_a_model_needs(
