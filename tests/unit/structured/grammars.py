@@ -1,6 +1,7 @@
 """Random schemas and regexes, and a run of requests that must follow them."""
 
 import json
+import math
 import random
 import re
 from collections import deque
@@ -23,6 +24,8 @@ from minisgl.message.messages import AbortReq, AddReq, LeaderStep, SchedulerStat
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.inbox import FollowerInbox, Inbox
+from minisgl.structured import matcher
+from minisgl.structured.matcher import QUICK_MASKS, SLOW_MASK_S
 from minisgl.structured.processor import GrammarProcessor, with_grammars
 from tests.unit.scheduler.drafts import ChangingDrafts
 from tests.unit.scheduler.integrity import check_scheduler
@@ -221,7 +224,12 @@ def run_tasks(
         send=outbox.append,
         extensions=extensions,
     )
-    with patch.object(ngram, "find_drafts", drafter or ngram.find_drafts):
+    # A row whose mask was withheld pauses for one token only, so steps withhold more masks.
+    quick_masks, slow_s = (2, math.inf) if run.withheld else (QUICK_MASKS, SLOW_MASK_S)
+    with (
+        patch.object(ngram, "find_drafts", drafter or ngram.find_drafts),
+        patch.multiple(matcher, QUICK_MASKS=quick_masks, SLOW_MASK_S=slow_s),
+    ):
         while comm.tp.rank and not scheduler.stopping:
             scheduler.iterate()
         if not comm.tp.rank:
