@@ -61,8 +61,13 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
     Raises GrammarFailed.
 
-    Each request gets a matcher of its own. Copies of a matcher share a lexer and its limits, so one
-    request that exceeds a limit would end the others, in an order that differs between the ranks.
+    Each request gets a matcher of its own, and so does each choice of a call. Copies of a matcher
+    share a lexer. One choice that exceeds its limits would end the others, in an order that differs
+    between the ranks. A copy also waits for the masks of the others: beside a thread that computes
+    masks of 0.4 ms, a quick mask takes 0.29 ms of wall time, and 0.05 ms with a matcher of its own.
+    A step would so wait for threads of low priority. A copy would take 0.003 ms, and a compilation
+    takes 1 to 40 ms. Its cost for other clients is bounded instead: PreparationQueue compiles at
+    most 32 choices of a client in advance, and CompileThreads takes turns by client.
     """
     matcher = open_matcher(tokenizer, grammar.source, grammar.kind)
     if matcher.is_error():
