@@ -62,9 +62,9 @@ CHIPS: Final[Mapping[int, Chip]] = MappingProxyType(
             Chip(80, 163 * _KIB, 108, COMPILED),  # A100
             Chip(86, 99 * _KIB, 84),  # A40, RTX 3090
             Chip(87, 163 * _KIB, 16),  # Jetson Orin
-            Chip(89, 99 * _KIB, 142),  # L40S, RTX 4090
+            Chip(89, 99 * _KIB, 142, COMPILED),  # L40S, RTX 4090
             Chip(90, 227 * _KIB, 132, RAN),  # H100, H200, GH200
-            Chip(100, 227 * _KIB, 148),  # B200
+            Chip(100, 227 * _KIB, 148, COMPILED),  # B200
             Chip(103, 227 * _KIB, 160),  # B300
             Chip(110, 227 * _KIB, 20),  # Jetson Thor
             Chip(120, 99 * _KIB, 188, COMPILED),  # RTX 5090, RTX PRO 6000
