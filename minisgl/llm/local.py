@@ -136,11 +136,16 @@ class LocalEngine:
         self.worker.abort_and_wait(uids)
 
     def _without_scores(self, output: StepOutput) -> StepOutput:
-        """Keep the log-probabilities of a step, and return its other outputs."""
+        """Keep the log-probabilities of a step, and return its other outputs.
+
+        A stop string ends a text before the scheduler knows it. The log-probabilities of the steps
+        that ranks have computed meanwhile are dropped.
+        """
         if not output.logprobs and not output.prompt_logprobs:
             return output
         for found in output.prompt_logprobs:
             self.scores[found.uid].prompt.append(found)
         for found in output.logprobs:
-            self.scores[found.uid].output.append(found)
+            if found.uid in self.scores:
+                self.scores[found.uid].output.append(found)
         return msgspec.structs.replace(output, logprobs=[], prompt_logprobs=[])

@@ -103,3 +103,20 @@ def test_a_refusal_names_the_argument(llm: LLM, arguments: dict[str, Any], param
     with pytest.raises(InvalidRequest) as caught:
         llm.chat(ASKED, GREEDY, progress=False, **arguments)
     assert caught.value.param == param
+
+
+def test_steps_after_a_stop_string_add_no_log_probabilities(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks in other processes compute further steps before the abort arrives.
+
+    Regression: their log-probabilities ended the call with a KeyError.
+    """
+    asked = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, ignore_eos=True)
+    expected = one(llm.chat(SPELL, asked, stop="n", progress=False))
+    step = llm.worker.step
+    monkeypatch.setattr(llm.worker, "step", lambda: [*step(), *step(), *step()])
+    found = one(llm.chat(SPELL, asked, stop="n", progress=False))
+    assert dataclasses.replace(found, cached_tokens=0) == dataclasses.replace(
+        expected, cached_tokens=0
+    )
