@@ -270,10 +270,12 @@ class LLM:
         sampling = self.default_sampling() if sampling is None else sampling
         given: Any = sampling
         is_one = isinstance(given, (SamplingParams, dict))  # `checked` refuses a dict
-        params = [given] * count if is_one else list(given)
+        if is_one:
+            return [inputs.checked(given, changes)] * count
+        params = [inputs.checked(each, changes) for each in given]
         if len(params) != count:
             raise InvalidRequest(f"sampling has {len(params)} entries for {count} prompts")
-        return [inputs.checked(each, changes) for each in params]
+        return params
 
 
 def _collect(

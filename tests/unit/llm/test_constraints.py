@@ -42,6 +42,21 @@ def test_pydantic_model_is_a_schema(llm: LLM) -> None:
     assert isinstance(Person.model_validate_json(answer(llm, json_schema=Person)), Person)
 
 
+def test_prompts_with_one_constraint_describe_its_schema_once(llm: LLM) -> None:
+    """Regression: the schema of 10,000 prompts was made 10,000 times."""
+    described = []
+
+    class Counted(Person):
+        @classmethod
+        def model_json_schema(cls, **_: Any) -> dict[str, Any]:  # type: ignore[override]
+            described.append(cls)
+            return Person.model_json_schema()
+
+    params = SamplingParams(temperature=1, seed=4, max_tokens=2, json_schema=Counted)
+    llm.generate(["a", "b", "c"], params, progress=False)
+    assert len(described) == 1
+
+
 def test_regex_choice_and_grammar(llm: LLM) -> None:
     assert re.fullmatch("[a-f]{3}-[0-9]", answer(llm, regex="[a-f]{3}-[0-9]"))
     assert answer(llm, choice=("left", "right")) in ("left", "right")
