@@ -106,8 +106,9 @@ def priority_list(priority: Any, count: int) -> list[int]:
     """Return the priority of each of `count` prompts. Raises InvalidRequest."""
     is_list = isinstance(priority, Sequence)
     each = list(priority) if is_list else [priority] * count
-    if len(each) != count or not all(type(one) is int for one in each):
-        message = f"priority must be an integer, or a list of {count} integers"
+    known = range(-(2**31), 2**31)  # as in the bodies of the server
+    if len(each) != count or not all(type(one) is int and one in known for one in each):
+        message = f"priority must be an integer, or a list of {count} integers, of 32 bits"
         raise InvalidRequest(message, param="priority")
     return each
 

@@ -33,8 +33,8 @@ def test_each_prompt_is_sent_with_its_priority(
     assert [found[tokens] for tokens in sorted(found)] == sent
 
 
-@pytest.mark.parametrize("priority", [None, 1.5, True, [1], [1, 2.0], "12", [1, True]])
-def test_a_priority_that_is_no_integer_is_refused(llm: LLM, priority: Any) -> None:
+@pytest.mark.parametrize("priority", [None, 1.5, True, [1], [1, 2.0], "12", [1, True], 2**31])
+def test_a_priority_that_is_no_integer_of_32_bits_is_refused(llm: LLM, priority: Any) -> None:
     with pytest.raises(InvalidRequest, match="an integer, or a list of 2 integers") as caught:
         llm.generate([[5], [6]], max_tokens=1, priority=priority, progress=False)
     assert caught.value.param == "priority"
