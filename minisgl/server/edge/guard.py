@@ -217,12 +217,14 @@ class GuardedConnection(asyncio.Protocol):
         if not (self._answered and (self._responding or self._framer.in_request)):
             reply = error_reply(error)
             log_event(logger, logging.INFO, "call refused", reason=error.message)
-            head = (
-                f"HTTP/1.1 {reply.status} {http.HTTPStatus(reply.status).phrase}\r\n"
-                f"content-type: application/json\r\ncontent-length: {len(reply.body)}\r\n"
-                "connection: close\r\n\r\n"
-            )
-            self._transport.write(head.encode() + reply.body)
+            headers = reply.headers | {
+                "content-type": "application/json",
+                "content-length": str(len(reply.body)),
+                "connection": "close",
+            }
+            lines = [f"HTTP/1.1 {reply.status} {http.HTTPStatus(reply.status).phrase}"]
+            lines += [f"{name}: {value}" for name, value in headers.items()]
+            self._transport.write("\r\n".join([*lines, "", ""]).encode() + reply.body)
         self._transport.close()
 
     def response_begins(self, message: Message) -> None:

@@ -109,6 +109,7 @@ def test_unfinished_heads_of_all_connections_hold_16_mib_at_most() -> None:
         assert not opened.exceeded
         refused = opened.deliver(head)
         assert refused._transport.written.startswith(b"HTTP/1.1 503")
+        assert b"\r\nretry-after: 1\r\n" in refused._transport.written
         assert opened.exceeded == ["max_head_bytes"]
         for connection in (refused, connections.pop()):
             connection.connection_lost(None)
