@@ -40,7 +40,7 @@ class ResponseWriter:
     """Writes the answer to one request in OpenAI's format, as a whole or as events.
 
     writer = ResponseWriter(request)
-    body = writer.whole(call)                           without stream, after the last token
+    body = await writer.whole(call)                     without stream, after the last token
     event = writer.text_chunk(choice.index, " word")    with stream
     """
 
