@@ -22,6 +22,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model_path    a local folder.
     cpu_kv_bytes  size of the KV pool on a CPU; not used when num_pages is set.
+    spare_cores   cores of a CPU that torch leaves to the other processes of a server.
 
     settings/flags.toml describes the other settings together with their flags.
     """
@@ -34,6 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int | None = None
     memory_ratio: float = 0.9
     cpu_kv_bytes: int = 512 * 2**20
+    spare_cores: int = 0
     max_running_reqs: int = 256
     max_seq_len: int | None = None
     kv_request_tokens: int = 4096

@@ -288,11 +288,13 @@ def memory_of(device: torch.device) -> Iterator[None]:
         raise OutOfMemory(f"not enough memory on {device}: {error}") from error
 
 
-def cpu_threads(tp_size: int) -> int | None:
-    """Return the number of torch's threads on this rank; None when OMP_NUM_THREADS sets it.
+def cpu_threads(config: EngineConfig) -> int | None:
+    """Return the number of torch's threads on each rank; None when OMP_NUM_THREADS sets it.
 
-    The ranks share the CPU limit of the container, because Linux throttles threads beyond it.
+    The ranks share the CPU limit of the container, because Linux throttles threads beyond it. An
+    operation ends with the last of its threads. A thread that shares its core with the other
+    processes of the server therefore delays each step, so a server has spare_cores for them.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return None
-    return max(1, usable_cores() // tp_size)
+    return max(1, (usable_cores() - config.spare_cores) // config.tp_size)

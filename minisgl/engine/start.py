@@ -94,7 +94,7 @@ class Start:
             with self.startup.phase("compile"):
                 wait_for_kernels = self._prepare_kernels()
             self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        elif (threads := memory.cpu_threads(tp.size)) is not None:
+        elif (threads := memory.cpu_threads(self.config)) is not None:
             torch.set_num_threads(threads)
         if device.type == "cpu":
             self._limit_rows(self.config.cpu_kv_bytes)

@@ -119,7 +119,7 @@ def _scheduler(spec: ChildSpec) -> None:
         reporter = partial(CacheEvents, events.block_size, model, put, totals)
         extensions = replace(extensions, cache_reporters=(reporter,))
     run_scheduler(
-        config.engine,
+        msgspec.structs.replace(config.engine, spare_cores=1),
         config.scheduler,
         tp_rank=spec.index,
         socket_dir=spec.socket_dir,

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from msgspec import structs
 
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory, SamplingParams
 from minisgl.core.batch import Batch
@@ -289,12 +290,15 @@ def test_free_memory_of_a_cpu_is_at_most_that_of_the_container(
 
 def test_cpu_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    alone, among_many = cpu_threads(1), cpu_threads(10_000)
-    assert alone is not None
-    assert alone >= 1
-    assert among_many == 1
+    monkeypatch.setattr(memory, "usable_cores", lambda: 8)
+    config = EngineConfig(model_path="")
+    threads = [
+        cpu_threads(structs.replace(config, tp_size=ranks, spare_cores=spare))
+        for ranks, spare in ((1, 0), (1, 1), (2, 0), (2, 1), (9, 0), (1, 8))
+    ]
+    assert threads == [8, 7, 4, 3, 1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert cpu_threads(1) is None
+    assert cpu_threads(config) is None
 
 
 def test_more_ranks_than_gpus_are_refused() -> None:
