@@ -1,10 +1,12 @@
-"""Runs `python -m bench NAME [FLAGS]`."""
+"""Runs `python -m bench [--repeat N] [--against CHECKOUT] [--save] NAME [FLAGS]`."""
 
 import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
+from minisgl.benchmark.flag_types import positive_int
 from minisgl.core import ConfigError
 from minisgl.utils import near_names, setup_logging, supervise
 
@@ -39,17 +41,44 @@ def _run(arguments: Sequence[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"  {name:<12} {text}" for name, text in NAMES.items()),
     )
+    parser.add_argument("--repeat", type=positive_int, help="run it N times, and show the medians")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="CHECKOUT",
+        help="run it in turns with the same benchmark of another checkout",
+    )
+    parser.add_argument(
+        "--save", action="store_true", help="write the medians to bench/results/NAME.json"
+    )
     parser.add_argument("name", metavar="NAME", help="the benchmark to run")
-    name = parser.parse_args(arguments[:1]).name
+    parser.add_argument("flags", nargs=argparse.REMAINDER, help="flags of the benchmark")
+    options = parser.parse_args(arguments)
+    name = options.name
     if name not in NAMES:
         known = ", ".join(NAMES)
         raise ConfigError(
             f"there is no benchmark {name!r}; known: {known}{near_names(name, NAMES)}"
         )
+    if options.repeat or options.against or options.save:
+        return _repeat([name, *options.flags], options)
     setup_logging("bench", "info")  # without a terminal, the progress is lines of the log
     # Import only this benchmark, because some of them load torch.
-    code: int = importlib.import_module(f"bench.{name}").main(arguments[1:])
+    code: int = importlib.import_module(f"bench.{name}").main(options.flags)
     return code
+
+
+def _repeat(arguments: Sequence[str], options: argparse.Namespace) -> int:
+    """Run the benchmark in turns, print the medians, and save them if the flags say so."""
+    from bench import runner  # loads torch
+
+    if options.against is not None and not (options.against / "bench").is_dir():
+        raise ConfigError(f"{options.against} is not a checkout with the folder bench")
+    turns = runner.run_in_turns(arguments, options.repeat or 1, options.against)
+    print(*runner.table(turns), sep="\n")
+    if options.save:
+        print(f"saved in {runner.save(arguments, turns.ours)}")
+    return 0
 
 
 if __name__ == "__main__":
