@@ -25,7 +25,7 @@ _MODULES = {
     "bench": "benchmark.cli",
     "scripted": "scripted",
 }
-_COMMANDS = ("serve", "chat", "run", "compile", *_MODULES)
+COMMANDS = ("serve", "chat", "run", "compile", *_MODULES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def _run(arguments: Sequence[str]) -> int:
             return code
     # A hub id without an owner is rare, and it resembles no command.
     is_model = "/" in word or Path(word).is_dir()
-    if not is_model and (near := near_names(word, _COMMANDS)):
+    if not is_model and (near := near_names(word, COMMANDS)):
         raise ConfigError(f"there is no command {word!r}{near}")
     return _serve(arguments)
 

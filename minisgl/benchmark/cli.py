@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from minisgl.core import ConfigError
 from minisgl.utils import near_names, setup_logging
 
-_HELP = {
+HELP = {
     "fleet": "replicas behind a router under a load, in simulated time: how many GPUs to buy",
     "floor": "the shortest possible time of a workload, from bytes and operations",
     "offline": "throughput of the offline engine, as a fraction of the floor",
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="minisgl bench",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"  {name:<12} {text}" for name, text in _HELP.items()),
+        epilog="\n".join(f"  {name:<12} {text}" for name, text in HELP.items()),
     )
     parser.add_argument("name", metavar="NAME", help="the benchmark to run")
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -49,11 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"`minisgl bench {name}` has moved: run `python -m bench {name}` in a checkout of the "
             "repository"
         )
-    if name not in _HELP:
-        known = ", ".join(sorted(_HELP))
-        raise ConfigError(
-            f"there is no benchmark {name!r}; known: {known}{near_names(name, _HELP)}"
-        )
+    if name not in HELP:
+        known = ", ".join(sorted(HELP))
+        raise ConfigError(f"there is no benchmark {name!r}; known: {known}{near_names(name, HELP)}")
     setup_logging("bench", "info")  # without a terminal, the progress is lines of the log
     # Import only this benchmark, because some of them load torch.
     module = importlib.import_module(f"minisgl.benchmark.{_MODULES.get(name, name)}")

@@ -17,6 +17,7 @@ WORD_BUDGETS = (
     ("CONTRIBUTING.md", 300),
     ("docs/*.md", 31_000),
     ("docs/README.md", 3_000),
+    ("docs/architecture.md", 2_500),
     ("docs/benchmarks.md", 2_500),
     ("docs/development.md", 1_800),
     ("docs/operations.md docs/capacity.md docs/security.md", 9_400),
@@ -44,6 +45,8 @@ TESTED_MARK = re.compile(
 )
 _FIXED_TIMEOUT = re.compile(r"\btimeout=\d|\bmark\.timeout\b")
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+_BENCHMARK = re.compile(r"(?:(minisgl|python -m) bench) ([a-z]+)")
+_COMMAND = re.compile(r"(?:`|\n)minisgl ([a-z]+)")
 
 
 class Offence(NamedTuple):
@@ -102,6 +105,13 @@ def silent_skips(text: str) -> list[Offence]:
             if call is None or not _gives_reason(call, SKIPS[name]):
                 found.append(Offence(node.lineno, name))
     return found
+
+
+def commands(text: str) -> set[str]:
+    """The commands of a page: `minisgl NAME`, `minisgl bench NAME` and `python -m bench NAME`."""
+    code = _FENCED.findall(text) + re.findall(r"`minisgl [^`]*`", _FENCED.sub("", text))
+    found = {f"minisgl {name}" for each in code for name in _COMMAND.findall(each)}
+    return found | {f"{program} bench {name}" for program, name in _BENCHMARK.findall(text)}
 
 
 def tested_marks(text: str) -> list[tuple[str, str, bool]]:

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.__main__ import NAMES
+from minisgl.__main__ import COMMANDS
+from minisgl.benchmark.cli import HELP
 from tests.repo import rules
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -142,6 +145,16 @@ def test_links_of_pages_have_targets():
         if not _exists(ROOT / page if not file else (ROOT / page).parent / file, anchor)
     ]
     assert broken == []
+
+
+def test_commands_of_pages_exist():
+    known = {f"minisgl {name}" for name in COMMANDS}
+    known |= {f"minisgl bench {name}" for name in HELP} | {
+        f"python -m bench {name}" for name in NAMES
+    }
+    pages = [page for page in texts() if page.endswith(".md") and page != "CHANGELOG.md"]
+    found = {page: rules.commands(read(page) or "") - known for page in pages}
+    assert {page: names for page, names in found.items() if names} == {}
 
 
 def _exists(path: Path, anchor: str) -> bool:

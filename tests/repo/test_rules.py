@@ -85,3 +85,8 @@ def test_links_and_anchors_in_code_blocks_do_not_count():
     text = "# On a `GPU`, or two\n```sh\n# not this [x](y)\n```\n[a](b.md#c-d) [e](#f) [g](https://h)\n"
     assert rules.links(text) == [("b.md", "c-d"), ("", "f")]
     assert rules.anchors(text) == {"on-a-gpu-or-two"}
+
+
+def test_commands_are_found_in_code_and_not_in_prose():
+    text = "minisgl serves\n`minisgl plan X`\n```sh\nminisgl check\npython -m bench step\n```\n"
+    assert rules.commands(text) == {"minisgl plan", "minisgl check", "python -m bench step"}

@@ -41,7 +41,7 @@ def test_long_prompts_hardly_slow_down_streams(
 
     The p99 of the gaps is at most 2.5 times their p50. Prefill beside streams has at least 0.54 of
     its speed without streams. (For 0.65, a step with a chunk would have to take 2.9 times a
-    decode-only step: docs/benchmarks.md.)
+    decode-only step: bench/notebook/2026-11-22-throughput.md.)
 
     64 streams have about 1,024 tokens of context, and a prompt of 8,192 tokens arrives every
     second. Without streams, the client measured 0.206 s for this prompt.
