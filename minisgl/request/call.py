@@ -64,8 +64,8 @@ class Submission(NamedTuple):
 class Fitted(NamedTuple):
     """The submissions of a call, and the numbers of tokens that the limits bound.
 
-    queued_tokens: of the prompts and of the prediction. tokens: as counted for max_call_tokens, and
-    those of the prediction.
+    queued_tokens: of the prompts and of the prediction. tokens: the count of max_call_tokens, plus
+    the tokens of the prediction.
     """
 
     submissions: list[Submission]
@@ -265,7 +265,7 @@ class Call:
         for choice in self.choices:
             index, number = divmod(choice.index, request.n)
             if request.text.token_ids:
-                choice.details = Details(prompt_ids=prompts[index].token_ids.tolist())
+                choice.details = Details(prompt_ids=prompts[index].token_ids)
             if request.echo:
                 choice.text.append(echoes[index])
                 if request.sampling.prompt_logprobs is not None and number:

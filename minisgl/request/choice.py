@@ -1,6 +1,6 @@
 """`Choice`: one answer of a call, with its unread output."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -27,7 +27,8 @@ class Details:
     """Output of a choice besides its text.
 
     reasoning: the pieces of the reasoning, like `Choice.text`.
-    prompt_ids: the ids of the prompt in the first details, if the answer contains them.
+    prompt_ids: the ids of the prompt in the first details, if the answer contains them. The choices
+    of a prompt share them.
     """
 
     reasoning: list[str] = field(default_factory=list)
@@ -35,7 +36,7 @@ class Details:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_ids: list[int] = field(default_factory=list)
+    prompt_ids: Sequence[int] = ()
 
 
 class Output(NamedTuple):

@@ -49,6 +49,7 @@ class ResponseWriter:
     def __init__(self, request: CallRequest) -> None:
         self.request = request
         self._is_chat = request.route == CHAT
+        self._prompts: dict[int, Any] = {}  # the ids of each prompt as JSON
         prefix, kind = _KINDS[request.route]
         self._head: dict[str, Any] = {
             "id": prefix + uuid.uuid4().hex,
@@ -81,7 +82,7 @@ class ResponseWriter:
         if not self._is_chat:
             return msgspec.json.encode(responses.TextCompletion(**body))
         if first is not None and first.prompt_ids:
-            body["prompt_token_ids"] = first.prompt_ids
+            body["prompt_token_ids"] = self._prompt_ids(0, first)
         return msgspec.json.encode(responses.ChatCompletion(**body))
 
     def _whole_choice(
@@ -109,7 +110,8 @@ class ResponseWriter:
             return b""
         ids = b""
         if details is not None and details.prompt_ids:
-            ids = b',"prompt_token_ids":' + msgspec.json.encode(details.prompt_ids)
+            found = self._prompt_ids(choice.index, details)
+            ids = b',"prompt_token_ids":' + msgspec.json.encode(found)
         content = None if self.request.text.tools else ""
         role = responses.Delta(role="assistant", content=content)
         return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=role), ids)
@@ -175,8 +177,18 @@ class ResponseWriter:
         if self.request.text.token_ids:
             values["token_ids"] = details.token_ids
             if details.prompt_ids and not self._is_chat:
-                values["prompt_token_ids"] = details.prompt_ids
+                values["prompt_token_ids"] = self._prompt_ids(choice.index, details)
         return values
+
+    def _prompt_ids(self, index: int, details: Details) -> Any:
+        """The ids of the prompt of the choice with this index, as JSON.
+
+        The choices of a prompt share this text. A list takes six times as many bytes.
+        """
+        prompt = index // self.request.n
+        if prompt not in self._prompts:
+            self._prompts[prompt] = _encoded([*details.prompt_ids])
+        return self._prompts[prompt]
 
     def _logprobs(
         self, choice: Choice, details: Details
