@@ -74,7 +74,7 @@ class _StartQueue:
 
 
 class Guard:
-    """The limits of all connections of one server, and what they count together.
+    """The limits of the connections of one server, and their common counters.
 
     exceeded   receives the name of each limit that a connection exceeds
     idle_s     a connection without a request closes after this time
