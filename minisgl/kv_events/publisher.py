@@ -61,10 +61,12 @@ class Publisher:
         self._log: list[bytes] = []
         self._log_bytes = self._snapshot_bytes = 0
         self._blocks: dict[int, msgspec.Raw] = {}
-        self._pub = _bind(zmq.PUB, endpoint, _SUBSCRIBER_QUEUE)
+        # close_queues ends the common context while the thread still uses these sockets.
+        context = zmq.Context()
+        self._pub = _bind(context, zmq.PUB, endpoint, _SUBSCRIBER_QUEUE)
         self._replay: zmq.Socket[bytes] | None = None
         if replay_endpoint is not None:
-            self._replay = _bind(zmq.ROUTER, replay_endpoint, 2 * MAX_REPLAYED)
+            self._replay = _bind(context, zmq.ROUTER, replay_endpoint, 2 * MAX_REPLAYED)
         self._bell = os.eventfd(0)  # wakes the thread
 
     def start(self, on_failure: Callable[[Exception], object]) -> None:
@@ -170,9 +172,11 @@ class Publisher:
         socket.send_multipart((*head, b"", _END, b""))
 
 
-def _bind(kind: int, address: str, max_queued: int) -> "zmq.Socket[bytes]":
+def _bind(
+    context: "zmq.Context[zmq.Socket[bytes]]", kind: int, address: str, max_queued: int
+) -> "zmq.Socket[bytes]":
     """Bind a socket that queues `max_queued` messages for each peer. Raises ConfigError."""
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    socket: zmq.Socket[bytes] = context.socket(kind)
     socket.set_hwm(max_queued)
     socket.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
     socket.setsockopt(zmq.LINGER, 0)

@@ -246,3 +246,27 @@ def test_a_failure_of_the_thread_ends_the_process_with_its_reason() -> None:
         assert reasons.read() == b"scheduler\tTypeError: " + UNENCODABLE + b"\n"
     assert done.returncode == 1
     assert "process failed" in done.stderr
+
+
+CLOSES = """
+import threading
+
+from minisgl.kv_events.publisher import Publisher
+from minisgl.message.queues import close_queues
+
+publisher = Publisher("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", "kv@a@b")
+publisher.start(print)
+(thread,) = [each for each in threading.enumerate() if each.name == "kv-events"]
+close_queues()
+publisher.put([])
+while thread.is_alive() and not publisher.totals.sequence:
+    thread.join(0.01)
+"""
+
+
+def test_the_end_of_the_queues_of_a_process_does_not_fail_the_thread() -> None:
+    """Regression: the thread of a drained server ended the process with a ZMQError."""
+    done = subprocess.run(
+        [sys.executable, "-c", CLOSES], capture_output=True, text=True, timeout=patience(60)
+    )
+    assert (done.stdout, done.stderr) == ("", "")
