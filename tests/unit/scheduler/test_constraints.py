@@ -367,6 +367,18 @@ def test_an_abort_withdraws_the_preparation() -> None:
     assert constraint.withdrawn
 
 
+def test_the_preparation_of_an_aborted_request_does_not_begin() -> None:
+    h = harness()
+    first, _ = scripted(h, polls=10**6, count=MAX_AHEAD + 3, client="a", call=1)
+    h.step()
+    h.abort(first + MAX_AHEAD)
+    h.step()
+    h.abort(first)
+    h.step()
+    h.step()
+    assert [uid - first - MAX_AHEAD for uid in started(h)][-1] == 1
+
+
 def test_a_scheduler_with_preparing_requests_only_tells_that_no_step_is_due() -> None:
     h = harness()
     uid, _ = scripted(h, polls=10**6)

@@ -204,13 +204,27 @@ def test_a_request_that_exceeds_its_work_fails_at_that_token(library: LLTokenize
     letter = ids("a")[0]
     while letter in output.allowed() and output.position < 100:
         output.add(letter)
-    assert output.position > PROMPT + 20
+    # The longest row has 250 items. Rows of 2,000, as for a schema, end after more than 90 letters.
+    assert PROMPT + 20 < output.position < PROMPT + 60
     failure = output.state.failure(output.position)
     assert isinstance(failure, GrammarFailed)
     assert failure.code == "grammar_too_complex"
     assert "too complex" in failure.message
     other = Output(library, source, kind="grammar")
     assert other.allowed(), "another request with the same grammar goes on"
+
+
+def test_a_withdrawn_request_cancels_its_compilation_and_its_mask(library: LLTokenizer) -> None:
+    compilation: Future[Compiled] = Future()
+    mask: Future[float] = Future()
+    grammar = Grammar(source=regex("[ab]{9}"), kind="regex")
+    common = (EOS,), ConstraintTotals(), lambda *_: mask
+    state = GrammarState(SamplingParams(grammar=grammar), grammar, lambda *_: compilation, *common)
+    state.start("")
+    state.prepare(np.array([0], dtype=np.int32))
+    state.withdraw()
+    assert compilation.cancelled()
+    assert mask.cancelled()
 
 
 @pytest.mark.parametrize("required", [True, False])
