@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator
 from minisgl.core import (
     ConfigError,
     EngineConfig,
+    EngineError,
     MinisglError,
     ModelFacts,
     SchedulerConfig,
@@ -74,6 +75,7 @@ class LocalWorker:
         self._engine = Engine(engine, SingleCommunicator(), budget, self.extensions)
         self._inbox = LocalInbox()
         self._outputs: list[messages.StepOutput] = []
+        self._failed = False
         try:
             send = self._outputs.append
             self.scheduler = build_scheduler(self._engine, config, self._inbox, send, cost)
@@ -90,13 +92,23 @@ class LocalWorker:
         """
         self._inbox.messages.append(message)
         if self.scheduler.idle and len(self._inbox.messages) >= _FIRST_STEP_REQS:
-            with _uninterrupted():
-                self.scheduler.iterate()
+            self._iterate()
+
+    def _iterate(self) -> None:
+        """Run one iteration. Raises EngineError when an earlier one has failed.
+
+        A failed iteration may leave requests that never end, so nothing may wait for them.
+        """
+        if self._failed:
+            raise EngineError("an earlier step of this LLM has failed; close it")
+        with _uninterrupted():
+            self._failed = True
+            self.scheduler.iterate()
+            self._failed = False
 
     def step(self) -> list[messages.StepOutput]:
         """Run one iteration and return all outputs since the last call. Raises EngineError."""
-        with _uninterrupted():
-            self.scheduler.iterate()
+        self._iterate()
         outputs = self._outputs.copy()
         self._outputs.clear()
         return outputs
@@ -105,12 +117,13 @@ class LocalWorker:
         """Abort the requests `uids`, and return when every request has ended."""
         self._inbox.messages.extend(messages.AbortReq(uid=uid) for uid in uids)
         with _uninterrupted():
-            while self._inbox.messages or not self.scheduler.idle:
+            while not self._failed and (self._inbox.messages or not self.scheduler.idle):
                 self.step()
 
     def close(self) -> None:
         """Wait for the step in flight and free the engine's memory."""
-        self.scheduler.drain_in_flight()
+        if not self._failed:
+            self.scheduler.drain_in_flight()
         self._engine.close()
 
 
