@@ -1,13 +1,12 @@
 """The results of `LLM`, and their construction from the output of a call."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from minisgl.core import FinishReason
 from minisgl.message.messages import TokenLogprobs, ToolCallDelta
-from minisgl.request.choice import Choice, Output
+from minisgl.request.choice import Choice, Output, whole_calls
 from minisgl.tokenizer import Vocabulary
 
 
@@ -121,18 +120,10 @@ class Pending:
             logprobs=[*_scored(scores.output[: len(self.token_ids)], ids, vocabulary)],
             prompt_logprobs=[*_scored(scores.prompt, ids, vocabulary)],
             reasoning="".join(self.reasoning),
-            tool_calls=_whole_calls(self.calls),
+            tool_calls=[
+                ToolCall(part.id, part.name, part.arguments) for part in whole_calls(self.calls)
+            ],
         )
-
-
-def _whole_calls(parts: Sequence[ToolCallDelta]) -> list[ToolCall]:
-    """Join the parts of each call."""
-    calls = []
-    for _, group in itertools.groupby(parts, lambda part: part.index):
-        begin, *pieces = group
-        arguments = "".join([begin.arguments, *(piece.arguments for piece in pieces)])
-        calls.append(ToolCall(begin.id, begin.name, arguments))
-    return calls
 
 
 def _scored(

@@ -1,8 +1,11 @@
 """`Choice`: one answer of a call, with its unread output."""
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from minisgl import core
 from minisgl.core import EngineFailure, FinishReason
@@ -111,3 +114,13 @@ class Choice:
         if update.finish in (FinishReason.ERROR, FinishReason.ABORT):
             kind = _REFUSALS.get(update.error_kind, EngineFailure)
             self.error = kind(update.error or "the engine ended this request")
+
+
+def whole_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCallDelta]:
+    """Join the parts of each call: its beginning, with all of its arguments."""
+    calls = []
+    for _, group in itertools.groupby(parts, lambda part: part.index):
+        begin, *pieces = group
+        arguments = "".join([begin.arguments, *(piece.arguments for piece in pieces)])
+        calls.append(msgspec.structs.replace(begin, arguments=arguments))
+    return calls

@@ -9,7 +9,6 @@ each token are therefore encoded by a call of their own.
 """
 
 import asyncio
-import itertools
 import time
 import uuid
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from minisgl.message.messages import TokenLogprob, ToolCallDelta
 from minisgl.protocol import responses
 from minisgl.protocol.requests import CHAT, COMPLETIONS, GENERATE
 from minisgl.request.call import Call
-from minisgl.request.choice import Choice, Details
+from minisgl.request.choice import Choice, Details, whole_calls
 from minisgl.request.convert import CallRequest
 from minisgl.server.errors import error_reply
 
@@ -97,7 +96,7 @@ class ResponseWriter:
         message = responses.AnswerMessage(
             content=text or (None if choice.has_calls else ""),
             reasoning_content="".join(details.reasoning) or UNSET,
-            tool_calls=_whole_calls(details.calls) or UNSET,
+            tool_calls=[_call(part, UNSET) for part in whole_calls(details.calls)] or UNSET,
         )
         return responses.ChatChoice(message=message, **values)
 
@@ -227,16 +226,6 @@ def _call(part: ToolCallDelta, index: int | UnsetType) -> responses.AnswerCall:
     function = responses.AnswerFunction(part.arguments, part.name or UNSET)
     kind: Literal["function"] | UnsetType = "function" if part.id else UNSET
     return responses.AnswerCall(index=index, id=part.id or UNSET, type=kind, function=function)
-
-
-def _whole_calls(parts: list[ToolCallDelta]) -> list[responses.AnswerCall]:
-    """Join the parts of each call."""
-    calls: list[responses.AnswerCall] = []
-    for _, group in itertools.groupby(parts, lambda part: part.index):
-        begin, *pieces = group
-        calls.append(_call(begin, UNSET))
-        calls[-1].function.arguments = "".join(piece.arguments for piece in pieces)
-    return calls
 
 
 def _finite(logprob: float) -> float:
