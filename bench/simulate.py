@@ -27,6 +27,7 @@ from minisgl.benchmark.background_streams import background_load, summarise_stre
 from minisgl.benchmark.client import Answer
 from minisgl.benchmark.latency import describe, error_lines, latencies, summarise, table
 from minisgl.benchmark.load import add_load_flags, arrivals, load_of
+from minisgl.benchmark.outbox import record_step
 from minisgl.benchmark.trace import Load, hit_ratios
 from minisgl.benchmark.virtual_engine import VirtualEngine, add_engine_flags, engine_settings
 from minisgl.benchmark.workload import make_workload
@@ -114,13 +115,8 @@ def simulate(
         scheduler.iterate()
         while outbox:
             output = outbox.popleft()
-            for done in output.prefill_done:
-                answers[done.uid].cached_tokens = done.cached_tokens
-            for uid in output.uids:
-                answers[uid].outputs_s.append(engine.now_s)
-                answers[uid].output_tokens += 1
-            for finished in output.finished:
-                answers[finished.uid].error = finished.error
+            record_step(answers, output, engine.now_s)
+            for _ in output.finished:
                 arrivals.add()
                 bar.update()
     bar.close()

@@ -1,11 +1,12 @@
-"""The failures of requests that a benchmark sends to an engine in its own process.
+"""The outputs of requests that a benchmark sends to an engine in its own process.
 
 A benchmark knows how many tokens it asked for. After a failure that number is wrong, and so is
 every speed that is computed from it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from minisgl.benchmark.client import Answer
 from minisgl.core import ConfigError
 from minisgl.message.messages import StepOutput
 
@@ -23,3 +24,14 @@ def raise_failure(output: StepOutput, counted: Collection[str] = ()) -> None:
     for finished in output.finished:
         if finished.error is not None and finished.error_kind not in counted:
             raise workload_error(finished.error)
+
+
+def record_step(answers: Sequence[Answer], output: StepOutput, now_s: float) -> None:
+    """Add a step that ended at `now_s` to the answers. A uid is the index of its answer."""
+    for done in output.prefill_done:
+        answers[done.uid].cached_tokens = done.cached_tokens
+    for uid in output.uids:
+        answers[uid].outputs_s.append(now_s)
+        answers[uid].output_tokens += 1
+    for finished in output.finished:
+        answers[finished.uid].error = finished.error

@@ -14,6 +14,7 @@ from minisgl.benchmark.client import Answer
 from minisgl.benchmark.fleet.autoscale import SYNC_S, Autoscaler
 from minisgl.benchmark.fleet.replica import Replica, ReplicaState
 from minisgl.benchmark.fleet.routers import RequestRouter
+from minisgl.benchmark.outbox import record_step
 from minisgl.benchmark.trace import Load
 from minisgl.benchmark.virtual_engine import EngineSettings
 from minisgl.core import InvariantBroken, SamplingParams
@@ -177,14 +178,8 @@ class Fleet:
         self._schedule(replica)
 
     def _record(self, replica: Replica, output: StepOutput) -> None:
-        answers = self._result.answers
-        for done in output.prefill_done:
-            answers[done.uid].cached_tokens = done.cached_tokens
-        for uid in output.uids:
-            answers[uid].outputs_s.append(self._now_s)
-            answers[uid].output_tokens += 1
+        record_step(self._result.answers, output, self._now_s)
         for finished in output.finished:
-            answers[finished.uid].error = finished.error
             del replica.open_reqs[finished.uid]
             self._unanswered -= 1
 
