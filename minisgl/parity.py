@@ -165,7 +165,7 @@ def _compare(
     except (ImportError, OSError, ValueError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise ConfigError(f"transformers cannot load the model: {first_line}") from None
-    model = model.to(device).eval()
+    model = model.to(device)  # in the mode for inference, as from_pretrained returns it
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([prompt + answer.token_ids[:-1]], device=device)
         with torch.inference_mode():
