@@ -16,10 +16,10 @@ RESULTS = Path(__file__).with_name("results")
 class Figure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One row of a table.
 
-    name    what was measured, such as a model or a kernel.
+    name    of the measured object, such as a model or a kernel.
     values  by column. The name of a column ends in its unit, such as _s, _us or _per_s. None: there
             was no answer in time.
-    note    what the numbers do not say.
+    note    a remark on the numbers.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What GPUs of each compute capability offer to a kernel.
+"""The limits of a kernel on the GPUs of each compute capability.
 
 Shared memory: CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", the
 maximum of a thread block. All of these GPUs have 65,536 registers of 32 bits on a multiprocessor,

@@ -2,7 +2,7 @@
 
 The server drives a call by queues, and `LLM` by function calls:
 
-    questions()  what the tokenizer and the compiler of grammars must answer
+    questions()  the messages to the tokenizer and to the compiler of grammars
     fit()        answers -> one Submission for each prompt          or InvalidRequest
     apply()      a TextUpdate of one choice: its new output is unread, which wakes the reader
     output()     wait for unread output

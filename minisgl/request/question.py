@@ -1,4 +1,4 @@
-"""`Question`: what a call asks another process."""
+"""`Question`: a message of a call to another process, and the error of its answer."""
 
 from typing import NamedTuple, TypeAlias
 

@@ -1,7 +1,7 @@
-"""What a request passes before its handler: the connection, and the checks around the application.
+"""The way of a request to its handler: the connection, and the checks around the application.
 
-The modules refuse what is not valid HTTP, has no valid key, comes from a foreign web page or
-exceeds a limit, and answer the probes.
+The modules refuse a request that is not valid HTTP, has no valid key, comes from a foreign web page
+or exceeds a limit, and answer the probes.
 """
 
 __all__: list[str] = []

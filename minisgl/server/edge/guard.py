@@ -243,7 +243,7 @@ class GuardedConnection(asyncio.Protocol):
         self._set_timer()
 
     def _set_timer(self) -> None:
-        """Start the timer of what the connection waits for, or stop it during a response.
+        """Start the timer of the next head or request, or stop it during a response.
 
         Only a complete head stops a timer of head_timeout_s.
         """

@@ -1,3 +1,3 @@
-"""What the API server observes: the phase of the service, hung workers, and the metrics."""
+"""The state of the service: its phase, hung workers, and the metrics."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""A failure on one rank ends the whole run, and the message says what every rank did."""
+"""A failure on one rank ends the whole run, and the message has the stack of each rank."""
 
 import os
 import threading

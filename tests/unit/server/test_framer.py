@@ -74,7 +74,7 @@ REFUSED = (
 
 
 class Parsed:
-    """What the parser of uvicorn reads in these bytes."""
+    """The requests that the parser of uvicorn reads in these bytes."""
 
     def __init__(self, data: bytes) -> None:
         self.body, self.names, self.ends = b"", set[bytes](), 0
