@@ -156,7 +156,8 @@ def test_incomplete_bodies_are_bounded_together(tiny_model: Path) -> None:
                 halves.append(half)
                 wait_for(lambda: server.metrics()["http_requests_in_flight"] == 1, "the first")
             assert halves[1].recv(12) == b"HTTP/1.1 503"
-            assert post(server, user="u" * 100_000).status_code == 200
+            # Its parts may arrive one by one, and count until the body is complete.
+            assert post(server, user="u" * 50_000).status_code == 200
             halves[0].sendall(rest)
             assert halves[0].recv(12) == b"HTTP/1.1 200"
         found = {name: count for name, count in server.limits_exceeded().items() if count}
