@@ -261,13 +261,16 @@ class _Service:
         return 128 + self._stop_signal
 
     def _fail(self, child: supervise.Child) -> int:
-        """End all children after one has failed, and log which child failed and why."""
-        reason = child.explain(supervise.read_reasons(self._reason_fd))
+        """End all children after `child` has ended, and log the reason of the first that failed."""
+        reasons, children = supervise.read_reasons(self._reason_fd), self._supervisor.children
+        ended = [child, *(other for other in children if other.exit_code)]
+        child = supervise.first_failed(ended, children, reasons)
+        self._supervisor.join([child], _TERM_GRACE_S)  # returns soon: it ends after its report
         if child is not self._api and self._api.exit_code is None:
             self._supervisor.send_signal(self._api, signal.SIGUSR1)
             self._supervisor.join([self._api], _API_FAILURE_EXIT_S)
         self._supervisor.stop(_TERM_GRACE_S)
-        logger.error("error: %s", reason)
+        logger.error("error: %s", child.explain(reasons))
         return supervise.CONFIG_EXIT if child.exit_code == supervise.CONFIG_EXIT else _FAILED_EXIT
 
 

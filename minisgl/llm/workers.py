@@ -225,15 +225,9 @@ class RankWorkers:
             raise self._lost
 
     def _cause(self, ended: list[supervise.Child]) -> MinisglError:
-        """Return the error of the rank that failed first.
-
-        If a signal killed a rank, that rank failed first. Otherwise the first rank that reported a
-        reason failed first. The other ranks fail because they have lost a peer.
-        """
-        killed = [child for child in ended if (child.exit_code or 0) < 0]
+        """Return the error of the rank that failed first."""
         reasons = supervise.read_reasons(self._reasons)
-        reported = [child for role in reasons for child in self.children if child.role == role]
-        child = [*killed, *reported, *ended][0]
+        child = supervise.first_failed(ended, self.children, reasons)
         code = child.process.wait()  # returns soon: a rank ends right after its report
         kind = ConfigError if code == supervise.CONFIG_EXIT else WorkerDied
         return kind(child.explain(reasons))

@@ -97,6 +97,22 @@ class Child:
         return reason if self.exit_code == CONFIG_EXIT else f"{self.role}: {reason}"
 
 
+def first_failed(
+    ended: Sequence[Child], children: Sequence[Child], reasons: Mapping[str, str]
+) -> Child:
+    """Return the child that failed first.
+
+    A child that a signal killed failed first, because it gave the others no reason. Otherwise the
+    child with the oldest reason did. The others fail because they have lost a peer, and the order
+    in which their ends are seen says nothing.
+
+    ended: of `children`, those that have been reaped; not empty. reasons: of `read_reasons`.
+    """
+    killed = [child for child in ended if (child.exit_code or 0) < 0]
+    reported = [child for role in reasons for child in children if child.role == role]
+    return [*killed, *reported, *ended][0]
+
+
 def spawn_child(
     role: str, argv: Sequence[str], payload: bytes, pass_fds: Sequence[int] = ()
 ) -> Child:

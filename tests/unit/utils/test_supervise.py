@@ -4,11 +4,18 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from minisgl.utils import near_names
-from minisgl.utils.supervise import Child, Supervisor, describe_exit, spawn_child
+from minisgl.utils.supervise import (
+    Child,
+    Supervisor,
+    describe_exit,
+    first_failed,
+    spawn_child,
+)
 from tests.unit.utils.supervising import supervising
 
 IMPORTS = "import sys, os\n"
@@ -126,3 +133,24 @@ def test_exits_are_described_in_words(code: int, words: str) -> None:
 def test_near_names_suggest_a_known_name() -> None:
     assert near_names("temprature", ["temperature", "top_p"]) == "; did you mean 'temperature'?"
     assert near_names("zzz", ["temperature"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("codes", "reasons", "first"),
+    [
+        ((1, 1), {"b": "no memory", "a": "lost its peer"}, "b"),
+        ((1, -9), {"a": "lost its peer"}, "b"),
+        ((1, None), {"b": "no memory", "a": "lost its peer"}, "b"),
+        ((3, None), {}, "a"),
+    ],
+)
+def test_the_child_that_failed_first_is_found_in_every_order_of_ends(
+    codes: tuple[int | None, ...], reasons: dict[str, str], first: str
+) -> None:
+    """Regression: the launcher named the child whose end it saw first, which lost its peer."""
+    children = []
+    for role, code in zip("ab", codes, strict=True):
+        process = SimpleNamespace(returncode=code)
+        children.append(Child(role, process))  # type: ignore[arg-type]
+    ended = [child for child in children if child.exit_code is not None]
+    assert first_failed(ended, children, reasons).role == first
