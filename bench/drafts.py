@@ -4,16 +4,13 @@ A request asks for a file after an edit. The file before the edit is in the prom
 request's prediction. The weights are random, so the engine takes the tokens of the new file in
 place of its draws (ReplayTokens).
 
-code_edits.jsonl has 20 edits, each of another file and another commit: the newest ones of 10 to 60
-changed lines in files of 150 to 230 lines. A line of it has the commit, the path, the old file, and
-the changes: first line, end line and new text. A text is cut into tokens like those of a tokenizer
-with a large vocabulary: up to seven letters with the space before them, up to three digits, up to
-two other signs, or white space. A token has 3.2 characters on average.
+With --lengths, the requests are random prompts, and their outputs have no prediction. The column
+ms/token is the median over requests of the mean time between two tokens of an answer.
 """
 
 import argparse
 import json
-import re
+import statistics
 import sys
 import tempfile
 import time
@@ -22,23 +19,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from bench.edits import EDITS, FIRST_TOKENS, Edit, edits_of, pages_for, random_edits
 from bench.pinned import PinnedAcceptance
 from bench.replaced_draws import ReplacedDraws
-from minisgl.benchmark.flag_types import pinned_lengths, positive_int
+from minisgl.benchmark.flag_types import add_quantization_flag, pinned_lengths, positive_int
 from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.outbox import raise_failure
 from minisgl.core import EngineConfig, SamplingParams, SchedulerConfig
-from minisgl.core.batch import Int32Array
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.drafts import with_speculation
 from minisgl.engine import (
-    DEFAULT_EXTENSIONS,
     Engine,
     Extensions,
     ModelRunner,
@@ -49,60 +44,12 @@ from minisgl.engine import (
 )
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.message.stats import DraftTotals
+from minisgl.quantization import with_quantizations
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.process import build_scheduler
 from minisgl.utils.startup import Progress
 
-EDITS = Path(__file__).with_name("code_edits.jsonl")
-_PIECE = re.compile(r" ?[A-Za-z]{1,7}|[0-9]{1,3}|[^\sA-Za-z0-9]{1,2}|\s+(?= )|\s+")
 _NO_DRAFTS = "none"  # the label of the run without drafts
-_FIRST_TOKENS = 32  # of the file in a prompt without the whole file
-
-
-class Edit(NamedTuple):
-    """A request, int32 ids. prediction: the output that its client expects, or nothing."""
-
-    prompt: Int32Array
-    output: Int32Array
-    prediction: Int32Array
-
-
-class _Line(msgspec.Struct, forbid_unknown_fields=True):
-    """A line of code_edits.jsonl. changes: (first line, end line, new text), in rising order."""
-
-    commit: str
-    path: str
-    old: str
-    changes: list[tuple[int, int, str]]
-
-
-def edits_of(source: Path, count: int, vocab_size: int, whole_prompts: bool = True) -> list[Edit]:
-    """Return the first `count` edits of a file like code_edits.jsonl.
-
-    whole_prompts: the prompt is the whole old file, and not only its first tokens.
-    """
-    ids: dict[str, int] = {}
-
-    def tokens(text: str) -> Int32Array:
-        pieces = _PIECE.findall(text)
-        numbers = [ids.setdefault(piece, len(ids)) % vocab_size for piece in pieces]
-        return np.array(numbers, dtype=np.int32)
-
-    edits = []
-    for raw in source.read_bytes().splitlines()[:count]:
-        line = msgspec.json.decode(raw, type=_Line)
-        lines = line.old.splitlines(keepends=True)
-        for first, end, text in reversed(line.changes):
-            lines[first:end] = [text]
-        old, new = tokens(line.old), tokens("".join(lines))
-        edits.append(Edit(old if whole_prompts else old[:_FIRST_TOKENS], new, old))
-    return edits
-
-
-def pages_for(edits: Sequence[Edit], concurrency: int, page_size: int) -> int:
-    """Return the KV pages of the `concurrency` longest requests together."""
-    pages = sorted(-(-(len(edit.prompt) + len(edit.output)) // page_size) for edit in edits)
-    return sum(pages[-concurrency:])
 
 
 class ReplayTokens(ReplacedDraws, Stage):
@@ -136,6 +83,14 @@ class ReplayTokens(ReplacedDraws, Stage):
         return self
 
 
+class Speed(NamedTuple):
+    """tokens_per_s: of all requests. token_s: the median over requests of the mean seconds between
+    two tokens of the output, from the first token on."""
+
+    tokens_per_s: float
+    token_s: float
+
+
 def run(
     scheduler: Scheduler,
     inbox: LocalInbox,
@@ -143,8 +98,8 @@ def run(
     edits: Sequence[Edit],
     concurrency: int,
     title: str,
-) -> float:
-    """Run all edits, `concurrency` of them at the same time. Returns output tokens per second.
+) -> Speed:
+    """Run all edits, `concurrency` of them at the same time.
 
     outbox: the list to which the scheduler adds its outputs. title: of the progress bar on stderr.
     Raises ConfigError when a request fails.
@@ -159,6 +114,8 @@ def run(
         for uid, edit in enumerate(edits)
     ]
     outputs = sum(len(edit.output) for edit in edits)
+    first_s: dict[int, float] = {}
+    last_s: dict[int, float] = {}
     with Progress(total=outputs, unit="tok", desc=title) as bar:
         begin_s = time.perf_counter()
         while waiting or not scheduler.idle:
@@ -168,10 +125,18 @@ def run(
                 inbox.messages.append(waiting.pop(0))
             read = len(outbox)
             scheduler.iterate()
+            now_s = time.perf_counter()
             for output in outbox[read:]:
                 raise_failure(output)
                 bar.update(len(output.uids))
-        return outputs / (time.perf_counter() - begin_s)
+                last_s |= dict.fromkeys(output.uids, now_s)
+                first_s = dict.fromkeys(output.uids, now_s) | first_s
+        passed_s = time.perf_counter() - begin_s
+    spans = [
+        (last_s[uid] - first_s[uid]) / max(len(edit.output) - 1, 1)
+        for uid, edit in enumerate(edits)
+    ]
+    return Speed(outputs / passed_s, statistics.median(spans))
 
 
 def _runs(
@@ -191,11 +156,18 @@ def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench drafts", description=__doc__)
     parser.add_argument("--model", default="qwen3-8b", help=f"{', '.join(SHAPES)} (qwen3-8b)")
-    parser.add_argument("--edits", type=positive_int, default=20, help="number of edits (20)")
+    parser.add_argument("--edits", type=positive_int, default=20, help="number of requests (20)")
+    parser.add_argument(
+        "--lengths",
+        type=positive_int,
+        nargs=2,
+        metavar=("PROMPT", "OUTPUT"),
+        help="random prompts and outputs of this many tokens, in place of the edits",
+    )
     parser.add_argument(
         "--short-prompts",
         action="store_true",
-        help=f"prompts with the first {_FIRST_TOKENS} tokens of a file; predictions have all of it",
+        help=f"prompts with the first {FIRST_TOKENS} tokens of a file; predictions have all of it",
     )
     parser.add_argument(
         "--concurrency", type=positive_int, nargs="+", default=[1, 16], help="requests at once"
@@ -209,11 +181,15 @@ def main(argv: Sequence[str]) -> int:
         "give a request this many tokens in the mean, such as 1:1.93,3:3.39. Without it, drafts "
         "are those of repetitions",
     )
+    add_quantization_flag(parser)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         path, model = load_shape(options.model, Path(folder))
-        edits = edits_of(EDITS, options.edits, model.vocab_size, not options.short_prompts)
-        rates: dict[str, list[float]] = {}
+        if options.lengths is None:
+            edits = edits_of(EDITS, options.edits, model.vocab_size, not options.short_prompts)
+        else:
+            edits = random_edits(options.edits, tuple(options.lengths), model.vocab_size)
+        speeds: dict[str, list[Speed]] = {}
         chosen = EngineConfig(model_path=path, device=options.device)
         # A GPU gives the KV pool all memory that is left. On a CPU the default of the pool may be
         # too small for one edit.
@@ -230,20 +206,21 @@ def main(argv: Sequence[str]) -> int:
                 max_running_reqs=max(options.concurrency),
                 max_seq_len=max(len(edit.prompt) + len(edit.output) for edit in edits),
                 speculative=method,
+                quantization=options.quantization,
             )
             sys.stderr.write(f"{label}: loading {options.model}\n")
-            extensions = added(DEFAULT_EXTENSIONS)
+            extensions = added(with_quantizations())
             engine = Engine(config, SingleCommunicator(), extensions=extensions)
             inbox = LocalInbox()
             # Without a prefix cache, every run computes all prompts.
             policy = SchedulerConfig(cache_type="naive")
             scheduler = build_scheduler(engine, policy, inbox, outbox.append)
-            rates[label] = []
+            speeds[label] = []
             for reqs in options.concurrency:
                 title = f"{label}, {reqs} at once"
-                rate = run(scheduler, inbox, outbox, edits, reqs, title)
-                rates[label].append(rate)
-                print(f"{title}: {rate:,.0f} tokens/s", flush=True)
+                speed = run(scheduler, inbox, outbox, edits, reqs, title)
+                speeds[label].append(speed)
+                print(f"{title}: {speed.tokens_per_s:,.0f} tokens/s", flush=True)
             totals = scheduler.totals.drafts
             engine.close()
     tokens = sum(len(edit.output) for edit in edits) * len(options.concurrency)
@@ -252,11 +229,18 @@ def main(argv: Sequence[str]) -> int:
     print(f"{options.model}, {len(edits)} edits, {accepted} of {drafted} draft tokens accepted")
     print(f"{predicted} of {tokens} output tokens equal a draft from the prediction")
     print(f"{'drafts':<24} {'requests':>8} {'tokens/s':>10} {'ms/token':>9} {'ratio':>7}")
-    for label, of_label in rates.items():
-        for reqs, plain, rate in zip(options.concurrency, rates[_NO_DRAFTS], of_label, strict=True):
-            each_ms = 1e3 * reqs / rate
-            print(f"{label:<24} {reqs:>8} {rate:>10,.0f} {each_ms:>9.2f} {rate / plain:>7.2f}")
+    for label, of_label in speeds.items():
+        for reqs, plain, speed in zip(
+            options.concurrency, speeds[_NO_DRAFTS], of_label, strict=True
+        ):
+            ratio = speed.tokens_per_s / plain.tokens_per_s
+            print(
+                f"{label:<24} {reqs:>8} {speed.tokens_per_s:>10,.0f} {1e3 * speed.token_s:>9.2f} "
+                f"{ratio:>7.2f}"
+            )
     counts = {"tokens": tokens, "drafted": drafted, "accepted": accepted, "predicted": predicted}
     summary = {"model": options.model, "edits": len(edits), "requests": options.concurrency}
+    summary |= {"quantization": options.quantization, "lengths": options.lengths}
+    rates = {label: [speed._asdict() for speed in found] for label, found in speeds.items()}
     print(json.dumps({**summary, "rates": rates, **counts}))
     return 0

@@ -53,14 +53,20 @@ def contexts_of(num_reqs: int, context: int, ragged: bool) -> Int32Array:
 
 
 def decode_batch(
-    engine: Engine, contexts: Int32Array, step: int, drafts: int | None = None
+    engine: Engine,
+    contexts: Int32Array,
+    step: int,
+    drafts: int | None = None,
+    by_head: bool = False,
 ) -> Batch:
     """Return decode step `step` of requests that started with `contexts` and share no page.
 
     drafts: draft tokens of each request; None: the engine makes no drafts. The requests may accept
     all of them. Only the first step sets the number of cached tokens.
+    by_head: the draft head makes as many drafts for the next step.
     """
     width = 1 + (drafts or 0)
+    drafting, made = drafts is not None and step > 0, width - 1 if by_head else 0
     num_reqs, steps = len(contexts), (_WARM_UP + _STEPS + _PROFILED) * width
     if contexts.max() + steps > engine.max_seq_len:
         limit = engine.max_seq_len - steps
@@ -86,7 +92,9 @@ def decode_batch(
         chunk_ids=empty,
         page_updates=updates,
         sampling=sampling_arrays(params),
-        drafting=drafts is not None and step > 0,
+        drafting=drafting,
+        next_drafts=made,
+        made=np.full(num_reqs, made, dtype=np.int32) if drafting else None,
     )
 
 
@@ -185,6 +193,12 @@ def main(argv: Sequence[str]) -> int:
         help="draft tokens that the step forwards for each request; 0: an engine with "
         "--speculative that forwards none; without this flag, an engine without --speculative",
     )
+    parser.add_argument(
+        "--speculative",
+        default="ngram",
+        choices=("ngram", "mtp"),
+        help="with --drafts: drafts of repetitions, or of the draft head of the model (ngram)",
+    )
     add_quantization_flag(parser)
     add_kv_flag(parser)
     options = parser.parse_args(argv)
@@ -215,14 +229,16 @@ def profile_rank(comm: Communicator, options: argparse.Namespace, folder: str) -
         max_running_reqs=max(options.batch, _LARGEST_GRAPH),  # the batch is padded as in a server
         quantization=options.quantization,
         dummy_weight=options.model in SHAPES,
+        speculative=None if options.drafts is None else options.speculative,
     )
-    method = None if options.drafts is None else "ngram"
+    method = None if options.drafts is None else options.speculative
     extensions = with_speculation(method, with_quantizations())
     engine = Engine(config, comm, options.prompt or _CHUNK, extensions)
     total = _WARM_UP + _STEPS + _PROFILED
     contexts = contexts_of(options.batch, options.context, options.ragged)
     if options.prompt is None:
-        batches = [decode_batch(engine, contexts, i, options.drafts) for i in range(total)]
+        by_head = method == "mtp"
+        batches = [decode_batch(engine, contexts, i, options.drafts, by_head) for i in range(total)]
     else:
         batches = [prompt_batch(engine, options.prompt, i) for i in range(total)]
     run_steps(engine, batches[:_WARM_UP])
@@ -277,6 +293,7 @@ def report(
     summary = {"model": options.model, "batch": options.batch, "context": options.context}
     summary |= {"prompt": options.prompt}
     summary |= {"quantization": options.quantization, "drafts": options.drafts}
+    summary |= {"speculative": options.speculative}
     totals = {"tp": options.tp, "step_s": step_s, "launch_s": launch_s, "floor_s": floor_s}
     found = {"kv_cache_dtype": options.kv_cache_dtype, "kernels": [k._asdict() for k in kernels]}
     print(json.dumps({**summary, **totals, **found}))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bench import drafts
+from bench.edits import EDITS, edits_of, pages_for
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.drafts import PricedLengths
 from tests.parity.hybrid_models import Heads, save
@@ -29,33 +30,33 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     lines = [json.dumps({"commit": "c", "path": "p", **edit}) for edit in edits]
     path.write_text("\n".join(lines) + "\n")
     monkeypatch.setattr(drafts, "EDITS", path)
-    monkeypatch.setattr(drafts, "_FIRST_TOKENS", 8)
+    monkeypatch.setattr("bench.edits.FIRST_TOKENS", 8)
     return path
 
 
 def test_edits_are_changes_of_the_old_file(source: Path) -> None:
-    changed, cut = drafts.edits_of(source, 2, vocab_size=1000)
+    changed, cut = edits_of(source, 2, vocab_size=1000)
     assert changed.prediction.tolist() == changed.prompt.tolist()
     assert len(changed.output) == len(changed.prompt) + 3  # the comment
     assert (changed.output[3:] != changed.prompt).sum() == 1
     assert cut.output.tolist() == cut.prompt[: len(cut.output)].tolist()
     assert len(cut.output) < len(cut.prompt)
-    (short,) = drafts.edits_of(source, 1, vocab_size=1000, whole_prompts=False)
+    (short,) = edits_of(source, 1, vocab_size=1000, whole_prompts=False)
     assert short.prompt.tolist() == changed.prompt[:8].tolist()
     assert short.prediction.tolist() == changed.prediction.tolist()
 
 
 def test_recorded_edits_are_of_many_files() -> None:
-    edits = drafts.edits_of(drafts.EDITS, 100, vocab_size=150_000)
+    edits = edits_of(EDITS, 100, vocab_size=150_000)
     assert len(edits) == 20
     assert len({edit.prompt.tobytes() for edit in edits}) == 20
     for edit in edits:
         assert 1000 < len(edit.prompt) < 4000
         assert 1000 < len(edit.output) < 4000
         assert edit.prompt.tolist() != edit.output.tolist()
-    raw = [json.loads(line) for line in drafts.EDITS.read_text().splitlines()]
+    raw = [json.loads(line) for line in EDITS.read_text().splitlines()]
     assert all(150 <= len(edit["old"].splitlines()) <= 400 for edit in raw)
-    assert drafts.EDITS.stat().st_size < 300_000
+    assert EDITS.stat().st_size < 300_000
 
 
 @pytest.mark.parametrize(
@@ -95,10 +96,10 @@ def test_the_pool_on_a_cpu_has_room_for_all_requests_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: the default of 512 MiB was too small for one edit with qwen3-0.6b."""
-    edits = drafts.edits_of(source, 2, vocab_size=1000)
+    edits = edits_of(source, 2, vocab_size=1000)
     lengths = sorted(len(edit.prompt) + len(edit.output) for edit in edits)
-    assert drafts.pages_for(edits, 1, page_size=1) == lengths[-1]
-    assert drafts.pages_for(edits, 16, page_size=1) == sum(lengths)
+    assert pages_for(edits, 1, page_size=1) == lengths[-1]
+    assert pages_for(edits, 16, page_size=1) == sum(lengths)
     small_pool = partial(EngineConfig, cpu_kv_bytes=2**14)
     monkeypatch.setattr(drafts, "EngineConfig", small_pool)
     flags = ["--model", build_model("qwen3", tmp_path), "--edits", "2", "--device", "cpu"]
@@ -140,6 +141,21 @@ def test_pinned_rows_accept_the_given_number_of_tokens(
     ]
     found = json.loads(shown[-1])  # the counts are those of the last row
     assert 1 + 3 * found["accepted"] / found["drafted"] == pytest.approx(2.5, abs=0.15)
+
+
+def test_random_prompts_have_the_given_lengths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Heads(*save("qwen3_5", tmp_path)).path
+    flags = ["--model", model, "--edits", "3", "--device", "cpu", "--concurrency", "2"]
+    assert drafts.main([*flags, "--lengths", "40", "24", "--acceptance", "3:4"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["tokens"] == 3 * 24
+    plain, pinned = found["rates"].values()
+    assert found["accepted"] > 0.9 * found["drafted"] > 0  # the last steps of an answer end early
+    for (speed,) in (plain, pinned):
+        assert speed["tokens_per_s"] > 0
+        assert speed["token_s"] > 0
 
 
 @pytest.mark.parametrize("text", ["2:1.5", "7:3", "1:2.5", "3", "3:0.5"])
