@@ -97,6 +97,13 @@ SHAPES = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
+    "qwen3-vl-8b": _shape(4096, 36, 32, 12288, tied=False)
+    | {"architectures": ["Qwen3VLTextModel"], "rope_theta": 5_000_000}
+    | {"max_position_embeddings": 262144},
+    "qwen3-vl-30b-a3b": _shape(2048, 48, 32, 6144, tied=False)
+    | {"architectures": ["Qwen3VLMoeTextModel"], "num_key_value_heads": 4, "num_experts": 128}
+    | {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "rope_theta": 5_000_000}
+    | {"max_position_embeddings": 262144},
     "phi-4": _shape(5120, 40, 40, 17920, tied=False)
     | {"architectures": ["Phi3ForCausalLM"], "num_key_value_heads": 10, "vocab_size": 100352},
     "mistral-small-24b": _shape(5120, 40, 32, 32768, tied=False)

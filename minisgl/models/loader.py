@@ -234,8 +234,17 @@ def _read(path: Path, placements: list[Placement]) -> Iterator[tuple[Placement, 
                 yield placement, _cut(placement, whole)
 
 
+def _is_transposed(shape: tuple[int, ...], placement: Placement) -> bool:
+    """Whether a tensor of fused experts has the transposed matrix of each, as Qwen3-VL-MoE."""
+    fused, *matrix = placement.shape
+    is_fused = placement.inside is not None and shape != placement.shape
+    return is_fused and shape == (fused, *reversed(matrix))
+
+
 def _fits(shape: tuple[int, ...], placement: Placement) -> bool:
     expected = placement.shape
+    if _is_transposed(shape, placement):
+        return True
     if placement.convert is not None:
         shape, expected = (tuple(n for n in one if n != 1) for one in (shape, expected))
     return shape == expected
@@ -266,8 +275,12 @@ def _cut(placement: Placement, source: Any) -> Tensor:
     if placement.dim is None:
         return source  # type: ignore[no-any-return]
     cut = slice(placement.begin, placement.end)
-    first = () if placement.inside is None else (placement.inside,)
-    part: Tensor = source[(*first, *[slice(None)] * placement.dim, cut)]
+    if placement.inside is None:
+        part: Tensor = source[(*[slice(None)] * placement.dim, cut)]
+    elif _is_transposed(tuple(source.get_shape()), placement):
+        part = source[(placement.inside, *[slice(None)] * (1 - placement.dim), cut)].t()
+    else:
+        part = source[(placement.inside, *[slice(None)] * placement.dim, cut)]
     if placement.order:
         groups = part.view(-1, len(placement.order), *part.shape[1:])
         part = groups[:, list(placement.order)].flatten(0, 1)

@@ -89,6 +89,7 @@ OTHER_FAMILIES = [
     "gemma3-linear",
     "olmo3-yarn-tied",
     "gpt-oss",
+    "qwen3-vl-moe",
 ]
 # The FP8 cache alternates: each of the first families and each case has both kinds of cache.
 PAIRS = [

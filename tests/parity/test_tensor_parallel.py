@@ -69,6 +69,7 @@ FAMILIES = [
     "exaone4",
     "gemma2",
     "gemma3-linear",
+    "qwen3-vl-moe-mixed",
 ]
 FOUR = [  # more ranks than KV heads; 151 ids, 97 columns and experts of 39 are padded
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True),
