@@ -60,8 +60,8 @@ def add_kv_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> No
 
 def add_quantization_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Add --quantization, as in the server."""
-    text = "convert the weights at load, as in the server: fp8"
-    parser.add_argument("--quantization", choices=("fp8",), help=text)
+    text = "convert the weights at load, as in the server"
+    parser.add_argument("--quantization", choices=("fp8", "int4"), help=text)
 
 
 def pinned_lengths(text: str) -> dict[int, float]:

@@ -150,42 +150,60 @@ def _mlp_weights(mlp: DenseSpec | ExpertsSpec, hidden: int) -> int:
 
 
 def weight_format(model: ModelSpec, quantization: str | None) -> str:
-    """The format of the quantised weights: fp8, mxfp4 or none. quantization: as in EngineConfig."""
-    if model.quantization is not None and model.quantization.get("quant_method") == "mxfp4":
-        return "mxfp4"
-    return "none" if quantization is None and model.quantization is None else "fp8"
+    """The format of the quantised weights: fp8, int4, nvfp4, mxfp4 or none.
+
+    quantization: as in EngineConfig.
+    """
+    if quantization is not None or model.quantization is None:
+        return quantization or "none"
+    settings = model.quantization
+    given = {str(settings.get(key)) for key in ("quant_method", "format", "quant_algo")}
+    names = {"mxfp4": "mxfp4", "awq": "int4", "gptq": "int4", "pack-quantized": "int4"}
+    names |= {"nvfp4-pack-quantized": "nvfp4", "NVFP4": "nvfp4"}
+    return next((name for key, name in names.items() if key in given), "fp8")
 
 
 def with_weights(cost: Cost, model: ModelSpec, quantization: str | None, tp: int = 1) -> Cost:
-    """Return the cost with the weights in `weight_format`."""
+    """Return the cost with the weights in `weight_format`.
+
+    The scales of FP8 are not counted. Those of int4 are counted as one of 16 bits for 128 weights.
+    """
+    kept, kept_of_drafts = _bf16_bytes(model, tp)
+
+    def narrow(bits: float) -> Cost:
+        """The cost with `bits` for each weight of all linears and experts."""
+        others = cost.weight_bytes - kept, cost.expert_bytes, cost.draft_bytes - kept_of_drafts
+        weights, experts, drafts = (int(num_bytes * bits / 16) for num_bytes in others)
+        drafts += kept_of_drafts
+        return cost._replace(weight_bytes=kept + weights, expert_bytes=experts, draft_bytes=drafts)
+
     match weight_format(model, quantization):
-        case "fp8":
-            return with_fp8_weights(cost, model, tp)
+        case "fp8":  # a bf16 weight of 2 bytes has 2 operations
+            return narrow(8)._replace(fp8_operations=cost.operations - kept)
+        case "int4":
+            return narrow(4 + 16 / 128)
+        case "nvfp4":
+            return narrow(4 + 8 / 16)
         case "mxfp4":  # half a byte for each weight, and one for 32 weights
             return cost._replace(expert_bytes=cost.expert_bytes // 2 * 17 // 32)
     return cost
 
 
-def with_fp8_weights(cost: Cost, model: ModelSpec, tp: int = 1) -> Cost:
-    """Return the cost with FP8 weights in all linears and experts. The scales are not counted.
+def _bf16_bytes(model: ModelSpec, tp: int) -> tuple[int, int]:
+    """Return the bytes of the weights that no format changes, and those that drafts read of them.
 
-    The output head and the routers stay bf16: 2 bytes and 2 operations for each weight.
+    The output head and the routers stay bf16, and the projection in front of a draft head.
     """
     hidden, head = model.hidden_size, model.draft_head
-    kept = model.vocab_size + sum(experts.num_experts for experts in model.experts)
-    kept, of_drafts = 2 * kept * hidden // tp, 0
-    if head is not None:  # the projection in front of the head is bf16 too
-        projection = 4 * hidden * hidden // tp
-        kept += projection
-        of_drafts = 2 * hidden * model.vocab_size // tp + projection
-        if isinstance(head.mlp, ExpertsSpec):
-            of_drafts += 2 * hidden * head.mlp.num_experts // tp
-    return cost._replace(
-        weight_bytes=kept + (cost.weight_bytes - kept) // 2,
-        expert_bytes=cost.expert_bytes // 2,
-        fp8_operations=cost.operations - kept,
-        draft_bytes=of_drafts + (cost.draft_bytes - of_drafts) // 2,
-    )
+    weights = model.vocab_size + sum(experts.num_experts for experts in model.experts)
+    kept = 2 * weights * hidden // tp
+    if head is None:
+        return kept, 0
+    projection = 4 * hidden * hidden // tp
+    of_drafts = 2 * hidden * model.vocab_size // tp + projection
+    if isinstance(head.mlp, ExpertsSpec):
+        of_drafts += 2 * hidden * head.mlp.num_experts // tp
+    return kept + projection, of_drafts
 
 
 def step_s(

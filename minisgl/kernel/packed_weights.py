@@ -60,10 +60,19 @@ def packed_linear(x: Tensor, weights: PackedWeights, bias: Tensor | None = None)
     return functional.linear(x, dequantise(weights, x.dtype), bias)
 
 
+def pack(codes: Tensor) -> Tensor:
+    """Return two codes in each byte, uint8 [..., K / 2]. codes: uint8 [..., K], 0 to 15."""
+    return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+def unpack(codes: Tensor) -> Tensor:
+    """Return the codes of `pack`, uint8 [..., K]. codes: uint8 [..., K / 2]."""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+
+
 def dequantise(weights: PackedWeights, dtype: torch.dtype) -> Tensor:
     """Return the weights as a new [..., N, K] of `dtype`. They are rounded once."""
-    codes = torch.stack((weights.codes & 15, weights.codes >> 4), dim=-1)
-    codes = codes.view(*weights.scales.shape, weights.group)
+    codes = unpack(weights.codes).view(*weights.scales.shape, weights.group)
     scales = weights.scales.float()
     if weights.kind is PackedKind.NVFP4:
         assert weights.row_scales is not None, "nvfp4 weights have row scales; this is a bug"

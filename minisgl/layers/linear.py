@@ -47,8 +47,8 @@ class LinearMethod(nn.Module, ABC):
     The model is built on the meta device; the loader then gives each parameter zeroed memory of
     the shape and dtype that the subclass chose. A method with another layout, such as packed
     weights or one scale for a block of weights, yields Placements of its own from self.shards.
-    `fold`, `gated`, `leave_gate_to` and `add` are optional: their defaults here run the plain
-    kernels.
+    `finish`, `fold`, `gated`, `leave_gate_to` and `add` are optional: their defaults here run the
+    plain kernels.
 
     dtype: the dtype of the model's activations.
     bias: [rows] of that dtype, or None.
@@ -82,6 +82,10 @@ class LinearMethod(nn.Module, ABC):
         kernel.apply_norm. The norm has no weight of its own, because `fold` has taken the weight.
         Callers pass a norm only to a method whose `fold` returned True.
         """
+
+    def finish(self) -> None:
+        """Arrange the parameters once all are loaded. Raises ConfigError for wrong values."""
+        return
 
     def fold(self, norm_weight: Tensor) -> bool:
         """Take over the multiplication by `norm_weight` [inputs.local], if the method can.

@@ -62,6 +62,8 @@ class Placement(NamedTuple):
              lacks `source`.
     inside   the index along dimension 0 of the source at which `shape`'s other dimensions begin to
              count: the expert in a fused tensor. None: the source has no such dimension.
+    along    the dimension of the parameter along which `offset` counts. None: `dim`.
+    constant the value of the elements in a model of random weights. None: they are drawn.
     convert  computes the value to write from the part that was read, on the parameter's device.
              With it, dimensions of size 1 in the source need not match `shape`, because formats
              store scales as [N], as [N, 1] or as scalars.
@@ -80,6 +82,8 @@ class Placement(NamedTuple):
     convert: Callable[[Tensor], Tensor] | None = None
     fused: "FusedExperts | None" = None
     inside: int | None = None
+    along: int | None = None
+    constant: float | None = None
 
     @property
     def in_fused(self) -> "Placement":

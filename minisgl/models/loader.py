@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from minisgl.core import ConfigError
 from minisgl.core.files import read_json
+from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import Placement, Sharded
 from minisgl.models.text_part import TEXT_PREFIXES
 from minisgl.utils.startup import Progress
@@ -24,7 +25,6 @@ from minisgl.utils.startup import Progress
 logger = logging.getLogger(__name__)
 
 _DUMMY_STD = 0.02  # the initialisation range of most checkpoints; keeps activations finite
-_DUMMY_SCALE = 120  # 2^-7 as an e8m0 byte: random 4-bit weights then have a similar deviation
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _DRAFTS = "mtp."  # the beginning of the names of a draft head's tensors
 _ROTARY_TABLE = "rotary_emb.inv_freq"  # the ending of tensors that are computed and not loaded
@@ -49,9 +49,9 @@ def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
 
 
 def fill_random(model: nn.Module, seed: int = 0, *, show_progress: bool = False) -> None:
-    """Fill with seeded values: norms and scales with 1, biases with 0, all else from a normal
-    distribution. The biases of gpt-oss's experts are drawn too. Packed weights (uint8) get random
-    bytes, and their scales one power of two.
+    """Fill with seeded values: norms with 1, biases with 0, and all else from a normal
+    distribution, unless the placement gives a constant. The biases of gpt-oss's experts are drawn
+    too. Packed weights get random bits.
 
     Each tensor of the checkpoint is drawn whole and then cut, so that the model does not depend on
     the number of ranks.
@@ -59,24 +59,37 @@ def fill_random(model: nn.Module, seed: int = 0, *, show_progress: bool = False)
     parameters = dict(model.named_parameters())
     quiet = not show_progress
     for placement in Progress(placements_of(model), desc="drawing random weights", disable=quiet):
-        target = parameters[placement.target].data
-        if placement.source.endswith(("norm.weight", "_scale", "_scale_inv")):
-            target.fill_(1.0)
-        elif target.dtype is torch.uint8 and placement.source.endswith("_scales"):
-            target.fill_(_DUMMY_SCALE)
-        elif not placement.source.endswith(".bias"):
-            generator = torch.Generator(target.device)
-            generator.manual_seed(seed + zlib.crc32(placement.source.encode()))
-            is_packed = target.dtype is torch.uint8
-            # torch draws no normal numbers in 8-bit types; copy_ converts them.
-            drawn = target.dtype if is_packed or target.dtype.itemsize > 1 else torch.float32
-            whole = target.new_empty(placement.shape, dtype=drawn)
-            if is_packed:
-                whole.random_(0, 256, generator=generator)
-            else:
-                whole.normal_(0.0, _DUMMY_STD, generator=generator)
-            _write(parameters[placement.target], placement, _cut(placement, whole))
+        target = parameters[placement.target]
+        if placement.source.endswith("norm.weight"):
+            placement = placement._replace(constant=1.0)
+        if placement.constant is not None or not placement.source.endswith(".bias"):
+            whole = _random(placement, target, seed)
+            _write(target, placement, _cut(placement, whole))
+    _finish(model)
     _free_temporaries()
+
+
+def _random(placement: Placement, target: Tensor, seed: int) -> Tensor:
+    """Return the whole source of a placement, with random values or its constant."""
+    packed = {"U8": torch.uint8, "I32": torch.int32}.get(placement.stored[0])
+    # torch draws no normal numbers in 8-bit types; copy_ converts them.
+    dtype = packed or (target.dtype if target.dtype.itemsize > 1 else torch.float32)
+    whole = target.new_empty(placement.shape, dtype=dtype)
+    if placement.constant is not None:
+        return whole.fill_(placement.constant)
+    generator = torch.Generator(target.device)
+    generator.manual_seed(seed + zlib.crc32(placement.source.encode()))
+    if packed is not None:
+        info = torch.iinfo(packed)
+        return whole.random_(info.min, info.max + 1, generator=generator)
+    return whole.normal_(0.0, _DUMMY_STD, generator=generator)
+
+
+def _finish(model: nn.Module) -> None:
+    """Let the methods of linears arrange their loaded parameters. Raises ConfigError."""
+    for module in model.modules():
+        if isinstance(module, LinearMethod):
+            module.finish()
 
 
 def _free_temporaries() -> None:
@@ -160,6 +173,7 @@ def load_weights(
         (embedding,) = (placement for placement in placements if placement.source == _EMBEDDING)
         head = embedding._replace(source=stored[_HEAD])
         _check_head(files[head.source], head, parameters[embedding.target])
+    _finish(model)
     _free_temporaries()
     if surplus:
         logger.info("tensors not used count=%d such_as=%s", len(surplus), surplus[0])
@@ -211,8 +225,9 @@ def _check_head(path: Path, head: Placement, parameter: Tensor) -> None:
 def _part(parameter: Tensor, placement: Placement, value: Tensor) -> Tensor:
     """Return the view of the parameter to which the value is copied."""
     target = parameter.data if placement.expert is None else parameter.data[placement.expert]
+    along = placement.along if placement.along is not None else placement.dim or 0
     for dim, size in enumerate(value.shape):
-        offset = placement.offset if dim == (placement.dim or 0) else 0
+        offset = placement.offset if dim == along else 0
         target = target.narrow(dim, offset, size)
     return target
 

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel import fp8_weights, linear, mxfp4_weights
+from minisgl.kernel import fp8_weights, linear, mxfp4_weights, packed_weights
 
 
 class ClampedSwiglu(NamedTuple):
@@ -33,6 +33,7 @@ class ExpertFormat(StrEnum):
     UNQUANTISED = "unquantised"
     FP8 = "FP8"
     MXFP4 = "MXFP4"
+    INT4 = "int4"
 
 
 class Router(NamedTuple):
@@ -62,22 +63,26 @@ class ExpertMatrix(NamedTuple):
     """One matrix [rows, columns] of each of E experts.
 
     values  [E, rows, columns] of the router's dtype, or of FP8. In MXFP4: codes, uint8 [E, chunks
-            of columns, rows, 64] (kernel.mxfp4_weights).
+            of columns, rows, 64] (kernel.mxfp4_weights). In int4: the codes of `scales`.
     scales  those of FP8 weights; those of MXFP4 weights, uint8 [E, chunks of columns, rows, 4];
-            None: the weights are unquantised.
+            int4 weights, whole; None: the weights are unquantised.
     bias    [E, rows] of the router's dtype, or None.
     """
 
     values: Tensor
-    scales: fp8_weights.Scales | Tensor | None = None
+    scales: fp8_weights.Scales | packed_weights.PackedWeights | Tensor | None = None
     bias: Tensor | None = None
 
     @property
     def format(self) -> ExpertFormat:
-        if self.scales is None:
-            return ExpertFormat.UNQUANTISED
-        is_fp8 = isinstance(self.scales, fp8_weights.Scales)
-        return ExpertFormat.FP8 if is_fp8 else ExpertFormat.MXFP4
+        match self.scales:
+            case None:
+                return ExpertFormat.UNQUANTISED
+            case fp8_weights.Scales():
+                return ExpertFormat.FP8
+            case packed_weights.PackedWeights():
+                return ExpertFormat.INT4
+        return ExpertFormat.MXFP4
 
     def dequantised(
         self, columns: int, dtype: torch.dtype, experts: int | slice = slice(None)
@@ -91,6 +96,8 @@ class ExpertMatrix(NamedTuple):
         if isinstance(scales, fp8_weights.Scales):
             part = scales._replace(values=scales.values[experts])
             values = fp8_weights.dequantise(values, part, dtype)
+        elif isinstance(scales, packed_weights.PackedWeights):
+            values = packed_weights.dequantise(scales[experts], dtype)
         elif scales is not None:
             values = mxfp4_weights.dequantise(values, scales[experts], columns, dtype)
         return ExpertMatrix(values, bias=bias)

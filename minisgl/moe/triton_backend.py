@@ -87,20 +87,22 @@ def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) 
     has_kernels: whether the GPU has the kernels of FP8 experts.
     """
     gate_up, down, swiglu = weights
-    if not isinstance(gate_up.scales, Scales) or not isinstance(down.scales, Scales):
+    if isinstance(gate_up.scales, Scales) and isinstance(down.scales, Scales):
+        columns = min(gate_up.scales.columns, down.scales.columns)
+        if columns % _LEAST_COLUMNS == 0 and has_kernels:
+            return weights
+        _log_slow(f"FP8 with scales for {columns} columns")
+    elif gate_up.format is ExpertFormat.INT4:
+        _log_slow("int4")
+    else:
         return weights
-    columns = min(gate_up.scales.columns, down.scales.columns)
-    if columns % _LEAST_COLUMNS == 0 and has_kernels:
-        return weights
-    _log_slow(columns)
+    # The columns matter for MXFP4 only, whose experts have kernels on every GPU.
     hidden, inner = gate_up.values.shape[2], down.values.shape[2]
     return ExpertWeights(gate_up.dequantised(hidden, dtype), down.dequantised(inner, dtype), swiglu)
 
 
 @lru_cache(maxsize=8)
-def _log_slow(columns: int) -> None:
+def _log_slow(form: str) -> None:
     logger.warning(
-        "no FP8 kernel on this GPU for experts with scales for %d columns: each call dequantises "
-        "the weights",
-        columns,
+        "no kernel on this GPU for experts in %s: each call dequantises the weights", form
     )

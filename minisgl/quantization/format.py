@@ -73,7 +73,7 @@ def fp8_placements(
             yield read._replace(target=scale.target, convert=row_scales)
         else:
             yield weight
-            yield _scales_of(form, weight, scale, blocks)
+            yield _scales_of(form, weight, scale, blocks)._replace(constant=1.0)
 
 
 def _scales_of(form: Fp8Format, weight: Placement, scale: Placement, blocks: Scales) -> Placement:

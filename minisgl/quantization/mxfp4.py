@@ -28,6 +28,7 @@ from minisgl.moe.experts import ExpertShards
 from minisgl.moe.stacked_experts import StackedExperts, gate_then_up
 
 _STORED = ("U8",)
+_RANDOM_SCALE = 120  # 2^-7 as a byte: random weights then have the deviation of other families'
 
 
 def mxfp4(settings: Mapping[str, Any]) -> Quantization:
@@ -65,11 +66,16 @@ class Mxfp4Experts(StackedExperts):
         cut = (2, inner.begin // BLOCK, inner.end // BLOCK)
         place = partial(Placement, stored=_STORED)
         source, convert_gate_up = self.source, partial(_in_engine_order, gate_up=inner)
-        for part, suffix, block in (("blocks", "", (BLOCK_BYTES,)), ("scales", "_scales", ())):
+        for part, suffix, block, constant in (
+            ("blocks", "", (BLOCK_BYTES,), None),
+            ("scales", "_scales", (), _RANDOM_SCALE),
+        ):
             tensor, target = f"{source}.gate_up_proj_{part}", f"{name}.gate_up{suffix}"
-            yield place(tensor, (*gate_up, *block), target, convert=convert_gate_up)
+            rows = (*gate_up, *block)
+            yield place(tensor, rows, target, convert=convert_gate_up, constant=constant)
             tensor, target = f"{source}.down_proj_{part}", f"{name}.down{suffix}"
-            yield place(tensor, (*down, *block), target, *cut, convert=_in_engine_order)
+            place_down = partial(place, convert=_in_engine_order, constant=constant)
+            yield place_down(tensor, (*down, *block), target, *cut)
         yield from super().placements(name)
 
     def weights(self) -> ExpertWeights:

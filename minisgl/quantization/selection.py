@@ -15,31 +15,37 @@ from minisgl.moe.experts import ExpertShards, ExpertsMethod, UnquantizedExperts
 from minisgl.quantization.experts import Fp8Experts
 from minisgl.quantization.format import Fp8Format
 from minisgl.quantization.linear import Fp8Linear
+from minisgl.quantization.packed import PackedFormat
+from minisgl.quantization.packed_methods import PackedExperts, PackedLinear
 
-# Tensors that FP8 checkpoints may have and that the model does not read. Activations are quantised
-# with a scale for each token, which needs no calibration. Keys and values have scales of their own.
+# Tensors that checkpoints may have and that the model does not read. Activations are quantised with
+# a scale for each token, which needs no calibration, or not at all. Keys and values have scales of
+# their own. The shapes of weights follow from config.json.
 _UNUSED = (
-    *(".input_scale", ".input_scale_ub", ".activation_scale"),
+    *(".input_scale", ".input_scale_ub", ".activation_scale", ".input_global_scale"),
     *(".q_scale", ".k_scale", ".v_scale"),
+    ".weight_shape",
 )
-
+ALL = ("Linear",)  # selects all linears
 
 # Linears of one format, selected as `_selector` describes it. None: they are not quantised.
-Group = tuple[Sequence[str], Fp8Format | None]
+Group = tuple[Sequence[str], Fp8Format | PackedFormat | None]
 
 
-def fp8_quantization(*groups: Group) -> Quantization:
+def quantization(*groups: Group, unused: Sequence[str] = ()) -> Quantization:
     """Return the methods of a checkpoint. The first group that selects a linear counts.
+
+    unused: further endings of the names of tensors that the model does not read.
 
     Raises ConfigError for an entry that is no regular expression. The methods raise it if linears
     that the model merges, or the experts of a layer, have different formats.
     """
     rules = [(_selector(entry), form) for entries, form in groups for entry in entries]
 
-    def format_of(name: str) -> Fp8Format | None:
+    def format_of(name: str) -> Fp8Format | PackedFormat | None:
         return next((form for selects, form in rules if selects(name)), None)
 
-    def common(parent: str, names: Sequence[str]) -> Fp8Format | None:
+    def common(parent: str, names: Sequence[str]) -> Fp8Format | PackedFormat | None:
         forms = {format_of(name) for name in names}
         if len(forms) > 1:
             raise ConfigError(
@@ -49,16 +55,22 @@ def fp8_quantization(*groups: Group) -> Quantization:
         return forms.pop()
 
     def linear(shards: LinearShards, dtype: torch.dtype) -> LinearMethod:
-        form = common(shards.parent, shards.names)
-        return UnquantizedLinear(shards, dtype) if form is None else Fp8Linear(shards, dtype, form)
+        match common(shards.parent, shards.names):
+            case Fp8Format() as form:
+                return Fp8Linear(shards, dtype, form)
+            case PackedFormat() as form:
+                return PackedLinear(shards, dtype, form)
+        return UnquantizedLinear(shards, dtype)
 
     def experts(shards: ExpertShards, dtype: torch.dtype) -> ExpertsMethod:
-        form = common(f"{shards.parent}.experts", shards.names)
-        return (
-            UnquantizedExperts(shards, dtype) if form is None else Fp8Experts(shards, dtype, form)
-        )
+        match common(f"{shards.parent}.experts", shards.names):
+            case Fp8Format() as form:
+                return Fp8Experts(shards, dtype, form)
+            case PackedFormat() as form:
+                return PackedExperts(shards, dtype, form)
+        return UnquantizedExperts(shards, dtype)
 
-    return Quantization(linear, experts, _UNUSED)
+    return Quantization(linear, experts, (*_UNUSED, *unused))
 
 
 def _selector(entry: str) -> Callable[[str], object]:
@@ -68,7 +80,7 @@ def _selector(entry: str) -> Callable[[str], object]:
     entry with * for any characters is a full name (ModelOpt). "re:" begins a regular expression,
     and "Linear" selects all linears (compressed-tensors).
     """
-    if entry == "Linear":
+    if entry in ALL:
         return lambda name: True
     is_expression = entry.startswith("re:")
     if not is_expression and "*" not in entry:

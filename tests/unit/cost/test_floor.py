@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from minisgl.benchmark.floor import load_shape
 from minisgl.core import ConfigError
-from minisgl.cost.floor import cost_of, reduce_s, with_fp8_weights, with_weights
+from minisgl.cost.floor import cost_of, reduce_s, with_weights
 
 
 def test_a_dense_model_reads_its_weights_once_per_step(tmp_path: Path) -> None:
@@ -48,17 +49,38 @@ def test_an_all_reduce_takes_its_measured_time_or_an_interpolated_one() -> None:
 def test_fp8_weights_halve_the_linears_and_the_experts(tmp_path: Path) -> None:
     """The output head and the routers stay bf16."""
     _, dense = load_shape("qwen3-8b", tmp_path / "dense")
-    cost = with_fp8_weights(cost_of(dense), dense)
+    cost = with_weights(cost_of(dense), dense, "fp8")
     layer = 4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12288
     assert cost.weight_bytes == 36 * layer + 2 * 4096 * 151936
     assert cost.fp8_operations == 2 * 36 * layer
     _, sparse = load_shape("qwen3-30b-a3b", tmp_path / "sparse")
     plain = cost_of(sparse)
-    cost = with_fp8_weights(plain, sparse)
+    cost = with_weights(plain, sparse, "fp8")
     kept = 2 * (2048 * 151936 + 48 * 2048 * 128)
     assert cost.weight_bytes == kept + (plain.weight_bytes - kept) // 2
     assert cost.expert_bytes == plain.expert_bytes // 2
     assert cost.fp8_operations == plain.operations - kept
+
+
+@pytest.mark.parametrize(
+    ("settings", "bits"),
+    [
+        ({"quant_method": "awq"}, 4.125),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, 4.125),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
+    ],
+)
+def test_four_bits_leave_the_head_and_the_routers(
+    settings: dict[str, str], bits: float, tmp_path: Path
+) -> None:
+    _, sparse = load_shape("qwen3-30b-a3b", tmp_path)
+    plain = cost_of(sparse)
+    packed = msgspec.structs.replace(sparse, quantization=settings)
+    cost = with_weights(plain, packed, None)
+    kept = 2 * (2048 * 151936 + 48 * 2048 * 128)
+    assert cost.weight_bytes == kept + (plain.weight_bytes - kept) * bits / 16
+    assert cost.expert_bytes == plain.expert_bytes * bits / 16
+    assert cost.fp8_operations == 0
 
 
 @pytest.mark.parametrize(

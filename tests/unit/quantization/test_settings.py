@@ -14,7 +14,9 @@ from minisgl.layers.shards import LinearShards, Shard
 from minisgl.models.config import load_model_spec
 from minisgl.models.quantization import Quantization
 from minisgl.quantization import with_quantizations
+from minisgl.quantization.awq import awq
 from minisgl.quantization.format import Fp8Format
+from minisgl.quantization.gptq import gptq
 from minisgl.quantization.linear import Fp8Linear
 from minisgl.quantization.settings import (
     compressed_tensors,
@@ -34,6 +36,11 @@ def group(**changes: Any) -> Settings:
     return {**_COMPRESSED, "config_groups": {"group_0": {**_GROUP, **changes}}}
 
 
+def int4(**changes: Any) -> Settings:
+    scheme = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, **changes}
+    return group(format="pack-quantized", weights=scheme, input_activations=None)
+
+
 def weights(**changes: Any) -> Settings:
     return group(weights={**_GROUP["weights"], **changes})
 
@@ -48,9 +55,9 @@ def weights(**changes: Any) -> Settings:
         (fine_grained, {"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
         (fine_grained, {"ignored_layers": "lm_head"}, "ignored_layers is 'lm_head'"),
         (fbgemm, {"modules_to_not_convert": 3}, "modules_to_not_convert is 3"),
-        (modelopt, {"quant_algo": "NVFP4"}, "quant_algo 'NVFP4'"),
+        (modelopt, {"quant_algo": "W4A8"}, "quant_algo .W4A8."),
         (modelopt, {}, "quant_algo"),
-        (compressed_tensors, {"format": "pack-quantized"}, "format 'pack-quantized'"),
+        (compressed_tensors, group(format="int-quantized"), "format .int-quantized."),
         (compressed_tensors, {"transform_config": {"a": 1}}, "transform_config"),
         (compressed_tensors, {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
         (
@@ -64,6 +71,19 @@ def weights(**changes: Any) -> Settings:
         (compressed_tensors, weights(strategy="block", block_structure=[1, 64]), r"\[1, 64\]"),
         (compressed_tensors, group(input_activations=None), "input_activations null"),
         (compressed_tensors, group(input_activations={"num_bits": 8, "type": "int"}), "type int"),
+        (compressed_tensors, int4(type="float"), "num_bits 4, type float, symmetric True"),
+        (compressed_tensors, int4(strategy="tensor"), "strategy 'tensor'"),
+        (compressed_tensors, int4(group_size=12), "group_size 12 is not supported"),
+        (compressed_tensors, int4(actorder="columns"), "actorder 'columns'"),
+        (awq, {"bits": 3}, "bits 3"),
+        (awq, {"version": "gemv"}, "version 'gemv'"),
+        (awq, {"zero_point": False}, "zero_point False"),
+        (awq, {"group_size": 0}, "group_size 0 is not supported"),
+        (gptq, {"bits": 8}, "bits 8"),
+        (gptq, {"lm_head": True}, "lm_head True"),
+        (gptq, {"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        (gptq, {"dynamic": {".*mlp": {"bits": 8}}}, r"dynamic has settings for '\.\*mlp'"),
+        (modelopt, {"quant_algo": "NVFP4", "group_size": 32}, "group_size 32"),
         (compressed_tensors, group(output_activations={"num_bits": 8}), "output_activations"),
     ],
 )
@@ -161,12 +181,12 @@ def test_an_unknown_format_is_refused_with_the_known_ones(tmp_path: Path) -> Non
     saved = build_fp8("block", "llama", tmp_path)
     path = Path(saved.fp8) / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))
-    known = "unquantised weights, fp8, compressed-tensors, fbgemm_fp8, modelopt"
-    with pytest.raises(ConfigError, match=rf"\(awq\) is not supported; supported: {known}"):
+    path.write_text(json.dumps({**config, "quantization_config": {"quant_method": "hqq"}}))
+    known = "unquantised weights, fp8, compressed-tensors, fbgemm_fp8, modelopt, awq, gptq, mxfp4"
+    with pytest.raises(ConfigError, match=rf"\(hqq\) is not supported; supported: {known}"):
         make_engine(saved.fp8)
-    with pytest.raises(ConfigError, match="'int4' is not supported; supported: fp8"):
-        make_engine(saved.reference, quantization="int4")
+    with pytest.raises(ConfigError, match="'int8' is not supported; supported: fp8, int4"):
+        make_engine(saved.reference, quantization="int8")
 
 
 def test_a_quantised_checkpoint_is_not_converted_again(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""Linears and experts of 4-bit weights, of all formats that PackedFormat describes."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from minisgl.core import ConfigError
+from minisgl.kernel import PendingNorm
+from minisgl.kernel.packed_weights import PackedKind, PackedWeights, pack, packed_linear, unpack
+from minisgl.layers.linear import LinearMethod
+from minisgl.layers.shards import LinearShards, Placement
+from minisgl.moe.base import ExpertMatrix, ExpertWeights
+from minisgl.moe.experts import ExpertShards, ExpertsMethod
+from minisgl.quantization.packed import PER_WORD, PackedFormat
+
+
+class PackedLinear(LinearMethod):
+    """A matrix of 4-bit weights. codes, scales, zeros and row_scales: as in PackedWeights.
+
+    g_idx: int32 [merged linears, columns], the group of each column in the checkpoint, or absent.
+    """
+
+    scales: nn.Parameter
+    codes: nn.Parameter
+    row_scales: nn.Parameter
+
+    def __init__(self, shards: LinearShards, dtype: torch.dtype, form: PackedFormat) -> None:
+        super().__init__(shards, dtype)
+        self.form = form
+        self.group = form.columns_of(shards)
+        for name, parameter in form.parameters(shards, dtype).items():
+            self.register_parameter(name, parameter)
+        self._columns: Tensor | None = None
+        if form.column_groups is not None:
+            inputs = shards.inputs
+            if inputs.local != inputs.stored:
+                raise ConfigError(
+                    f"{shards.names[0]} has groups whose columns are not neighbours "
+                    f"({form.column_groups}), so that ranks cannot share them: use one rank"
+                )
+            groups = torch.empty((len(shards.outputs), inputs.local), dtype=torch.int32)
+            self.g_idx = nn.Parameter(groups, requires_grad=False)
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        yield from self.form.placements(self.shards, f"{name}.")
+        if (tensor := self.form.column_groups) is not None:
+            shape, target = (self.shards.inputs.stored,), f"{name}.g_idx"
+            for place, linear in enumerate(self.shards.names):
+                source = f"{linear}.{tensor}"
+                yield Placement(
+                    source, shape, target, offset=place, stored=("I32",), convert=_row, constant=0
+                )
+        yield from super().placements(name)
+
+    def finish(self) -> None:
+        """Make the columns of each group neighbours. `product` orders its input likewise."""
+        if self.form.column_groups is None:
+            return
+        first = self.g_idx[0]
+        # All zeros means that the columns are in order.
+        if not first.any() and not self.g_idx.any():
+            return
+        counts = torch.bincount(first, minlength=first.numel() // self.group)
+        if not torch.equal(self.g_idx, first.expand_as(self.g_idx)) or counts.ne(self.group).any():
+            raise ConfigError(
+                f"{self.form.column_groups} of {', '.join(self.shards.names)}: the linears must "
+                f"have the same groups, each of {self.group} columns"
+            )
+        columns = first.argsort(stable=True)
+        if not torch.equal(columns, torch.arange(len(columns), device=columns.device)):
+            self._columns = columns
+            self.codes.copy_(pack(unpack(self.codes)[:, columns]))
+
+    def scale_rows(self, begin: int, end: int, factor: float) -> None:
+        scales = self.scales if self.form.row_scales is None else self.row_scales
+        scales[begin:end].mul_(factor)
+        if self.bias is not None:
+            self.bias[begin:end].mul_(factor)
+
+    def product(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
+        assert norm is None, "this method folds no norm; this is a bug"
+        x = x if self._columns is None else x[:, self._columns]
+        return packed_linear(x, _weights(self, self.form, self.group), self.bias)
+
+
+class PackedExperts(ExpertsMethod):
+    """Experts of int4 weights. gate_up_codes, down_codes and others: as in PackedWeights.
+
+    The ranks share whole groups of the inner dimension. Raises ConfigError for other kinds, and if
+    the sizes of the model are not whole groups.
+    """
+
+    def __init__(self, shards: ExpertShards, dtype: torch.dtype, form: PackedFormat) -> None:
+        unsupported = "column groups" if form.column_groups else form.kind.value
+        if form.column_groups is not None or form.kind is not PackedKind.INT4:
+            raise ConfigError(
+                f"{shards.parent}.experts: experts with {unsupported} weights ({form.name}) are "
+                "not supported; supported: int4 weights whose groups are neighbouring columns"
+            )
+        super().__init__(shards.in_units(form.group or PER_WORD), dtype)
+        self.form = form
+        for matrix, part in self.shards.matrices(0).items():
+            for name, parameter in form.parameters(part, dtype, shards.num_experts).items():
+                self.register_parameter(f"{matrix}_{name}", parameter)
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        for expert in range(self.shards.num_experts):
+            for matrix, part in self.shards.matrices(expert).items():
+                for placement in self.form.placements(part, f"{name}.{matrix}_"):
+                    yield placement._replace(expert=expert)
+
+    def weights(self) -> ExpertWeights:
+        return ExpertWeights(self._matrix("gate_up"), self._matrix("down"))
+
+    def _matrix(self, name: str) -> ExpertMatrix:
+        group = self.form.group or self.shards.matrices(0)[name].inputs.local
+        weights = _weights(self, self.form, group, f"{name}_")
+        return ExpertMatrix(weights.codes, weights)
+
+
+def _weights(method: nn.Module, form: PackedFormat, group: int, prefix: str = "") -> PackedWeights:
+    codes, scales = (method.get_parameter(prefix + name) for name in ("codes", "scales"))
+    zeros, row_scales = (getattr(method, prefix + name, None) for name in ("zeros", "row_scales"))
+    return PackedWeights(form.kind, group, codes, scales, zeros, row_scales)
+
+
+def _row(groups: Tensor) -> Tensor:
+    return groups.view(1, -1)
