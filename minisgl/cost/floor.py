@@ -166,15 +166,18 @@ def weight_format(model: ModelSpec, quantization: str | None) -> str:
 def with_weights(cost: Cost, model: ModelSpec, quantization: str | None, tp: int = 1) -> Cost:
     """Return the cost with the weights in `weight_format`.
 
-    The scales of FP8 are not counted. Those of int4 are counted as one of 16 bits for 128 weights.
+    Drafts read a copy of the output head in FP8. The scales of FP8 are not counted. Those of int4
+    are counted as one of 16 bits for 128 weights.
     """
     kept, kept_of_drafts = _bf16_bytes(model, tp)
+    copy = 0 if model.draft_head is None else model.hidden_size * model.vocab_size // tp
 
     def narrow(bits: float) -> Cost:
         """The cost with `bits` for each weight of all linears and experts."""
-        others = cost.weight_bytes - kept, cost.expert_bytes, cost.draft_bytes - kept_of_drafts
+        of_drafts = cost.draft_bytes - kept_of_drafts - 2 * copy
+        others = cost.weight_bytes - kept, cost.expert_bytes, of_drafts
         weights, experts, drafts = (int(num_bytes * bits / 16) for num_bytes in others)
-        drafts += kept_of_drafts
+        drafts += kept_of_drafts + copy
         return cost._replace(weight_bytes=kept + weights, expert_bytes=experts, draft_bytes=drafts)
 
     match weight_format(model, quantization):
@@ -199,8 +202,7 @@ def _bf16_bytes(model: ModelSpec, tp: int) -> tuple[int, int]:
     kept = 2 * weights * hidden // tp
     if head is None:
         return kept, 0
-    projection = 4 * hidden * hidden // tp
-    of_drafts = 2 * hidden * model.vocab_size // tp + projection
+    of_drafts = projection = 4 * hidden * hidden // tp
     if isinstance(head.mlp, ExpertsSpec):
         of_drafts += 2 * hidden * head.mlp.num_experts // tp
     return kept + projection, of_drafts

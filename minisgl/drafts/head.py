@@ -138,7 +138,7 @@ class _Draft:
         embedded = model.model.embed_tokens(self._tokens[0])
         hidden = self._head.forward(embedded, before, runner.context(self._tokens, attention))
         self._ring[rows, (position % depth).long()] = hidden
-        logits = model.lm_head.logits(hidden)
+        logits = self._head.logits(hidden, model.lm_head)
         params = SamplingTensors(
             **views.sampling, position=position + 1, any_random=True, filters=False
         )

@@ -72,7 +72,10 @@ class LMHead(ParallelEmbedding):
 
         out: [N, n], overwritten and returned if given.
         """
-        logits = torch.mm(hidden, self.weight.t(), out=out)
+        return self.cap(torch.mm(hidden, self.weight.t(), out=out))
+
+    def cap(self, logits: Tensor) -> Tensor:
+        """Cap the logits in place, and return them."""
         if self.soft_cap is not None:
             logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
         return logits

@@ -123,7 +123,8 @@ class LinearShards(NamedTuple):
     bias       whether the checkpoint's linears have a bias.
     owns_bias  whether this rank loads the bias. The ranks of a row-parallel layer add up their
                outputs, so only one rank may add the bias. On the other ranks the bias stays zero.
-    parent     the full name of the module that has the linears: model.layers.0.self_attn.
+    parent     the full name of the module that has the linears: model.layers.0.self_attn. Empty:
+               the model itself.
     """
 
     outputs: tuple[Shard, ...]
@@ -140,7 +141,8 @@ class LinearShards(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The full names of the merged linears in the checkpoint."""
-        return [f"{self.parent}.{output.name}" for output in self.outputs]
+        parent = f"{self.parent}." if self.parent else ""
+        return [f"{parent}{output.name}" for output in self.outputs]
 
     def placements(
         self,

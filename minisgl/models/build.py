@@ -94,7 +94,9 @@ def empty_model(
         raise ConfigError("the quantisation of this checkpoint does not support experts")
     linear = LinearBuild(comm.tp, dtype, methods.linear)
     with torch.device("meta"):
-        parts = ModelParts(config, comm, linear, experts or UnquantizedExperts, moe)
+        parts = ModelParts(
+            config, comm, linear, experts or UnquantizedExperts, moe, methods.draft_logits
+        )
         model = CausalLM(parts)
     return model, (*methods.unused, *config.unread)
 

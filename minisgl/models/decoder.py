@@ -81,7 +81,9 @@ class CausalLM(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, parts.comm, cap)
         if config.tied_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.mtp = None if config.draft_head is None else DraftHead(parts, config.draft_head)
+        self.mtp = None
+        if config.draft_head is not None:
+            self.mtp = DraftHead(parts, config.draft_head, self.lm_head.shard)
 
     def logits(self, attended: Attended, out: Tensor | None = None) -> Tensor:
         """Finish the last layer and return this rank's logits, as LMHead.logits.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from minisgl.distributed.comm import Communicator
 from minisgl.layers.attention import Attention, AttentionSpec
 from minisgl.layers.delta import DeltaSpec, GatedDelta
-from minisgl.layers.linear import LinearBuild
+from minisgl.layers.linear import LinearBuild, LinearMethodFactory
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
 from minisgl.layers.mlp import GatedMlp
 from minisgl.layers.norm import BlockInput, CompleteNorm, ResidualNorm, ResidualStream
@@ -26,6 +26,8 @@ class ModelParts(NamedTuple):
     linear       the dtype and the method of all linear layers.
     experts      stores the experts of sparse layers.
     moe_backend  computes the experts of sparse layers. May be None without such layers.
+    draft_logits
+                 as in Quantization.
     """
 
     config: ModelSpec
@@ -33,6 +35,7 @@ class ModelParts(NamedTuple):
     linear: LinearBuild
     experts: ExpertsFactory
     moe_backend: MoeBackend | None
+    draft_logits: LinearMethodFactory | None
 
 
 # The module of each kind of mixer.

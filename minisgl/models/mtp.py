@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.layers.attention import Attention
+from minisgl.layers.embedding import LMHead
 from minisgl.layers.linear import RowParallelLinear, UnquantizedLinear
 from minisgl.layers.mixer import ForwardContext
 from minisgl.layers.norm import CompleteNorm, ResidualNorm, ResidualStream
-from minisgl.layers.shards import split_evenly
+from minisgl.layers.shards import LinearShards, Shard, split_evenly
 from minisgl.models.layer import DecoderLayer, ModelParts
 from minisgl.models.spec import LayerSpec
 
@@ -23,9 +24,14 @@ class DraftHead(nn.Module):
     model has not computed yet. The keys and values of y_p are those of position p.
 
     Checkpoints store fc unquantised, also beside FP8 weights.
+
+    vocabulary: a copy of the language-model head in the format of Quantization.draft_logits, or
+    None. With several drafts a step reads the head several times, and a copy in FP8 is half as
+    large.
     """
 
-    def __init__(self, parts: ModelParts, spec: LayerSpec) -> None:
+    def __init__(self, parts: ModelParts, spec: LayerSpec, ids: Shard) -> None:
+        """ids: the token ids of this rank, as LMHead.shard."""
         super().__init__()
         config, comm = parts.config, parts.comm
         size, tp = config.hidden_size, comm.tp
@@ -38,6 +44,17 @@ class DraftHead(nn.Module):
         layers = nn.ModuleList([DecoderLayer(parts, spec, "mtp.layers.0")])
         self.layers = cast("list[DecoderLayer]", layers)
         self.norm = ResidualNorm(*norm)
+        self.vocabulary = None
+        if parts.draft_logits is not None:
+            stored = "model.embed_tokens" if config.tied_embeddings else "lm_head"
+            rows, whole = ids._replace(name=stored), Shard("", size, 0, size)
+            shards = LinearShards((rows,), whole, bias=False)
+            self.vocabulary = parts.draft_logits(shards, parts.linear.dtype)
+
+    def logits(self, y: Tensor, lm_head: LMHead) -> Tensor:
+        """Return the logits of drafts, as LMHead.logits. y: [T, H], of `forward`."""
+        copy = self.vocabulary
+        return lm_head.logits(y) if copy is None else lm_head.cap(copy.product(y))
 
     def forward(self, embedded: Tensor, before: Tensor, context: ForwardContext) -> Tensor:
         """Return y [T, H], and store the keys and values of the T tokens.

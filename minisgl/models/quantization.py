@@ -16,6 +16,10 @@ class Quantization(NamedTuple):
              with experts is refused.
     stacked_experts
              as experts, for the stacked experts of gpt-oss.
+    draft_logits
+             creates the method of a second copy of the language-model head, from its unquantised
+             weight. Only drafts read it, so its rounding changes no output. None: drafts read the
+             head itself.
     unused   endings of the names of tensors that a checkpoint of this format may have and that the
              model does not read, such as scales of activations.
     """
@@ -24,6 +28,7 @@ class Quantization(NamedTuple):
     experts: ExpertsFactory | None = None
     unused: tuple[str, ...] = ()
     stacked_experts: ExpertsFactory | None = None
+    draft_logits: LinearMethodFactory | None = None
 
 
 UNQUANTIZED = Quantization(

@@ -70,7 +70,12 @@ def quantization(*groups: Group, unused: Sequence[str] = ()) -> Quantization:
                 return PackedExperts(shards, dtype, form)
         return UnquantizedExperts(shards, dtype)
 
-    return Quantization(linear, experts, (*_UNUSED, *unused))
+    return Quantization(linear, experts, (*_UNUSED, *unused), draft_logits=_converted)
+
+
+def _converted(shards: LinearShards, dtype: torch.dtype) -> LinearMethod:
+    """Return the FP8 method of a linear that the checkpoint stores unquantised."""
+    return Fp8Linear(shards, dtype, Fp8Format("online"))
 
 
 def _selector(entry: str) -> Callable[[str], object]:

@@ -58,6 +58,34 @@ def test_drafts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         assert written(driver, 2, len(tokens), 7) == heads.drafts(tokens, 7)
 
 
+def test_an_fp8_model_drafts_with_a_copy_of_its_head_in_fp8(heads: Heads) -> None:
+    """A copy that prefers one token changes all drafts, and no token."""
+    lengths = ChangingDrafts(3, head=True)
+    tokens = []
+    for favourite in (None, 7):
+        settings = {"quantization": "fp8", "page_size": 16, "speculative": "mtp"}
+        engine = make_engine(heads.path, drafts=lengths, **settings)
+        model = engine._launcher.runner.model
+        assert model.mtp is not None
+        assert model.mtp.vocabulary is not None
+        y = torch.randn(5, model.config.hidden_size)
+        wanted = model.lm_head.logits(y)
+        assert (model.mtp.logits(y, model.lm_head) - wanted).abs().max() < 0.1 * wanted.abs().max()
+        if favourite is not None:
+            model.mtp.vocabulary.scales.zero_()
+            model.mtp.vocabulary.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
+            model.mtp.vocabulary.bias.data[favourite] = 1e6
+        driver = Driver(engine)
+        ids = [int(driver.step(Work(2, 0, PROMPT)).tokens[0, 0])]
+        for _ in range(4):
+            result = driver.step(Work(2, len(PROMPT) + len(ids) - 1), drafts=3)
+            ids.append(int(result.tokens[0, 0]))
+        if favourite is not None:
+            assert written(driver, 2, len(PROMPT) + len(ids), 3) == [favourite] * 3
+        tokens.append(ids)
+    assert tokens[0] == tokens[1]
+
+
 TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 DRAWN = SamplingParams(
