@@ -7,11 +7,13 @@ from functools import partial
 
 import msgspec
 
-from minisgl.core import EngineConfig
+from minisgl.core import ConfigError, EngineConfig
+from minisgl.cost.floor import weight_format
 from minisgl.cost.gpus import GPUS, Gpu, find_gpu
 from minisgl.models.config import draft_method, load_model_spec
 from minisgl.models.spec import ModelSpec
-from minisgl.planning.plan import Plan, make_plan
+from minisgl.planning.plan import Plan, make_plan, planned_weights
+from minisgl.quantization import with_quantizations
 from minisgl.settings.places import command_line
 from minisgl.settings.resolve import ArgumentParser, resolve
 from minisgl.utils import setup_logging
@@ -44,8 +46,13 @@ def main(argv: Sequence[str]) -> int:
     chunk = config.scheduler.prefill_budget_tokens
     plan_on = partial(make_plan, model=model, max_chunk_tokens=chunk)
     gpus = [options.gpu] if options.gpu else list(GPUS.values())
+
+    def plans_with(engine: EngineConfig) -> list[Plan]:
+        weights = planned_weights(engine, model)
+        return [plan_on(engine, gpu=gpu, weights=weights) for gpu in gpus]
+
     given = command_line(config)
-    plans = [_with_flags(plan_on(config.engine, gpu=gpu), given) for gpu in gpus]
+    plans = [_with_flags(plan, given) for plan in plans_with(engine)]
     name = config.served_names[0]
     if options.json:
         lines = [msgspec.json.encode({"model": name, "plans": plans}).decode()]
@@ -55,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
         lines = _as_text(name, plans[0], gpus[0])
         if not plans[0].tokens:
             lines.append(_remedy(config.engine, model, partial(plan_on, gpu=gpus[0])))
+    if not options.json and weight_format(model, engine.quantization) == "none":
+        lines += _by_weights(plans, engine, plans_with)
     sys.stdout.write("\n".join([*lines, ""]))
     return 0 if any(plan.tokens for plan in plans) else 1
 
@@ -132,6 +141,30 @@ def _as_table(name: str, plans: Sequence[Plan]) -> list[str]:
         lines.append(f"{plan.gpu:10} {tokens:>16} {full:>14} {floor:>24}")
     lines += ["", *_states(plan.gpu for plan in plans)]
     return [*lines, "minisgl plan --gpu NAME shows one of them in full."]
+
+
+def _by_weights(
+    plans: Sequence[Plan], config: EngineConfig, plans_with: Callable[[EngineConfig], list[Plan]]
+) -> list[str]:
+    """Return a table of the tokens that fit with each format of --quantization.
+
+    plans: those of unquantised weights. A format that does not suit the model has a remark.
+    """
+    tokens, remarks = {plans[0].dtype: plans}, []
+    for name in with_quantizations().online_quantizations:
+        try:
+            tokens[name] = plans_with(msgspec.structs.replace(config, quantization=name))
+        except ConfigError as error:
+            remarks.append(f"{name}: {error}")
+    lines = ["", "tokens that fit, by the weights (--quantization)", "GPU       "]
+    lines[-1] += "".join(f"{name:>14}" for name in tokens)
+    for row, plan in enumerate(plans):
+        cells = (
+            f"{of_gpu[row].tokens:,}" if of_gpu[row].tokens else "none"
+            for of_gpu in tokens.values()
+        )
+        lines.append(f"{plan.gpu:10}" + "".join(f"{cell:>14}" for cell in cells))
+    return [*lines, *remarks]
 
 
 def _states(names: Iterable[str]) -> list[str]:

@@ -75,17 +75,20 @@ def make_plan(
     model: ModelSpec,
     gpu: Gpu,
     max_chunk_tokens: int = 8192,
+    weights: int | None = None,
 ) -> Plan:
     """Return the plan of an engine on `gpu`. Raises ConfigError, as the engine does.
 
     max_chunk_tokens: the largest number of prompt tokens in one step, the same as for Engine.
+    weights: `planned_weights` of the same engine, for plans of several GPUs.
     """
     tp, drafting = TPInfo(0, config.tp_size), config.speculative is not None
     device = torch.device("meta")
     resolved = memory.resolve(config, model, tp, device)
     model, context, spec, _ = resolved
     dtype, fp8_kv = spec.dtype, spec.fp8
-    weights = weight_bytes(model, tp, dtype, with_quantizations(), config.quantization)
+    if weights is None:
+        weights = planned_weights(config, model)
     build = memory.state_build(config, resolved, tp, device, drafting)
     row_bytes, words = states.row_bytes(model.states, build), states.row_words(model.states, build)
     beside = memory.kv_bytes_left(config, gpu.memory_bytes, weights)
@@ -151,6 +154,13 @@ def make_plan(
         floor_ms=floor_ms,
         settings=_settings(config, context, tokens, requests_of),
     )
+
+
+def planned_weights(config: EngineConfig, model: ModelSpec) -> int:
+    """Return the bytes of a rank's weights. Raises ConfigError, as the engine does."""
+    tp = TPInfo(0, config.tp_size)
+    dtype = memory.resolve(config, model, tp, torch.device("meta")).kv_spec.dtype
+    return weight_bytes(model, tp, dtype, with_quantizations(), config.quantization)
 
 
 def _pages(

@@ -189,8 +189,10 @@ def test_stored_formats_count_their_bytes_and_scales(tmp_path: Path) -> None:
     vocabulary = 2 * 2 * 151_936 * 4096  # embedding and head stay in bfloat16
     linear = wide.weight_bytes - vocabulary
     assert narrow.weight_bytes - vocabulary == pytest.approx(linear / 2, rel=0.002)
+    int4 = plan(folder, quantization="int4").weight_bytes
+    assert int4 - vocabulary == pytest.approx(linear * 4.125 / 16, rel=0.002)
     config = json.loads((tmp_path / "config.json").read_text())
-    for method, says in (("fp8", None), ("awq", "quantization_config \\(awq\\) is not supported")):
+    for method, says in (("fp8", None), ("hqq", "quantization_config \\(hqq\\) is not supported")):
         config["quantization_config"] = {"quant_method": method}
         (tmp_path / "config.json").write_text(json.dumps(config))
         if says is None:
@@ -323,6 +325,30 @@ def test_command_says_how_many_gpus_a_model_needs(
     assert re.search(r"^RTX4090 +none +0 *$", capsys.readouterr().out, re.M), "the table says so"
     assert main(["plan", folder, "--gpu", "H2000"]) == 2
     assert "did you mean 'H200'" in capsys.readouterr().err
+
+
+def test_command_says_which_formats_of_weights_fit_on_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_model("qwen3-32b", tmp_path)
+    assert main(["plan", folder, "--gpu", "L40S"]) == 1
+    expected = [plan(folder, GPUS["L40S"], quantization=each).tokens for each in ("fp8", "int4")]
+    found = re.search(r"^L40S +none +([\d,]+) +([\d,]+)$", capsys.readouterr().out, re.M)
+    assert found is not None
+    assert [int(text.replace(",", "")) for text in found.groups()] == expected
+    assert 0 < expected[0] < expected[1]
+    assert main(["plan", folder, "--gpu", "L40S", "--quantization", "int4"]) == 0
+    assert "--quantization)" not in capsys.readouterr().out, "the weights are chosen"
+
+
+def test_command_says_which_format_does_not_suit_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(write_model("qwen3-0.6b", tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 3008}))
+    assert main(["plan", str(folder), "--gpu", "L40S"]) == 0
+    assert "\nint4: model.layers.0.mlp.down_proj has 3008 columns" in capsys.readouterr().out
 
 
 def test_a_draft_head_takes_its_weights_and_the_keys_of_one_layer(tmp_path: Path) -> None:
