@@ -33,7 +33,7 @@ class GroupedMm(MoeBackend):
 
     def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
         top_k = router.top_k
-        scales, experts = route(linear(x, router.weight), top_k, router.renormalise)
+        scales, experts = route(linear(x, router.weight), router)
         sorted_experts, order = experts.flatten().sort(stable=True)
         ids = torch.arange(len(router.weight), device=x.device)
         ends = torch.searchsorted(sorted_experts, ids, right=True).int()

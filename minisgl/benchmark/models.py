@@ -104,6 +104,14 @@ SHAPES = {
     | {"architectures": ["Qwen3VLMoeTextModel"], "num_key_value_heads": 4, "num_experts": 128}
     | {"num_experts_per_tok": 8, "moe_intermediate_size": 768, "rope_theta": 5_000_000}
     | {"max_position_embeddings": 262144},
+    "glm-4.5-air": _shape(4096, 46, 96, 10944, tied=False)
+    | {"architectures": ["Glm4MoeForCausalLM"], "vocab_size": 151552, "eos_token_id": 151329}
+    | {"n_routed_experts": 128, "moe_intermediate_size": 1408, "max_position_embeddings": 131072}
+    | {"attention_bias": True},
+    "minimax-m2": _shape(3072, 62, 48, 1536, tied=False)
+    | {"architectures": ["MiniMaxM2ForCausalLM"], "vocab_size": 200064, "eos_token_id": 200020}
+    | {"num_local_experts": 256, "rotary_dim": 64, "rope_theta": 5_000_000}
+    | {"max_position_embeddings": 196608},
     "phi-4": _shape(5120, 40, 40, 17920, tied=False)
     | {"architectures": ["Phi3ForCausalLM"], "num_key_value_heads": 10, "vocab_size": 100352},
     "mistral-small-24b": _shape(5120, 40, 32, 32768, tied=False)

@@ -76,9 +76,10 @@ class DecoderLayer(nn.Module):
         build = MixerBuild(size, config.norm_eps, config.ropes, comm, linear)
         self.mixer_name = kind.name
         self.add_module(kind.name, kind(spec.mixer, build))
-        linear = parts.linear._replace(parent=f"{name}.mlp")
         self.mlp: nn.Module
+        linear = parts.linear._replace(parent=f"{name}.mlp")
         if isinstance(spec.mlp, ExpertsSpec):
+            linear = linear._replace(parent=f"{name}.{spec.mlp.names.block}")
             assert parts.moe_backend is not None, "sparse layers need a backend; this is a bug"
             self.mlp = MoeBlock(size, spec.mlp, linear, parts.experts, parts.moe_backend)
         else:

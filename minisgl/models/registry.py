@@ -9,9 +9,11 @@ from minisgl.core import ConfigError
 from minisgl.models.families import (
     exaone4,
     gemma,
+    glm4_moe,
     gpt_oss,
     granite,
     llama,
+    minimax_m2,
     mistral,
     olmo,
     phi3,
@@ -63,6 +65,8 @@ FAMILIES: Mapping[str, Family] = {
     "Exaone4ForCausalLM": Family(exaone4.spec),
     "Gemma2ForCausalLM": Family(gemma.spec_2, gemma.DEFAULTS_2),
     "Gemma3ForCausalLM": Family(gemma.spec_3, gemma.DEFAULTS_3),
+    "Glm4MoeForCausalLM": Family(glm4_moe.spec, glm4_moe.DEFAULTS),
+    "MiniMaxM2ForCausalLM": Family(minimax_m2.spec, minimax_m2.DEFAULTS),
     "GptOssForCausalLM": Family(gpt_oss.spec, gpt_oss.DEFAULTS),
 }
 

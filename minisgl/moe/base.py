@@ -39,9 +39,12 @@ class ExpertFormat(StrEnum):
 class Router(NamedTuple):
     """Chooses top_k of E experts for each token. weight: [R, H]; bias: [R] or None.
 
-    shared: the number of further experts, which follow the E others and compute every token. Row E
-    of `weight` is then their gate: their routing weight is sigmoid(gate). Later rows are padding.
-    renormalise: whether the routing weights of a token's top_k experts sum to 1.
+    shared: the number of further experts, which follow the E others and compute every token. With
+    shared_gate, row E of `weight` is their gate: their routing weight is sigmoid(gate). Later rows
+    are padding. Without it, their routing weight is 1.
+    renormalise: whether the routing weights of a token's top_k experts sum to 1, before `scale`.
+    correction: float32 [E], as ExpertsSpec.sigmoid describes it. None: the scores are a softmax.
+    scale: the factor on the routing weights of the top_k experts.
     """
 
     weight: Tensor
@@ -49,14 +52,28 @@ class Router(NamedTuple):
     top_k: int
     renormalise: bool
     shared: int = 0
+    shared_gate: bool = True
+    correction: Tensor | None = None
+    scale: float = 1.0
+
+    @property
+    def gates(self) -> int:
+        """The rows of the gate of the shared experts: 0 or 1."""
+        return int(self.shared > 0 and self.shared_gate)
 
     def logits(self, x: Tensor, num_experts: int) -> Tensor:
         """Return the logits of the E experts and, with shared experts, of their gate. x: [T, H].
 
-        num_experts: all of the layer, with the shared ones. Returns [T, E] or [T, E + 1].
+        num_experts: all of the layer, with the shared ones. Returns [T, E] or [T, E + 1], float32
+        with a correction: the sigmoids of different experts are often equal after rounding to 16
+        bits, and the authors' code rounds neither.
         """
-        rows = num_experts - self.shared + (self.shared > 0)
-        return linear(x, self.weight, self.bias)[:, :rows]
+        rows = num_experts - self.shared + self.gates
+        if self.correction is None:
+            return linear(x, self.weight, self.bias)[:, :rows]
+        if x.is_cuda and x.dtype.itemsize == 2:
+            return torch.mm(x, self.weight.t(), out_dtype=torch.float32)[:, :rows]
+        return linear(x.float(), self.weight.float())[:, :rows]
 
 
 class ExpertMatrix(NamedTuple):
@@ -115,22 +132,27 @@ class ExpertWeights(NamedTuple):
     swiglu: ClampedSwiglu | None = None
 
 
-def route(logits: Tensor, top_k: int, renormalise: bool, shared: int = 0) -> tuple[Tensor, Tensor]:
-    """Return the routing weights and the indices of each token's experts.
+def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """Return the routing weights and the indices of each token's experts, as Router describes them.
 
-    Softmax runs over the E experts in float32. With renormalise, the weights of a token's top_k
-    experts sum to 1. The shared experts follow them.
-    logits: [T, E], or [T, E + 1] with the gate of the shared experts. Returns weights, float32
-    [T, top_k + shared], and experts, int64 [T, top_k + shared], distinct in each row.
+    Scores are computed in float32. The shared experts follow the top_k chosen ones.
+    logits: as Router.logits returns them. Returns weights, float32 [T, top_k + shared], and
+    experts, int64 [T, top_k + shared], distinct in each row.
     """
-    logits, num_experts = logits.float(), logits.shape[1] - (shared > 0)
-    weights, experts = logits[:, :num_experts].softmax(dim=-1).topk(top_k, dim=-1)
-    if renormalise:
+    logits, num_experts, shared = logits.float(), logits.shape[1] - router.gates, router.shared
+    if router.correction is None:
+        weights, experts = logits[:, :num_experts].softmax(dim=-1).topk(router.top_k, dim=-1)
+    else:
+        scores = logits[:, :num_experts].sigmoid()
+        experts = (scores + router.correction).topk(router.top_k, dim=-1).indices
+        weights = scores.gather(1, experts)
+    if router.renormalise:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    weights = weights * router.scale
     if shared:
         others = torch.arange(num_experts, num_experts + shared, device=logits.device)
-        gate = logits[:, num_experts:].sigmoid()
-        weights = torch.cat((weights, gate.expand(-1, shared)), dim=1)
+        gate = logits[:, num_experts:].sigmoid() if router.gates else weights.new_ones(1, 1)
+        weights = torch.cat((weights, gate.expand(len(logits), shared)), dim=1)
         experts = torch.cat((experts, others.expand(len(logits), -1)), dim=1)
     return weights, experts
 
@@ -142,6 +164,7 @@ class MoeBackend(ABC):
     formats: the formats of experts that the backend computes.
     takes_biases: whether it computes biases and the gate of ExpertWeights.swiglu.
     takes_shared: whether it computes shared experts, of which Router.shared has the number.
+    takes_sigmoid: whether it computes Router.correction, Router.scale and Router.shared_gate.
     The tuple registry.MOE_BACKENDS lists the backends of minisgl. An entry point passes the
     backends of other packages in engine.Extensions.
 
@@ -152,6 +175,7 @@ class MoeBackend(ABC):
     formats: ClassVar[Collection[ExpertFormat]] = (ExpertFormat.UNQUANTISED,)
     takes_biases: ClassVar[bool] = False
     takes_shared: ClassVar[bool] = False
+    takes_sigmoid: ClassVar[bool] = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -22,8 +22,8 @@ class MoeBlock(nn.Module):
     """Routes all tokens on every rank. Each rank holds a share of every expert's inner dimension.
 
     router: [R, H], as in Router. `experts` stores the experts; I is this rank's padded share of the
-    inner dimension. The shared expert of Qwen2-MoE, whose output a gate scales, is stored as
-    further experts. The router of gpt-oss has a bias, and its experts have the clamped SwiGLU.
+    inner dimension. A shared expert, whose output a gate may scale, is stored as further experts.
+    The router of gpt-oss has a bias, and its experts have the clamped SwiGLU.
     Raises ConfigError if the backend does not support the experts.
     """
 
@@ -39,18 +39,23 @@ class MoeBlock(nn.Module):
         ranks = build.tp.rank, build.tp.size
         self.spec = spec
         self.backend = backend
+        self.parent = build.parent
         inner = split_evenly("", spec.inner, *ranks)
-        rows = spec.num_experts + (_GATE_ROWS if spec.shared else 0)
+        rows = spec.num_experts + (_GATE_ROWS if spec.shared and spec.shared_gate else 0)
         self.router = nn.Parameter(torch.empty(rows, hidden_size))
         self.router_bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.stacked else None
+        source = f"{build.parent}.{spec.names.correction}"
+        self.correction = _Correction(spec.num_experts, source) if spec.sigmoid else None
         num_experts = spec.num_experts + spec.shared
         shards = ExpertShards(build.parent, num_experts, hidden_size, inner, *ranks, spec.shared)
+        shards = shards._replace(spelling=spec.names)
         self.experts = experts(shards, build.dtype)
         form = self.experts.weights().gate_up.format
         for is_supported, kind in (
             (form in backend.formats, f"{form} experts"),
             (backend.takes_biases or not spec.stacked, "experts with biases"),
             (backend.takes_shared or not spec.shared, "shared experts"),
+            (backend.takes_sigmoid or not spec.sigmoid, "routing by sigmoids"),
         ):
             if not is_supported:
                 raise ConfigError(
@@ -64,16 +69,40 @@ class MoeBlock(nn.Module):
         block_input: already normalised, because no method folds the norm of a sparse layer.
         """
         x, spec = block_input.x, self.spec
-        router = Router(self.router, self.router_bias, spec.top_k, spec.renormalise, spec.shared)
+        correction = None if self.correction is None else self.correction.values
+        router = Router(
+            self.router,
+            self.router_bias,
+            spec.top_k,
+            spec.renormalise,
+            spec.shared,
+            spec.shared_gate,
+            correction,
+            spec.scale,
+        )
         weights = self.experts.weights()._replace(swiglu=spec.swiglu)
         return ResidualStream(self.backend.forward(x, router, weights), residual)
 
     def placements(self, name: str) -> Iterator[Placement]:
         experts, hidden = self.spec.num_experts, self.router.shape[1]
-        module, router = "router" if self.spec.stacked else "gate", f"{name}.router"
-        yield Placement(f"{name}.{module}.weight", (experts, hidden), router)
+        source, router = f"{self.parent}.{self.spec.names.router}", f"{name}.router"
+        yield Placement(f"{source}.weight", (experts, hidden), router)
         if self.router_bias is not None:
-            yield Placement(f"{name}.{module}.bias", (experts,), f"{name}.router_bias")
-        if self.spec.shared:
-            gate = f"{name}.shared_expert_gate.weight"
+            yield Placement(f"{source}.bias", (experts,), f"{name}.router_bias")
+        if self.spec.shared and self.spec.shared_gate:
+            gate = f"{self.parent}.shared_expert_gate.weight"
             yield Placement(gate, (1, hidden), router, offset=experts)
+
+
+class _Correction(nn.Module):
+    """The correction of a router's scores (ExpertsSpec.sigmoid). values: float32 [E]."""
+
+    chooses_dtypes = True
+
+    def __init__(self, num_experts: int, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.values = nn.Parameter(torch.empty(num_experts, dtype=torch.float32))
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        yield Placement(self.source, tuple(self.values.shape), f"{name}.values")

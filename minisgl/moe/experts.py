@@ -9,6 +9,7 @@ from torch import nn
 
 from minisgl.layers.shards import FusedExperts, LinearShards, Placement, Shard, split_evenly
 from minisgl.moe.base import ExpertMatrix, ExpertWeights
+from minisgl.moe.spec import ExpertNames
 
 
 class ExpertShards(NamedTuple):
@@ -20,6 +21,7 @@ class ExpertShards(NamedTuple):
     inner        this rank's share of an expert's inner dimension.
     rank, ranks  this tensor-parallel rank, and the number of ranks.
     shared       the last experts, which are parts of the checkpoint's shared expert.
+    spelling     the names of the experts' modules in the checkpoint.
     """
 
     parent: str
@@ -29,6 +31,7 @@ class ExpertShards(NamedTuple):
     rank: int = 0
     ranks: int = 1
     shared: int = 0
+    spelling: ExpertNames = ExpertNames()
 
     @property
     def routed(self) -> int:
@@ -54,14 +57,14 @@ class ExpertShards(NamedTuple):
 
     def matrices(self, expert: int) -> dict[str, LinearShards]:
         """The two matrices of an expert, by the parameter that has this matrix of all experts."""
-        parent, inner = f"{self.parent}.experts.{expert}", self.inner
+        parent, inner, names = f"{self.parent}.experts.{expert}", self.inner, self.spelling
         if expert >= self.routed:
-            parent = f"{self.parent}.shared_expert"
+            parent = f"{self.parent}.{names.shared}"
             shift, rows = (expert - self.routed) * inner.full, self.shared * inner.full
             inner = inner._replace(shift=shift, rows=rows)
-        gate = inner._replace(name="gate_proj")
-        up, hidden = gate._replace(name="up_proj"), Shard("", self.hidden_size, 0, self.hidden_size)
-        down = hidden._replace(name="down_proj")
+        gate, up = inner._replace(name=names.gate), inner._replace(name=names.up)
+        hidden = Shard("", self.hidden_size, 0, self.hidden_size)
+        down = hidden._replace(name=names.down)
         return {
             "gate_up": LinearShards((gate, up), hidden, bias=False, parent=parent),
             "down": LinearShards((down,), inner, bias=False, parent=parent),

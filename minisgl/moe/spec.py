@@ -5,6 +5,24 @@ from typing import NamedTuple
 from minisgl.moe.base import ClampedSwiglu
 
 
+class ExpertNames(NamedTuple):
+    """The names of a layer's experts in the checkpoint, in the module `block` of the layer.
+
+    gate, up, down  the linears of an expert.
+    router          the linear of the router.
+    shared          the module of the shared expert.
+    correction      the tensor of ExpertsSpec.sigmoid.
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    router: str = "gate"
+    shared: str = "shared_expert"
+    correction: str = "gate.e_score_correction_bias"
+
+
 class ExpertsSpec(NamedTuple):
     """The mixture of experts of one decoder layer.
 
@@ -14,9 +32,14 @@ class ExpertsSpec(NamedTuple):
     renormalise  whether the routing weights of a token sum to 1.
     shared       further experts, which compute every token. The checkpoint has them as one shared
                  expert, whose inner size is `shared` times that of the others.
+    shared_gate  whether the sigmoid of a gate multiplies the output of the shared expert.
+    sigmoid      the scores of the experts are the sigmoids of their logits instead of a softmax.
+                 The router chooses by the sum of score and correction, a value for each expert.
+    scale        the factor on the routing weights of the experts that the router chooses.
     stacked      the experts are those of gpt-oss: one tensor for each matrix of all experts, gate
                  and up interleaved, and biases. The router has a bias too.
     swiglu       the gate of the experts; None: silu(gate) * up.
+    names        the names in the checkpoint.
     """
 
     num_experts: int
@@ -26,6 +49,10 @@ class ExpertsSpec(NamedTuple):
     shared: int = 0
     stacked: bool = False
     swiglu: ClampedSwiglu | None = None
+    shared_gate: bool = True
+    sigmoid: bool = False
+    scale: float = 1.0
+    names: ExpertNames = ExpertNames()
 
     @property
     def features(self) -> int:

@@ -16,11 +16,11 @@ class TorchMoe(MoeBackend):
 
     name = "torch"
     formats = tuple(ExpertFormat)
-    takes_biases = takes_shared = True
+    takes_biases = takes_shared = takes_sigmoid = True
 
     def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
         logits = router.logits(x, len(weights.down.values))
-        scales, experts = route(logits, router.top_k, router.renormalise, router.shared)
+        scales, experts = route(logits, router)
         flat = experts.flatten()
         order = flat.argsort(stable=True)
         counts = torch.bincount(flat).tolist()

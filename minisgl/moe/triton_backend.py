@@ -40,7 +40,7 @@ class TritonMoe(MoeBackend):
 
     name = "triton"
     formats = tuple(ExpertFormat)
-    takes_biases = takes_shared = True
+    takes_biases = takes_shared = takes_sigmoid = True
 
     def __init__(self, device: torch.device) -> None:
         # Triton is imported here, because machines without a GPU may not have it.
@@ -77,7 +77,7 @@ class TritonMoe(MoeBackend):
         if len(x) <= _FEW_TOKENS and kernels.takes_few(x, weights):
             return kernels.few(x, router, weights, self._semaphores)
         logits = router.logits(x, len(weights.down.values))
-        routing = self._route(logits, router.top_k, router.renormalise, router.shared)
+        routing = self._route(logits, router)
         return kernels.many(x, weights, *routing, router.shared)
 
 

@@ -23,9 +23,9 @@ class Fp8Experts(ExpertsMethod):
         self.form = form
         if form.strategy == "block" and shards.shared > 1 and shards.inner.full % BLOCK:
             raise ConfigError(
-                f"{shards.parent}.shared_expert has FP8 blocks of {BLOCK} weights, and minisgl "
-                f"divides it into experts of inner size {shards.inner.full}: moe_intermediate_size "
-                f"must be a multiple of {BLOCK}"
+                f"{shards.parent}.{shards.spelling.shared} has FP8 blocks of {BLOCK} weights, and "
+                f"minisgl divides it into experts of inner size {shards.inner.full}: "
+                f"moe_intermediate_size must be a multiple of {BLOCK}"
             )
         matrices = shards.matrices(0)
         gate_up, self._gate_up_blocks = empty_matrix(matrices["gate_up"], form, shards.num_experts)

@@ -93,7 +93,7 @@ def random_experts(experts: int, width: int, inner: int, blocks: tuple[int, int]
 
 
 def routed(x: Tensor, router: Router, num_experts: int) -> tuple[Tensor, Tensor]:
-    factors, experts = route(router.logits(x, num_experts), router.top_k, True, router.shared)
+    factors, experts = route(router.logits(x, num_experts), router)
     return factors.contiguous(), experts.int().contiguous()
 
 

@@ -92,9 +92,25 @@ def test_route(tokens: int, experts: int, top_k: int, shared: int, renormalise: 
     from minisgl.kernel.triton.moe_routing import route
 
     logits = normal(tokens, experts + (shared > 0)) * 3
+    router = Router(logits, None, top_k, renormalise, shared)
     with poisoned():
-        scales, chosen = route(logits, top_k, renormalise, shared)
-    correct_scales, correct = reference_route(logits, top_k, renormalise, shared)
+        scales, chosen = route(logits, router)
+    correct_scales, correct = reference_route(logits, router)
+    assert torch.equal(chosen.long(), correct)
+    torch.testing.assert_close(scales, correct_scales, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize("shared", [0, 2])
+def test_route_by_sigmoids(shared: int, renormalise: bool) -> None:
+    """The correction changes the choice and not the weights. It is larger than all scores."""
+    from minisgl.kernel.triton.moe_routing import route
+
+    logits, correction = normal(70, 60), 8 + normal(60)
+    router = Router(logits, None, 8, renormalise, shared, False, correction, 2.5)
+    with poisoned():
+        scales, chosen = route(logits, router)
+    correct_scales, correct = reference_route(logits, router)
     assert torch.equal(chosen.long(), correct)
     torch.testing.assert_close(scales, correct_scales, atol=1e-6, rtol=1e-5)
 
@@ -108,14 +124,15 @@ def test_route_of_ties_and_nan() -> None:
     logits = torch.cat((good, bad, -bad, torch.zeros_like(good), good.fill_(-torch.inf), good))
     logits[0], logits[5] = normal(60), normal(60)
     logits[5, 7], logits[5, 9] = torch.inf, -torch.nan
-    scales, chosen = route(logits, 8, True)
+    router = Router(logits, None, 8, True)
+    scales, chosen = route(logits, router)
     assert chosen.min() >= 0
     assert chosen.max() < 60
     assert all(len(set(row)) == 8 for row in chosen.tolist())
     assert chosen[3].tolist() == list(range(8))
     assert chosen[5, 0] == 7
     torch.testing.assert_close(scales[3], torch.full((8,), 0.125, device=DEVICE))
-    torch.testing.assert_close(scales[0], reference_route(logits[:1], 8, True)[0][0])
+    torch.testing.assert_close(scales[0], reference_route(logits[:1], router)[0][0])
 
 
 def assignments(tokens: int, experts: int, top_k: int, kind: str, shared: int = 0) -> Tensor:
@@ -240,10 +257,24 @@ def test_experts_of_few(
         outs = [experts_of_few(x, router, weights, semaphores) for _ in range(2)]
     rows = experts + (shared > 0)
     logits = (x.double() @ router.weight[:rows].double().T).to(dtype)
-    routing = route(logits, top_k, renormalise, shared)
+    routing = route(logits, router)
     assert error(outs[0], expected(x, weights, *routing)) < 2 * TOLERANCE[dtype]
     assert torch.equal(*outs)
     assert not semaphores.any()
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_backend_routes_by_sigmoids(tokens: int) -> None:
+    """Few and many tokens get the experts of logits that are not rounded to 16 bits."""
+    from minisgl.moe.triton_backend import TritonMoe
+
+    x, weights = normal(tokens, 128, dtype=torch.bfloat16), layer(17, 128, 48, torch.bfloat16)
+    router = router_of(17, 128, torch.bfloat16, 4, shared=1)
+    router = router._replace(shared_gate=False, correction=8 + normal(16), scale=2.5)
+    out = TritonMoe(torch.device(DEVICE)).forward(x, router, weights)
+    logits = x.double() @ router.weight[:16].double().T
+    routing = reference_route(logits.float(), router)
+    assert error(out, expected(x, weights, *routing)) < 2 * TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5, 33])
@@ -255,7 +286,7 @@ def test_backend_and_padded_rows(dtype: torch.dtype, tokens: int) -> None:
 
     weights, router = layer(16, 128, 48, dtype), router_of(16, 128, dtype, 4, shared=1)
     x = normal(tokens + 3, 128, dtype=dtype)
-    routing = route(router.logits(x, 16)[:tokens], 4, True, 1)
+    routing = route(router.logits(x, 16)[:tokens], router)
     backend = TritonMoe(torch.device(DEVICE))
     call = captured(lambda: backend.forward(x, router, weights))
     outs = []

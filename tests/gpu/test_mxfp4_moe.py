@@ -82,7 +82,7 @@ def dequantised(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
 def expected(x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
     """The experts one after the other in float64; the routing is that of x's dtype."""
     logits = torch.nn.functional.linear(x, router.weight, router.bias)
-    factors, experts = route(logits, router.top_k, True)
+    factors, experts = route(logits, router)
     gate_up, down, _ = dequantised(weights, torch.float64)
     assert gate_up.bias is not None
     assert down.bias is not None
@@ -134,7 +134,7 @@ def test_experts_of_many(
     assert router.bias is not None
     router.bias[0], router.bias[1] = -50, 50
     logits = torch.nn.functional.linear(x, router.weight, router.bias)
-    factors, chosen = route(logits, TOP_K, True)
+    factors, chosen = route(logits, router)
     routing = (factors.float().contiguous(), chosen.int().contiguous())
 
     def forward() -> Tensor:

@@ -45,6 +45,9 @@ def build_model(family: str, folder: Path, seed: int = 0) -> str:
                 if name.endswith(("norm.weight", "bias", ".sinks")):
                     around_one = "norm" in name and not family.startswith("gemma")
                     parameter.normal_(1.0 if around_one else 0.0, 0.2)
+            for name, buffer in model.named_buffers():
+                if name.endswith("e_score_correction_bias"):
+                    buffer.normal_(0.0, 0.5)
         model.save_pretrained(path)
         if family.startswith("qwen3-vl-moe"):
             _transpose_experts(path / "model.safetensors")

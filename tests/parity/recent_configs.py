@@ -31,7 +31,36 @@ def _qwen3_vl_moe(**kwargs: Any) -> Any:
     )
 
 
+def _glm4_moe(**kwargs: Any) -> Any:
+    experts = EXPERTS | {"n_routed_experts": 6, "routed_scaling_factor": 1.7}
+    sizes = {name: size for name, size in experts.items() if name != "num_experts"}
+    return transformers.Glm4MoeConfig(**BASE | {"head_dim": 32} | sizes | kwargs)
+
+
+def _minimax_m2(**kwargs: Any) -> Any:
+    sizes = {"head_dim": 32, "rotary_dim": 16, "intermediate_size": 40}
+    experts = {"num_local_experts": 6, "num_experts_per_tok": 2}
+    return transformers.MiniMaxM2Config(**BASE | sizes | experts | kwargs)
+
+
 RECENT_CONFIGS: dict[str, Callable[[], Any]] = {
+    "glm4-moe": _glm4_moe,
+    "glm4-moe-norms": lambda: _glm4_moe(
+        use_qk_norm=True, num_hidden_layers=3, first_k_dense_replace=2, num_key_value_heads=1
+    ),
+    "glm4-moe-biases-tied": lambda: _glm4_moe(
+        attention_bias=True,
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        moe_intermediate_size=39,
+        first_k_dense_replace=0,
+        tie_word_embeddings=True,
+    ),
+    "minimax-m2": _minimax_m2,
+    "minimax-m2-whole-heads": lambda: _minimax_m2(rotary_dim=32, num_key_value_heads=4),
+    "minimax-m2-odd-tied": lambda: _minimax_m2(
+        intermediate_size=39, num_experts_per_tok=3, tie_word_embeddings=True
+    ),
     "qwen3-vl": _qwen3_vl,
     "qwen3-vl-tied": lambda: _qwen3_vl(tie_word_embeddings=True, num_key_value_heads=4),
     "qwen3-vl-yarn": lambda: _qwen3_vl(

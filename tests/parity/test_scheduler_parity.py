@@ -90,6 +90,8 @@ OTHER_FAMILIES = [
     "olmo3-yarn-tied",
     "gpt-oss",
     "qwen3-vl-moe",
+    "glm4-moe",
+    "minimax-m2",
 ]
 # The FP8 cache alternates: each of the first families and each case has both kinds of cache.
 PAIRS = [

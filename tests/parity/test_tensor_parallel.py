@@ -70,6 +70,8 @@ FAMILIES = [
     "gemma2",
     "gemma3-linear",
     "qwen3-vl-moe-mixed",
+    "glm4-moe-biases-tied",
+    "minimax-m2-odd-tied",
 ]
 FOUR = [  # more ranks than KV heads; 151 ids, 97 columns and experts of 39 are padded
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True),

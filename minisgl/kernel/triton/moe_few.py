@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor, float32, int32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.kernel.triton.moe_routing import Layer, Router, choose
+from minisgl.kernel.triton.moe_routing import Layer, Router, choose, rule_of
 from minisgl.kernel.triton.overlap import overlaps
 
 # The weights of a program. _gate_up: rows of gate, as many rows of up, and columns of one load.
@@ -31,6 +31,7 @@ def _score(
     x,
     router,
     bias,
+    correction,
     logits,
     semaphores,
     weights,
@@ -40,6 +41,9 @@ def _score(
     x_stride,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    SCALE: tl.constexpr,
     RENORMALISE: tl.constexpr,
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
@@ -49,7 +53,7 @@ def _score(
 ):
     """Compute one logit. The last program of a token to finish chooses the token's experts.
 
-    Row num_experts of the router is the gate of the shared experts, if there are any.
+    Row num_experts of the router is the gate of the shared experts, if they are GATED.
     """
     expert = tl.program_id(0)
     rows = tl.num_programs(0)
@@ -67,20 +71,22 @@ def _score(
     logit = tl.sum(total, axis=0)
     if BIASED:
         logit += tl.load(bias + expert).to(tl.float32)
-    rounded = logit.to(x.dtype.element_ty).to(tl.float32)
-    tl.store(logits + token * rows + expert, rounded)
+    if not SIGMOID:
+        logit = logit.to(x.dtype.element_ty).to(tl.float32)
+    tl.store(logits + token * rows + expert, logit)
     tl.debug_barrier()
     ticket = tl.atomic_add(semaphores + token, 1, sem="acq_rel", scope="gpu")
     if ticket == rows - 1:
         ids = tl.arange(0, WIDTH)[None, :]
         row = tl.full([1, 1], 0, tl.int32) + token
         value = tl.load(logits + row * rows + ids, mask=ids < num_experts, other=0.0)
-        gate = value
-        if SHARED > 0:
+        gate = tl.full([1, 1], 0.0, tl.float32)
+        if GATED:
             gate = tl.load(logits + row * rows + num_experts)
         choose(
             value,
             gate,
+            correction,
             row >= 0,
             row,
             weights,
@@ -88,6 +94,9 @@ def _score(
             num_experts,
             TOP_K,
             SHARED,
+            GATED,
+            SIGMOID,
+            SCALE,
             RENORMALISE,
             1,
             WIDTH,
@@ -207,17 +216,18 @@ def route_few(
 
     num_experts: without the shared ones. The other parameters are as in `experts_of_few`.
     """
-    weight, bias, top_k, renormalise, shared = router
-    (num_tokens, width), rows = x.shape, num_experts + (shared > 0)
+    weight, bias, correction, rule = router[0], router[1], router[6], rule_of(router)
+    (num_tokens, width), rows = x.shape, num_experts + rule.GATED
     early = overlaps()
     warps = 1 if width <= _COLUMNS else 2
     logits = x.new_empty((num_tokens, rows), dtype=float32)
-    weights = x.new_empty((num_tokens, top_k + shared), dtype=float32)
-    experts = x.new_empty((num_tokens, top_k + shared), dtype=int32)
+    weights = x.new_empty((num_tokens, rule.TOP_K + rule.SHARED), dtype=float32)
+    experts = x.new_empty((num_tokens, rule.TOP_K + rule.SHARED), dtype=int32)
     _score[(rows, num_tokens)](
         x,
         weight,
         weight if bias is None else bias,
+        weight if correction is None else correction,
         logits,
         semaphores,
         weights,
@@ -225,16 +235,13 @@ def route_few(
         width,
         num_experts,
         x.stride(0),
-        TOP_K=top_k,
-        SHARED=shared,
-        RENORMALISE=renormalise,
         WIDTH=triton.next_power_of_2(num_experts),
-        PLACES=triton.next_power_of_2(top_k),
         BLOCK=min(triton.next_power_of_2(width), _COLUMNS * warps),
         BIASED=bias is not None,
         EARLY=early,
         num_warps=warps,
         launch_pdl=early,
+        **rule._asdict(),
     )
     return weights, experts
 

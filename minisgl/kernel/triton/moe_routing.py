@@ -18,9 +18,10 @@ import triton.language as tl
 from torch import Tensor, float32, int32
 
 # The arguments of the kernels, as minisgl.moe.base has them. Router: weight, bias, top_k and
-# renormalise, and the number of shared experts. Matrix: values, scales and bias of a matrix of all
-# experts. Layer: gate_up, down, and the constants of the clamped SwiGLU, which biased experts have.
-Router = tuple[Tensor, Tensor | None, int, bool, int]
+# renormalise, the number of shared experts and whether they have a gate, correction, and scale.
+# Matrix: values, scales and bias of a matrix of all experts. Layer: gate_up, down, and the
+# constants of the clamped SwiGLU, which biased experts have.
+Router = tuple[Tensor, Tensor | None, int, bool, int, bool, Tensor | None, float]
 Matrix = tuple[Tensor, Any, Tensor | None]
 Layer = tuple[Matrix, Matrix, tuple[float, float] | None]
 
@@ -35,8 +36,9 @@ _COMPARED = tl.constexpr(32)
 
 @triton.jit
 def choose(
-    value,
+    logit,
     gate,
+    correction,
     alive,
     token,
     weights,
@@ -44,6 +46,9 @@ def choose(
     num_experts,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    SCALE: tl.constexpr,
     RENORMALISE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -51,43 +56,58 @@ def choose(
 ):
     """Choose TOP_K of num_experts experts for ROWS tokens. Store all experts and their weights.
 
-    value  [ROWS, WIDTH]: logits.
-    gate   [ROWS, 1]: logits of the shared experts. Not read without shared experts.
+    logit  [ROWS, WIDTH], of the experts.
+    gate   [ROWS, 1]: logits of the shared experts. Not read unless they are GATED.
     alive  [ROWS, 1]: whether a row belongs to a token.
     token  [ROWS, 1]: number of the token.
+    correction
+           [num_experts], added to the scores for the choice. Not read without SIGMOID.
     """
     ids = tl.arange(0, WIDTH)[None, :]
     inside = ids < num_experts
     at = token * (TOP_K + SHARED)
     place = tl.arange(0, PLACES)[None, :]
-    value = tl.where(inside & (value == value), value, float("-inf"))  # NaN counts as -inf
+    logit = tl.where(inside & (logit == logit), logit, float("-inf"))  # NaN counts as -inf
+    value = logit
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+        value = score + tl.load(correction + ids, mask=inside, other=0.0)
     # Integer keys, all different, in the order of (value, then lower id first).
     bits = value.to(tl.int32, bitcast=True)
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
     none = -0x7FFFFFFFFFFFFFFF
     keys = tl.where(inside, (ordered << 32) | (WIDTH - 1 - ids), none)
     chosen = tl.full([ROWS, PLACES], 0, tl.int64)
+    mass = tl.full([ROWS, PLACES], 0.0, tl.float32)
     for j in tl.static_range(TOP_K):
         best = tl.max(keys, axis=1)[:, None]
         chosen = tl.where(place == j, best, chosen)
+        if SIGMOID:
+            own = tl.sum(tl.where(keys == best, score, 0.0), axis=1)[:, None]
+            mass = tl.where(place == j, own, mass)
         keys = tl.where(keys == best, none, keys)
     kept = place < TOP_K
-    high = (chosen >> 32).to(tl.int32)
-    logit = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    largest = tl.max(value, axis=1)[:, None]
-    mass = tl.where(kept, tl.exp(logit - largest), 0.0)
-    total = tl.sum(mass if RENORMALISE else tl.exp(value - largest), axis=1)[:, None]
-    tl.store(weights + at + place, mass / total, mask=alive & kept)
+    if SIGMOID:
+        total = tl.sum(mass, axis=1)[:, None] if RENORMALISE else 1.0
+    else:
+        high = (chosen >> 32).to(tl.int32)
+        found_logit = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        largest = tl.max(value, axis=1)[:, None]
+        mass = tl.where(kept, tl.exp(found_logit - largest), 0.0)
+        total = tl.sum(mass if RENORMALISE else tl.exp(value - largest), axis=1)[:, None]
+    tl.store(weights + at + place, mass / total * SCALE, mask=alive & kept)
     found = WIDTH - 1 - (chosen & 0xFFFFFFFF).to(tl.int32)
     tl.store(experts + at + place, found, mask=alive & kept)
     for j in tl.static_range(SHARED):
-        tl.store(weights + at + TOP_K + j, 1.0 / (1.0 + tl.exp(-gate)), mask=alive)
+        share = 1.0 / (1.0 + tl.exp(-gate)) if GATED else gate * 0 + 1.0
+        tl.store(weights + at + TOP_K + j, share, mask=alive)
         tl.store(experts + at + TOP_K + j, token * 0 + num_experts + j, mask=alive)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route(
     logits,
+    correction,
     weights,
     experts,
     num_tokens,
@@ -95,6 +115,9 @@ def _route(
     stride,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    SCALE: tl.constexpr,
     RENORMALISE: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -105,12 +128,13 @@ def _route(
     alive = rows < num_tokens
     row_at = logits + rows.to(tl.int64) * stride
     value = tl.load(row_at + ids, mask=alive & (ids < num_experts), other=0.0)
-    gate = value
-    if SHARED > 0:
-        gate = tl.load(row_at + num_experts, mask=alive, other=0.0)
+    gate = tl.full([ROWS, 1], 0.0, tl.float32)
+    if GATED:
+        gate = tl.load(row_at + num_experts, mask=alive, other=0.0).to(tl.float32)
     choose(
         value.to(tl.float32),
-        gate.to(tl.float32),
+        gate,
+        correction,
         alive,
         rows,
         weights,
@@ -118,6 +142,9 @@ def _route(
         num_experts,
         TOP_K,
         SHARED,
+        GATED,
+        SIGMOID,
+        SCALE,
         RENORMALISE,
         ROWS,
         WIDTH,
@@ -125,30 +152,47 @@ def _route(
     )
 
 
-def route(logits: Tensor, top_k: int, renormalise: bool, shared: int = 0) -> tuple[Tensor, Tensor]:
+class Rule(NamedTuple):
+    """The arguments of `choose` that follow from a router."""
+
+    TOP_K: int
+    SHARED: int
+    GATED: bool
+    SIGMOID: bool
+    SCALE: float
+    RENORMALISE: bool
+    PLACES: int
+
+
+def rule_of(router: Router) -> Rule:
+    _, _, top_k, renormalise, shared, shared_gate, correction, scale = router
+    places, is_gated = triton.next_power_of_2(top_k), shared > 0 and shared_gate
+    return Rule(top_k, shared, is_gated, correction is not None, scale, renormalise, places)
+
+
+def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """As minisgl.moe.base.route. logits: unit stride in their second dimension, T > 0.
 
     Returns weights, float32 [T, A], and experts, int32 [T, A], best first and the shared ones last.
     The experts of a token are distinct and in range even if its logits are NaN or infinite. Of
     equal logits the lower id comes first.
     """
-    num_tokens, num_experts = len(logits), logits.shape[1] - (shared > 0)
-    weights = logits.new_empty((num_tokens, top_k + shared), dtype=float32)
-    experts = logits.new_empty((num_tokens, top_k + shared), dtype=int32)
+    rule, correction = rule_of(router), router[6]
+    num_tokens, num_experts = len(logits), logits.shape[1] - rule.GATED
+    weights = logits.new_empty((num_tokens, rule.TOP_K + rule.SHARED), dtype=float32)
+    experts = logits.new_empty((num_tokens, rule.TOP_K + rule.SHARED), dtype=int32)
     _route[(triton.cdiv(num_tokens, _ROWS),)](
         logits,
+        logits if correction is None else correction,
         weights,
         experts,
         num_tokens,
         num_experts,
         logits.stride(0),
-        TOP_K=top_k,
-        SHARED=shared,
-        RENORMALISE=renormalise,
         ROWS=_ROWS,
         WIDTH=triton.next_power_of_2(num_experts),
-        PLACES=triton.next_power_of_2(top_k),
         num_warps=_ROWS,
+        **rule._asdict(),
     )
     return weights, experts
 

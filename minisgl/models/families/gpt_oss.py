@@ -4,7 +4,7 @@ from minisgl.models.compose import read_experts, transformer, windows_by_interva
 from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.base import ClampedSwiglu
-from minisgl.moe.spec import ExpertsSpec
+from minisgl.moe.spec import ExpertNames, ExpertsSpec
 
 DEFAULTS: Raw = {
     "attention_bias": True,
@@ -24,6 +24,7 @@ def spec(config: HfConfig, raw: Raw) -> ModelSpec:
         renormalise=True,
         stacked=True,
         swiglu=ClampedSwiglu(fields.swiglu_alpha, fields.swiglu_limit),
+        names=ExpertNames(router="router"),
     )
     mlps, ends = [experts] * config.num_layers, ("<|return|>", "<|call|>")
     bias = config.attention_bias

@@ -8,7 +8,7 @@ from minisgl.core import ConfigError
 from minisgl.distributed.comm import TPInfo
 from minisgl.kernel.fp8_weights import FP8, Scales, dequantise
 from minisgl.layers.linear import LinearBuild, UnquantizedLinear
-from minisgl.moe.base import ExpertFormat, ExpertMatrix, ExpertWeights, Router
+from minisgl.moe.base import ExpertFormat, ExpertMatrix, ExpertWeights, Router, route
 from minisgl.moe.block import MoeBlock
 from minisgl.moe.experts import ExpertsFactory, UnquantizedExperts
 from minisgl.moe.registry import resolve_moe_backend
@@ -47,6 +47,21 @@ def test_experts_equal_their_definition(shared: int, renormalise: bool) -> None:
             gate, up = (gate_up[expert] @ x[token]).chunk(2)
             expected += factor * (down[expert] @ (silu(gate) * up))
         torch.testing.assert_close(out[token], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_a_correction_changes_the_choice_and_not_the_routing_weights(renormalise: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, correction = (torch.randn(size, generator=generator) for size in ((9, 6), (6,)))
+    router = Router(logits, None, 2, renormalise, 2, False, correction, 2.5)
+    weights, experts = route(logits, router)
+    for token in range(9):
+        scores = logits[token].sigmoid()
+        chosen = (scores + correction).argsort(descending=True)[:2]
+        total = scores[chosen].sum() if renormalise else 1.0
+        assert experts[token].tolist() == [*chosen.tolist(), 6, 7]
+        wanted = torch.cat((2.5 * scores[chosen] / total, torch.ones(2)))
+        torch.testing.assert_close(weights[token], wanted)
 
 
 @pytest.mark.parametrize(
