@@ -12,6 +12,7 @@ from minisgl.utils import near_names, setup_logging, supervise
 
 NAMES = {
     "attack": "time of /livez, memory, and first tokens of other clients while clients attack",
+    "campaign": "the rows of a table of docs/benchmarks.md, as records in bench/results",
     "divergence": "next-token distributions of a quantised model against those of the model itself",
     "drafts": "speed of code edits with and without drafts; the edits are real, the weights random",
     "kernels": "time of each GPU kernel, and the time to move its bytes",

@@ -79,10 +79,15 @@ def _run(arguments: Sequence[str], checkout: Path) -> object:
     done = subprocess.run(command, cwd=checkout, env=environ, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ConfigError(f"the run in {checkout} ended with the exit code {done.returncode}")
+    return last_json(done.stdout)
+
+
+def last_json(output: str) -> object:
+    """Return the value of the last line of a benchmark's output. Raises ConfigError."""
     try:
-        return json.loads(done.stdout.splitlines()[-1])
+        return json.loads(output.splitlines()[-1])
     except (ValueError, IndexError):
-        raise ConfigError(f"{arguments[0]} prints no line of JSON, so it cannot repeat") from None
+        raise ConfigError("the last line of the benchmark's output is not JSON") from None
 
 
 def table(turns: Turns) -> Iterator[str]:
@@ -106,20 +111,30 @@ def save(arguments: Sequence[str], samples: dict[Key, list[float]]) -> Path:
     values: dict[str, dict[str, float | None]] = {}
     for (name, column), numbers in samples.items():
         values.setdefault(name, {})[column] = statistics.median(numbers)
+    figures = [Figure(name, columns) for name, columns in values.items()]
+    record = record_of(" ".join(["python -m bench", *arguments]), figures)
+    return write_record(arguments[0], record)
+
+
+def record_of(command: str, figures: list[Figure], commit: str = "") -> Record:
+    """Return a record of today, this machine and the installed software.
+
+    commit: of the measured code; "": that of this checkout.
+    """
     git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    if not commit:
+        commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     found = importlib.metadata.distributions()
     installed = {each.metadata["Name"]: each.version for each in found}
-    record = Record(
+    return Record(
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
         commit=commit,
         machine=_machine(),
         versions={"python": platform.python_version()}
         | {name: installed[name] for name in _SOFTWARE if name in installed},
-        command=" ".join(["python -m bench", *arguments]),
-        figures=[Figure(name, columns) for name, columns in values.items()],
+        command=command,
+        figures=figures,
     )
-    return write_record(arguments[0], record)
 
 
 def _machine() -> str:

@@ -1,0 +1,308 @@
+"""Runs a campaign: the rows of a table of docs/benchmarks.md, each by the command of its own.
+
+bench/campaigns.toml lists the campaigns. Each row is saved in bench/results when it ends, so a
+campaign that is cut off keeps its earlier rows. A row that does not fit in --budget is skipped.
+"""
+
+import argparse
+import contextlib
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from bench.records import RESULTS, Figure, write_record
+from bench.runner import ROOT, last_json, record_of
+from minisgl.benchmark.flag_types import positive_float
+from minisgl.benchmark.server_process import start_server
+from minisgl.core import ConfigError
+from minisgl.demo import model_path
+
+_PLAN = Path(__file__).with_name("campaigns.toml")
+_DEMO = "demo"  # the name of the embedded model in bench/campaigns.toml
+
+
+class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A command that measures.
+
+    columns     paths in the JSON of its last line, by the column of the record.
+    smoke       flags of a short run with the demo model.
+    serves      it sends requests to a server that the campaign starts.
+    own_caches  environment variables that name an empty folder during a run.
+    """
+
+    command: str
+    columns: dict[str, str]
+    smoke: str = ""
+    serves: bool = False
+    own_caches: tuple[str, ...] = ()
+
+
+class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a program measures of a subject.
+
+    program  its name.
+    label    follows the name of the subject in the name of the row.
+    seconds  of all runs on one H200, without the start of a shared server.
+    values   columns that are known before the run.
+    repeat   number of runs; the record has the medians.
+    """
+
+    program: str
+    flags: str
+    seconds: float
+    label: str = ""
+    values: dict[str, float] = {}
+    repeat: int = 1
+
+
+class Subject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A model that is measured.
+
+    flags    of the engine.
+    start_s  seconds until a server of it is ready.
+    """
+
+    name: str
+    model: str
+    points: tuple[str, ...]
+    flags: str = ""
+    start_s: float = 40.0
+
+
+class CampaignPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The content of bench/campaigns.toml."""
+
+    programs: dict[str, Program]
+    points: dict[str, Point]
+    campaigns: dict[str, list[Subject]]
+
+
+class CampaignRow(NamedTuple):
+    """One point of one subject."""
+
+    subject: Subject
+    point: Point
+    program: Program
+
+    @property
+    def name(self) -> str:
+        return ", ".join(filter(None, (self.subject.name, self.point.label)))
+
+
+def read_plan() -> CampaignPlan:
+    """Return the plan of all campaigns."""
+    return msgspec.toml.decode(_PLAN.read_bytes(), type=CampaignPlan)
+
+
+def rows_of(plan: CampaignPlan, campaign: str, only: Sequence[str] = ()) -> list[CampaignRow]:
+    """Return the rows of a campaign. Raises ConfigError.
+
+    only: a name of a row has one of these texts, from the start of a word on.
+    """
+    rows = [
+        CampaignRow(subject, plan.points[name], plan.programs[plan.points[name].program])
+        for subject in plan.campaigns[campaign]
+        for name in subject.points
+    ]
+    chosen = [row for row in rows if not only or any(f" {text}" in f" {row.name}" for text in only)]
+    if not chosen:
+        names = "; ".join(row.name for row in rows)
+        raise ConfigError(
+            f"no row of {campaign} has a name with one of {list(only)}; rows: {names}"
+        )
+    return chosen
+
+
+def values_of(row: CampaignRow, found: object) -> dict[str, float]:
+    """Return the columns of a row from the JSON of its program. Raises ConfigError."""
+    return row.point.values | {
+        column: _number(found, path, column) for column, path in row.program.columns.items()
+    }
+
+
+def _number(found: object, path: str, column: str) -> float:
+    for part in path.split("/"):
+        if isinstance(found, dict):
+            found = found.get(part)
+        elif isinstance(found, list) and found:
+            found = found[int(part)]
+    if isinstance(found, bool) or not isinstance(found, int | float):
+        raise ConfigError(f"the program's JSON has no number {path}, so there is no {column}")
+    return found * (1e3 if column.endswith("_ms") else 1e2 if column.endswith("_percent") else 1)
+
+
+class Campaign:
+    """Runs the rows of one campaign and saves their records."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._until_s: float = time.monotonic() + options.budget
+
+    def run(self, rows: Sequence[CampaignRow]) -> list[str]:
+        """Run the rows, and return a line for each one without a result."""
+        missing: list[str] = []
+        for subject in dict.fromkeys(row.subject for row in rows):
+            of_subject = [row for row in rows if row.subject == subject]
+            # A server holds the memory of the GPU, so it ends before the programs with an engine.
+            serving = [row for row in of_subject if row.program.serves]
+            missing += self._run_served(subject, serving)
+            for row in of_subject:
+                if not row.program.serves:
+                    missing += self._run_row(row)
+        return missing
+
+    def _run_served(self, subject: Subject, rows: Sequence[CampaignRow]) -> list[str]:
+        """Run the rows against one server."""
+        if not rows or self._options.url is not None:
+            return [line for row in rows for line in self._run_row(row, self._options.url)]
+        if not self._fits(subject.start_s + min(row.point.seconds for row in rows)):
+            return [f"{row.name}: not in the budget" for row in rows]
+        sys.stderr.write(f"starting a server of {subject.name}\n")
+        try:
+            with start_server(self._model(subject), shlex.split(subject.flags)) as server:
+                return [line for row in rows for line in self._run_row(row, server.url)]
+        except ConfigError as error:
+            return [f"{subject.name}: {error}"]
+
+    def _run_row(self, row: CampaignRow, url: str | None = None) -> list[str]:
+        if not self._fits(row.point.seconds):
+            return [f"{row.name}: not in the budget"]
+        try:
+            self._save(row, self._values(row, url))
+        except ConfigError as error:
+            return [f"{row.name}: {error}"]
+        return []
+
+    def _fits(self, seconds: float) -> bool:
+        return time.monotonic() + seconds <= self._until_s
+
+    def _values(self, row: CampaignRow, url: str | None) -> dict[str, float]:
+        runs = [self._run(row, url) for _ in range(row.point.repeat)]
+        return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+
+    def _run(self, row: CampaignRow, url: str | None) -> dict[str, float]:
+        command = self.command(row, url)
+        sys.stderr.write(f"{row.name}: {shlex.join(command)}\n")
+        words = command[2:] if command[:2] == ["python", "-m"] else command
+        with _caches(row.program) as caches:
+            done = subprocess.run(
+                [sys.executable, "-m", *words],
+                cwd=ROOT,
+                env=os.environ | {"PYTHONPATH": str(ROOT)} | caches,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        if done.returncode:
+            raise ConfigError(f"the program ended with the exit code {done.returncode}")
+        return values_of(row, last_json(done.stdout))
+
+    def command(self, row: CampaignRow, url: str | None = None) -> list[str]:
+        """Return the command of a row. url: of a running server; None: the command starts it."""
+        words = shlex.split(row.program.command)
+        flags = shlex.split(row.point.flags)
+        if "{trace}" in flags:
+            flags[flags.index("{trace}")] = str(self._options.trace)
+        if self._options.smoke:
+            flags += shlex.split(row.program.smoke)
+        engine = shlex.split(row.subject.flags)
+        if words[-1] == "online":
+            target = ["--url", url] if url else ["--model", self._model(row.subject)]
+            rest = ["--", *engine] if engine and not url else []
+            return [*words, *target, *flags, *rest]
+        return [*words, "--model", self._model(row.subject), *engine, *flags]
+
+    def _model(self, subject: Subject) -> str:
+        if self._options.model is not None:
+            return str(self._options.model)
+        return str(model_path()) if self._options.smoke or subject.model == _DEMO else subject.model
+
+    def _save(self, row: CampaignRow, values: dict[str, float]) -> None:
+        for column, value in values.items():
+            print(f"{row.name:<72} {column:<24} {value:>12,.5g}", flush=True)
+        if self._options.results is not None:
+            model = self._model(row.subject)
+            note = "" if model == row.subject.model else f"{model} in place of {row.subject.model}"
+            if self._options.smoke:
+                note = "a smoke run of the demo model"
+            figures = [Figure(row.name, dict(values), note)]
+            record = record_of(shlex.join(self.command(row)), figures, self._options.commit)
+            name, _, version = self._options.engine.partition(" ")
+            if name != "minisgl":
+                record = msgspec.structs.replace(record, engine=name, commit=version)
+            write_record(self._options.name, record, self._options.results)
+
+
+@contextlib.contextmanager
+def _caches(program: Program) -> Iterator[dict[str, str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield {name: str(Path(folder) / name) for name in program.own_caches}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the rows of a campaign. Returns 1 if one has no result."""
+    plan = read_plan()
+    parser = argparse.ArgumentParser(prog="python -m bench campaign", description=__doc__)
+    parser.add_argument("name", choices=sorted(plan.campaigns), help="the campaign")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="run the rows whose names have this text at the start of a word; may be repeated",
+    )
+    parser.add_argument("--list", action="store_true", help="show the rows and their commands")
+    parser.add_argument(
+        "--budget",
+        type=positive_float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="skip rows whose expected time does not fit in the rest of this time (all fit)",
+    )
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="run each row for moments with the demo model; nothing is saved without --results",
+    )
+    parser.add_argument("--model", help="measure this model folder in place of each row's model")
+    parser.add_argument(
+        "--trace", type=Path, help="file with the trace of the rows that replay one"
+    )
+    parser.add_argument("--url", help="measure a running server, in place of starting one")
+    parser.add_argument(
+        "--engine",
+        default="minisgl",
+        metavar="'NAME VERSION'",
+        help="with --url: the engine of that server, for the record (minisgl)",
+    )
+    parser.add_argument("--commit", default="", help="measured commit, where git does not tell it")
+    parser.add_argument("--results", type=Path, help="folder of the records (bench/results)")
+    options = parser.parse_args(argv)
+    if options.results is None and not options.smoke:
+        options.results = RESULTS
+    rows = rows_of(plan, options.name, options.only)
+    if options.trace is None and any("{trace}" in row.point.flags for row in rows):
+        parser.error("rows that replay a trace need --trace FILE")
+    if options.engine != "minisgl" and options.url is None:
+        parser.error("--engine names the engine of the server at --url; give --url")
+    if options.url is not None and not all(row.program.serves for row in rows):
+        parser.error("only rows over HTTP can run with --url; choose them with --only")
+    campaign = Campaign(options)
+    if options.list:
+        for row in rows:
+            print(
+                f"{row.name} ({row.point.seconds:.0f} s)\n    {shlex.join(campaign.command(row))}"
+            )
+        return 0
+    missing = campaign.run(rows)
+    print(*(f"no result: {line}" for line in missing), sep="\n")
+    return 1 if missing else 0

@@ -1,0 +1,99 @@
+"""Campaigns: their rows, their commands, the budget, and the record of each row."""
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from bench import campaign
+from bench.campaign import main, read_plan, rows_of, values_of
+from bench.records import read_records
+from minisgl.benchmark.server_process import RunningServer
+from minisgl.core import ConfigError
+
+ONLINE = {
+    "ttft_s": {"p50": 0.2, "p99": 0.3},
+    "tpot_s": {"p50": 0.01},
+    "itl_s": {"p50": 0.01, "p99": 0.02},
+    "output_tokens_per_s": 50.0,
+    "requests_per_s": 2.0,
+}
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands that a campaign runs. Each of them prints the JSON of `bench online`."""
+    found: list[list[str]] = []
+
+    def run(words: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
+        found.append(words[2:])
+        code = 1 if "16" in words else 0
+        return subprocess.CompletedProcess(words, code, f"a table\n{json.dumps(ONLINE)}\n")
+
+    @contextlib.contextmanager
+    def start(model: str, flags: Sequence[str]) -> Iterator[RunningServer]:
+        found.append(["server", model, *flags])
+        yield RunningServer("http://host", 1.0)
+
+    monkeypatch.setattr(campaign.subprocess, "run", run)
+    monkeypatch.setattr(campaign, "start_server", start)
+    return found
+
+
+def test_every_campaign_has_rows_with_different_names() -> None:
+    plan = read_plan()
+    assert set(plan.campaigns) == {"peers", "agents", "latency", "start", "quality"}
+    for name in plan.campaigns:
+        labels = [row.name + str(row.program.own_caches) for row in rows_of(plan, name)]
+        assert len(labels) == len(set(labels))
+
+
+def test_the_latency_curve_has_eight_loads_or_more() -> None:
+    rows = rows_of(read_plan(), "latency")
+    assert len({row.point.values["offered_per_s"] for row in rows}) >= 8
+
+
+def test_columns_have_the_units_of_their_names() -> None:
+    row = rows_of(read_plan(), "latency", ["4 requests"])[0]
+    values = values_of(row, ONLINE)
+    assert values["offered_per_s"] == 4
+    assert values["first_token_p99_ms"] == pytest.approx(300)
+    with pytest.raises(ConfigError, match="has no number itl_s/p50, so there is no gap_p50_ms"):
+        values_of(row, ONLINE | {"itl_s": {}})
+
+
+def test_points_of_a_subject_share_a_server_and_failures_keep_other_rows(
+    commands: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    only = ["--only", "FP8 weights and KV, 8,192 in, 1,024 out, 1", "--commit", "abc"]
+    assert main(["peers", *only, "--results", str(tmp_path)]) == 1
+    assert [words[0] for words in commands] == ["server", "minisgl", "minisgl"]
+    assert commands[0][1:] == ["qwen3-8b", "--quantization", "fp8", "--kv-cache-dtype", "fp8"]
+    assert all(words[1:5] == ["bench", "online", "--url", "http://host"] for words in commands[1:])
+    assert "16 at once: the program ended with the exit code 1" in capsys.readouterr().out
+    (record,) = read_records("peers", tmp_path)
+    assert record.commit == "abc"
+    assert "--model qwen3-8b" in record.command
+    assert record.figures[0].values["token_p50_ms"] == 10
+
+
+def test_a_row_that_does_not_fit_in_the_budget_is_skipped(
+    commands: list[list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = ["--results", str(tmp_path), "--commit", "abc"]
+    assert main(["latency", "--url", "http://host", "--budget", "45", *results]) == 1
+    assert "1 request a second: not in the budget" in capsys.readouterr().out
+    assert len(commands) == 9
+    assert main(["latency", "--budget", "60", *results]) == 1  # a server takes 40 s to start
+    assert len(commands) == 9
+
+
+def test_another_engine_is_measured_at_its_url(commands: list[list[str]], tmp_path: Path) -> None:
+    flags = ["--url", "http://other", "--engine", "vLLM 0.23.0", "--results", str(tmp_path)]
+    assert main(["latency", "--only", "4 requests", *flags]) == 0
+    assert commands[0][:5] == ["minisgl", "bench", "online", "--url", "http://other"]
+    (record,) = read_records("latency", tmp_path)
+    assert (record.engine, record.commit) == ("vLLM", "0.23.0")
