@@ -3,7 +3,7 @@
 from minisgl.kvcache.fenced_pool import FencedPool
 from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, NodeParts, Wanted
 from minisgl.kvcache.memory import Memory, Room
-from minisgl.kvcache.node import CacheListener, Hit, RadixNode
+from minisgl.kvcache.node import CacheListener, Hit, NodeClass, RadixNode
 from minisgl.kvcache.radix import RadixCache, common_prefix
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "KindRoom",
     "Memory",
     "NewKind",
+    "NodeClass",
     "NodeParts",
     "RadixCache",
     "RadixNode",

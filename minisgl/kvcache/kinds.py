@@ -19,16 +19,18 @@ if TYPE_CHECKING:
 
 
 class Wanted(Protocol):
-    """A request that waits for memory. max_total_tokens: as in Rows.
+    """A request that waits for memory, or has some. max_total_tokens: as in Rows.
 
     tokens       int32; all tokens so far.
     matchable    number of leading tokens that a cached prefix may cover.
     cache_salt   only requests with an equal salt share cached prefixes.
+    session      as in AddReq.
     prefixes     as in Rows.
     """
 
     tokens: Int32Array
     cache_salt: str
+    session: str
     max_total_tokens: int
     prefixes: Prefixes
 

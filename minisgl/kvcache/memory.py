@@ -71,7 +71,7 @@ class Memory:
         self.shared: Int32Array = np.zeros(len(rows.known), dtype=np.int32)
         self.caches = caches
         self._nodes: dict[int, RadixNode] = {}  # by row: the locked end of its cached prefix
-        self.evicted_pages_total = 0
+        self.evicted_pages_total = self.ended_pages_total = 0
 
     # --- for the plan: pure -------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Memory:
 
     def match(self, wanted: Wanted) -> Hit:
         """Find the same prefix as `hit`, and mark it as used."""
-        return self.tree.match(self._matchable(wanted), wanted.cache_salt)
+        return self.tree.match(self._matchable(wanted), wanted.cache_salt, wanted.session)
 
     def lock(self, hit: Hit) -> None:
         """Protect a prefix that `match` has found, and that a request will use, from eviction."""
@@ -153,23 +153,23 @@ class Memory:
         self.table.append(np.array([row]), np.array([max(missing, 0)]))
         return True
 
-    def publish(self, row: int, salt: str, tokens: int) -> None:
-        """Give the whole pages of the row's first `tokens` tokens to the prefix cache.
+    def publish(self, row: int, req: Wanted, tokens: int) -> None:
+        """Give the whole pages of the first `tokens` tokens of a request to the prefix cache.
 
         The request continues to use them. If the cache already has a page with the same tokens, the
         row then points to the cache's page and the request's own copy is freed (I2).
         """
         num_pages = tokens // self.page_size
         if num_pages > self.shared[row] and self.caches:
-            self._insert(row, salt, num_pages)
+            self._insert(row, req, num_pages)
         for kind in self.kinds:
             kind.settle(row)
 
-    def _insert(self, row: int, salt: str, num_pages: int) -> None:
+    def _insert(self, row: int, req: Wanted, num_pages: int) -> None:
         table, fence = self.table, int(self.rows.last_step[row])
         key = self.rows.tokens[row, : num_pages * self.page_size]
         row_pages = table.entries[row, :num_pages]
-        node = self.tree.insert(key, row_pages, salt)
+        node = self.tree.insert(key, row_pages, req.cache_salt, req.session)
         pages = node.prefix_pages()
         self.tree.lock(node)
         self.tree.unlock(self._nodes[row], fence)
@@ -183,18 +183,23 @@ class Memory:
         for kind in self.kinds:
             kind.publish(row, node, num_pages)
 
-    def release(self, row: int, salt: str, cached_tokens: int) -> None:
-        """Take the pages from a row. Its first `cached_tokens` tokens go to the prefix cache.
+    def release(self, row: int, req: Wanted, cached_tokens: int) -> None:
+        """Take the pages from the row of a request.
 
+        Its first `cached_tokens` tokens go to the prefix cache.
         The last step of the row is the fence: the pages are reused only after that step.
         """
-        self.publish(row, salt, cached_tokens)
+        self.publish(row, req, cached_tokens)
         own = self.table.entries[row, self.shared[row] : self.table.counts[row]].copy()
         self.pool.release(own, int(self.rows.last_step[row]))
         self.table.counts[row] = 0
         for kind in self.kinds:
             kind.close(row)
         self.tree.unlock(self._nodes.pop(row), int(self.rows.last_step[row]))
+
+    def end_session(self, session: str) -> None:
+        """Evict the pages that only this session has used before all others."""
+        self.ended_pages_total += self.tree.end_session(session)
 
     def flush(self) -> None:
         """Evict every cached prefix that no running request uses."""

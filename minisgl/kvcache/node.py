@@ -2,11 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from minisgl.core.batch import Int32Array
+
+
+class NodeClass(IntEnum):
+    """The classes of nodes in the order of eviction."""
+
+    ENDED = 0  # only a session that has ended has used the node
+    NEW = 1  # no request has matched the node since its insertion
+    REUSED = 2  # a request has
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -22,8 +31,9 @@ class RadixNode:
     lock_count  number of running requests whose prefix ends at or below this node.
     fence       the last step of the requests that have unlocked the node. This step may still read
                 the pages. It is no earlier than the fence of any child.
-    in_heap     the node has a valid entry in the heap of its class.
-    reused      a request has matched the node since its insertion.
+    entry       number of the node's valid entry in the heap of its class; 0: it has none.
+    kept_as     its class.
+    session     the session whose requests alone have used the node; "": other requests may have.
     """
 
     tokens: Int32Array
@@ -36,8 +46,14 @@ class RadixNode:
     children: "dict[bytes, RadixNode]" = field(default_factory=dict)
     lock_count: int = 0
     fence: int = 0
-    in_heap: bool = False
-    reused: bool = False
+    entry: int = 0
+    kept_as: NodeClass = NodeClass.NEW
+    session: str = ""
+
+    @property
+    def reused(self) -> bool:
+        """A request has matched the node since its insertion, or since its session ended."""
+        return self.kept_as is NodeClass.REUSED
 
     def path(self) -> "Iterator[RadixNode]":
         """Yield the nodes from this one up to the child of the root."""

@@ -8,14 +8,13 @@ bytes, and the page is always the last part of such a key. Two different pairs o
 therefore never give the same key.
 
 Eviction takes leaves that neither a request nor a step in flight uses, least recently used first.
-There are two classes of leaves. No request has matched a new leaf since its insertion; all other
-leaves are reused leaves. The cache evicts new leaves first, so that prompts that come once do not
-evict prefixes that many requests share. When more than half of all evictable pages belong to reused
-nodes, the cache evicts reused leaves first. This is a segmented LRU (Karedla, Love and Wherry,
-1994). Each class has a heap, so an eviction takes O(log n).
+There are three classes of leaves (NodeClass). Leaves that only an ended session has used go first.
+No request has matched a new leaf since its insertion; all other leaves are reused leaves. The cache
+evicts new leaves first, so that prompts that come once do not evict prefixes that many requests
+share. When more than half of all evictable pages belong to reused nodes, the cache evicts reused
+leaves first. This is a segmented LRU (Karedla, Love and Wherry, 1994).
 """
 
-import heapq
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,8 +22,10 @@ import numpy as np
 from minisgl.core import InvariantBroken
 from minisgl.core.batch import Int32Array
 from minisgl.core.rows import Steps
+from minisgl.kvcache.eviction import EvictionHeaps
 from minisgl.kvcache.kinds import NodeParts
-from minisgl.kvcache.node import CacheListener, Evicted, Hit, RadixNode
+from minisgl.kvcache.node import CacheListener, Evicted, Hit, NodeClass, RadixNode
+from minisgl.kvcache.sessions import SessionNodes
 
 
 def common_prefix(a: Int32Array, b: Int32Array) -> int:
@@ -58,11 +59,10 @@ class RadixCache:
     I1  A node's lock_count is at least the lock_count of each child. Every ancestor of a locked
         node is therefore locked.
     I2  evictable_pages counts the pages of all nodes whose lock_count is 0.
-    I3  Every unlocked leaf without a fence has exactly one valid entry, in the heap of its class.
-        The last_use in the entry may be outdated; eviction then inserts the node again. The heap of
-        new leaves may also hold void entries, of nodes that have been reused since.
+    I3  Every unlocked leaf without a fence has a valid entry in _leaves.
     I4  _fenced holds the unlocked nodes whose fence has not been resolved. The unlocked ancestors
         of such a node are in it too, so all other unlocked pages can be evicted.
+    I5  _sessions has exactly the nodes with a session that are not of the class ENDED.
     """
 
     def __init__(
@@ -82,9 +82,8 @@ class RadixCache:
         self._kinds = kinds
         self.clock = 0
         self._num_nodes = 0
-        # Entries are (last_use, node_id, node). Heap 0 has new leaves, heap 1 reused leaves.
-        self._heaps: list[list[tuple[int, int, RadixNode]]] = [[], []]
-        self._void_entries = 0  # in heap 0
+        self._leaves = EvictionHeaps()
+        self._sessions = SessionNodes()
         self._reused_pages = 0  # evictable pages of reused nodes
         empty: Int32Array = np.empty(0, dtype=np.int32)
         self._root = RadixNode(empty, empty, [], None, b"", last_use=0, node_id=0)
@@ -115,15 +114,17 @@ class RadixCache:
         """A running request or a step in flight uses the node, so `evict` skips it."""
         return node.lock_count > 0 or node in self._fenced
 
-    def match(self, tokens: Int32Array, salt: str = "") -> Hit:
+    def match(self, tokens: Int32Array, salt: str = "", session: str = "") -> Hit:
         """Find the same prefix as `hit`, and mark its nodes as used.
 
         An edge is split where the prefix ends, and where the longest cached prefix ends.
+
+        session: key of the session of the request; "": it has none.
         """
         self.clock += 1
         end, known = self._find(tokens, salt)
         hit = self._hit(end, known)
-        node = self._use(end, known)
+        node = self._use(end, known, session)
         if hit.pages < known:
             node = self.node_at(node, hit.pages)
         for kind in self._kinds:
@@ -132,7 +133,9 @@ class RadixCache:
             self.mark_reused(each)
         return hit._replace(node=node)
 
-    def insert(self, tokens: Int32Array, pages: Int32Array, salt: str = "") -> RadixNode:
+    def insert(
+        self, tokens: Int32Array, pages: Int32Array, salt: str = "", session: str = ""
+    ) -> RadixNode:
         """Add the part of `tokens` that is not cached yet. Returns the last node.
 
         tokens: int32 [n * page_size]. pages: int32 [n], the pages with the KV of `tokens`.
@@ -147,11 +150,16 @@ class RadixCache:
             )
         self.clock += 1
         end, known = self._find(tokens, salt)
-        node = self._use(end, known)
+        node = self._use(end, known, session)
         if known < len(pages):
             rest = tokens[known * self._page_size :].copy()
             key = self._key(node, rest, salt)
             leaf = self._new_node(rest, pages[known:].copy(), node, key)
+            leaf.session = session
+            if node.kept_as is NodeClass.ENDED:  # the session has ended while its request ran
+                leaf.kept_as = node.kept_as
+            else:
+                self._sessions.add(leaf)
             node.children[key] = leaf
             self.evictable_pages += len(leaf.pages)
             self._push_if_evictable(leaf)
@@ -205,6 +213,17 @@ class RadixCache:
             self.fenced_pages -= len(node.pages)
             self._push_if_evictable(node)
 
+    def end_session(self, session: str) -> int:
+        """Let `evict` begin with the nodes that no request without this key has used.
+
+        Returns the number of their pages. Locked nodes become evictable as before, and a request
+        that matches a node keeps it again as a reused one.
+        """
+        nodes = self._sessions.take(session)
+        for node in nodes:
+            self._keep_as(node, NodeClass.ENDED)
+        return sum(len(node.pages) for node in nodes)
+
     def evict(self, count: int) -> list[Evicted]:
         """Free `count` pages, or all that can be evicted: of leaves, and of the kinds' parts.
 
@@ -214,7 +233,7 @@ class RadixCache:
         """
         evicted: list[Evicted] = []
         while count > 0:
-            leaf = self._pop_leaf()
+            leaf = self._leaves.pop(2 * self._reused_pages > self.evictable_pages, self._is_free)
             freed = self._evict_part(leaf)
             if leaf is not None and freed:
                 self._push_if_evictable(leaf)
@@ -229,25 +248,10 @@ class RadixCache:
             count -= freed
         return evicted
 
-    def _pop_leaf(self) -> RadixNode | None:
-        """Take the entry of the leaf that is evicted next from its heap."""
-        while any(self._heaps):
-            mostly_reused = 2 * self._reused_pages > self.evictable_pages
-            take_reused = bool(self._heaps[1]) and (mostly_reused or not self._heaps[0])
-            last_use, _, node = heapq.heappop(self._heaps[take_reused])
-            if node.reused != take_reused:  # a void entry: the node has moved to the other heap
-                self._void_entries -= 1
-                continue
-            node.in_heap = False
-            if node.lock_count or node.children or node in self._fenced:
-                continue
-            if last_use == node.last_use:
-                return node
-            self._push_if_evictable(node)  # used since it was pushed
-        return None
-
     def _evict_part(self, leaf: RadixNode | None) -> int:
         """Let a kind free a part that was used before `leaf`. Returns the number of its pages."""
+        if leaf is not None and leaf.kept_as is NodeClass.ENDED:
+            return 0
         before, reused = (leaf.last_use, leaf.reused) if leaf is not None else (None, True)
         return next((n for kind in self._kinds if (n := kind.evict(before, reused))), 0)
 
@@ -267,11 +271,16 @@ class RadixCache:
                 break
         return node, pages
 
-    def _use(self, end: RadixNode, pages: int) -> RadixNode:
-        """Mark the nodes of a prefix as used. Returns its last node, as node_at."""
+    def _use(self, end: RadixNode, pages: int, session: str) -> RadixNode:
+        """Mark the nodes of a prefix as used by a session. Returns its last node, as node_at."""
         node = self.node_at(end, pages)
         for each in node.path():
             each.last_use = self.clock
+            if each.session and each.session != session:
+                self._sessions.remove(each)
+                each.session = ""
+                if each.kept_as is NodeClass.ENDED:
+                    self._keep_as(each, NodeClass.NEW)
         return node
 
     def node_at(self, end: RadixNode, pages: int) -> RadixNode:
@@ -297,7 +306,9 @@ class RadixCache:
         upper = self._new_node(node.tokens[:cut].copy(), pages, parent, node.key)
         upper.lock_count = node.lock_count
         upper.fence = node.fence
-        upper.reused = node.reused
+        upper.kept_as, upper.session = node.kept_as, node.session
+        if upper.kept_as is not NodeClass.ENDED:
+            self._sessions.add(upper)
         if node in self._fenced:
             self._fenced[upper] = None
         for kind in self._kinds:
@@ -327,32 +338,34 @@ class RadixCache:
             assert parent is not None, "the root must not be evicted; this is a bug"
             del parent.children[node.key]
             node.parent = None
+            self._sessions.remove(node)
             self._push_if_evictable(parent)
         return taken
 
     def mark_reused(self, node: RadixNode) -> None:
-        """Move `node` to the reused class. Its entry in heap 0 is void from now on.
+        """Move `node` to the reused class."""
+        if node.kept_as is NodeClass.ENDED:
+            self._sessions.add(node)
+        self._keep_as(node, NodeClass.REUSED)
 
-        Heap 0 is rebuilt when more than half of its entries are void.
-        """
-        if node.reused:
+    def _keep_as(self, node: RadixNode, kept_as: NodeClass) -> None:
+        """Move `node` to another class."""
+        if node.kept_as is kept_as:
             return
-        node.reused = True
-        self._reused_pages += 0 if node.lock_count else len(node.pages)
-        self._void_entries += node.in_heap
-        node.in_heap = False
+        self._leaves.withdraw(node)
+        pages = 0 if node.lock_count else len(node.pages)
+        self._reused_pages -= pages * node.reused
+        node.kept_as = kept_as
+        self._reused_pages += pages * node.reused
         self._push_if_evictable(node)
-        if 2 * self._void_entries > len(self._heaps[0]):
-            self._heaps[0] = [entry for entry in self._heaps[0] if not entry[2].reused]
-            heapq.heapify(self._heaps[0])
-            self._void_entries = 0
+
+    def _is_free(self, node: RadixNode) -> bool:
+        """The node is a leaf that can be evicted."""
+        return not (node.lock_count or node in self._fenced or node.children or not node.parent)
 
     def _push_if_evictable(self, node: RadixNode) -> None:
-        """Add `node` to the heap of its class if it can be evicted and has no entry yet (I3)."""
-        is_free = not node.lock_count and node not in self._fenced  # `_unfence` adds a fenced one
-        if is_free and not node.in_heap and not node.children and node.parent is not None:
-            node.in_heap = True
-            heapq.heappush(self._heaps[node.reused], (node.last_use, node.node_id, node))
+        if self._is_free(node):  # `_unfence` adds a fenced one
+            self._leaves.push(node)
 
     def _new_node(
         self, tokens: Int32Array, pages: Int32Array, parent: RadixNode, key: bytes

@@ -17,8 +17,10 @@ import msgspec
 from minisgl.core import FinishReason, GrammarKind, ModelFacts, SamplingParams, TokenizerInfo
 from minisgl.core.step_cost import StepCost
 from minisgl.message.stats import SchedulerStats as SchedulerStats
+from minisgl.message.text import TextOptions as TextOptions
 from minisgl.message.text import TokenLogprob as TokenLogprob
 from minisgl.message.text import ToolCallDelta as ToolCallDelta
+from minisgl.message.text import ToolOptions as ToolOptions
 
 
 class WireMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
@@ -91,49 +93,6 @@ ToTokenizer = TokenizeRequest | Ping
 ToGrammars = CompileGrammar | Ping
 
 
-class ToolOptions(WireMessage, frozen=True, kw_only=True):
-    """The settings with which the detokenizer finds the tool calls of one request.
-
-    format      name of the call format.
-    parameters  the JSON types of the parameters of each tool (tool_calls.schema.ParameterTypes).
-    """
-
-    format: str
-    parameters: dict[str, dict[str, list[str]]]
-
-
-class TextOptions(WireMessage, frozen=True, kw_only=True):
-    """Options for the conversion of one request's tokens to text.
-
-    prompt_tail          the last ids of the prompt. A character of the output, or thinking, may
-                         begin in them.
-    stop                 stop strings, in the order in which the client gave them.
-    skip_special_tokens  leave special tokens out of the text.
-    include_stop         include the stop string that ended the text.
-    min_tokens           ignore stop strings in the first min_tokens output tokens.
-    prompt_ids           int32 little-endian; the whole prompt if the client wants its logprobs.
-    token_ids            send the output ids in the updates too.
-    reasoning            report text between <think> and </think>, or the reasoning that the parser
-                         of `tools` finds, separately from the answer.
-    silent               drop the output tokens, because the client wants the prompt only.
-    at_end               convert all tokens in one update, at the end. It needs an empty `stop`.
-    tools                report tool calls apart from the answer; None: they are text. A model whose
-                         answers consist of sections has it in every chat.
-    """
-
-    prompt_tail: list[int] = []
-    stop: list[str] = []
-    skip_special_tokens: bool = True
-    include_stop: bool = False
-    min_tokens: int = 0
-    prompt_ids: bytes = b""
-    token_ids: bool = False
-    reasoning: bool = False
-    silent: bool = False
-    at_end: bool = False
-    tools: ToolOptions | None = None
-
-
 class StartText(WireMessage, frozen=True, kw_only=True):
     """The text options of one request, sent before its AddReq.
 
@@ -156,6 +115,7 @@ class AddReq(WireMessage, frozen=True, kw_only=True):
     token_ids   int32 little-endian, each below the width of the logits.
     prediction  the output that the client expects, in the same form. Drafts come from it.
     cache_salt  only requests with the same salt share cached prefixes.
+    session     key of the session of the client to which the request belongs; "": unknown.
     client      the client that the API key names; clients take turns. "" in an offline run.
     call        number of the call; the calls of a client take turns. 0 in an offline run.
     priority    requests with a lower number are served first.
@@ -167,6 +127,7 @@ class AddReq(WireMessage, frozen=True, kw_only=True):
     sampling: SamplingParams
     prediction: bytes = b""
     cache_salt: str = ""
+    session: str = ""
     count: int = 1
     client: str = ""
     call: int = 0
@@ -179,6 +140,15 @@ class AbortReq(WireMessage, frozen=True, kw_only=True):
 
     uid: int
     reason: FinishReason = FinishReason.ABORT
+
+
+class EndSession(WireMessage, frozen=True, kw_only=True):
+    """No request of this session follows: evict first what only its requests have used.
+
+    session: as in AddReq.
+    """
+
+    session: str
 
 
 class FlushCache(WireMessage, frozen=True, kw_only=True):
@@ -205,7 +175,7 @@ class SetStepCost(WireMessage, frozen=True, kw_only=True):
 
 
 # Rank 0 adds Prepared and SetStepCost to its own input, so all ranks apply them in one iteration.
-ToScheduler = AddReq | AbortReq | FlushCache | Shutdown | Prepared | SetStepCost
+ToScheduler = AddReq | AbortReq | EndSession | FlushCache | Shutdown | Prepared | SetStepCost
 
 
 class LeaderStep(WireMessage, frozen=True, kw_only=True):

@@ -101,6 +101,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
                           layers: its pages that running requests use, evictable, and free.
     known_tokens_total    prompt tokens of the same requests that the prefix cache knew. Not all
                           kinds of memory could use them.
+    ended_pages_total     pages that evictions take first, because their session has ended.
     kind_totals           by the name of each further kind of memory: the numbers of its events.
     phases                totals of each phase of STEP_PHASES; "mixed" steps prefill and decode.
     constraints           totals of the requests with a grammar.
@@ -125,6 +126,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
     preemptions_total: int = 0
     overlapped_steps_total: int = 0
     evicted_pages_total: int = 0
+    ended_pages_total: int = 0
     nonfinite_rows_total: int = 0
     kind_pages: dict[str, tuple[int, int, int]] = {}
     kind_totals: dict[str, dict[str, int]] = {}

@@ -1,4 +1,4 @@
-"""The parts of TextOptions and TextUpdate: tokens with log-probabilities, pieces of tool calls."""
+"""The parts of StartText and TextUpdate: options, tokens with log-probabilities, tool calls."""
 
 import msgspec
 
@@ -36,3 +36,46 @@ class ToolCallDelta(msgspec.Struct, frozen=True, array_like=True):
     arguments: str
     id: str = ""
     name: str = ""
+
+
+class ToolOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings with which the detokenizer finds the tool calls of one request.
+
+    format      name of the call format.
+    parameters  the JSON types of the parameters of each tool (tool_calls.schema.ParameterTypes).
+    """
+
+    format: str
+    parameters: dict[str, dict[str, list[str]]]
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options for the conversion of one request's tokens to text.
+
+    prompt_tail          the last ids of the prompt. A character of the output, or thinking, may
+                         begin in them.
+    stop                 stop strings, in the order in which the client gave them.
+    skip_special_tokens  leave special tokens out of the text.
+    include_stop         include the stop string that ended the text.
+    min_tokens           ignore stop strings in the first min_tokens output tokens.
+    prompt_ids           int32 little-endian; the whole prompt if the client wants its logprobs.
+    token_ids            send the output ids in the updates too.
+    reasoning            report text between <think> and </think>, or the reasoning that the parser
+                         of `tools` finds, separately from the answer.
+    silent               drop the output tokens, because the client wants the prompt only.
+    at_end               convert all tokens in one update, at the end. It needs an empty `stop`.
+    tools                report tool calls apart from the answer; None: they are text. A model whose
+                         answers consist of sections has it in every chat.
+    """
+
+    prompt_tail: list[int] = []
+    stop: list[str] = []
+    skip_special_tokens: bool = True
+    include_stop: bool = False
+    min_tokens: int = 0
+    prompt_ids: bytes = b""
+    token_ids: bool = False
+    reasoning: bool = False
+    silent: bool = False
+    at_end: bool = False
+    tools: ToolOptions | None = None

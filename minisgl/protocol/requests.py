@@ -258,6 +258,8 @@ class GenerationBody(RequestBody, kw_only=True):
     include_stop_str_in_output: bool = False
     return_token_ids: bool = False
     cache_salt: Annotated[str, Meta(max_length=128)] = ""
+    prompt_cache_key: str = ""
+    session_id: str = ""
     priority: Priority | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

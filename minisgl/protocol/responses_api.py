@@ -90,7 +90,7 @@ class ResponsesReasoning(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class InputTokensBody(requests.RequestBody, kw_only=True):
-    """POST /v1/responses/input_tokens: the parameters that change the prompt."""
+    """POST /v1/responses/input_tokens: the parameters that change the prompt, and the session."""
 
     model: str
     input: str | Annotated[list[ResponsesItem], Meta(min_length=1)]
@@ -100,6 +100,7 @@ class InputTokensBody(requests.RequestBody, kw_only=True):
     parallel_tool_calls: bool = True
     text: TextConfig | None = None
     reasoning: ResponsesReasoning | None = None
+    prompt_cache_key: str = ""
 
 
 class ResponsesBody(InputTokensBody, kw_only=True):

@@ -40,12 +40,14 @@ class Caller:
 
     client    the name of the API key; "" in an offline run.
     priority  calls with a lower number are served first.
+    session   the key of the session of the call, as in AddReq.
     log       receives the fields of `Call.summary` when a call that reached the engine is closed.
     """
 
     request_id: str = ""
     client: str = DEFAULT_CLIENT
     priority: int = 0
+    session: str = ""
     log: dict[str, object] = field(default_factory=dict)
 
 
@@ -281,6 +283,7 @@ class Call:
             sampling=prompt.sampling,
             prediction=prediction,
             cache_salt=request.cache_salt,
+            session=self.caller.session,
             count=request.n,
             client=self.caller.client,
             call=self.uid if self.caller.client else 0,

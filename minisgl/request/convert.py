@@ -65,6 +65,7 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     Its token counts are not checked yet, because the tokenizer has not run.
 
     prompts: each with its path in the body, for error messages.
+    session: the name of the session in the body; "": it has none.
     priority: requests with a lower number are served first. None: the client set none.
     grammar: the constraint on the output; None: the output is free.
     prediction: the expected output, as text or as ids; None without one, or without drafts.
@@ -91,6 +92,7 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     echo: bool = False
     cache_salt: str = ""
+    session: str = ""
     priority: int | None = None
     named_tool: bool = False
     ignored: tuple[str, ...] = ()
@@ -192,6 +194,7 @@ class RequestConverter:
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
             echo=echo,
             cache_salt=body.cache_salt,
+            session=body.prompt_cache_key or body.session_id,
             priority=body.priority,
             named_tool=tools is not None and tools.is_named,
             ignored=translation.ignored,

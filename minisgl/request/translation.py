@@ -11,7 +11,16 @@ from minisgl.protocol.requests import AnyBody
 from minisgl.request.paths import SAME_PATHS, Paths
 
 # Parameters with the same name and meaning in a chat and in a body of another API.
-_SHARED = ("model", "temperature", "top_p", "top_k", "stream", "parallel_tool_calls", "priority")
+_SHARED = (
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "stream",
+    "parallel_tool_calls",
+    "priority",
+    "prompt_cache_key",
+)
 
 
 class Translation(NamedTuple):

@@ -57,6 +57,7 @@ class Req:
     end_reason        set when the request is to end. A request in state ENDING without a reason is
                       being preempted and waits again afterwards.
     cache_salt        only requests with an equal salt share cached prefixes.
+    session           as in AddReq.
     prefixes          as in Rows: where other requests may leave the tokens of this one.
     client, call      the client and its call, which take turns in the queue.
     priority          requests with a lower number are served first. `raise_delayed` lowers it for a
@@ -85,6 +86,7 @@ class Req:
     sampling: SamplingParams
     arrival_index: int
     cache_salt: str = ""
+    session: str = ""
     prefixes: Prefixes = field(default_factory=lambda: Prefixes(0, 0, []))
     client: str = ""
     call: int = 0
@@ -166,6 +168,7 @@ def accept_requests(
             sampling=params,
             arrival_index=first_arrival + index,
             cache_salt=message.cache_salt,
+            session=message.session,
             prefixes=Prefixes(*message.prefixes, []),
             client=message.client,
             call=message.call,

@@ -99,7 +99,7 @@ class Results:
         view = self._view
         if req in view.uncached:
             del view.uncached[req]
-            view.memory.publish(req.row, req.cache_salt, int(view.table.prefill_end[req.row]))
+            view.memory.publish(req.row, req, int(view.table.prefill_end[req.row]))
 
     def _read_drafts(self, batch: Batch, result: StepResult, new: NewTokens) -> None:
         """Count the accepted drafts of a step. Its ended requests still own their rows."""
@@ -224,7 +224,7 @@ class Results:
         cacheable = error is None and table.known[row] > table.prefill_end[row]
         forwarded = int(table.computed[row]) - int(table.last_step[row] > table.steps.resolved)
         forwarded = min(forwarded, int(table.known[row]) - 1)
-        view.memory.release(row, req.cache_salt, forwarded if cacheable else 0)
+        view.memory.release(row, req, forwarded if cacheable else 0)
         table.close_row(req)
         if req.end_reason is not None:
             self._finish(req, error)

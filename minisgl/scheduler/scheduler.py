@@ -18,6 +18,7 @@ from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.message.messages import (
     AbortReq,
     AddReq,
+    EndSession,
     FlushCache,
     Prepared,
     SchedulerStats,
@@ -167,6 +168,7 @@ class Scheduler:
             evictable_pages=evictable,
             locked_pages=used,
             evicted_pages_total=self.memory.evicted_pages_total,
+            ended_pages_total=self.memory.ended_pages_total,
             kind_pages={kind.name: kind.usage() for kind in self.memory.kinds},
             kind_totals={kind.name: kind.totals for kind in self.memory.kinds},
         )
@@ -221,6 +223,8 @@ class Scheduler:
                         self._start(req, uid in message.failed)
             case SetStepCost():
                 self.view.cost = message.cost
+            case EndSession():
+                self.memory.end_session(message.session)
             case FlushCache():
                 self.memory.flush()
             case Shutdown():

@@ -238,6 +238,10 @@ class EngineView:
         """
         self._to_scheduler(messages.FlushCache())
 
+    def end_session(self, session: str) -> None:
+        """Tell the scheduler that no request of a session follows. session: as in AddReq."""
+        self._to_scheduler(messages.EndSession(session=session))
+
     def close(self, call: Call) -> None:
         """Forget a call, and abort its choices that still run. May be called twice."""
         if call not in self._calls:

@@ -17,6 +17,7 @@ from minisgl.core import ModelFacts
 from minisgl.message import messages
 from minisgl.request.call import Caller
 from minisgl.request.convert import RequestConverter
+from minisgl.request.sessions import session_key, session_name
 from minisgl.server.edge.guard import KEPT
 from minisgl.server.engine import EngineView
 from minisgl.server.errors import NotReady, RendersOnly
@@ -59,9 +60,14 @@ class CallContext:
             raise core.InvalidRequest(message, param="priority")
         return max(lowest, 0) if wanted is None else wanted
 
-    def caller(self, priority: int = 0) -> Caller:
-        """The sender of the request, for a call with this priority."""
-        return Caller(self.request_id, self.client_name, priority, self.log)
+    def caller(self, priority: int = 0, session: str = "") -> Caller:
+        """The sender of the request, for a call with this priority.
+
+        session: the name in the body, as for `session_name`.
+        """
+        name = session_name(self.request.headers, session)
+        key = session_key(self.client_name, name)
+        return Caller(self.request_id, self.client_name, priority, key, self.log)
 
     def require_engine(self) -> None:
         """Raise RendersOnly if the server has no engine."""

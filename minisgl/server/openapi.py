@@ -50,6 +50,7 @@ _ROUTES = {
     "/detokenize": _Bodies(requests.DetokenizeBody, responses.DetokenizeResponse),
     "/abort": _Bodies(requests.AbortBody, responses.AbortResponse),
     "/flush_cache": _STATUS,
+    "/v1/sessions/{session_id}/end": _STATUS,
     "/v1/models": _Bodies(None, responses.ModelList),
     "/v1/models/{model_id}": _Bodies(None, responses.ModelCard),
     "/tokenizer_info": _Bodies(None, TokenizerInfo),

@@ -30,6 +30,7 @@ from minisgl.protocol.responses_api import InputTokens
 from minisgl.request.convert import CallRequest
 from minisgl.request.fit import fit_prompts
 from minisgl.request.question import Question
+from minisgl.request.sessions import session_key
 from minisgl.server.answer.disconnect import unless_disconnected
 from minisgl.server.answer.messages import MessagesWriter
 from minisgl.server.answer.openai import ResponseWriter, text_of_token
@@ -78,6 +79,18 @@ async def create_message(context: ContextDep) -> Response:
     return await _generate(MESSAGES, context)
 
 
+@router.post("/v1/sessions/{session_id}/end", tags=["generation"])
+async def end_session(context: ContextDep, session_id: str) -> Response:
+    """Let the cache give up first what only the requests of this session have used.
+
+    session_id: the name that the requests sent with the same API key.
+    """
+    context.require_engine()
+    context.service.lifecycle.require_accepting()
+    context.engine.end_session(session_key(context.client_name, session_id))
+    return json_response(responses.StatusResponse("ok"))
+
+
 @router.post("/v1/messages/count_tokens", tags=["tokens"])
 async def count_tokens(context: ContextDep) -> Response:
     """The number of prompt tokens of a chat in the format of Anthropic's Messages API."""
@@ -112,7 +125,7 @@ async def _generate(route: str, context: CallContext) -> Response:
     del raw  # Otherwise the body stays in memory until the response is complete.
     writer = _WRITERS.get(route, ResponseWriter)(request)
     engine = context.engine
-    caller = context.caller(context.allowed_priority(request.priority))
+    caller = context.caller(context.allowed_priority(request.priority), request.session)
     for feature in request.ignored:
         engine.metrics.count("ignored_features_total", 1, feature)
     if context.service.config.cache_isolation == "key":

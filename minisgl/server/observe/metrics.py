@@ -272,6 +272,7 @@ class Metrics(Collector):
         self._set("prefix_cache_known_tokens_total", stats.known_tokens_total)
         self._set("prefix_cache_hit_tokens_total", stats.cached_tokens_total)
         self._set("prefix_cache_evicted_tokens_total", stats.evicted_pages_total * size)
+        self._set("prefix_cache_ended_tokens_total", stats.ended_pages_total * size)
         of_states = stats.kind_totals.get("states", {})
         for event in ("saved", "loaded", "evicted"):
             self._set("state_snapshots_total", of_states.get(event, 0), event)

@@ -152,7 +152,7 @@ def test_void_entries_of_reused_leaves_do_not_accumulate() -> None:
         if key >= 10:
             cache.evict(1)
     assert cache.evictable_pages == 11
-    assert sum(map(len, cache._heaps)) <= 2 * 11
+    assert sum(map(len, cache._leaves.heaps)) <= 2 * 11
 
 
 def test_eviction_skips_a_prefix_that_a_step_in_flight_reads() -> None:
@@ -197,10 +197,12 @@ def test_an_eviction_visits_few_nodes_of_a_large_tree() -> None:
         return cut(node, count)  # type: ignore[arg-type]
 
     cache._cut = counting  # type: ignore[method-assign]
-    before = sum(map(len, cache._heaps))
+    before = sum(map(len, cache._leaves.heaps))
     cache.evict(1)
     assert visited == 1
-    assert before - sum(map(len, cache._heaps)) <= 1, "one entry was removed from the heap, not all"
+    assert before - sum(map(len, cache._leaves.heaps)) <= 1, (
+        "one entry was removed from the heap, not all"
+    )
 
 
 def test_unlocking_too_often_is_a_bug() -> None:
@@ -208,6 +210,9 @@ def test_unlocking_too_often_is_a_bug() -> None:
     handle = fill(cache, ids(1), 0, 1)
     with pytest.raises(InvariantBroken, match="more often"):
         cache.unlock(handle, 0)
+
+
+SESSIONS = st.sampled_from(["", "a", "a", "b"])
 
 
 class RadixMachine(RuleBasedStateMachine):
@@ -223,30 +228,51 @@ class RadixMachine(RuleBasedStateMachine):
         self.fences: dict[tuple[int, ...], int] = {}
         self.next_page = self.resolved = 0
         self.locks: list[tuple[RadixNode, tuple[int, ...]]] = []
+        self.users: dict[tuple[int, ...], set[str]] = {}  # sessions of the requests that used it
+        self.ended: set[tuple[int, ...]] = set()
 
     def prefixes(self, tokens: list[int]) -> list[tuple[int, ...]]:
         cuts = range(self.page_size, len(tokens) + 1, self.page_size)
         return [tuple(tokens[:cut]) for cut in cuts]
 
-    @rule(tokens=st.lists(st.integers(0, 2), max_size=14))
-    def insert(self, tokens: list[int]) -> None:
+    @rule(tokens=st.lists(st.integers(0, 2), max_size=14), session=SESSIONS)
+    def insert(self, tokens: list[int], session: str) -> None:
         keys = self.prefixes(tokens)
         new = np.arange(self.next_page, self.next_page + len(keys), dtype=np.int32)
         self.next_page += len(keys)
         whole = np.array(tokens[: len(keys) * self.page_size], dtype=np.int32)
-        result = self.cache.insert(whole, new)
-        for key, page in zip(keys, new.tolist(), strict=True):
-            self.model.setdefault(key, page)
+        result = self.cache.insert(whole, new, session=session)
+        self.use([key for key in keys if key in self.model], session)
+        for before, key, page in zip([(), *keys], keys, new.tolist(), strict=False):
+            if key not in self.model:
+                self.model[key], self.users[key] = page, {session}
+                self.ended |= {key} if before in self.ended else set()
         assert result.prefix_pages().tolist() == [self.model[key] for key in keys]
 
-    @rule(tokens=st.lists(st.integers(0, 2), max_size=14), lock=st.booleans())
-    def match(self, tokens: list[int], lock: bool) -> None:
+    def use(self, keys: list[tuple[int, ...]], session: str) -> None:
+        """A request of a session uses these cached prefixes."""
+        for key in keys:
+            self.users[key].add(session)
+        self.ended -= {key for key in keys if len(self.users[key]) > 1}
+
+    @rule(session=st.sampled_from(["a", "b"]))
+    def end_session(self, session: str) -> None:
+        own = {key for key in self.model if self.users[key] == {session}}
+        assert self.cache.end_session(session) == len(own - self.ended)
+        assert not self.cache.end_session(session), "the second end moves nothing"
+        self.ended |= own
+
+    @rule(tokens=st.lists(st.integers(0, 2), max_size=14), lock=st.booleans(), session=SESSIONS)
+    def match(self, tokens: list[int], lock: bool, session: str) -> None:
         expected = []
         for key in self.prefixes(tokens):
             if key not in self.model:
                 break
             expected.append(self.model[key])
-        match = self.cache.match(np.array(tokens, dtype=np.int32))
+        found = self.prefixes(tokens)[: len(expected)]
+        self.use(found, session)
+        self.ended -= {*found}
+        match = self.cache.match(np.array(tokens, dtype=np.int32), session=session)
         assert match.node.prefix_pages().tolist() == expected
         if lock and expected:
             self.cache.lock(match.node)
@@ -276,7 +302,13 @@ class RadixMachine(RuleBasedStateMachine):
         gone = {page for each in evicted for page in each.pages.tolist()}
         assert len(gone) == min(count, before)
         assert all(each.fence <= self.resolved for each in evicted)
-        for key in [key for key, page in self.model.items() if page in gone]:
+        keys = [key for key, page in self.model.items() if page in gone]
+        if not self.ended.issuperset(keys):
+            held = {key for _, locked in self.locks for key in self.prefixes(list(locked))}
+            held |= {key for key, fence in self.fences.items() if fence > self.resolved}
+            assert held.issuperset(self.ended - {*keys}), "an ended page stayed in place of others"
+        self.ended -= {*keys}
+        for key in keys:
             assert self.fences.pop(key, 0) <= self.resolved, "a step in flight reads the page"
         self.model = {key: page for key, page in self.model.items() if page not in gone}
         for _, locked in self.locks:

@@ -198,7 +198,7 @@ def state_of(view: View) -> bytes:
     add_pool(table.rows)
     for node in sorted(nodes_of(memory.tree), key=lambda node: node.node_id):
         add(node.tokens, node.pages, node.parts, node.last_use, node.lock_count, node.fence)
-        add(node.in_heap, node.reused, node.key, len(node.children))
+        add(node.entry, node.kept_as, node.session, node.key, len(node.children))
     add(memory.tree.evictable_pages, memory.tree.fenced_pages, memory.tree.clock)
     for reqs in (view.waiting, view.prefilling, view.uncached, view.paused):
         add([(req.uid, req.priority, req.state, req.row, req.admitted) for req in reqs])

@@ -79,6 +79,7 @@ class Harness:
         prediction: list[int] | None = None,
         stable: int = 0,
         first: int = 0,
+        session: str = "",
         **sampling: object,
     ) -> int:
         """Queue `count` requests with consecutive uids and return the first uid."""
@@ -92,6 +93,7 @@ class Harness:
                 token_ids=ids,
                 sampling=params,
                 cache_salt=cache_salt,
+                session=session,
                 count=count,
                 client=client,
                 call=call,

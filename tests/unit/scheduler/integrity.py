@@ -7,7 +7,7 @@ whole data structures, so only tests call them.
 import numpy as np
 
 from minisgl.core.batch import Batch
-from minisgl.kvcache import FencedPool, Memory, RadixCache, RadixNode
+from minisgl.kvcache import FencedPool, Memory, NodeClass, RadixCache, RadixNode
 from minisgl.kvcache.states import States
 from minisgl.kvcache.window import Windows
 from minisgl.kvcache.window_pages import ABSENT
@@ -177,6 +177,9 @@ def check_pool(pool: FencedPool) -> None:
 def check_cache(cache: RadixCache) -> int:
     """The invariants hold for the whole tree. Returns the number of its pages."""
     evictable = locked = reused = fenced = 0
+    owned: dict[str, set[RadixNode]] = {}
+    heaps = enumerate(cache._leaves.heaps)
+    entries = {(kept_as, number): node for kept_as, heap in heaps for _, _, number, node in heap}
     stack = list(cache._root.children.values())
     while stack:
         node = stack.pop()
@@ -191,9 +194,16 @@ def check_cache(cache: RadixCache) -> int:
         assert is_fenced == (node in cache._fenced), "a fence is not recorded"
         assert parent is cache._root or parent.fence >= node.fence
         fenced += len(node.pages) * is_fenced
-        assert node.lock_count or node.children or is_fenced or node.in_heap, (
+        assert node.lock_count or node.children or is_fenced or node.entry, (
             "a leaf cannot be evicted"
         )
+        if node.entry:
+            entries = [each for each in cache._leaves.heaps[node.kept_as] if each[3] is node]
+            assert node.entry in [entry for _, _, entry, _ in entries], (
+                "an entry is not in its heap"
+            )
+        if node.session and node.kept_as is not NodeClass.ENDED:
+            owned.setdefault(node.session, set()).add(node)
         if node.lock_count:
             locked += len(node.pages)
         else:
@@ -202,6 +212,7 @@ def check_cache(cache: RadixCache) -> int:
         stack.extend(node.children.values())
     assert (evictable, reused) == (cache.evictable_pages, cache._reused_pages)
     assert fenced == cache.fenced_pages
+    assert owned == {key: {*nodes} for key, nodes in cache._sessions._nodes.items()}
     return evictable + locked
 
 

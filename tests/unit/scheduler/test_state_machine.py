@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from minisgl.core import FinishReason, SchedulerConfig, StepCost
 from minisgl.core.batch import WindowLayers
 from minisgl.kvcache import snapshots, states
-from minisgl.message.messages import FlushCache
+from minisgl.message.messages import EndSession, FlushCache
 from minisgl.scheduler import budget, plan, scheduler, view
 from tests.examples import examples
 from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
@@ -111,6 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 16),
         ignore_eos=st.booleans(),
         salt=st.sampled_from(["", "", "salt"]),
+        session=st.sampled_from(["", "a", "b"]),
         stretch=st.none() | st.integers(0, 6),
         polls=st.integers(0, 4),
         slow=st.booleans(),
@@ -126,6 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens: int,
         ignore_eos: bool,
         salt: str,
+        session: str,
         stretch: int | None,
         polls: int,
         slow: bool,
@@ -154,13 +156,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         prediction = PREDICTIONS[predicts](output)
         queue = client, call, count, priority
         ends = data.draw(st.tuples(*[st.integers(0, len(prompt))] * 2), label="stable, first")
-        first = self.harness.add(prompt, salt, *queue, prediction, *ends, **sampling)
+        first = self.harness.add(prompt, salt, *queue, prediction, *ends, session, **sampling)
         for uid in range(first, first + count):
             self.wanted[uid] = output
             if prediction:
                 self.predicting.add(uid)
             self.prompts.append(prompt + output)
             self.sequences[uid] = salt, self.prompts[-1]
+
+    @rule(session=st.sampled_from(["a", "b"]))
+    def end_session(self, session: str) -> None:
+        self.harness.inbox.messages.append(EndSession(session=session))
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data(), stop=st.booleans())

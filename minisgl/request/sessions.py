@@ -1,0 +1,36 @@
+"""The session of a client to which a request belongs.
+
+Agents name it in a header, or in a field of the body. The prefix cache gives up first what a
+session alone has used once the client has ended it.
+"""
+
+import hashlib
+from collections.abc import Mapping
+
+# Of Claude Code, of Codex (two spellings), of opencode for its own and for other providers.
+HEADERS = (
+    "x-claude-code-session-id",
+    "session-id",
+    "session_id",
+    "x-opencode-session",
+    "x-session-affinity",
+    "x-session-id",
+)
+
+
+def session_name(headers: Mapping[str, str], field: str) -> str:
+    """The client's name of the session of a request; "" if it names none.
+
+    field: the name in the body. A header goes before it.
+    """
+    return next((value for name in HEADERS if (value := headers.get(name))), field)
+
+
+def session_key(client: str, name: str) -> str:
+    """The key of a session, as in AddReq; "" for the name "".
+
+    It has 32 characters, however long the name is. Clients with different API keys never share one.
+    """
+    if not name:
+        return ""
+    return hashlib.blake2b(f"{client}\n{name}".encode(), digest_size=16).hexdigest()
