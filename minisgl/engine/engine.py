@@ -96,20 +96,20 @@ class Engine:
         )
 
     def warm_up(self) -> list[TimedStep]:
-        """Run steps of every kind on the dummy page, so that no kernel compiles while serving.
+        """Run steps on the dummy page, and return the times of a decode step and of a chunk.
 
-        Returns the times of two steps: a decode step and a chunk.
-
-        On a GPU it also runs steps of all sizes if there are no piecewise graphs, and the largest
-        step if the configuration sets num_pages. Without num_pages the constructor has already run
-        the largest step, to measure the memory for the KV pool. Raises OutOfMemory.
+        A CPU compiles no kernels. On a GPU, steps of every kind run first, so that no kernel
+        compiles while serving. Steps of all sizes also run if there are no piecewise graphs, and
+        the largest step if the configuration sets num_pages. Without num_pages the constructor has
+        already run the largest step, to measure the memory for the KV pool. Raises OutOfMemory.
         """
         start, chunk = self._start, self._start.max_chunk_tokens
         drafting, on_cpu = start.drafting, start.device.type == "cpu"
         with memory.memory_of(start.device), self.startup.phase("warm_up"):
-            warmup.warm_up(self, DRAFT_WIDTHS if drafting else DRAFT_WIDTHS[:1])
-            with start.on_stream():
-                self._launcher.warm_up_masks()
+            if not on_cpu:
+                warmup.warm_up(self, DRAFT_WIDTHS if drafting else DRAFT_WIDTHS[:1])
+                with start.on_stream():
+                    self._launcher.warm_up_masks()
             if not on_cpu and not self._launcher.graphs.pieces:
                 warmup.run_every_size(self, chunk)
             if not on_cpu and start.config.num_pages is not None:
