@@ -4,6 +4,7 @@ With kv="fp8" the attention of transformers rounds every key and value to FP8 an
 """
 
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -103,9 +104,19 @@ def transformers_logits(path: str, ids: list[int], kv: str = "auto") -> torch.Te
     return logits
 
 
-def transformers_greedy(path: str, prompt_ids: list[int], n: int, kv: str = "auto") -> list[int]:
-    """The n tokens of greedy decoding after the prompt. It uses no KV cache and ignores EOS."""
-    ids = list(prompt_ids)
-    for _ in range(n):
-        ids.append(int(transformers_logits(path, ids, kv)[-1].argmax()))
+def transformers_greedy(
+    path: str, prompt_ids: list[int], n: int, kv: str = "auto", guess: Sequence[int] = ()
+) -> list[int]:
+    """The n tokens of greedy decoding after the prompt. It uses no KV cache and ignores EOS.
+
+    guess: tokens that the result may begin with. One pass of the model checks all of them.
+    """
+    ids, end = list(prompt_ids), len(prompt_ids) + n
+    while len(ids) < end:
+        drafts = list(guess[len(ids) - len(prompt_ids) : n - 1])
+        logits = transformers_logits(path, ids + drafts, kv)[len(ids) - 1 :]
+        for token, draft in zip(logits.argmax(-1).tolist(), [*drafts, None], strict=True):
+            ids.append(token)
+            if token != draft:
+                break  # the tokens after it follow a wrong draft
     return ids[len(prompt_ids) :]

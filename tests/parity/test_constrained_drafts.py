@@ -5,7 +5,6 @@ A model with random weights answers random grammars, so the masks get no help fr
 
 import json
 from functools import cache
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def tasks_of(seed: int) -> list[Task]:
-    return [*random_tasks(15, seed), *repeated_tasks() * 3]
+    return [*random_tasks(12, seed), *repeated_tasks() * 2]
 
 
 @cache
@@ -55,12 +54,12 @@ def without_drafts(path: str, name: str) -> Outcome:
     return run_tasks(SingleCommunicator(), "", path, run, tasks_of(len(name)))
 
 
-# Each run has n-gram drafts. The other drafters alternate between the runs.
+# Each run has n-gram drafts. Each of the other drafters runs once.
 @pytest.mark.parametrize(
     ("name", "drafter"),
     [
         *((name, "n-gram") for name in RUNS),
-        *((name, drafter) for name, drafter in zip(RUNS, cycle(DRAFTERS), strict=False)),
+        *((name, drafter) for name, drafter in zip(RUNS, DRAFTERS, strict=False)),
     ],
 )
 def test_drafts_change_no_constrained_answer(
@@ -103,27 +102,13 @@ def test_drafts_of_a_model_with_windows_change_no_constrained_answer(tmp_path: P
     assert sum(drafted.totals.drafts.accepted) > 0
 
 
-def test_two_ranks_with_drafts_give_the_answers_of_one_without(path: str, tmp_path: Path) -> None:
-    tasks, drafting = tasks_of(3), Run(drafts=True, free=True, chunk=16)
-    outcomes: list[Outcome] = run_ranks(
-        2, tmp_path, run_tasks, str(tmp_path), path, drafting, tasks
-    )
-    plain = run_tasks(SingleCommunicator(), str(tmp_path), path, Run(free=True), tasks)
-    for outcome in outcomes:
-        assert outcome.tokens == plain.tokens
-        assert outcome.ends == plain.ends
-        assert sum(outcome.totals.drafts.accepted) > 0
-
-
 @pytest.mark.parametrize(
     ("name", "drafts"),
     [
-        ("overlap", False),
         ("overlap", True),
         ("plain", True),
         ("crowded", False),
         ("stopped", False),
-        ("greedy", True),
     ],
 )
 def test_withheld_masks_change_no_answer(
@@ -136,7 +121,7 @@ def test_withheld_masks_change_no_answer(
     assert found.tokens == plain.tokens
     assert found.ends == plain.ends
     assert found.errors == plain.errors
-    assert found.totals.constraints.withheld > 100
+    assert found.totals.constraints.withheld > 50
     assert found.totals.nonfinite_rows_total == 0
 
 
@@ -145,8 +130,8 @@ def test_two_ranks_that_withhold_other_masks_give_the_answers_of_one(
     drafts: bool, logprobs: int | None, path: str, tmp_path: Path
 ) -> None:
     """With log-probabilities the ranks gather the logits before the masks."""
-    params = {"logprobs": logprobs}
-    tasks, withheld = tasks_of(3), Run(drafts=drafts, free=True, withheld=True, params=params)
+    tasks, params = tasks_of(3), {"logprobs": logprobs}
+    withheld = Run(drafts=drafts, free=True, chunk=16, withheld=True, params=params)
     outcomes: list[Outcome] = run_ranks(
         2, tmp_path, run_tasks, str(tmp_path), path, withheld, tasks
     )
@@ -155,4 +140,5 @@ def test_two_ranks_that_withhold_other_masks_give_the_answers_of_one(
     for outcome in outcomes:
         assert outcome.tokens == plain.tokens
         assert outcome.ends == plain.ends
-        assert outcome.totals.constraints.withheld > 100
+        assert outcome.totals.constraints.withheld > 50
+        assert (sum(outcome.totals.drafts.accepted) > 0) == drafts

@@ -180,7 +180,7 @@ def run_tasks(
         "device": run.device,
         "dummy_weight": run.random,
         "page_size": 4,
-        "num_pages": 130 if run.crowded else 4000,
+        "num_pages": 96 if run.crowded else 4000,
         "max_running_reqs": 16,
         "max_seq_len": 512,
     }
