@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.core import ConfigError
+from minisgl.kernel import linear
 from minisgl.layers.linear import LinearBuild
+from minisgl.layers.mlp import DenseSpec, GatedMlp
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import Placement, split_evenly
 from minisgl.moe.base import MoeBackend, Router
@@ -22,8 +24,9 @@ class MoeBlock(nn.Module):
     """Routes all tokens on every rank. Each rank holds a share of every expert's inner dimension.
 
     router: [R, H], as in Router. `experts` stores the experts; I is this rank's padded share of the
-    inner dimension. A shared expert, whose output a gate may scale, is stored as further experts.
-    The router of gpt-oss has a bias, and its experts have the clamped SwiGLU.
+    inner dimension. A shared expert, whose output a gate may scale, is stored as further experts,
+    or as an MLP of its own if the method of the experts leaves it out. The router of gpt-oss has a
+    bias, and its experts have the clamped SwiGLU.
     Raises ConfigError if the backend does not support the experts.
     """
 
@@ -50,11 +53,16 @@ class MoeBlock(nn.Module):
         shards = ExpertShards(build.parent, num_experts, hidden_size, inner, *ranks, spec.shared)
         shards = shards._replace(spelling=spec.names)
         self.experts = experts(shards, build.dtype)
+        self.shared = self.experts.shards.shared
+        self.shared_expert = None
+        if spec.shared and not self.shared:
+            linears = build._replace(parent=f"{build.parent}.{spec.names.shared}")
+            self.shared_expert = GatedMlp(hidden_size, DenseSpec(spec.shared * spec.inner), linears)
         form = self.experts.weights().gate_up.format
         for is_supported, kind in (
             (form in backend.formats, f"{form} experts"),
             (backend.takes_biases or not spec.stacked, "experts with biases"),
-            (backend.takes_shared or not spec.shared, "shared experts"),
+            (backend.takes_shared or not self.shared, "shared experts"),
             (backend.takes_sigmoid or not spec.sigmoid, "routing by sigmoids"),
         ):
             if not is_supported:
@@ -75,13 +83,20 @@ class MoeBlock(nn.Module):
             self.router_bias,
             spec.top_k,
             spec.renormalise,
-            spec.shared,
+            self.shared,
             spec.shared_gate,
             correction,
             spec.scale,
         )
         weights = self.experts.weights()._replace(swiglu=spec.swiglu)
-        return ResidualStream(self.backend.forward(x, router, weights), residual)
+        if self.shared_expert is None:
+            return ResidualStream(self.backend.forward(x, router, weights), residual)
+        router = router._replace(weight=self.router[: spec.num_experts])
+        out = self.backend.forward(x, router, weights)
+        always = self.shared_expert.product(block_input)
+        if spec.shared_gate:
+            always *= linear(x, self.router[spec.num_experts :])[:, :1].sigmoid()
+        return ResidualStream(out + always, residual)
 
     def placements(self, name: str) -> Iterator[Placement]:
         experts, hidden = self.spec.num_experts, self.router.shape[1]

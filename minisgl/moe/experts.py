@@ -38,6 +38,10 @@ class ExpertShards(NamedTuple):
         """The number of experts that the router chooses from."""
         return self.num_experts - self.shared
 
+    def without_shared(self) -> "ExpertShards":
+        """Return the routed experts alone."""
+        return self._replace(num_experts=self.routed, shared=0)
+
     @property
     def sizes(self) -> tuple[int, int, Shard]:
         """num_experts, hidden_size and inner."""
@@ -89,6 +93,7 @@ class ExpertsMethod(nn.Module, ABC):
     """Stores the stacked weights of one layer's experts. The counterpart of LinearMethod.
 
     A subclass creates its parameters and chooses their dtypes. Padding stays zero.
+    shards: of the experts that the method stores. A factory may leave out the shared experts.
     dtype: that of the activations.
     """
 

@@ -38,7 +38,7 @@ def quantization(*groups: Group, unused: Sequence[str] = ()) -> Quantization:
     unused: further endings of the names of tensors that the model does not read.
 
     Raises ConfigError for an entry that is no regular expression. The methods raise it if linears
-    that the model merges, or the experts of a layer, have different formats.
+    that the model merges, or the routed experts of a layer, have different formats.
     """
     rules = [(_selector(entry), form) for entries, form in groups for entry in entries]
 
@@ -63,10 +63,15 @@ def quantization(*groups: Group, unused: Sequence[str] = ()) -> Quantization:
         return UnquantizedLinear(shards, dtype)
 
     def experts(shards: ExpertShards, dtype: torch.dtype) -> ExpertsMethod:
-        match common(f"{shards.parent}.experts", shards.names):
-            case Fp8Format() as form:
+        routed = shards.without_shared()
+        form = common(f"{shards.parent}.experts", routed.names)
+        # A shared expert of another format has linears of its own.
+        if any(format_of(name) != form for name in shards.names):
+            shards = routed
+        match form:
+            case Fp8Format():
                 return Fp8Experts(shards, dtype, form)
-            case PackedFormat() as form:
+            case PackedFormat():
                 return PackedExperts(shards, dtype, form)
         return UnquantizedExperts(shards, dtype)
 

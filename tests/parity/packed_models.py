@@ -113,6 +113,7 @@ _GPTQ |= {"dynamic": {r"-:.*layers\.1\.self_attn\.o_proj": {}}}
 class Format:
     """A format: its settings, how it packs, and which matrices it can store.
 
+    kept: a part of the names of matrices that stay unquantised.
     group: columns of a group, 0 for all. symmetric: the zeros are 8. ordered: the columns of a
     group are not neighbours.
     """
@@ -124,7 +125,9 @@ class Format:
         group: int,
         symmetric: bool = False,
         ordered: bool = False,
+        kept: str = _IGNORED,
     ) -> None:
+        self.kept = kept
         self.settings, self.pack, self.group = settings, pack, group
         self.symmetric, self.ordered = symmetric, ordered
 
@@ -136,6 +139,12 @@ class Format:
 FORMATS = {
     "awq": Format(_AWQ | {"group_size": 64, "modules_to_not_convert": [_IGNORED]}, _awq, 64),
     "awq-128": Format(_AWQ | {"group_size": 128, "modules_to_not_convert": [_IGNORED]}, _awq, 128),
+    "awq-shared": Format(
+        _AWQ | {"group_size": 64, "modules_to_not_convert": ["shared_expert"]},
+        _awq,
+        64,
+        kept=".shared_expert.",
+    ),
     "gptq": Format(_GPTQ | {"group_size": 128, "sym": True}, _gptq(1), 128, symmetric=True),
     "gptq-zeros": Format(_GPTQ | {"group_size": 32, "sym": False}, _gptq(1), 32),
     "gptq-v2": Format(
@@ -212,7 +221,7 @@ def build_packed(form_name: str, family: str, folder: Path) -> Saved:
     stored, rounded = dict(tensors), dict(tensors)
     orders: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
-        if not name.endswith(_QUANTISED) or name.startswith(_IGNORED):
+        if not name.endswith(_QUANTISED) or form.kept in name:
             continue
         rows, columns = tensor.shape
         group = form.group or columns

@@ -17,8 +17,11 @@ from tests.unit.distributed.ranks import run_ranks
 Build = Callable[[str, str], Saved]
 # Formats whose experts are supported.
 EXPERTS = [name for name, form in FORMATS.items() if not form.is_nvfp4 and not form.ordered]
+# Its shared expert is unquantised.
+SHARED = "awq-shared", "qwen2-moe"
 CASES = [(form, family) for form in FORMATS for family in ("llama", "phi3")]
 CASES += [(form, "qwen3-moe" if form in EXPERTS else "granite") for form in FORMATS]
+CASES = [case for case in CASES if case[0] != SHARED[0]] + [SHARED]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +61,7 @@ RANKS = [
     ("awq", "llama"),
     ("awq", "phi3"),
     ("awq", "qwen2-moe"),
+    SHARED,
     ("gptq-zeros", "qwen3-moe"),
     ("gptq-channel", "llama"),
     ("compressed", "qwen3-moe"),  # 3 groups of inner columns: the second rank has padding
