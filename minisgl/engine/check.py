@@ -16,7 +16,7 @@ from minisgl.kvcache.pool import kv_page_bytes
 from minisgl.models.build import ModelExtensions, empty_model
 from minisgl.models.config import draft_method, load_model_spec
 from minisgl.models.decoder import CausalLM
-from minisgl.models.loader import load_weights, materialise
+from minisgl.models.loader import finish, load_weights, materialise
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.registry import resolve_moe_backend
 from minisgl.moe.torch_backend import TorchMoe
@@ -115,6 +115,7 @@ def weight_bytes(
     """Return the bytes of a rank's weights. The arguments are those of share_of."""
     share, _ = share_of(model, tp, dtype, extensions, quantization)
     materialise(share, torch.device("meta"), dtype)
+    finish(share)
     # parameters() yields the embedding and the head once if they share one tensor.
     return sum(parameter.numel() * parameter.itemsize for parameter in share.parameters())
 

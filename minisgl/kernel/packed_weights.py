@@ -14,7 +14,6 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 # The zero of all groups of an int4 matrix without zeros of its own.
 SYMMETRIC_ZERO: Final = 8
@@ -53,11 +52,6 @@ class PackedWeights:
         rows = None if self.row_scales is None else self.row_scales[experts]
         parts = self.codes[experts], self.scales[experts], zeros, rows
         return PackedWeights(self.kind, self.group, *parts)
-
-
-def packed_linear(x: Tensor, weights: PackedWeights, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weights.T + bias, a new [T, N] of x's dtype. x: [T, K]; bias: [N] of x's dtype."""
-    return functional.linear(x, dequantise(weights, x.dtype), bias)
 
 
 def pack(codes: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from minisgl.layers.linear import LinearBuild, share_split_k_semaphores
 from minisgl.models.decoder import CausalLM
 from minisgl.models.hf_config import check_supported
 from minisgl.models.layer import ModelParts
-from minisgl.models.loader import fill_random, load_weights, materialise
+from minisgl.models.loader import fill_random, finish, load_weights, materialise
 from minisgl.models.quantization import UNQUANTIZED, Quantization, QuantizationFactory
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.base import MoeBackend
@@ -66,6 +66,7 @@ def build_model(
         fill_random(model, show_progress=show_progress)
     elif fill:
         load_weights(model, engine.model_path, unused=unused, show_progress=show_progress)
+    finish(model)
     model.fold_multipliers()
     # Only the bfloat16 kernels of one rank fuse the norm; elsewhere folding would gain nothing.
     if comm.tp.size == 1 and dtype is torch.bfloat16:

@@ -65,7 +65,6 @@ def fill_random(model: nn.Module, seed: int = 0, *, show_progress: bool = False)
         if placement.constant is not None or not placement.source.endswith(".bias"):
             whole = _random(placement, target, seed)
             _write(target, placement, _cut(placement, whole))
-    _finish(model)
     _free_temporaries()
 
 
@@ -85,11 +84,12 @@ def _random(placement: Placement, target: Tensor, seed: int) -> Tensor:
     return whole.normal_(0.0, _DUMMY_STD, generator=generator)
 
 
-def _finish(model: nn.Module) -> None:
+def finish(model: nn.Module) -> None:
     """Let the methods of linears arrange their loaded parameters. Raises ConfigError."""
     for module in model.modules():
         if isinstance(module, LinearMethod):
             module.finish()
+    _free_temporaries()
 
 
 def _free_temporaries() -> None:
@@ -173,7 +173,6 @@ def load_weights(
         (embedding,) = (placement for placement in placements if placement.source == _EMBEDDING)
         head = embedding._replace(source=stored[_HEAD])
         _check_head(files[head.source], head, parameters[embedding.target])
-    _finish(model)
     _free_temporaries()
     if surplus:
         logger.info("tensors not used count=%d such_as=%s", len(surplus), surplus[0])

@@ -7,7 +7,9 @@ from torch import Tensor, nn
 
 from minisgl.core import ConfigError
 from minisgl.kernel import PendingNorm
-from minisgl.kernel.packed_weights import PackedKind, PackedWeights, pack, packed_linear, unpack
+from minisgl.kernel.packed_order import OrderedWeights
+from minisgl.kernel.packed_products import packed_gated_linear, packed_linear, prepare
+from minisgl.kernel.packed_weights import PackedKind, PackedWeights, pack, unpack
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import LinearShards, Placement
 from minisgl.moe.base import ExpertMatrix, ExpertWeights
@@ -18,6 +20,8 @@ from minisgl.quantization.packed import PER_WORD, PackedFormat
 class PackedLinear(LinearMethod):
     """A matrix of 4-bit weights. codes, scales, zeros and row_scales: as in PackedWeights.
 
+    `finish` replaces them with codes and headers as in OrderedWeights if the kernels of a GPU
+    multiply them.
     g_idx: int32 [merged linears, columns], the group of each column in the checkpoint, or absent.
     """
 
@@ -31,7 +35,9 @@ class PackedLinear(LinearMethod):
         self.group = form.columns_of(shards)
         for name, parameter in form.parameters(shards, dtype).items():
             self.register_parameter(name, parameter)
+        self._dtype = dtype
         self._columns: Tensor | None = None
+        self._ordered: OrderedWeights | None = None
         if form.column_groups is not None:
             inputs = shards.inputs
             if inputs.local != inputs.stored:
@@ -54,9 +60,18 @@ class PackedLinear(LinearMethod):
         yield from super().placements(name)
 
     def finish(self) -> None:
+        if self.form.column_groups is not None and not self.g_idx.is_meta:
+            self._order_columns()
+        weights = prepare(_weights(self, self.form, self.group), self._dtype)
+        if isinstance(weights, OrderedWeights):
+            self._ordered = weights
+            self.codes = nn.Parameter(weights.codes, requires_grad=False)
+            self.headers = nn.Parameter(weights.headers, requires_grad=False)
+            for name in ("scales", "zeros"):
+                self._parameters.pop(name, None)
+
+    def _order_columns(self) -> None:
         """Make the columns of each group neighbours. `product` orders its input likewise."""
-        if self.form.column_groups is None:
-            return
         first = self.g_idx[0]
         # All zeros means that the columns are in order.
         if not first.any() and not self.g_idx.any():
@@ -73,15 +88,29 @@ class PackedLinear(LinearMethod):
             self.codes.copy_(pack(unpack(self.codes)[:, columns]))
 
     def scale_rows(self, begin: int, end: int, factor: float) -> None:
-        scales = self.scales if self.form.row_scales is None else self.row_scales
-        scales[begin:end].mul_(factor)
+        if self.form.row_scales is not None:
+            self.row_scales[begin:end].mul_(factor)
+        elif self._ordered is not None:
+            self._ordered.scales[:, begin:end].mul_(factor)
+        else:
+            self.scales[begin:end].mul_(factor)
         if self.bias is not None:
             self.bias[begin:end].mul_(factor)
 
     def product(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
         assert norm is None, "this method folds no norm; this is a bug"
+        return packed_linear(*self._operands(x))
+
+    def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
+        assert norm is None, "this method folds no norm; this is a bug"
+        return packed_gated_linear(*self._operands(x))
+
+    def _operands(
+        self, x: Tensor
+    ) -> tuple[Tensor, PackedWeights | OrderedWeights, Tensor | None, Tensor | None]:
         x = x if self._columns is None else x[:, self._columns]
-        return packed_linear(x, _weights(self, self.form, self.group), self.bias)
+        weights = self._ordered or _weights(self, self.form, self.group)
+        return x, weights, self.bias, self.split_k_semaphores
 
 
 class PackedExperts(ExpertsMethod):

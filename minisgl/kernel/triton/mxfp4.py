@@ -36,45 +36,69 @@ def decode_words(words, scales, TYPE: tl.constexpr, FAST: tl.constexpr):
     exponents = tl.reshape(exponents, [ROWS, WORDS])
     if FAST:
         powers = (tl.minimum(exponents, 160) + 94) * 0x00800080  # 2^(exponent - 33), twice
-        # The product adds -0, because GPUs before Hopper have no bfloat16 product without a sum.
-        first, second, third, fourth = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .b32 m, n, zero;
-            mov.b32 zero, 0x80008000;
-            and.b32 m, $4, 0x81c081c0;
-            fma.rn.bf16x2 $0, m, $5, zero;
-            shf.l.wrap.b32 m, $4, $4, 10;
-            and.b32 m, m, 0x81c081c0;
-            fma.rn.bf16x2 $1, m, $5, zero;
-            shl.b32 m, $4, 4;
-            and.b32 m, m, 0x81c081c0;
-            fma.rn.bf16x2 $2, m, $5, zero;
-            shl.b32 m, $4, 6;
-            shr.b32 n, $4, 2;
-            lop3.b32 m, m, n, 0x81c081c0, 0x28;
-            fma.rn.bf16x2 $3, m, $5, zero;
-            }
-            """,
-            "=&r,=&r,=&r,=r,r,r",
-            [words, powers],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
-        )
-        even = tl.join(_halves(first), _halves(third))
-        odd = tl.join(_halves(second), _halves(fourth))
-        numbers = tl.reshape(tl.join(even, odd), [ROWS, WORDS, 8])
+        numbers = decode_pairs(words, powers, powers)
     else:
-        w = words.to(tl.uint32, bitcast=True)
-        even = tl.join(_codes(w), _codes(w << 4))
-        odd = tl.join(_codes(w << 10 | w >> 22), _codes(w << 6 ^ w >> 2))
-        codes = tl.reshape(tl.join(even, odd), [ROWS, WORDS, 8])
         # The exponent 0 is 2^-127, which is subnormal in float32.
         bits = tl.where(exponents == 0, 1 << 22, exponents << 23)
         powers = bits.to(tl.float32, bitcast=True)
-        numbers = (_number(codes) * powers[:, :, None]).to(TYPE)
+        numbers = (decode_numbers(words) * powers[:, :, None]).to(TYPE)
     return numbers
+
+
+@triton.jit
+def decode_pairs(words, first, last):
+    """Codes in the order of `recode` to bfloat16, 2^-126 times the numbers times their scales.
+
+    words: int32 [ROWS, WORDS]. first, last: as words; two bfloat16 scales for the pairs 0 and 1 of
+    a word, and for the pairs 2 and 3. Returns [ROWS, WORDS, 8].
+    """
+    # The product adds -0, because GPUs before Hopper have no bfloat16 product without a sum.
+    pairs = tl.inline_asm_elementwise(
+        """
+        {
+        .reg .b32 m, n, zero;
+        mov.b32 zero, 0x80008000;
+        and.b32 m, $4, 0x81c081c0;
+        fma.rn.bf16x2 $0, m, $5, zero;
+        shf.l.wrap.b32 m, $4, $4, 10;
+        and.b32 m, m, 0x81c081c0;
+        fma.rn.bf16x2 $1, m, $5, zero;
+        shl.b32 m, $4, 4;
+        and.b32 m, m, 0x81c081c0;
+        fma.rn.bf16x2 $2, m, $6, zero;
+        shl.b32 m, $4, 6;
+        shr.b32 n, $4, 2;
+        lop3.b32 m, m, n, 0x81c081c0, 0x28;
+        fma.rn.bf16x2 $3, m, $6, zero;
+        }
+        """,
+        "=&r,=&r,=&r,=r,r,r,r",
+        [words, first, last],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    return join_pairs(*pairs)
+
+
+@triton.jit
+def join_pairs(first, second, third, fourth):
+    """The 8 bfloat16 numbers of the four pairs of a word, [ROWS, WORDS, 8]. Pairs: [ROWS, WORDS].
+
+    The lower halves of the pairs are the first four numbers.
+    """
+    even = tl.join(_halves(first), _halves(third))
+    odd = tl.join(_halves(second), _halves(fourth))
+    return tl.reshape(tl.join(even, odd), [first.shape[0], first.shape[1], 8])
+
+
+@triton.jit
+def decode_numbers(words):
+    """The numbers of codes in the order of `recode`, float32 [ROWS, WORDS, 8]."""
+    w = words.to(tl.uint32, bitcast=True)
+    even = tl.join(_codes(w), _codes(w << 4))
+    odd = tl.join(_codes(w << 10 | w >> 22), _codes(w << 6 ^ w >> 2))
+    return _number(tl.reshape(tl.join(even, odd), [words.shape[0], words.shape[1], 8]))
 
 
 @triton.jit

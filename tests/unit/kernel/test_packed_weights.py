@@ -1,8 +1,14 @@
 """The reference of 4-bit weights, against values that the test computes one by one."""
 
+import itertools
+
+import pytest
 import torch
 
-from minisgl.kernel.packed_weights import PackedKind, PackedWeights, packed_linear
+from minisgl.kernel.packed_order import in_order
+from minisgl.kernel.packed_products import packed_linear
+from minisgl.kernel.packed_tilings import num_splits, packed_tile_for
+from minisgl.kernel.packed_weights import PackedKind, PackedWeights
 
 CODES = torch.tensor([[0x10, 0x32, 0xFE, 0x98]], dtype=torch.uint8)  # 0, 1, 2, 3, 14, 15, 8, 9
 
@@ -35,3 +41,43 @@ def test_experts_are_views_of_one_tensor() -> None:
     weights = PackedWeights(PackedKind.INT4, 4, codes, scales)[2]
     assert weights.codes.data_ptr() == codes[2].data_ptr()
     assert weights.scales.shape == (1, 2)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 160])
+def test_the_order_of_the_kernels_has_each_code_at_its_documented_place(group: int) -> None:
+    """160 columns are a chunk and a part of the next one, whose other codes are zeros."""
+    codes = torch.randint(0, 16, (3, 160), dtype=torch.uint8)
+    groups = -(-160 // group)
+    scales, zeros = 1.0 + torch.arange(3 * groups).view(3, groups), torch.full((3, groups), 16.0)
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    ordered = in_order(PackedWeights(PackedKind.INT4, group, packed, scales, zeros))
+    assert ordered.codes.shape == (2, 3, 64)
+    each = ordered.headers.shape[-1]
+    assert each == (1 if group in (128, 160) else 4)
+    words = ordered.codes.view(torch.int32)
+    for row, column in itertools.product(range(3), range(160)):
+        chunk, at = divmod(column, 128)
+        word, step = divmod(at, 32)
+        half, lane, low = step // 8, step % 8 // 2, step % 2
+        found = words[chunk, row, lane * 4 + word] >> 4 * (half + 4 * low) & 15
+        assert found == codes[row, column]
+        header = ordered.headers[chunk, row, word * each // 4]
+        halves = header.view(1).view(torch.bfloat16).tolist()
+        assert halves == [-128 - 16, scales[row, column // group]]
+
+
+def test_splits_of_a_product_have_chunks_and_fill_the_gpu() -> None:
+    for chunks, programs in itertools.product((1, 2, 5, 32, 96), (1, 16, 96, 400)):
+        tile = packed_tile_for(1)
+        splits = num_splits(tile, programs, chunks)
+        assert splits == 1 or splits * programs <= 132 * tile.resident
+        assert (splits - 1) * -(-chunks // splits) < chunks
+
+
+def test_scales_of_rows_change_in_the_headers_without_their_zeros() -> None:
+    """The model scales its queries after the weights have got the order of the kernels."""
+    codes, scales = torch.zeros(4, 128, dtype=torch.uint8), torch.ones(4, 2)
+    ordered = in_order(PackedWeights(PackedKind.INT4, 128, codes, scales))
+    ordered.scales[:, 1:3].mul_(0.5)
+    assert ordered.scales[..., 0].tolist() == [[1.0, 0.5, 0.5, 1.0]] * 2
+    assert ordered.headers.view(torch.bfloat16)[..., 0].eq(-136).all()

@@ -13,6 +13,7 @@ from minisgl.models.quantization import Quantization
 from minisgl.moe.experts import ExpertShards
 from minisgl.quantization.awq import awq
 from minisgl.quantization.gptq import gptq
+from minisgl.quantization.integers import online_int4
 from minisgl.quantization.packed_methods import PackedLinear
 from minisgl.quantization.settings import modelopt
 
@@ -96,3 +97,14 @@ def test_ignored_modules_stay_unquantised(quantization: Quantization) -> None:
     assert isinstance(quantization.linear(matrix, torch.float32), UnquantizedLinear)
     other = matrix._replace(parent="model.layers.0.self_attn", outputs=(whole("q_proj", 64),))
     assert isinstance(quantization.linear(other, torch.float32), PackedLinear)
+
+
+def test_finished_linears_have_the_order_of_the_kernels_in_bfloat16() -> None:
+    matrix = shards(whole("q_proj", 64), whole("", 256))
+    for dtype, order in ((torch.bfloat16, True), (torch.float16, False)):
+        with torch.device("meta"):  # stands for a GPU
+            method = PackedLinear(matrix, dtype, online_int4())
+        method.finish()
+        shapes = {name: tuple(each.shape) for name, each in method.named_parameters()}
+        kept = {"codes": (64, 128), "scales": (64, 2)}
+        assert shapes == ({"codes": (2, 64, 64), "headers": (2, 64, 1)} if order else kept)

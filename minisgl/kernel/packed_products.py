@@ -1,0 +1,100 @@
+"""Products of activations with 4-bit weights, as linear layers call them.
+
+On a GPU, our kernel multiplies bfloat16 activations of up to MOST_ROWS rows. With more rows, the
+weights are dequantised in parts for torch's product. CPU tensors, and all other products, run the
+reference: the weights are dequantised for the call.
+"""
+
+import logging
+from functools import lru_cache
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from minisgl.kernel.dispatch import silu_and_mul
+from minisgl.kernel.packed_order import OrderedWeights, has_order, in_order
+from minisgl.kernel.packed_tilings import MOST_ROWS, packed_tile_for
+from minisgl.kernel.packed_weights import PackedWeights, dequantise
+
+logger = logging.getLogger(__name__)
+
+_PART_BYTES: Final = 64 << 20  # of dequantised weights at once
+
+
+def prepare(weights: PackedWeights, dtype: torch.dtype) -> PackedWeights | OrderedWeights:
+    """Return the weights as the kernels read them, if a kernel multiplies `dtype` with them."""
+    columns = 2 * weights.codes.shape[-1]
+    if weights.codes.is_cpu:
+        return weights
+    if dtype != torch.bfloat16 or not has_order(weights.kind, weights.group, columns):
+        _log_slow(weights.kind, weights.group, str(dtype))
+        return weights
+    return in_order(weights)
+
+
+def packed_linear(
+    x: Tensor,
+    weights: PackedWeights | OrderedWeights,
+    bias: Tensor | None = None,
+    semaphores: Tensor | None = None,
+) -> Tensor:
+    """Return x @ weights.T + bias, a new [T, N] of x's dtype.
+
+    x: [T, K], bfloat16 if the weights are ordered. bias: [N] of x's dtype. semaphores: as in
+    dispatch.linear; None: K is not split.
+    """
+    if isinstance(weights, PackedWeights):
+        return functional.linear(x, dequantise(weights, x.dtype), bias)
+    if 0 < len(x) <= MOST_ROWS:
+        return _by_kernel(x, weights, bias, semaphores, gated=False)
+    return _by_torch(x, weights, bias)
+
+
+def packed_gated_linear(
+    x: Tensor,
+    weights: PackedWeights | OrderedWeights,
+    bias: Tensor | None = None,
+    semaphores: Tensor | None = None,
+) -> Tensor:
+    """Return silu_and_mul of `packed_linear`, [T, N / 2]. The rows of gate come first."""
+    if isinstance(weights, OrderedWeights) and 0 < len(x) <= MOST_ROWS:
+        return _by_kernel(x, weights, bias, semaphores, gated=True)
+    return silu_and_mul(packed_linear(x, weights, bias, semaphores))
+
+
+def _by_kernel(
+    x: Tensor,
+    weights: OrderedWeights,
+    bias: Tensor | None,
+    semaphores: Tensor | None,
+    gated: bool,
+) -> Tensor:
+    from minisgl.kernel.triton import packed_linear as kernels
+
+    # The kernel loads 16 bytes at once.
+    aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    x = x if aligned else x.contiguous()
+    return kernels.linear(x, weights, bias, semaphores, packed_tile_for(len(x)), gated)
+
+
+def _by_torch(x: Tensor, weights: OrderedWeights, bias: Tensor | None) -> Tensor:
+    from minisgl.kernel.triton import packed_linear as kernels
+
+    height, step = weights.height, max(_PART_BYTES // (2 * weights.columns), 1)
+    out = x.new_empty((len(x), height))
+    for first in range(0, height, step):
+        end = min(first + step, height)
+        part = kernels.dequantise(weights, x.dtype, first, end)
+        torch.mm(x, part.t(), out=out[:, first:end])
+    return out if bias is None else out.add_(bias)
+
+
+@lru_cache(maxsize=16)
+def _log_slow(kind: str, group: int, dtype: str) -> None:
+    logger.warning(
+        "no kernel for %s weights with groups of %d columns and activations of %s: each call "
+        "dequantises the weights",
+        *(kind, group, dtype),
+    )
