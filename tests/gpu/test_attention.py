@@ -7,6 +7,7 @@ import torch
 from minisgl.attention.base import AttentionStep, FusedAttention, InTurn, NormRope
 from minisgl.attention.flashinfer import ContiguousAttention
 from minisgl.attention.registry import create_attention_backend
+from minisgl.build.flashinfer_jit import AttentionKernel, compile_modules
 from minisgl.kernel.fp8 import dequantize, quantize, store_kv
 from minisgl.kvcache.pool import KVPool, KVSpec
 
@@ -112,6 +113,14 @@ def test_mixed_steps(page_size: int, group: int, chunks: tuple[int, ...], fp8: b
         assert error(out, scene.expected(q, start, lengths)) < 5e-3
 
 
+@pytest.fixture(scope="module")
+def fa3_is_compiled() -> None:
+    """Until the module is compiled, prompts run on fa2 and make no copy."""
+    if torch.cuda.get_device_capability() == (9, 0):
+        compile_modules([AttentionKernel("fa3", torch.bfloat16, DIM)])
+
+
+@pytest.mark.usefixtures("fa3_is_compiled")
 @FP8
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("group", [2, 5])
