@@ -112,6 +112,9 @@ SHAPES = {
     | {"architectures": ["MiniMaxM2ForCausalLM"], "vocab_size": 200064, "eos_token_id": 200020}
     | {"num_local_experts": 256, "rotary_dim": 64, "rope_theta": 5_000_000}
     | {"max_position_embeddings": 196608},
+    "muse-glimmer-30b": _shape(6656, 52, 32, 19968, tied=False)
+    | {"architectures": ["MuseGlimmerTextModel"], "num_key_value_heads": 2, "vocab_size": 202048}
+    | {"rope_theta": 10_000, "max_position_embeddings": 131072, "eos_token_id": 200001},
     "phi-4": _shape(5120, 40, 40, 17920, tied=False)
     | {"architectures": ["Phi3ForCausalLM"], "num_key_value_heads": 10, "vocab_size": 100352},
     "mistral-small-24b": _shape(5120, 40, 32, 32768, tied=False)

@@ -12,7 +12,7 @@ from minisgl.kernel import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool, KVSpec
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
-from minisgl.layers.norm import BlockInput, RMSNorm, norm_all_heads
+from minisgl.layers.norm import BlockInput, RMSNorm, UnweightedNorm, norm_all_heads
 from minisgl.layers.rotary import Rope, rotary_order
 from minisgl.layers.shards import Placement, Shard, merge, split_heads
 
@@ -21,7 +21,15 @@ class QkNorm(Enum):
     """The RMSNorm of queries and keys before the rotation."""
 
     PER_HEAD = auto()
+    PER_HEAD_UNWEIGHTED = auto()
     ALL_HEADS = auto()  # over the heads of all ranks together
+
+
+class OutputGate(Enum):
+    """The rows of the gate of attention's outputs in the checkpoint."""
+
+    IN_QUERIES = auto()  # q_proj has the queries and then the gate of a head, for each head
+    SEPARATE = auto()  # gate_proj
 
 
 class AttentionSpec(NamedTuple):
@@ -38,8 +46,7 @@ class AttentionSpec(NamedTuple):
     qkv_bias     whether q, k and v have a bias.
     output_bias  whether the output projection has one.
     merged       the checkpoint stores q, k and v as one tensor.
-    gate         each output is multiplied by the sigmoid of a gate. q_proj has the rows of a head's
-                 queries and then of its gate, for each head.
+    gate         each output is multiplied by the sigmoid of a gate; None: it is not.
     """
 
     q_heads: int
@@ -52,7 +59,7 @@ class AttentionSpec(NamedTuple):
     qkv_bias: bool = False
     output_bias: bool = False
     merged: bool = False
-    gate: bool = False
+    gate: OutputGate | None = None
 
     def weights(self, hidden_size: int) -> int:
         """The number of weights of the projections."""
@@ -80,8 +87,10 @@ class Attention(Mixer):
         v = split_heads("v_proj", spec.kv.kv_heads, dim, tp.rank, tp.size, copies=True)
         q, k = output._replace(name="q_proj", order=order), v._replace(name="k_proj", order=order)
         qkv = merge("qkv_proj", (q, k, v)) if spec.merged else (q, k, v)
-        if spec.gate:
+        if spec.gate is OutputGate.IN_QUERIES:
             qkv = (_gated(q, dim), k, v)
+        elif spec.gate is OutputGate.SEPARATE:
+            qkv = (output._replace(name="gate_proj"), q, k, v)
         self.comm, self.spec = build.comm, spec
         self.rope = build.ropes.index(spec.rope)
         self.pool = int(spec.rule.window is not None)
@@ -90,10 +99,11 @@ class Attention(Mixer):
         self.qkv_proj = ColumnParallelLinear(size, qkv, spec.qkv_bias, build.linear)
         self.out = RowParallelLinear(output, size, spec.output_bias, build.linear)
         self.eps = eps
-        if spec.qk_norm is QkNorm.PER_HEAD:
+        if spec.qk_norm is not QkNorm.ALL_HEADS:
             q = k = Shard("", dim, 0, dim, order)
-        self.q_norm = RMSNorm(q, eps, spec.norm_offset) if spec.qk_norm else None
-        self.k_norm = RMSNorm(k, eps, spec.norm_offset) if spec.qk_norm else None
+        kind = UnweightedNorm if spec.qk_norm is QkNorm.PER_HEAD_UNWEIGHTED else RMSNorm
+        self.q_norm = kind(q, eps, spec.norm_offset) if spec.qk_norm else None
+        self.k_norm = kind(k, eps, spec.norm_offset) if spec.qk_norm else None
         self.sink_heads = split_heads("sinks", spec.q_heads, 1, tp.rank, tp.size)
         self.sinks = nn.Parameter(torch.empty(self.q_heads)) if spec.rule.sinks else None
 

@@ -1,9 +1,11 @@
 """The vocabulary, divided over the ranks by token id: token embedding and language-model head."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import Communicator
@@ -25,11 +27,20 @@ class ParallelEmbedding(nn.Module):
     Rows past the vocabulary are padding and stay zero. With several ranks, each rank holds whole
     groups of ids, because the sampler draws a random number for a whole group.
     Raises ConfigError if a rank would hold no token id.
+
+    norm_eps: the epsilon of a norm without weights, which the loader applies to the rows; None: the
+    rows are those of the checkpoint.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, comm: Communicator) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        comm: Communicator,
+        norm_eps: float | None = None,
+    ) -> None:
         super().__init__()
-        self.comm = comm
+        self.comm, self.norm_eps = comm, norm_eps
         rank, size = comm.tp.rank, comm.tp.size
         self.shard = split_evenly("", vocab_size, rank, size, GROUP if size > 1 else 1)
         if self.shard.local * (size - 1) >= vocab_size:
@@ -46,7 +57,14 @@ class ParallelEmbedding(nn.Module):
     def placements(self, name: str) -> Iterator[Placement]:
         shard = self.shard
         shape = (shard.full, self.weight.shape[1])
-        yield Placement(f"{name}.weight", shape, f"{name}.weight", 0, shard.begin, shard.end)
+        name, convert = f"{name}.weight", None
+        if self.norm_eps is not None:
+            convert = partial(_normalised, eps=self.norm_eps)
+        yield Placement(name, shape, name, 0, shard.begin, shard.end, convert=convert)
+
+
+def _normalised(rows: Tensor, eps: float) -> Tensor:
+    return functional.rms_norm(rows.float(), rows.shape[1:], eps=eps)
 
 
 class LMHead(ParallelEmbedding):

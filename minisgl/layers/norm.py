@@ -57,6 +57,15 @@ class RMSNorm(nn.Module):
         yield Placement(name, (shard.full,), name, *cut, order=shard.order, convert=convert)
 
 
+class UnweightedNorm(RMSNorm):
+    """A norm without weights in the checkpoint. The kernels read ones."""
+
+    initial = 1.0
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        yield from ()
+
+
 def _plus_one(weight: Tensor) -> Tensor:
     return weight.float() + 1
 

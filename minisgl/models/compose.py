@@ -75,6 +75,7 @@ def model_spec(
         eos_token_ids=tuple(ends if isinstance(ends, list) else [ends]),
         end_texts=end_texts,
         draft_head=draft_head,
+        norm_offset=norms.offset,
         unread=unread,
     )
 
@@ -160,9 +161,9 @@ def windows_if_enabled(config: HfConfig, first: float | None = None) -> list[int
 
     first: None: max_window_layers in config.json.
 
-    This function and the next two give the window of each layer in tokens; None: the layer has full
-    attention. In all of them, layer_types in config.json counts before the rule of the family. They
-    raise ConfigError for a layer type that is neither full nor sliding attention.
+    This function and the next three give the window of each layer in tokens; None: the layer has
+    full attention. In all of them, layer_types in config.json counts before the rule of the family.
+    They raise ConfigError for a layer type that is neither full nor sliding attention.
     """
     layers, first = range(config.num_layers), config.max_window_layers if first is None else first
     return _windows(config, [config.use_sliding_window and layer >= first for layer in layers])
@@ -183,6 +184,12 @@ def windows_by_interval(config: HfConfig, interval: int) -> list[int | None]:
     if interval < 1:
         raise ConfigError(f"config.json: sliding_window_pattern is {interval}: expected 1 or more")
     return _windows(config, [(layer + 1) % interval != 0 for layer in range(config.num_layers)])
+
+
+def windows_from_last(config: HfConfig, interval: int) -> list[int | None]:
+    """Return windows for all layers but each interval-th one, counted from the last."""
+    last = config.num_layers - 1
+    return _windows(config, [(last - layer) % interval != 0 for layer in range(last + 1)])
 
 
 def _windows(config: HfConfig, slides: list[bool]) -> list[int | None]:

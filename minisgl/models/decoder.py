@@ -26,14 +26,15 @@ class Decoder(nn.Module):
     def __init__(self, parts: ModelParts) -> None:
         super().__init__()
         config, comm = parts.config, parts.comm
-        self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, comm)
+        norm_eps = config.norm_eps if config.embedding_norm else None
+        self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, comm, norm_eps)
         norms = config.layers[0].norms
         kind = NormAfterLayer if norms.after else DecoderLayer
         named = ((spec, f"model.layers.{i}") for i, spec in enumerate(config.layers))
         layers = nn.ModuleList(kind(parts, *layer) for layer in named)
         self.layers = cast("list[DecoderLayer]", layers)
         final_norm = CompleteNorm if norms.after else ResidualNorm
-        self.norm = final_norm(config.hidden_size, config.stream_eps, comm, norms.offset)
+        self.norm = final_norm(config.hidden_size, config.stream_eps, comm, config.norm_offset)
         self.sums_embedding = norms.after and comm.tp.size > 1
 
     def forward_to_last_attention(

@@ -131,8 +131,9 @@ class NormAfterLayer(DecoderLayer):
         config, comm = parts.config, parts.comm
         size, norms = config.hidden_size, self.spec.norms
         # These norms replace those of DecoderLayer.
-        self.post_attention_layernorm = ResidualNorm(size, config.norm_eps, comm, norms.offset)
-        self.post_feedforward_layernorm = ResidualNorm(size, config.norm_eps, comm, norms.offset)
+        after_eps = config.norm_eps if norms.after_eps is None else norms.after_eps
+        self.post_attention_layernorm = ResidualNorm(size, after_eps, comm, norms.offset)
+        self.post_feedforward_layernorm = ResidualNorm(size, after_eps, comm, norms.offset)
         if norms.before:
             eps = config.stream_eps
             self.input_layernorm = CompleteNorm(size, eps, comm, norms.offset)

@@ -34,8 +34,9 @@ def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
     """Replace the parameters of a model built on the meta device by zeros on `device`.
 
     Modules with chooses_dtypes, such as the methods of linears and experts, choose the dtypes of
-    their parameters. All other parameters get `dtype`. A parameter that two modules share stays
-    shared. Padding stays zero, because the loader never writes it.
+    their parameters. All other parameters get `dtype`. Modules with `initial`, such as norms
+    without weights, get parameters of this value. A parameter that two modules share stays shared.
+    Padding stays zero, because the loader never writes it.
     """
     allocated: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
@@ -43,8 +44,9 @@ def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
             if parameter not in allocated:
                 chosen = getattr(module, "chooses_dtypes", False)
                 stored = parameter.dtype if chosen else dtype
-                zeros = torch.zeros(parameter.shape, dtype=stored, device=device)
-                allocated[parameter] = nn.Parameter(zeros, requires_grad=False)
+                first = getattr(module, "initial", 0.0)
+                values = torch.full(parameter.shape, first, dtype=stored, device=device)
+                allocated[parameter] = nn.Parameter(values, requires_grad=False)
             setattr(module, name, allocated[parameter])
 
 

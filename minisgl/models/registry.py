@@ -15,6 +15,7 @@ from minisgl.models.families import (
     llama,
     minimax_m2,
     mistral,
+    muse_glimmer,
     olmo,
     phi3,
     qwen2,
@@ -67,6 +68,7 @@ FAMILIES: Mapping[str, Family] = {
     "Gemma3ForCausalLM": Family(gemma.spec_3, gemma.DEFAULTS_3),
     "Glm4MoeForCausalLM": Family(glm4_moe.spec, glm4_moe.DEFAULTS),
     "MiniMaxM2ForCausalLM": Family(minimax_m2.spec, minimax_m2.DEFAULTS),
+    "MuseGlimmerTextModel": Family(muse_glimmer.spec, muse_glimmer.DEFAULTS),
     "GptOssForCausalLM": Family(gpt_oss.spec, gpt_oss.DEFAULTS),
 }
 

@@ -25,11 +25,14 @@ class NormsSpec(NamedTuple):
     before  a norm of the input of each.
     after   a norm of the output of each, before it joins the residual stream.
     offset  the checkpoint stores weight - 1.
+    after_eps
+            the epsilon of the norms of outputs; None: that of the model.
     """
 
     before: bool = True
     after: bool = False
     offset: bool = False
+    after_eps: float | None = None
 
 
 class LayerSpec(NamedTuple):
@@ -66,6 +69,8 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
                     generation_config.json.
     draft_head      the layer of the draft head (models/mtp.py), which has attention. None: the
                     model has none, or does not use it.
+    norm_offset     the checkpoint stores weight - 1 of the final norm.
+    embedding_norm  a norm without weights follows the token embedding.
     unread          beginnings of the names of tensors that a checkpoint may have and that the model
                     does not read, such as those of a draft head. Each ends with a dot.
     """
@@ -78,6 +83,8 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]
     end_texts: tuple[str, ...]
     draft_head: LayerSpec | None = None
+    norm_offset: bool = False
+    embedding_norm: bool = False
     unread: tuple[str, ...] = ()
     sampling_defaults: dict[str, int | float] = {}
 

@@ -13,6 +13,7 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
         "ministral3": "Ministral3ForCausalLM",
     },
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "MuseGlimmerForConditionalGeneration": {"muse_glimmer_text": "MuseGlimmerTextModel"},
     "Qwen3VLForConditionalGeneration": {"qwen3_vl_text": "Qwen3VLTextModel"},
     "Qwen3VLMoeForConditionalGeneration": {"qwen3_vl_moe_text": "Qwen3VLMoeTextModel"},
     "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},

@@ -43,6 +43,21 @@ def _minimax_m2(**kwargs: Any) -> Any:
     return transformers.MiniMaxM2Config(**BASE | sizes | experts | kwargs)
 
 
+def _muse_glimmer(**kwargs: Any) -> Any:
+    text = {key: v for key, v in BASE.items() if key != "tie_word_embeddings"}
+    text |= {"head_dim": 16, "sliding_window": 9, "num_hidden_layers": 5, "pad_token_id": 0}
+    text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 5e3}}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    return transformers.MuseGlimmerConfig(
+        text_config=text | kwargs,
+        vision_config=vision | {"num_attention_heads": 2},
+        out_hidden_size=64,
+        projector_hidden_size=16,
+        image_token_id=1005,  # transformers replaces these ids, which no prompt has
+        video_token_id=1006,
+    )
+
+
 RECENT_CONFIGS: dict[str, Callable[[], Any]] = {
     "glm4-moe": _glm4_moe,
     "glm4-moe-norms": lambda: _glm4_moe(
@@ -60,6 +75,17 @@ RECENT_CONFIGS: dict[str, Callable[[], Any]] = {
     "minimax-m2-whole-heads": lambda: _minimax_m2(rotary_dim=32, num_key_value_heads=4),
     "minimax-m2-odd-tied": lambda: _minimax_m2(
         intermediate_size=39, num_experts_per_tok=3, tie_word_embeddings=True
+    ),
+    "muse-glimmer": _muse_glimmer,
+    "muse-glimmer-listed": lambda: _muse_glimmer(
+        num_hidden_layers=2,
+        layer_types=["full_attention", "sliding_attention"],
+        layer_rope_theta=[5e3, 0],
+        num_key_value_heads=1,
+        qk_scale_factor=1.3,
+    ),
+    "muse-glimmer-tight-cap": lambda: _muse_glimmer(
+        final_logit_softcapping=1.5, output_multiplier=0.4, num_key_value_heads=4, sliding_window=30
     ),
     "qwen3-vl": _qwen3_vl,
     "qwen3-vl-tied": lambda: _qwen3_vl(tie_word_embeddings=True, num_key_value_heads=4),

@@ -96,6 +96,7 @@ WINDOWS = [
     "gemma3-linear",
     "olmo3-yarn-tied",
     "gpt-oss",
+    "muse-glimmer",
 ]
 OTHERS = (2, 4, 5)
 # The FP8 cache alternates: each of the first families and each case has both kinds of cache.

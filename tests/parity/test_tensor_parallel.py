@@ -72,6 +72,7 @@ FAMILIES = [
     "qwen3-vl-moe-mixed",
     "glm4-moe-biases-tied",
     "minimax-m2-odd-tied",
+    "muse-glimmer",
 ]
 FOUR = [  # more ranks than KV heads; 151 ids, 97 columns and experts of 39 are padded
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True),

@@ -7,7 +7,7 @@ import torch
 
 from minisgl.core import ConfigError
 from minisgl.kernel.delta import TAPS
-from minisgl.layers.attention import QkNorm
+from minisgl.layers.attention import OutputGate, QkNorm
 from minisgl.layers.delta import DeltaSpec
 from minisgl.layers.mlp import DenseSpec
 from minisgl.models.compose import FULL, attention_layers, layer_types, model_spec, sparse_layers
@@ -80,7 +80,7 @@ def hybrid_spec(
         qk_norm=QkNorm.PER_HEAD,
         norm_offset=True,
         bias=config.attention_bias,
-        gate=fields.attn_output_gate,
+        gate=OutputGate.IN_QUERIES if fields.attn_output_gate else None,
     )
     first = iter(attention)
     delta = (

@@ -25,6 +25,13 @@ BASE: dict[str, Any] = {
         ("Glm4MoeForCausalLM", {"n_group": 8}, "n_group 8 is not supported"),
         ("MiniMaxM2ForCausalLM", {"scoring_func": "softmax"}, "scoring_func 'softmax' is not"),
         ("MiniMaxM2ForCausalLM", {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list 0 is not"),
+        (
+            "MuseGlimmerTextModel",
+            {"layer_rope_theta": [0, 5e5, 0, 1e4]},
+            "may have 0 and rope_theta",
+        ),
+        ("MuseGlimmerTextModel", {"layer_rope_theta": [0]}, "has 1 entries; expected 4"),
+        ("MuseGlimmerTextModel", {"tie_word_embeddings": True}, "tie_word_embeddings True is not"),
         ("MiniMaxM2ForCausalLM", {"shared_intermediate_size": 9}, "shared_intermediate_size 9 is"),
     ],
 )
