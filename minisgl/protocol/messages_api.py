@@ -12,6 +12,15 @@ BlockType = Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_r
 ToolName = Annotated[str, Meta(max_length=256)]
 
 
+class CacheControl(msgspec.Struct, kw_only=True):
+    """A breakpoint: the prompt up to here is to be cached. Further fields are ignored.
+
+    The server caches every prompt. A breakpoint only changes the token counts of the answer.
+    """
+
+    ttl: str = "5m"
+
+
 class MessagesBlock(msgspec.Struct, kw_only=True):
     """One block of a message or of a tool's result. Further fields are ignored."""
 
@@ -23,6 +32,7 @@ class MessagesBlock(msgspec.Struct, kw_only=True):
     input: dict[str, Any] = {}
     tool_use_id: str = ""
     content: "str | list[MessagesBlock] | None" = None
+    cache_control: CacheControl | None = None
 
 
 class MessagesMessage(msgspec.Struct, kw_only=True):
@@ -40,6 +50,7 @@ class MessagesTool(msgspec.Struct, kw_only=True):
     description: str | None = None
     parameters: dict[str, Any] | None = msgspec.field(default=None, name="input_schema")
     strict: bool | None = None
+    cache_control: CacheControl | None = None
 
 
 class MessagesToolChoice(msgspec.Struct, kw_only=True):
@@ -74,6 +85,7 @@ class CountTokensBody(RequestBody, kw_only=True):
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
 
 
 class MessagesBody(CountTokensBody, kw_only=True):
@@ -112,11 +124,23 @@ AnswerBlock: TypeAlias = TextBlock | ThinkingBlock | ToolUseBlock
 StopName: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
+class CacheCreation(msgspec.Struct, kw_only=True):
+    """The parts of cache_creation_input_tokens by the time to live of the breakpoint."""
+
+    ephemeral_5m_input_tokens: int
+    ephemeral_1h_input_tokens: int
+
+
 class MessagesUsage(msgspec.Struct, kw_only=True):
-    """Token counts. input_tokens is the number of prompt tokens that were not in the cache."""
+    """Token counts. The first, the second and the fourth are together the prompt.
+
+    cache_creation_input_tokens: before the last breakpoint, and not in the cache before.
+    cache_read_input_tokens: those that were in the cache.
+    """
 
     input_tokens: int
-    cache_creation_input_tokens: int = 0
+    cache_creation_input_tokens: int
+    cache_creation: CacheCreation
     cache_read_input_tokens: int
     output_tokens: int
 

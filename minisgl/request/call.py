@@ -144,7 +144,7 @@ class Call:
             prediction = request.prediction.tobytes()
         # An answer has room for so many tokens after the prompt.
         prediction = prediction[: 4 * max(facts.max_seq_len - queued_tokens, 0)]
-        self._begin_answers(prompts, rest)
+        self._begin_answers(prompts, rest, facts.page_size)
         submissions = [
             self._submission(prompt, index * request.n, prediction)
             for index, prompt in enumerate(prompts)
@@ -253,7 +253,9 @@ class Call:
         if not self._unread and not self._is_beating:
             self._readable.clear()
 
-    def _begin_answers(self, prompts: Sequence[FittedPrompt], rest: Iterator[Answer]) -> None:
+    def _begin_answers(
+        self, prompts: Sequence[FittedPrompt], rest: Iterator[Answer], page_size: int
+    ) -> None:
         """Begin each answer with the parts of the prompt that it repeats."""
         request = self._request
         echoes: list[str] = []
@@ -266,6 +268,7 @@ class Call:
             echoes.append(decoded.text)
         for choice in self.choices:
             index, number = divmod(choice.index, request.n)
+            choice.breakpoints = request.breakpoints.places(prompts[index].prefixes, page_size)
             if request.text.token_ids:
                 choice.details = Details(prompt_ids=prompts[index].token_ids)
             if request.echo:

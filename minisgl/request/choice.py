@@ -67,6 +67,7 @@ class Choice:
     prompt_share  prompt tokens that count for this choice: all for the first choice of a prompt, 0
                   for the others.
     queued_share  as prompt_share, with the tokens of the prediction.
+    breakpoints   as in Breakpoints.places.
     first_s, last_s
                   arrival of its first and its latest token, in seconds of CLOCK_MONOTONIC; 0 before
                   the first token.
@@ -85,6 +86,7 @@ class Choice:
     offset: int = 0
     prompt_share: int = 0
     queued_share: int = 0
+    breakpoints: tuple[int, int] = (0, 0)
     first_s: float = 0.0
     last_s: float = 0.0
 

@@ -30,7 +30,7 @@ from minisgl.request.paths import SAME_PATHS, Paths
 from minisgl.request.question import Question
 from minisgl.request.sizes import check_sizes
 from minisgl.request.tools import ToolRequest, shorten_ids, tools_of
-from minisgl.request.translation import Translation
+from minisgl.request.translation import Breakpoints, Translation
 from minisgl.settings.config import ServerConfig
 
 TokenArray: TypeAlias = "array.array[int]"  # int32 ids; quoted: not subscriptable in Python 3.11
@@ -75,7 +75,7 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     shrinks_max_tokens: sampling.max_tokens shrinks to the room that the prompt leaves. False: the
     server refuses the request if there is less room.
     named_tool: the client named the tool that the answer calls.
-    ignored, repeated, include: as in Translation.
+    ignored, repeated, include, breakpoints: as in Translation.
     """
 
     route: str
@@ -98,6 +98,7 @@ class CallRequest(msgspec.Struct, frozen=True, kw_only=True):
     ignored: tuple[str, ...] = ()
     repeated: dict[str, Any] = {}
     include: tuple[str, ...] = ()
+    breakpoints: Breakpoints = Breakpoints()
 
     @property
     def num_choices(self) -> int:
@@ -115,6 +116,7 @@ class RequestConverter:
         self.served_names = config.served_names
         self.limits = config.limits
         self._config = config
+        self._caches = config.scheduler.cache_type != "naive"
         self._check_sizes = partial(check_sizes, config.limits)
 
     def read(self, route: str, raw: bytes, facts: ModelFacts) -> CallRequest:
@@ -200,6 +202,7 @@ class RequestConverter:
             ignored=translation.ignored,
             repeated=translation.repeated,
             include=translation.include,
+            breakpoints=translation.breakpoints if self._caches else Breakpoints(),
         )
 
     def _shrinks(self, translation: Translation) -> bool:

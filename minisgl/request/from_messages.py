@@ -8,6 +8,7 @@ from minisgl.protocol import requests
 from minisgl.request.decode import reject
 from minisgl.request.paths import Paths
 from minisgl.request.translation import (
+    Breakpoints,
     Translation,
     Turn,
     chat_tool,
@@ -64,7 +65,28 @@ def translate(body: api.CountTokensBody) -> Translation:
         **function_paths("tools", "tools", [tool.type in _CUSTOM for tool in body.tools]),
         "continue_final_message": f"messages[{len(body.messages) - 1}]",
     }
-    return Translation(chat, Paths(paths), shrinks_max_tokens=True, ignored=ignored)
+    return Translation(
+        chat,
+        Paths(paths),
+        shrinks_max_tokens=True,
+        ignored=ignored,
+        breakpoints=_breakpoints(body),
+    )
+
+
+def _breakpoints(body: api.CountTokensBody) -> Breakpoints:
+    """Find the breakpoints of tools, of blocks and of the whole body."""
+    contents = [body.system or "", *(message.content for message in body.messages)]
+    blocks = [block for content in contents if isinstance(content, list) for block in content]
+    marked = [tool.cache_control for tool in body.tools]
+    marked += [block.cache_control for block in blocks]
+    last = marked.pop() if isinstance(contents[-1], list) and contents[-1] else None
+    end = body.cache_control or last
+    inside = {mark.ttl for mark in marked if mark is not None}
+    return Breakpoints(
+        "1h" if "1h" in inside else "5m" if inside else "",
+        "" if end is None else "1h" if end.ttl == "1h" else "5m",
+    )
 
 
 def _messages(body: api.CountTokensBody) -> list[requests.Message]:

@@ -23,6 +23,29 @@ _SHARED = (
 )
 
 
+class Breakpoints(NamedTuple):
+    """The times to live of the breakpoints of a request, "5m" or "1h"; "": it has none there.
+
+    end: at the end of the last message. inside: before that; "1h" if one of them has it.
+    """
+
+    inside: str = ""
+    end: str = ""
+
+    def places(self, prefixes: tuple[int, int], page_size: int) -> tuple[int, int]:
+        """The numbers of prompt tokens before the last breakpoint, and before the last of "1h".
+
+        prefixes: as in AddReq. Each number is of whole pages, because only these are cached. The
+        breakpoints inside count as one at the end of the first message: the places of the others
+        in the prompt are not known.
+        """
+        stable, first = prefixes
+        ends = [(first, self.inside), (stable, self.end)]
+        last = max((tokens for tokens, ttl in ends if ttl), default=0)
+        of_hour = max((tokens for tokens, ttl in ends if ttl == "1h"), default=0)
+        return last // page_size * page_size, of_hour // page_size * page_size
+
+
 class Translation(NamedTuple):
     """The body of a request as a body of OpenAI's chat or completions.
 
@@ -32,6 +55,7 @@ class Translation(NamedTuple):
     ignored     features of the request that `body` leaves out, as labels of the metric.
     repeated    parameters that the answer repeats.
     include     optional parts of the answer that the client asked for.
+    breakpoints for the token counts of the answer.
     """
 
     body: AnyBody
@@ -40,6 +64,7 @@ class Translation(NamedTuple):
     ignored: tuple[str, ...] = ()
     repeated: dict[str, Any] = {}
     include: tuple[str, ...] = ()
+    breakpoints: Breakpoints = Breakpoints()
 
 
 @dataclass(eq=False, slots=True)

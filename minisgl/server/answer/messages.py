@@ -97,8 +97,14 @@ def _input(arguments: str) -> dict[str, Any]:
 
 def _usage(choice: Choice) -> api.MessagesUsage:
     latest = choice.latest
+    cached, prompt = latest.cached_tokens, latest.prompt_tokens
+    created, of_hour = [max(min(place, prompt) - cached, 0) for place in choice.breakpoints]
     return api.MessagesUsage(
-        input_tokens=latest.prompt_tokens - latest.cached_tokens,
-        cache_read_input_tokens=latest.cached_tokens,
+        input_tokens=prompt - cached - created,
+        cache_creation_input_tokens=created,
+        cache_creation=api.CacheCreation(
+            ephemeral_5m_input_tokens=created - of_hour, ephemeral_1h_input_tokens=of_hour
+        ),
+        cache_read_input_tokens=cached,
         output_tokens=latest.completion_tokens,
     )
