@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from bench.clocks import Clocks
 from bench.records import RESULTS, Figure, write_record
 from bench.runner import ROOT, last_json, record_of
 from minisgl.benchmark.flag_types import positive_float
@@ -194,7 +195,8 @@ class Campaign:
         command = self.command(row, url)
         sys.stderr.write(f"{row.name}: {shlex.join(command)}\n")
         words = command[2:] if command[:2] == ["python", "-m"] else command
-        with _caches(row.program) as caches:
+        clocks = Clocks()
+        with _caches(row.program) as caches, clocks.sampled():
             done = subprocess.run(
                 [sys.executable, "-m", *words],
                 cwd=ROOT,
@@ -204,7 +206,7 @@ class Campaign:
             )
         if done.returncode:
             raise ConfigError(f"the program ended with the exit code {done.returncode}")
-        return values_of(row, last_json(done.stdout))
+        return values_of(row, last_json(done.stdout)) | clocks.values()
 
     def command(self, row: CampaignRow, url: str | None = None) -> list[str]:
         """Return the command of a row. url: of a running server; None: the command starts it."""
