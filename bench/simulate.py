@@ -9,6 +9,10 @@ With --flood, one client sends many requests at once. The load follows 5 s later
 client. The output then also has the times to first token of the load without the flood, and the
 duration of the longest step.
 
+A trace of agents has turns: a request is sent after the tools and the user have answered the one
+before it. --beside, --flood and --low replay such a trace by its arrival times. --window-s leaves
+the start and the end of a run out of its figures.
+
 With --low, requests of a later priority arrive during the load. The output then also has the times
 to first token of the load alone, and the ratio of the two 99th percentiles.
 """
@@ -25,10 +29,11 @@ import numpy as np
 
 from minisgl.benchmark.background_streams import background_load, summarise_streams
 from minisgl.benchmark.client import Answer
+from minisgl.benchmark.flag_types import nonnegative_float
 from minisgl.benchmark.latency import describe, error_lines, latencies, summarise, table
 from minisgl.benchmark.load import add_load_flags, arrivals, load_of
 from minisgl.benchmark.outbox import record_step
-from minisgl.benchmark.trace import Load, hit_ratios
+from minisgl.benchmark.trace import Load, Turns, hit_ratios
 from minisgl.benchmark.virtual_engine import VirtualEngine, add_engine_flags, engine_settings
 from minisgl.benchmark.workload import make_workload
 from minisgl.core import ConfigError, SamplingParams, SchedulerConfig, StepCost
@@ -43,19 +48,25 @@ _FLOOD_LEAD_S = 5.0  # the load starts this long after the flood
 class _Arrivals:
     """Implements Inbox with the requests of a load. A wait advances the simulated time."""
 
-    def __init__(self, load: Load, engine: VirtualEngine, times_s: Sequence[float]) -> None:
+    def __init__(self, load: Load, engine: VirtualEngine, times_s: list[float]) -> None:
         """times_s: arrival times of the first requests of `load`."""
         self._load = load
         self._engine = engine
-        self.due = [(due_s, index) for index, due_s in enumerate(times_s)]
+        self._turns = Turns(load, times_s)
+        self.due = self._turns.first
         heapq.heapify(self.due)
         self.sent_s: dict[int, float] = {}
 
-    def add(self) -> None:
-        """Let the next request of the load arrive now, if there is one."""
-        index = len(self.sent_s) + len(self.due)
-        if index < len(self._load.prompts):
-            heapq.heappush(self.due, (self._engine.now_s, index))
+    def ended(self, index: int) -> None:
+        """Request `index` has ended. Those that waited for it become due.
+
+        Without arrival times, the next request of the load arrives now, if there is one.
+        """
+        for follower in self._turns.ended(index, self._engine.now_s):
+            heapq.heappush(self.due, follower)
+        following = len(self.sent_s) + len(self.due)
+        if self._load.arrivals_s is None and following < len(self._load.prompts):
+            heapq.heappush(self.due, (self._engine.now_s, following))
 
     def receive(
         self, wait_s: WaitS, plan_hash: int | None = None, own: Sequence[ToScheduler] = ()
@@ -91,9 +102,14 @@ class _Arrivals:
 
 
 def simulate(
-    load: Load, engine: VirtualEngine, cost: StepCost, config: SchedulerConfig, concurrency: int
+    load: Load,
+    engine: VirtualEngine,
+    cost: StepCost,
+    config: SchedulerConfig,
+    concurrency: int,
+    end_s: float = math.inf,
 ) -> list[Answer]:
-    """Run `load` and return its answers in order.
+    """Run `load`, at most until end_s, and return its answers in order.
 
     concurrency: open requests at a time, for a load without arrival times.
     """
@@ -111,13 +127,13 @@ def simulate(
         cost=cost,
     )
     bar = Progress(total=len(answers), unit="req")
-    while arrivals.due or not scheduler.idle:
+    while (arrivals.due or not scheduler.idle) and engine.now_s < end_s:
         scheduler.iterate()
         while outbox:
             output = outbox.popleft()
             record_step(answers, output, engine.now_s)
-            for _ in output.finished:
-                arrivals.add()
+            for finished in output.finished:
+                arrivals.ended(finished.uid)
                 bar.update()
     bar.close()
     for uid, sent_s in arrivals.sent_s.items():
@@ -163,6 +179,21 @@ def add_low(load: Load, options: argparse.Namespace) -> Load:
     )
 
 
+def summarise_window(
+    load: Load, answers: Sequence[Answer], begin_s: float, end_s: float
+) -> dict[str, Any]:
+    """Summarise the answers that end between these times, as `summarise`."""
+    inside = [
+        answer
+        for answer, most in zip(answers, load.max_tokens, strict=True)
+        if (answer.output_tokens == most or answer.error is not None)
+        and begin_s <= (answer.outputs_s or [answer.sent_s])[-1] < end_s
+    ]
+    summary, seconds = summarise(inside), end_s - begin_s
+    rates = {"requests_per_s": "requests", "output_tokens_per_s": "output_tokens"}
+    return summary | {rate: summary[count] / seconds for rate, count in rates.items()}
+
+
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON. Returns 1 when a request failed."""
     parser = argparse.ArgumentParser(prog="python -m bench simulate", description=__doc__)
@@ -181,6 +212,14 @@ def main(argv: Sequence[str]) -> int:
         metavar=("RATE", "PROMPT", "OUTPUT"),
         help="let RATE requests per second of PROMPT and OUTPUT tokens and of a later priority "
         "arrive during the load",
+    )
+    parser.add_argument(
+        "--window-s",
+        type=nonnegative_float,
+        nargs=2,
+        default=(0.0, math.inf),
+        metavar=("FROM", "TO"),
+        help="report the answers that end between these times, and end the run at TO",
     )
     add_load_flags(parser)
     options = parser.parse_args(argv)
@@ -207,9 +246,14 @@ def main(argv: Sequence[str]) -> int:
     if options.flood or options.low:
         idle = simulate(both, settings.engine(), cost, config, options.concurrency)
         both = add_flood(both, options) if options.flood else add_low(both, options)
-    answers = simulate(both, engine, cost, config, options.concurrency)[:num_reqs]
+    begin_s, end_s = options.window_s
+    if not begin_s < end_s or ((begin_s, end_s) != (0.0, math.inf) and options.beside):
+        raise ConfigError("--window-s needs FROM < TO, and takes no --beside")
+    answers = simulate(both, engine, cost, config, options.concurrency, end_s)[:num_reqs]
     streams, answers = answers[:num_streams], answers[num_streams:]
     summary: dict[str, Any] = summarise(answers)
+    if end_s < math.inf:
+        summary = summarise_window(load, answers, begin_s, end_s)
     if streams:
         summary["beside"] = summarise_streams(background, streams, answers)
         summary["failed"] += summary["beside"]["failed"]

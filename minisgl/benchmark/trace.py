@@ -3,10 +3,14 @@
 The file format is the one of the Mooncake traces (FAST '25): one JSON object per line, with
 timestamp (ms), input_length, output_length (tokens) and hash_ids, one for each block of 512 tokens.
 Prompts that share their first k hash ids share their first 512 k tokens.
+
+A trace of agents has three further fields: the id of a request, `after`, the ids of the requests
+that end before it is sent, and gap_ms, the time of a tool or a user between the last end and it.
 """
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +30,16 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    id: int | None = None
+    after: tuple[int, ...] = ()
+    gap_ms: float = 0.0
+
+
+class Turn(NamedTuple):
+    """A request is sent gap_s seconds after the ends of the requests with the indices `after`."""
+
+    after: tuple[int, ...] = ()
+    gap_s: float = 0.0
 
 
 class Load(NamedTuple):
@@ -37,6 +51,8 @@ class Load(NamedTuple):
     clients     the client of each request; None: all requests come from one client.
     priorities  the priority of each request; None: 0.
     stable      tokens of each prompt that later prompts may share (AddReq.prefixes); None: unknown.
+    turns       of each request; None: no request waits for another one. A request that does not
+                wait arrives at its arrival time.
     """
 
     prompts: list[Int32Array]
@@ -45,6 +61,30 @@ class Load(NamedTuple):
     clients: list[str] | None = None
     priorities: list[int] | None = None
     stable: list[int] | None = None
+    turns: list[Turn] | None = None
+
+
+class Turns:
+    """Tells when each request of a load is due."""
+
+    def __init__(self, load: Load, arrivals_s: list[float]) -> None:
+        """arrivals_s: of the requests of `load`, or of the first ones, if no request waits."""
+        self._turns = load.turns or [Turn()] * len(arrivals_s)
+        self._open = [{*turn.after} for turn in self._turns]
+        self._next: dict[int, list[int]] = {}
+        for index, after in enumerate(self._open):
+            for before in after:
+                self._next.setdefault(before, []).append(index)
+        self.first = [(s, i) for i, s in enumerate(arrivals_s) if not self._open[i]]
+
+    def ended(self, index: int, now_s: float) -> list[tuple[float, int]]:
+        """Request `index` ends now. Returns the due times and indices of those that waited."""
+        due = []
+        for follower in self._next.get(index, ()):
+            self._open[follower].discard(index)
+            if not self._open[follower]:
+                due.append((now_s + self._turns[follower].gap_s, follower))
+        return due
 
 
 def read_trace(path: Path, count: int | None = None) -> list[TraceRequest]:
@@ -79,11 +119,13 @@ def replay(
 ) -> Load:
     """Return a load in which each hash id is a block of pseudo-random tokens.
 
-    time_scale: factor for the arrival times. length_scale: factor for the lengths of blocks and
-    outputs; prompts still share the same blocks. max_prompt_tokens, max_output_tokens: longer
-    prompts and outputs are cut. largest_id: largest token id.
+    time_scale: factor for the arrival times and the gaps. length_scale: factor for the lengths of
+    blocks and outputs; prompts still share the same blocks. max_prompt_tokens, max_output_tokens:
+    longer prompts and outputs are cut. largest_id: largest token id.
 
     Prompts share whole blocks, so the stable part of each is its whole blocks.
+
+    Raises ConfigError for a request that waits for a later one, or for one that is not in the load.
     """
     size = max(1, round(BLOCK_TOKENS * length_scale))
     blocks: dict[int, Int32Array] = {}
@@ -103,7 +145,28 @@ def replay(
         [min(length, max_output_tokens or length) for length in outputs],
         [(request.timestamp - start) / 1000 * time_scale for request in requests],
         stable=[len(prompt) // size * size for prompt in prompts],
+        turns=_turns(requests, time_scale) if any(each.after for each in requests) else None,
     )
+
+
+def _turns(requests: list[TraceRequest], time_scale: float) -> list[Turn]:
+    known: dict[int, int] = {}
+    turns = []
+    for index, request in enumerate(requests):
+        turns.append(Turn(_indices(request, known), request.gap_ms / 1000 * time_scale))
+        if request.id is not None:
+            known[request.id] = index
+    return turns
+
+
+def _indices(request: TraceRequest, known: Mapping[int, int]) -> tuple[int, ...]:
+    missing = [each for each in request.after if each not in known]
+    if missing:
+        raise ConfigError(
+            f"request {request.id} of the trace waits for request {missing[0]}, which is not "
+            "before it in the trace; replay the whole trace, or correct `after`"
+        )
+    return tuple(known[each] for each in request.after)
 
 
 def hit_ratios(prompts: list[Int32Array], pages: int, page_size: int) -> dict[str, float]:

@@ -112,12 +112,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(options: argparse.Namespace) -> tuple[Load, list[float]]:
-    """Return the load and its arrival times. --rate replaces the arrival times of a trace."""
+    """Return the load and its arrival times.
+
+    --rate replaces the arrival times and the turns of a trace.
+    """
     load = load_of(options)
     times_s = load.arrivals_s
     if options.trace is not None and options.rate is not None:
         is_poisson = options.arrival == "poisson"
         times_s = arrivals(len(load.prompts), options.rate, is_poisson, options.seed)
+        load = load._replace(turns=None)
     if times_s is None or options.beside:
         raise ConfigError("a fleet needs --rate or --trace, and takes no --beside")
     return load, times_s

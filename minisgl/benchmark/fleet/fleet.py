@@ -8,6 +8,7 @@ import heapq
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from minisgl.benchmark.client import Answer
@@ -15,7 +16,7 @@ from minisgl.benchmark.fleet.autoscale import SYNC_S, Autoscaler
 from minisgl.benchmark.fleet.replica import Replica, ReplicaState
 from minisgl.benchmark.fleet.routers import RequestRouter
 from minisgl.benchmark.outbox import record_step
-from minisgl.benchmark.trace import Load
+from minisgl.benchmark.trace import Load, Turns
 from minisgl.benchmark.virtual_engine import EngineSettings
 from minisgl.core import InvariantBroken, SamplingParams
 from minisgl.message.messages import AddReq, StepOutput
@@ -76,9 +77,13 @@ class Fleet:
     def __init__(
         self, load: Load, arrivals_s: list[float], settings: EngineSettings, plan: FleetPlan
     ) -> None:
-        """arrivals_s: rising times at which clients send the requests of `load`."""
+        """arrivals_s: rising times at which clients send the requests of `load`.
+
+        A client sends a request with a turn after the requests for which it waits have ended, or
+        after it has given them up.
+        """
         self._load = load
-        self._arrivals_s = arrivals_s
+        self._turns = Turns(load, arrivals_s)
         self._settings = settings
         self._plan = plan
         # Entries are (time, is_step, number, action): at one time, arrivals come before steps.
@@ -97,8 +102,7 @@ class Fleet:
         self._result = FleetResult([Answer(0.0, prompt_tokens=len(p)) for p in self._load.prompts])
         for _ in range(self._plan.replicas):
             self._ready(self._add())
-        if self._unanswered:
-            self._at(self._arrivals_s[0], lambda: self._arrive(0))
+        self._arrive_at(self._turns.first)
         for at_s in self._plan.failures_s:
             self._at(at_s, self._fail)
         for at_s in self._plan.rollouts_s:
@@ -119,11 +123,17 @@ class Fleet:
 
     # --- requests -------------------------------------------------------------------------------
 
+    def _arrive_at(self, due: list[tuple[float, int]]) -> None:
+        for due_s, uid in due:
+            self._at(due_s, partial(self._arrive, uid))
+
     def _arrive(self, uid: int) -> None:
-        if uid + 1 < len(self._arrivals_s):
-            self._at(self._arrivals_s[uid + 1], lambda: self._arrive(uid + 1))
         self._result.answers[uid].sent_s = self._now_s
         self._send(uid)
+
+    def _ended(self, uid: int) -> None:
+        self._unanswered -= 1
+        self._arrive_at(self._turns.ended(uid, self._now_s))
 
     def _send(self, uid: int) -> None:
         ready = [r for r in self._replicas if r.state is ReplicaState.READY]
@@ -151,7 +161,7 @@ class Fleet:
             self._at(self._now_s + RETRY_S, lambda: self._send(uid))
         else:
             answer.error = error
-            self._unanswered -= 1
+            self._ended(uid)
 
     def _schedule(self, replica: Replica) -> None:
         """Put the replica's next time into the queue, unless the queue has it."""
@@ -181,7 +191,7 @@ class Fleet:
         record_step(self._result.answers, output, self._now_s)
         for finished in output.finished:
             del replica.open_reqs[finished.uid]
-            self._unanswered -= 1
+            self._ended(finished.uid)
 
     # --- replicas -------------------------------------------------------------------------------
 

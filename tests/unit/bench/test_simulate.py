@@ -9,7 +9,7 @@ import pytest
 from bench.simulate import main, simulate
 from minisgl.benchmark.client import Answer
 from minisgl.benchmark.latency import summarise
-from minisgl.benchmark.trace import Load
+from minisgl.benchmark.trace import Load, Turn
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
 from minisgl.benchmark.workload import make_workload
 from minisgl.core import ConfigError, SchedulerConfig, StepWork
@@ -128,6 +128,24 @@ def test_a_closed_loop_sends_a_request_when_another_ends() -> None:
     answers = run(load, concurrency=2)
     ends = sorted(answer.outputs_s[-1] for answer in answers)
     assert sorted(answer.sent_s for answer in answers) == [0.0, 0.0, *ends[:2]]
+
+
+def test_a_turn_begins_after_the_tools_have_answered() -> None:
+    load = load_of((0.0, 100, 5), (0.0, 100, 5))
+    first, second = run(load._replace(turns=[Turn(), Turn((0,), 2.5)]))
+    assert second.sent_s == first.outputs_s[-1] + 2.5
+
+
+def test_a_window_has_the_answers_that_end_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Requests of one step each at 0, 1, 2 and 3 s. The run ends before the last one."""
+    request = {"input_length": 9, "output_length": 1, "hash_ids": [1]}
+    lines = [json.dumps(request | {"timestamp": 1000 * n}) for n in range(4)]
+    (tmp_path / "trace.jsonl").write_text("\n".join(lines))
+    assert main(["--trace", str(tmp_path / "trace.jsonl"), "--window-s", "0.5", "2.5"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["requests"], found["requests_per_s"]) == (2, 1.0)
 
 
 def test_cached_tokens_are_not_computed_again() -> None:

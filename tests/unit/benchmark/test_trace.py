@@ -10,6 +10,7 @@ import pytest
 
 from minisgl.benchmark.trace import (
     BLOCK_TOKENS,
+    Turns,
     ideal_hit_ratio,
     lru_hit_ratio,
     read_trace,
@@ -45,6 +46,31 @@ def test_scaled_prompts_share_the_same_blocks(tmp_path: Path) -> None:
     assert (first[:128] == second[:128]).all()
     assert max(first.max(), second.max()) == 9
     assert load.max_tokens == [10, 1]
+
+
+def agents(folder: Path, *requests: dict[str, object]) -> Path:
+    """A trace of agents. Each request is a block of its own, and has one token of output."""
+    lines = [
+        {"timestamp": 0, "input_length": 16, "output_length": 1, "hash_ids": [n], "id": n} | request
+        for n, request in enumerate(requests)
+    ]
+    (folder / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder / "trace.jsonl"
+
+
+def test_a_request_is_due_after_the_gap_behind_the_last_end(tmp_path: Path) -> None:
+    after = {"after": [0, 1], "gap_ms": 4000, "timestamp": 9}
+    load = replay(read_trace(agents(tmp_path, {}, {}, after)), time_scale=0.5)
+    assert load.arrivals_s is not None
+    turns = Turns(load, load.arrivals_s)
+    assert turns.first == [(0.0, 0), (0.0, 1)]
+    assert turns.ended(1, 3.0) == []
+    assert turns.ended(0, 7.0) == [(9.0, 2)]
+
+
+def test_a_request_that_waits_for_a_later_one_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"request 0 .* waits for request 1"):
+        replay(read_trace(agents(tmp_path, {"after": [1]}, {})))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from bench.simulate import simulate
 from minisgl.benchmark.fleet.autoscale import Autoscaler
 from minisgl.benchmark.fleet.fleet import Fleet
 from minisgl.benchmark.fleet.routers import ROUTERS, LeastLoad, RoundRobin, make_router
+from minisgl.benchmark.trace import Turn
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, EngineSettings, read_cost
 from minisgl.core import SchedulerConfig
 from tests.examples import examples
@@ -37,6 +38,17 @@ def test_one_replica_gives_the_answers_of_bench_simulate() -> None:
     assert [(a.sent_s, a.outputs_s, a.cached_tokens) for a in found] == [
         (a.sent_s, a.outputs_s, a.cached_tokens) for a in expected
     ]
+
+
+@pytest.mark.parametrize("failures_s", [(), (0.01,)], ids=["answered", "given up"])
+def test_a_turn_begins_after_the_request_before_it(failures_s: tuple[float, ...]) -> None:
+    load = load_of((0.0, prompt(0), 5), (0.0, prompt(1), 5))
+    load = load._replace(turns=[Turn(), Turn((0,), 20.0)])
+    first, second = run(load, STILL._replace(failures_s=failures_s)).answers
+    end_s = failures_s[0] if failures_s else first.outputs_s[-1]
+    assert (first.error is None) == (not failures_s)
+    assert second.sent_s == end_s + 20.0
+    assert second.error is None
 
 
 @given(
