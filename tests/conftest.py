@@ -1,6 +1,7 @@
 """Fixtures of all tests."""
 
 import ctypes
+import gc
 import logging
 import os
 from collections import defaultdict
@@ -12,6 +13,10 @@ import pytest
 
 from tests.examples import register_profiles
 from tests.hang_guard import HangGuard, HangLimits
+
+# The imports and the tests of a run make millions of objects that live on. To look through them
+# again and again would take seconds of each worker.
+gc.disable()
 
 # `--hypothesis-profile` may choose another profile after this.
 register_profiles()
@@ -81,6 +86,11 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if not _can_run_kernels():
         terminalreporter.write_line("tests/gpu is left out: no CUDA driver (libcuda.so.1)")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
