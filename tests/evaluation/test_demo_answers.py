@@ -2,7 +2,7 @@
 
 Caching and chunking are on: conversations share prefixes, and the long look-ups (up to 3,000
 tokens) are cut into chunks of 512. The answers of transformers are kept in a file. Proofs compute
-them again, and ask all prompts instead of 8 of each task.
+them again, and ask all prompts. `make test` asks the server 8 prompts of each task, and `LLM` 4.
 """
 
 import json
@@ -42,7 +42,13 @@ def reference(prompts: list[Prompt]) -> dict[str, Score]:
     return accuracy_by_task(prompts, kept_answers())
 
 
-@pytest.fixture(params=[8, pytest.param(50, marks=pytest.mark.proof)])
+def number_of_prompts(in_make_test: int) -> pytest.MarkDecorator:
+    """Parametrize `some` with the number of prompts of each task; 50 in a proof."""
+    every = pytest.param(50, marks=pytest.mark.proof)
+    return pytest.mark.parametrize("some", [in_make_test, every], indirect=True)
+
+
+@pytest.fixture
 def some(
     request: pytest.FixtureRequest, prompts: list[Prompt]
 ) -> tuple[list[Prompt], dict[str, Score]]:
@@ -68,6 +74,7 @@ def test_transformers_still_give_the_kept_answers() -> None:
 
 
 @pytest.mark.slow
+@number_of_prompts(4)
 def test_the_offline_engine_scores_as_transformers_do(
     some: tuple[list[Prompt], dict[str, Score]],
 ) -> None:
@@ -85,6 +92,7 @@ def test_the_offline_engine_scores_as_transformers_do(
 
 
 @pytest.mark.slow
+@number_of_prompts(4)
 def test_an_fp8_kv_cache_answers_as_well(some: tuple[list[Prompt], dict[str, Score]]) -> None:
     """Some look-ups find one fact in 3,000 tokens."""
     prompts, reference = some
@@ -113,6 +121,7 @@ def _text(message: ChatCompletionMessage) -> str:
 
 @pytest.mark.slow
 @pytest.mark.process
+@number_of_prompts(8)
 def test_the_server_scores_as_transformers_do(
     some: tuple[list[Prompt], dict[str, Score]],
 ) -> None:

@@ -4,6 +4,7 @@ A rank that dies, hangs or runs out of memory ends the service, with a reason. N
 can be reached from outside the host.
 """
 
+import contextlib
 import os
 import resource
 import signal
@@ -33,10 +34,9 @@ RANKS = ["scheduler", "scheduler-1"]
 FLAGS = ("--num-pages", "256", "--tp", "2")
 
 
-@pytest.fixture
-def server(tiny_model: Path) -> Iterator[ServerProcess]:
-    flags = ("--model", str(tiny_model), *FLAGS, "--step-timeout", "2")
-    with run_server(*flags) as server:
+@contextlib.contextmanager
+def serving(model: Path) -> Iterator[ServerProcess]:
+    with run_server("--model", str(model), *FLAGS, "--step-timeout", "2") as server:
         yield server.wait_ready()
 
 
@@ -60,12 +60,12 @@ def assert_all_end(server: ServerProcess, reason: str) -> None:
     assert reason in server.stderr
 
 
-@pytest.mark.parametrize("rank", RANKS)
-def test_a_rank_without_memory_ends_the_service(rank: str) -> None:
+def test_rank_0_without_memory_ends_the_service() -> None:
+    """test_a_rank_without_memory_raises_worker_died has rank 1."""
     with run_server(*FLAGS) as server:
-        leave_no_memory(server.wait_ready().child_pid(rank))
+        leave_no_memory(server.wait_ready().child_pid("scheduler"))
         assert ask(server, LONG_PROMPT, "minisgl-demo") in (500, 503)
-        assert_all_end(server, f"error: {rank}: ")
+        assert_all_end(server, "error: scheduler: ")
 
 
 @pytest.mark.parametrize("rank", RANKS)
@@ -76,15 +76,22 @@ def test_a_rank_lost_before_the_ranks_meet_ends_the_service(rank: str) -> None:
         assert_all_end(server, f"error: {rank} (pid ")
 
 
-@pytest.mark.parametrize("rank", RANKS)
-def test_a_rank_that_hangs_ends_the_service(server: ServerProcess, rank: str) -> None:
-    """The other rank waits in a collective operation and is ended too."""
+def hang(server: ServerProcess, rank: str) -> None:
+    """Stop one rank. The other rank waits in a collective operation and is ended too."""
     os.kill(server.child_pid(rank), signal.SIGSTOP)
     assert ask(server) in (500, 503)
     assert_all_end(server, "no progress")
 
 
-def test_only_loopback_is_listened_on(server: ServerProcess) -> None:
+def test_only_loopback_is_listened_on_and_a_rank_0_that_hangs_ends_the_service(
+    tiny_model: Path,
+) -> None:
+    with serving(tiny_model) as server:
+        assert_only_loopback(server)
+        hang(server, "scheduler")
+
+
+def assert_only_loopback(server: ServerProcess) -> None:
     found = {
         name: {
             connection.laddr.ip
@@ -108,59 +115,42 @@ def test_only_loopback_is_listened_on(server: ServerProcess) -> None:
     assert peers <= {"127.0.0.1", "::1"}
 
 
-def test_two_servers_are_independent(server: ServerProcess, tiny_model: Path) -> None:
-    with run_server("--model", str(tiny_model), *FLAGS) as other:
-        other.wait_ready()
+def test_the_end_of_another_server_changes_nothing_and_a_rank_1_that_hangs_ends_the_service(
+    tiny_model: Path,
+) -> None:
+    with serving(tiny_model) as server, serving(tiny_model) as other:
         assert ask(server) == ask(other) == 200
         psutil.Process(other.child_pid("scheduler-1")).kill()
         assert_all_end(other, "error: scheduler")
         assert ask(server) == 200
+        hang(server, "scheduler-1")
 
 
-@pytest.mark.parametrize("cause", ["killed", "memory"])
-def test_a_rank_that_ends_raises_worker_died(cause: str) -> None:
-    """close() then leaves no process, even when another rank waits for the lost one."""
-    llm = LLM(tp=2, num_pages=256)
-    assert isinstance(llm.worker, RankWorkers)
-    ranks = {each.role: psutil.Process(each.process.pid) for each in llm.worker.children}
-    assert list(ranks) == RANKS
-    greedy = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-    stream = llm.stream([LONG_PROMPT if cause == "memory" else [5, 6, 7]], greedy)
-    if cause == "killed":
-        next(stream)
-        ranks["scheduler-1"].kill()
-    else:
-        leave_no_memory(ranks["scheduler-1"].pid)
-    with pytest.raises(WorkerDied, match="scheduler-1"):
-        list(stream)
-    with pytest.raises(WorkerDied):
-        llm.generate([5], greedy, progress=False)
-    llm.close()
-    assert not [rank for rank in ranks.values() if rank.is_running()]
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    """An LLM of two ranks. Its last test ends them."""
+    with LLM(tp=2, num_pages=256) as found:
+        yield found
 
 
-def test_an_llm_with_ranks_generates_aborts_and_refuses() -> None:
+def test_an_llm_with_ranks_generates_aborts_and_refuses(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=24)
-    with LLM(tp=2, num_pages=256) as llm:
-        for max_tokens in (900, 1):  # left in the middle, and after the last output
-            for _ in llm.stream([5, 6, 7], SamplingParams(max_tokens=max_tokens, ignore_eos=True)):
-                break
-        stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=900, ignore_eos=True))
-        next(stream)
-        again = patch.object(llm.worker, "step", side_effect=KeyboardInterrupt)
-        with (
-            again,
-            pytest.raises(KeyboardInterrupt),
-        ):  # a second Ctrl-C, during the abort after the first
-            stream.close()
-        answer = llm.chat([{"role": "user", "content": "What is 12 + 30?"}], greedy, progress=False)
-        assert isinstance(answer, Completion)
-        assert answer.text == "42"
+    for max_tokens in (900, 1):  # left in the middle, and after the last output
+        for _ in llm.stream([5, 6, 7], SamplingParams(max_tokens=max_tokens, ignore_eos=True)):
+            break
+    stream = llm.stream([5, 6, 7], SamplingParams(max_tokens=900, ignore_eos=True))
+    next(stream)
+    again = patch.object(llm.worker, "step", side_effect=KeyboardInterrupt)
+    with again, pytest.raises(KeyboardInterrupt):  # Ctrl-C again, during the abort after the first
+        stream.close()
+    answer = llm.chat([{"role": "user", "content": "What is 12 + 30?"}], greedy, progress=False)
+    assert isinstance(answer, Completion)
+    assert answer.text == "42"
     with pytest.raises(ConfigError, match="cannot be split over tensor-parallel 3"):
         LLM(tp=3, num_pages=256)
 
 
-def test_a_keyboard_interrupt_loses_no_output_of_the_ranks() -> None:
+def test_a_keyboard_interrupt_loses_no_output_of_the_ranks(llm: LLM) -> None:
     """Regression: output that came with the interrupt was lost, and the LLM waited for it."""
     drain: Callable[[Receiver[Any]], Iterator[Any]] = Receiver.drain
 
@@ -170,17 +160,46 @@ def test_a_keyboard_interrupt_loses_no_output_of_the_ranks() -> None:
                 signal.raise_signal(signal.SIGINT)
             yield message
 
+    assert isinstance(llm.worker, RankWorkers)
     before = signal.signal(
         signal.SIGINT, signal.default_int_handler
     )  # SIGINT is ignored in a background process
-    with LLM(tp=2, num_pages=256) as llm:
-        assert isinstance(llm.worker, RankWorkers)
-        sampling = SamplingParams(max_tokens=1)
-        llm.worker.send(AddReq(uid=99, token_ids=array("i", [5, 6]).tobytes(), sampling=sampling))
-        with patch.object(Receiver, "drain", interrupted), pytest.raises(KeyboardInterrupt):
-            list(iter(llm.worker.step, None))  # an endless loop: step never returns None
-        signal.signal(signal.SIGINT, before)
-        assert not llm.worker._unfinished
+    sampling = SamplingParams(max_tokens=1)
+    llm.worker.send(AddReq(uid=99, token_ids=array("i", [5, 6]).tobytes(), sampling=sampling))
+    with patch.object(Receiver, "drain", interrupted), pytest.raises(KeyboardInterrupt):
+        list(iter(llm.worker.step, None))  # an endless loop: step never returns None
+    signal.signal(signal.SIGINT, before)
+    assert not llm.worker._unfinished
+
+
+def assert_ended_by(llm: LLM, end: Callable[[int], None], prompt: list[int], begun: bool) -> None:
+    """The end of rank 1 raises WorkerDied in every call, and close() then leaves no process.
+
+    end: ends the process of rank 1. begun: the call has had output before.
+    """
+    assert isinstance(llm.worker, RankWorkers)
+    ranks = {each.role: psutil.Process(each.process.pid) for each in llm.worker.children}
+    assert list(ranks) == RANKS
+    greedy = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    stream = llm.stream([prompt], greedy)
+    if begun:
+        next(stream)
+    end(ranks["scheduler-1"].pid)
+    with pytest.raises(WorkerDied, match="scheduler-1"):
+        list(stream)
+    with pytest.raises(WorkerDied):
+        llm.generate([5], greedy, progress=False)
+    llm.close()
+    assert not [rank for rank in ranks.values() if rank.is_running()]
+
+
+def test_a_killed_rank_raises_worker_died(llm: LLM) -> None:
+    """The other rank waits for the lost one."""
+    assert_ended_by(llm, lambda pid: os.kill(pid, signal.SIGKILL), [5, 6, 7], begun=True)
+
+
+def test_a_rank_without_memory_raises_worker_died() -> None:
+    assert_ended_by(LLM(tp=2, num_pages=256), leave_no_memory, LONG_PROMPT, begun=False)
 
 
 @pytest.mark.parametrize("delete", [True, False], ids=["deleted", "at exit"])
