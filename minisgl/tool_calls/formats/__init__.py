@@ -9,6 +9,7 @@ from minisgl.message.messages import ToolOptions
 from minisgl.tokenizer import Vocabulary
 from minisgl.tokenizer.detokenizer import CallParser
 from minisgl.tool_calls.format import Format
+from minisgl.tool_calls.formats.glm import GLM
 from minisgl.tool_calls.formats.harmony import HARMONY, Harmony
 from minisgl.tool_calls.formats.json_calls import HERMES, LLAMA3, MISTRAL, MISTRAL_V11
 from minisgl.tool_calls.formats.pythonic import PYTHONIC
@@ -22,6 +23,7 @@ _ALL: tuple[Format | Harmony, ...] = (
     HARMONY,
     HERMES,
     QWEN3_CODER,
+    GLM,
     MISTRAL_V11,
     MISTRAL,
     LLAMA3,

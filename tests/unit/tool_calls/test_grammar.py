@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from minisgl.core import InvalidRequest
 from minisgl.demo import model_path
+from minisgl.request.tools import TYPED_FORMATS
 from minisgl.structured.library import load_tokenizer
 from minisgl.tokenizer import load_vocabulary
 from minisgl.tool_calls.formats import FORMATS, ToolGrammarWriter
@@ -109,7 +110,7 @@ def random_answer(
 
 
 def is_plain(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without the bounds of strings, which Qwen3-Coder's raw texts cannot have."""
+    """The schema without the bounds of strings, which raw texts cannot have."""
     properties = {
         key: {k: v for k, v in part.items() if k != "maxLength"}
         for key, part in schema["properties"].items()
@@ -135,7 +136,7 @@ def test_random_answers_under_required_are_calls_that_validate(
         assert (answer.content, answer.failures) == ("", 0), text
         assert parallel or len(answer.names) == 1
         for called, arguments in answer.calls:
-            schema = is_plain(SCHEMAS[called]) if name == "qwen3-coder" else SCHEMAS[called]
+            schema = is_plain(SCHEMAS[called]) if name in TYPED_FORMATS else SCHEMAS[called]
             jsonschema.validate(arguments, schema)
     assert complete >= 25
 
@@ -146,6 +147,7 @@ CALLS = {
     "mistral": '[TOOL_CALLS][{"name": "now", "arguments": {}}]',
     "mistral-v11": "[TOOL_CALLS]now[ARGS]{}",
     "qwen3-coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
+    "glm": "<tool_call>now\n</tool_call>",
     "pythonic": "[now()]",
 }
 
@@ -169,7 +171,7 @@ def test_a_free_answer_may_be_text_or_a_valid_call(
         assert not accepted("Let me see.\n" + CALLS[name].replace("now", "never"))
 
 
-@pytest.mark.parametrize("name", ["hermes", "mistral", "mistral-v11", "qwen3-coder"])
+@pytest.mark.parametrize("name", ["glm", "hermes", "mistral", "mistral-v11", "qwen3-coder"])
 def test_a_start_that_is_one_token_triggers_the_grammar(
     name: str, tokenizer: LLTokenizer, vocabulary: tokenizers.Tokenizer
 ) -> None:

@@ -32,6 +32,7 @@ ONE_CALL = {
     "mistral-v11": '[TOOL_CALLS]weather[CALL_ID]123456789[ARGS]{"city": "Rom"}',
     "qwen3-coder": "<tool_call>\n<function=weather>\n<parameter=city>\nRom\n</parameter>\n"
     "</function>\n</tool_call>",
+    "glm": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rom</arg_value>\n</tool_call>",
     "pythonic": "[weather(city='Rom')]",
 }
 TWO_CALLS = {
@@ -41,6 +42,7 @@ TWO_CALLS = {
     "mistral-v11": ONE_CALL["mistral-v11"] + "[TOOL_CALLS]now[ARGS]{}",
     "qwen3-coder": ONE_CALL["qwen3-coder"] + "\n<tool_call>\n<function=now>\n</function>\n"
     "</tool_call>",
+    "glm": ONE_CALL["glm"] + "\n<tool_call>now\n</tool_call>",
     "pythonic": "[weather(city='Rom'), now()]",
 }
 CALL = ("weather", {"city": "Rom"})
@@ -239,6 +241,15 @@ def test_xml_values_have_the_type_of_the_schema(key: str, value: str, expected: 
 def test_an_xml_call_without_the_outer_tag_is_a_call() -> None:
     text = ONE_CALL["qwen3-coder"].removeprefix("<tool_call>\n")
     assert parse("qwen3-coder", text, TOOLS).calls == [CALL]
+
+
+def test_a_call_of_glm_needs_no_line_breaks_and_keeps_those_of_its_values() -> None:
+    key, value = "<arg_key>city</arg_key>", "<arg_value>\nR</arg_value>om\n</arg_value>"
+    text = f"<tool_call>weather{key}{value}</tool_call>"
+    for pieces in ([text], text):
+        answer = parse("glm", pieces, TOOLS)
+        assert answer.calls == [("weather", {"city": "\nR</arg_value>om\n"})]
+        assert answer.content == ""
 
 
 def test_an_xml_call_whose_last_tags_are_missing_is_a_call() -> None:

@@ -100,6 +100,8 @@ def is_exact(format_name: str, template: str, value: Any) -> bool:
         return all(is_exact(format_name, template, v) for v in value)
     if format_name == "qwen3-coder" and isinstance(value, str):
         return "</parameter>" not in value
+    if format_name == "glm" and isinstance(value, str):
+        return "</arg_value>" not in value
     if format_name == "pythonic" and isinstance(value, str) and template not in OWN:
         return not set("'\"\\") & set(value)  # LFM2's template does not escape them.
     return True

@@ -1,0 +1,62 @@
+"""GLM-4.5 and later: <tool_call>f<arg_key>k</arg_key><arg_value>v</arg_value>...</tool_call>.
+
+A value is raw text. The tool's schema gives the JSON type of the value. Line breaks between the
+tags are optional.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl.tool_calls.format import Format
+from minisgl.tool_calls.grammar import GrammarWriter
+from minisgl.tool_calls.parser import Calls
+from minisgl.tool_calls.raw_values import RawValues
+from minisgl.tool_calls.reader import NotACall, Reader, Steps
+
+_START, _END = "<tool_call>", "</tool_call>"
+_KEY, _KEY_END = "<arg_key>", "</arg_key>"
+_VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
+_NAME = re.compile(r"[^\s<>{]*")  # without a brace, which begins the JSON of other formats
+_KEY_TEXT = re.compile(r"[^\n<]*")
+_VALUES = RawValues(
+    _KEY, f"{_KEY_END}\n{_VALUE}", _VALUE_END, "\n", follows=(_KEY, _END), in_lines=False
+)
+
+
+def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
+    yield from reader.space()
+    name = yield from reader.run(_NAME)
+    has_argument = bool(name) and (yield from reader.token(_KEY))
+    is_end = bool(name) and not has_argument and (yield from reader.token(_END))
+    if not has_argument and not is_end:
+        raise NotACall
+    calls.start(name)
+    types = calls.parameters.get(name, {})
+    while has_argument:
+        key = yield from reader.run(_KEY_TEXT)
+        yield from reader.expect(_KEY_END)
+        yield from reader.expect(_VALUE)
+        calls.argument(key)
+        yield from _VALUES.read(reader, calls, frozenset(types.get(key, ())))
+        has_argument = yield from reader.literal(_KEY)
+    calls.end()
+    reader.commit()
+    if (yield from reader.token(_END)):
+        reader.commit()
+
+
+def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:
+    return " ".join([writer.text(f"{name}\n"), *_VALUES.write(writer, name, schema)])
+
+
+GLM = Format(
+    name="glm",
+    probe=_KEY,
+    starts=(_START,),
+    markers=(_START, _END, _KEY, _KEY_END, _VALUE, _VALUE_END),
+    read=_read,
+    call=_write_call,
+    separator="\n",
+    end=_END,
+)
