@@ -77,7 +77,9 @@ def test_nonfinite_logits_end_only_their_request(kv: str, tmp_path: Path) -> Non
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
     options: dict[str, Any] = {"device": "cuda", "dummy_weight": True, "prefill_budget_tokens": 48}
     with LLM(str(path), max_running_reqs=8, kv_cache_dtype=kv, **options) as llm:
-        llm.worker._engine._launcher.runner.model.model.embed_tokens.weight.data[POISON] = torch.nan
+        model = llm.worker._engine._launcher.runner.model
+        model.model.embed_tokens.weight.data[POISON] = torch.nan
+        model.lm_head.weight.data[POISON] = 0  # no request draws this token: the best logit is > 0
         for _ in range(2):
             both = completed(llm.generate([*clean, *broken], greedy, progress=False))
             for answer in both[: len(clean)]:
