@@ -11,7 +11,8 @@ duration of the longest step.
 
 A trace of agents has turns: a request is sent after the tools and the user have answered the one
 before it. --beside, --flood and --low replay such a trace by its arrival times. --window-s leaves
-the start and the end of a run out of its figures.
+the start and the end of a run out of its figures. --end-sessions shows the worth of the ends of
+sessions, which the trace names.
 
 With --low, requests of a later priority arrive during the load. The output then also has the times
 to first token of the load alone, and the ratio of the two 99th percentiles.
@@ -37,7 +38,7 @@ from minisgl.benchmark.trace import Load, Turns, hit_ratios
 from minisgl.benchmark.virtual_engine import VirtualEngine, add_engine_flags, engine_settings
 from minisgl.benchmark.workload import make_workload
 from minisgl.core import ConfigError, SamplingParams, SchedulerConfig, StepCost
-from minisgl.message.messages import AddReq, StepOutput, ToScheduler
+from minisgl.message.messages import AddReq, EndSession, StepOutput, ToScheduler
 from minisgl.scheduler import Scheduler
 from minisgl.scheduler.inbox import WaitS
 from minisgl.utils.startup import Progress
@@ -48,14 +49,19 @@ _FLOOD_LEAD_S = 5.0  # the load starts this long after the flood
 class _Arrivals:
     """Implements Inbox with the requests of a load. A wait advances the simulated time."""
 
-    def __init__(self, load: Load, engine: VirtualEngine, times_s: list[float]) -> None:
-        """times_s: arrival times of the first requests of `load`."""
+    def __init__(
+        self, load: Load, engine: VirtualEngine, times_s: list[float], ends_sessions: bool
+    ) -> None:
+        """times_s: arrival times of the first requests of `load`. ends_sessions: tell the scheduler
+        when the last request of a session has ended."""
         self._load = load
         self._engine = engine
         self._turns = Turns(load, times_s)
         self.due = self._turns.first
         heapq.heapify(self.due)
         self.sent_s: dict[int, float] = {}
+        self._last = load.last if ends_sessions else None
+        self._ends: list[ToScheduler] = []
 
     def ended(self, index: int) -> None:
         """Request `index` has ended. Those that waited for it become due.
@@ -64,6 +70,8 @@ class _Arrivals:
         """
         for follower in self._turns.ended(index, self._engine.now_s):
             heapq.heappush(self.due, follower)
+        if self._last is not None and self._load.sessions and self._last[index]:
+            self._ends.append(EndSession(session=self._load.sessions[index]))
         following = len(self.sent_s) + len(self.due)
         if self._load.arrivals_s is None and following < len(self._load.prompts):
             heapq.heappush(self.due, (self._engine.now_s, following))
@@ -72,7 +80,7 @@ class _Arrivals:
         self, wait_s: WaitS, plan_hash: int | None = None, own: Sequence[ToScheduler] = ()
     ) -> list[ToScheduler]:
         engine, longest_s = self._engine, wait_s()
-        messages: list[ToScheduler] = []
+        messages, self._ends = self._ends, []
         end_s = math.inf if longest_s is None else engine.now_s + longest_s
         engine.now_s = max(engine.now_s, min([end_s, *(due_s for due_s, _ in self.due[:1])]))
         while self.due and self.due[0][0] <= engine.now_s:
@@ -97,6 +105,7 @@ class _Arrivals:
                 call=index,
                 priority=priority,
                 prefixes=(stable, 0),
+                session=self._load.sessions[index] if self._load.sessions else "",
             )
         )
 
@@ -108,13 +117,16 @@ def simulate(
     config: SchedulerConfig,
     concurrency: int,
     end_s: float = math.inf,
+    ends_sessions: bool = False,
 ) -> list[Answer]:
     """Run `load`, at most until end_s, and return its answers in order.
 
-    concurrency: open requests at a time, for a load without arrival times.
+    concurrency: open requests at a time, for a load without arrival times. ends_sessions: as for
+    _Arrivals.
     """
     answers = [Answer(0.0, prompt_tokens=len(prompt)) for prompt in load.prompts]
-    arrivals = _Arrivals(load, engine, load.arrivals_s or [0.0] * min(concurrency, len(answers)))
+    times_s = load.arrivals_s or [0.0] * min(concurrency, len(answers))
+    arrivals = _Arrivals(load, engine, times_s, ends_sessions)
     outbox = deque[StepOutput]()
     scheduler = Scheduler(
         engine,
@@ -221,6 +233,11 @@ def main(argv: Sequence[str]) -> int:
         metavar=("FROM", "TO"),
         help="report the answers that end between these times, and end the run at TO",
     )
+    parser.add_argument(
+        "--end-sessions",
+        action="store_true",
+        help="end each session of a trace after its last answer, so that its prefixes go first",
+    )
     add_load_flags(parser)
     options = parser.parse_args(argv)
     settings = engine_settings(options)
@@ -249,7 +266,12 @@ def main(argv: Sequence[str]) -> int:
     begin_s, end_s = options.window_s
     if not begin_s < end_s or ((begin_s, end_s) != (0.0, math.inf) and options.beside):
         raise ConfigError("--window-s needs FROM < TO, and takes no --beside")
-    answers = simulate(both, engine, cost, config, options.concurrency, end_s)[:num_reqs]
+    if options.end_sessions and both.last is None:
+        raise ConfigError(
+            "--end-sessions needs a --trace with sessions, and takes no --beside, --flood and --low"
+        )
+    answers = simulate(both, engine, cost, config, options.concurrency, end_s, options.end_sessions)
+    answers = answers[:num_reqs]
     streams, answers = answers[:num_streams], answers[num_streams:]
     summary: dict[str, Any] = summarise(answers)
     if end_s < math.inf:

@@ -6,6 +6,7 @@ Prompts that share their first k hash ids share their first 512 k tokens.
 
 A trace of agents has three further fields: the id of a request, `after`, the ids of the requests
 that end before it is sent, and gap_ms, the time of a tool or a user between the last end and it.
+It may also have the session and the agent of each request, and `end` in the last one of an agent.
 """
 
 import heapq
@@ -33,6 +34,9 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     id: int | None = None
     after: tuple[int, ...] = ()
     gap_ms: float = 0.0
+    session: int | None = None
+    agent: int = 0
+    end: bool = False
 
 
 class Turn(NamedTuple):
@@ -53,6 +57,8 @@ class Load(NamedTuple):
     stable      tokens of each prompt that later prompts may share (AddReq.prefixes); None: unknown.
     turns       of each request; None: no request waits for another one. A request that does not
                 wait arrives at its arrival time.
+    sessions    the session of each request; None: unknown.
+    last        its session has no request after it. With `sessions`.
     """
 
     prompts: list[Int32Array]
@@ -62,6 +68,8 @@ class Load(NamedTuple):
     priorities: list[int] | None = None
     stable: list[int] | None = None
     turns: list[Turn] | None = None
+    sessions: list[str] | None = None
+    last: list[bool] | None = None
 
 
 class Turns:
@@ -139,6 +147,7 @@ def replay(
         length = max(1, round(request.input_length * length_scale))
         prompts.append(prompt[: min(length, max_prompt_tokens or length)])
     start = requests[0].timestamp if requests else 0.0
+    with_sessions = any(each.session is not None for each in requests)
     outputs = [max(1, round(request.output_length * length_scale)) for request in requests]
     return Load(
         prompts,
@@ -146,6 +155,8 @@ def replay(
         [(request.timestamp - start) / 1000 * time_scale for request in requests],
         stable=[len(prompt) // size * size for prompt in prompts],
         turns=_turns(requests, time_scale) if any(each.after for each in requests) else None,
+        sessions=[str(each.session) for each in requests] if with_sessions else None,
+        last=[each.end and each.agent == 0 for each in requests] if with_sessions else None,
     )
 
 

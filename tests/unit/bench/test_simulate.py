@@ -148,6 +148,26 @@ def test_a_window_has_the_answers_that_end_in_it(
     assert (found["requests"], found["requests_per_s"]) == (2, 1.0)
 
 
+def test_the_end_of_a_session_keeps_the_prefixes_of_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The pool has room for two prompts. The third one takes that of the session that has ended."""
+    request = {"input_length": 512, "output_length": 1}
+    lines = [
+        json.dumps(
+            request | {"timestamp": 1000 * n, "session": block, "end": n == 1, "hash_ids": [block]}
+        )
+        for n, block in enumerate([1, 2, 3, 1])
+    ]
+    (tmp_path / "trace.jsonl").write_text("\n".join(lines))
+    cached = []
+    for flags in ([], ["--end-sessions"]):
+        options = ["--trace", str(tmp_path / "trace.jsonl"), "--num-pages", "70", *flags]
+        assert main(options) == 0
+        cached.append(json.loads(capsys.readouterr().out.splitlines()[-1])["cached_tokens"])
+    assert cached[0] < cached[1] == 496
+
+
 def test_cached_tokens_are_not_computed_again() -> None:
     load = load_of((0.0, 1600, 1))
     twice = Load(load.prompts * 2, [1, 1], [0.0, 5.0])
