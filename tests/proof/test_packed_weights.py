@@ -30,8 +30,8 @@ CASES = [
     (SMOL, "nvfp4", 16),
     (GEMMA, "int4", 128),
 ]
-# Of the two KL divergences, relative to the larger. compressed-tensors unpacks NVFP4 to bfloat16, so
-# the weights of the reference are rounded once more.
+# Of the two KL divergences, relative to the larger. compressed-tensors unpacks NVFP4 to bfloat16,
+# so the weights of the reference are rounded once more.
 MOST_DIFFERENCE = {"int4": 1e-3, "int4-zeros": 1e-3, "nvfp4": 5e-3}
 
 
