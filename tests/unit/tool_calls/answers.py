@@ -55,11 +55,14 @@ def parse(
     answer = Answer()
     if parser.has_sections:
         marker_ids, pieces = dict(enumerate(format.markers)), _at_markers(format.markers, pieces)
+    texts: list[str] = []
+    arguments: list[list[str]] = []  # the parts of each call: to add to a string copies it
     for piece in pieces:
         parser.feed(piece, piece in marker_ids.values())
-        _take(parser, answer)
+        _take(parser, answer, texts, arguments)
     parser.finish()
-    _take(parser, answer)
+    _take(parser, answer, texts, arguments)
+    answer.content, answer.arguments = "".join(texts), ["".join(parts) for parts in arguments]
     answer.failures = parser.failures
     return answer
 
@@ -75,19 +78,19 @@ def _at_markers(texts: Iterable[str], given: Iterable[str]) -> Iterator[str]:
     return cut(text, borders)
 
 
-def _take(parser: CallParser, answer: Answer) -> None:
+def _take(parser: CallParser, answer: Answer, texts: list[str], arguments: list[list[str]]) -> None:
     content, deltas = parser.take()
-    answer.content += content
+    texts.append(content)
     for delta in deltas:
         if delta.id:
             assert delta.index == len(answer.names)
             assert not delta.arguments
             answer.names.append(delta.name)
             answer.ids.append(delta.id)
-            answer.arguments.append("")
+            arguments.append([])
         else:
             assert delta.index == len(answer.names) - 1
-            answer.arguments[-1] += delta.arguments
+            arguments[-1].append(delta.arguments)
 
 
 def cut(text: str, borders: Iterable[int]) -> Iterator[str]:
