@@ -31,8 +31,16 @@ _URL = re.compile(r"listening on (https?://\S+)")
 T = TypeVar("T")
 
 
-def wait_for(condition: Callable[[], T], goal: str | Callable[[], str], seconds: float = 90.0) -> T:
-    """Wait for a true value of `condition` and return it. Fail with `goal`; see `patience`."""
+def wait_for(
+    condition: Callable[[], T],
+    goal: str | Callable[[], str],
+    seconds: float = 90.0,
+    pause_s: float = 0.02,
+) -> T:
+    """Wait for a true value of `condition` and return it. Fail with `goal`; see `patience`.
+
+    pause_s: time between two looks at `condition`.
+    """
     started = time.monotonic()
     while True:
         value = condition()
@@ -40,7 +48,7 @@ def wait_for(condition: Callable[[], T], goal: str | Callable[[], str], seconds:
             return value
         if time.monotonic() - started > patience(seconds):
             raise AssertionError(f"gave up waiting for {goal if isinstance(goal, str) else goal()}")
-        time.sleep(0.02)
+        time.sleep(pause_s)
 
 
 class ServerProcess:
@@ -97,7 +105,10 @@ class ServerProcess:
             return 0
 
     def wait_ready(self) -> "ServerProcess":
-        wait_for(lambda: self.status("/readyz") == 200, lambda: f"readiness: {self.stderr}")
+        # A start takes seconds, and a request takes 3 ms of CPU time.
+        wait_for(
+            lambda: self.status("/readyz") == 200, lambda: f"readiness: {self.stderr}", pause_s=0.1
+        )
         return self
 
     def child_pids(self) -> dict[str, int]:
