@@ -7,6 +7,7 @@ TPOT  time per output token: (E2E - TTFT) / (output tokens - 1), for requests wi
       output tokens.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from minisgl.benchmark.client import Answer
 
 PERCENTILES = (50, 90, 99)
+_TURNS = ((1, 1, "turn 1"), (2, 2, "turn 2"), (3, 10, "turns 3-10"), (11, sys.maxsize, "turns 11-"))
 Samples = NDArray[np.float64]
 
 
@@ -86,19 +88,35 @@ def summarise(answers: Sequence[Answer]) -> dict[str, Any]:
     }
 
 
+def by_turn(answers: Sequence[Answer], turns: Sequence[int]) -> dict[str, dict[str, float]]:
+    """Return the TTFT of first turns, second turns, turns 3 to 10, and later ones.
+
+    turns: the number of each request in the conversation of its agent, from 1.
+    """
+    pairs = list(zip(answers, turns, strict=True))
+    found = {}
+    for low, high, name in _TURNS:
+        chosen = latencies(answer for answer, turn in pairs if low <= turn <= high).ttft_s
+        if len(chosen):
+            found[name] = describe(chosen)
+    return found
+
+
 def table(summary: dict[str, Any]) -> str:
     """Format the latencies in milliseconds, one line each.
 
-    The line BESIDE, if any, is the inter-token latency of the background streams.
+    The line BESIDE, if any, is the inter-token latency of the background streams. The lines TTFT
+    and turns are there if the load has sessions.
     """
     columns = ("mean", *(f"p{percent}" for percent in PERCENTILES), "max")
-    lines = [f"{'ms':<6}" + "".join(f"{name:>11}" for name in columns)]
+    lines = [f"{'ms':<16}" + "".join(f"{name:>11}" for name in columns)]
     rows = {name.removesuffix("_s").upper(): summary[name] for name in Latencies.__struct_fields__}
+    rows |= {f"TTFT {name}": row for name, row in summary.get("ttft_s_by_turn", {}).items()}
     if beside := summary.get("beside"):
         rows["BESIDE"] = beside["itl_s"]
     for name, row in rows.items():
         cells = [f"{row[c] * 1e3:>11,.2f}" if row else f"{'-':>11}" for c in columns]
-        lines.append(f"{name:<6}" + "".join(cells))
+        lines.append(f"{name:<16}" + "".join(cells))
     return "\n".join(lines)
 
 

@@ -70,7 +70,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
         "--time-scale",
         type=nonnegative_float,
         default=1.0,
-        help="factor for the trace's arrival times",
+        help="factor for the trace's arrival times and pauses (1)",
     )
     load.add_argument(
         "--length-scale", type=nonnegative_float, default=1.0, help="factor for the trace's lengths"

@@ -1,12 +1,13 @@
 """Sends a load to an OpenAI-compatible server over HTTP and measures the clients' latencies.
 
 The load is a fixed number of open requests (--concurrency), arrivals at a rate (--rate), or the
-arrivals of a trace (--trace). Background streams can run during the load (--beside). All responses
-are streamed. With --model the benchmark starts the server itself. Defaults are in parentheses.
+arrivals of a trace (--trace). In a trace with sessions, a request waits for the ends of those that
+it depends on, and for the pause after them. Background streams can run during the load (--beside).
+All responses are streamed. With --model the benchmark starts the server itself. Defaults are in
+parentheses.
 """
 
 import argparse
-import asyncio
 import contextlib
 import gc
 import json
@@ -27,50 +28,16 @@ from minisgl.benchmark.background_streams import (
 )
 from minisgl.benchmark.client import Answer, StreamingClient
 from minisgl.benchmark.flag_types import nonnegative_float, nonnegative_int, output_file
-from minisgl.benchmark.latency import error_lines, latencies, summarise, table
+from minisgl.benchmark.latency import by_turn, error_lines, latencies, summarise, table
 from minisgl.benchmark.load import add_load_flags, load_of
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.plot import plot_latencies
+from minisgl.benchmark.sending import closed_loop, open_loop
 from minisgl.benchmark.server_process import RunningServer, fetch, read_metrics, start_server
-from minisgl.benchmark.trace import Load, hit_ratios
+from minisgl.benchmark.trace import Load, Turns, hit_ratios
 from minisgl.core import ConfigError
 from minisgl.core.batch import Int32Array
 from minisgl.utils.startup import Progress
-
-
-async def closed_loop(
-    client: StreamingClient, bodies: Sequence[bytes], concurrency: int, bar: Progress
-) -> list[Answer]:
-    """Send the requests, `concurrency` at a time. Returns the answers in the order of `bodies`."""
-    answers: list[Answer | None] = [None] * len(bodies)
-    indexes = iter(range(len(bodies)))
-
-    async def work() -> None:
-        for index in indexes:
-            answers[index] = await client.post(bodies[index])
-            bar.update()
-
-    await asyncio.gather(*(work() for _ in range(concurrency)))
-    return [answer for answer in answers if answer is not None]
-
-
-async def open_loop(
-    client: StreamingClient, bodies: Sequence[bytes], arrivals_s: Sequence[float], bar: Progress
-) -> list[Answer]:
-    """Send each request at its arrival time, independent of the others.
-
-    Returns the answers in the order of `bodies`.
-    """
-    begin_s = time.perf_counter()
-
-    async def work(body: bytes, due_s: float) -> Answer:
-        await asyncio.sleep(begin_s + due_s - time.perf_counter())
-        answer = await client.post(body)
-        bar.update()
-        return answer
-
-    pairs = zip(bodies, arrivals_s, strict=True)
-    return list(await asyncio.gather(*(work(body, due_s) for body, due_s in pairs)))
 
 
 def body_of(index: int, prompt: Int32Array, max_tokens: int, options: argparse.Namespace) -> bytes:
@@ -113,6 +80,8 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
     answers, streams = uvloop.run(_run(url, load, background, options))
     cpu_s = time.process_time() - began_s
     summary = summarise(answers) | {"client_cpu_s": cpu_s}
+    if load.turns is not None:
+        summary["ttft_s_by_turn"] = by_turn(answers, [turn.number for turn in load.turns])
     if streams:
         summary["beside"] = summarise_streams(background, streams, answers)
         summary["failed"] += summary["beside"]["failed"]
@@ -123,7 +92,8 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
     summary |= _server_side(before, after)
     if options.trace is not None and (pages := int(after.get("minisgl_kv_cache_pages", 0))):
         page_size = int(after["minisgl_kv_cache_page_size_tokens"])
-        summary |= hit_ratios(load.prompts, pages, page_size)
+        sent = sorted(range(len(answers)), key=lambda index: answers[index].sent_s)
+        summary |= hit_ratios([load.prompts[index] for index in sent], pages, page_size)
     rows = [_row(answer, answers[0], options.samples) for answer in answers]
     return {"summary": summary, "requests": rows}
 
@@ -147,7 +117,7 @@ async def _run(
             if load.arrivals_s is None:
                 answers = await closed_loop(client, bodies, options.concurrency, bar)
             else:
-                answers = await open_loop(client, bodies, load.arrivals_s, bar)
+                answers = await open_loop(client, bodies, Turns(load, load.arrivals_s), bar)
     gc.enable()
     client.close()
     return answers, streams

@@ -10,7 +10,7 @@ It may also have the session and the agent of each request, and `end` in the las
 """
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -40,10 +40,14 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Turn(NamedTuple):
-    """A request is sent gap_s seconds after the ends of the requests with the indices `after`."""
+    """A request is sent gap_s seconds after the ends of the requests with the indices `after`.
+
+    number: of the request among those of its agent, from 1.
+    """
 
     after: tuple[int, ...] = ()
     gap_s: float = 0.0
+    number: int = 1
 
 
 class Load(NamedTuple):
@@ -162,9 +166,13 @@ def replay(
 
 def _turns(requests: list[TraceRequest], time_scale: float) -> list[Turn]:
     known: dict[int, int] = {}
+    numbers: Counter[tuple[int | None, int]] = Counter()
     turns = []
     for index, request in enumerate(requests):
-        turns.append(Turn(_indices(request, known), request.gap_ms / 1000 * time_scale))
+        agent = (request.session, request.agent)
+        numbers[agent] += 1
+        gap_s = request.gap_ms / 1000 * time_scale
+        turns.append(Turn(_indices(request, known), gap_s, numbers[agent]))
         if request.id is not None:
             known[request.id] = index
     return turns

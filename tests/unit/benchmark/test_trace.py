@@ -68,6 +68,15 @@ def test_a_request_is_due_after_the_gap_behind_the_last_end(tmp_path: Path) -> N
     assert turns.ended(0, 7.0) == [(9.0, 2)]
 
 
+def test_the_requests_of_an_agent_have_numbers(tmp_path: Path) -> None:
+    path = agents(
+        tmp_path, {"session": 1}, {"session": 1, "agent": 1, "after": [0]}, {"session": 1}
+    )
+    turns = replay(read_trace(path)).turns
+    assert turns is not None
+    assert [turn.number for turn in turns] == [1, 1, 2]
+
+
 def test_a_request_that_waits_for_a_later_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"request 0 .* waits for request 1"):
         replay(read_trace(agents(tmp_path, {"after": [1]}, {})))
