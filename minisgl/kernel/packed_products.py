@@ -72,11 +72,13 @@ def _by_kernel(
     gated: bool,
 ) -> Tensor:
     from minisgl.kernel.triton import packed_linear as kernels
+    from minisgl.kernel.triton.overlap import has_large_tiles
 
     # The kernel loads 16 bytes at once.
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     x = x if aligned else x.contiguous()
-    return kernels.linear(x, weights, bias, semaphores, packed_tile_for(len(x)), gated)
+    tile = packed_tile_for(len(x), weights.height, has_large_tiles())
+    return kernels.linear(x, weights, bias, semaphores, tile, gated)
 
 
 def _by_torch(x: Tensor, weights: OrderedWeights, bias: Tensor | None) -> Tensor:

@@ -66,7 +66,7 @@ def test_products(rows: int, kind: PackedKind, group: int, width: int, gated: bo
     assert not semaphores.any()
 
 
-@pytest.mark.parametrize("tile", [tile for _, tile in TILES], ids=lambda tile: str(tile.rows))
+@pytest.mark.parametrize("tile", sorted({tile for _, *tiles in TILES for tile in tiles}), ids=str)
 @pytest.mark.parametrize("splits", [1, 3])
 def test_tiles(tile: PackedTile, splits: int) -> None:
     """Each tile computes a product of more rows than it has, with and without splits."""

@@ -7,7 +7,7 @@ import torch
 
 from minisgl.kernel.packed_order import in_order
 from minisgl.kernel.packed_products import packed_linear
-from minisgl.kernel.packed_tilings import num_splits, packed_tile_for
+from minisgl.kernel.packed_tilings import MOST_ROWS, num_splits, packed_tile_for
 from minisgl.kernel.packed_weights import PackedKind, PackedWeights
 
 CODES = torch.tensor([[0x10, 0x32, 0xFE, 0x98]], dtype=torch.uint8)  # 0, 1, 2, 3, 14, 15, 8, 9
@@ -68,7 +68,7 @@ def test_the_order_of_the_kernels_has_each_code_at_its_documented_place(group: i
 
 def test_splits_of_a_product_have_chunks_and_fill_the_gpu() -> None:
     for chunks, programs in itertools.product((1, 2, 5, 32, 96), (1, 16, 96, 400)):
-        tile = packed_tile_for(1)
+        tile = packed_tile_for(1, 4096)
         splits = num_splits(tile, programs, chunks)
         assert splits == 1 or splits * programs <= 132 * tile.resident
         assert (splits - 1) * -(-chunks // splits) < chunks
@@ -81,3 +81,11 @@ def test_scales_of_rows_change_in_the_headers_without_their_zeros() -> None:
     ordered.scales[:, 1:3].mul_(0.5)
     assert ordered.scales[..., 0].tolist() == [[1.0, 0.5, 0.5, 1.0]] * 2
     assert ordered.headers.view(torch.bfloat16)[..., 0].eq(-136).all()
+
+
+def test_gpus_with_less_shared_memory_use_small_tiles_for_many_rows() -> None:
+    """A stage has the codes of the weights, 64 bytes a row, and 256 bytes for each row of x."""
+    for rows, height in itertools.product(range(1, MOST_ROWS + 1), (4096, 24576)):
+        tile = packed_tile_for(rows, height, large=False)
+        assert tile.stages * (64 * tile.height + 256 * tile.rows) <= 99 * 1024
+        assert packed_tile_for(rows, height).rows >= min(rows, 64)
