@@ -4,7 +4,7 @@ The exported functions run the reference on CPU tensors and a Triton kernel on a
 (dispatch.py). A few, such as shift_hidden, have no Triton kernel: the reference runs on all
 devices. The references are in decode.py, delta.py, drafts.py, elementwise.py, fp8.py,
 fp8_weights.py, gather.py, hidden.py, logits.py, mxfp4_weights.py, packed_weights.py, random.py,
-rotary.py, sampling.py, states.py and step.py; the Triton kernels are in the package triton.
+rotary.py, sampling.py, ssd.py, states.py and step.py; the Triton kernels are in the package triton.
 """
 
 from minisgl.kernel.contexts import ContextCopy
@@ -24,6 +24,7 @@ from minisgl.kernel.dispatch import (
     count_blocks,
     find_drafts,
     gated_delta,
+    gated_group_norm,
     gated_linear,
     gated_norm,
     gather_embedding,
@@ -35,6 +36,7 @@ from minisgl.kernel.dispatch import (
     qk_norm_rope_store,
     rms_norm,
     sample,
+    selective_scan,
     silu_and_mul,
     stage_tokens,
 )
@@ -80,6 +82,7 @@ __all__ = [
     "fp8_gated_linear",
     "fp8_linear",
     "gated_delta",
+    "gated_group_norm",
     "gated_linear",
     "gated_norm",
     "gather_embedding",
@@ -95,6 +98,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "sample",
+    "selective_scan",
     "shift_hidden",
     "silu_and_mul",
     "stage_tokens",

@@ -83,31 +83,35 @@ def gated_delta(
     for row, start, length, first, base, target in requests:
         tokens = slice(first, first + length)
         rows = DeltaMemory(*(part[row] for part in memory))
-        rates = a[tokens], b[tokens]
-        out[tokens] = _request(mixed[tokens], *rates, weights, rows, start, base, target)
+        x = convolve(mixed[tokens], weights.conv, None, rows, start, base, target)
+        q, k, v = split_channels(x, rows)
+        q, k = (y * (y.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for y in (q, k))
+        g = -weights.a_log.exp() * functional.softplus(a[tokens].float() + weights.dt_bias)
+        inputs = Inputs(q * q.shape[-1] ** -0.5, k, v, g, b[tokens].float().sigmoid())
+        out[tokens] = recur(inputs, rows, start, base, target, corrects=True)
     return out
 
 
-def _request(
-    mixed: Tensor,
-    a: Tensor,
-    b: Tensor,
-    weights: DeltaWeights,
-    memory: DeltaMemory,
-    start: int,
-    base: int,
-    target: int,
+class Inputs(NamedTuple):
+    """The n tokens of one request after the convolution, in float32.
+
+    q, k: [n, Hk, Dk]. v: [n, Hv, Dv]. g, beta: [n, Hv], the decay and the write strength.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+
+
+def recur(
+    inputs: Inputs, memory: DeltaMemory, start: int, base: int, target: int, *, corrects: bool
 ) -> Tensor:
-    """The tokens of one request. memory: the tensors of its row. Returns [n, Hv, Dv]."""
-    positions = torch.arange(start, start + len(mixed))
-    before = target - torch.arange(TAPS - 1, 0, -1)
-    new = mixed[(before - start).clamp(min=0)]
-    tails = torch.where((before < start)[:, None], memory.inputs[before % len(memory.inputs)], new)
-    q, k, v = _convolve(mixed, weights.conv, memory, positions, base)
-    if target > base:
-        memory.tails.copy_(tails)
-    g = -weights.a_log.exp() * functional.softplus(a.float() + weights.dt_bias)
-    beta = b.float().sigmoid()
+    """Run the tokens of one request; returns float32 [n, Hv, Dv]. memory: the tensors of its row.
+
+    corrects: d = beta (v - S^T k), the delta rule. False: d = beta v.
+    """
     state = memory.state.clone() if base else torch.zeros_like(memory.state)
     ring, deltas_ring = memory.keys.shape[0], memory.deltas.shape[0]
     group = memory.state.shape[0] // memory.keys.shape[1]
@@ -121,43 +125,61 @@ def _request(
         state = write(position, state)
         if position + 1 == target:
             memory.state.copy_(state)
-    out = torch.empty(v.shape)
-    for i, position in enumerate(positions.tolist()):
-        key, query = (x[i].float().repeat_interleave(group, 0) for x in (k, q))
-        decayed = state * g[i].exp()[:, None, None]
-        predicted = (decayed * key.unsqueeze(2)).sum(1)
-        delta = beta[i].unsqueeze(1) * (v[i] - predicted)
-        memory.keys[position % ring] = k[i]
-        memory.decays[position % ring] = g[i]
-        memory.deltas[position % deltas_ring] = delta
-        state = decayed + delta.unsqueeze(1) * key.unsqueeze(2)
+    out = torch.empty(inputs.v.shape)
+    for i, (q, k, v, g, beta) in enumerate(zip(*inputs, strict=True)):
+        position = start + i
+        memory.keys[position % ring] = k
+        memory.decays[position % ring] = g
+        key = memory.keys[position % ring].float().repeat_interleave(group, 0)
+        query = q.repeat_interleave(group, 0)
+        if corrects:
+            decayed = state * g.exp()[:, None, None]
+            v = v - (decayed * key.unsqueeze(2)).sum(1)
+        memory.deltas[position % deltas_ring] = beta.unsqueeze(1) * v
+        state = write(position, state)
         out[i] = (state * query.unsqueeze(2)).sum(1)
         if position + 1 == target:
             memory.state.copy_(state)
-    return out.to(mixed.dtype)
+    return out
 
 
-def _convolve(
-    mixed: Tensor, conv: Tensor, memory: DeltaMemory, positions: Tensor, base: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Convolve and activate, and normalise queries and keys. Puts `mixed` into the ring of inputs.
+def convolve(
+    mixed: Tensor,
+    conv: Tensor,
+    bias: Tensor | None,
+    memory: DeltaMemory,
+    start: int,
+    base: int,
+    target: int,
+) -> Tensor:
+    """Return silu(convolution + bias) of the n tokens of one request, float32 [n, channels].
 
-    Returns q float32 [n, Hk, Dk], with the factor Dk^-0.5; k [n, Hk, Dk] of mixed's dtype; v
-    float32 [n, Hv, Dv].
+    memory: the tensors of its row. Puts `mixed` into the ring of inputs, and keeps the tails if the
+    boundary moves.
     """
-    ring, (key_heads, key_dim) = memory.inputs, memory.keys.shape[1:]
-    before = positions[0] - torch.arange(TAPS - 1, 0, -1)
-    tails = memory.tails[(before - base).clamp(1 - TAPS, -1)]
-    earlier = torch.where((before < base)[:, None], tails, ring[before % len(ring)])
+    ring = memory.inputs
+    positions = torch.arange(start, start + len(mixed))
+    before = target - torch.arange(TAPS - 1, 0, -1)
+    new = mixed[(before - start).clamp(min=0)]
+    tails = torch.where((before < start)[:, None], ring[before % len(ring)], new)
+    before = start - torch.arange(TAPS - 1, 0, -1)
+    kept = memory.tails[(before - base).clamp(1 - TAPS, -1)]
+    earlier = torch.where((before < base)[:, None], kept, ring[before % len(ring)])
     earlier = torch.where((before < 0)[:, None], 0, earlier)
     window = torch.cat((earlier, mixed)).float().unfold(0, TAPS, 1)  # [n, channels, TAPS]
-    x = functional.silu((window * conv.float()).sum(2))
-    kept = slice(-len(ring), None)
-    ring[positions[kept] % len(ring)] = mixed[kept]
-    q, k = x[:, : 2 * key_heads * key_dim].view(len(x), 2, key_heads, key_dim).unbind(1)
-    q, k = (y * (y.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for y in (q, k))
-    v = x[:, 2 * key_heads * key_dim :].view(len(x), *memory.deltas.shape[1:])
-    return q * key_dim**-0.5, k.to(mixed.dtype), v
+    total = (window * conv.float()).sum(2)
+    last = slice(-len(ring), None)
+    ring[positions[last] % len(ring)] = mixed[last]
+    if target > base:
+        memory.tails.copy_(tails)
+    return functional.silu(total if bias is None else total + bias.float())
+
+
+def split_channels(x: Tensor, memory: DeltaMemory) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the queries and keys [n, Hk, Dk] and the values [n, Hv, Dv] of x [n, channels]."""
+    heads, dim = memory.keys.shape[1:]
+    q, k = x[:, : 2 * heads * dim].view(len(x), 2, heads, dim).unbind(1)
+    return q, k, x[:, 2 * heads * dim :].view(len(x), *memory.deltas.shape[1:])
 
 
 def gated_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:

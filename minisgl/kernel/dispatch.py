@@ -22,6 +22,7 @@ from minisgl.kernel import (
     logits,
     rotary,
     sampling,
+    ssd,
     states,
     step,
 )
@@ -74,6 +75,8 @@ gather_kv = _by_device(gather.gather_kv, "gather")
 balanced_decode = _by_device(decode.decode, "decode")
 gated_delta = _by_device(delta.gated_delta, "delta")
 gated_norm = _by_device(delta.gated_norm, "delta")
+selective_scan = _by_device(ssd.selective_scan, "ssd")
+gated_group_norm = _by_device(ssd.gated_group_norm, "ssd")
 begin_states = _by_device(states.begin_states, "states")
 copy_states = _by_device(states.copy_states, "states")
 

@@ -31,12 +31,25 @@ _MULTIPROCESSORS = 132  # of a Hopper GPU; only the size of the programs of _pas
 
 
 @triton.jit
-def _convolve_tokens(
-    mixed, inputs, tails, conv, token, within, position, stands, row, exists, channels,
+def request_of(first, token, exists, num_reqs, search_steps):
+    """Return the index of the last request that begins at or before each token."""
+    low = tl.zeros(token.shape, tl.int32)
+    high = low + num_reqs
+    for _ in range(search_steps):
+        middle = (low + high) // 2
+        after = tl.load(first + middle, mask=exists, other=0) > token
+        high = tl.where(after, middle, high)
+        low = tl.where(after, low, middle)
+    return low
+
+
+@triton.jit
+def convolve_tokens(
+    mixed, inputs, tails, conv, bias, token, within, position, stands, row, exists, channels,
     mixed_stride, WIDTH: tl.constexpr, RING: tl.constexpr, TAIL_STRIDE: tl.constexpr,
     TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Return silu(convolution), float32 [tokens, channels]. within: indices in the chunk."""
+    """Return silu(convolution + bias), float32 [tokens, channels]. within: indices in the chunk."""
     early = tl.min(tl.where(exists, within, TAPS), 0) < TAPS - 1
     total = tl.zeros([token.shape[0], channels.shape[0]], tl.float32)
     for tap in tl.static_range(TAPS):
@@ -52,6 +65,7 @@ def _convolve_tokens(
             at = tl.where(before < stands, kept, at)[:, None] + channels[None, :]
             value += tl.load(at, mask=old[:, None], other=0.0).to(tl.float32)
         total += tl.load(conv + channels * TAPS + tap).to(tl.float32)[None, :] * value
+    total += bias
     return total / (1.0 + tl.exp(-total))
 
 
@@ -79,13 +93,7 @@ def _prepare(
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     exists = token < num_tokens
     token = token.to(tl.int64)
-    low = tl.zeros([TOKENS], tl.int32)
-    high = tl.zeros([TOKENS], tl.int32) + num_reqs
-    for _ in range(search_steps):  # the last request that begins at or before the token
-        middle = (low + high) // 2
-        after = tl.load(first + middle, mask=exists, other=0) > token
-        high = tl.where(after, middle, high)
-        low = tl.where(after, low, middle)
+    low = request_of(first, token, exists, num_reqs, search_steps)
     row = tl.load(rows + low, mask=exists, other=0).to(tl.int64)
     within = (token - tl.load(first + low, mask=exists, other=0)).to(tl.int32)
     position = tl.load(start + low, mask=exists, other=0) + within
@@ -93,8 +101,8 @@ def _prepare(
     if part < 2 * KEY_HEADS:
         column = tl.arange(0, DK)
         channels = part * DK + column
-        x = _convolve_tokens(
-            mixed, inputs, tails, conv, token, within, position, stands, row, exists,
+        x = convolve_tokens(
+            mixed, inputs, tails, conv, 0.0, token, within, position, stands, row, exists,
             channels, mixed_stride, WIDTH, RING, TAIL_STRIDE, TAPS,
         )  # fmt: skip
         x *= tl.rsqrt(tl.sum(x * x, 1) + L2_EPS)[:, None]
@@ -108,8 +116,8 @@ def _prepare(
         head = part - 2 * KEY_HEADS
         value_column = tl.arange(0, DV)
         value_channels = 2 * KEY_HEADS * DK + head * DV + value_column
-        value = _convolve_tokens(
-            mixed, inputs, tails, conv, token, within, position, stands, row, exists,
+        value = convolve_tokens(
+            mixed, inputs, tails, conv, 0.0, token, within, position, stands, row, exists,
             value_channels, mixed_stride, WIDTH, RING, TAIL_STRIDE, TAPS,
         )  # fmt: skip
         place = token * HEADS + head

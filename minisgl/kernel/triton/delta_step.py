@@ -45,11 +45,11 @@ def fold(
 
 
 @triton.jit
-def _convolve(
-    mixed, ring, tails, conv, position, stands, channels, token, mixed_stride, WIDTH: tl.constexpr,
-    RING: tl.constexpr, TAPS: tl.constexpr,
+def convolve(
+    mixed, ring, tails, conv, bias, position, stands, channels, token, mixed_stride,
+    WIDTH: tl.constexpr, RING: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Return silu(convolution), float32, of `channels` for one token, and its input.
+    """Return silu(convolution + bias), float32, of `channels` for one token, and its input.
 
     mixed: pointer to the request's first token of the step; token: its index in the request. ring,
     tails: pointers to those of the row; inputs before the boundary `stands` are in tails. The
@@ -68,11 +68,12 @@ def _convolve(
         at = tl.where(before < stands, kept, ring + (before + RING) % RING * WIDTH) + channels
         value += tl.load(at, mask=old & (channels >= 0), other=0.0).to(tl.float32)
         total += tl.load(conv + channels * TAPS + tap).to(tl.float32) * value
+    total += bias
     return total / (1.0 + tl.exp(-total)), new
 
 
 @triton.jit
-def _keep_tails(
+def keep_tails(
     mixed, ring, tails, boundary, begin, channels, mixed_stride, WIDTH: tl.constexpr,
     RING: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
@@ -134,14 +135,14 @@ def _inputs(
         value_column = tl.arange(0, DV)
         channels = 2 * KEY_HEADS * DK + head * DV + value_column
         if stands < boundary:
-            _keep_tails(
+            keep_tails(
                 mixed, inputs, tails, boundary, begin, channels, mixed_stride, WIDTH, RING, TAPS
             )
             tl.debug_barrier()  # the inputs are read before a new token takes the place of one
         for token in range(earliest, length):
-            v, new = _convolve(
-                mixed, inputs, tails, conv, begin + token, stands, channels, token, mixed_stride,
-                WIDTH, RING, TAPS,
+            v, new = convolve(
+                mixed, inputs, tails, conv, 0.0, begin + token, stands, channels, token,
+                mixed_stride, WIDTH, RING, TAPS,
             )  # fmt: skip
             tl.store(inputs + (begin + token) % RING * WIDTH + channels, new)
             tl.store(v_out + ((token_zero + token) * HEADS + head) * DV + value_column, v)
@@ -166,21 +167,21 @@ def _inputs(
     total = tl.sum(tl.where((past == count - 1)[:, None], g_past, 0.0), 0)
     q_channels, k_channels = key_head * DK + column, (KEY_HEADS + key_head) * DK + column
     if stands < boundary:
-        _keep_tails(
+        keep_tails(
             mixed, inputs, tails, boundary, begin, q_channels, mixed_stride, WIDTH, RING, TAPS
         )
-        _keep_tails(
+        keep_tails(
             mixed, inputs, tails, boundary, begin, k_channels, mixed_stride, WIDTH, RING, TAPS
         )
         tl.debug_barrier()  # the inputs are read before a new token takes the place of one
     for token in range(earliest, length):
         position = begin + token
-        q, q_new = _convolve(
-            mixed, inputs, tails, conv, position, stands, q_channels, token, mixed_stride,
+        q, q_new = convolve(
+            mixed, inputs, tails, conv, 0.0, position, stands, q_channels, token, mixed_stride,
             WIDTH, RING, TAPS,
         )  # fmt: skip
-        k, k_new = _convolve(
-            mixed, inputs, tails, conv, position, stands, k_channels, token, mixed_stride,
+        k, k_new = convolve(
+            mixed, inputs, tails, conv, 0.0, position, stands, k_channels, token, mixed_stride,
             WIDTH, RING, TAPS,
         )  # fmt: skip
         tl.store(inputs + position % RING * WIDTH + q_channels, q_new)
