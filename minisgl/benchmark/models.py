@@ -79,6 +79,33 @@ def _hybrid(
     }
 
 
+def _granite_4(
+    hidden_size: int, heads: int, kv: int, shared: int, logits: float, moe: dict[str, int]
+) -> dict[str, Any]:
+    """Attention in four of 40 layers. shared: the inner size of the MLP of all tokens."""
+    kinds = (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4
+    return _shape(hidden_size, 40, heads, moe.get("intermediate_size", shared), tied=True) | {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "num_key_value_heads": kv,
+        "head_dim": hidden_size // heads,
+        "vocab_size": 100352,
+        "eos_token_id": 100257,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "position_embedding_type": "nope",
+        "layer_types": kinds,
+        "mamba_n_heads": hidden_size // 32,
+        "mamba_d_state": 128,
+        "shared_intermediate_size": shared,
+        "num_local_experts": 0,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": heads / hidden_size,
+        "residual_multiplier": 0.22,
+        "logits_scaling": logits,
+        **moe,
+    }
+
+
 # Published shapes.
 SHAPES = {
     "qwen3-0.6b": _shape(1024, 28, 16, 3072, tied=True),
@@ -146,6 +173,15 @@ SHAPES = {
     "qwen3.6-35b-a3b": _hybrid("Qwen3_5Moe", 2048, 40, 16, 512, kv=2, values=32),
     "qwen3-next-80b-a3b": _hybrid("Qwen3Next", 2048, 48, 16, 5120, kv=2, values=32)
     | {"vocab_size": 151936, "eos_token_id": 151645},
+    "granite-4.0-h-micro": _granite_4(2048, 32, 8, 8192, 8.0, {}),
+    "granite-4.0-h-tiny": _granite_4(
+        *(1536, 12, 4, 1024, 6.0),
+        {"num_local_experts": 64, "num_experts_per_tok": 6, "intermediate_size": 512},
+    ),
+    "granite-4.0-h-small": _granite_4(
+        *(4096, 32, 8, 1536, 16.0),
+        {"num_local_experts": 72, "num_experts_per_tok": 10, "intermediate_size": 768},
+    ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }

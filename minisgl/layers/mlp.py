@@ -10,6 +10,17 @@ from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import merge, split_evenly
 
 
+class DenseNames(NamedTuple):
+    """The names of a dense MLP in the checkpoint: the module of the layer, and its linears.
+
+    gate_up: the linear of gate and up, if the checkpoint merges them.
+    """
+
+    block: str = "mlp"
+    gate_up: str = "gate_up_proj"
+    down: str = "down_proj"
+
+
 class DenseSpec(NamedTuple):
     """The dense MLP of one decoder layer.
 
@@ -17,12 +28,14 @@ class DenseSpec(NamedTuple):
     bias    whether all three linears have a bias.
     merged  the checkpoint stores gate and up as one tensor.
     gelu    GELU takes the place of SiLU.
+    names   the names in the checkpoint.
     """
 
     inner: int
     bias: bool = False
     merged: bool = False
     gelu: bool = False
+    names: DenseNames = DenseNames()
 
     @property
     def features(self) -> int:
@@ -36,8 +49,8 @@ class GatedMlp(nn.Module):
     def __init__(self, size: int, spec: DenseSpec, build: LinearBuild) -> None:
         super().__init__()
         gate = split_evenly("gate_proj", spec.inner, build.tp.rank, build.tp.size)
-        up, down = gate._replace(name="up_proj"), gate._replace(name="down_proj")
-        outputs = merge("gate_up_proj", (gate, up)) if spec.merged else (gate, up)
+        up, down = gate._replace(name="up_proj"), gate._replace(name=spec.names.down)
+        outputs = merge(spec.names.gate_up, (gate, up)) if spec.merged else (gate, up)
         self.gate_up_proj = ColumnParallelLinear(size, outputs, spec.bias, build)
         self.down_proj = RowParallelLinear(down, size, spec.bias, build)
         self.gelu = spec.gelu
@@ -50,6 +63,11 @@ class GatedMlp(nn.Module):
     def product(self, block_input: BlockInput) -> Tensor:
         """Return this rank's part of the output [T, H], which is not added to a residual stream."""
         return self.down_proj.method.product(self._gated(block_input))
+
+    def scale_outputs(self, factor: float) -> None:
+        """Multiply the loaded weights of the last product. Raises ConfigError."""
+        method = self.down_proj.method
+        method.scale_rows(0, method.shards.rows, factor)
 
     def _gated(self, block_input: BlockInput) -> Tensor:
         """Return activation(gate) * up, [T, I]. GELU is approximated by tanh."""

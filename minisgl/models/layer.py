@@ -9,6 +9,7 @@ from minisgl.distributed.comm import Communicator
 from minisgl.layers.attention import Attention, AttentionSpec
 from minisgl.layers.delta import DeltaSpec, GatedDelta
 from minisgl.layers.linear import LinearBuild, LinearMethodFactory
+from minisgl.layers.mamba import Mamba, MambaSpec
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
 from minisgl.layers.mlp import GatedMlp
 from minisgl.layers.norm import BlockInput, CompleteNorm, ResidualNorm, ResidualStream
@@ -39,7 +40,11 @@ class ModelParts(NamedTuple):
 
 
 # The module of each kind of mixer.
-MIXERS: Mapping[type[MixerSpec], type[Mixer]] = {AttentionSpec: Attention, DeltaSpec: GatedDelta}
+MIXERS: Mapping[type[MixerSpec], type[Mixer]] = {
+    AttentionSpec: Attention,
+    DeltaSpec: GatedDelta,
+    MambaSpec: Mamba,
+}
 
 
 class Attended(NamedTuple):
@@ -77,9 +82,8 @@ class DecoderLayer(nn.Module):
         self.mixer_name = kind.name
         self.add_module(kind.name, kind(spec.mixer, build))
         self.mlp: nn.Module
-        linear = parts.linear._replace(parent=f"{name}.mlp")
+        linear = parts.linear._replace(parent=f"{name}.{spec.mlp.names.block}".rstrip("."))
         if isinstance(spec.mlp, ExpertsSpec):
-            linear = linear._replace(parent=f"{name}.{spec.mlp.names.block}")
             assert parts.moe_backend is not None, "sparse layers need a backend; this is a bug"
             self.mlp = MoeBlock(size, spec.mlp, linear, parts.experts, parts.moe_backend)
         else:
@@ -114,10 +118,11 @@ class DecoderLayer(nn.Module):
     def scale_outputs(self, factor: float) -> None:
         """Multiply the loaded weights of each block's last products by `factor`.
 
-        Raises ConfigError if a linear method cannot scale its weights.
+        Raises ConfigError if a method cannot scale its weights.
         """
-        for linear in (self.mixer.out, cast("GatedMlp", self.mlp).down_proj):
-            linear.method.scale_rows(0, linear.method.shards.rows, factor)
+        method = self.mixer.out.method
+        method.scale_rows(0, method.shards.rows, factor)
+        cast("GatedMlp | MoeBlock", self.mlp).scale_outputs(factor)
 
 
 class NormAfterLayer(DecoderLayer):

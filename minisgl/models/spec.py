@@ -8,6 +8,7 @@ from minisgl.attention.base import AttentionRule
 from minisgl.layers.attention import AttentionSpec
 from minisgl.layers.delta import DeltaSpec
 from minisgl.layers.hidden import HiddenSpec
+from minisgl.layers.mamba import MambaSpec
 from minisgl.layers.mixer import StateSpec
 from minisgl.layers.mlp import DenseSpec
 from minisgl.layers.rotary import QueryScale, Rope
@@ -16,7 +17,7 @@ from minisgl.moe.spec import ExpertsSpec
 
 # The description of the part of a layer in which a token reads others. layer.MIXERS has the
 # module of each.
-MixerSpec = AttentionSpec | DeltaSpec
+MixerSpec = AttentionSpec | DeltaSpec | MambaSpec
 
 
 class NormsSpec(NamedTuple):

@@ -98,6 +98,10 @@ class MoeBlock(nn.Module):
             always *= linear(x, self.router[spec.num_experts :])[:, :1].sigmoid()
         return ResidualStream(out + always, residual)
 
+    def scale_outputs(self, factor: float) -> None:
+        """Multiply the loaded weights of the experts' last product. Raises ConfigError."""
+        self.experts.scale_outputs(factor)
+
     def placements(self, name: str) -> Iterator[Placement]:
         experts, hidden = self.spec.num_experts, self.router.shape[1]
         source, router = f"{self.parent}.{self.spec.names.router}", f"{name}.router"

@@ -7,6 +7,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import nn
 
+from minisgl.core import ConfigError
 from minisgl.layers.shards import FusedExperts, LinearShards, Placement, Shard, split_evenly
 from minisgl.moe.base import ExpertMatrix, ExpertWeights
 from minisgl.moe.spec import ExpertNames
@@ -67,6 +68,9 @@ class ExpertShards(NamedTuple):
             shift, rows = (expert - self.routed) * inner.full, self.shared * inner.full
             inner = inner._replace(shift=shift, rows=rows)
         gate, up = inner._replace(name=names.gate), inner._replace(name=names.up)
+        if expert >= self.routed and names.shared_gate_up:
+            gate = inner._replace(name=names.shared_gate_up, rows=2 * rows)
+            up = gate._replace(shift=shift + rows)
         hidden = Shard("", self.hidden_size, 0, self.hidden_size)
         down = hidden._replace(name=names.down)
         return {
@@ -82,10 +86,10 @@ class ExpertShards(NamedTuple):
         experts, hidden, inner = self.routed, self.hidden_size, self.inner.full
         if expert >= experts:
             return (None,) * (1 if parameter == "down" else 2)
-        parent = f"{self.parent}.experts"
+        gate_up, down = (f"{self.parent}.{name}" for name in self.spelling.fused)
         if parameter == "down":
-            return (FusedExperts(f"{parent}.down_proj", (experts, hidden, inner)),)
-        gate = FusedExperts(f"{parent}.gate_up_proj", (experts, 2 * inner, hidden))
+            return (FusedExperts(down, (experts, hidden, inner)),)
+        gate = FusedExperts(gate_up, (experts, 2 * inner, hidden))
         return gate, gate._replace(first=inner)
 
 
@@ -111,6 +115,15 @@ class ExpertsMethod(nn.Module, ABC):
     def weights(self) -> ExpertWeights:
         """Return the matrices for a MoE backend, without the gate of the model."""
 
+    def scale_outputs(self, factor: float) -> None:
+        """Multiply the outputs of all experts by `factor`, in the loaded parameters.
+
+        Raises ConfigError if the method cannot do so.
+        """
+        raise ConfigError(
+            f"{type(self).__name__} cannot multiply weights by {factor:g}, which the model needs"
+        )
+
 
 # Creates the method of one layer's experts for activations of the given dtype.
 ExpertsFactory = Callable[[ExpertShards, torch.dtype], ExpertsMethod]
@@ -135,3 +148,6 @@ class UnquantizedExperts(ExpertsMethod):
 
     def weights(self) -> ExpertWeights:
         return ExpertWeights(ExpertMatrix(self.gate_up), ExpertMatrix(self.down))
+
+    def scale_outputs(self, factor: float) -> None:
+        self.down.mul_(factor)

@@ -8,10 +8,14 @@ from minisgl.moe.base import ClampedSwiglu
 class ExpertNames(NamedTuple):
     """The names of a layer's experts in the checkpoint, in the module `block` of the layer.
 
+    block           empty: the names begin in the layer itself.
     gate, up, down  the linears of an expert.
     router          the linear of the router.
     shared          the module of the shared expert.
     correction      the tensor of ExpertsSpec.sigmoid.
+    shared_gate_up  the linear of gate and up of the shared expert, if the checkpoint merges them.
+    fused           the tensors of gate and up, and of down, in a checkpoint that has one tensor for
+                    each matrix of all experts.
     """
 
     block: str = "mlp"
@@ -21,6 +25,8 @@ class ExpertNames(NamedTuple):
     router: str = "gate"
     shared: str = "shared_expert"
     correction: str = "gate.e_score_correction_bias"
+    shared_gate_up: str = ""
+    fused: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
 
 
 class ExpertsSpec(NamedTuple):

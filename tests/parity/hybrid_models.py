@@ -1,4 +1,4 @@
-"""Tiny random float32 models with gated delta nets."""
+"""Tiny random float32 models with recurrent states."""
 
 import json
 from collections.abc import Callable
@@ -48,6 +48,25 @@ def _next(**changes: Any) -> Any:
     return transformers.Qwen3NextConfig(**BASE | EXPERTS | changes)
 
 
+def granite(**changes: Any) -> Any:
+    sizes = {key: size for key, size in BASE.items() if not key.startswith(("linear", "head"))}
+    own = {
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 1,
+        "mamba_d_state": 16,
+        "mamba_d_head": 16,
+        "shared_intermediate_size": 80,
+        "num_local_experts": 0,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+        "num_hidden_layers": 6,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.5,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 2.0,
+    }
+    return transformers.GraniteMoeHybridConfig(**sizes | own | changes)
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_5": dense,
     "qwen3_5-equal-heads": lambda: dense(linear_num_value_heads=4, tie_word_embeddings=True),
@@ -62,6 +81,19 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_next-dense-layer": lambda: _next(
         mlp_only_layers=[1], norm_topk_prob=False, shared_expert_intermediate_size=80
     ),
+    "granite4": granite,
+    "granite4-experts": lambda: granite(
+        num_local_experts=6, num_experts_per_tok=2, intermediate_size=40
+    ),
+    "granite4-groups": lambda: granite(
+        mamba_n_groups=2, mamba_d_state=32, tie_word_embeddings=True
+    ),
+    "granite4-ends-with-mamba": lambda: granite(
+        layer_types=["full_attention", "linear_attention"],
+        num_hidden_layers=2,
+        position_embedding_type="rope",
+        mamba_n_groups=4,
+    ),
 }
 
 
@@ -74,8 +106,9 @@ def save(name: str, folder: Path) -> tuple[Any, str]:
     ).eval()
     with torch.no_grad():
         for tensor, parameter in model.named_parameters():
-            if tensor.endswith(("norm.weight", "dt_bias", "A_log", "conv1d.weight")):
-                parameter.normal_(1.0 if "linear_attn.norm" in tensor else 0.0, 0.3)
+            if tensor.endswith(("norm.weight", "dt_bias", "A_log", "conv1d.weight", ".D", ".bias")):
+                plain = "linear_attn.norm" in tensor or name.startswith("granite4")
+                parameter.normal_(1.0 if plain and "norm" in tensor else 0.0, 0.3)
     model.save_pretrained(path)
     return model, path
 

@@ -1,4 +1,4 @@
-"""Models with gated delta nets: scheduler and engine give the tokens of transformers.
+"""Models with recurrent states: scheduler and engine give the tokens of transformers.
 
 Chunks, overlap, preemption, drafts, ranks and constraints are varied. The requests share rows and
 beginnings, and must not read each other's states.
@@ -68,6 +68,8 @@ def expected(path: str) -> list[list[int]]:
         ("qwen3_5", Case(32, "radix", overlap=True, crowded=False, page_size=16)),
         ("qwen3_5-ends-with-delta", Case(64, "naive", overlap=True, crowded=True, page_size=16)),
         ("qwen3_next", Case(64, "radix", overlap=True, crowded=False, page_size=16)),
+        ("granite4", Case(16, "radix", overlap=True, crowded=False, page_size=16)),
+        ("granite4-groups", Case(64, "naive", overlap=True, crowded=True, page_size=16)),
     ],
     ids=str,
 )
@@ -80,19 +82,27 @@ def test_greedy_tokens_equal_those_of_transformers(
     assert outputs == expected(path) * 2
 
 
-def test_chunks_may_end_inside_a_page(hybrid_path: ModelPath) -> None:
-    path, prompt = hybrid_path("qwen3_5"), texts()[0]
+@pytest.mark.parametrize("name", ["qwen3_5", "granite4-experts"])
+def test_chunks_may_end_inside_a_page(name: str, hybrid_path: ModelPath) -> None:
+    path, prompt = hybrid_path(name), texts()[0]
     engine = make_engine(path, page_size=16)
     for row, chunk in enumerate((1, 7)):
         tokens = Driver(engine).generate(row, prompt, TOKENS, chunk=chunk)
         assert tokens == expected(path)[0]
 
 
-@pytest.mark.parametrize("drafter", ["n-gram", "half right"])
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [
+        ("qwen3_5", "n-gram"),
+        ("qwen3_5", "half right"),
+        ("granite4-ends-with-mamba", "half right"),
+    ],
+)
 def test_drafts_and_decode_graphs_change_no_token(
-    drafter: str, hybrid_path: ModelPath, monkeypatch: pytest.MonkeyPatch
+    name: str, drafter: str, hybrid_path: ModelPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, drafts = hybrid_path("qwen3_5"), ChangingDrafts(7)
+    path, drafts = hybrid_path(name), ChangingDrafts(7)
     graphs = emulate_decode_graphs(monkeypatch)
     if drafter != "n-gram":
         sequences = [p + o for p, o in zip(texts(), expected(path), strict=True)]
@@ -111,6 +121,7 @@ def test_drafts_and_decode_graphs_change_no_token(
     [
         "qwen3_5-ends-with-delta",  # both ranks have the only key head
         pytest.param("qwen3_next", marks=pytest.mark.proof),
+        pytest.param("granite4", marks=pytest.mark.proof),  # both ranks have the only group
     ],
 )
 def test_two_ranks_give_the_tokens_of_transformers(

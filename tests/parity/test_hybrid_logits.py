@@ -1,4 +1,4 @@
-"""Models with gated delta nets: the logits of a forward without an engine, against transformers."""
+"""Models with recurrent states: the logits of a forward without an engine, against transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,9 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     [
         ("qwen3_5-ends-with-delta", 2),  # both ranks have the only key head
         ("qwen3_next", 2),
+        ("granite4-experts", 2),  # the norm of the only group needs both ranks
+        pytest.param("granite4-groups", 2, marks=pytest.mark.proof),
+        pytest.param("granite4-groups", 4, marks=pytest.mark.proof),
         pytest.param("qwen3_5", 4, marks=pytest.mark.proof),  # each two ranks share a KV head
         pytest.param("qwen3_5_moe", 2, marks=pytest.mark.proof),
         pytest.param("qwen3_next", 4, marks=pytest.mark.proof),
@@ -50,7 +53,7 @@ def test_ranks_give_the_logits_of_transformers(name: str, ranks: int, tmp_path: 
     run_ranks(ranks, tmp_path, check_rank, path, logits_of(model))
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("qwen3_5", 3), ("qwen3_next", 8)])
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3_5", 3), ("qwen3_next", 8), ("granite4", 3)])
 def test_a_number_of_ranks_that_does_not_divide_the_heads_is_refused(
     name: str, ranks: int, tmp_path: Path
 ) -> None:

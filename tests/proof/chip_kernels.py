@@ -1,4 +1,4 @@
-"""Compiles the kernels of four models for one GPU architecture, and prints them as JSON.
+"""Compiles the kernels of five models for one GPU architecture, and prints them as JSON.
 
 python -m tests.proof.chip_kernels ARCH FOLDER, with ARCH 90 for compute capability 9.0. Needs
 Triton, a C compiler, a libcuda.so.1, and a package with the name flashinfer, which may be empty.
@@ -27,12 +27,13 @@ from minisgl.kernel.chips import REGISTERS
 from minisgl.models.config import draft_method
 from minisgl.quantization import with_quantizations
 
-# Dense in int4, MXFP4 with windows and sinks, hybrid with shared experts, and FP8 experts on two
-# ranks.
+# Dense in int4, MXFP4 with windows and sinks, gated delta nets with shared experts, Mamba-2, and
+# FP8 experts on two ranks.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"kv_cache_dtype": "fp8", "speculative": "ngram", "quantization": "int4"},
     "gpt-oss-20b": {},
     "qwen3.6-35b-a3b": {"speculative": "ngram"},
+    "granite-4.0-h-tiny": {},
     "qwen3-30b-a3b": {"quantization": "fp8", "tp_size": 2},
 }
 CHUNK_TOKENS = 2048

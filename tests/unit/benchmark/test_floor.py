@@ -77,6 +77,18 @@ def test_the_weights_of_gated_delta_nets_are_counted(
 
 
 @pytest.mark.parametrize(
+    ("name", "billions"),
+    [("granite-4.0-h-micro", 3.19), ("granite-4.0-h-tiny", 6.94), ("granite-4.0-h-small", 32.2)],
+)
+def test_the_weights_of_mamba_layers_are_counted(
+    name: str, billions: float, tmp_path: Path
+) -> None:
+    """The sum counts the embedding once, which is also the output head."""
+    cost = cost_of(load_shape(name, tmp_path)[1])
+    assert (cost.weight_bytes + cost.expert_bytes) / 2e9 == pytest.approx(billions, rel=0.005)
+
+
+@pytest.mark.parametrize(
     ("name", "read_once_ms"), [("qwen3.6-27b", 2.27), ("qwen3.6-35b-a3b", 0.95)]
 )
 def test_each_decode_request_moves_its_states(

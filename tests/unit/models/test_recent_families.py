@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from minisgl.core import ConfigError
+from minisgl.layers.mamba import MambaSpec
 from minisgl.models.config import model_spec_from
 
 BASE: dict[str, Any] = {
@@ -17,6 +18,9 @@ BASE: dict[str, Any] = {
     "head_dim": 128,
     "max_position_embeddings": 512,
 }
+
+
+KINDS = ["mamba", "attention"] * 2
 
 
 @pytest.mark.parametrize(
@@ -33,13 +37,28 @@ BASE: dict[str, Any] = {
         ("MuseGlimmerTextModel", {"layer_rope_theta": [0]}, "has 1 entries; expected 4"),
         ("MuseGlimmerTextModel", {"tie_word_embeddings": True}, "tie_word_embeddings True is not"),
         ("MiniMaxM2ForCausalLM", {"shared_intermediate_size": 9}, "shared_intermediate_size 9 is"),
+        *(
+            ("GraniteMoeHybridForCausalLM", {"layer_types": KINDS} | changes, says)
+            for changes, says in (
+                ({"layer_types": ["mamba"] * 4}, "needs a layer of type 'full_attention'"),
+                ({"layer_types": ["mamba", "moe"] * 2}, "layer type 'moe' is not supported"),
+                ({"mamba_d_conv": 3}, "mamba_d_conv 3 is not supported"),
+                ({"mamba_conv_bias": False}, "mamba_conv_bias False is not supported"),
+                ({"mamba_proj_bias": True}, "mamba_proj_bias True is not supported"),
+                ({"time_step_limit": [0.0, 0.1]}, "time_step_limit .* is not supported"),
+                ({"mamba_d_head": 64}, "mamba_d_head 64 of 8 mamba_n_heads does not give 128"),
+                ({"mamba_n_groups": 3}, "mamba_n_heads 8 is not a multiple of mamba_n_groups 3"),
+                ({"mamba_d_state": 48}, "mamba_d_state 48 is not supported"),
+                ({"shared_intermediate_size": 100}, "expected a multiple of intermediate_size 96"),
+            )
+        ),
     ],
 )
 def test_a_setting_that_is_not_computed_is_named(
     architecture: str, changes: dict[str, Any], says: str
 ) -> None:
     with pytest.raises(ConfigError, match=says):
-        model_spec_from({**BASE, "architectures": [architecture], **changes})
+        model_spec_from({**BASE, "architectures": [architecture], "mamba_n_heads": 8, **changes})
 
 
 def test_the_fields_of_published_files_of_minimax_m2() -> None:
@@ -53,3 +72,14 @@ def test_the_draft_head_of_glm_4_5_is_a_layer_that_is_not_read() -> None:
     model = model_spec_from({**BASE, "architectures": ["Glm4MoeForCausalLM"]})
     assert model.unread == ("model.layers.4.",)
     assert [spec.shared_gate for spec in model.experts] == [False] * 3
+
+
+def test_the_layers_of_granite_4_and_both_names_of_their_types() -> None:
+    fields = {"mamba_n_heads": 8, "num_local_experts": 0, "time_step_limit": [0.0, float("inf")]}
+    given = {**BASE, "architectures": ["GraniteMoeHybridForCausalLM"], **fields}
+    model = model_spec_from({**given, "layer_types": KINDS})
+    assert model.states == (MambaSpec(1, 8, 256, 16, 0), MambaSpec(1, 8, 256, 16, 1))
+    assert [rope.rotary_dim for rope in model.ropes] == [0]
+    other = {"layer_types": ["linear_attention", "full_attention"] * 2}
+    limit = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    assert model_spec_from({**given, **other, **limit}) == model
