@@ -85,7 +85,7 @@ class _Arrivals:
         engine.now_s = max(engine.now_s, min([end_s, *(due_s for due_s, _ in self.due[:1])]))
         while self.due and self.due[0][0] <= engine.now_s:
             self._send(messages)
-        return messages
+        return [*messages, *own]
 
     def _send(self, messages: list[ToScheduler]) -> None:
         due_s, index = heapq.heappop(self.due)

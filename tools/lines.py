@@ -41,6 +41,10 @@ FEATURES = {
         "layers/hidden.py",
         "models/mtp.py",
     ),
+    "host tier": (
+        "engine/host_copies.py",
+        "kvcache/host.py",
+    ),
 }
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _WITHOUT_CODE = {

@@ -13,8 +13,9 @@ from minisgl.benchmark.flag_types import (
     positive_int,
 )
 from minisgl.core import ConfigError, SchedulerConfig, StepCost, StepWork
-from minisgl.core.batch import Batch, StepResult, WindowLayers
+from minisgl.core.batch import Batch, Int32Array, PageCopier, StepResult, WindowLayers
 
+_PAGE_SIZE = 16
 _HOST_S = 0.0003  # host time from the end of step n to the launch of step n + 2
 # Qwen3-8B, bfloat16, on one H200, as a server of bbc8025 logged it (2026-11-22).
 DEFAULT_COST = (
@@ -67,6 +68,46 @@ class _Pending:
         return self._engine.now_s >= self._end_s
 
 
+class HostMemory(NamedTuple):
+    """The host memory of a simulated engine. page_bytes: of all layers."""
+
+    num_blocks: int
+    page_bytes: int
+    link_bytes_per_s: float
+
+
+_COPY_START_S = 0.001  # an iteration of the scheduler and the launches
+
+
+class _Copier:
+    """Implements core.PageCopier. Each direction has a link of its own."""
+
+    def __init__(self, engine: "VirtualEngine", memory: HostMemory) -> None:
+        self._engine, self._memory = engine, memory
+        self.num_blocks = memory.num_blocks
+        self._free_s = [0.0, 0.0]  # end of the last copy in each direction
+        self._ends_s: dict[int, float] = {}
+        self._reported: set[int] = set()
+
+    def start(self, job: int, pages: Int32Array, blocks: Int32Array, load: bool) -> None:
+        seconds = len(pages) * self._memory.page_bytes / self._memory.link_bytes_per_s
+        begin_s = max(self._engine.now_s + _COPY_START_S, self._free_s[load])
+        self._free_s[load] = self._ends_s[job] = begin_s + seconds
+
+    def done(self, wait_s: float) -> list[int]:
+        now_s = self._engine.now_s
+        ends_s = {job: end for job, end in self._ends_s.items() if job not in self._reported}
+        if ends_s and wait_s:
+            self._engine.now_s = now_s = max(now_s, min(now_s + wait_s, *ends_s.values()))
+        ended = [job for job, end_s in ends_s.items() if end_s <= now_s]
+        self._reported.update(ended)
+        return ended
+
+    def finish(self, job: int) -> None:
+        self._engine.now_s = max(self._engine.now_s, self._ends_s.pop(job))
+        self._reported.discard(job)
+
+
 class VirtualEngine:
     """Implements core.EngineLike.
 
@@ -81,6 +122,7 @@ class VirtualEngine:
         max_seq_len: int,
         mixed_factor: float = 1.0,
         snapshot_pages: int = 0,
+        host: HostMemory | None = None,
     ) -> None:
         """mixed_factor: factor for the times of steps that both decode and prefill.
 
@@ -89,9 +131,10 @@ class VirtualEngine:
         self._cost = cost
         self._mixed_factor = mixed_factor
         self.num_pages = num_pages
-        self.page_size = 16
+        self.page_size = _PAGE_SIZE
         self.window: WindowLayers | None = None
         self.snapshot_pages = snapshot_pages
+        self.copier: PageCopier | None = None if host is None else _Copier(self, host)
         self.max_running_reqs = rows
         self.max_seq_len = max_seq_len
         self.now_s = 0.0
@@ -124,9 +167,10 @@ class EngineSettings(NamedTuple):
     mixed_factor: float
     config: SchedulerConfig
     snapshot_pages: int = 0
+    host: HostMemory | None = None
 
     def engine(self) -> VirtualEngine:
-        return VirtualEngine(*self[:5], snapshot_pages=self.snapshot_pages)
+        return VirtualEngine(*self[:5], snapshot_pages=self.snapshot_pages, host=self.host)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, mixed_factor: float = 1.0) -> None:
@@ -145,6 +189,24 @@ def add_engine_flags(parser: argparse.ArgumentParser, mixed_factor: float = 1.0)
         type=nonnegative_int,
         default=0,
         help="KV pages of a copy of a request's recurrent states; 0: the model has none (0)",
+    )
+    parser.add_argument(
+        "--host-gb",
+        type=nonnegative_float,
+        default=0.0,
+        help="host memory for cached prefixes, in GB of 10^9 bytes; 0: none (0)",
+    )
+    parser.add_argument(
+        "--link-gb-s",
+        type=positive_float,
+        default=50.0,
+        help="GB per second between the GPU and host memory, in each direction (50)",
+    )
+    parser.add_argument(
+        "--token-bytes",
+        type=positive_int,
+        default=147_456,
+        help="bytes of the keys and values of one token (147456, Qwen3-8B in bfloat16)",
     )
     parser.add_argument(
         "--max-running-requests", type=positive_int, default=256, help="requests in a batch (256)"
@@ -181,4 +243,11 @@ def engine_settings(options: argparse.Namespace) -> EngineSettings:
             target_step_ms=options.target_step_ms or None, cache_type=options.cache_type
         ),
         options.snapshot_pages,
+        _host_memory(options),
     )
+
+
+def _host_memory(options: argparse.Namespace) -> HostMemory | None:
+    page_bytes = _PAGE_SIZE * options.token_bytes
+    num_blocks = int(options.host_gb * 1e9) // page_bytes
+    return HostMemory(num_blocks, page_bytes, options.link_gb_s * 1e9) if num_blocks else None

@@ -322,6 +322,27 @@ class WindowLayers(NamedTuple):
         return self.span(page_size) + 2
 
 
+class PageCopier(Protocol):
+    """Copies pages of the KV pool to blocks of host memory and back, beside the steps.
+
+    num_blocks: the number of blocks. A block holds one page.
+    """
+
+    num_blocks: int
+
+    def start(self, job: int, pages: Int32Array, blocks: Int32Array, load: bool) -> None:
+        """Begin to copy pages to blocks, or blocks to pages (load), and do not wait.
+
+        pages, blocks: int32 [n]. Copies in one direction end in the order of their starts.
+        """
+
+    def done(self, wait_s: float) -> list[int]:
+        """Return the jobs that have ended since the last call. Wait for one up to wait_s."""
+
+    def finish(self, job: int) -> None:
+        """Wait until a job has ended: the steps that are launched later see its pages."""
+
+
 class EngineLike(Protocol):
     """The part of an engine that the scheduler uses. Steps run in the order of their launch.
 
@@ -331,6 +352,7 @@ class EngineLike(Protocol):
     page_floor(s) tokens after a decode step that starts at token s, page_floor(e - 1) tokens after
     a chunk that ends at token e, where page_floor(n) = n - n % page_size. The engine does not read
     the state of a row that holds fewer tokens than a page, so a new row needs no copy.
+    copier: copies KV pages to host memory; None if the engine has no host tier.
     """
 
     num_pages: int
@@ -339,6 +361,7 @@ class EngineLike(Protocol):
     max_seq_len: int
     window: WindowLayers | None
     snapshot_pages: int
+    copier: PageCopier | None
 
     def launch(self, batch: Batch) -> PendingStep:
         """Start the step without waiting. The caller must not change the batch's arrays later."""

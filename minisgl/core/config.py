@@ -1,5 +1,6 @@
 """Settings of the engine and the scheduler. Each object is built once and is immutable."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import ClassVar, TypeVar
 
@@ -40,6 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_seq_len: int | None = None
     kv_request_tokens: int = 4096
     kv_cache_dtype: str = "auto"
+    host_cache_gb: float = 0.0
     attention_backend: str = "auto"
     moe_backend: str = "auto"
     quantization: str | None = None
@@ -63,6 +65,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, not {value}")
+        if not 0 <= self.host_cache_gb < math.inf:
+            raise ConfigError(f"host_cache_gb must be at least 0 GB, not {self.host_cache_gb}")
         if self.max_running_reqs > 8192:
             raise ConfigError("max_running_reqs must be at most 8192, the limit of the kernels")
         if self.speculative not in (None, *DRAFT_METHODS):

@@ -61,6 +61,7 @@ class Engine:
         self.num_pages, self.page_size = launcher.num_pages, launcher.page_size
         self.max_running_reqs, self.max_seq_len = launcher.max_running_reqs, launcher.max_seq_len
         self.window, self.snapshot_pages = launcher.window, launcher.snapshot_pages
+        self.copier = launcher.copier
 
     @property
     def config(self) -> EngineConfig:

@@ -25,6 +25,7 @@ from minisgl.engine import memory, states, warmup
 from minisgl.engine.check import check_memory
 from minisgl.engine.extensions import Extensions
 from minisgl.engine.graphs import DecodeShape, capture_steps
+from minisgl.engine.host_copies import host_copies
 from minisgl.engine.model_runner import DraftTensors, ModelRunner
 from minisgl.engine.stages import CachedLengths, CopyStates, Stage
 from minisgl.engine.step import StepLauncher, StepParts
@@ -76,6 +77,12 @@ class Start:
             raise ConfigError(
                 f"--max-prefill-length {max_chunk_tokens} is too small for a model with recurrent "
                 f"states, whose chunks have at least one page of {config.page_size} tokens"
+            )
+        if config.host_cache_gb and (model.window is not None or model.states):
+            kind = "sliding windows" if model.window is not None else "recurrent states"
+            raise ConfigError(
+                f"host_cache_gb {config.host_cache_gb:g}: the host cache does not hold the memory "
+                f"of {kind}, which this model has; set it to 0"
             )
         self._show_progress = comm.tp.rank == 0
         self.stream: torch.cuda.Stream | None = None
@@ -186,7 +193,11 @@ class Start:
                 "speculative is mtp, but no stage of the extensions runs the draft head; build the "
                 "extensions with drafts.with_speculation, or set speculative to ngram"
             )
-        return StepLauncher(parts, self._extensions.logits_processors, self.on_stream())
+        copier, processors = (
+            host_copies(config, self._comm.tp, pools),
+            self._extensions.logits_processors,
+        )
+        return StepLauncher(parts, processors, self.on_stream(), copier=copier)
 
     def graph_sizes(self) -> tuple[list[DecodeShape], list[int]]:
         """Return the shapes of decode steps and the numbers of tokens to capture graphs for."""
@@ -247,7 +258,8 @@ class Start:
         if self.device.type == "cuda" and shapes:
             graphs = capture_steps(launcher.parts, shapes, token_sizes, largest_first)
             parts, processors = launcher.parts, launcher.processors
-            launcher = StepLauncher(parts, processors, launcher.on_stream, graphs)
+            on_stream, copier = launcher.on_stream, launcher.copier
+            launcher = StepLauncher(parts, processors, on_stream, graphs, copier)
             launcher.runner.clear_dummy()
         return launcher, free
 

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from minisgl.core import ConfigError
 from minisgl.core.batch import EngineLike, Int32Array
 from minisgl.core.rows import Rows
 from minisgl.kvcache.fenced_pool import FencedPool
+from minisgl.kvcache.host import MIN_LOAD_PAGES, HostTier, host_tier
 from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
 from minisgl.kvcache.node import CacheListener, Hit, RadixNode
 from minisgl.kvcache.page_table import PageTable
@@ -35,6 +37,7 @@ class Memory:
     rows    the columns of the rows.
     kinds   the further kinds of memory of the model (CacheKind).
     tree    the prefix cache.
+    tier    its second place, in host memory; None: it has none.
     spare_tokens
             as for PageTable.
     shared  int32 [R]; the first `shared` pages of a row belong to the prefix cache and are locked.
@@ -68,6 +71,13 @@ class Memory:
         )
         parts = [kind.parts for kind in self.kinds]
         self.tree = RadixCache(self.page_size, rows.steps, listeners, parts)
+        self.tier: HostTier | None = None
+        if engine.copier is not None:
+            if self.kinds:
+                names = ", ".join(kind.name for kind in self.kinds)
+                raise ConfigError(f"a host cache holds pages of full attention only, not {names}")
+            pool, tree, size = self.pool, self.tree, engine.num_pages
+            self.tier = host_tier(engine.copier, tree, size, pool.allocate, self._unused)
         self.shared: Int32Array = np.zeros(len(rows.known), dtype=np.int32)
         self.caches = caches
         self._nodes: dict[int, RadixNode] = {}  # by row: the locked end of its cached prefix
@@ -104,7 +114,20 @@ class Memory:
     def pending(self) -> int:
         """The number of pages that become available when the steps in flight are resolved."""
         parts = sum(kind.evictable()[1] for kind in self.kinds)
+        parts += self.pool.size if self.copying else 0  # a job also locks the path of its nodes
         return self.pool.num_quarantined + self.tree.fenced_pages + parts
+
+    @property
+    def copying(self) -> bool:
+        """A job copies pages to or from host memory. Its end makes pages available."""
+        return self.tier is not None and bool(self.tier.jobs)
+
+    def _unused(self) -> int:
+        return self.pool.num_free + self.pool.num_quarantined
+
+    def loads(self, hit: Hit) -> bool:
+        """The host tier has so many further pages of the prefix that a load is worth its time."""
+        return self.tier is not None and hit.host_pages >= MIN_LOAD_PAGES
 
     def growing(self, rows: Int32Array, counts: Int32Array | int) -> int:
         """Return how many requests can still need a page after `rows` get `counts` more pages.
@@ -134,6 +157,23 @@ class Memory:
         self.tree.lock(hit.node)
         for kind in self.kinds:
             kind.lock(hit)
+
+    def load(self, hit: Hit) -> int:
+        """Load the known pages of a prefix from host memory. `lock_known` has protected it.
+
+        Returns the job whose end makes them usable; 0: they are.
+        """
+        assert self.tier is not None, "a plan loads from the host tier only; this is a bug"
+        return self.tier.load(hit.last)
+
+    def store(self) -> None:
+        """Copy the pages that the next evictions free to host memory, before they are needed."""
+        if self.tier is not None:
+            self.tier.store()
+
+    def lock_known(self, hit: Hit) -> None:
+        """Protect the known part of a prefix that `match` has found, in both places."""
+        self.tree.lock(hit.last)
 
     def open(self, row: int, hit: Hit) -> None:
         """Let a row begin with its locked prefix, and with pages for its other tokens."""
@@ -171,6 +211,7 @@ class Memory:
         row_pages = table.entries[row, :num_pages]
         node = self.tree.insert(key, row_pages, req.cache_salt, req.session)
         pages = node.prefix_pages()
+        num_pages, row_pages = len(pages), row_pages[: len(pages)]
         self.tree.lock(node)
         self.tree.unlock(self._nodes[row], fence)
         self._nodes[row] = node
@@ -203,8 +244,12 @@ class Memory:
 
     def flush(self) -> None:
         """Evict every cached prefix that no running request uses."""
+        if self.tier is not None:
+            self.tier.flush()
         self.tree.lift_fences()
         self._evict(self.tree.evictable_pages + sum(kind.evictable()[0] for kind in self.kinds))
+        if self.tier is not None:
+            self.tier.drop_all()
 
     def _evict(self, count: int) -> None:
         for evicted in self.tree.evict(count):

@@ -2,12 +2,25 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from enum import IntEnum, StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from minisgl.core.batch import Int32Array
+
+if TYPE_CHECKING:
+    from minisgl.kvcache.host import CopyJob
+
+
+class Place(StrEnum):
+    """The memory that holds the pages of a node. Without a host tier it is always GPU."""
+
+    GPU = "gpu"
+    COPYING = "copying"  # on the GPU; a job copies them to host memory
+    BOTH = "both"  # an eviction frees the pages on the GPU, and the copy stays
+    HOST = "host"
+    LOADING = "loading"  # in host memory; a job copies them to the GPU
 
 
 class NodeClass(IntEnum):
@@ -23,7 +36,8 @@ class RadixNode:
     """A node of the tree, with the edge that leads to it from its parent.
 
     tokens      int32 [n * page_size]; the tokens of the edge.
-    pages       int32 [n]; the pages of full attention that hold the KV of these tokens.
+    pages       int32 [n]; the pages of full attention that hold the KV of these tokens. -1 if the
+                node is in host memory only.
     parts       the part of each further kind of memory (CacheKind) for the edge.
     key         the node's key in parent.children.
     last_use    time of the last match or insertion, from the cache's operation counter.
@@ -31,9 +45,12 @@ class RadixNode:
     lock_count  number of running requests whose prefix ends at or below this node.
     fence       the last step of the requests that have unlocked the node. This step may still read
                 the pages. It is no earlier than the fence of any child.
-    entry       number of the node's valid entry in the heap of its class; 0: it has none.
+    entry       number of the node's valid entry in EvictionHeaps; 0: it has none.
     kept_as     its class.
     session     the session whose requests alone have used the node; "": other requests may have.
+    place       where the pages are.
+    blocks      int32 [n]; the host blocks of the pages; None in the place GPU.
+    job         the job that copies the pages.
     """
 
     tokens: Int32Array
@@ -49,6 +66,14 @@ class RadixNode:
     entry: int = 0
     kept_as: NodeClass = NodeClass.NEW
     session: str = ""
+    place: Place = Place.GPU
+    blocks: Int32Array | None = None
+    job: "CopyJob | None" = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """A step can read the pages."""
+        return self.place is not Place.HOST and self.place is not Place.LOADING
 
     @property
     def reused(self) -> bool:
@@ -85,6 +110,7 @@ class Hit(NamedTuple):
     known_pages  the pages of the longest cached prefix. Not all kinds of memory can use all of it.
     junction     the same number if other cached tokens follow that prefix, so that requests part
                  there; otherwise 0.
+    last         the node of the last of the known pages. `match` lets it end with that page.
     """
 
     node: RadixNode
@@ -92,11 +118,23 @@ class Hit(NamedTuple):
     tokens: int
     known_pages: int
     junction: int
+    last: RadixNode
+
+    @property
+    def host_pages(self) -> int:
+        """The known pages after the prefix. In a model with full attention alone, the host tier
+        holds them."""
+        return self.known_pages - self.pages
 
     def nodes(self) -> Iterator[tuple[RadixNode, int]]:
         """Yield the nodes of the prefix from its end on, each with the number of its pages."""
         for node, first in self.node.places():
             yield node, min(len(node.pages), self.pages - first)
+
+
+def pages_on_gpu(end: RadixNode, pages: int) -> int:
+    """Return how many of the first `pages` pages up to `end` are on the GPU."""
+    return min([pages, *(first for node, first in end.places() if not node.on_gpu)])
 
 
 class Evicted(NamedTuple):

@@ -112,6 +112,10 @@ class KVPool:
         layers, kinds, pages = self._storage.shape[:3]
         return self._storage.view(-1).view(torch.int32).view(kinds * layers, pages, -1)
 
+    def parts(self) -> list[Tensor]:
+        """Views of all that a page holds, each [n, P + 1, m]."""
+        return [self.words()] + ([] if self._scales is None else [self._scales.flatten(2)])
+
     def fill_noise(self, num_pages: int) -> None:
         """Fill the first num_pages pages with random values, so that timed steps read real data."""
         pages = self._storage[:, :, : min(num_pages, self.num_pages)]

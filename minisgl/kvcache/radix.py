@@ -1,11 +1,7 @@
 """`RadixCache`: the prefix cache, a radix tree over pages of token ids.
 
 The idea is RadixAttention (Zheng et al., SGLang, 2024, section 3). An edge holds whole pages of
-tokens. A parent finds a child by the bytes of the first page of the child's edge. The
-rest of the edge is compared as arrays. In the keys of the root's children, the cache salt precedes
-these bytes, so that requests with different salts share no node. All pages have the same number of
-bytes, and the page is always the last part of such a key. Two different pairs of salt and page
-therefore never give the same key.
+tokens.
 
 Eviction takes leaves that neither a request nor a step in flight uses, least recently used first.
 There are three classes of leaves (NodeClass). Leaves that only an ended session has used go first.
@@ -13,26 +9,35 @@ No request has matched a new leaf since its insertion; all other leaves are reus
 evicts new leaves first, so that prompts that come once do not evict prefixes that many requests
 share. When more than half of all evictable pages belong to reused nodes, the cache evicts reused
 leaves first. This is a segmented LRU (Karedla, Love and Wherry, 1994).
+
+With a host tier (HostTier), leaves with a copy in host memory go before new and reused ones, and
+their nodes stay in the tree. A leaf on the GPU is a node without a child there.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minisgl.core import InvariantBroken
 from minisgl.core.batch import Int32Array
 from minisgl.core.rows import Steps
-from minisgl.kvcache.eviction import EvictionHeaps
+from minisgl.kvcache.eviction import EvictionHeaps, heaps_in_order
 from minisgl.kvcache.kinds import NodeParts
-from minisgl.kvcache.node import CacheListener, Evicted, Hit, NodeClass, RadixNode
+from minisgl.kvcache.lookup import PrefixLookup
+from minisgl.kvcache.node import (
+    CacheListener,
+    Evicted,
+    Hit,
+    NodeClass,
+    Place,
+    RadixNode,
+    pages_on_gpu,
+)
 from minisgl.kvcache.sessions import SessionNodes
 
-
-def common_prefix(a: Int32Array, b: Int32Array) -> int:
-    """Return the number of leading ids that are equal in `a` and `b`."""
-    length = min(len(a), len(b))
-    different = a[:length] != b[:length]
-    return int(different.argmax()) if different.any() else length
+if TYPE_CHECKING:
+    from minisgl.kvcache.host import HostTier
 
 
 class RadixCache:
@@ -59,7 +64,7 @@ class RadixCache:
     I1  A node's lock_count is at least the lock_count of each child. Every ancestor of a locked
         node is therefore locked.
     I2  evictable_pages counts the pages of all nodes whose lock_count is 0.
-    I3  Every unlocked leaf without a fence has a valid entry in _leaves.
+    I3  Every unlocked leaf without a fence has a valid entry in `leaves`.
     I4  _fenced holds the unlocked nodes whose fence has not been resolved. The unlocked ancestors
         of such a node are in it too, so all other unlocked pages can be evicted.
     I5  _sessions has exactly the nodes with a session that are not of the class ENDED.
@@ -82,11 +87,13 @@ class RadixCache:
         self._kinds = kinds
         self.clock = 0
         self._num_nodes = 0
-        self._leaves = EvictionHeaps()
+        self.leaves = EvictionHeaps()
+        self.tier: HostTier | None = None
         self._sessions = SessionNodes()
         self._reused_pages = 0  # evictable pages of reused nodes
         empty: Int32Array = np.empty(0, dtype=np.int32)
         self._root = RadixNode(empty, empty, [], None, b"", last_use=0, node_id=0)
+        self._lookup = PrefixLookup(self._root, page_size)
         self.evictable_pages = 0
         self.fenced_pages = 0
         self._fenced: dict[RadixNode, None] = {}  # a dict and not a set, because it keeps the order
@@ -97,18 +104,19 @@ class RadixCache:
 
         Changes nothing.
         """
-        return self._hit(*self._find(tokens, salt))
+        return self._hit(*self._lookup.find(tokens, salt))
 
     def _hit(self, end: RadixNode, known: int) -> Hit:
         """Return the part that all kinds can use of a prefix. end, known: the result of _find."""
-        length, before = known, -1
+        length, before = known if self.tier is None else pages_on_gpu(end, known), -1
         while length != before:
             before = length
             for kind in self._kinds:
                 length = kind.usable(end, length)
-        node = end if length == known else self._place(end, length)[0]
+        node = end if length == known else self._lookup.place(end, length)[0]
         parts = end.children or known < sum(len(each.pages) for each in end.path())
-        return Hit(node, length, length * self._page_size, known, junction=known if parts else 0)
+        junction = known if parts else 0
+        return Hit(node, length, length * self._page_size, known, junction, end)
 
     def is_locked(self, node: RadixNode) -> bool:
         """A running request or a step in flight uses the node, so `evict` skips it."""
@@ -122,16 +130,16 @@ class RadixCache:
         session: key of the session of the request; "": it has none.
         """
         self.clock += 1
-        end, known = self._find(tokens, salt)
+        end, known = self._lookup.find(tokens, salt)
         hit = self._hit(end, known)
-        node = self._use(end, known, session)
+        last = node = self._use(end, known, session)
         if hit.pages < known:
             node = self.node_at(node, hit.pages)
         for kind in self._kinds:
             kind.touch(node)
         for each in node.path():
             self.mark_reused(each)
-        return hit._replace(node=node)
+        return hit._replace(node=node, last=last)
 
     def insert(
         self, tokens: Int32Array, pages: Int32Array, salt: str = "", session: str = ""
@@ -142,18 +150,23 @@ class RadixCache:
         The cache owns the n pages of the prefix that ends with the node (RadixNode.prefix_pages).
         If one of them differs from the given page, the cache held the same tokens before. The
         caller then still owns the given page. The caller must put the page of the cache into its
-        page table and then free the given page.
+        page table and then free the given page. The prefix ends before pages that a job loads from
+        host memory: the caller still owns the pages after it.
         """
         if len(tokens) != len(pages) * self._page_size:
             raise InvariantBroken(
                 f"{len(tokens)} tokens must fill {len(pages)} whole pages; this is a bug"
             )
         self.clock += 1
-        end, known = self._find(tokens, salt)
+        end, known = self._lookup.find(tokens, salt)
         node = self._use(end, known, session)
+        if self.tier is not None:
+            end = self.tier.return_to_gpu(node, pages)
+            if end is not node:
+                node, known = end, len(pages)
         if known < len(pages):
             rest = tokens[known * self._page_size :].copy()
-            key = self._key(node, rest, salt)
+            key = self._lookup.key(node, rest, salt)
             leaf = self._new_node(rest, pages[known:].copy(), node, key)
             leaf.session = session
             if node.kept_as is NodeClass.ENDED:  # the session has ended while its request ran
@@ -162,18 +175,20 @@ class RadixCache:
                 self._sessions.add(leaf)
             node.children[key] = leaf
             self.evictable_pages += len(leaf.pages)
-            self._push_if_evictable(leaf)
+            self.offer(leaf)
             node = leaf
+        stored = node.prefix_pages()
         for listener in self.listeners:
-            listener.stored(tokens, node.prefix_pages(), salt)
+            listener.stored(tokens[: len(stored) * self._page_size], stored, salt)
         return node
 
     def lock(self, end: RadixNode) -> None:
         """Forbid the eviction of the nodes from the root to `end`. Takes O(depth)."""
         for node in end.path():
-            if node.lock_count == 0:
-                self.evictable_pages -= len(node.pages)
-                self._reused_pages -= len(node.pages) * node.reused
+            if node.place is Place.BOTH and self.tier is not None:
+                self.tier.drop_copy(node)
+            if node.lock_count == 0 and node.on_gpu:
+                self.count(node, -len(node.pages))
                 if node in self._fenced:
                     self._unfence([node])
             node.lock_count += 1
@@ -189,12 +204,11 @@ class RadixCache:
             node.lock_count -= 1
             node.fence = max(node.fence, fence)
             if node.lock_count == 0:
-                self.evictable_pages += len(node.pages)
-                self._reused_pages += len(node.pages) * node.reused
+                self.count(node, len(node.pages))
                 if node.fence > self._steps.resolved:
                     self._fenced[node] = self._steps.waiting[self] = None
                     self.fenced_pages += len(node.pages)
-                self._push_if_evictable(node)
+                self.offer(node)
 
     def resolve(self) -> None:
         """Let `evict` take the pages whose fence is at most Steps.resolved."""
@@ -211,7 +225,7 @@ class RadixCache:
         for node in nodes:
             del self._fenced[node]
             self.fenced_pages -= len(node.pages)
-            self._push_if_evictable(node)
+            self.offer(node)
 
     def end_session(self, session: str) -> int:
         """Let `evict` begin with the nodes that no request without this key has used.
@@ -228,15 +242,18 @@ class RadixCache:
         """Free `count` pages, or all that can be evicted: of leaves, and of the kinds' parts.
 
         Returns the pages of leaves. If a leaf has more pages than are still needed, only its last
-        pages are evicted. A kind frees the pages of its parts itself. One older than the leaf goes
-        first.
+        pages are evicted, or some more if they have a copy. A kind frees the pages of its parts
+        itself. One older than the leaf goes first.
         """
         evicted: list[Evicted] = []
         while count > 0:
-            leaf = self._leaves.pop(2 * self._reused_pages > self.evictable_pages, self._is_free)
+            leaf = self.leaves.pop(self.eviction_order(), self.is_free)
             freed = self._evict_part(leaf)
             if leaf is not None and freed:
-                self._push_if_evictable(leaf)
+                self.offer(leaf)
+            elif leaf is not None and leaf.place is Place.BOTH and self.tier is not None:
+                evicted.append(Evicted(self.tier.evict_copied(leaf, count), leaf.fence))
+                freed = len(evicted[-1].pages)
             elif leaf is not None:
                 taken = min(count, len(leaf.pages))
                 freed = taken + sum(
@@ -248,28 +265,16 @@ class RadixCache:
             count -= freed
         return evicted
 
+    def eviction_order(self) -> list[int]:
+        """Return the heaps from which `evict` takes leaves."""
+        return heaps_in_order(reused_first=2 * self._reused_pages > self.evictable_pages)
+
     def _evict_part(self, leaf: RadixNode | None) -> int:
         """Let a kind free a part that was used before `leaf`. Returns the number of its pages."""
         if leaf is not None and leaf.kept_as is NodeClass.ENDED:
             return 0
         before, reused = (leaf.last_use, leaf.reused) if leaf is not None else (None, True)
         return next((n for kind in self._kinds if (n := kind.evict(before, reused))), 0)
-
-    def _find(self, tokens: Int32Array, salt: str) -> tuple[RadixNode, int]:
-        """Return the node of the last page of the longest cached prefix, and its number of pages.
-
-        The node is the root if no page is cached.
-        """
-        node, pages = self._root, 0
-        while (position := pages * self._page_size) + self._page_size <= len(tokens):
-            child = node.children.get(self._key(node, tokens[position:], salt))
-            if child is None:
-                break
-            shared_pages = common_prefix(child.tokens, tokens[position:]) // self._page_size
-            node, pages = child, pages + shared_pages
-            if shared_pages < len(child.pages):
-                break
-        return node, pages
 
     def _use(self, end: RadixNode, pages: int, session: str) -> RadixNode:
         """Mark the nodes of a prefix as used by a session. Returns its last node, as node_at."""
@@ -288,15 +293,10 @@ class RadixCache:
 
         Splits an edge if no node ends there.
         """
-        node, count = self._place(end, pages)
-        return node if count == len(node.pages) else self._split(node, count)
+        node, count = self._lookup.place(end, pages)
+        return node if count == len(node.pages) else self.split(node, count)
 
-    def _place(self, end: RadixNode, pages: int) -> tuple[RadixNode, int]:
-        """Return the node of the last of these pages, and the number of its pages up to there."""
-        places = ((node, pages - first) for node, first in end.places() if pages > first)
-        return next(places, (self._root, 0))
-
-    def _split(self, node: RadixNode, num_pages: int) -> RadixNode:
+    def split(self, node: RadixNode, num_pages: int) -> RadixNode:
         """Move the first `num_pages` pages of `node` to a new parent node. Returns the new node."""
         parent = node.parent
         cut = num_pages * self._page_size
@@ -309,6 +309,9 @@ class RadixCache:
         upper.kept_as, upper.session = node.kept_as, node.session
         if upper.kept_as is not NodeClass.ENDED:
             self._sessions.add(upper)
+        upper.place = node.place
+        if self.tier is not None:
+            self.tier.split(upper, node, num_pages)
         if node in self._fenced:
             self._fenced[upper] = None
         for kind in self._kinds:
@@ -317,30 +320,35 @@ class RadixCache:
         node.tokens = node.tokens[cut:].copy()
         node.pages = node.pages[num_pages:].copy()
         node.parent = upper
-        node.key = self._key(upper, node.tokens, "")
+        node.key = self._lookup.key(upper, node.tokens, "")
         upper.children[node.key] = node
         return upper
 
     def _cut(self, node: RadixNode, num_pages: int) -> Int32Array:
         """Remove the last pages of an unlocked leaf, and the leaf itself when no page is left."""
+        if self.tier is not None:
+            self.tier.drop_below(node)
         kept = len(node.pages) - num_pages
         taken = node.pages[kept:]
-        self.evictable_pages -= num_pages
-        self._reused_pages -= num_pages if node.reused else 0
+        self.count(node, -num_pages)
         for listener in self.listeners:
             listener.removed(taken)
         if kept:
             node.pages = node.pages[:kept]
             node.tokens = node.tokens[: kept * self._page_size]
-            self._push_if_evictable(node)
+            self.offer(node)
         else:
-            parent = node.parent
-            assert parent is not None, "the root must not be evicted; this is a bug"
-            del parent.children[node.key]
-            node.parent = None
-            self._sessions.remove(node)
-            self._push_if_evictable(parent)
+            self.remove(node)
         return taken
+
+    def remove(self, leaf: RadixNode) -> None:
+        """Take a node without children out of the tree."""
+        parent = leaf.parent
+        assert parent is not None, "the root must not be evicted; this is a bug"
+        del parent.children[leaf.key]
+        leaf.parent = None
+        self._sessions.remove(leaf)
+        self.offer(parent)
 
     def mark_reused(self, node: RadixNode) -> None:
         """Move `node` to the reused class."""
@@ -352,20 +360,37 @@ class RadixCache:
         """Move `node` to another class."""
         if node.kept_as is kept_as:
             return
-        self._leaves.withdraw(node)
-        pages = 0 if node.lock_count else len(node.pages)
+        self.leaves.withdraw(node)
+        pages = 0 if node.lock_count or not node.on_gpu else len(node.pages)
         self._reused_pages -= pages * node.reused
         node.kept_as = kept_as
         self._reused_pages += pages * node.reused
-        self._push_if_evictable(node)
+        self.offer(node)
 
-    def _is_free(self, node: RadixNode) -> bool:
-        """The node is a leaf that can be evicted."""
-        return not (node.lock_count or node in self._fenced or node.children or not node.parent)
+    def count(self, node: RadixNode, pages: int) -> None:
+        """Count pages of a node that become evictable, or no longer are (a negative number)."""
+        self.evictable_pages += pages
+        self._reused_pages += pages * node.reused
 
-    def _push_if_evictable(self, node: RadixNode) -> None:
-        if self._is_free(node):  # `_unfence` adds a fenced one
-            self._leaves.push(node)
+    def is_free(self, node: RadixNode) -> bool:
+        """The node is a leaf of its place, and can be evicted.
+
+        A child with a copy can leave the GPU at any time. So a node behind such children is a leaf
+        as well: it can be copied before they leave. Evictions take them first.
+        """
+        if node.lock_count or node in self._fenced or not node.parent:
+            return False
+        below = (child.place for child in node.children.values())
+        if node.place is Place.GPU:
+            return Place.GPU not in below
+        if node.place is Place.BOTH:
+            return all(place is Place.HOST for place in below)
+        return node.place is Place.HOST and not node.children
+
+    def offer(self, node: RadixNode) -> None:
+        """Let a node be evicted, if it is free."""
+        if self.is_free(node):  # `_unfence` adds a fenced one
+            self.leaves.push(node)
 
     def _new_node(
         self, tokens: Int32Array, pages: Int32Array, parent: RadixNode, key: bytes
@@ -373,7 +398,3 @@ class RadixCache:
         self._num_nodes += 1
         parts = [kind.part(len(pages)) for kind in self._kinds]
         return RadixNode(tokens, pages, parts, parent, key, self.clock, self._num_nodes)
-
-    def _key(self, parent: RadixNode, tokens: Int32Array, salt: str) -> bytes:
-        page = tokens[: self._page_size].tobytes()
-        return salt.encode() + page if salt and parent is self._root else page

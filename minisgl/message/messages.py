@@ -161,11 +161,13 @@ class Shutdown(WireMessage, frozen=True, kw_only=True):
 
 class Prepared(WireMessage, frozen=True, kw_only=True):
     """The constraints of these requests are prepared on rank 0: all ranks enqueue them, or end
-    those in `failed`. The requests in `slow` pause after each token."""
+    those in `failed`. The requests in `slow` pause after each token. The copies `copies` have ended
+    there: every rank ends them too (HostTier)."""
 
     uids: list[int]
     failed: list[int] = []
     slow: list[int] = []
+    copies: list[int] = []
 
 
 class SetStepCost(WireMessage, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ class Fp8Linear(LinearMethod):
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scales = nn.Parameter(self._blocks.values, requires_grad=False)
         self.norm_weight: Tensor | None = None
-        self._leaves_gate = False
+        self.leaves_gate = False
 
     def placements(self, name: str) -> Iterator[Placement]:
         targets = ("weight", "scales")
@@ -51,12 +51,12 @@ class Fp8Linear(LinearMethod):
         return fp8_linear(x, *self._operands(), norm, self.norm_weight)
 
     def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
-        given = (norm, self.norm_weight, self._leaves_gate)
+        given = (norm, self.norm_weight, self.leaves_gate)
         return fp8_gated_linear(x, *self._operands(), *given)
 
     def leave_gate_to(self, following: LinearMethod) -> None:
         """FP8 linears accept gate and up side by side: see fp8_linear."""
-        self._leaves_gate = isinstance(following, Fp8Linear)
+        self.leaves_gate = isinstance(following, Fp8Linear)
 
     def add(self, residual: Tensor, x: Tensor) -> ResidualStream:
         return ResidualStream(*fp8_add_linear(residual, x, *self._operands()))

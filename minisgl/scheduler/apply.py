@@ -7,6 +7,7 @@ results.py sets the newest resolved step and takes out requests that end, forced
 nothing changes between the plan and `apply`. A failed allocation is therefore InvariantBroken.
 """
 
+from collections.abc import Iterable
 from itertools import chain, islice
 
 import numpy as np
@@ -38,13 +39,16 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
 
     1. Lock all cached prefixes that the plan uses. No later eviction takes them.
     2. Give pages to the rows that decode.
-    3. Open the rows of new requests, and build the batch.
-    4. Advance the lengths of the batch's rows: the caller launches the batch.
+    3. Begin to load prefixes from host memory.
+    4. Open the rows of new requests, and build the batch.
+    5. Advance the lengths of the batch's rows: the caller launches the batch.
     """
     memory, table, steps = view.memory, view.table, view.table.steps
     locked = _lock(view, plan) if plan.seen else {}
     if len(plan.grow):
         memory.table.append(plan.grow, plan.pages)
+    for req in plan.load:
+        _load(view, req, locked[req])
     for req, _ in plan.admit:
         _admit(view, req, locked[req])
     if plan.preempt is not None:
@@ -84,7 +88,8 @@ def _with_chunks(plan: StepPlan) -> tuple[Int32Array, Int32Array]:
 
 def _check_progress(view: View, plan: StepPlan) -> None:
     """A plan without a step must wait for a result, for an edit, or for the preempted request."""
-    if view.waiting and not (view.in_flight or view.paused) and plan.preempt is None:
+    copying = view.memory.copying  # its end makes pages available
+    if view.waiting and not (view.in_flight or view.paused or copying) and plan.preempt is None:
         raise InvariantBroken(
             "no request runs, but no waiting request can be admitted; this is a bug"
         )
@@ -114,7 +119,28 @@ def _lock(view: View, plan: StepPlan) -> dict[Req, Hit]:
                 )
             view.memory.lock(found)
             locked[req] = found
+        elif req in plan.load and req not in locked:
+            view.memory.lock_known(found)
+            locked[req] = found
     return locked
+
+
+def _load(view: View, req: Req, hit: Hit) -> None:
+    """Take a request out of the queue until its prefix has left host memory."""
+    view.waiting.remove(req)
+    req.state, req.loaded = ReqState.PREPARING, True
+    view.loading[req] = view.memory.load(hit)
+
+
+def end_copies(view: View, jobs: Iterable[int]) -> None:
+    """These jobs have ended on rank 0. The requests that wait for them are enqueued again."""
+    if view.memory.tier is not None:
+        for job in jobs:
+            view.memory.tier.end(job)
+        open_jobs = view.memory.tier.jobs
+        for req in [req for req, job in view.loading.items() if job not in open_jobs]:
+            del view.loading[req]
+            enqueue(view, req)
 
 
 def _admit(view: View, req: Req, hit: Hit) -> None:
@@ -123,6 +149,7 @@ def _admit(view: View, req: Req, hit: Hit) -> None:
     view.memory.open(req.row, hit)
     view.table.client[req.row] = view.waiting.clients[req.client]
     view.lengths.open(req.row)
+    req.loaded = False
     if not req.admitted:
         req.admitted = True
         req.cached_tokens = hit.tokens

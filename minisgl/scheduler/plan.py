@@ -21,6 +21,7 @@ from minisgl.scheduler.view import Admission, Carry, Chunk, Decode, StepPlan, Vi
 MAX_DEFERRED = 64  # requests of a client that one round of a plan skips at most, to limit its time
 MAX_PAUSES = 8  # steps in a row that leave decoding requests of later priorities out
 FURTHER_SHARE = 1.1  # a step with further choices takes this many times the step without, or more
+MAX_LOADING = 4  # requests whose prefixes leave host memory at a time
 RESERVED_ROWS = 16  # one of this many rows stays free for the first priority in use
 
 
@@ -179,6 +180,7 @@ class Filling:
         self._overtakes = view.carry.overtakes
         self.chunks: dict[Req, int] = {}
         self._admit: dict[Req, Hit] = {}
+        self._load: list[Req] = []
         self._seen: list[Req] = []
         # The first request that found no room, although its client is within its share or a
         # request of a later priority runs.
@@ -282,9 +284,18 @@ class Filling:
                 if deferred == MAX_DEFERRED:
                     break
                 continue
+            loads = not req.loaded and self._view.memory.loads(hit)
+            if loads and len(self._view.loading) + len(self._load) == MAX_LOADING:
+                deferred += 1
+                if deferred == MAX_DEFERRED:
+                    break
+                continue
             if not self._room.open(placeholder_row(req), req, hit):
                 self._block(req, within)
                 break
+            if loads:
+                self._load.append(req)
+                continue
             self._shares.record_admitted(req, pages)
             self._overtakes += self._delayed is not None and self._delayed.priority > level
             self._rows_left -= 1
@@ -328,7 +339,8 @@ class Filling:
         admit = tuple(Admission(*each) for each in self._admit.items())
         chunks = tuple(Chunk(*each) for each in self.chunks.items())
         grow, pages = self._room.grown, self._room.counts
-        return StepPlan(decode, grow, pages, chunks, admit, tuple(self._seen), victim, carry)
+        seen, load = tuple(self._seen), tuple(self._load)
+        return StepPlan(decode, grow, pages, chunks, admit, seen, victim, carry, load)
 
     def _add_chunk(self, req: Req, budget: int) -> int:
         """Add up to `budget` tokens to the chunk of an admitted request. Returns their number."""

@@ -65,18 +65,18 @@ class PreparationQueue:
         self.preparing[req.uid] = req
         req.constraint.prepare(req.tokens)
 
-    def prepared(self, wait: bool) -> Prepared:
+    def prepared(self, wait: bool, copies: list[int]) -> Prepared:
         """Return the requests whose constraints are prepared on this rank.
 
-        wait: wait for the oldest request, at most WAIT_S.
+        wait: wait for the oldest request, at most WAIT_S. copies: as in Prepared.
         """
         self.begin()
-        if wait:
+        if wait and self.preparing:
             next(iter(self.preparing.values())).constraint.prepared(WAIT_S)
         done = [req for req in self.preparing.values() if req.constraint.prepared()]
         failed = [req.uid for req in done if req.constraint.failure(len(req.tokens)) is not None]
         slow = [req.uid for req in done if req.constraint.slow]
-        return Prepared(uids=[req.uid for req in done], failed=failed, slow=slow)
+        return Prepared(uids=[req.uid for req in done], failed=failed, slow=slow, copies=copies)
 
     def take(self, uid: int) -> Req | None:
         """Take out a request that is prepared on rank 0. Returns None if it was aborted.

@@ -25,7 +25,7 @@ class ReqState(StrEnum):
     """
 
     # As WAITING, but outside of the queue until its constraint is prepared. A request whose edits
-    # are slow keeps its row and pages meanwhile.
+    # are slow keeps its row and pages meanwhile. So does a request whose prefix leaves host memory.
     PREPARING = "preparing"
     WAITING = "waiting"  # owns neither a row nor pages
     PREFILL = "prefill"  # owns a row and its prompt's pages; part of the prompt is not launched
@@ -65,6 +65,7 @@ class Req:
     logit_states      state of each logits processor for this request; empty without edited logits.
     constraint        the element of logit_states that is a Constraint, if there is one.
     slow              each edit of the request is prepared before its step.
+    loaded            its prefix has left host memory since it began to wait, and does so once.
     failed_at         number of tokens at which a step last gave the request no token; -1: none did.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.
@@ -97,6 +98,7 @@ class Req:
     uncached_tokens: int = 0
     slow: bool = False
     failed_at: int = -1
+    loaded: bool = False
     row: int = -1
     cached_tokens: int = 0
     known_tokens: int = 0

@@ -150,7 +150,9 @@ class Results:
     def abort(self, req: Req, reason: FinishReason) -> None:
         """End a request in any state."""
         req.end_reason = reason
-        if req.state is ReqState.PREPARING:
+        if req in self._view.loading:
+            del self._view.loading[req]
+        elif req.state is ReqState.PREPARING:
             self._preparations.withdraw(req)
         elif req.state is ReqState.WAITING:
             self._view.waiting.remove(req)

@@ -28,11 +28,11 @@ from minisgl.message.messages import (
     ToScheduler,
 )
 from minisgl.message.stats import ConstraintTotals, KVEventTotals
-from minisgl.scheduler.apply import apply, enqueue, raise_delayed, resume
+from minisgl.scheduler.apply import apply, end_copies, enqueue, raise_delayed, resume
 from minisgl.scheduler.cost_fit import CostFit
 from minisgl.scheduler.inbox import Inbox
 from minisgl.scheduler.plan import plan
-from minisgl.scheduler.preparation import PreparationQueue
+from minisgl.scheduler.preparation import WAIT_S, PreparationQueue
 from minisgl.scheduler.request import Req, accept_requests
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.results import Results
@@ -119,6 +119,7 @@ class Scheduler:
         self._reqs, self._in_flight = self._results.reqs, self._results.in_flight
         self.drain_in_flight = self._results.drain
         self.stopping = False
+        self._launched = False  # the last iteration has launched a step
 
     @property
     def idle(self) -> bool:
@@ -131,7 +132,7 @@ class Scheduler:
         own: list[ToScheduler] = [
             SetStepCost(cost=cost) for fit in self._fits if (cost := fit.news(clock()))
         ]
-        if self._preparations.preparing:
+        if self._preparations.preparing or self.memory.copying:
             own += self._prepared()
         messages = self._inbox.receive(self.message_wait_s, self._plan_hash, own)
         if messages:
@@ -145,18 +146,22 @@ class Scheduler:
             raise_delayed(view)
         step = plan(view)
         batch = apply(view, step)
+        self._launched = batch is not None
         if batch is not None:
             self._launch(batch, step.admit)
         if step.preempt is not None:
             self._results.end_when_resolved(step.preempt)
         self.drain_in_flight(keep=int(self._config.overlap and batch is not None))
+        self.memory.store()
         for reporter in self._reporters:
             reporter.flush()
 
     def stats(self) -> SchedulerStats:
         """Gauges and totals as of now."""
         used, evictable, free = self.memory.usage()
-        waiting = len(self.view.waiting) + len(self._preparations.preparing) - len(self.view.paused)
+        view = self.view
+        outside = len(self._preparations.preparing) + len(view.loading) - len(view.paused)
+        waiting = len(view.waiting) + outside
         return msgspec.structs.replace(
             self.totals,
             step_id=self.table.steps.resolved,
@@ -200,13 +205,20 @@ class Scheduler:
 
     @property
     def _only_preparing(self) -> bool:
-        """No step is due: all open requests, at least one, wait for their constraints."""
-        return 0 < len(self._preparations.preparing) == len(self._reqs) and not self._in_flight
+        """No step is due: all open requests, at least one, wait for constraints or for copies."""
+        preparing = len(self._preparations.preparing) + len(self.view.loading)
+        return 0 < preparing == len(self._reqs) and not self._in_flight
 
     def _prepared(self) -> list[Prepared]:
-        """Return the message about the requests that are prepared on this rank, if any."""
-        prepared = self._preparations.prepared(wait=self._only_preparing)
-        return [prepared] if prepared.uids else []
+        """Return the message about the requests that are prepared on this rank, and the copies.
+
+        If nothing runs, wait for one of them, because the end of a copy may let a request run.
+        """
+        tier, wait = self.memory.tier, self._only_preparing
+        stalled = not (self._launched or self._in_flight or self.idle)
+        copies = [] if tier is None else tier.copier.done(WAIT_S if wait or stalled else 0.0)
+        prepared = self._preparations.prepared(wait and not copies, copies)
+        return [prepared] if prepared.uids or copies else []
 
     def _handle(self, message: ToScheduler) -> None:
         match message:
@@ -221,6 +233,7 @@ class Scheduler:
                     if (req := self._preparations.take(uid)) is not None:  # None: aborted
                         req.slow = uid in message.slow
                         self._start(req, uid in message.failed)
+                end_copies(self.view, message.copies)
             case SetStepCost():
                 self.view.cost = message.cost
             case EndSession():

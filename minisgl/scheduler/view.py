@@ -68,6 +68,7 @@ class StepPlan(NamedTuple):
     admit    in order.
     seen     the requests whose cached prefix was looked up, in order.
     preempt  a request that loses its row and its pages, because others need them.
+    load     waiting requests whose cached prefixes leave host memory first, in order.
     """
 
     decode: Decode
@@ -78,6 +79,7 @@ class StepPlan(NamedTuple):
     seen: tuple[Req, ...] = ()
     preempt: Req | None = None
     carry: Carry = NO_CARRY
+    load: tuple[Req, ...] = ()
 
 
 MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared prefix
@@ -102,6 +104,7 @@ class View:
     waiting      the requests of each client in the order of service.
     prefilling   admitted requests with prompt tokens or forced tokens that are not launched yet.
     decode_rows  int32, rows of the decoding requests.
+    loading      requests whose prefixes leave host memory, and the last job of each.
     paused       decoding requests that skip steps until their next edit is prepared.
     sizes        the preferred sizes of a step in tokens, in rising order.
     cost         predicts step times.
@@ -142,6 +145,7 @@ class View:
         self.uncached: dict[Req, None] = {}  # a dict keeps the order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
         self.paused: dict[Req, None] = {}
+        self.loading: dict[Req, int] = {}
         self.carry = NO_CARRY
 
     @property

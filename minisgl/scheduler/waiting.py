@@ -81,13 +81,17 @@ class WaitingQueue:
             yield from (call[nth] for call in calls.values() if nth < len(call))
 
     def append(self, req: Req) -> None:
-        """Add a request to the end of its call; a preempted one before all others of its client."""
+        """Add a request to the end of its call.
+
+        A preempted one, or one whose prefix has left host memory, comes before all others of its
+        client.
+        """
         self.clients.setdefault(req.client, len(self.clients))
         self._recent.append(req.priority)
         self.first_priority = min(self._recent)
         self.several_priorities = self.first_priority < max(self._recent)
         self._reqs[req] = None
-        self._insert(req, first=req.admitted)
+        self._insert(req, first=req.admitted or req.loaded)
 
     def remove(self, req: Req) -> None:
         """Take a request out. Its call is served again after the other calls of the client."""

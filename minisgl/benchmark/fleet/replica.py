@@ -143,4 +143,4 @@ class Replica:
         arrived: list[ToScheduler] = []
         while self._messages and self._messages[0][0] <= self.engine.now_s:
             arrived.append(self._messages.popleft()[1])
-        return arrived
+        return [*arrived, *own]

@@ -152,7 +152,7 @@ def test_void_entries_of_reused_leaves_do_not_accumulate() -> None:
         if key >= 10:
             cache.evict(1)
     assert cache.evictable_pages == 11
-    assert sum(map(len, cache._leaves.heaps)) <= 2 * 11
+    assert sum(map(len, cache.leaves.heaps)) <= 2 * 11
 
 
 def test_eviction_skips_a_prefix_that_a_step_in_flight_reads() -> None:
@@ -197,10 +197,10 @@ def test_an_eviction_visits_few_nodes_of_a_large_tree() -> None:
         return cut(node, count)  # type: ignore[arg-type]
 
     cache._cut = counting  # type: ignore[method-assign]
-    before = sum(map(len, cache._leaves.heaps))
+    before = sum(map(len, cache.leaves.heaps))
     cache.evict(1)
     assert visited == 1
-    assert before - sum(map(len, cache._leaves.heaps)) <= 1, (
+    assert before - sum(map(len, cache.leaves.heaps)) <= 1, (
         "one entry was removed from the heap, not all"
     )
 

@@ -72,6 +72,57 @@ class _Pending:
         return self.result
 
 
+class FakeCopier:
+    """Implements core.PageCopier. A copy reads and writes when it ends, as late as possible.
+
+    Until then, the pages of a load hold noise. A step that reads them gets a wrong token.
+
+    may_end  the number of copies of each direction that may end without a wait.
+    """
+
+    def __init__(self, engine: "FakeEngine", num_blocks: int) -> None:
+        self._engine, self.num_blocks = engine, num_blocks
+        self.blocks = np.zeros((num_blocks, engine.page_size), dtype=np.uint64)
+        self.open: dict[int, tuple[Int32Array, Int32Array, bool]] = {}
+        self.reported: set[int] = set()
+        self.may_end = [0, 0]
+
+    @property
+    def pages(self) -> np.ndarray:
+        return self._engine.slots.reshape(-1, self._engine.page_size)
+
+    def start(self, job: int, pages: Int32Array, blocks: Int32Array, load: bool) -> None:
+        """Check that no other copy uses the pages or the blocks."""
+        assert len(pages) == len(blocks) == len({*pages.tolist()}) == len({*blocks.tolist()})
+        for other_pages, other_blocks, _ in self.open.values():
+            assert not np.isin(pages, other_pages).any()
+            assert not np.isin(blocks, other_blocks).any()
+        self.open[job] = pages.copy(), blocks.copy(), load
+        if load:
+            self.pages[pages] = np.uint64(0xDEAD)
+
+    def done(self, wait_s: float) -> list[int]:
+        news = [job for job in self.open if job not in self.reported]
+        ended = []
+        for load in (False, True):
+            of_direction = [job for job in news if self.open[job][2] == load]
+            count = self.may_end[load]
+            ended += of_direction[:count]
+            self.may_end[load] = max(count - len(of_direction), 0)
+        if not ended and wait_s:
+            ended = news[:1]
+        self.reported.update(ended)
+        return ended
+
+    def finish(self, job: int) -> None:
+        pages, blocks, load = self.open.pop(job)
+        self.reported.discard(job)
+        if load:
+            self.pages[pages] = self.blocks[blocks]
+        else:
+            self.blocks[blocks] = self.pages[pages]
+
+
 class FakeEngine:
     """Implements core.EngineLike.
 
@@ -81,6 +132,7 @@ class FakeEngine:
     break_prompts_with  logits of steps that forward this token are not finite.
     window              the model has window layers as well.
     snapshot_pages      as in core.EngineLike.
+    copier              copies slots to host memory, if it has blocks.
     """
 
     def __init__(
@@ -93,6 +145,7 @@ class FakeEngine:
         drafter: Drafter | None = None,
         window: WindowLayers | None = None,
         snapshot_pages: int = 0,
+        host_blocks: int = 0,
     ) -> None:
         self.drafter = drafter
         self.lengths: Int32Array = np.full(max_running_reqs, -1, dtype=np.int32)
@@ -104,6 +157,7 @@ class FakeEngine:
         # The last page is the dummy page.
         self.slots = np.zeros((num_pages + 1) * page_size, dtype=np.uint64)
         self.window, self.snapshot_pages = window, snapshot_pages
+        self.copier = FakeCopier(self, host_blocks) if host_blocks else None
         self.states = FakeStates(max_running_reqs, page_size)
         window_pages = window.num_pages + 1 if window else 0  # the last one is the dummy page
         self.window_slots = np.zeros(window_pages * page_size, np.uint64)

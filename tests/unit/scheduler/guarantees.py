@@ -133,12 +133,18 @@ class PlanChecks:
             queue = [*view.waiting.of(client, level)]
             seen = [r for r in plan.seen if (r.priority, r.client) == (level, client)]
             assert not seen or seen[0] is queue[0]
-            oldest = [req.admitted for req in queue if req.call == queue[0].call]
+            oldest = [req.admitted or req.loaded for req in queue if req.call == queue[0].call]
             raised = sum(not admitted for admitted in oldest[: sum(oldest)])
             assert raised <= 1, "a new request is before a preempted one"
 
     def f9_something_runs_while_requests_wait(self, view: View, plan: StepPlan) -> None:
-        if view.in_flight or view.paused or not (view.has_prompts or len(view.decode_rows)):
+        if (
+            view.in_flight
+            or view.paused
+            or view.memory.copying
+            or plan.load
+            or not (view.has_prompts or len(view.decode_rows))
+        ):
             return
         assert len(plan.decode.rows) or plan.chunks or plan.preempt is not None
 
@@ -198,9 +204,12 @@ def state_of(view: View) -> bytes:
     add_pool(table.rows)
     for node in sorted(nodes_of(memory.tree), key=lambda node: node.node_id):
         add(node.tokens, node.pages, node.parts, node.last_use, node.lock_count, node.fence)
-        add(node.entry, node.kept_as, node.session, node.key, len(node.children))
+        add(node.entry, node.kept_as, node.session, node.key, node.place, len(node.children))
+        add(node.blocks)
     add(memory.tree.evictable_pages, memory.tree.fenced_pages, memory.tree.clock)
-    for reqs in (view.waiting, view.prefilling, view.uncached, view.paused):
+    if memory.tier is not None:
+        add(memory.tier.usage, memory.tier.clean_pages, [*memory.tier.jobs])
+    for reqs in (view.waiting, view.loading, view.prefilling, view.uncached, view.paused):
         add([(req.uid, req.priority, req.state, req.row, req.admitted) for req in reqs])
     add(view.waiting.first_priority, dict(view.waiting.uncached), view.waiting._queues.keys())
     for states in states_of(memory):

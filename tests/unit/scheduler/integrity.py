@@ -8,6 +8,9 @@ import numpy as np
 
 from minisgl.core.batch import Batch
 from minisgl.kvcache import FencedPool, Memory, NodeClass, RadixCache, RadixNode
+from minisgl.kvcache.eviction import _heap_of
+from minisgl.kvcache.host import HostTier
+from minisgl.kvcache.node import Place
 from minisgl.kvcache.states import States
 from minisgl.kvcache.window import Windows
 from minisgl.kvcache.window_pages import ABSENT
@@ -38,7 +41,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     )
     for windows in windows_of(memory):
         check_windows(windows, cache, table)
-    if scheduler.idle:
+    if scheduler.idle and not memory.copying:
         assert cached == cache.evictable_pages, "idle, but pages are locked"
 
 
@@ -178,7 +181,7 @@ def check_cache(cache: RadixCache) -> int:
     """The invariants hold for the whole tree. Returns the number of its pages."""
     evictable = locked = reused = fenced = 0
     owned: dict[str, set[RadixNode]] = {}
-    heaps = enumerate(cache._leaves.heaps)
+    heaps = enumerate(cache.leaves.heaps)
     entries = {(kept_as, number): node for kept_as, heap in heaps for _, _, number, node in heap}
     stack = list(cache._root.children.values())
     while stack:
@@ -194,17 +197,19 @@ def check_cache(cache: RadixCache) -> int:
         assert is_fenced == (node in cache._fenced), "a fence is not recorded"
         assert parent is cache._root or parent.fence >= node.fence
         fenced += len(node.pages) * is_fenced
-        assert node.lock_count or node.children or is_fenced or node.entry, (
-            "a leaf cannot be evicted"
-        )
+        leaf = not any(child.on_gpu for child in node.children.values())
+        waits = node.lock_count or is_fenced or not (leaf and node.on_gpu)
+        assert waits or node.entry, "a leaf cannot be evicted"
         if node.entry:
-            entries = [each for each in cache._leaves.heaps[node.kept_as] if each[3] is node]
+            entries = [each for each in cache.leaves.heaps[_heap_of(node)] if each[3] is node]
             assert node.entry in [entry for _, _, entry, _ in entries], (
                 "an entry is not in its heap"
             )
         if node.session and node.kept_as is not NodeClass.ENDED:
             owned.setdefault(node.session, set()).add(node)
-        if node.lock_count:
+        if node.place is Place.HOST:
+            assert (node.pages == -1).all()
+        elif node.lock_count:
             locked += len(node.pages)
         else:
             evictable += len(node.pages)
@@ -213,7 +218,44 @@ def check_cache(cache: RadixCache) -> int:
     assert (evictable, reused) == (cache.evictable_pages, cache._reused_pages)
     assert fenced == cache.fenced_pages
     assert owned == {key: {*nodes} for key, nodes in cache._sessions._nodes.items()}
+    if cache.tier is not None:
+        check_tier(cache, cache.tier)
     return evictable + locked
+
+
+def check_tier(cache: RadixCache, tier: HostTier) -> None:
+    """H1, H2 and H5 of HostTier hold."""
+    nodes = nodes_of(cache)
+    for node in nodes:
+        parent, children = node.parent, node.children.values()
+        assert parent is not None
+        assert parent is cache._root or parent.on_gpu or not node.on_gpu, "H1: a parent is missing"
+        assert (node.blocks is None) == (node.place is Place.GPU)
+        assert (node.job is None) == (node.place not in (Place.COPYING, Place.LOADING))
+        assert node.job is None or (node.lock_count and node in node.job.nodes), "H2: no lock"
+        if node.place is Place.BOTH:
+            assert not node.lock_count
+            assert all(child.place in (Place.BOTH, Place.HOST) for child in children), "H5"
+        if node.place is Place.HOST and not node.children:
+            assert node.entry, "the host tier cannot evict a leaf"
+    blocks = [*tier._free, *(node.blocks for node in nodes if node.blocks is not None)]
+    assert sorted(np.concatenate(blocks).tolist()) == [*range(tier.copier.num_blocks)], "H2"
+    clean = sum(len(node.pages) for node in nodes if node.place is Place.BOTH)
+    assert clean == tier.clean_pages
+
+
+def check_host_slots(cache: RadixCache, engine: FakeEngine) -> None:
+    """Each page of each place holds the slots of its tokens, except for those that a job writes."""
+    assert engine.copier is not None
+    stack = [(node, 0) for node in cache._root.children.values()]
+    while stack:
+        node, first = stack.pop()
+        expected = slot_values(node.tokens, first).reshape(-1, engine.page_size)
+        if node.on_gpu:
+            assert (engine.copier.pages[node.pages] == expected).all(), "a page has other tokens"
+        if node.blocks is not None and node.place is not Place.COPYING:
+            assert (engine.copier.blocks[node.blocks] == expected).all(), "a block has other tokens"
+        stack.extend((child, first + len(node.tokens)) for child in node.children.values())
 
 
 def check_snapshots(memory: Memory, engine: FakeEngine) -> None:

@@ -1,0 +1,157 @@
+"""`HostCopies`: copies KV pages between the device and host memory, beside the steps.
+
+A block of host memory holds one page: the keys, the values and, of an FP8 pool, the scales of all
+layers. On a GPU, a copy runs on a stream of its own: the pages are gathered into contiguous blocks
+on the device, and each run of consecutive blocks crosses the link in one transfer.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minisgl.core import ConfigError, EngineConfig, EngineError
+from minisgl.core.batch import Int32Array
+from minisgl.distributed.comm import TPInfo
+from minisgl.engine.memory import cpu_free_bytes
+from minisgl.kvcache.pool import KVPool, kv_page_bytes
+
+_SPARE_BYTES = 4 * 10**9  # of host memory, for all other data of the server
+_PIECE_BYTES = 64 * 2**20  # of a copy: the memory that its blocks take on the device
+
+
+class HostCopies:
+    """Implements core.PageCopier. num_blocks: the same number on every rank.
+
+    The scheduler starts a store after the step that wrote its pages, and a load on pages that no
+    step in flight uses (HostTier). So a copy waits for no step. A step that reads loaded pages is
+    launched after `finish`.
+    """
+
+    def __init__(self, pool: KVPool, num_blocks: int) -> None:
+        """Allocate the host memory. On a GPU, the driver locks it: 0.1 s for each GB.
+
+        Raises EngineError if the driver refuses this.
+        """
+        self.num_blocks = num_blocks
+        # [P + 1, n, ...] of the pool, and [num_blocks, n, ...] of host memory.
+        self._pages = [part.transpose(0, 1) for part in pool.parts()]
+        self._blocks = [
+            torch.empty((num_blocks, *pages.shape[1:]), dtype=pages.dtype) for pages in self._pages
+        ]
+        self._device = pool.device
+        self._streams: list[torch.cuda.Stream] = []
+        if self._device.type == "cuda":
+            for blocks in self._blocks:
+                _lock(blocks)
+            self._streams = [_stream(self._device) for _ in range(2)]
+        page_bytes = sum(blocks[:1].nbytes for blocks in self._blocks)
+        self._piece = max(_PIECE_BYTES // page_bytes, 1)
+        self._ended: dict[int, torch.cuda.Event | None] = {}
+        self._reported: set[int] = set()
+
+    @torch.inference_mode()
+    def start(self, job: int, pages: Int32Array, blocks: Int32Array, load: bool) -> None:
+        """As in PageCopier. On a CPU the copy is complete when this method returns."""
+        order = np.argsort(blocks)
+        pages, blocks = pages[order].astype(np.int64), blocks[order].astype(np.int64)
+        if not self._streams:
+            self._copy(torch.from_numpy(pages), blocks, load)
+            self._ended[job] = None
+            return
+        with torch.cuda.stream(self._streams[load]):
+            on_device = torch.from_numpy(pages).pin_memory().to(self._device, non_blocking=True)
+            self._copy(on_device, blocks, load)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._ended[job] = event
+
+    def done(self, wait_s: float) -> list[int]:
+        """As in PageCopier."""
+        news = {job: end for job, end in self._ended.items() if job not in self._reported}
+        ended = [job for job, event in news.items() if _is_done(event)]
+        if news and not ended and wait_s:
+            time.sleep(wait_s)
+            ended = [job for job, event in news.items() if _is_done(event)]
+        self._reported.update(ended)
+        return ended
+
+    def finish(self, job: int) -> None:
+        """As in PageCopier."""
+        event = self._ended.pop(job)
+        self._reported.discard(job)
+        if event is not None:
+            event.synchronize()
+
+    def _copy(self, pages: Tensor, blocks: Any, load: bool) -> None:
+        for first in range(0, len(blocks), self._piece):
+            of_piece = slice(first, first + self._piece)
+            for on_device, on_host in zip(self._pages, self._blocks, strict=True):
+                self._copy_piece(on_device, on_host, pages[of_piece], blocks[of_piece], load)
+
+    def _copy_piece(
+        self, on_device: Tensor, on_host: Tensor, pages: Tensor, blocks: Any, load: bool
+    ) -> None:
+        shape = (len(blocks), *on_device.shape[1:])
+        if load:
+            staging = torch.empty(shape, dtype=on_device.dtype, device=self._device)
+        else:
+            staging = on_device.index_select(0, pages)
+        ends = np.flatnonzero(np.diff(blocks) != 1) + 1
+        bounds = [0, *ends.tolist(), len(blocks)]
+        for begin, end in itertools.pairwise(bounds):
+            there = on_host[int(blocks[begin]) : int(blocks[begin]) + end - begin]
+            here = staging[begin:end]
+            source, target = (there, here) if load else (here, there)
+            target.copy_(source, non_blocking=True)
+        if load:
+            on_device.index_copy_(0, pages, staging)
+
+
+def host_copies(config: EngineConfig, tp: TPInfo, pools: Sequence[KVPool]) -> HostCopies | None:
+    """Return the copies between the KV pool and the host cache of the configuration.
+
+    pools: of this rank; the first is that of full attention. Returns None without a host cache.
+    Raises ConfigError if the host has too little memory.
+    """
+    needed, free = int(config.host_cache_gb * 1e9), cpu_free_bytes()
+    if not needed:
+        return None
+    if needed + min(needed, _SPARE_BYTES) > free:
+        raise ConfigError(
+            f"host_cache_gb {config.host_cache_gb:g} does not fit beside other data into the "
+            f"{free / 1e9:.1f} GB of free host memory; set a smaller value, or raise the memory "
+            "limit of the container"
+        )
+    pool = pools[0]
+    page_bytes = kv_page_bytes(pool.spec, len(pool.layers), pool.page_size)
+    num_blocks = needed // tp.size // page_bytes
+    if not num_blocks:
+        raise ConfigError(
+            f"host_cache_gb {config.host_cache_gb:g} holds no KV page of {page_bytes:,} bytes on "
+            "each rank; set a larger value, or 0"
+        )
+    return HostCopies(pool, num_blocks)
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _lock(blocks: Tensor) -> None:
+    """Lock host memory, so that the device can read and write it directly."""
+    driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = driver.cudaHostRegister(blocks.data_ptr(), blocks.nbytes, 0)
+    if int(status) != 0:
+        raise EngineError(
+            f"the CUDA driver does not lock {blocks.nbytes / 1e9:.1f} GB of host memory (error "
+            f"{int(status)}); set a smaller host cache, or none"
+        )
+
+
+def _is_done(event: torch.cuda.Event | None) -> bool:
+    return event is None or bool(event.query())  # type: ignore[no-untyped-call]

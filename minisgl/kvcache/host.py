@@ -1,0 +1,326 @@
+"""`HostTier`: a second place for cached pages, in host memory.
+
+One prefix tree covers both places (RadixNode.place). Together they are one exclusive cache:
+
+        GPU --store--> COPYING --> BOTH --evict--> HOST --load--> LOADING --> GPU
+         ^                           |
+         +----------- used ----------+
+
+Stores copy the cold end of the GPU pool before an eviction needs its pages, so no eviction waits
+for a copy. A request that uses a node in the place BOTH lets the host tier drop its copy. The host
+tier evicts leaves, least recently used first.
+
+All decisions depend on replicated state alone. Rank 0 announces the ends of jobs (Prepared), and
+every rank applies them in the same iteration.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minisgl.core.batch import Int32Array, PageCopier
+from minisgl.kvcache.eviction import IN_HOST
+from minisgl.kvcache.node import NodeClass, Place, RadixNode
+
+if TYPE_CHECKING:
+    from minisgl.kvcache.radix import RadixCache
+
+MIN_LOAD_PAGES = 8  # fewer pages are computed again: a load takes one step more
+_MIN_PIECE = 64  # pages; evictions and stores do not divide a node into smaller pieces
+_STORED = (NodeClass.NEW, NodeClass.REUSED)
+_CLEAN_SHARE = 16  # stores keep one of this many pages of the GPU pool free or copied
+
+
+@dataclass(slots=True, eq=False)
+class CopyJob:
+    """One copy between the GPU pool and host memory.
+
+    nodes   the nodes with the pages, each after its children.
+    locked  those that the job has locked, each with its path.
+    loads   the copy goes to the GPU.
+    pages   the number of pages.
+    """
+
+    nodes: list[RadixNode]
+    locked: list[RadixNode]
+    loads: bool
+    pages: int
+
+
+@dataclass(slots=True)
+class CopyTotals:
+    """Numbers of pages since the start. dropped: copies that the host tier has evicted."""
+
+    stored: int = 0
+    loaded: int = 0
+    dropped: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class HostTier:
+    """The host blocks, the jobs, and the nodes in host memory.
+
+    copier    copies pages.
+    tree      the prefix cache.
+    allocate  returns as many pages of the GPU pool, which no step reads.
+    num_free  the number of free pages of the GPU pool.
+
+    H1  The cached nodes are closed towards the root, and so are those on the GPU. The GPU evicts
+        nodes without a child on the GPU only, and the host tier nodes without any child.
+    H2  Each block is free, or owned by one node. The nodes of a job are locked.
+    H3  A page that a store reads is not evicted before the end of the job. A page that a load
+        writes came out of the pool, so no step in flight reads it, and no row has it before the end
+        of the job.
+    H4  A store copies pages of resolved steps only, because prompts are published when their step
+        is resolved.
+    H5  Below a node in the place BOTH, no node has the place GPU. `clean_pages` counts these nodes'
+        pages, and the GPU can evict all of them that are not fenced.
+    """
+
+    copier: PageCopier
+    tree: "RadixCache"
+    allocate: Callable[[int], Int32Array]
+    num_free: Callable[[], int]
+    target: int
+    clean_pages: int = 0
+    jobs: dict[int, CopyJob] = field(default_factory=dict)
+    totals: CopyTotals = field(default_factory=CopyTotals)
+    _last_job: int = 0
+    _stores: bool = False
+    _free: list[Int32Array] = field(init=False)
+    _num_free: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._num_free = self.copier.num_blocks
+        self._free = [np.arange(self._num_free, dtype=np.int32)]
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """The numbers of used and of free blocks."""
+        return self.copier.num_blocks - self._num_free, self._num_free
+
+    # --- jobs -----------------------------------------------------------------------------------
+
+    def load(self, end: RadixNode) -> int:
+        """Load the nodes up to `end` that are in host memory. Returns the last job to wait for.
+
+        The caller has locked the path of `end`; the job unlocks it. 0: no job loads a part of it.
+        """
+        path = [*end.path()]
+        nodes = [node for node in path if node.place is Place.HOST]
+        loading = [job for job, each in self.jobs.items() if each.loads and path_has(path, each)]
+        if not nodes:
+            self.tree.unlock(end, 0)
+            return loading[-1] if loading else 0
+        count = sum(len(node.pages) for node in nodes)
+        pages, position = self.allocate(count), count
+        for node in nodes:
+            position -= len(node.pages)
+            node.pages = pages[position : position + len(node.pages)].copy()
+            self.tree.leaves.withdraw(node)
+            node.place = Place.LOADING
+        self.totals.loaded += count
+        return self._start(CopyJob(nodes, [end], True, count))
+
+    def store(self) -> None:
+        """Copy nodes of the cold end of the GPU pool, if too few of its pages are clean."""
+        lacking = self.target - self.clean_pages - self.num_free()
+        nodes: list[RadixNode] = []
+        # A copy of nodes that only an ended session has used is of no use.
+        order = [each for each in self.tree.eviction_order() if each in _STORED]
+        while lacking > 0 and not self._stores:
+            node = self.tree.leaves.pop(order, self.tree.is_free)
+            if node is None:
+                break
+            if len(node.pages) > max(lacking, _MIN_PIECE):
+                self.tree.split(node, len(node.pages) - max(lacking, _MIN_PIECE))
+            if not self._make_room(len(node.pages)):
+                self.tree.offer(node)
+                break
+            node.place, node.blocks = Place.COPYING, self._take(len(node.pages))
+            nodes.append(node)
+            lacking -= len(node.pages)
+            assert node.parent is not None, "the root has no pages; this is a bug"
+            self.tree.offer(node.parent)
+        if nodes:
+            for node in nodes:
+                self.tree.lock(node)
+            count = sum(len(node.pages) for node in nodes)
+            self.totals.stored += count
+            self._stores = True
+            self._start(CopyJob(nodes, [*nodes], False, count))
+
+    def _start(self, job: CopyJob) -> int:
+        self._last_job += 1
+        self.jobs[self._last_job] = job
+        for node in job.nodes:
+            node.job = job
+        pages = np.concatenate([node.pages for node in job.nodes])
+        blocks = np.concatenate([blocks_of(node) for node in job.nodes])
+        self.copier.start(self._last_job, pages, blocks, job.loads)
+        return self._last_job
+
+    def end(self, number: int) -> None:
+        """End a job that rank 0 has announced. Waits for this rank's copy."""
+        job = self.jobs.pop(number, None)
+        if job is None:
+            return  # a flush has ended it
+        self.copier.finish(number)
+        for node in job.nodes:
+            node.job = None
+            if job.loads:
+                self._free_blocks(node)
+                node.place = Place.GPU
+                self.tree.mark_reused(node)
+            else:
+                node.place = Place.BOTH
+                self.clean_pages += len(node.pages)
+        for node in job.locked:
+            self.tree.unlock(node, 0)
+            if job.loads:
+                self._report(node)
+        if not job.loads:
+            self._stores = False
+            for node in job.nodes:
+                if node.lock_count or any(c.place is Place.GPU for c in node.children.values()):
+                    self.drop_copy(node)
+
+    def _report(self, end: RadixNode) -> None:
+        """Tell the listeners of the cache that the prefix that ends at `end` is on the GPU."""
+        path = [*end.path()][::-1]
+        for listener in self.tree.listeners:
+            first, tokens = path[0], np.concatenate([node.tokens for node in path])
+            page_bytes = first.tokens.nbytes // len(first.pages)
+            listener.stored(tokens, end.prefix_pages(), first.key[:-page_bytes].decode())
+
+    # --- the tree -------------------------------------------------------------------------------
+
+    def drop_copy(self, node: RadixNode) -> None:
+        """Drop the copy of a node in the place BOTH, because the node is in use."""
+        self.clean_pages -= len(node.pages)
+        self.tree.leaves.withdraw(node)
+        self._free_blocks(node)
+        node.place = Place.GPU
+        self.tree.offer(node)
+
+    def evict_copied(self, leaf: RadixNode, count: int) -> Int32Array:
+        """Free `count` pages or more of a leaf in the place BOTH, or all. Returns the pages."""
+        if len(leaf.pages) - count >= _MIN_PIECE:
+            self.tree.split(leaf, len(leaf.pages) - max(count, _MIN_PIECE))
+        self.clean_pages -= len(leaf.pages)
+        return self._leave_gpu(leaf)
+
+    def return_to_gpu(self, end: RadixNode, pages: Int32Array) -> RadixNode:
+        """A request has computed the pages of the prefix that ends at `end`, int32 [n].
+
+        The nodes in host memory get them. Returns the end of the part that no job loads.
+        """
+        for node, first in reversed([*end.places()]):
+            if node.place is Place.LOADING:
+                assert node.parent is not None, "the root has no pages; this is a bug"
+                return node.parent
+            if node.place is Place.HOST:
+                self._free_blocks(node)
+                self._enter_gpu(node, pages[first : first + len(node.pages)].copy())
+        return end
+
+    def _leave_gpu(self, leaf: RadixNode) -> Int32Array:
+        """Let a copied leaf be in host memory only. Returns its pages on the GPU."""
+        taken, leaf.pages = leaf.pages, np.full_like(leaf.pages, -1)
+        leaf.place = Place.HOST
+        self.tree.count(leaf, -len(taken))
+        for listener in self.tree.listeners:
+            listener.removed(taken)
+        assert leaf.parent is not None, "the root must not be evicted; this is a bug"
+        self.tree.offer(leaf)
+        self.tree.offer(leaf.parent)
+        return taken
+
+    def _enter_gpu(self, node: RadixNode, pages: Int32Array) -> None:
+        """Give pages on the GPU to an unlocked node that was in host memory only."""
+        self.tree.leaves.withdraw(node)
+        node.pages, node.place = pages, Place.GPU
+        self.tree.count(node, len(pages))
+        self.tree.offer(node)
+
+    def split(self, upper: RadixNode, lower: RadixNode, pages: int) -> None:
+        """Divide the blocks of `lower`, whose first `pages` pages `upper` has taken."""
+        if lower.blocks is not None:
+            upper.blocks, lower.blocks = lower.blocks[:pages].copy(), lower.blocks[pages:].copy()
+        if lower.job is not None:
+            upper.job = lower.job
+            lower.job.nodes.insert(lower.job.nodes.index(lower) + 1, upper)
+
+    def drop_below(self, node: RadixNode) -> None:
+        """The GPU evicts a node without a copy. The host tier drops the nodes below it."""
+        for child in [*node.children.values()]:
+            assert child.place is Place.HOST, "the GPU holds a child; this is a bug"
+            self.drop_below(child)
+            self._remove(child)
+
+    def flush(self) -> None:
+        """End all jobs."""
+        for number in [*self.jobs]:
+            self.end(number)
+
+    def drop_all(self) -> None:
+        """Drop all nodes that are in host memory only."""
+        self._make_room(self.copier.num_blocks)
+
+    # --- blocks ---------------------------------------------------------------------------------
+
+    def _take(self, count: int) -> Int32Array:
+        free = np.concatenate(self._free)
+        self._free = [free[count:]]
+        self._num_free -= count
+        return free[:count].copy()
+
+    def _free_blocks(self, node: RadixNode) -> None:
+        blocks = blocks_of(node)
+        self._free.append(blocks)
+        self._num_free += len(blocks)
+        node.blocks = None
+
+    def _make_room(self, count: int) -> bool:
+        """Evict the least recently used leaves until `count` blocks are free, if there are any."""
+        while self._num_free < count:
+            node = self.tree.leaves.pop([IN_HOST], self.tree.is_free)
+            if node is None:
+                return False
+            kept = max(len(node.pages) - (count - self._num_free), 0)
+            if kept:
+                self.tree.split(node, kept)
+            self._remove(node)
+        return True
+
+    def _remove(self, leaf: RadixNode) -> None:
+        """Remove a leaf that is in host memory only."""
+        self.totals.dropped += len(leaf.pages)
+        self._free_blocks(leaf)
+        self.tree.leaves.withdraw(leaf)
+        self.tree.remove(leaf)
+
+
+def blocks_of(node: RadixNode) -> Int32Array:
+    """Return the host blocks of a node, int32."""
+    assert node.blocks is not None, "the node must have a copy; this is a bug"
+    return node.blocks
+
+
+def path_has(path: Iterable[RadixNode], job: CopyJob) -> bool:
+    """The job copies a node of the path."""
+    return any(node.job is job for node in path)
+
+
+def host_tier(
+    copier: PageCopier,
+    tree: "RadixCache",
+    num_pages: int,
+    allocate: Callable[[int], Int32Array],
+    num_free: Callable[[], int],
+) -> HostTier:
+    """Return the host tier of a prefix cache. num_pages: of the GPU pool."""
+    tree.tier = HostTier(copier, tree, allocate, num_free, max(num_pages // _CLEAN_SHARE, 1))
+    return tree.tier

@@ -1,0 +1,86 @@
+"""Copies of KV pages between a GPU and host memory, beside the steps of other requests."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.core.batch import Int32Array
+from minisgl.engine.host_copies import HostCopies
+from minisgl.kvcache.pool import KVPool, KVSpec
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def wait(copies: HostCopies, job: int) -> None:
+    ended: list[int] = []
+    while job not in ended:
+        ended += copies.done(0.001)
+    copies.finish(job)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_pages_come_back_with_equal_bytes_while_steps_run(fp8: bool) -> None:
+    """Two stores and two loads are open at a time. Each has several pieces and many runs."""
+    device = torch.device("cuda")
+    spec, count = KVSpec(8, 128, torch.bfloat16, fp8), 400
+    pool = KVPool(spec, layers=range(4), num_pages=2 * count, page_size=16, device=device)
+    pool.fill_noise(count)
+    if (scales := pool.scales(1)) is not None:
+        scales.normal_()
+    before = [part[:, :count].clone() for part in pool.parts()]
+    copies = HostCopies(pool, num_blocks=count)
+    copies._piece = 64
+    source = np.random.default_rng(0)
+    blocks: Int32Array = source.permutation(count).astype(np.int32)
+    pages: Int32Array = np.arange(count, dtype=np.int32)
+    halves = slice(None, None, 2), slice(1, None, 2)
+    work = torch.randn(4096, 4096, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for job, half in enumerate(halves):
+            copies.start(job, pages[half], blocks[half], load=False)
+            work = torch.tanh(work @ work)
+    wait(copies, 0)
+    wait(copies, 1)
+    torch.cuda.synchronize()
+    for part in pool.parts():
+        part[:, :count].zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for job, half in enumerate(halves):
+            copies.start(job, pages[half] + count, blocks[half], load=True)
+            work = torch.tanh(work @ work)
+    wait(copies, 0)
+    wait(copies, 1)
+    for part, old in zip(pool.parts(), before, strict=True):
+        assert torch.equal(part[:, count : 2 * count], old)
+        assert not part[:, :count].any()
+
+
+def test_the_copies_of_8b_pages_report_their_rates() -> None:
+    """Prints GB/s of 32k tokens of Qwen3-8B in each direction. It asserts no time."""
+    device = torch.device("cuda")
+    spec = KVSpec(8, 128, torch.bfloat16)
+    pool = KVPool(spec, layers=range(36), num_pages=2048, page_size=16, device=device)
+    began_s = time.perf_counter()
+    copies = HostCopies(pool, num_blocks=4096)
+    print(f"\nhost memory of 9.7 GB locked in {time.perf_counter() - began_s:.2f} s")
+    pages: Int32Array = np.arange(2048, dtype=np.int32)
+    gigabytes = 2048 * 16 * 147_456 / 1e9
+    for name, blocks in (("one run", pages), ("runs of one", 2 * pages)):
+        for load in (False, True, False, True):
+            torch.cuda.synchronize()
+            began_s = time.perf_counter()
+            copies.start(1, pages, blocks.astype(np.int32), load)
+            host_s = time.perf_counter() - began_s
+            copies.finish(1)
+            seconds = time.perf_counter() - began_s
+            direction = "to the GPU" if load else "to the host"
+            print(
+                f"{name}, {direction}: {gigabytes / seconds:.1f} GB/s, {host_s * 1e3:.1f} ms host"
+            )

@@ -1,0 +1,109 @@
+"""Copies of KV pages to host memory and back, and requests that continue from them."""
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl.core import ConfigError, SamplingParams, SchedulerConfig
+from minisgl.core.batch import Int32Array
+from minisgl.engine.host_copies import HostCopies
+from minisgl.kvcache import host
+from minisgl.kvcache.pool import KVPool, KVSpec
+from minisgl.message.messages import AddReq, StepOutput
+from minisgl.scheduler import LocalInbox, Scheduler
+from tests.parity.driver import make_engine
+from tests.parity.models import VOCAB_SIZE, build_model
+
+CPU = torch.device("cpu")
+
+
+def ids(*numbers: int) -> Int32Array:
+    return np.array(numbers, dtype=np.int32)
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
+def test_a_page_comes_back_with_equal_bytes(fp8: bool) -> None:
+    """Regression of another engine: the keys of an FP8 pool came back without their scales."""
+    spec = KVSpec(2, 16, torch.bfloat16, fp8)
+    pool = KVPool(spec, layers=(0, 2), num_pages=8, page_size=4, device=CPU)
+    pool.fill_noise(8)
+    if (scales := pool.scales(0)) is not None:
+        scales.normal_()
+    before = [part.clone() for part in pool.parts()]
+    copies = HostCopies(pool, num_blocks=5)
+    copies.start(1, ids(6, 1, 3), ids(4, 0, 2), load=False)
+    copies.finish(1)
+    for part in pool.parts():
+        part.zero_()
+    copies.start(2, ids(0, 7, 5), ids(0, 2, 4), load=True)
+    assert copies.done(0.0) == [2]
+    assert copies.done(0.0) == []
+    copies.finish(2)
+    for part, old in zip(pool.parts(), before, strict=True):
+        assert torch.equal(part[:, [0, 7, 5]], old[:, [1, 3, 6]])
+        assert not part[:, [1, 2, 3, 4, 6]].any()
+
+
+def second_answer(path: str, **settings: Any) -> tuple[int, list[Any]]:
+    """Answer a prompt, other prompts, and the first one again.
+
+    Returns the number of its cached tokens, and its tokens with their log-probabilities.
+    """
+    engine, outbox = make_engine(path, **settings), deque[StepOutput]()
+    inbox = LocalInbox()
+    config = SchedulerConfig(overlap=False, target_step_ms=None)
+    scheduler = Scheduler(
+        engine,
+        config,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(),
+        inbox=inbox,
+        send=outbox.append,
+    )
+    source = np.random.default_rng(0)
+    prompts = source.integers(3, VOCAB_SIZE, (3, 61))
+    sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, seed=0, logprobs=2)
+    cached, found = 0, []
+    for uid, prompt in enumerate([*prompts, prompts[0]]):
+        text = prompt.astype("<i4").tobytes()
+        inbox.messages.append(AddReq(uid=uid, token_ids=text, sampling=sampling))
+        while inbox.messages or not scheduler.idle:
+            scheduler.iterate()
+        outputs = [*outbox]
+        outbox.clear()
+        cached = sum(done.cached_tokens for each in outputs for done in each.prefill_done)
+        found = [(each.token_ids, each.logprobs) for each in outputs]
+    return cached, found
+
+
+def test_a_hit_in_host_memory_gives_the_bits_of_a_hit_on_the_device(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pools hold one prompt, so all of its pages have to be copied before the next one."""
+    monkeypatch.setattr(host, "_CLEAN_SHARE", 1)
+    path = build_model("qwen3", tmp_path_factory.mktemp("models"))
+    on_device = second_answer(path, num_pages=64)
+    lost = second_answer(path, num_pages=20)
+    in_host = second_answer(path, num_pages=20, host_cache_gb=1e-3)
+    assert (on_device[0], lost[0]) == (60, 0)
+    assert in_host == on_device
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "says"),
+    [
+        ("gemma3", {"host_cache_gb": 0.01}, "does not hold the memory of sliding windows"),
+        ("qwen3", {"host_cache_gb": 1e6}, "does not fit beside other data into the"),
+        ("qwen3", {"host_cache_gb": 1e-9}, "holds no KV page"),
+        ("qwen3", {"host_cache_gb": -1.0}, "host_cache_gb must be at least 0 GB"),
+    ],
+)
+def test_a_host_cache_that_cannot_be_is_refused(
+    tmp_path_factory: pytest.TempPathFactory, model: str, settings: dict[str, Any], says: str
+) -> None:
+    path = build_model(model, tmp_path_factory.mktemp("models"))
+    with pytest.raises(ConfigError, match=says):
+        make_engine(path, **settings)

@@ -1,0 +1,195 @@
+"""The host tier with an engine whose slots hold hashes: no step reads a page with other tokens.
+
+Copies end late and in random order. All invariants of both places hold after each iteration.
+"""
+
+import random
+from collections import deque
+from unittest.mock import patch
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from minisgl.core import SamplingParams, SchedulerConfig
+from minisgl.kvcache import host
+from minisgl.message.messages import AddReq, FlushCache
+from minisgl.scheduler import LocalInbox, Scheduler
+from minisgl.scheduler.inbox import Messages, WaitS
+from tests.examples import examples
+from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
+from tests.unit.scheduler.guarantees import PlanChecks
+from tests.unit.scheduler.harness import Harness
+from tests.unit.scheduler.integrity import check_host_slots
+
+PAGE, MAX_LEN = 2, 48
+
+
+class HostTierMachine(RuleBasedStateMachine):
+    """Drives one scheduler, whose pages and host blocks are few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = [
+            patch.object(host, "_MIN_PIECE", 2),
+            patch("minisgl.kvcache.memory.MIN_LOAD_PAGES", 2),
+            patch.object(host, "_CLEAN_SHARE", 4),
+        ]
+        for each in self.patches:
+            each.start()
+
+    @initialize(
+        slack=st.integers(0, 20),
+        blocks=st.integers(1, 60),
+        rows=st.integers(1, 4),
+        budget=st.sampled_from([3, 7, 16, 64]),
+        overlap=st.booleans(),
+        eager=st.booleans(),
+    )
+    def start(
+        self, slack: int, blocks: int, rows: int, budget: int, overlap: bool, eager: bool
+    ) -> None:
+        num_pages = MAX_LEN // PAGE + slack
+        self.engine = FakeEngine(num_pages, PAGE, rows, MAX_LEN, eager, host_blocks=blocks)
+        config = SchedulerConfig(prefill_budget_tokens=budget, target_step_ms=None, overlap=overlap)
+        self.harness = Harness(self.engine, config, checks=PlanChecks())
+        self.prompts: list[list[int]] = []
+        self.wanted: dict[int, list[int]] = {}
+        self.aborted: set[int] = set()
+
+    @rule(
+        data=st.data(),
+        tail=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=24),
+        max_tokens=st.integers(1, 12),
+        salt=st.sampled_from(["", "", "salt"]),
+        goes_on=st.booleans(),
+    )
+    def arrive(
+        self, data: st.DataObject, tail: list[int], max_tokens: int, salt: str, goes_on: bool
+    ) -> None:
+        """A new prompt, or the next turn of an old one."""
+        prefix: list[int] = []
+        if self.prompts and goes_on:
+            base = data.draw(st.sampled_from(self.prompts))
+            prefix = base[: data.draw(st.integers(1, len(base)))]
+        prompt = (prefix + tail)[: MAX_LEN - max_tokens]
+        uid = self.harness.add(prompt, cache_salt=salt, max_tokens=max_tokens)
+        self.wanted[uid] = expected_output(prompt, max_tokens, False)
+        self.prompts.append(prompt + self.wanted[uid][:-1])
+
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        open_uids = [uid for uid, answer in self.harness.answers.items() if not answer.finishes]
+        if open_uids:
+            uid = data.draw(st.sampled_from(open_uids))
+            self.harness.abort(uid)
+            self.aborted.add(uid)
+
+    @rule()
+    def flush(self) -> None:
+        self.harness.inbox.messages.append(FlushCache())
+
+    @rule(stores=st.integers(0, 2), loads=st.integers(0, 2))
+    def let_copies_end(self, stores: int, loads: int) -> None:
+        self.engine.copier.may_end = [stores, loads]
+
+    @rule(count=st.integers(1, 12))
+    def iterate(self, count: int) -> None:
+        for _ in range(count):
+            if self.harness.scheduler.idle and not self.harness.inbox.messages:
+                return
+            self.harness.step()
+            if not self.engine.queue:
+                check_host_slots(self.harness.scheduler.memory.tree, self.engine)
+
+    @invariant()
+    def outputs_are_those_of_the_plain_computation(self) -> None:
+        for uid, wanted in getattr(self, "wanted", {}).items():
+            answer = self.harness.answers[uid]
+            assert answer.tokens == wanted[: len(answer.tokens)]
+            if answer.finishes and uid not in self.aborted:
+                assert answer.tokens == wanted
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "harness"):
+                self.harness.run()
+                memory = self.harness.scheduler.memory
+                memory.flush()
+                assert memory.tree.evictable_pages == 0
+                assert memory.pool.num_free == memory.pool.size
+                assert memory.tier is not None
+                assert memory.tier.usage == (0, self.engine.copier.num_blocks)
+                assert not memory.tier.jobs
+                assert not self.engine.copier.open
+                assert not self.harness.scheduler.view.loading
+        finally:
+            for each in self.patches:
+                each.stop()
+
+
+HostTierMachine.TestCase.settings = settings(
+    max_examples=examples(100), stateful_step_count=40, deadline=None
+)
+TestHostTier = HostTierMachine.TestCase
+
+
+class Leader(LocalInbox):
+    """Keeps the messages of each iteration for another rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: deque[Messages] = deque()
+
+    def receive(self, wait_s: WaitS, plan_hash: int | None = None, own: Messages = ()) -> Messages:
+        self.sent.append(super().receive(wait_s, plan_hash, own))
+        return self.sent[-1]
+
+
+class Follower(LocalInbox):
+    """Drops the messages of its rank, and reads those of the leader."""
+
+    def __init__(self, leader: Leader) -> None:
+        super().__init__()
+        self.leader = leader
+
+    def receive(self, wait_s: WaitS, plan_hash: int | None = None, own: Messages = ()) -> Messages:
+        return self.leader.sent.popleft()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_whose_copies_end_at_different_times_plan_the_same_steps(seed: int) -> None:
+    source = random.Random(seed)
+    leader = Leader()
+    config = SchedulerConfig(prefill_budget_tokens=16, target_step_ms=None)
+    with patch("minisgl.kvcache.memory.MIN_LOAD_PAGES", 2), patch.object(host, "_CLEAN_SHARE", 4):
+        ranks = []
+        for inbox in (leader, Follower(leader)):
+            engine = FakeEngine(40, PAGE, 3, MAX_LEN, host_blocks=60)
+            scheduler = Scheduler(
+                engine,
+                config,
+                vocab_size=VOCAB,
+                eos_token_ids=(),
+                inbox=inbox,
+                send=lambda output: None,
+            )
+            ranks.append((scheduler, engine))
+        texts = [[source.randrange(VOCAB) for _ in range(30)] for _ in range(5)]
+        for uid in range(40):
+            text = np.array(source.choice(texts)[: source.randint(10, 30)], dtype="<i4")
+            sampling = SamplingParams(max_tokens=6, ignore_eos=True, seed=0)
+            leader.messages.append(AddReq(uid=uid, token_ids=text.tobytes(), sampling=sampling))
+            for _ in range(source.randint(1, 12)):
+                if ranks[0][0].idle and not leader.messages:
+                    break
+                for scheduler, engine in ranks:
+                    assert engine.copier is not None
+                    engine.copier.may_end = [source.randint(0, 1), source.randint(0, 1)]
+                    scheduler.iterate()
+    hashes = [[batch.plan_hash() for batch in engine.batches] for _, engine in ranks]
+    assert hashes[0] == hashes[1]
+    assert ranks[0][0].memory.tier is not None
+    assert ranks[0][0].memory.tier.totals.loaded
