@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MIN_LOAD_PAGES = 8  # fewer pages are computed again: a load takes one step more
 _MIN_PIECE = 64  # pages; evictions and stores do not divide a node into smaller pieces
 _STORED = (NodeClass.NEW, NodeClass.REUSED)
-_CLEAN_SHARE = 16  # stores keep one of this many pages of the GPU pool free or copied
+_CLEAN_SHARE = 8  # stores keep one of this many pages of the GPU pool free or copied
 
 
 @dataclass(slots=True, eq=False)
