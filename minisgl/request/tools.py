@@ -19,7 +19,7 @@ from minisgl.tool_calls.schema import parameter_types
 # A model with one of these formats uses it in all answers, also in chats without tools.
 ANSWER_FORMATS = ("harmony",)
 # The formats whose parsers need the types of parameters, because the answers have raw texts.
-TYPED_FORMATS = ("glm", "qwen3-coder")
+TYPED_FORMATS = ("glm", "minimax", "qwen3-coder")
 _ID_CHARS = 9
 _ANY_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # of the schema {}
 # The arguments of a tool without `parameters` are an empty object.

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.proof
 PACKAGE = "trl==1.16.0"
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/unit/tool_calls/test_templates.py"
-# trl has no template of Mistral. Those of tests/data/templates cover these formats.
-ELSEWHERE = {"mistral", "mistral-v11"}
+# trl has no template of Mistral and MiniMax. tests/data/templates has those of Mistral.
+ELSEWHERE = {"minimax", "mistral", "mistral-v11"}
 LIMIT_S = 1800
 
 

@@ -12,6 +12,7 @@ from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.formats.glm import GLM
 from minisgl.tool_calls.formats.harmony import HARMONY, Harmony
 from minisgl.tool_calls.formats.json_calls import HERMES, LLAMA3, MISTRAL, MISTRAL_V11
+from minisgl.tool_calls.formats.minimax import MINIMAX
 from minisgl.tool_calls.formats.pythonic import PYTHONIC
 from minisgl.tool_calls.formats.qwen3_coder import QWEN3_CODER
 from minisgl.tool_calls.grammar import ToolGrammar, WrittenGrammar
@@ -24,6 +25,7 @@ _ALL: tuple[Format | Harmony, ...] = (
     HERMES,
     QWEN3_CODER,
     GLM,
+    MINIMAX,
     MISTRAL_V11,
     MISTRAL,
     LLAMA3,

@@ -148,6 +148,7 @@ CALLS = {
     "mistral-v11": "[TOOL_CALLS]now[ARGS]{}",
     "qwen3-coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "glm": "<tool_call>now\n</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
     "pythonic": "[now()]",
 }
 
@@ -171,7 +172,9 @@ def test_a_free_answer_may_be_text_or_a_valid_call(
         assert not accepted("Let me see.\n" + CALLS[name].replace("now", "never"))
 
 
-@pytest.mark.parametrize("name", ["glm", "hermes", "mistral", "mistral-v11", "qwen3-coder"])
+@pytest.mark.parametrize(
+    "name", ["glm", "hermes", "minimax", "mistral", "mistral-v11", "qwen3-coder"]
+)
 def test_a_start_that_is_one_token_triggers_the_grammar(
     name: str, tokenizer: LLTokenizer, vocabulary: tokenizers.Tokenizer
 ) -> None:

@@ -33,6 +33,8 @@ ONE_CALL = {
     "qwen3-coder": "<tool_call>\n<function=weather>\n<parameter=city>\nRom\n</parameter>\n"
     "</function>\n</tool_call>",
     "glm": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rom</arg_value>\n</tool_call>",
+    "minimax": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rom'
+    "</parameter>\n</invoke>\n</minimax:tool_call>",
     "pythonic": "[weather(city='Rom')]",
 }
 TWO_CALLS = {
@@ -43,6 +45,8 @@ TWO_CALLS = {
     "qwen3-coder": ONE_CALL["qwen3-coder"] + "\n<tool_call>\n<function=now>\n</function>\n"
     "</tool_call>",
     "glm": ONE_CALL["glm"] + "\n<tool_call>now\n</tool_call>",
+    "minimax": ONE_CALL["minimax"].removesuffix("</minimax:tool_call>")
+    + '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
     "pythonic": "[weather(city='Rom'), now()]",
 }
 CALL = ("weather", {"city": "Rom"})

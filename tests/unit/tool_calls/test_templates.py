@@ -98,7 +98,7 @@ def is_exact(format_name: str, template: str, value: Any) -> bool:
         return all(is_exact(format_name, template, v) for v in value.values())
     if isinstance(value, list):
         return all(is_exact(format_name, template, v) for v in value)
-    if format_name == "qwen3-coder" and isinstance(value, str):
+    if format_name in ("minimax", "qwen3-coder") and isinstance(value, str):
         return "</parameter>" not in value
     if format_name == "glm" and isinstance(value, str):
         return "</arg_value>" not in value
