@@ -50,6 +50,12 @@ class OrderedWeights:
     headers: Tensor
     row_scales: Tensor | None = None
 
+    def __getitem__(self, experts: int | slice) -> "OrderedWeights":
+        """Return the matrix of one expert, or those of a range of experts, as views."""
+        rows = None if self.row_scales is None else self.row_scales[experts]
+        parts = self.codes[experts], self.headers[experts], rows
+        return OrderedWeights(self.kind, self.columns, *parts)
+
     @property
     def height(self) -> int:
         """N."""
@@ -81,6 +87,19 @@ def in_order(weights: PackedWeights) -> OrderedWeights:
     headers = _headers(weights, columns) if is_int4 else _nvfp4_headers(weights.scales)
     headers = headers.movedim(-2, -3).contiguous()
     return OrderedWeights(weights.kind, columns, codes, headers, weights.row_scales)
+
+
+def dequantise(weights: OrderedWeights, dtype: torch.dtype) -> Tensor:
+    """Return int4 weights as a new [..., N, K] of `dtype`. They are rounded once."""
+    assert weights.kind is PackedKind.INT4, "nvfp4 weights have a kernel only; this is a bug"
+    nibbles = torch.stack((weights.codes & 15, weights.codes >> 4), dim=-1)
+    # From (lane, word, low, half, eight) to the order of the columns, with each word apart.
+    places = nibbles.view(*weights.codes.shape[:-1], 4, 4, 2, 2, 2).movedim((-5, -3), (-2, -1))
+    columns = places.flatten(-4)
+    halves = weights.headers.view(torch.bfloat16).view(*weights.headers.shape, 2).float()
+    zeros, scales = (halves[..., half].unsqueeze(-1) for half in (0, 1))
+    numbers = (columns.float() + (_MAGIC + zeros)) * scales
+    return numbers.flatten(-2).movedim(-3, -2).flatten(-2)[..., : weights.columns].to(dtype)
 
 
 def _ordered(chunks: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from minisgl.core.files import read_json
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import Placement, Sharded
 from minisgl.models.text_part import TEXT_PREFIXES
+from minisgl.moe.experts import ExpertsMethod
 from minisgl.utils.startup import Progress
 
 logger = logging.getLogger(__name__)
@@ -87,9 +88,9 @@ def _random(placement: Placement, target: Tensor, seed: int) -> Tensor:
 
 
 def finish(model: nn.Module) -> None:
-    """Let the methods of linears arrange their loaded parameters. Raises ConfigError."""
+    """Let the methods arrange their loaded parameters. Raises ConfigError."""
     for module in model.modules():
-        if isinstance(module, LinearMethod):
+        if isinstance(module, LinearMethod | ExpertsMethod):
             module.finish()
     _free_temporaries()
 

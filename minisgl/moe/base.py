@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel import fp8_weights, linear, mxfp4_weights, packed_weights
+from minisgl.kernel import fp8_weights, linear, mxfp4_weights, packed_order, packed_weights
 
 
 class ClampedSwiglu(NamedTuple):
@@ -82,12 +82,18 @@ class ExpertMatrix(NamedTuple):
     values  [E, rows, columns] of the router's dtype, or of FP8. In MXFP4: codes, uint8 [E, chunks
             of columns, rows, 64] (kernel.mxfp4_weights). In int4: the codes of `scales`.
     scales  those of FP8 weights; those of MXFP4 weights, uint8 [E, chunks of columns, rows, 4];
-            int4 weights, whole; None: the weights are unquantised.
+            int4 weights, whole, also in the order of the kernels; None: they are unquantised.
     bias    [E, rows] of the router's dtype, or None.
     """
 
     values: Tensor
-    scales: fp8_weights.Scales | packed_weights.PackedWeights | Tensor | None = None
+    scales: (
+        fp8_weights.Scales
+        | packed_weights.PackedWeights
+        | packed_order.OrderedWeights
+        | Tensor
+        | None
+    ) = None
     bias: Tensor | None = None
 
     @property
@@ -97,7 +103,7 @@ class ExpertMatrix(NamedTuple):
                 return ExpertFormat.UNQUANTISED
             case fp8_weights.Scales():
                 return ExpertFormat.FP8
-            case packed_weights.PackedWeights():
+            case packed_weights.PackedWeights() | packed_order.OrderedWeights():
                 return ExpertFormat.INT4
         return ExpertFormat.MXFP4
 
@@ -115,6 +121,8 @@ class ExpertMatrix(NamedTuple):
             values = fp8_weights.dequantise(values, part, dtype)
         elif isinstance(scales, packed_weights.PackedWeights):
             values = packed_weights.dequantise(scales[experts], dtype)
+        elif isinstance(scales, packed_order.OrderedWeights):
+            values = packed_order.dequantise(scales[experts], dtype)
         elif scales is not None:
             values = mxfp4_weights.dequantise(values, scales[experts], columns, dtype)
         return ExpertMatrix(values, bias=bias)

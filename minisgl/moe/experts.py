@@ -111,6 +111,10 @@ class ExpertsMethod(nn.Module, ABC):
     def placements(self, name: str) -> Iterator[Placement]:
         """Yield the placements of each parameter. name: the full name of the method."""
 
+    def finish(self) -> None:
+        """Arrange the parameters once all are loaded."""
+        return
+
     @abstractmethod
     def weights(self) -> ExpertWeights:
         """Return the matrices for a MoE backend, without the gate of the model."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.fp8_weights import Scales
+from minisgl.kernel.packed_weights import PackedWeights
 from minisgl.moe.base import ExpertFormat, ExpertWeights, MoeBackend, Router
 
 logger = logging.getLogger(__name__)
@@ -24,12 +25,18 @@ _LEAST_COLUMNS = 32
 _FEW_TOKENS = 4
 
 
-class _Kernels(NamedTuple):
-    """The kernels of one format: for few tokens, if they support the experts, and for many."""
+class _FewTokens(NamedTuple):
+    """The kernels of one format for few tokens, and whether they support the experts."""
 
-    takes_few: Callable[[Tensor, ExpertWeights], bool]
-    few: Callable[[Tensor, Router, ExpertWeights, Tensor], Tensor]
+    takes: Callable[[Tensor, ExpertWeights], bool]
+    run: Callable[[Tensor, Router, ExpertWeights, Tensor], Tensor]
+
+
+class _Kernels(NamedTuple):
+    """The kernels of one format for many tokens, and those for few, if there are any."""
+
     many: Callable[[Tensor, ExpertWeights, Tensor, Tensor, int], Tensor]
+    few: _FewTokens | None = None
 
 
 class TritonMoe(MoeBackend):
@@ -49,19 +56,27 @@ class TritonMoe(MoeBackend):
             moe_few,
             moe_grouped,
             moe_routing,
-            mxfp4_blocks,
             mxfp4_few,
             overlap,
+            packed_blocks,
         )
 
         super().__init__(device)
-        plain = _Kernels(moe_few.takes, moe_few.experts_of_few, moe_grouped.experts_of_many)
-        fp8 = _Kernels(fp8_few.takes, fp8_few.experts_of_few, moe_grouped.experts_of_many)
-        mxfp4 = _Kernels(mxfp4_few.takes, mxfp4_few.experts_of_few, mxfp4_blocks.experts_of_many)
+        plain = _Kernels(
+            moe_grouped.experts_of_many, _FewTokens(moe_few.takes, moe_few.experts_of_few)
+        )
+        fp8 = _Kernels(
+            moe_grouped.experts_of_many, _FewTokens(fp8_few.takes, fp8_few.experts_of_few)
+        )
+        mxfp4 = _Kernels(
+            packed_blocks.experts_of_many, _FewTokens(mxfp4_few.takes, mxfp4_few.experts_of_few)
+        )
+        int4 = _Kernels(packed_blocks.experts_of_many)
         self._kernels = {
             ExpertFormat.UNQUANTISED: plain,
             ExpertFormat.FP8: fp8,
             ExpertFormat.MXFP4: mxfp4,
+            ExpertFormat.INT4: int4,
         }
         self._reads_fp8 = overlap.converts_fp8
         self._route = moe_routing.route
@@ -74,8 +89,9 @@ class TritonMoe(MoeBackend):
     def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
         weights = with_kernels(weights, x.dtype, self._reads_fp8())
         kernels = self._kernels[weights.gate_up.format]
-        if len(x) <= _FEW_TOKENS and kernels.takes_few(x, weights):
-            return kernels.few(x, router, weights, self._semaphores)
+        few = kernels.few
+        if len(x) <= _FEW_TOKENS and few is not None and few.takes(x, weights):
+            return few.run(x, router, weights, self._semaphores)
         logits = router.logits(x, len(weights.down.values))
         routing = self._route(logits, router)
         return kernels.many(x, weights, *routing, router.shared)
@@ -92,7 +108,7 @@ def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) 
         if columns % _LEAST_COLUMNS == 0 and has_kernels:
             return weights
         _log_slow(f"FP8 with scales for {columns} columns")
-    elif gate_up.format is ExpertFormat.INT4:
+    elif isinstance(gate_up.scales, PackedWeights):
         _log_slow("int4")
     else:
         return weights

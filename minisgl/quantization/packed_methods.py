@@ -65,10 +65,7 @@ class PackedLinear(LinearMethod):
         weights = prepare(_weights(self, self.form, self.group), self._dtype)
         if isinstance(weights, OrderedWeights):
             self._ordered = weights
-            self.codes = nn.Parameter(weights.codes, requires_grad=False)
-            self.headers = nn.Parameter(weights.headers, requires_grad=False)
-            for name in ("scales", "zeros"):
-                self._parameters.pop(name, None)
+            _keep(self, weights)
 
     def _order_columns(self) -> None:
         """Make the columns of each group neighbours. `product` orders its input likewise."""
@@ -116,7 +113,8 @@ class PackedLinear(LinearMethod):
 class PackedExperts(ExpertsMethod):
     """Experts of int4 weights. gate_up_codes, down_codes and others: as in PackedWeights.
 
-    The ranks share whole groups of the inner dimension. Raises ConfigError for other kinds, and if
+    `finish` replaces them as in PackedLinear. The ranks share whole groups of the inner dimension.
+    Raises ConfigError for other kinds, and if
     the sizes of the model are not whole groups.
     """
 
@@ -129,6 +127,8 @@ class PackedExperts(ExpertsMethod):
             )
         super().__init__(shards.in_units(form.group or PER_WORD), dtype)
         self.form = form
+        self._dtype = dtype
+        self._ordered: dict[str, OrderedWeights] = {}
         for matrix, part in self.shards.matrices(0).items():
             for name, parameter in form.parameters(part, dtype, shards.num_experts).items():
                 self.register_parameter(f"{matrix}_{name}", parameter)
@@ -139,19 +139,38 @@ class PackedExperts(ExpertsMethod):
                 for placement in self.form.placements(part, f"{name}.{matrix}_"):
                     yield placement._replace(expert=expert)
 
+    def finish(self) -> None:
+        for name in ("gate_up", "down"):
+            weights = prepare(self._packed(name), self._dtype)
+            if isinstance(weights, OrderedWeights):
+                self._ordered[name] = weights
+                _keep(self, weights, f"{name}_")
+
     def weights(self) -> ExpertWeights:
         return ExpertWeights(self._matrix("gate_up"), self._matrix("down"))
 
     def _matrix(self, name: str) -> ExpertMatrix:
-        group = self.form.group or self.shards.matrices(0)[name].inputs.local
-        weights = _weights(self, self.form, group, f"{name}_")
+        weights = self._ordered.get(name) or self._packed(name)
         return ExpertMatrix(weights.codes, weights)
+
+    def _packed(self, name: str) -> PackedWeights:
+        group = self.form.group or self.shards.matrices(0)[name].inputs.local
+        return _weights(self, self.form, group, f"{name}_")
 
 
 def _weights(method: nn.Module, form: PackedFormat, group: int, prefix: str = "") -> PackedWeights:
     codes, scales = (method.get_parameter(prefix + name) for name in ("codes", "scales"))
     zeros, row_scales = (getattr(method, prefix + name, None) for name in ("zeros", "row_scales"))
     return PackedWeights(form.kind, group, codes, scales, zeros, row_scales)
+
+
+def _keep(method: nn.Module, weights: OrderedWeights, prefix: str = "") -> None:
+    """Replace the parameters that were loaded by those in the order of the kernels."""
+    for name in ("codes", "scales", "zeros"):
+        if hasattr(method, prefix + name):
+            delattr(method, prefix + name)
+    for name, values in (("codes", weights.codes), ("headers", weights.headers)):
+        method.register_parameter(prefix + name, nn.Parameter(values, requires_grad=False))
 
 
 def _row(groups: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from tests.parity.test_mxfp4_parity import build
 triton = pytest.importorskip("triton", reason="needs Triton")
 tl = pytest.importorskip("triton.language", reason="needs Triton")
 mxfp4 = pytest.importorskip("minisgl.kernel.triton.mxfp4", reason="needs Triton")
-mxfp4_blocks = pytest.importorskip("minisgl.kernel.triton.mxfp4_blocks", reason="needs Triton")
+packed_blocks = pytest.importorskip("minisgl.kernel.triton.packed_blocks", reason="needs Triton")
 mxfp4_few = pytest.importorskip("minisgl.kernel.triton.mxfp4_few", reason="needs Triton")
 
 # In matrix products, the interpreter takes the bits of bfloat16 for integers.
@@ -120,13 +120,13 @@ def test_experts(tokens: int, experts: int, width: int, inner: int, packed: bool
 BLOCKS = [(8, 4, 96, 544), (20, 10, 160, 64)]
 if not INTERPRETED:
     BLOCKS += [(32, 16, 2880, 2880), (64, 64, 2880, 1440), (300, 8, 1440, 736)]
-TILINGS = [tiling for _, tiling in mxfp4_blocks.TILINGS]
+TILINGS = [tiling for _, tiling in packed_blocks.TILINGS]
 
 
 @pytest.mark.parametrize(("tokens", "experts", "width", "inner"), BLOCKS)
 @pytest.mark.parametrize("tiling", TILINGS, ids=lambda tiling: str(tiling.tokens))
 def test_experts_of_many(
-    tokens: int, experts: int, width: int, inner: int, tiling: mxfp4_blocks.Tiling
+    tokens: int, experts: int, width: int, inner: int, tiling: packed_blocks.Tiling
 ) -> None:
     """Expert 1 has all tokens, in one or several blocks. Expert 0 has none."""
     weights, router = layer(experts, width, inner), router_of(experts, width)
@@ -139,7 +139,7 @@ def test_experts_of_many(
 
     def forward() -> Tensor:
         with poisoned():
-            out: Tensor = mxfp4_blocks.experts_of_many(x, weights, *routing, tiling=tiling)
+            out: Tensor = packed_blocks.experts_of_many(x, weights, *routing, tiling=tiling)
         return out
 
     first = forward()
@@ -255,7 +255,7 @@ def test_a_float32_model_equals_its_dequantised_weights(tmp_path: Path) -> None:
     assert tokens[0] == tokens[1]
 
 
-# For MXFP4, the chunks of 120 and of 12 tokens run the kernel of mxfp4_blocks.py with two tilings.
+# For MXFP4, the chunks of 120 and of 12 tokens run the kernel of packed_blocks.py with two tilings.
 # The smaller chunks run the kernels of mxfp4_few.py.
 CHUNKS = [120, *[12] * 4, *[4] * 4, *[2] * 4, *[1] * 16]
 TOKENS = [120, 48, 40]

@@ -3,7 +3,7 @@
 A lane reads 16 bytes at once: a block of 32 weights, which has one scale. It decodes them to the
 pairs of bfloat16 numbers that the matrix unit takes from this lane, so that no weight passes
 through shared memory. The columns of both operands are therefore in another order than in memory:
-that of `operand`, or of `column` in mxfp4_blocks.py.
+that of `operand`, or of `column` in packed_blocks.py.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False

@@ -136,7 +136,7 @@ def _linear(
         else:
             total = tl.dot(w, v.T, total, input_precision="ieee")
             if FAST:
-                # As in mxfp4_blocks._product: this use makes the program wait for its products
+                # As in packed_blocks._product: this use makes the program wait for its products
                 # before it decodes the next weights (triton-lang/triton issue 9433).
                 total = tl.inline_asm_elementwise(
                     "mov.b32 $0, $1;", "=f,f", [total], dtype=tl.float32, is_pure=True, pack=1
