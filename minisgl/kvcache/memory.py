@@ -1,6 +1,6 @@
 """`Memory`: moves KV pages between the page pool, the prefix cache and the running requests."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -9,7 +9,7 @@ from minisgl.core import ConfigError
 from minisgl.core.batch import EngineLike, Int32Array
 from minisgl.core.rows import Rows
 from minisgl.kvcache.fenced_pool import FencedPool
-from minisgl.kvcache.host import MIN_LOAD_PAGES, HostTier, host_tier
+from minisgl.kvcache.host import MIN_LOAD_PAGES, CopyJob, HostTier, host_tier
 from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
 from minisgl.kvcache.node import CacheListener, Hit, RadixNode
 from minisgl.kvcache.page_table import PageTable
@@ -72,12 +72,17 @@ class Memory:
         parts = [kind.parts for kind in self.kinds]
         self.tree = RadixCache(self.page_size, rows.steps, listeners, parts)
         self.tier: HostTier | None = None
+        # Copies to or from host memory. Their ends make pages available.
+        self.jobs: Mapping[int, CopyJob] = {}
+        # The scheduler calls these after each step.
+        self.after_step: tuple[Callable[[], None], ...] = ()
         if engine.copier is not None:
             if self.kinds:
                 names = ", ".join(kind.name for kind in self.kinds)
                 raise ConfigError(f"a host cache holds pages of full attention only, not {names}")
             pool, tree, size = self.pool, self.tree, engine.num_pages
             self.tier = host_tier(engine.copier, tree, size, pool.allocate, self._unused)
+            self.jobs, self.after_step = self.tier.jobs, (self.tier.store,)
         self.shared: Int32Array = np.zeros(len(rows.known), dtype=np.int32)
         self.caches = caches
         self._nodes: dict[int, RadixNode] = {}  # by row: the locked end of its cached prefix
@@ -114,13 +119,8 @@ class Memory:
     def pending(self) -> int:
         """The number of pages that become available when the steps in flight are resolved."""
         parts = sum(kind.evictable()[1] for kind in self.kinds)
-        parts += self.pool.size if self.copying else 0  # a job also locks the path of its nodes
+        parts += self.pool.size if self.jobs else 0  # a job also locks the path of its nodes
         return self.pool.num_quarantined + self.tree.fenced_pages + parts
-
-    @property
-    def copying(self) -> bool:
-        """A job copies pages to or from host memory. Its end makes pages available."""
-        return self.tier is not None and bool(self.tier.jobs)
 
     def _unused(self) -> int:
         return self.pool.num_free + self.pool.num_quarantined
@@ -165,11 +165,6 @@ class Memory:
         """
         assert self.tier is not None, "a plan loads from the host tier only; this is a bug"
         return self.tier.load(hit.last)
-
-    def store(self) -> None:
-        """Copy the pages that the next evictions free to host memory, before they are needed."""
-        if self.tier is not None:
-            self.tier.store()
 
     def lock_known(self, hit: Hit) -> None:
         """Protect the known part of a prefix that `match` has found, in both places."""

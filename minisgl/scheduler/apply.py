@@ -88,8 +88,8 @@ def _with_chunks(plan: StepPlan) -> tuple[Int32Array, Int32Array]:
 
 def _check_progress(view: View, plan: StepPlan) -> None:
     """A plan without a step must wait for a result, for an edit, or for the preempted request."""
-    copying = view.memory.copying  # its end makes pages available
-    if view.waiting and not (view.in_flight or view.paused or copying) and plan.preempt is None:
+    jobs = view.memory.jobs  # their ends make pages available
+    if view.waiting and not (view.in_flight or view.paused or jobs) and plan.preempt is None:
         raise InvariantBroken(
             "no request runs, but no waiting request can be admitted; this is a bug"
         )

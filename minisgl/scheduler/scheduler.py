@@ -132,7 +132,7 @@ class Scheduler:
         own: list[ToScheduler] = [
             SetStepCost(cost=cost) for fit in self._fits if (cost := fit.news(clock()))
         ]
-        if self._preparations.preparing or self.memory.copying:
+        if self._preparations.preparing or self.memory.jobs:
             own += self._prepared()
         messages = self._inbox.receive(self.message_wait_s, self._plan_hash, own)
         if messages:
@@ -152,7 +152,8 @@ class Scheduler:
         if step.preempt is not None:
             self._results.end_when_resolved(step.preempt)
         self.drain_in_flight(keep=int(self._config.overlap and batch is not None))
-        self.memory.store()
+        for work in self.memory.after_step:
+            work()
         for reporter in self._reporters:
             reporter.flush()
 

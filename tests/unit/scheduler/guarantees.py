@@ -141,7 +141,7 @@ class PlanChecks:
         if (
             view.in_flight
             or view.paused
-            or view.memory.copying
+            or view.memory.jobs
             or plan.load
             or not (view.has_prompts or len(view.decode_rows))
         ):

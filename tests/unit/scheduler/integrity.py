@@ -41,7 +41,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     )
     for windows in windows_of(memory):
         check_windows(windows, cache, table)
-    if scheduler.idle and not memory.copying:
+    if scheduler.idle and not memory.jobs:
         assert cached == cache.evictable_pages, "idle, but pages are locked"
 
 
