@@ -16,12 +16,15 @@ every rank applies them in the same iteration.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from minisgl.core.batch import Int32Array, PageCopier
+from minisgl.core.rows import Steps
 from minisgl.kvcache.eviction import IN_HOST
+from minisgl.kvcache.fenced_pool import FencedPool
 from minisgl.kvcache.node import NodeClass, Place, RadixNode
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 MIN_LOAD_PAGES = 8  # fewer pages are computed again: a load takes one step more
 _MIN_PIECE = 64  # pages; evictions and stores do not divide a node into smaller pieces
+_MAX_NODES = 256  # of a store: it must not delay a step
 _STORED = (NodeClass.NEW, NodeClass.REUSED)
 _CLEAN_SHARE = 8  # stores keep one of this many pages of the GPU pool free or copied
 
@@ -38,7 +42,7 @@ class CopyJob:
     """One copy between the GPU pool and host memory.
 
     nodes   the nodes with the pages, each after its children.
-    locked  those that the job has locked, each with its path.
+    locked  the ends of the paths that the job has locked. The paths contain all nodes of the job.
     loads   the copy goes to the GPU.
     pages   the number of pages.
     """
@@ -62,10 +66,15 @@ class CopyTotals:
 class HostTier:
     """The host blocks, the jobs, and the nodes in host memory.
 
-    copier    copies pages.
-    tree      the prefix cache.
-    allocate  returns as many pages of the GPU pool, which no step reads.
-    num_free  the number of free pages of the GPU pool.
+    copier       copies pages.
+    tree         the prefix cache.
+    allocate     returns as many pages of the GPU pool, which no step reads.
+    num_free     the number of free pages of the GPU pool.
+    target       the number of pages of the GPU pool that stores keep free or copied.
+    clean_pages  the number of pages that are copied (H5).
+    blocks       the host blocks. No step uses one, so they are released with the fence 0.
+    jobs         the open jobs by number, in the order of their starts.
+    totals       the pages that jobs have copied, and those that the tier has evicted.
 
     H1  The cached nodes are closed towards the root, and so are those on the GPU. The GPU evicts
         nodes without a child on the GPU only, and the host tier nodes without any child.
@@ -88,18 +97,25 @@ class HostTier:
     jobs: dict[int, CopyJob] = field(default_factory=dict)
     totals: CopyTotals = field(default_factory=CopyTotals)
     _last_job: int = 0
-    _stores: bool = False
-    _free: list[Int32Array] = field(init=False)
-    _num_free: int = field(init=False)
+    _store_open: bool = False  # one store at a time
+    blocks: FencedPool = field(init=False)
 
     def __post_init__(self) -> None:
-        self._num_free = self.copier.num_blocks
-        self._free = [np.arange(self._num_free, dtype=np.int32)]
+        self.blocks = FencedPool(self.copier.num_blocks, Steps())
 
     @property
     def usage(self) -> tuple[int, int]:
         """The numbers of used and of free blocks."""
-        return self.copier.num_blocks - self._num_free, self._num_free
+        return self.blocks.size - self.blocks.num_free, self.blocks.num_free
+
+    @property
+    def locked_pages(self) -> int:
+        """The number of pages that only jobs lock. The ends of the jobs unlock them."""
+        locks: dict[RadixNode, int] = {}
+        for job in self.jobs.values():
+            for node in chain.from_iterable(end.path() for end in job.locked):
+                locks[node] = locks.get(node, 0) + 1
+        return sum(len(node.pages) for node, count in locks.items() if count == node.lock_count)
 
     # --- jobs -----------------------------------------------------------------------------------
 
@@ -130,7 +146,7 @@ class HostTier:
         nodes: list[RadixNode] = []
         # A copy of nodes that only an ended session has used is of no use.
         order = [each for each in self.tree.eviction_order() if each in _STORED]
-        while lacking > 0 and not self._stores:
+        while lacking > 0 and len(nodes) < _MAX_NODES and not self._store_open:
             node = self.tree.leaves.pop(order, self.tree.is_free)
             if node is None:
                 break
@@ -139,18 +155,22 @@ class HostTier:
             if not self._make_room(len(node.pages)):
                 self.tree.offer(node)
                 break
-            node.place, node.blocks = Place.COPYING, self._take(len(node.pages))
+            self.tree.leaves.withdraw(node)  # the eviction of a child has offered it again
+            node.place, node.blocks = Place.COPYING, self.blocks.allocate(len(node.pages))
             nodes.append(node)
             lacking -= len(node.pages)
             assert node.parent is not None, "the root has no pages; this is a bug"
             self.tree.offer(node.parent)
         if nodes:
-            for node in nodes:
+            # The path of the deepest node of a branch has the other nodes of the branch.
+            inner = {node.parent for node in nodes}
+            ends = [node for node in nodes if node not in inner]
+            for node in ends:
                 self.tree.lock(node)
             count = sum(len(node.pages) for node in nodes)
             self.totals.stored += count
-            self._stores = True
-            self._start(CopyJob(nodes, [*nodes], False, count))
+            self._store_open = True
+            self._start(CopyJob(nodes, ends, False, count))
 
     def _start(self, job: CopyJob) -> int:
         self._last_job += 1
@@ -182,7 +202,7 @@ class HostTier:
             if job.loads:
                 self._report(node)
         if not job.loads:
-            self._stores = False
+            self._store_open = False
             for node in job.nodes:
                 if node.lock_count or any(c.place is Place.GPU for c in node.children.values()):
                     self.drop_copy(node)
@@ -255,10 +275,12 @@ class HostTier:
 
     def drop_below(self, node: RadixNode) -> None:
         """The GPU evicts a node without a copy. The host tier drops the nodes below it."""
-        for child in [*node.children.values()]:
-            assert child.place is Place.HOST, "the GPU holds a child; this is a bug"
-            self.drop_below(child)
-            self._remove(child)
+        below = [*node.children.values()]
+        for each in below:  # appends to the list: a chain can be too long for a recursion
+            assert each.place is Place.HOST, "the GPU holds a child; this is a bug"
+            below += each.children.values()
+        for each in reversed(below):
+            self._remove(each)
 
     def flush(self) -> None:
         """End all jobs."""
@@ -271,25 +293,17 @@ class HostTier:
 
     # --- blocks ---------------------------------------------------------------------------------
 
-    def _take(self, count: int) -> Int32Array:
-        free = np.concatenate(self._free)
-        self._free = [free[count:]]
-        self._num_free -= count
-        return free[:count].copy()
-
     def _free_blocks(self, node: RadixNode) -> None:
-        blocks = blocks_of(node)
-        self._free.append(blocks)
-        self._num_free += len(blocks)
+        self.blocks.release(blocks_of(node), fence=0)
         node.blocks = None
 
     def _make_room(self, count: int) -> bool:
         """Evict the least recently used leaves until `count` blocks are free, if there are any."""
-        while self._num_free < count:
+        while self.blocks.num_free < count:
             node = self.tree.leaves.pop([IN_HOST], self.tree.is_free)
             if node is None:
                 return False
-            kept = max(len(node.pages) - (count - self._num_free), 0)
+            kept = max(len(node.pages) - (count - self.blocks.num_free), 0)
             if kept:
                 self.tree.split(node, kept)
             self._remove(node)

@@ -117,10 +117,10 @@ class Memory:
 
     @property
     def pending(self) -> int:
-        """The number of pages that become available when the steps in flight are resolved."""
+        """The number of pages that become available when the steps in flight and jobs end."""
         parts = sum(kind.evictable()[1] for kind in self.kinds)
-        parts += self.pool.size if self.jobs else 0  # a job also locks the path of its nodes
-        return self.pool.num_quarantined + self.tree.fenced_pages + parts
+        locked = 0 if self.tier is None else self.tier.locked_pages
+        return self.pool.num_quarantined + self.tree.fenced_pages + parts + locked
 
     def _unused(self) -> int:
         return self.pool.num_free + self.pool.num_quarantined

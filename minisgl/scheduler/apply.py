@@ -133,14 +133,18 @@ def _load(view: View, req: Req, hit: Hit) -> None:
 
 
 def end_copies(view: View, jobs: Iterable[int]) -> None:
-    """These jobs have ended on rank 0. The requests that wait for them are enqueued again."""
+    """These jobs have ended on rank 0."""
     if view.memory.tier is not None:
         for job in jobs:
             view.memory.tier.end(job)
-        open_jobs = view.memory.tier.jobs
-        for req in [req for req, job in view.loading.items() if job not in open_jobs]:
-            del view.loading[req]
-            enqueue(view, req)
+
+
+def end_loading(view: View) -> None:
+    """Enqueue the requests again whose jobs have ended, by themselves or by a flush."""
+    open_jobs = {} if view.memory.tier is None else view.memory.tier.jobs
+    for req in [req for req, job in view.loading.items() if job not in open_jobs]:
+        del view.loading[req]
+        enqueue(view, req)
 
 
 def _admit(view: View, req: Req, hit: Hit) -> None:

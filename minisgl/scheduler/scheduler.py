@@ -28,7 +28,7 @@ from minisgl.message.messages import (
     ToScheduler,
 )
 from minisgl.message.stats import ConstraintTotals, KVEventTotals
-from minisgl.scheduler.apply import apply, end_copies, enqueue, raise_delayed, resume
+from minisgl.scheduler.apply import apply, end_copies, end_loading, enqueue, raise_delayed, resume
 from minisgl.scheduler.cost_fit import CostFit
 from minisgl.scheduler.inbox import Inbox
 from minisgl.scheduler.plan import plan
@@ -140,6 +140,8 @@ class Scheduler:
         for message in messages:
             self._handle(message)
         view = self.view
+        if view.loading:
+            end_loading(view)
         for kind in view.memory.kinds:
             kind.advance(view.running_rows())
         if view.carry.overtakes >= MAX_OVERTAKES:

@@ -78,6 +78,7 @@ class FakeCopier:
     Until then, the pages of a load hold noise. A step that reads them gets a wrong token.
 
     may_end  the number of copies of each direction that may end without a wait.
+    waits    the number of waits in which no copy ends, before one that ends a copy.
     """
 
     def __init__(self, engine: "FakeEngine", num_blocks: int) -> None:
@@ -86,6 +87,7 @@ class FakeCopier:
         self.open: dict[int, tuple[Int32Array, Int32Array, bool]] = {}
         self.reported: set[int] = set()
         self.may_end = [0, 0]
+        self.waits = self._waited = 0
 
     @property
     def pages(self) -> np.ndarray:
@@ -110,7 +112,10 @@ class FakeCopier:
             ended += of_direction[:count]
             self.may_end[load] = max(count - len(of_direction), 0)
         if not ended and wait_s:
-            ended = news[:1]
+            self._waited += 1
+            ended = news[:1] if self._waited > self.waits else []
+        if ended:
+            self._waited = 0
         self.reported.update(ended)
         return ended
 

@@ -238,8 +238,10 @@ def check_tier(cache: RadixCache, tier: HostTier) -> None:
             assert all(child.place in (Place.BOTH, Place.HOST) for child in children), "H5"
         if node.place is Place.HOST and not node.children:
             assert node.entry, "the host tier cannot evict a leaf"
-    blocks = [*tier._free, *(node.blocks for node in nodes if node.blocks is not None)]
-    assert sorted(np.concatenate(blocks).tolist()) == [*range(tier.copier.num_blocks)], "H2"
+    check_pool(tier.blocks)
+    blocks = [node.blocks for node in nodes if node.blocks is not None]
+    owned = np.concatenate([np.empty(0, np.int32), *blocks])
+    assert sorted(owned.tolist()) == np.flatnonzero(tier.blocks.allocated).tolist(), "H2"
     clean = sum(len(node.pages) for node in nodes if node.place is Place.BOTH)
     assert clean == tier.clean_pages
 

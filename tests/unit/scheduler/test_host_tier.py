@@ -91,9 +91,10 @@ class HostTierMachine(RuleBasedStateMachine):
     def flush(self) -> None:
         self.harness.inbox.messages.append(FlushCache())
 
-    @rule(stores=st.integers(0, 2), loads=st.integers(0, 2))
-    def let_copies_end(self, stores: int, loads: int) -> None:
-        self.engine.copier.may_end = [stores, loads]
+    @rule(stores=st.integers(0, 2), loads=st.integers(0, 2), waits=st.integers(0, 3))
+    def let_copies_end(self, stores: int, loads: int, waits: int) -> None:
+        copier = self.engine.copier
+        copier.may_end, copier.waits = [stores, loads], waits
 
     @rule(count=st.integers(1, 12))
     def iterate(self, count: int) -> None:
@@ -134,6 +135,43 @@ HostTierMachine.TestCase.settings = settings(
     max_examples=examples(100), stateful_step_count=40, deadline=None
 )
 TestHostTier = HostTierMachine.TestCase
+
+
+def test_a_flush_ends_the_loads_that_requests_wait_for() -> None:
+    """The copy takes longer than one wait. The request computes its prompt."""
+    with patch("minisgl.kvcache.memory.MIN_LOAD_PAGES", 2), patch.object(host, "_CLEAN_SHARE", 1):
+        engine = FakeEngine(24, PAGE, 1, MAX_LEN, host_blocks=48)
+        harness = Harness(engine, SchedulerConfig(target_step_ms=None))
+        prompt = [1] * 40
+        for first in (prompt, [2] * 40, [3] * 40):
+            harness.add(first, max_tokens=2, ignore_eos=True)
+            harness.run()
+        uid = harness.add(prompt, max_tokens=2, ignore_eos=True)
+        assert engine.copier is not None
+        engine.copier.waits = 10
+        while not harness.scheduler.view.loading:
+            harness.step()
+        harness.inbox.messages.append(FlushCache())
+        harness.run(50)
+    answer = harness.answers[uid]
+    assert (answer.tokens, answer.cached_tokens) == (expected_output(prompt, 2, True), 0)
+
+
+def test_decoding_requests_are_preempted_while_a_copy_of_few_pages_runs() -> None:
+    """Its end gives them one page, and two requests or more find none."""
+    engine = FakeEngine(25, PAGE, 3, MAX_LEN, host_blocks=48)
+    harness = Harness(engine, SchedulerConfig(target_step_ms=None))
+    assert engine.copier is not None
+    engine.copier.waits = 10**6
+    prompts = [2] * 10, [3] * 10, [4] * 10
+    with patch.object(host, "_CLEAN_SHARE", 1):
+        harness.add([1] * 2, max_tokens=1, ignore_eos=True)
+        harness.run(50)
+        uids = [harness.add(each, max_tokens=24, ignore_eos=True) for each in prompts]
+        harness.run(500)
+    assert harness.scheduler.memory.jobs
+    for uid, prompt in zip(uids, prompts, strict=True):
+        assert harness.answers[uid].tokens == expected_output(prompt, 24, True)
 
 
 class Leader(LocalInbox):

@@ -1,0 +1,113 @@
+"""The host tier on a prefix tree whose copies end when the test says so."""
+
+import tracemalloc
+
+import numpy as np
+
+from minisgl.core.batch import Int32Array
+from minisgl.core.rows import Steps
+from minisgl.kvcache import host
+from minisgl.kvcache.host import HostTier, host_tier
+from minisgl.kvcache.node import Place
+from minisgl.kvcache.radix import RadixCache
+
+
+class NoCopier:
+    """Implements core.PageCopier without bytes."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+
+    def start(self, job: int, pages: Int32Array, blocks: Int32Array, load: bool) -> None:
+        assert len(pages) == len(blocks) == len({*blocks.tolist()})
+
+    def done(self, wait_s: float) -> list[int]:
+        return []
+
+    def finish(self, job: int) -> None:
+        """The copy takes no time."""
+
+
+def ids(count: int, first: int = 0) -> Int32Array:
+    return np.arange(first, first + count, dtype=np.int32)
+
+
+def tree_of(num_blocks: int, target: int) -> tuple[RadixCache, HostTier]:
+    """Return a tree with pages of one token. Stores keep `target` pages copied."""
+    tree = RadixCache(1, Steps())
+    tier = host_tier(NoCopier(num_blocks), tree, 1, ids, lambda: 0)
+    tier.target = target
+    return tree, tier
+
+
+def add_chain(tree: RadixCache, length: int) -> None:
+    """Add a chain of nodes with one page each."""
+    for end in range(1, length + 1):
+        tree.insert(ids(end), ids(end))
+
+
+def store_all(tier: HostTier) -> None:
+    """Let stores begin and end until none begins."""
+    tier.store()
+    while tier.jobs:
+        tier.flush()
+        tier.store()
+
+
+def test_the_eviction_of_a_node_drops_a_long_chain_below_it_in_host_memory() -> None:
+    length = 1_100  # longer than the limit of recursions
+    tree, tier = tree_of(2 * length, length)
+    add_chain(tree, length)
+    store_all(tier)
+    assert len(tree.evict(length - 1)) == length - 1
+    top = tree.hit(ids(1)).node
+    tree.lock(top)  # the host tier drops its copy
+    tree.unlock(top, 0)
+    assert [each.pages.tolist() for each in tree.evict(1)] == [[0]]
+    assert tree.hit(ids(length)).known_pages == 0
+    assert tier.usage == (0, 2 * length)
+
+
+def test_a_store_of_a_chain_has_one_lock_and_a_limited_number_of_nodes() -> None:
+    """A lock of each node would take seconds for a chain of thousands of nodes."""
+    length = host._MAX_NODES + 50
+    tree, tier = tree_of(length, length)
+    add_chain(tree, length)
+    tier.store()
+    top = tree.hit(ids(1)).node
+    assert top.lock_count == 1
+    assert [len(job.nodes) for job in tier.jobs.values()] == [host._MAX_NODES]
+    assert tier.locked_pages == length, "the path above the nodes is locked too"
+    store_all(tier)
+    assert tier.clean_pages == length
+    assert (top.lock_count, tier.locked_pages) == (0, 0)
+
+
+def test_a_store_takes_no_memory_in_proportion_to_the_free_blocks() -> None:
+    tree, tier = tree_of(2**20, 16)
+    add_chain(tree, 16)
+    tracemalloc.start()
+    tier.store()
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert tier.jobs
+    assert peak_bytes < 2**18
+
+
+def test_a_node_whose_child_makes_room_for_its_copy_is_copied_once() -> None:
+    """Regression: the eviction of the child offered the node again. Its blocks were lost."""
+    tree, tier = tree_of(num_blocks=4, target=3)
+    tree.insert(ids(2), ids(2))
+    tree.insert(ids(3), ids(3))
+    parent, other = tree.hit(ids(2)).node, tree.insert(ids(2, 7), ids(2, 7))
+    tree.lock(parent)
+    store_all(tier)
+    tree.unlock(parent, 0)
+    assert len(tree.evict(3)) == 2  # the child and `other` are in host memory only
+    tier.target = 2
+    store_all(tier)
+    assert (parent.place, parent.children) == (Place.BOTH, {})
+    tree.insert(ids(2, 7), ids(2, 7))  # two blocks are free again
+    tier.target = 4
+    tier.store()
+    assert [job.nodes for job in tier.jobs.values()] == [[other]]
