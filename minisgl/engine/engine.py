@@ -6,11 +6,13 @@ It runs the steps that the scheduler plans. It knows nothing of queues, prefixes
 import torch
 
 from minisgl.core import EngineConfig, ModelFacts
+from minisgl.core.batch import PageCopier
 from minisgl.core.config import DRAFT_WIDTHS
 from minisgl.core.step_cost import TimedStep
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import memory, warmup
 from minisgl.engine.extensions import DEFAULT_EXTENSIONS, Extensions
+from minisgl.engine.host_copies import host_copies
 from minisgl.engine.start import Start
 from minisgl.models.build import build_model
 from minisgl.models.spec import ModelSpec
@@ -61,7 +63,10 @@ class Engine:
         self.num_pages, self.page_size = launcher.num_pages, launcher.page_size
         self.max_running_reqs, self.max_seq_len = launcher.max_running_reqs, launcher.max_seq_len
         self.window, self.snapshot_pages = launcher.window, launcher.snapshot_pages
-        self.copier = launcher.copier
+        pools = launcher.runner.pools
+        with memory.memory_of(device), start.on_stream(), self.startup.phase("kv"):
+            self._copies = host_copies(start.config, comm, pools)
+        self.copier: PageCopier | None = self._copies
 
     @property
     def config(self) -> EngineConfig:
@@ -126,7 +131,9 @@ class Engine:
     def close(self) -> None:
         """Free the device's memory. The communicator stays open, because the caller owns it."""
         self._synchronize()
-        del self._launcher, self.launch
+        if self._copies is not None:
+            self._copies.close()
+        del self._launcher, self.launch, self._copies, self.copier
         torch.cuda.empty_cache()  # does nothing in a process that has not used a GPU
 
     def _synchronize(self) -> None:

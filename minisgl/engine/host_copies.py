@@ -16,12 +16,12 @@ from torch import Tensor
 
 from minisgl.core import ConfigError, EngineConfig, EngineError
 from minisgl.core.batch import Int32Array
-from minisgl.distributed.comm import TPInfo
+from minisgl.distributed.comm import Communicator
 from minisgl.engine.memory import cpu_free_bytes
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
 
 _SPARE_BYTES = 4 * 10**9  # of host memory, for all other data of the server
-_PIECE_BYTES = 64 * 2**20  # of a copy: the memory that its blocks take on the device
+_PIECE_BYTES = 64 * 2**20  # of a copy in one direction: its blocks take this memory on the device
 
 
 class HostCopies:
@@ -33,7 +33,9 @@ class HostCopies:
     """
 
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
-        """Allocate the host memory. On a GPU, the driver locks it: 0.1 s for each GB.
+        """Allocate the host memory, and `device_bytes` or less on the device.
+
+        On a GPU, the driver locks the host memory: 0.1 s for each GB.
 
         Raises EngineError if the driver refuses this.
         """
@@ -47,10 +49,18 @@ class HostCopies:
         self._streams: list[torch.cuda.Stream] = []
         if self._device.type == "cuda":
             for blocks in self._blocks:
-                _lock(blocks)
+                _change_lock("cudaHostRegister", blocks.data_ptr(), blocks.nbytes, 0)
             self._streams = [_stream(self._device) for _ in range(2)]
         page_bytes = sum(blocks[:1].nbytes for blocks in self._blocks)
-        self._piece = max(_PIECE_BYTES // page_bytes, 1)
+        self._piece = min(max(_PIECE_BYTES // page_bytes, 1), num_blocks)
+        # By direction and part. Copies in one direction take place one after the other.
+        self._staging = [
+            [
+                torch.empty((self._piece, *pages.shape[1:]), dtype=pages.dtype, device=pool.device)
+                for pages in self._pages
+            ]
+            for _ in range(2)
+        ]
         self._ended: dict[int, torch.cuda.Event | None] = {}
         self._reported: set[int] = set()
 
@@ -87,40 +97,60 @@ class HostCopies:
         if event is not None:
             event.synchronize()
 
+    def close(self) -> None:
+        """Wait for the copies in flight, and let the driver unlock the host memory.
+
+        Raises EngineError if the driver refuses this.
+        """
+        for stream in self._streams:
+            stream.synchronize()
+        for blocks in self._blocks if self._streams else ():
+            _change_lock("cudaHostUnregister", blocks.data_ptr())
+        self._streams = []
+
     def _copy(self, pages: Tensor, blocks: Any, load: bool) -> None:
         for first in range(0, len(blocks), self._piece):
             of_piece = slice(first, first + self._piece)
-            for on_device, on_host in zip(self._pages, self._blocks, strict=True):
-                self._copy_piece(on_device, on_host, pages[of_piece], blocks[of_piece], load)
-
-    def _copy_piece(
-        self, on_device: Tensor, on_host: Tensor, pages: Tensor, blocks: Any, load: bool
-    ) -> None:
-        shape = (len(blocks), *on_device.shape[1:])
-        if load:
-            staging = torch.empty(shape, dtype=on_device.dtype, device=self._device)
-        else:
-            staging = on_device.index_select(0, pages)
-        ends = np.flatnonzero(np.diff(blocks) != 1) + 1
-        bounds = [0, *ends.tolist(), len(blocks)]
-        for begin, end in itertools.pairwise(bounds):
-            there = on_host[int(blocks[begin]) : int(blocks[begin]) + end - begin]
-            here = staging[begin:end]
-            source, target = (there, here) if load else (here, there)
-            target.copy_(source, non_blocking=True)
-        if load:
-            on_device.index_copy_(0, pages, staging)
+            parts = zip(self._pages, self._blocks, self._staging[load], strict=True)
+            for on_device, on_host, staging in parts:
+                here = staging[: len(blocks[of_piece])]
+                _copy_piece(on_device, on_host, here, pages[of_piece], blocks[of_piece], load)
 
 
-def host_copies(config: EngineConfig, tp: TPInfo, pools: Sequence[KVPool]) -> HostCopies | None:
+def _copy_piece(
+    on_device: Tensor, on_host: Tensor, staging: Tensor, pages: Tensor, blocks: Any, load: bool
+) -> None:
+    """Copy pages of one part of the pool. staging: [n, ...] on the device, one for each page."""
+    if not load:
+        torch.index_select(on_device, 0, pages, out=staging)
+    ends = np.flatnonzero(np.diff(blocks) != 1) + 1
+    bounds = [0, *ends.tolist(), len(blocks)]
+    for begin, end in itertools.pairwise(bounds):
+        there = on_host[int(blocks[begin]) : int(blocks[begin]) + end - begin]
+        here = staging[begin:end]
+        source, target = (there, here) if load else (here, there)
+        target.copy_(source, non_blocking=True)
+    if load:
+        on_device.index_copy_(0, pages, staging)
+
+
+def device_bytes(config: EngineConfig) -> int:
+    """Return the memory that the copies of this configuration take on a GPU, in bytes."""
+    return 2 * _PIECE_BYTES if config.host_cache_gb else 0
+
+
+def host_copies(
+    config: EngineConfig, comm: Communicator, pools: Sequence[KVPool]
+) -> HostCopies | None:
     """Return the copies between the KV pool and the host cache of the configuration.
 
-    pools: of this rank; the first is that of full attention. Returns None without a host cache.
-    Raises ConfigError if the host has too little memory.
+    All ranks call it. pools: of this rank; the first is that of full attention. Returns None
+    without a host cache. Raises ConfigError if the host has too little memory.
     """
-    needed, free = int(config.host_cache_gb * 1e9), cpu_free_bytes()
+    needed = int(config.host_cache_gb * 1e9)
     if not needed:
         return None
+    free = comm.agree_min(cpu_free_bytes())  # every rank measures before one of them allocates
     if needed + min(needed, _SPARE_BYTES) > free:
         raise ConfigError(
             f"host_cache_gb {config.host_cache_gb:g} does not fit beside other data into the "
@@ -129,7 +159,7 @@ def host_copies(config: EngineConfig, tp: TPInfo, pools: Sequence[KVPool]) -> Ho
         )
     pool = pools[0]
     page_bytes = kv_page_bytes(pool.spec, len(pool.layers), pool.page_size)
-    num_blocks = needed // tp.size // page_bytes
+    num_blocks = needed // comm.tp.size // page_bytes
     if not num_blocks:
         raise ConfigError(
             f"host_cache_gb {config.host_cache_gb:g} holds no KV page of {page_bytes:,} bytes on "
@@ -142,14 +172,14 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _lock(blocks: Tensor) -> None:
-    """Lock host memory, so that the device can read and write it directly."""
+def _change_lock(function: str, *args: int) -> None:
+    """Lock or unlock host memory. The device can read and write locked memory directly."""
     driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = driver.cudaHostRegister(blocks.data_ptr(), blocks.nbytes, 0)
-    if int(status) != 0:
+    status = int(getattr(driver, function)(*args))
+    if status != 0:
         raise EngineError(
-            f"the CUDA driver does not lock {blocks.nbytes / 1e9:.1f} GB of host memory (error "
-            f"{int(status)}); set a smaller host cache, or none"
+            f"the CUDA driver refuses {function} of the host cache (error {status}); set a smaller "
+            "host cache, or none"
         )
 
 

@@ -25,7 +25,7 @@ from minisgl.engine import memory, states, warmup
 from minisgl.engine.check import check_memory
 from minisgl.engine.extensions import Extensions
 from minisgl.engine.graphs import DecodeShape, capture_steps
-from minisgl.engine.host_copies import host_copies
+from minisgl.engine.host_copies import device_bytes
 from minisgl.engine.model_runner import DraftTensors, ModelRunner
 from minisgl.engine.stages import CachedLengths, CopyStates, Stage
 from minisgl.engine.step import StepLauncher, StepParts
@@ -193,11 +193,7 @@ class Start:
                 "speculative is mtp, but no stage of the extensions runs the draft head; build the "
                 "extensions with drafts.with_speculation, or set speculative to ngram"
             )
-        copier, processors = (
-            host_copies(config, self._comm.tp, pools),
-            self._extensions.logits_processors,
-        )
-        return StepLauncher(parts, processors, self.on_stream(), copier=copier)
+        return StepLauncher(parts, self._extensions.logits_processors, self.on_stream())
 
     def graph_sizes(self) -> tuple[list[DecodeShape], list[int]]:
         """Return the shapes of decode steps and the numbers of tokens to capture graphs for."""
@@ -257,9 +253,8 @@ class Start:
 
         if self.device.type == "cuda" and shapes:
             graphs = capture_steps(launcher.parts, shapes, token_sizes, largest_first)
-            parts, processors = launcher.parts, launcher.processors
-            on_stream, copier = launcher.on_stream, launcher.copier
-            launcher = StepLauncher(parts, processors, on_stream, graphs, copier)
+            processors, on_stream = launcher.processors, launcher.on_stream
+            launcher = StepLauncher(launcher.parts, processors, on_stream, graphs)
             launcher.runner.clear_dummy()
         return launcher, free
 
@@ -323,9 +318,9 @@ class Start:
         """Return the memory for KV pages on a GPU, in bytes.
 
         The engine may use the share memory_ratio of the memory that was free before the weights
-        were loaded. The KV pages get the part of this share that weights, steps and graphs do not
-        need. To measure the memory of steps and graphs, this method runs the largest step and
-        captures the largest graphs.
+        were loaded. The KV pages get the part of this share that neither weights, steps, graphs nor
+        the copies of a host cache need. To measure the memory of steps and graphs, this method runs
+        the largest step and captures the largest graphs.
         """
         torch.cuda.synchronize(self.device)
         free_loaded = memory.free_bytes(self.device)
@@ -338,7 +333,7 @@ class Start:
         logger.info(
             "memory of steps and graphs steps_bytes=%d graph_bytes=%d", step_bytes, graph_bytes
         )
-        taken = free_before - free_loaded + step_bytes + graph_bytes
+        taken = free_before - free_loaded + step_bytes + graph_bytes + device_bytes(self.config)
         return memory.kv_bytes_left(self.config, free_before, taken)
 
     def _measure_graph_bytes(self, launcher: StepLauncher) -> int:

@@ -292,7 +292,7 @@ class StepLauncher:
     parts       the parts of all steps.
     processors  logits processors, in the order in which they edit.
     graphs      the CUDA graphs; none on a CPU.
-    copier      as in EngineLike.
+    copier      None: the launcher copies no pages (Engine.copier).
     on_stream   a context in which torch queues work on the stream.
     """
 
@@ -302,14 +302,13 @@ class StepLauncher:
         processors: Sequence[LogitsProcessor[Any]],
         on_stream: AbstractContextManager[object],
         graphs: StepGraphs = NO_GRAPHS,
-        copier: PageCopier | None = None,
     ) -> None:
         self.runner, self._stages, self._finish = self.parts = parts
         self.processors, self.on_stream, self.graphs = processors, on_stream, graphs
         runner, pool = self.runner, self.runner.pools[0]
         self.num_pages, self.page_size, self.window = pool.num_pages, pool.page_size, runner.window
         self.snapshot_pages = runner.snapshot_pages
-        self.copier = copier
+        self.copier: PageCopier | None = None
         self.max_running_reqs, self.max_seq_len = runner.packer.dummy_row, runner.max_seq_len
         self._failed_rows: Callable[[], Collection[int]] = frozenset  # of the previous step
         last_layer = LastLayer(runner.model, graphs.logits_graphs)

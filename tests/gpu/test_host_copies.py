@@ -60,6 +60,9 @@ def test_pages_come_back_with_equal_bytes_while_steps_run(fp8: bool) -> None:
     for part, old in zip(pool.parts(), before, strict=True):
         assert torch.equal(part[:, count : 2 * count], old)
         assert not part[:, :count].any()
+    assert all(blocks.is_pinned() for blocks in copies._blocks)
+    copies.close()
+    assert not any(blocks.is_pinned() for blocks in copies._blocks)
 
 
 def test_the_copies_of_8b_pages_report_their_rates() -> None:

@@ -9,6 +9,8 @@ import torch
 
 from minisgl.core import ConfigError, SamplingParams, SchedulerConfig
 from minisgl.core.batch import Int32Array
+from minisgl.distributed.comm import SingleCommunicator
+from minisgl.engine import host_copies
 from minisgl.engine.host_copies import HostCopies
 from minisgl.kvcache import host
 from minisgl.kvcache.pool import KVPool, KVSpec
@@ -34,6 +36,7 @@ def test_a_page_comes_back_with_equal_bytes(fp8: bool) -> None:
         scales.normal_()
     before = [part.clone() for part in pool.parts()]
     copies = HostCopies(pool, num_blocks=5)
+    copies._piece = 2
     copies.start(1, ids(6, 1, 3), ids(4, 0, 2), load=False)
     copies.finish(1)
     for part in pool.parts():
@@ -45,6 +48,68 @@ def test_a_page_comes_back_with_equal_bytes(fp8: bool) -> None:
     for part, old in zip(pool.parts(), before, strict=True):
         assert torch.equal(part[:, [0, 7, 5]], old[:, [1, 3, 6]])
         assert not part[:, [1, 2, 3, 4, 6]].any()
+
+
+def test_each_rank_checks_the_free_memory_that_the_ranks_found_before_any_allocation(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`agree_min` returns after all ranks have called it."""
+    events: list[str] = []
+    agree, new = SingleCommunicator.agree_min, HostCopies.__init__
+
+    def measure() -> int:
+        events.append("measured")
+        return 10**12
+
+    def agree_min(self: SingleCommunicator, value: int) -> int:
+        events.extend(["agreed"] * (value == 10**12))
+        return agree(self, value)
+
+    def allocate(self: HostCopies, pool: KVPool, num_blocks: int) -> None:
+        events.append("allocated")
+        new(self, pool, num_blocks)
+
+    monkeypatch.setattr(host_copies, "cpu_free_bytes", measure)
+    monkeypatch.setattr(SingleCommunicator, "agree_min", agree_min)
+    monkeypatch.setattr(HostCopies, "__init__", allocate)
+    path = build_model("qwen3", tmp_path_factory.mktemp("models"))
+    engine = make_engine(path, num_pages=8, host_cache_gb=1e-3)
+    assert events == ["measured", "agreed", "allocated"]
+    monkeypatch.setattr(HostCopies, "close", lambda self: events.append("closed"))
+    engine.close()
+    assert events[-1] == "closed"
+
+
+class Driver:
+    """Records the ranges of host memory that are locked, as the CUDA driver does."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.synchronized = 0
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        assert self.synchronized == 2, "a copy may run"
+        return 0 if self.locked.pop(address, 0) else 1
+
+    def synchronize(self) -> None:
+        self.synchronized += 1
+
+
+def test_closed_copies_unlock_the_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed memory that is still locked would make the driver refuse a later lock of it."""
+    driver = Driver()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    pool = KVPool(KVSpec(2, 16, torch.bfloat16), layers=(0,), num_pages=8, page_size=4, device=CPU)
+    copies = HostCopies(pool, num_blocks=5)
+    for blocks in copies._blocks:
+        host_copies._change_lock("cudaHostRegister", blocks.data_ptr(), blocks.nbytes, 0)
+    copies._streams = [driver, driver]
+    copies.close()
+    assert not driver.locked
 
 
 def second_answer(path: str, **settings: Any) -> tuple[int, list[Any]]:
