@@ -78,16 +78,26 @@ class Start:
                 f"--max-prefill-length {max_chunk_tokens} is too small for a model with recurrent "
                 f"states, whose chunks have at least one page of {config.page_size} tokens"
             )
-        if config.host_cache_gb and (model.window is not None or model.states):
-            kind = "sliding windows" if model.window is not None else "recurrent states"
-            raise ConfigError(
-                f"host_cache_gb {config.host_cache_gb:g}: the host cache does not hold the memory "
-                f"of {kind}, which this model has; set it to 0"
-            )
+        self._check_host_cache()
         self._show_progress = comm.tp.rank == 0
         self.stream: torch.cuda.Stream | None = None
         self.compile_log = CompileLog()
         self.startup = Stopwatch(lambda: self.compile_log.compile_s)
+
+    def _check_host_cache(self) -> None:
+        """Raise ConfigError for a host cache beside memory that it does not hold."""
+        model, size = self.resolved.model, self.config.host_cache_gb
+        further = {
+            "sliding windows": model.window is not None,
+            "recurrent states": bool(model.states),
+            "the kinds of the extensions": bool(self._extensions.cache_kinds),
+        }
+        found = [name for name, has in further.items() if has]
+        if size and found:
+            raise ConfigError(
+                f"host_cache_gb {size:g}: the host cache does not hold the memory of "
+                f"{' and '.join(found)}; set it to 0"
+            )
 
     def run(self, build: Callable[..., CausalLM]) -> StepLauncher:
         """Load the model, allocate all memory and capture the graphs.

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from minisgl.core import ConfigError
 from minisgl.core.batch import EngineLike, Int32Array
 from minisgl.core.rows import Rows
 from minisgl.kvcache.fenced_pool import FencedPool
@@ -77,9 +76,7 @@ class Memory:
         # The scheduler calls these after each step.
         self.after_step: tuple[Callable[[], None], ...] = ()
         if engine.copier is not None:
-            if self.kinds:
-                names = ", ".join(kind.name for kind in self.kinds)
-                raise ConfigError(f"a host cache holds pages of full attention only, not {names}")
+            assert not self.kinds, "the engine refuses a host cache beside them; this is a bug"
             pool, tree, size = self.pool, self.tree, engine.num_pages
             self.tier = host_tier(engine.copier, tree, size, pool.allocate, self._unused)
             self.jobs, self.after_step = self.tier.jobs, (self.tier.store,)

@@ -1,6 +1,7 @@
 """Copies of KV pages to host memory and back, and requests that continue from them."""
 
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,18 @@ import torch
 from minisgl.core import ConfigError, SamplingParams, SchedulerConfig
 from minisgl.core.batch import Int32Array
 from minisgl.distributed.comm import SingleCommunicator
-from minisgl.engine import host_copies
+from minisgl.engine import DEFAULT_EXTENSIONS, host_copies
 from minisgl.engine.host_copies import HostCopies
 from minisgl.kvcache import host
 from minisgl.kvcache.pool import KVPool, KVSpec
+from minisgl.kvcache.window import window_kinds
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, build_model
 
 CPU = torch.device("cpu")
+OTHER_KIND = replace(DEFAULT_EXTENSIONS, cache_kinds=(window_kinds,))  # is never called
 
 
 def ids(*numbers: int) -> Int32Array:
@@ -161,6 +164,11 @@ def test_a_hit_in_host_memory_gives_the_bits_of_a_hit_on_the_device(
     ("model", "settings", "says"),
     [
         ("gemma3", {"host_cache_gb": 0.01}, "does not hold the memory of sliding windows"),
+        (
+            "qwen3",
+            {"host_cache_gb": 0.01, "extensions": OTHER_KIND},
+            "does not hold the memory of the kinds of the extensions",
+        ),
         ("qwen3", {"host_cache_gb": 1e6}, "does not fit beside other data into the"),
         ("qwen3", {"host_cache_gb": 1e-9}, "holds no KV page"),
         ("qwen3", {"host_cache_gb": -1.0}, "host_cache_gb must be at least 0 GB"),
