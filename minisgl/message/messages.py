@@ -161,13 +161,17 @@ class Shutdown(WireMessage, frozen=True, kw_only=True):
 
 class Prepared(WireMessage, frozen=True, kw_only=True):
     """The constraints of these requests are prepared on rank 0: all ranks enqueue them, or end
-    those in `failed`. The requests in `slow` pause after each token. The copies `copies` have ended
-    there: every rank ends them too (HostTier)."""
+    those in `failed`. The requests in `slow` pause after each token."""
 
     uids: list[int]
     failed: list[int] = []
     slow: list[int] = []
-    copies: list[int] = []
+
+
+class CopiesEnded(WireMessage, frozen=True, kw_only=True):
+    """These jobs of the host tier have ended on rank 0: every rank ends them too (HostTier)."""
+
+    jobs: list[int]
 
 
 class SetStepCost(WireMessage, frozen=True, kw_only=True):
@@ -176,8 +180,9 @@ class SetStepCost(WireMessage, frozen=True, kw_only=True):
     cost: StepCost
 
 
-# Rank 0 adds Prepared and SetStepCost to its own input, so all ranks apply them in one iteration.
-ToScheduler = AddReq | AbortReq | EndSession | FlushCache | Shutdown | Prepared | SetStepCost
+# Rank 0 adds these to its own input, so all ranks apply them in one iteration.
+OfRank0 = Prepared | CopiesEnded | SetStepCost
+ToScheduler = AddReq | AbortReq | EndSession | FlushCache | Shutdown | OfRank0
 
 
 class LeaderStep(WireMessage, frozen=True, kw_only=True):

@@ -20,8 +20,8 @@ class Inbox(Protocol):
 
         wait_s: returns the longest time to wait for the first message; None: without a limit.
         plan_hash: hash of the batch that this rank launched last. Ranks compare their hashes.
-        own: messages of this rank about itself (Prepared, SetStepCost). Rank 0 gets them back after
-        the other messages. The other ranks get the messages of rank 0 and drop their own.
+        own: messages of this rank about itself (OfRank0). Rank 0 gets them back after the other
+        messages. The other ranks get the messages of rank 0 and drop their own.
         """
 
 

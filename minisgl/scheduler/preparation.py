@@ -65,10 +65,10 @@ class PreparationQueue:
         self.preparing[req.uid] = req
         req.constraint.prepare(req.tokens)
 
-    def prepared(self, wait: bool, copies: list[int]) -> Prepared:
+    def prepared(self, wait: bool) -> Prepared:
         """Return the requests whose constraints are prepared on this rank.
 
-        wait: wait for the oldest request, at most WAIT_S. copies: as in Prepared.
+        wait: wait for the oldest request, at most WAIT_S.
         """
         self.begin()
         if wait and self.preparing:
@@ -76,7 +76,7 @@ class PreparationQueue:
         done = [req for req in self.preparing.values() if req.constraint.prepared()]
         failed = [req.uid for req in done if req.constraint.failure(len(req.tokens)) is not None]
         slow = [req.uid for req in done if req.constraint.slow]
-        return Prepared(uids=[req.uid for req in done], failed=failed, slow=slow, copies=copies)
+        return Prepared(uids=[req.uid for req in done], failed=failed, slow=slow)
 
     def take(self, uid: int) -> Req | None:
         """Take out a request that is prepared on rank 0. Returns None if it was aborted.

@@ -18,6 +18,7 @@ from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.message.messages import (
     AbortReq,
     AddReq,
+    CopiesEnded,
     EndSession,
     FlushCache,
     Prepared,
@@ -212,16 +213,17 @@ class Scheduler:
         preparing = len(self._preparations.preparing) + len(self.view.loading)
         return 0 < preparing == len(self._reqs) and not self._in_flight
 
-    def _prepared(self) -> list[Prepared]:
-        """Return the message about the requests that are prepared on this rank, and the copies.
+    def _prepared(self) -> list[ToScheduler]:
+        """Return messages about the requests that are prepared and the copies that have ended here.
 
         If nothing runs, wait for one of them, because the end of a copy may let a request run.
         """
         tier, wait = self.memory.tier, self._only_preparing
         stalled = not (self._launched or self._in_flight or self.idle)
         copies = [] if tier is None else tier.copier.done(WAIT_S if wait or stalled else 0.0)
-        prepared = self._preparations.prepared(wait and not copies, copies)
-        return [prepared] if prepared.uids or copies else []
+        prepared = self._preparations.prepared(wait and not copies)
+        ended: list[ToScheduler] = [CopiesEnded(jobs=copies)] if copies else []
+        return [prepared, *ended] if prepared.uids else ended
 
     def _handle(self, message: ToScheduler) -> None:
         match message:
@@ -236,7 +238,8 @@ class Scheduler:
                     if (req := self._preparations.take(uid)) is not None:  # None: aborted
                         req.slow = uid in message.slow
                         self._start(req, uid in message.failed)
-                end_copies(self.view, message.copies)
+            case CopiesEnded():
+                end_copies(self.view, message.jobs)
             case SetStepCost():
                 self.view.cost = message.cost
             case EndSession():
