@@ -10,7 +10,7 @@ Stores copy the cold end of the GPU pool before an eviction needs its pages, so 
 for a copy. A request that uses a node in the place BOTH lets the host tier drop its copy. The host
 tier evicts leaves, least recently used first.
 
-All decisions depend on replicated state alone. Rank 0 announces the ends of jobs (Prepared), and
+All decisions depend on replicated state alone. Rank 0 announces the ends of jobs (CopiesEnded), and
 every rank applies them in the same iteration.
 """
 
@@ -44,22 +44,11 @@ class CopyJob:
     nodes   the nodes with the pages, each after its children.
     locked  the ends of the paths that the job has locked. The paths contain all nodes of the job.
     loads   the copy goes to the GPU.
-    pages   the number of pages.
     """
 
     nodes: list[RadixNode]
     locked: list[RadixNode]
     loads: bool
-    pages: int
-
-
-@dataclass(slots=True)
-class CopyTotals:
-    """Numbers of pages since the start. dropped: copies that the host tier has evicted."""
-
-    stored: int = 0
-    loaded: int = 0
-    dropped: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +63,6 @@ class HostTier:
     clean_pages  the number of pages that are copied (H5).
     blocks       the host blocks. No step uses one, so they are released with the fence 0.
     jobs         the open jobs by number, in the order of their starts.
-    totals       the pages that jobs have copied, and those that the tier has evicted.
 
     H1  The cached nodes are closed towards the root, and so are those on the GPU. The GPU evicts
         nodes without a child on the GPU only, and the host tier nodes without any child.
@@ -95,18 +83,12 @@ class HostTier:
     target: int
     clean_pages: int = 0
     jobs: dict[int, CopyJob] = field(default_factory=dict)
-    totals: CopyTotals = field(default_factory=CopyTotals)
     _last_job: int = 0
     _store_open: bool = False  # one store at a time
     blocks: FencedPool = field(init=False)
 
     def __post_init__(self) -> None:
         self.blocks = FencedPool(self.copier.num_blocks, Steps())
-
-    @property
-    def usage(self) -> tuple[int, int]:
-        """The numbers of used and of free blocks."""
-        return self.blocks.size - self.blocks.num_free, self.blocks.num_free
 
     @property
     def locked_pages(self) -> int:
@@ -137,8 +119,7 @@ class HostTier:
             node.pages = pages[position : position + len(node.pages)].copy()
             self.tree.leaves.withdraw(node)
             node.place = Place.LOADING
-        self.totals.loaded += count
-        return self._start(CopyJob(nodes, [end], True, count))
+        return self._start(CopyJob(nodes, [end], True))
 
     def store(self) -> None:
         """Copy nodes of the cold end of the GPU pool, if too few of its pages are clean."""
@@ -167,10 +148,8 @@ class HostTier:
             ends = [node for node in nodes if node not in inner]
             for node in ends:
                 self.tree.lock(node)
-            count = sum(len(node.pages) for node in nodes)
-            self.totals.stored += count
             self._store_open = True
-            self._start(CopyJob(nodes, ends, False, count))
+            self._start(CopyJob(nodes, ends, False))
 
     def _start(self, job: CopyJob) -> int:
         self._last_job += 1
@@ -311,7 +290,6 @@ class HostTier:
 
     def _remove(self, leaf: RadixNode) -> None:
         """Remove a leaf that is in host memory only."""
-        self.totals.dropped += len(leaf.pages)
         self._free_blocks(leaf)
         self.tree.leaves.withdraw(leaf)
         self.tree.remove(leaf)

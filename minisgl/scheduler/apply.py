@@ -126,7 +126,7 @@ def _lock(view: View, plan: StepPlan) -> dict[Req, Hit]:
 
 
 def _load(view: View, req: Req, hit: Hit) -> None:
-    """Take a request out of the queue until its prefix has left host memory."""
+    """Take a request out of the queue until its prefix is loaded from host memory."""
     view.waiting.remove(req)
     req.state, req.loaded = ReqState.PREPARING, True
     view.loading[req] = view.memory.load(hit)

@@ -21,7 +21,7 @@ from minisgl.scheduler.view import Admission, Carry, Chunk, Decode, StepPlan, Vi
 MAX_DEFERRED = 64  # requests of a client that one round of a plan skips at most, to limit its time
 MAX_PAUSES = 8  # steps in a row that leave decoding requests of later priorities out
 FURTHER_SHARE = 1.1  # a step with further choices takes this many times the step without, or more
-MAX_LOADING = 4  # requests whose prefixes leave host memory at a time
+MAX_LOADING = 4  # requests whose prefixes are loaded from host memory at a time
 RESERVED_ROWS = 16  # one of this many rows stays free for the first priority in use
 
 

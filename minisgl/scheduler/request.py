@@ -25,7 +25,8 @@ class ReqState(StrEnum):
     """
 
     # As WAITING, but outside of the queue until its constraint is prepared. A request whose edits
-    # are slow keeps its row and pages meanwhile. So does a request whose prefix leaves host memory.
+    # are slow keeps its row and pages meanwhile. A request whose prefix is being loaded from host
+    # memory is PREPARING too, and owns neither a row nor pages.
     PREPARING = "preparing"
     WAITING = "waiting"  # owns neither a row nor pages
     PREFILL = "prefill"  # owns a row and its prompt's pages; part of the prompt is not launched
@@ -65,7 +66,8 @@ class Req:
     logit_states      state of each logits processor for this request; empty without edited logits.
     constraint        the element of logit_states that is a Constraint, if there is one.
     slow              each edit of the request is prepared before its step.
-    loaded            its prefix has left host memory since it began to wait, and does so once.
+    loaded            its prefix has been loaded from host memory since it began to wait. It is not
+                      loaded again.
     failed_at         number of tokens at which a step last gave the request no token; -1: none did.
     cached_tokens     prompt tokens that the prefix cache held at the first admission, as reported
                       to the client.

@@ -68,7 +68,7 @@ class StepPlan(NamedTuple):
     admit    in order.
     seen     the requests whose cached prefix was looked up, in order.
     preempt  a request that loses its row and its pages, because others need them.
-    load     waiting requests whose cached prefixes leave host memory first, in order.
+    load     waiting requests whose cached prefixes are loaded from host memory first.
     """
 
     decode: Decode
@@ -104,7 +104,7 @@ class View:
     waiting      the requests of each client in the order of service.
     prefilling   admitted requests with prompt tokens or forced tokens that are not launched yet.
     decode_rows  int32, rows of the decoding requests.
-    loading      requests whose prefixes leave host memory, and the last job of each.
+    loading      requests whose prefixes are loaded from host memory, and the last job of each.
     paused       decoding requests that skip steps until their next edit is prepared.
     sizes        the preferred sizes of a step in tokens, in rising order.
     cost         predicts step times.

@@ -83,8 +83,8 @@ class WaitingQueue:
     def append(self, req: Req) -> None:
         """Add a request to the end of its call.
 
-        A preempted one, or one whose prefix has left host memory, comes before all others of its
-        client.
+        A preempted one, or one whose prefix has been loaded from host memory, comes before all
+        others of its client.
         """
         self.clients.setdefault(req.client, len(self.clients))
         self._recent.append(req.priority)

@@ -65,7 +65,7 @@ def test_the_eviction_of_a_node_drops_a_long_chain_below_it_in_host_memory() -> 
     tree.unlock(top, 0)
     assert [each.pages.tolist() for each in tree.evict(1)] == [[0]]
     assert tree.hit(ids(length)).known_pages == 0
-    assert tier.usage == (0, 2 * length)
+    assert tier.blocks.num_free == 2 * length
 
 
 def test_a_store_of_a_chain_has_one_lock_and_a_limited_number_of_nodes() -> None:

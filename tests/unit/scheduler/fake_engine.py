@@ -78,6 +78,7 @@ class FakeCopier:
     Until then, the pages of a load hold noise. A step that reads them gets a wrong token.
 
     may_end  the number of copies of each direction that may end without a wait.
+    loads    the number of copies to the engine.
     waits    the number of waits in which no copy ends, before one that ends a copy.
     """
 
@@ -86,7 +87,7 @@ class FakeCopier:
         self.blocks = np.zeros((num_blocks, engine.page_size), dtype=np.uint64)
         self.open: dict[int, tuple[Int32Array, Int32Array, bool]] = {}
         self.reported: set[int] = set()
-        self.may_end = [0, 0]
+        self.may_end, self.loads = [0, 0], 0
         self.waits = self._waited = 0
 
     @property
@@ -100,6 +101,7 @@ class FakeCopier:
             assert not np.isin(pages, other_pages).any()
             assert not np.isin(blocks, other_blocks).any()
         self.open[job] = pages.copy(), blocks.copy(), load
+        self.loads += load
         if load:
             self.pages[pages] = np.uint64(0xDEAD)
 

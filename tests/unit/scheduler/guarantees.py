@@ -208,7 +208,7 @@ def state_of(view: View) -> bytes:
         add(node.blocks)
     add(memory.tree.evictable_pages, memory.tree.fenced_pages, memory.tree.clock)
     if memory.tier is not None:
-        add(memory.tier.usage, memory.tier.clean_pages, [*memory.tier.jobs])
+        add(memory.tier.blocks.num_free, memory.tier.clean_pages, [*memory.tier.jobs])
     for reqs in (view.waiting, view.loading, view.prefilling, view.uncached, view.paused):
         add([(req.uid, req.priority, req.state, req.row, req.admitted) for req in reqs])
     add(view.waiting.first_priority, dict(view.waiting.uncached), view.waiting._queues.keys())

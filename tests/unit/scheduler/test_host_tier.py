@@ -122,7 +122,7 @@ class HostTierMachine(RuleBasedStateMachine):
                 assert memory.tree.evictable_pages == 0
                 assert memory.pool.num_free == memory.pool.size
                 assert memory.tier is not None
-                assert memory.tier.usage == (0, self.engine.copier.num_blocks)
+                assert memory.tier.blocks.num_free == self.engine.copier.num_blocks
                 assert not memory.tier.jobs
                 assert not self.engine.copier.open
                 assert not self.harness.scheduler.view.loading
@@ -229,5 +229,5 @@ def test_ranks_whose_copies_end_at_different_times_plan_the_same_steps(seed: int
                     scheduler.iterate()
     hashes = [[batch.plan_hash() for batch in engine.batches] for _, engine in ranks]
     assert hashes[0] == hashes[1]
-    assert ranks[0][0].memory.tier is not None
-    assert ranks[0][0].memory.tier.totals.loaded
+    assert ranks[0][1].copier is not None
+    assert ranks[0][1].copier.loads
