@@ -21,9 +21,12 @@ HEADERS = (
 def session_name(headers: Mapping[str, str], field: str) -> str:
     """The client's name of the session of a request; "" if it names none.
 
+    headers: as Starlette decodes them, in Latin-1.
     field: the name in the body. A header goes before it.
     """
-    return next((value for name in HEADERS if (value := headers.get(name))), field)
+    found = next((value for name in HEADERS if (value := headers.get(name))), None)
+    # UTF-8, as in bodies and in the path that ends a session. Servers decode paths with "replace".
+    return field if found is None else found.encode("latin-1").decode(errors="replace")
 
 
 def session_key(client: str, name: str) -> str:

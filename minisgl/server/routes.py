@@ -79,12 +79,14 @@ async def create_message(context: ContextDep) -> Response:
     return await _generate(MESSAGES, context)
 
 
-@router.post("/v1/sessions/{session_id}/end", tags=["generation"])
+@router.post("/v1/sessions/{session_id:path}/end", tags=["generation"])
 async def end_session(context: ContextDep, session_id: str) -> Response:
     """Let the cache give up first what only the requests of this session have used.
 
-    session_id: the name that the requests sent with the same API key.
+    session_id: the name that the requests sent with the same API key. It may contain slashes.
     """
+    if not session_id:
+        raise HTTPException(404)
     context.require_engine()
     context.service.lifecycle.require_accepting()
     context.engine.end_session(session_key(context.client_name, session_id))
