@@ -18,7 +18,7 @@ class CacheControl(msgspec.Struct, kw_only=True):
     The server caches every prompt. A breakpoint only changes the token counts of the answer.
     """
 
-    ttl: str = "5m"
+    ttl: Literal["5m", "1h"] = "5m"
 
 
 class MessagesBlock(msgspec.Struct, kw_only=True):

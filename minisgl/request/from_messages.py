@@ -85,7 +85,7 @@ def _breakpoints(body: api.CountTokensBody) -> Breakpoints:
     inside = {mark.ttl for mark in marked if mark is not None}
     return Breakpoints(
         "1h" if "1h" in inside else "5m" if inside else "",
-        "" if end is None else "1h" if end.ttl == "1h" else "5m",
+        "" if end is None else end.ttl,
     )
 
 

@@ -74,6 +74,11 @@ REFUSED_MESSAGES: list[tuple[dict[str, Any], str, type[RequestError]]] = [
     ({"messages": [user("a")], "thinking": {"type": "x"}}, "thinking.type", InvalidRequest),
     ({"messages": [user("a")], "mcp_servers": [{}]}, "mcp_servers", Unsupported),
     ({"messages": [user("a")], "n": 2}, "n", InvalidRequest),
+    (
+        {"messages": [user("a")], "cache_control": {"ttl": "2h"}},
+        "cache_control.ttl",
+        InvalidRequest,
+    ),
     ({"messages": [user("a")], "thread": {"type": "create"}}, "thread", Unsupported),
 ]
 

@@ -35,7 +35,9 @@ def test_the_end_of_a_session_has_the_key_of_its_requests(
         answers = asyncio.create_task(answer_all(world))
         chat = {} if "input" in fields else {"messages": [{"role": "user", "content": "a"}]}
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            named = {key: value.format(name) for key, value in fields.items() if isinstance(value, str)}
+            named = {
+                key: value.format(name) for key, value in fields.items() if isinstance(value, str)
+            }
             body = {"model": "m", **chat, **fields, **named}
             sent = {key: value.format(name).encode() for key, value in headers.items()}
             assert (await client.post(path, json=body, headers=sent)).status_code == 200
