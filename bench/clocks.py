@@ -6,6 +6,7 @@ Machines of one kind differ: in clocks under a power limit, and in other work on
 import contextlib
 import shutil
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,16 +34,20 @@ class Clocks:
         reader.start()
         command = [str(program), f"--query-gpu={','.join(_GPU)}", "--format=csv,noheader,nounits"]
         command += ["-lms", str(round(_INTERVAL_S * 1e3))]
-        smi = subprocess.Popen(command, stdout=subprocess.PIPE, text=True) if program else None
-        try:
-            yield
-        finally:
-            self._done.set()
-            reader.join()
-            if smi is not None:
-                smi.terminate()
-                self._add_gpu(smi.communicate()[0])
-            self._shares = cpu_shares(before, _STAT.read_text())
+        # A file, because a full pipe would stop nvidia-smi during a long row.
+        with tempfile.TemporaryFile("w+") as output:
+            smi = subprocess.Popen(command, stdout=output) if program else None
+            try:
+                yield
+            finally:
+                self._done.set()
+                reader.join()
+                if smi is not None:
+                    smi.terminate()
+                    smi.wait()
+                    output.seek(0)
+                    self._add_gpu(output.read())
+                self._shares = cpu_shares(before, _STAT.read_text())
 
     def values(self) -> dict[str, float]:
         """Return the median and the smallest value of each quantity, and shares of CPU time."""

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import pytest
 
 from bench import campaign
 from bench.campaign import main, read_plan, rows_of, values_of
-from bench.clocks import cpu_shares
+from bench.clocks import Clocks, cpu_shares
 from bench.records import read_records
 from minisgl.benchmark.server_process import RunningServer
 from minisgl.core import ConfigError
+from tests.patience import patience
 
 ONLINE = {
     "ttft_s": {"p50": 0.2, "p99": 0.3},
@@ -103,3 +105,21 @@ def test_another_engine_is_measured_at_its_url(commands: list[list[str]], tmp_pa
 def test_shares_of_cpu_time_follow_from_two_readings() -> None:
     found = cpu_shares("cpu 100 0 0 100 0 0 0 0\ncpu0 1", "cpu 130 0 10 150 0 0 0 10\ncpu0 2")
     assert found == {"cpu_busy_percent": 40, "cpu_stolen_percent": 10}
+
+
+def test_gpu_samples_beyond_the_size_of_a_pipe_are_all_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Regression: nvidia-smi stopped at a full pipe, and a long row had samples of its start."""
+    program, written = tmp_path / "nvidia-smi", tmp_path / "written"
+    lines = "head -c 131072 /dev/zero | tr '\\0' '1' | fold -w 4"
+    program.write_text(f"#!/bin/sh\n{lines}\necho\necho 7\n: > {written}\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    clocks, until_s = Clocks(), time.monotonic() + patience()
+    with clocks.sampled():
+        while not written.exists():
+            assert time.monotonic() < until_s, "the program waits for a reader of its output"
+            time.sleep(0.01)
+    values = clocks.values()
+    assert (values["gpu_p50_mhz"], values["gpu_min_mhz"]) == (1111, 7)
