@@ -1,7 +1,5 @@
 """Copies of KV pages between a GPU and host memory, beside the steps of other requests."""
 
-import time
-
 import numpy as np
 import pytest
 import torch
@@ -63,27 +61,3 @@ def test_pages_come_back_with_equal_bytes_while_steps_run(fp8: bool) -> None:
     assert all(blocks.is_pinned() for blocks in copies._blocks)
     copies.close()
     assert not any(blocks.is_pinned() for blocks in copies._blocks)
-
-
-def test_the_copies_of_8b_pages_report_their_rates() -> None:
-    """Prints GB/s of 32k tokens of Qwen3-8B in each direction. It asserts no time."""
-    device = torch.device("cuda")
-    spec = KVSpec(8, 128, torch.bfloat16)
-    pool = KVPool(spec, layers=range(36), num_pages=2048, page_size=16, device=device)
-    began_s = time.perf_counter()
-    copies = HostCopies(pool, num_blocks=4096)
-    print(f"\nhost memory of 9.7 GB locked in {time.perf_counter() - began_s:.2f} s")
-    pages: Int32Array = np.arange(2048, dtype=np.int32)
-    gigabytes = 2048 * 16 * 147_456 / 1e9
-    for name, blocks in (("one run", pages), ("runs of one", 2 * pages)):
-        for load in (False, True, False, True):
-            torch.cuda.synchronize()
-            began_s = time.perf_counter()
-            copies.start(1, pages, blocks.astype(np.int32), load)
-            host_s = time.perf_counter() - began_s
-            copies.finish(1)
-            seconds = time.perf_counter() - began_s
-            direction = "to the GPU" if load else "to the host"
-            print(
-                f"{name}, {direction}: {gigabytes / seconds:.1f} GB/s, {host_s * 1e3:.1f} ms host"
-            )
