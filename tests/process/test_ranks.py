@@ -128,7 +128,7 @@ def test_the_end_of_another_server_changes_nothing_and_a_rank_1_that_hangs_ends_
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """An LLM of two ranks. Its last test ends them."""
+    """An LLM of two ranks. Its tests leave it idle."""
     with LLM(tp=2, num_pages=256) as found:
         yield found
 
@@ -193,8 +193,9 @@ def assert_ended_by(llm: LLM, end: Callable[[int], None], prompt: list[int], beg
     assert not [rank for rank in ranks.values() if rank.is_running()]
 
 
-def test_a_killed_rank_raises_worker_died(llm: LLM) -> None:
+def test_a_killed_rank_raises_worker_died() -> None:
     """The other rank waits for the lost one."""
+    llm = LLM(tp=2, num_pages=256)
     assert_ended_by(llm, lambda pid: os.kill(pid, signal.SIGKILL), [5, 6, 7], begun=True)
 
 

@@ -97,8 +97,10 @@ def _assert_ends_when_killed(server: ServerProcess, name: str, phase: str) -> No
     ("name", "phase"),
     [
         ("api", "loading"),
+        ("api", "idle"),
         ("api", "draining"),
         ("scheduler", "loading"),
+        ("tokenizer-0", "loading"),
         ("tokenizer-0", "decode"),
         ("tokenizer-0", "draining"),
         ("detokenizer", "idle"),
