@@ -112,6 +112,8 @@ def memory() -> list[Panel]:
             "Evicted and preempted",
             {
                 "evicted tokens": "sum(rate(minisgl_prefix_cache_evicted_tokens_total{m}[r]))",
+                "tokens of ended sessions": "sum"
+                "(rate(minisgl_prefix_cache_ended_tokens_total{m}[r]))",
                 "preempted requests": "sum(rate(minisgl_preemptions_total{m}[r]))",
             },
             "none",
