@@ -101,6 +101,8 @@ class MoeBlock(nn.Module):
     def scale_outputs(self, factor: float) -> None:
         """Multiply the loaded weights of the experts' last product. Raises ConfigError."""
         self.experts.scale_outputs(factor)
+        if self.shared_expert is not None:
+            self.shared_expert.scale_outputs(factor)
 
     def placements(self, name: str) -> Iterator[Placement]:
         experts, hidden = self.spec.num_experts, self.router.shape[1]

@@ -125,7 +125,8 @@ class ExpertsMethod(nn.Module, ABC):
         Raises ConfigError if the method cannot do so.
         """
         raise ConfigError(
-            f"{type(self).__name__} cannot multiply weights by {factor:g}, which the model needs"
+            f"{type(self).__name__} cannot multiply weights by {factor:g}, which the model needs: "
+            "use a checkpoint with unquantised experts"
         )
 
 

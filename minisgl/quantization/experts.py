@@ -43,6 +43,9 @@ class Fp8Experts(ExpertsMethod):
                 for placement in fp8_placements(matrix, self.form, name, targets, scales):
                     yield placement._replace(expert=expert)
 
+    def scale_outputs(self, factor: float) -> None:
+        self.down_scales.mul_(factor)
+
     def weights(self) -> ExpertWeights:
         gate_up = self._gate_up_blocks._replace(values=self.gate_up_scales)
         down = self._down_blocks._replace(values=self.down_scales)

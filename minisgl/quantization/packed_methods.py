@@ -114,8 +114,7 @@ class PackedExperts(ExpertsMethod):
     """Experts of int4 weights. gate_up_codes, down_codes and others: as in PackedWeights.
 
     `finish` replaces them as in PackedLinear. The ranks share whole groups of the inner dimension.
-    Raises ConfigError for other kinds, and if
-    the sizes of the model are not whole groups.
+    Raises ConfigError for other kinds, and if the sizes of the model are not whole groups.
     """
 
     def __init__(self, shards: ExpertShards, dtype: torch.dtype, form: PackedFormat) -> None:
@@ -145,6 +144,11 @@ class PackedExperts(ExpertsMethod):
             if isinstance(weights, OrderedWeights):
                 self._ordered[name] = weights
                 _keep(self, weights, f"{name}_")
+
+    def scale_outputs(self, factor: float) -> None:
+        ordered = self._ordered.get("down")
+        scales = self.get_parameter("down_scales") if ordered is None else ordered.scales
+        scales.mul_(factor)
 
     def weights(self) -> ExpertWeights:
         return ExpertWeights(self._matrix("gate_up"), self._matrix("down"))
