@@ -172,7 +172,7 @@ class MoeBackend(ABC):
     formats: the formats of experts that the backend computes.
     takes_biases: whether it computes biases and the gate of ExpertWeights.swiglu.
     takes_shared: whether it computes shared experts, of which Router.shared has the number.
-    takes_sigmoid: whether it computes Router.correction, Router.scale and Router.shared_gate.
+    takes_routing_variants: whether it computes Router.correction, Router.scale and Router.gates.
     The tuple registry.MOE_BACKENDS lists the backends of minisgl. An entry point passes the
     backends of other packages in engine.Extensions.
 
@@ -183,7 +183,7 @@ class MoeBackend(ABC):
     formats: ClassVar[Collection[ExpertFormat]] = (ExpertFormat.UNQUANTISED,)
     takes_biases: ClassVar[bool] = False
     takes_shared: ClassVar[bool] = False
-    takes_sigmoid: ClassVar[bool] = False
+    takes_routing_variants: ClassVar[bool] = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

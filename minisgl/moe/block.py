@@ -58,12 +58,21 @@ class MoeBlock(nn.Module):
         if spec.shared and not self.shared:
             linears = build._replace(parent=f"{build.parent}.{spec.names.shared}")
             self.shared_expert = GatedMlp(hidden_size, DenseSpec(spec.shared * spec.inner), linears)
+        variants = " and ".join(
+            name
+            for is_needed, name in (
+                (spec.sigmoid, "sigmoids"),
+                (spec.scale != 1.0, f"a factor of {spec.scale:g}"),
+                (self.shared and not spec.shared_gate, "an ungated shared expert"),
+            )
+            if is_needed
+        )
         form = self.experts.weights().gate_up.format
         for is_supported, kind in (
             (form in backend.formats, f"{form} experts"),
             (backend.takes_biases or not spec.stacked, "experts with biases"),
             (backend.takes_shared or not self.shared, "shared experts"),
-            (backend.takes_sigmoid or not spec.sigmoid, "routing by sigmoids"),
+            (backend.takes_routing_variants or not variants, f"routing with {variants}"),
         ):
             if not is_supported:
                 raise ConfigError(

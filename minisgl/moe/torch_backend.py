@@ -16,7 +16,7 @@ class TorchMoe(MoeBackend):
 
     name = "torch"
     formats = tuple(ExpertFormat)
-    takes_biases = takes_shared = takes_sigmoid = True
+    takes_biases = takes_shared = takes_routing_variants = True
 
     def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
         logits = router.logits(x, len(weights.down.values))

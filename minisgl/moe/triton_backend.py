@@ -47,7 +47,7 @@ class TritonMoe(MoeBackend):
 
     name = "triton"
     formats = tuple(ExpertFormat)
-    takes_biases = takes_shared = takes_sigmoid = True
+    takes_biases = takes_shared = takes_routing_variants = True
 
     def __init__(self, device: torch.device) -> None:
         # Triton is imported here, because machines without a GPU may not have it.

@@ -1,5 +1,7 @@
 """Routing and experts, compared with their definition token by token."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn.functional import silu
@@ -94,6 +96,30 @@ def test_experts_that_a_backend_does_not_support_are_refused(
     MoeBlock(8, spec, build, experts, TorchMoe(CPU))
     with pytest.raises(ConfigError, match=f"'plain' does not support .*{says}"):
         MoeBlock(8, spec, build, experts, PlainMoe(CPU))
+
+
+class SoftmaxMoe(TorchMoe):
+    """A backend of another package, which routes by the softmax alone and gates shared experts."""
+
+    name, takes_routing_variants = "softmax", False
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"sigmoid": True}, "sigmoids"),
+        ({"scale": 2.5}, "a factor of 2.5"),
+        ({"shared": 1, "shared_gate": False}, "an ungated shared expert"),
+    ],
+)
+def test_routing_that_a_backend_does_not_support_is_refused(
+    changes: dict[str, Any], says: str
+) -> None:
+    build = LinearBuild(TPInfo(0, 1), torch.float32, UnquantizedLinear)
+    spec = ExpertsSpec(4, 2, 6, True)
+    MoeBlock(8, spec, build, UnquantizedExperts, SoftmaxMoe(CPU))
+    with pytest.raises(ConfigError, match=f"'softmax' does not support routing with {says}"):
+        MoeBlock(8, spec._replace(**changes), build, UnquantizedExperts, SoftmaxMoe(CPU))
 
 
 @pytest.mark.parametrize(("columns", "on_gpu"), [(16, True), (32, False)])
