@@ -38,6 +38,7 @@ def online_int4() -> PackedFormat:
         _ONLINE_GROUP,
         codes=StoredTensor("weight", _codes, FLOATS, columns=1),
         scales=StoredTensor("weight", _scales, FLOATS, columns=1),
+        remedy="use --quantization fp8, or leave out --quantization",
     )
 
 

@@ -51,6 +51,7 @@ class PackedFormat(NamedTuple):
     column_groups
                 the name of the tensor with the group of each column, int32 [K], if a group's
                 columns need not be neighbours.
+    remedy      for messages: how to avoid groups that do not divide the columns.
     """
 
     name: str
@@ -60,6 +61,7 @@ class PackedFormat(NamedTuple):
     zeros: StoredTensor | None = None
     row_scales: StoredTensor | None = None
     column_groups: str | None = None
+    remedy: str = "use a smaller group size, or leave this module unquantised"
 
     @property
     def kind(self) -> PackedKind:
@@ -78,7 +80,7 @@ class PackedFormat(NamedTuple):
         if columns % unit:
             raise ConfigError(
                 f"{shards.names[0]} has {columns} columns, which are not whole groups of {unit} "
-                f"({self.name}): use a smaller group size, or leave this module unquantised"
+                f"({self.name}): {self.remedy}"
             )
         if local % unit:
             raise ConfigError(

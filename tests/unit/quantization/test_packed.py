@@ -34,6 +34,8 @@ def test_a_matrix_whose_columns_the_group_does_not_divide_is_refused_by_name() -
     with pytest.raises(ConfigError, match=expected):
         awq({"group_size": 128}).linear(matrix, torch.float32)
     awq({"group_size": 64}).linear(matrix, torch.float32)
+    with pytest.raises(ConfigError, match=r"of 128 \(int4\): use --quantization fp8, or leave out"):
+        PackedLinear(matrix, torch.float32, online_int4())
 
 
 @pytest.mark.parametrize(
