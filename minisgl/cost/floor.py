@@ -7,6 +7,7 @@ equal part of the model, and the measured time of the all-reduces is added.
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,6 +17,8 @@ import torch
 from numpy.typing import NDArray
 
 from minisgl.core import ConfigError
+from minisgl.kernel.packed_order import bits_of
+from minisgl.kernel.packed_weights import PackedKind
 from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.attention import AttentionSpec
 from minisgl.layers.mlp import DenseSpec
@@ -152,22 +155,37 @@ def _mlp_weights(mlp: DenseSpec | ExpertsSpec, hidden: int) -> int:
 def weight_format(model: ModelSpec, quantization: str | None) -> str:
     """The format of the quantised weights: fp8, int4, nvfp4, mxfp4 or none.
 
-    quantization: as in EngineConfig.
+    quantization: as in EngineConfig. Several formats of one checkpoint count as that of the fewest
+    bits.
     """
     if quantization is not None or model.quantization is None:
         return quantization or "none"
     settings = model.quantization
-    given = {str(settings.get(key)) for key in ("quant_method", "format", "quant_algo")}
+    given = {str(settings.get(key)) for key in ("quant_method", "quant_algo")}
+    whole = settings.get("format")
+    given |= {str(group.get("format") or whole) for group in _groups(settings)} or {str(whole)}
     names = {"mxfp4": "mxfp4", "awq": "int4", "gptq": "int4", "pack-quantized": "int4"}
     names |= {"nvfp4-pack-quantized": "nvfp4", "NVFP4": "nvfp4"}
     return next((name for key, name in names.items() if key in given), "fp8")
 
 
+def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The groups of linears of compressed-tensors, each with a format of its own."""
+    return list((settings.get("config_groups") or {}).values())
+
+
+def _int4_bits(settings: Mapping[str, Any]) -> float:
+    """Return the bits of a weight in memory. settings: empty if the weights are rounded at load."""
+    schemes = [group.get("weights") or {} for group in _groups(settings)] or [settings]
+    sizes = [scheme.get("group_size") for scheme in schemes]
+    return max(bits_of(PackedKind.INT4, None if size == -1 else size) for size in sizes)
+
+
 def with_weights(cost: Cost, model: ModelSpec, quantization: str | None, tp: int = 1) -> Cost:
     """Return the cost with the weights in `weight_format`.
 
-    Drafts read a copy of the output head in FP8. The scales of FP8 are not counted. Those of int4
-    are counted as one of 16 bits for 128 weights.
+    Drafts read a copy of the output head in FP8. The scales of FP8 are not counted. Weights of
+    4 bits count with their headers, as in kernel/packed_order.py.
     """
     kept, kept_of_drafts = _bf16_bytes(model, tp)
     copy = 0 if model.draft_head is None else model.hidden_size * model.vocab_size // tp
@@ -184,9 +202,9 @@ def with_weights(cost: Cost, model: ModelSpec, quantization: str | None, tp: int
         case "fp8":  # a bf16 weight of 2 bytes has 2 operations
             return narrow(8)._replace(fp8_operations=cost.operations - kept)
         case "int4":
-            return narrow(4 + 16 / 128)
+            return narrow(_int4_bits({} if quantization else model.quantization or {}))
         case "nvfp4":
-            return narrow(4 + 8 / 16)
+            return narrow(bits_of(PackedKind.NVFP4))
         case "mxfp4":  # half a byte for each weight, and one for 32 weights
             return cost._replace(expert_bytes=cost.expert_bytes // 2 * 17 // 32)
     return cost

@@ -67,6 +67,12 @@ class OrderedWeights:
         return self.headers.view(torch.bfloat16)[..., 1::2]
 
 
+def bits_of(kind: PackedKind, group: int | None = None) -> float:
+    """Return the bits of a weight and of its share of a header. group: None for a whole row."""
+    in_chunks = kind is PackedKind.INT4 and (group is None or group % CHUNK == 0)
+    return 4 + 32 / (CHUNK if in_chunks else _WORD_COLUMNS)
+
+
 def has_order(kind: PackedKind, group: int, columns: int) -> bool:
     """Whether the kernels can read weights with groups of `group` columns in rows of `columns`."""
     return kind is PackedKind.NVFP4 or group % _WORD_COLUMNS == 0 or group == columns

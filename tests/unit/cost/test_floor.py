@@ -1,6 +1,7 @@
 """The cost of a model against values computed by hand."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -62,16 +63,29 @@ def test_fp8_weights_halve_the_linears_and_the_experts(tmp_path: Path) -> None:
     assert cost.fp8_operations == plain.operations - kept
 
 
+MIXED = {
+    "quant_method": "compressed-tensors",
+    "format": "mixed-precision",
+    "config_groups": {
+        "group_0": {"format": "float-quantized", "weights": {"num_bits": 8}},
+        "group_1": {"format": "pack-quantized", "weights": {"num_bits": 4, "group_size": 128}},
+    },
+}
+
+
 @pytest.mark.parametrize(
     ("settings", "bits"),
     [
-        ({"quant_method": "awq"}, 4.125),
-        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, 4.125),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 4.5),
+        ({"quant_method": "awq"}, 4.25),
+        ({"quant_method": "gptq", "group_size": 64}, 5),
+        ({"quant_method": "gptq", "group_size": -1}, 4.25),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, 4.25),
+        (MIXED, 4.25),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 5),
     ],
 )
 def test_four_bits_leave_the_head_and_the_routers(
-    settings: dict[str, str], bits: float, tmp_path: Path
+    settings: dict[str, Any], bits: float, tmp_path: Path
 ) -> None:
     _, sparse = load_shape("qwen3-30b-a3b", tmp_path)
     plain = cost_of(sparse)
