@@ -36,8 +36,8 @@ class Breakpoints(NamedTuple):
         """The numbers of prompt tokens before the last breakpoint, and before the last of "1h".
 
         prefixes: as in AddReq. Each number is of whole pages, because only these are cached. The
-        breakpoints inside count as one at the end of the first message: the places of the others
-        in the prompt are not known.
+        breakpoints inside count as one at the end of the system message, if this has 2,048
+        characters, and else not at all: the places of the others in the prompt are not known.
         """
         stable, first = prefixes
         ends = [(first, self.inside), (stable, self.end)]
