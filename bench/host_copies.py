@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from minisgl.core.batch import Int32Array
-from minisgl.engine.host_copies import HostCopies
+from minisgl.engine.host_copies import HostPageCopier
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     spec = KVSpec(8, 128, torch.bfloat16)
     pool = KVPool(spec, layers=range(36), num_pages=2048, page_size=16, device=device)
     began_s = time.perf_counter()
-    copies = HostCopies(pool, num_blocks=4096)
+    copies = HostPageCopier(pool, num_blocks=4096)
     sys.stdout.write(f"host memory of 9.7 GB locked in {time.perf_counter() - began_s:.2f} s\n")
     pages: Int32Array = np.arange(2048, dtype=np.int32)
     gigabytes = 2048 * 16 * 147_456 / 1e9

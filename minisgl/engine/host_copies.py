@@ -1,4 +1,4 @@
-"""`HostCopies`: copies KV pages between the device and host memory, beside the steps.
+"""`HostPageCopier`: copies KV pages between the device and host memory, beside the steps.
 
 A block of host memory holds one page: the keys, the values and, of an FP8 pool, the scales of all
 layers. On a GPU, a copy runs on a stream of its own: the pages are gathered into contiguous blocks
@@ -24,7 +24,7 @@ _SPARE_BYTES = 4 * 10**9  # of host memory, for all other data of the server
 _PIECE_BYTES = 64 * 2**20  # of a copy in one direction: its blocks take this memory on the device
 
 
-class HostCopies:
+class HostPageCopier:
     """Implements core.PageCopier. num_blocks: the same number on every rank.
 
     The scheduler starts a store after the step that wrote its pages, and a load on pages that no
@@ -141,7 +141,7 @@ def device_bytes(config: EngineConfig) -> int:
 
 def host_copies(
     config: EngineConfig, comm: Communicator, pools: Sequence[KVPool]
-) -> HostCopies | None:
+) -> HostPageCopier | None:
     """Return the copies between the KV pool and the host cache of the configuration.
 
     All ranks call it. pools: of this rank; the first is that of full attention. Returns None
@@ -165,7 +165,7 @@ def host_copies(
             f"host_cache_gb {config.host_cache_gb:g} holds no KV page of {page_bytes:,} bytes on "
             "each rank; set a larger value, or 0"
         )
-    return HostCopies(pool, num_blocks)
+    return HostPageCopier(pool, num_blocks)
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

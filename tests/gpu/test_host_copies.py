@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from minisgl.core.batch import Int32Array
-from minisgl.engine.host_copies import HostCopies
+from minisgl.engine.host_copies import HostPageCopier
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 pytestmark = [
@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 
-def wait(copies: HostCopies, job: int) -> None:
+def wait(copies: HostPageCopier, job: int) -> None:
     ended: list[int] = []
     while job not in ended:
         ended += copies.done(0.001)
@@ -31,7 +31,7 @@ def test_pages_come_back_with_equal_bytes_while_steps_run(fp8: bool) -> None:
     if (scales := pool.scales(1)) is not None:
         scales.normal_()
     before = [part[:, :count].clone() for part in pool.parts()]
-    copies = HostCopies(pool, num_blocks=count)
+    copies = HostPageCopier(pool, num_blocks=count)
     copies._piece = 64
     source = np.random.default_rng(0)
     blocks: Int32Array = source.permutation(count).astype(np.int32)

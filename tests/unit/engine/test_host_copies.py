@@ -12,7 +12,7 @@ from minisgl.core import ConfigError, SamplingParams, SchedulerConfig
 from minisgl.core.batch import Int32Array
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, host_copies
-from minisgl.engine.host_copies import HostCopies
+from minisgl.engine.host_copies import HostPageCopier
 from minisgl.kvcache import host
 from minisgl.kvcache.pool import KVPool, KVSpec
 from minisgl.kvcache.window import window_kinds
@@ -38,7 +38,7 @@ def test_a_page_comes_back_with_equal_bytes(fp8: bool) -> None:
     if (scales := pool.scales(0)) is not None:
         scales.normal_()
     before = [part.clone() for part in pool.parts()]
-    copies = HostCopies(pool, num_blocks=5)
+    copies = HostPageCopier(pool, num_blocks=5)
     copies._piece = 2
     copies.start(1, ids(6, 1, 3), ids(4, 0, 2), load=False)
     copies.finish(1)
@@ -58,7 +58,7 @@ def test_each_rank_checks_the_free_memory_that_the_ranks_found_before_any_alloca
 ) -> None:
     """`agree_min` returns after all ranks have called it."""
     events: list[str] = []
-    agree, new = SingleCommunicator.agree_min, HostCopies.__init__
+    agree, new = SingleCommunicator.agree_min, HostPageCopier.__init__
 
     def measure() -> int:
         events.append("measured")
@@ -68,17 +68,17 @@ def test_each_rank_checks_the_free_memory_that_the_ranks_found_before_any_alloca
         events.extend(["agreed"] * (value == 10**12))
         return agree(self, value)
 
-    def allocate(self: HostCopies, pool: KVPool, num_blocks: int) -> None:
+    def allocate(self: HostPageCopier, pool: KVPool, num_blocks: int) -> None:
         events.append("allocated")
         new(self, pool, num_blocks)
 
     monkeypatch.setattr(host_copies, "cpu_free_bytes", measure)
     monkeypatch.setattr(SingleCommunicator, "agree_min", agree_min)
-    monkeypatch.setattr(HostCopies, "__init__", allocate)
+    monkeypatch.setattr(HostPageCopier, "__init__", allocate)
     path = build_model("qwen3", tmp_path_factory.mktemp("models"))
     engine = make_engine(path, num_pages=8, host_cache_gb=1e-3)
     assert events == ["measured", "agreed", "allocated"]
-    monkeypatch.setattr(HostCopies, "close", lambda self: events.append("closed"))
+    monkeypatch.setattr(HostPageCopier, "close", lambda self: events.append("closed"))
     engine.close()
     assert events[-1] == "closed"
 
@@ -107,7 +107,7 @@ def test_closed_copies_unlock_the_host_memory(monkeypatch: pytest.MonkeyPatch) -
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     pool = KVPool(KVSpec(2, 16, torch.bfloat16), layers=(0,), num_pages=8, page_size=4, device=CPU)
-    copies = HostCopies(pool, num_blocks=5)
+    copies = HostPageCopier(pool, num_blocks=5)
     for blocks in copies._blocks:
         host_copies._change_lock("cudaHostRegister", blocks.data_ptr(), blocks.nbytes, 0)
     copies._streams = [driver, driver]
