@@ -36,6 +36,32 @@ class RawValues(NamedTuple):
     follows: tuple[str, ...]
     in_lines: bool
 
+    def read_call(
+        self, reader: Reader, calls: Calls, name: re.Pattern[str], end: str
+    ) -> Steps[None]:
+        """Read a call from its name up to `end`, its last tag, which may be missing.
+
+        name: matches names. The name is followed by the same text as the name of an argument.
+        """
+        called = yield from reader.run(name)
+        if not (yield from reader.literal(self.value)):
+            raise NotACall
+        has_argument = yield from reader.token(self.key)
+        if not has_argument:
+            yield from reader.expect(end)
+        calls.start(called)
+        types = calls.parameters.get(called, {})
+        name_of_argument = re.compile(rf"[^\n{re.escape(self.value)}]*")
+        while has_argument:
+            key = yield from reader.run(name_of_argument)
+            yield from reader.expect(self.value)
+            calls.argument(key)
+            yield from self.read(reader, calls, frozenset(types.get(key, ())))
+            has_argument = yield from reader.literal(self.key)
+        calls.end()
+        yield from reader.literal(end)
+        reader.commit()
+
     def read(self, reader: Reader, calls: Calls, types: frozenset[str]) -> Steps[None]:
         """Read a value and its end. Passes on a string in pieces, other values as a whole.
 

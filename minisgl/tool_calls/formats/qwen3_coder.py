@@ -11,13 +11,12 @@ from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.grammar import GrammarWriter
 from minisgl.tool_calls.parser import Calls
 from minisgl.tool_calls.raw_values import RawValues
-from minisgl.tool_calls.reader import NotACall, Reader, Steps
+from minisgl.tool_calls.reader import Reader, Steps
 
 _START, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _NAME = re.compile(r"[^\s<>]*")
-_KEY = re.compile(r"[^\n>]*")
 _VALUES = RawValues(
     _PARAMETER, ">", _PARAMETER_END, "\n", follows=(_PARAMETER, _FUNCTION_END), in_lines=True
 )
@@ -26,23 +25,7 @@ _VALUES = RawValues(
 def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
     if start == _START:
         yield from reader.expect(_FUNCTION)
-    name = yield from reader.run(_NAME)
-    if not (yield from reader.literal(">")):
-        raise NotACall
-    has_parameter = yield from reader.token(_PARAMETER)
-    if not has_parameter:
-        yield from reader.expect(_FUNCTION_END)
-    calls.start(name)
-    types = calls.parameters.get(name, {})
-    while has_parameter:
-        key = yield from reader.run(_KEY)
-        yield from reader.expect(">")
-        calls.argument(key)
-        yield from _VALUES.read(reader, calls, frozenset(types.get(key, ())))
-        has_parameter = yield from reader.literal(_PARAMETER)
-    calls.end()
-    yield from reader.literal(_FUNCTION_END)
-    reader.commit()
+    yield from _VALUES.read_call(reader, calls, _NAME, _FUNCTION_END)
     if (yield from reader.token(_END)):
         reader.commit()
 
