@@ -49,7 +49,7 @@ class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a program measures of a subject.
+    """One program, run for a subject.
 
     program  its name.
     label    follows the name of the subject in the name of the row.

@@ -143,7 +143,7 @@ class AbortReq(WireMessage, frozen=True, kw_only=True):
 
 
 class EndSession(WireMessage, frozen=True, kw_only=True):
-    """No request of this session follows: evict first what only its requests have used.
+    """No request of this session follows: evictions begin with the pages that only it has used.
 
     session: as in AddReq.
     """

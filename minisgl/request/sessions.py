@@ -1,7 +1,7 @@
 """The session of a client to which a request belongs.
 
-Agents name it in a header, or in a field of the body. The prefix cache gives up first what a
-session alone has used once the client has ended it.
+Agents name it in a header, or in a field of the body. Once the client has
+ended a session, evictions begin with the pages that only this session has used.
 """
 
 import hashlib

@@ -81,7 +81,7 @@ async def create_message(context: ContextDep) -> Response:
 
 @router.post("/v1/sessions/{session_id:path}/end", tags=["generation"])
 async def end_session(context: ContextDep, session_id: str) -> Response:
-    """Let the cache give up first what only the requests of this session have used.
+    """Let evictions begin with the pages that only this session has used.
 
     session_id: the name that the requests sent with the same API key. It may contain slashes.
     """

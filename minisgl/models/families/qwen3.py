@@ -23,7 +23,7 @@ def moe_spec(config: HfConfig, raw: Raw) -> ModelSpec:
 
 
 def vl_moe_spec(config: HfConfig, raw: Raw) -> ModelSpec:
-    # The router always normalises, whatever norm_topk_prob in config.json says.
+    # The router always normalises. norm_topk_prob in config.json has no effect.
     return _moe(config, sparse_layers(config, {**raw, "norm_topk_prob": True}))
 
 

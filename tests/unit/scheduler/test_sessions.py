@@ -1,4 +1,4 @@
-"""The end of a session: evictions take first what only its requests have used."""
+"""The end of a session: evictions begin with the pages that only its requests have used."""
 
 from minisgl.kvcache import NodeClass
 from minisgl.message.messages import EndSession
