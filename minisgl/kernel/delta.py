@@ -9,6 +9,7 @@ Source: Gated Delta Networks (Yang, Kautz, Hatamizadeh, 2024), as transformers c
 Qwen3-Next; the history as in ReplaySSM (Dao-AILab, 2026), with our boundaries.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -79,17 +80,25 @@ def gated_delta(
     No host sync on a GPU; graph-capturable.
     """
     out = mixed.new_empty((len(mixed), *memory.deltas.shape[2:]))
-    requests = zip(*(x.tolist() for x in step[:6]), strict=True)
-    for row, start, length, first, base, target in requests:
-        tokens = slice(first, first + length)
-        rows = DeltaMemory(*(part[row] for part in memory))
-        x = convolve(mixed[tokens], weights.conv, None, rows, start, base, target)
+    for tokens, rows, place in requests_of(memory, step):
+        x = convolve(mixed[tokens], weights.conv, None, rows, *place)
         q, k, v = split_channels(x, rows)
         q, k = (y * (y.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for y in (q, k))
         g = -weights.a_log.exp() * functional.softplus(a[tokens].float() + weights.dt_bias)
         inputs = Inputs(q * q.shape[-1] ** -0.5, k, v, g, b[tokens].float().sigmoid())
-        out[tokens] = recur(inputs, rows, start, base, target, corrects=True)
+        out[tokens] = recur(inputs, rows, *place, corrects=True)
     return out
+
+
+def requests_of(
+    memory: DeltaMemory, step: StateStep
+) -> Iterator[tuple[slice, DeltaMemory, tuple[int, int, int]]]:
+    """Yield each request of a step: its tokens, the memory of its row, and start, base, target."""
+    for row, start, length, first, base, target in zip(
+        *(x.tolist() for x in step[:6]), strict=True
+    ):
+        rows = DeltaMemory(*(part[row] for part in memory))
+        yield slice(first, first + length), rows, (start, base, target)
 
 
 class Inputs(NamedTuple):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import functional
 
-from minisgl.kernel.delta import DeltaMemory, Inputs, convolve, recur, split_channels
+from minisgl.kernel.delta import DeltaMemory, Inputs, convolve, recur, requests_of, split_channels
 from minisgl.kernel.states import StateStep
 
 
@@ -44,15 +44,12 @@ def selective_scan(
     No host sync on a GPU; graph-capturable.
     """
     out = mixed.new_empty((len(mixed), *memory.deltas.shape[2:]))
-    requests = zip(*(x.tolist() for x in step[:6]), strict=True)
-    for row, start, length, first, base, target in requests:
-        tokens = slice(first, first + length)
-        rows = DeltaMemory(*(part[row] for part in memory))
-        x = convolve(mixed[tokens], weights.conv, weights.bias, rows, start, base, target)
+    for tokens, rows, place in requests_of(memory, step):
+        x = convolve(mixed[tokens], weights.conv, weights.bias, rows, *place)
         q, k, v = split_channels(x, rows)
         size = functional.softplus(dt[tokens].float() + weights.dt_bias)
         inputs = Inputs(q, k, v, -weights.a_log.exp() * size, size)
-        o = recur(inputs, rows, start, base, target, corrects=False)
+        o = recur(inputs, rows, *place, corrects=False)
         out[tokens] = (o + weights.skip[:, None] * v).to(out.dtype)
     return out
 
