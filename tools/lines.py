@@ -41,6 +41,7 @@ FEATURES = {
         "layers/hidden.py",
         "models/mtp.py",
     ),
+    "images": ("images/*.py",),
     "host tier": (
         "engine/host_copies.py",
         "kvcache/host.py",

@@ -105,6 +105,22 @@ class StartText(WireMessage, frozen=True, kw_only=True):
     options: TextOptions
 
 
+class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
+    """An image of a prompt, resized for the model.
+
+    start   index of its first pad in the ids of the prompt. A pad is a negative id, and an image
+            has one for each token: rows * columns / merge^2 of its grid (images.ImageSpec).
+    grid    rows and columns of patches.
+    digest  SHA-256 of the pixels.
+    pixels  uint8 [rows * patch, columns * patch, 3], red, green and blue.
+    """
+
+    start: int
+    grid: tuple[int, int]
+    digest: bytes
+    pixels: bytes
+
+
 class AddReq(WireMessage, frozen=True, kw_only=True):
     """Run `count` requests with one prompt: the choices of a call. Choice i has the uid `uid` + i.
 
@@ -112,7 +128,8 @@ class AddReq(WireMessage, frozen=True, kw_only=True):
     one copy of the prompt. Choice i draws with seed + i. Only the first choice reports the
     log-probabilities of the prompt.
 
-    token_ids   int32 little-endian, each below the width of the logits.
+    token_ids   int32 little-endian, each below the width of the logits. Image pads are negative.
+    images      in the order of their pads.
     prediction  the output that the client expects, in the same form. Drafts come from it.
     cache_salt  only requests with the same salt share cached prefixes.
     session     key of the session of the client to which the request belongs; "": unknown.
@@ -133,6 +150,7 @@ class AddReq(WireMessage, frozen=True, kw_only=True):
     call: int = 0
     priority: int = 0
     prefixes: tuple[int, int] = (0, 0)
+    images: tuple[PromptImage, ...] = ()
 
 
 class AbortReq(WireMessage, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ TORCHLESS = (
     "utils",
     "core",
     "protocol",
+    "images",
     "message",
     "settings",
     "tokenizer",

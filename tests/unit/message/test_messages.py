@@ -17,6 +17,7 @@ from minisgl.message.messages import (
     DecodeIds,
     Finished,
     PrefillDone,
+    PromptImage,
     StartText,
     StepOutput,
     StepText,
@@ -29,6 +30,7 @@ from minisgl.message.messages import (
     TokenizeText,
     TokenLogprob,
     TokenLogprobs,
+    ToScheduler,
     ToTokenizer,
 )
 from minisgl.message.queues import Receiver, Sender, endpoint
@@ -41,6 +43,15 @@ from minisgl.utils.process import SOCKET_KEY, socket_folder, write_socket_key
         (TokenizeText(uid=1, text="é\0"), ToTokenizer),
         (TokenizeChat(uid=1, messages_json=b"[]"), ToTokenizer),
         (DecodeIds(uid=1, token_ids=b"\1\0\0\0"), ToTokenizer),
+        (
+            AddReq(
+                uid=1,
+                token_ids=b"\xfe\xff\xff\xff",
+                sampling=SamplingParams(),
+                images=(PromptImage(start=0, grid=(2, 2), digest=b"\1", pixels=b"\0\xff"),),
+            ),
+            ToScheduler,
+        ),
         (TokenizeResult(uid=1, error="no", internal=True), ToApi),
         (TokenizeResult(uid=1, text="x"), ToApi),
         (StartText(uid=1, options=TextOptions(stop=["é"], prompt_ids=b"\1\0\0\0")), ToDetokenizer),
