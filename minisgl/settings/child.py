@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -13,6 +14,10 @@ from minisgl.utils import supervise
 # The launcher appends two arguments: the name of the process, and the pid of the launcher.
 CHILD_COMMAND = (sys.executable, "-m", "minisgl.launch.worker_main")
 _CHECK_COMMAND = (sys.executable, "-m", "minisgl.launch.model_check")
+# malloc asks for pages of 2 MiB. Starts of 0.6B on two machines became 0.24 and 0.30 s shorter. In
+# the API process, 1,024 TLS connections would take 240 MiB instead of 20: each has a buffer of
+# 64 KiB of which it uses little.
+_SCHEDULER_ENV = MappingProxyType({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"})
 
 
 def check_before_weights(config: EngineConfig, folder: str) -> None:
@@ -65,4 +70,5 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
         """Start the child, which reads this spec. Its name is an argument, so `ps` shows it."""
         argv, payload = [*command, self.name], msgspec.json.encode(self)
         fds = [fd for fd in (self.reason_fd, self.report_fd, *self.listen_fds) if fd >= 0]
-        return supervise.spawn_child(self.name, argv, payload, fds)
+        env = _SCHEDULER_ENV if self.role == "scheduler" else {}
+        return supervise.spawn_child(self.name, argv, payload, fds, env)

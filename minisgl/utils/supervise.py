@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 CONFIG_EXIT = 2  # the exit code after a ConfigError, as after a wrong command line
 _PR_SET_PDEATHSIG = 1
@@ -27,8 +27,6 @@ _CHILD_ENV_DEFAULTS: Mapping[str, str] = {
     # Threads of libgomp otherwise spin at each barrier. On cores that other processes use too, a
     # step of the demo model then takes 60 ms instead of 4 ms.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # malloc asks for pages of 2 MiB. Starts of 0.6B on two machines became 0.24 and 0.30 s shorter.
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 
 
@@ -114,20 +112,25 @@ def first_failed(
 
 
 def spawn_child(
-    role: str, argv: Sequence[str], payload: bytes, pass_fds: Sequence[int] = ()
+    role: str,
+    argv: Sequence[str],
+    payload: bytes,
+    pass_fds: Sequence[int] = (),
+    env_defaults: Mapping[str, str] = MappingProxyType({}),
 ) -> Child:
     """Start `argv` with the pid of this process as its last argument, and send `payload`.
 
     The payload is the first line of the child's standard input. A line needs no end of file, which
     would not arrive while another process holds a copy of the pipe.
     The child has its own process group, so that Ctrl-C in a terminal reaches only the parent.
-    Variables of the environment that are not set get the values of _CHILD_ENV_DEFAULTS.
+    Variables of the environment that are not set get the values of _CHILD_ENV_DEFAULTS and of
+    `env_defaults`.
     """
     process = subprocess.Popen(
         [*argv, str(os.getpid())],
         pass_fds=pass_fds,
         stdin=subprocess.PIPE,
-        env={**_CHILD_ENV_DEFAULTS, **os.environ},
+        env={**_CHILD_ENV_DEFAULTS, **env_defaults, **os.environ},
         process_group=0,
     )
     assert process.stdin is not None, "the child must have a pipe; this is a bug"

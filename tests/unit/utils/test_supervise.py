@@ -58,8 +58,6 @@ def test_sighup_is_ignored_under_nohup() -> None:
     [
         ("OMP_WAIT_POLICY", None, "PASSIVE"),
         ("OMP_WAIT_POLICY", "ACTIVE", "ACTIVE"),
-        ("GLIBC_TUNABLES", None, "glibc.malloc.hugetlb=1"),
-        ("GLIBC_TUNABLES", "glibc.malloc.arena_max=4", "glibc.malloc.arena_max=4"),
     ],
 )
 def test_child_variable_has_a_default_unless_the_user_sets_it(
