@@ -22,6 +22,7 @@ NAMES = {
     "server": "stream events per second and per core of the API process, without an engine",
     "simulate": "scheduler and prefix cache under a load, in simulated time",
     "step": "one decode step on the GPU, with the time of each kernel",
+    "trace": "writes a trace of coding agents, for the benchmarks that replay one",
     "structured": "outputs that follow a JSON schema, compared with free outputs",
 }
 

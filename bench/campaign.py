@@ -5,7 +5,6 @@ campaign that is cut off keeps its earlier rows. A row that does not fit in --bu
 """
 
 import argparse
-import contextlib
 import math
 import os
 import shlex
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ from minisgl.core import ConfigError
 from minisgl.demo import model_path
 
 _PLAN = Path(__file__).with_name("campaigns.toml")
+_TRACE = "agents.jsonl"  # the file of a synthetic trace
 _DEMO = "demo"  # the name of the embedded model in bench/campaigns.toml
 
 
@@ -52,6 +52,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One program, run for a subject.
 
     program  its name.
+    trace    flags of `python -m bench trace`, whose file {trace} in `flags` is.
     label    follows the name of the subject in the name of the row.
     seconds  of all runs on one H200, without the start of a shared server.
     values   columns that are known before the run.
@@ -61,6 +62,7 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     program: str
     flags: str
     seconds: float
+    trace: str = ""
     label: str = ""
     values: dict[str, float] = {}
     repeat: int = 1
@@ -192,28 +194,33 @@ class Campaign:
         return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
     def _run(self, row: CampaignRow, url: str | None) -> dict[str, float]:
-        command = self.command(row, url)
-        sys.stderr.write(f"{row.name}: {shlex.join(command)}\n")
-        words = command[2:] if command[:2] == ["python", "-m"] else command
         clocks = Clocks()
-        with _caches(row.program) as caches, clocks.sampled():
-            done = subprocess.run(
-                [sys.executable, "-m", *words],
-                cwd=ROOT,
-                env=os.environ | {"PYTHONPATH": str(ROOT)} | caches,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-        if done.returncode:
-            raise ConfigError(f"the program ended with the exit code {done.returncode}")
-        return values_of(row, last_json(done.stdout)) | clocks.values()
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {name: str(Path(folder) / name) for name in row.program.own_caches}
+            trace = Path(folder) / _TRACE
+            if row.point.trace:
+                trace.write_text(_output(_trace_command(row), {}), encoding="utf-8")
+            command = self.command(row, url, trace)
+            sys.stderr.write(f"{row.name}: {shlex.join(command)}\n")
+            with clocks.sampled():
+                output = _output(command, caches)
+        return values_of(row, last_json(output)) | clocks.values()
 
-    def command(self, row: CampaignRow, url: str | None = None) -> list[str]:
+    def shown(self, row: CampaignRow) -> str:
+        """Return the command of a row as a line for a shell, with its own server and its trace."""
+        command = shlex.join(self.command(row))
+        if not row.point.trace:
+            return command
+        return f"{shlex.join(_trace_command(row))} > {_TRACE} && {command}"
+
+    def command(
+        self, row: CampaignRow, url: str | None = None, trace: Path = Path(_TRACE)
+    ) -> list[str]:
         """Return the command of a row. url: of a running server; None: the command starts it."""
         words = shlex.split(row.program.command)
         flags = shlex.split(row.point.flags)
         if "{trace}" in flags:
-            flags[flags.index("{trace}")] = str(self._options.trace)
+            flags[flags.index("{trace}")] = str(trace)
         if self._options.smoke:
             flags += shlex.split(row.program.smoke)
         engine = shlex.split(row.subject.flags)
@@ -237,17 +244,30 @@ class Campaign:
             if self._options.smoke:
                 note = "a smoke run of the demo model"
             figures = [Figure(row.name, dict(values), note)]
-            record = record_of(shlex.join(self.command(row)), figures, self._options.commit)
+            record = record_of(self.shown(row), figures, self._options.commit)
             name, _, version = self._options.engine.partition(" ")
             if name != "minisgl":
                 record = msgspec.structs.replace(record, engine=name, commit=version)
             write_record(self._options.name, record, self._options.results)
 
 
-@contextlib.contextmanager
-def _caches(program: Program) -> Iterator[dict[str, str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        yield {name: str(Path(folder) / name) for name in program.own_caches}
+def _trace_command(row: CampaignRow) -> list[str]:
+    return ["python", "-m", "bench", "trace", *shlex.split(row.point.trace)]
+
+
+def _output(command: list[str], variables: dict[str, str]) -> str:
+    """Run a command of this checkout, and return its output. Raises ConfigError if it fails."""
+    words = command[2:] if command[:2] == ["python", "-m"] else command
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
+        raise ConfigError(f"the program ended with the exit code {done.returncode}")
+    return done.stdout
 
 
 def main(argv: Sequence[str]) -> int:
@@ -276,9 +296,6 @@ def main(argv: Sequence[str]) -> int:
         help="run each row for moments with the demo model; nothing is saved without --results",
     )
     parser.add_argument("--model", help="measure this model folder in place of each row's model")
-    parser.add_argument(
-        "--trace", type=Path, help="file with the trace of the rows that replay one"
-    )
     parser.add_argument("--url", help="measure a running server, in place of starting one")
     parser.add_argument(
         "--engine",
@@ -292,8 +309,6 @@ def main(argv: Sequence[str]) -> int:
     if options.results is None and not options.smoke:
         options.results = RESULTS
     rows = rows_of(plan, options.name, options.only)
-    if options.trace is None and any("{trace}" in row.point.flags for row in rows):
-        parser.error("rows that replay a trace need --trace FILE")
     if options.engine != "minisgl" and options.url is None:
         parser.error("--engine names the engine of the server at --url; give --url")
     if options.url is not None and not all(row.program.serves for row in rows):
@@ -301,9 +316,7 @@ def main(argv: Sequence[str]) -> int:
     campaign = Campaign(options)
     if options.list:
         for row in rows:
-            print(
-                f"{row.name} ({row.point.seconds:.0f} s)\n    {shlex.join(campaign.command(row))}"
-            )
+            print(f"{row.name} ({row.point.seconds:.0f} s)\n    {campaign.shown(row)}")
         return 0
     missing = campaign.run(rows)
     print(*(f"no result: {line}" for line in missing), sep="\n")

@@ -1,44 +1,22 @@
 """One simulated replica against the server that was measured with the conversation trace."""
 
 import json
-import os
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import pytest
 
 from minisgl.benchmark.cli import main
-from tests.patience import patience
 
 pytestmark = pytest.mark.proof
 
-SOURCE = (
-    "https://raw.githubusercontent.com/kvcache-ai/Mooncake/main/FAST25-release/traces/"
-    "conversation_trace.jsonl"
-)
+TRACE = Path(__file__).parents[2] / "bench" / "traces" / "conversation.jsonl"
 # bench/notebook/2026-11-22-throughput.md, "The conversation trace": Qwen3-8B on one H200, 6ddb428
 MEASURED_TTFT_P50_S, MEASURED_ITL_P50_S, MEASURED_HITS = 1.97, 0.0102, 0.0438
 
 
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    """The trace: the file in MOONCAKE_TRACE, or a download."""
-    if given := os.environ.get("MOONCAKE_TRACE"):
-        return Path(given)
-    try:
-        with urllib.request.urlopen(SOURCE, timeout=patience()) as answer:
-            (tmp_path / "trace.jsonl").write_bytes(answer.read())
-    except urllib.error.URLError as error:
-        pytest.skip(f"{SOURCE} cannot be reached here: {error}")
-    return tmp_path / "trace.jsonl"
-
-
-def test_one_simulated_replica_is_within_a_tenth_of_the_measured_server(
-    trace: Path, tmp_path: Path
-) -> None:
+def test_one_simulated_replica_is_within_a_tenth_of_the_measured_server(tmp_path: Path) -> None:
     flags = "--requests 300 --max-prompt 32768 --time-scale 2.53 --num-pages 49173 --share 0.5"
-    files = ["--trace", str(trace), "--json", str(tmp_path / "run.json")]
+    files = ["--trace", str(TRACE), "--json", str(tmp_path / "run.json")]
     assert main(["fleet", *flags.split(), *files]) == 0
     [run] = json.loads((tmp_path / "run.json").read_text())["runs"]
     assert run["ttft_s"]["p50"] == pytest.approx(MEASURED_TTFT_P50_S, rel=0.1)

@@ -4,13 +4,14 @@ import contextlib
 import json
 import subprocess
 import time
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from bench import campaign
-from bench.campaign import main, read_plan, rows_of, values_of
+from bench.campaign import Campaign, main, read_plan, rows_of, values_of
 from bench.clocks import Clocks, cpu_shares
 from bench.records import read_records
 from minisgl.benchmark.server_process import RunningServer
@@ -33,7 +34,7 @@ def commands(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def run(words: list[str], **_: object) -> "subprocess.CompletedProcess[str]":
         found.append(words[2:])
-        code = 1 if "16" in words else 0
+        code = 1 if "--concurrency 16 " in " ".join(words) else 0
         return subprocess.CompletedProcess(words, code, f"a table\n{json.dumps(ONLINE)}\n")
 
     @contextlib.contextmanager
@@ -100,6 +101,20 @@ def test_another_engine_is_measured_at_its_url(commands: list[list[str]], tmp_pa
     assert commands[0][:5] == ["minisgl", "bench", "online", "--url", "http://other"]
     (record,) = read_records("latency", tmp_path)
     assert (record.engine, record.commit) == ("vLLM", "0.23.0")
+
+
+def test_a_row_of_sessions_replays_the_trace_of_its_point(
+    commands: list[list[str]], tmp_path: Path
+) -> None:
+    flags = ["--only", "Qwen3-8B, 64", "--results", str(tmp_path), "--commit", "abc"]
+    main(["agents", *flags])
+    _, maker, replay = commands
+    assert maker[:3] == ["bench", "trace", "--live"]
+    assert Path(replay[replay.index("--trace") + 1]).name == "agents.jsonl"
+    row = rows_of(read_plan(), "agents", ["Qwen3-8B, 64"])[0]
+    shown = Campaign(Namespace(budget=1.0, model=None, smoke=False)).shown(row)
+    assert shown.startswith("python -m bench trace --live 64")
+    assert "> agents.jsonl && minisgl bench online --model qwen3-8b --trace agents.jsonl" in shown
 
 
 def test_shares_of_cpu_time_follow_from_two_readings() -> None:
