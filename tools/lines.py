@@ -41,7 +41,10 @@ FEATURES = {
         "layers/hidden.py",
         "models/mtp.py",
     ),
-    "images": ("images/*.py",),
+    "images": (
+        "images/*.py",
+        "models/vision*.py",
+    ),
     "host tier": (
         "engine/host_copies.py",
         "kvcache/host.py",

@@ -12,6 +12,7 @@ import msgspec
 
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.core.files import read_json
+from minisgl.images.spec import image_spec
 from minisgl.models.hf_config import HfConfig, HfGeneration, HfTokenizer, read_fields
 from minisgl.models.loader import has_draft_head
 from minisgl.models.registry import family_of
@@ -21,14 +22,26 @@ from minisgl.models.text_part import text_part
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def load_model_spec(folder: str, *, drafts: bool = False) -> ModelSpec:
-    """Read config.json and, if the folder has them, two other files. Raises ConfigError.
+def load_model_spec(folder: str, *, drafts: bool = False, images: bool = False) -> ModelSpec:
+    """Read config.json and, if the folder has them, other files. Raises ConfigError.
 
     drafts: keep the draft head. Without it, also a checkpoint without a draft head is taken.
+    images: keep the image encoder, if the model has one that is supported.
     generation_config.json: sampling defaults and end tokens; without it, tokenizer.json has the ids
     of ModelSpec.end_texts. hf_quant_config.json: quantisation by ModelOpt.
+    preprocessor_config.json: the normalisation of images.
     """
     path = Path(folder)
+    spec = _load(path, drafts, images)
+    processing = image_spec(path) if spec.vision is not None else None
+    if spec.vision is None or processing is None:
+        return spec
+    vision = spec.vision._replace(mean=processing.mean, std=processing.std)
+    return msgspec.structs.replace(spec, vision=vision)
+
+
+def _load(path: Path, drafts: bool, images: bool) -> ModelSpec:
+    """Return the model without the values of preprocessor_config.json. Raises ConfigError."""
     config = read_json(path / "config.json")
     modelopt = path / "hf_quant_config.json"
     if config.get("quantization_config") is None and modelopt.exists():
@@ -37,14 +50,15 @@ def load_model_spec(folder: str, *, drafts: bool = False) -> ModelSpec:
         config = {**config, "quantization_config": {"quant_method": "modelopt", **settings}}
     generation_path = path / "generation_config.json"
     if generation_path.exists():
-        return model_spec_from(config, read_json(generation_path), drafts=drafts)
+        generation = read_json(generation_path)
+        return model_spec_from(config, generation, drafts=drafts, images=images)
     tokenizer = path / "tokenizer.json"
-    spec = model_spec_from(config, drafts=drafts)
+    spec = model_spec_from(config, drafts=drafts, images=images)
     if not spec.end_texts or not tokenizer.exists():
         return spec
     added = read_fields(read_json(tokenizer), HfTokenizer, tokenizer.name)
     ends = {"eos_token_id": added.ids_of(spec.end_texts)}
-    return model_spec_from(config, ends, drafts=drafts)
+    return model_spec_from(config, ends, drafts=drafts, images=images)
 
 
 def draft_method(config: EngineConfig) -> str | None:
@@ -68,10 +82,13 @@ def draft_method(config: EngineConfig) -> str | None:
     return "mtp"  # load_model_spec refuses a model that describes no draft head
 
 
-def full_spec(config: Mapping[str, Any]) -> ModelSpec:
-    """Return the model of config.json, without the values of other files. Raises ConfigError."""
+def full_spec(config: Mapping[str, Any], *, images: bool = False) -> ModelSpec:
+    """Return the model of config.json, without the values of other files. Raises ConfigError.
+
+    images: as for load_model_spec.
+    """
     family = family_of(config.get("architectures"))
-    config = {**family.defaults, **config}
+    config = {**family.defaults, **config, **({} if images else {"vision_config": None})}
     return family.spec(read_fields(config, HfConfig, "config.json"), config)
 
 
@@ -80,12 +97,13 @@ def model_spec_from(
     generation: Mapping[str, Any] | None = None,
     *,
     drafts: bool = False,
+    images: bool = False,
 ) -> ModelSpec:
     """Check and complete the two JSON objects. Raises ConfigError that names the wrong field.
 
-    drafts: as for load_model_spec.
+    drafts, images: as for load_model_spec.
     """
-    spec = full_spec(text_part(config))
+    spec = full_spec(text_part(config), images=images)
     if not drafts:
         spec = spec.without_drafts()
     elif spec.draft_head is None:

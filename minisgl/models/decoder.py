@@ -13,6 +13,7 @@ from minisgl.layers.norm import CompleteNorm, ResidualNorm, ResidualStream
 from minisgl.models.layer import Attended, DecoderLayer, ModelParts, NormAfterLayer
 from minisgl.models.mtp import DraftHead
 from minisgl.models.spec import ModelSpec, Multipliers
+from minisgl.models.vision import VisionTower
 
 
 class Decoder(nn.Module):
@@ -70,7 +71,7 @@ class CausalLM(nn.Module):
     """One rank's share of a decoder-only language model.
 
     `model` computes hidden states; `lm_head` computes logits from them and samples. `mtp` makes
-    drafts; None without a draft head.
+    drafts; None without a draft head. `visual` encodes images; None without an encoder.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -85,6 +86,7 @@ class CausalLM(nn.Module):
         self.mtp = None
         if config.draft_head is not None:
             self.mtp = DraftHead(parts, config.draft_head, self.lm_head.shard)
+        self.visual = None if config.vision is None else VisionTower(config.vision)
 
     def logits(self, attended: Attended, out: Tensor | None = None) -> Tensor:
         """Finish the last layer and return this rank's logits, as LMHead.logits.

@@ -20,6 +20,7 @@ from minisgl.core.files import read_json
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import Placement, Sharded
 from minisgl.models.text_part import TEXT_PREFIXES
+from minisgl.models.vision import TOWER
 from minisgl.moe.experts import ExpertsMethod
 from minisgl.utils.startup import Progress
 
@@ -139,7 +140,10 @@ def load_weights(
     the embedding although the config ties the two.
     """
     files, placements = _tensor_files(Path(folder)), placements_of(model)
-    stored = text_tensors(files)
+    beside = [_DRAFTS]
+    if any(placement.source.startswith(TOWER) for placement in placements):
+        beside.append(TOWER)
+    stored = text_tensors(files, tuple(beside))
     by_file: dict[Path, list[Placement]] = defaultdict(list)
     for i, placement in enumerate(placements):
         if placement.source not in stored and placement.fused is not None:
@@ -193,19 +197,21 @@ def has_draft_head(folder: str) -> bool:
     return any(name.startswith(_DRAFTS) for name in _tensor_files(path))
 
 
-def text_tensors(names: Iterable[str]) -> dict[str, str]:
+def text_tensors(names: Iterable[str], beside: tuple[str, ...] = (_DRAFTS,)) -> dict[str, str]:
     """Return the stored names of a checkpoint's tensors by the names that the model uses.
 
     A checkpoint with a vision encoder stores the language model below a prefix. All other tensors
     of such a checkpoint, except those of the heads, belong to the encoder and are left out.
+
+    beside: beginnings of names that are kept although they are not below the prefix.
     """
     stored = {name: name for name in names}
     for prefix, text in TEXT_PREFIXES:
         if any(name.startswith(prefix) for name in stored):
             found = {text + n.removeprefix(prefix): n for n in stored if n.startswith(prefix)}
             heads = [name for name in stored if name.endswith(_HEAD)]
-            drafts = {name: name for name in stored if name.startswith(_DRAFTS)}
-            return found | drafts | dict(zip([_HEAD], heads, strict=False))
+            others = {name: name for name in stored if name.startswith(beside)}
+            return found | others | dict(zip([_HEAD], heads, strict=False))
     return stored
 
 

@@ -53,7 +53,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2MoeForCausalLM": Family(qwen2.moe_spec),
     "Qwen3ForCausalLM": Family(qwen3.spec),
     "Qwen3MoeForCausalLM": Family(qwen3.moe_spec),
-    "Qwen3VLTextModel": Family(qwen3.spec, qwen3.VL_DEFAULTS),
+    "Qwen3VLTextModel": Family(qwen3.vl_spec, qwen3.VL_DEFAULTS),
     "Qwen3VLMoeTextModel": Family(qwen3.vl_moe_spec, qwen3.VL_DEFAULTS),
     "Qwen3NextForCausalLM": Family(qwen3_next.spec, qwen3_next.DEFAULTS),
     "Qwen3_5ForCausalLM": Family(qwen3_5.spec, qwen3_5.DEFAULTS),

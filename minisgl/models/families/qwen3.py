@@ -1,13 +1,13 @@
-"""Qwen3, Qwen3-MoE and the text of Qwen3-VL: a norm of each query and key head.
+"""Qwen3, Qwen3-MoE and Qwen3-VL: a norm of each query and key head."""
 
-The three rotary positions of Qwen3-VL are equal for a token of text.
-"""
+import msgspec
 
 from minisgl.layers.attention import QkNorm
 from minisgl.layers.mlp import DenseSpec
 from minisgl.models.compose import sparse_layers, transformer, windows_if_enabled
 from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.spec import ModelSpec
+from minisgl.models.vision_spec import vision_of
 from minisgl.moe.spec import ExpertsSpec
 
 VL_DEFAULTS: Raw = {"rope_theta": 5e5}
@@ -22,9 +22,19 @@ def moe_spec(config: HfConfig, raw: Raw) -> ModelSpec:
     return _moe(config, sparse_layers(config, raw))
 
 
+def vl_spec(config: HfConfig, raw: Raw) -> ModelSpec:
+    return _with_images(spec(config, raw), raw)
+
+
 def vl_moe_spec(config: HfConfig, raw: Raw) -> ModelSpec:
     # The router always normalises. norm_topk_prob in config.json has no effect.
-    return _moe(config, sparse_layers(config, {**raw, "norm_topk_prob": True}))
+    mlps = sparse_layers(config, {**raw, "norm_topk_prob": True})
+    return _with_images(_moe(config, mlps), raw)
+
+
+def _with_images(model: ModelSpec, raw: Raw) -> ModelSpec:
+    vision = vision_of(raw, model.hidden_size, (24, 20, 20), deepstack=True)
+    return msgspec.structs.replace(model, vision=vision)
 
 
 def _moe(config: HfConfig, mlps: list[DenseSpec | ExpertsSpec]) -> ModelSpec:

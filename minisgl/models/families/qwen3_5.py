@@ -1,9 +1,16 @@
-"""Qwen3.5 and 3.6: as Qwen3-Next, with separate projections of the gated delta nets."""
+"""Qwen3.5 and 3.6: as Qwen3-Next, with separate projections of the gated delta nets, and images."""
 
+from collections.abc import Sequence
+
+import msgspec
+
+from minisgl.layers.mlp import DenseSpec
 from minisgl.models.compose import dense_layers, sparse_layers
 from minisgl.models.families.qwen3_next import hybrid_spec
 from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.spec import ModelSpec
+from minisgl.models.vision_spec import vision_of
+from minisgl.moe.spec import ExpertsSpec
 
 DEFAULTS: Raw = {"head_dim": 256, "partial_rotary_factor": 0.25}
 MOE_DEFAULTS: Raw = {
@@ -16,10 +23,15 @@ MOE_DEFAULTS: Raw = {
 
 
 def spec(config: HfConfig, raw: Raw) -> ModelSpec:
-    return hybrid_spec(config, raw, dense_layers(config), grouped=False)
+    return _with_images(config, raw, dense_layers(config))
 
 
 def moe_spec(config: HfConfig, raw: Raw) -> ModelSpec:
     # The router always normalises, and config.json has no field for it.
     mlps = sparse_layers(config, {**raw, "norm_topk_prob": True}, shared=True)
-    return hybrid_spec(config, raw, mlps, grouped=False)
+    return _with_images(config, raw, mlps)
+
+
+def _with_images(config: HfConfig, raw: Raw, mlps: Sequence[DenseSpec | ExpertsSpec]) -> ModelSpec:
+    vision = vision_of(raw, config.hidden_size, (11, 11, 10), deepstack=False)
+    return msgspec.structs.replace(hybrid_spec(config, raw, mlps, grouped=False), vision=vision)

@@ -42,6 +42,19 @@ def read(name: str) -> dict[str, Any]:
     return result
 
 
+def with_tower(published: dict[str, Any]) -> dict[str, Any]:
+    """Add the image encoder to a published checkpoint whose hidden size is 5120."""
+    tower = read("qwen3.6-tower")
+    config = published["config"] | {"vision_config": tower["vision_config"]}
+    blocks = {
+        f"model.visual.blocks.{block}.{name}": tensor
+        for block in range(tower["vision_config"]["depth"])
+        for name, tensor in tower["block"].items()
+    }
+    rest = {f"model.visual.{name}": tensor for name, tensor in tower["rest"].items()}
+    return published | {"config": config, "unread": published["unread"] | blocks | rest}
+
+
 def files(published: dict[str, Any]) -> Iterator[Tensors]:
     """Yield the tensors of each file: one for each layer, and one for the rest."""
     config = published["config"]
@@ -78,10 +91,10 @@ def write(folder: Path, published: dict[str, Any], extra: Tensors, missing: str 
 
 
 def check(
-    folder: Path, config: dict[str, Any], tp: TPInfo, drafts: bool = False
+    folder: Path, config: dict[str, Any], tp: TPInfo, drafts: bool = False, images: bool = False
 ) -> torch.nn.Module:
     """Compare the headers with a rank's share of the model. Raises ConfigError."""
-    spec, moe = model_spec_from(config, drafts=drafts), TorchMoe(META)
+    spec, moe = model_spec_from(config, drafts=drafts, images=images), TorchMoe(META)
     comm = SingleCommunicator(tp)
     model, unused = empty_model(spec, torch.bfloat16, comm, moe, with_quantizations())
     materialise(model, META, torch.bfloat16)
@@ -108,6 +121,44 @@ def test_the_loader_takes_each_tensor_of_a_published_checkpoint(name: str, tmp_p
         check(tmp_path, published["config"], TPInfo(1, 2))
         added = drafting.keys() - plain.keys()
         assert {name.partition(".")[0] for name in added} == {"mtp"}
+
+
+@pytest.mark.parametrize("name", ["qwen3.6-27b", "qwen3.6-27b-fp8"])
+def test_each_rank_holds_the_published_image_encoder_whole(name: str, tmp_path: Path) -> None:
+    published = with_tower(read(name))
+    write(tmp_path, published, {"model.visual.other.weight": ("BF16", [2])})
+    config = published["config"]
+    check(tmp_path, config, TPInfo(0, 1))  # without images no name of the encoder is read
+    with pytest.raises(ConfigError, match=r"such as model\.visual\.other\.weight"):
+        check(tmp_path, config, TPInfo(0, 1), images=True)
+    write(tmp_path, published, {}, missing="model.visual.blocks.26.attn.qkv.bias")
+    with pytest.raises(ConfigError, match=r"no tensor model\.visual\.blocks\.26\.attn\.qkv\.bias"):
+        check(tmp_path, config, TPInfo(0, 1), images=True)
+    write(tmp_path, published, {})
+    model = check(tmp_path, config, TPInfo(1, 2), images=True)
+    tower = [p for name, p in model.named_parameters() if name.startswith("visual.")]
+    vision = model_spec_from(config, images=True).vision
+    assert vision is not None
+    assert sum(parameter.numel() for parameter in tower) == vision.weights
+    assert {parameter.dtype for parameter in tower} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"out_hidden_size": 3584}, "out_hidden_size 3584 is not supported; supported: 5120"),
+        ({"hidden_act": "silu"}, "vision_config.hidden_act 'silu' is not supported"),
+        ({"num_position_embeddings": 2300}, "num_position_embeddings 2300 is not supported"),
+        ({"num_heads": 36 * 3}, "hidden_size 1152 is not a multiple of 4 \\* num_heads 108"),
+        ({"patch_size": 0}, "vision_config: patch_size is 0"),
+    ],
+)
+def test_settings_of_an_image_encoder_are_checked(changes: dict[str, Any], says: str) -> None:
+    config = with_tower(read("qwen3.6-27b"))["config"]
+    broken = {**config, "vision_config": config["vision_config"] | changes}
+    model_spec_from(broken)  # without images, no setting of the encoder counts
+    with pytest.raises(ConfigError, match=says):
+        model_spec_from(broken, images=True)
 
 
 def test_a_missing_or_an_unknown_tensor_is_named(tmp_path: Path) -> None:

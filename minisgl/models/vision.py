@@ -1,0 +1,210 @@
+"""The image encoder of Qwen3-VL, Qwen3.5 and later: a vision transformer and its mergers."""
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from minisgl.layers.shards import Placement
+from minisgl.models.vision_spec import CHANNELS, VisionSpec
+
+TOWER = "model.visual."  # the beginning of the names of the encoder's tensors
+_EPS = 1e-6
+_THETA = 10_000.0  # the base of the rotary embedding
+
+
+class _Whole(nn.Module):
+    """A module whose parameters each rank holds whole, by their names in the checkpoint."""
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        """See Sharded."""
+        for parameter, value in self.named_parameters(recurse=False):
+            yield Placement(f"model.{name}.{parameter}", tuple(value.shape), f"{name}.{parameter}")
+
+
+class TowerLinear(_Whole, nn.Linear):
+    """A linear layer with a bias."""
+
+
+class TowerNorm(_Whole, nn.LayerNorm):
+    """A LayerNorm with weight and bias."""
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        """See Sharded. Random weights are 1."""
+        for placement in super().placements(name):
+            is_weight = placement.target.endswith("weight")
+            yield placement._replace(constant=1.0) if is_weight else placement
+
+
+class PositionTable(_Whole):
+    """The learned positions of a square of patches. weight: [side * side, hidden]."""
+
+    def __init__(self, spec: VisionSpec) -> None:
+        super().__init__()
+        self.side = spec.side
+        self.weight = nn.Parameter(torch.empty(spec.side**2, spec.hidden))
+
+    def forward(self, rows: int, cols: int) -> Tensor:
+        """Return the positions of rows * cols patches, float32 [rows, cols, hidden]."""
+        table = self.weight.float().view(1, self.side, self.side, -1).permute(0, 3, 1, 2)
+        scaled = functional.interpolate(table, (rows, cols), mode="bilinear", align_corners=True)
+        return scaled[0].permute(1, 2, 0)
+
+
+class PatchEmbedding(nn.Module):
+    """The convolution over the frames of a patch. weight: [hidden, 3 * patch * patch].
+
+    The frames of an image are equal, so the loader adds up the weights of all frames.
+    """
+
+    def __init__(self, spec: VisionSpec) -> None:
+        super().__init__()
+        self.stored = spec.hidden, CHANNELS, spec.frames, spec.patch, spec.patch
+        self.weight = nn.Parameter(torch.empty(spec.hidden, CHANNELS * spec.patch**2))
+        self.bias = nn.Parameter(torch.empty(spec.hidden))
+
+    def forward(self, patches: Tensor) -> Tensor:
+        """Return [N, hidden]. patches: [N, 3 * patch * patch], channel by channel."""
+        return functional.linear(patches, self.weight, self.bias)
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        """See Sharded."""
+        source = f"model.{name}.proj"
+        yield Placement(f"{source}.weight", self.stored, f"{name}.weight", convert=_sum_of_frames)
+        yield Placement(f"{source}.bias", self.stored[:1], f"{name}.bias")
+
+
+def _sum_of_frames(weight: Tensor) -> Tensor:
+    return weight.float().sum(2).flatten(1)
+
+
+class TowerAttention(nn.Module):
+    """Attention of all patches of an image to each other, with a rotary embedding."""
+
+    def __init__(self, spec: VisionSpec) -> None:
+        super().__init__()
+        self.heads = spec.heads
+        self.qkv = TowerLinear(spec.hidden, 3 * spec.hidden)
+        self.proj = TowerLinear(spec.hidden, spec.hidden)
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Return [N, hidden]. x: [N, hidden]. angles: cosines and sines, float32 [N, D]."""
+        q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3).unbind(0)
+        q, k = (_rotated(part, *angles) for part in (q, k))
+        mixed = functional.scaled_dot_product_attention(q[None], k[None], v[None])
+        return cast("Tensor", self.proj(mixed[0].transpose(0, 1).flatten(1)))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    turned = x.float() * cos + torch.cat((-second, first), dim=-1) * sin
+    return turned.to(x.dtype)
+
+
+class TowerMlp(nn.Module):
+    """Two linears with a GELU between them. approximate: as in functional.gelu."""
+
+    def __init__(self, inputs: int, inner: int, outputs: int, approximate: str) -> None:
+        super().__init__()
+        self.approximate = approximate
+        self.linear_fc1 = TowerLinear(inputs, inner)
+        self.linear_fc2 = TowerLinear(inner, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = functional.gelu(self.linear_fc1(x), approximate=self.approximate)
+        return cast("Tensor", self.linear_fc2(inner))
+
+
+class TowerBlock(nn.Module):
+    """Attention and an MLP, each after a norm and added to its input."""
+
+    def __init__(self, spec: VisionSpec) -> None:
+        super().__init__()
+        self.norm1 = TowerNorm(spec.hidden, _EPS)
+        self.norm2 = TowerNorm(spec.hidden, _EPS)
+        self.attn = TowerAttention(spec)
+        self.mlp = TowerMlp(spec.hidden, spec.inner, spec.hidden, "tanh")
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        x = x + self.attn(self.norm1(x), angles)
+        return cast("Tensor", x + self.mlp(self.norm2(x)))
+
+
+class Merger(TowerMlp):
+    """Merges the patches of a square into one image token.
+
+    whole: the norm is over the merged patches, as in DeepStack, and not over each patch.
+    """
+
+    def __init__(self, spec: VisionSpec, whole: bool) -> None:
+        merged = spec.hidden * spec.merge**2
+        super().__init__(merged, merged, spec.size, "none")
+        self.norm = TowerNorm(merged if whole else spec.hidden, _EPS)
+        self.merged, self.whole = merged, whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [N / merge / merge, size]. x: [N, hidden], square after square."""
+        if self.whole:
+            return super().forward(self.norm(x.view(-1, self.merged)))
+        return super().forward(self.norm(x).view(-1, self.merged))
+
+
+class VisionTower(nn.Module):
+    """The image encoder. Each rank holds it whole and computes the same features."""
+
+    def __init__(self, spec: VisionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.patch_embed = PatchEmbedding(spec)
+        self.pos_embed = PositionTable(spec)
+        self.blocks = nn.ModuleList(TowerBlock(spec) for _ in range(spec.depth))
+        self.merger = Merger(spec, whole=False)
+        self.deepstack_merger_list = nn.ModuleList(Merger(spec, whole=True) for _ in spec.taps)
+
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Return the features of an image's tokens, row after row: [tokens, spec.width].
+
+        The first `size` features are the embedding. Those of each tap of DeepStack follow.
+
+        pixels: uint8 [rows * patch, columns * patch, 3] on the device of the weights. Rows and
+        columns are multiples of `merge`. The result has the dtype of the weights. No host sync.
+        """
+        spec = self.spec
+        rows, cols = (size // spec.patch for size in pixels.shape[:2])
+        x = self.patch_embed(self._patches(pixels, rows, cols))
+        x = x + self._in_squares(self.pos_embed(rows, cols)).to(x.dtype)
+        angles, features = self._angles(rows, cols), []
+        for number, block in enumerate(self.blocks):
+            x = block(x, angles)
+            if number in spec.taps:
+                merger: Any = self.deepstack_merger_list[spec.taps.index(number)]
+                features.append(merger(x))
+        return torch.cat((self.merger(x), *features), dim=1)
+
+    def _patches(self, pixels: Tensor, rows: int, cols: int) -> Tensor:
+        """Return the normalised pixels of each patch, [N, 3 * patch * patch]."""
+        spec = self.spec
+        # A copy that does not block. Building the tensor on the device would wait for the device.
+        mean, std = torch.tensor((spec.mean, spec.std)).to(pixels.device, non_blocking=True)
+        values = (pixels.float() / 255 - mean) / std
+        parts = values.view(rows, spec.patch, cols, spec.patch, CHANNELS)
+        patches = self._in_squares(parts.permute(0, 2, 4, 1, 3).flatten(2))
+        return patches.to(self.patch_embed.weight.dtype)
+
+    def _in_squares(self, x: Tensor) -> Tensor:
+        """Order patches [rows, cols, n] by the squares that merge: [rows * cols, n]."""
+        (rows, cols, _), merge = x.shape, self.spec.merge
+        squares = x.view(rows // merge, merge, cols // merge, merge, -1)
+        return squares.transpose(1, 2).reshape(rows * cols, -1)
+
+    def _angles(self, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of each patch, float32 [N, D]: rows first, then columns."""
+        device, quarter = self.pos_embed.weight.device, self.spec.hidden // self.spec.heads // 4
+        exponents = torch.arange(quarter, dtype=torch.float32, device=device) / quarter
+        frequencies = 1.0 / _THETA**exponents
+        row, col = (torch.arange(n, device=device).outer(frequencies) for n in (rows, cols))
+        row, col = row[:, None].expand(-1, cols, -1), col.expand(rows, -1, -1)
+        angles = self._in_squares(torch.cat((row, col, row, col), dim=-1))
+        return angles.cos(), angles.sin()

@@ -1,0 +1,139 @@
+"""The description of an image encoder, and its reader."""
+
+from typing import NamedTuple, cast
+
+import msgspec
+
+from minisgl.core import ConfigError
+from minisgl.models.hf_config import Count, PartCount, Raw, check_supported, read_fields
+
+CHANNELS = 3  # of a pixel
+
+
+class HfVision(msgspec.Struct, frozen=True):
+    """The fields of vision_config in config.json.
+
+    num_position_embeddings: rows of the position table, which is a square.
+    deepstack_visual_indexes: the blocks whose outputs go to the first layers of the text.
+    """
+
+    depth: PartCount = 27
+    hidden_size: Count = 1152
+    hidden_act: str = "gelu_pytorch_tanh"
+    intermediate_size: Count = 4304
+    num_heads: Count = 16
+    in_channels: Count = CHANNELS
+    patch_size: Count = 16
+    spatial_merge_size: Count = 2
+    temporal_patch_size: Count = 2
+    out_hidden_size: Count = 3584
+    num_position_embeddings: Count = 2304
+    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
+
+
+class VisionSpec(NamedTuple):
+    """The image encoder of a model, and the positions of image tokens.
+
+    depth     blocks.
+    hidden    the width of a patch in the blocks. inner: that of their MLPs.
+    patch     height and width of a patch in pixels.
+    frames    equal frames that the patch embedding expects of an image.
+    merge     an image token merges a square of merge * merge patches.
+    side      rows and columns of the table of learned positions.
+    size      the width of the residual stream of the language model.
+    taps      the blocks whose outputs DeepStack adds to the stream, after the first layers of the
+              language model, in this order. Empty: none.
+    sections  rotary frequencies of the language model that follow the frame, the row and the column
+              of an image token (layers.rotary.axes).
+    mean, std of each channel: the encoder reads (pixel / 255 - mean) / std.
+    """
+
+    depth: int
+    hidden: int
+    inner: int
+    heads: int
+    patch: int
+    frames: int
+    merge: int
+    side: int
+    size: int
+    taps: tuple[int, ...]
+    sections: tuple[int, int, int]
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+
+    @property
+    def width(self) -> int:
+        """The features of an image token: its embedding, and those of DeepStack."""
+        return self.size * (1 + len(self.taps))
+
+    @property
+    def weights(self) -> int:
+        """The number of parameters."""
+        merged = self.hidden * self.merge**2
+        block = 4 * self.hidden**2 + 2 * self.hidden * self.inner + 9 * self.hidden + self.inner
+        merger = merged * (merged + 1) + (merged + 1) * self.size
+        norms = 2 * self.hidden + 2 * merged * len(self.taps)
+        patches = (CHANNELS * self.patch**2 + 1 + self.side**2) * self.hidden
+        return patches + self.depth * block + (1 + len(self.taps)) * merger + norms
+
+    def flops(self, grid: tuple[int, int]) -> int:
+        """Return the floating-point operations for an image of grid = (rows, columns) patches."""
+        patches, merged = grid[0] * grid[1], self.hidden * self.merge**2
+        block = 4 * self.hidden**2 + 2 * self.hidden * self.inner + 2 * patches * self.hidden
+        merger = (1 + len(self.taps)) * merged * (merged + self.size) // self.merge**2
+        return 2 * patches * (CHANNELS * self.patch**2 * self.hidden + self.depth * block + merger)
+
+
+def vision_of(
+    raw: Raw, size: int, sections: tuple[int, int, int], *, deepstack: bool
+) -> VisionSpec | None:
+    """Read vision_config of config.json; None if the file has none. Raises ConfigError.
+
+    size: the width of the language model's stream. sections: the sections of rotary frequencies if
+    config.json has none. deepstack: whether the family has DeepStack.
+    """
+    given = raw.get("vision_config")
+    if not isinstance(given, dict):
+        return None
+    where = "vision_config"
+    fields = read_fields(given, HfVision, where)
+    check_supported(f"{where}.hidden_act", fields.hidden_act, ["gelu_pytorch_tanh"])
+    check_supported(f"{where}.in_channels", fields.in_channels, [CHANNELS])
+    side = round(fields.num_position_embeddings**0.5)
+    check_supported(f"{where}.num_position_embeddings", fields.num_position_embeddings, [side**2])
+    check_supported(f"{where}.out_hidden_size", fields.out_hidden_size, [size])
+    if fields.hidden_size % (4 * fields.num_heads):
+        raise ConfigError(
+            f"{where}: hidden_size {fields.hidden_size} is not a multiple of 4 * num_heads "
+            f"{fields.num_heads}, as the rotary embedding of rows and columns needs"
+        )
+    taps = fields.deepstack_visual_indexes if deepstack else ()
+    if any(not 0 <= block < fields.depth for block in taps) or sorted(set(taps)) != list(taps):
+        raise ConfigError(
+            f"{where}: deepstack_visual_indexes {list(taps)} is not supported: expected rising "
+            f"numbers of blocks below depth {fields.depth}"
+        )
+    return VisionSpec(
+        fields.depth,
+        fields.hidden_size,
+        fields.intermediate_size,
+        fields.num_heads,
+        fields.patch_size,
+        fields.temporal_patch_size,
+        fields.spatial_merge_size,
+        side,
+        size,
+        taps,
+        _sections(raw, sections),
+    )
+
+
+def _sections(raw: Raw, default: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Return mrope_section of the rotary settings. Raises ConfigError."""
+    found = (raw.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
+    sections = next((rope["mrope_section"] for rope in found if "mrope_section" in rope), default)
+    whole = all(isinstance(section, int) and section >= 0 for section in sections)
+    if not whole or len(sections) != len(default):
+        raise ConfigError(f"mrope_section is {sections!r}: expected three numbers of frequencies")
+    return cast("tuple[int, int, int]", tuple(sections))
