@@ -32,6 +32,7 @@ FEATURES = {
         "layers/delta.py",
         "layers/mamba.py",
         "models/families/granitemoehybrid.py",
+        "models/families/nemotron_h.py",
         "models/families/qwen3_5.py",
         "models/families/qwen3_next.py",
     ),

@@ -106,6 +106,24 @@ def _granite_4(
     }
 
 
+def _nemotron_3(hidden_size: int, inner: int, experts: int, pattern: str) -> dict[str, Any]:
+    """inner: of an expert; the shared expert is twice as wide. pattern: a letter for each layer."""
+    return _shape(hidden_size, len(pattern), 32, inner, tied=False) | {
+        "architectures": ["NemotronHForCausalLM"],
+        "num_key_value_heads": 2,
+        "vocab_size": 131072,
+        "eos_token_id": 11,
+        "max_position_embeddings": 262144,
+        "hybrid_override_pattern": pattern,
+        "mamba_num_heads": 64,
+        "moe_intermediate_size": inner,
+        "moe_shared_expert_intermediate_size": 2 * inner,
+        "n_routed_experts": experts,
+        "num_experts_per_tok": 6,
+        "routed_scaling_factor": 2.5,
+    }
+
+
 # Published shapes.
 SHAPES = {
     "qwen3-0.6b": _shape(1024, 28, 16, 3072, tied=True),
@@ -181,6 +199,9 @@ SHAPES = {
     "granite-4.0-h-small": _granite_4(
         *(4096, 32, 8, 1536, 16.0),
         {"num_local_experts": 72, "num_experts_per_tok": 10, "intermediate_size": 768},
+    ),
+    "nemotron-3-nano-30b-a3b": _nemotron_3(
+        *(2688, 1856, 128), "MEMEM*E" + 4 * "MEMEM*E" + "MEMEMEM*E" + "MEMEMEME"
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),

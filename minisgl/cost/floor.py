@@ -115,7 +115,7 @@ def cost_of(model: ModelSpec, tp: int = 1, fp8_kv: bool = False) -> Cost:
         operations=total.operations // tp,
         kv_bytes=len(model.attention) * spec.token_bytes // min(tp, model.kv_heads),
         expert_bytes=total.expert_bytes // tp,
-        reduces=2 * model.num_layers + 1,
+        reduces=1 + sum(1 if layer.mlp is None else 2 for layer in model.layers),
         reduce_bytes=2 * model.hidden_size,
         state_bytes=sum(spec.step_bytes(_PAGE_SIZE) for spec in model.states) // tp,
         draft_bytes=total.draft_bytes // tp,
@@ -129,14 +129,16 @@ def _single_gpu_cost(model: ModelSpec) -> Cost:
     for mixer, mlp, _ in model.layers:
         parameters += mixer.weights(hidden) + _mlp_weights(mlp, hidden)
         if isinstance(mlp, ExpertsSpec):
-            experts += 3 * hidden * mlp.inner * mlp.num_experts
-            computed += 3 * hidden * mlp.inner * mlp.top_k
+            one = (mlp.products + 1) * hidden * mlp.inner
+            experts += one * mlp.num_experts
+            computed += one * mlp.top_k
     drafts = 0
     if model.draft_head is not None:
         mixer, mlp, _ = model.draft_head
         drafts = hidden * (model.vocab_size + 2 * hidden) + mixer.weights(hidden)
         drafts += _mlp_weights(mlp, hidden)
-        drafts += 3 * hidden * mlp.inner * mlp.top_k if isinstance(mlp, ExpertsSpec) else 0
+        if isinstance(mlp, ExpertsSpec):
+            drafts += (mlp.products + 1) * hidden * mlp.inner * mlp.top_k
         # Each step stores the keys and values of the head for all its tokens.
         assert isinstance(mixer, AttentionSpec), "a draft head has attention; this is a bug"
         parameters += 2 * hidden * hidden + mixer.stored_weights(hidden)
@@ -145,11 +147,11 @@ def _single_gpu_cost(model: ModelSpec) -> Cost:
     return cost._replace(draft_bytes=2 * drafts)
 
 
-def _mlp_weights(mlp: DenseSpec | ExpertsSpec, hidden: int) -> int:
+def _mlp_weights(mlp: DenseSpec | ExpertsSpec | None, hidden: int) -> int:
     """Return the number of weights of an MLP that every token reads: all but the experts."""
     if isinstance(mlp, ExpertsSpec):
-        return hidden * (mlp.num_experts + 3 * mlp.shared * mlp.inner)
-    return 3 * hidden * mlp.inner
+        return hidden * (mlp.num_experts + (mlp.products + 1) * mlp.shared * mlp.inner)
+    return 0 if mlp is None else (mlp.activation.products + 1) * hidden * mlp.inner
 
 
 def weight_format(model: ModelSpec, quantization: str | None) -> str:

@@ -154,7 +154,7 @@ def graph_sizes(
 
 def _host_bound(model: ModelSpec, tp_size: int) -> int:
     """Return the number of tokens up to which launching a step takes longer than computing it."""
-    inner = max(layer.mlp.features for layer in model.layers)
+    inner = max(layer.mlp.features for layer in model.layers if layer.mlp is not None)
     heads = 2 * (model.q_heads + model.kv_heads)
     weights = model.hidden_size * (heads * model.head_dim + 3 * inner) // tp_size
     return _HOST_BOUND_PRODUCT // weights if weights <= _HOST_BOUND_WEIGHTS else 0

@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from torch import Tensor, nn
-from torch.nn import functional
 
+from minisgl.kernel.activation import Activation
 from minisgl.layers.linear import ColumnParallelLinear, LinearBuild, RowParallelLinear
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import merge, split_evenly
@@ -24,17 +24,17 @@ class DenseNames(NamedTuple):
 class DenseSpec(NamedTuple):
     """The dense MLP of one decoder layer.
 
-    inner   its inner size.
-    bias    whether all three linears have a bias.
-    merged  the checkpoint stores gate and up as one tensor.
-    gelu    GELU takes the place of SiLU.
-    names   the names in the checkpoint.
+    inner       its inner size.
+    bias        whether all linears have a bias.
+    merged      the checkpoint stores gate and up as one tensor.
+    activation  of the gate, or of up if there is no gate.
+    names       the names in the checkpoint.
     """
 
     inner: int
     bias: bool = False
     merged: bool = False
-    gelu: bool = False
+    activation: Activation = Activation.SILU
     names: DenseNames = DenseNames()
 
     @property
@@ -43,36 +43,40 @@ class DenseSpec(NamedTuple):
         return self.inner
 
 
-class GatedMlp(nn.Module):
-    """down(silu(gate) * up). The inner size is padded to a multiple of the number of ranks."""
+class DenseMlp(nn.Module):
+    """down(silu(gate) * up), or another activation of DenseSpec.
+
+    The inner size is padded to a multiple of the number of ranks.
+    """
 
     def __init__(self, size: int, spec: DenseSpec, build: LinearBuild) -> None:
         super().__init__()
         gate = split_evenly("gate_proj", spec.inner, build.tp.rank, build.tp.size)
         up, down = gate._replace(name="up_proj"), gate._replace(name=spec.names.down)
-        outputs = merge(spec.names.gate_up, (gate, up)) if spec.merged else (gate, up)
+        outputs = (gate, up)[-spec.activation.products :]
+        if spec.merged:
+            outputs = merge(spec.names.gate_up, outputs)
         self.gate_up_proj = ColumnParallelLinear(size, outputs, spec.bias, build)
         self.down_proj = RowParallelLinear(down, size, spec.bias, build)
-        self.gelu = spec.gelu
-        if not spec.gelu:
+        self.activation = spec.activation
+        if spec.activation is Activation.SILU:
             self.gate_up_proj.method.leave_gate_to(self.down_proj.method)
 
     def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
-        return self.down_proj.forward(self._gated(block_input), residual)
+        return self.down_proj.forward(self._activated(block_input), residual)
 
     def product(self, block_input: BlockInput) -> Tensor:
         """Return this rank's part of the output [T, H], which is not added to a residual stream."""
-        return self.down_proj.method.product(self._gated(block_input))
+        return self.down_proj.method.product(self._activated(block_input))
 
     def scale_outputs(self, factor: float) -> None:
         """Multiply the loaded weights of the last product. Raises ConfigError."""
         method = self.down_proj.method
         method.scale_rows(0, method.shards.rows, factor)
 
-    def _gated(self, block_input: BlockInput) -> Tensor:
-        """Return activation(gate) * up, [T, I]. GELU is approximated by tanh."""
+    def _activated(self, block_input: BlockInput) -> Tensor:
+        """Return the input of the last product, [T, I]."""
         method = self.gate_up_proj.method
-        if not self.gelu:
+        if self.activation is Activation.SILU:
             return method.gated(*block_input)
-        gate, up = method.product(*block_input).chunk(2, dim=-1)
-        return functional.gelu(gate, approximate="tanh") * up
+        return self.activation(method.product(*block_input))

@@ -7,6 +7,7 @@ import torch
 
 from minisgl.attention.base import AttentionRule
 from minisgl.core import ConfigError
+from minisgl.kernel.activation import Activation
 from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.attention import AttentionSpec
 from minisgl.layers.mlp import DenseSpec
@@ -24,7 +25,7 @@ from minisgl.models.spec import LayerSpec, MixerSpec, ModelSpec, NormsSpec
 from minisgl.moe.spec import ExpertsSpec
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+_GATED = (Activation.SILU, Activation.GELU)
 FULL, _SLIDING = "full_attention", "sliding_attention"  # in layer_types
 _NORM_BEFORE = NormsSpec()
 
@@ -56,14 +57,15 @@ def model_spec(
     config: HfConfig,
     rope: RopeSettings,
     mixers: Sequence[MixerSpec],
-    mlps: Sequence[DenseSpec | ExpertsSpec],
+    mlps: Sequence[DenseSpec | ExpertsSpec | None],
     *,
     norms: NormsSpec = _NORM_BEFORE,
     end_texts: tuple[str, ...] = (),
     draft_head: LayerSpec | None = None,
     unread: tuple[str, ...] = (),
+    names: dict[str, str] | None = None,
 ) -> ModelSpec:
-    """Return a model with one mixer and one MLP for each layer. rope: of full attention."""
+    """Return a model with one mixer and at most one MLP for each layer. rope: of full attention."""
     layers = [LayerSpec(*parts, norms) for parts in zip(mixers, mlps, strict=True)]
     ends = config.eos_token_id
     return ModelSpec(
@@ -77,6 +79,7 @@ def model_spec(
         draft_head=draft_head,
         norm_offset=norms.offset,
         unread=unread,
+        names=names or {},
     )
 
 
@@ -114,8 +117,8 @@ def attention_layers(
 def dense_layers(config: HfConfig, *, bias: bool = False, merged: bool = False) -> list[DenseSpec]:
     """Return the dense MLP of each layer. Raises ConfigError."""
     activation = config.hidden_activation or config.hidden_act
-    check_supported("hidden_act", activation, _ACTIVATIONS)
-    spec = DenseSpec(config.intermediate_size, bias, merged, gelu=activation != "silu")
+    check_supported("hidden_act", activation, _GATED)
+    spec = DenseSpec(config.intermediate_size, bias, merged, Activation(activation))
     return [spec] * config.num_layers
 
 

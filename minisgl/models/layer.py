@@ -11,7 +11,7 @@ from minisgl.layers.delta import DeltaSpec, GatedDelta
 from minisgl.layers.linear import LinearBuild, LinearMethodFactory
 from minisgl.layers.mamba import Mamba, MambaSpec
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
-from minisgl.layers.mlp import GatedMlp
+from minisgl.layers.mlp import DenseMlp
 from minisgl.layers.norm import BlockInput, CompleteNorm, ResidualNorm, ResidualStream
 from minisgl.models.spec import LayerSpec, MixerSpec, ModelSpec
 from minisgl.moe.base import MoeBackend
@@ -66,28 +66,34 @@ class Attended(NamedTuple):
 
 
 class DecoderLayer(nn.Module):
-    """A mixer and an MLP on the residual stream, each after a norm of its own."""
+    """A mixer and, unless the spec has none, an MLP on the residual stream.
+
+    A norm precedes each of the two.
+    """
 
     def __init__(self, parts: ModelParts, spec: LayerSpec, name: str) -> None:
-        """name: the full name of the layer in the checkpoint, such as model.layers.0."""
+        """name: the full name of the layer, such as model.layers.0."""
         super().__init__()
         config, comm, size = parts.config, parts.comm, parts.config.hidden_size
         self.spec = spec
         norm = (size, config.stream_eps, comm, spec.norms.offset)
         self.input_layernorm = ResidualNorm(*norm)
-        self.post_attention_layernorm = ResidualNorm(*norm)
-        kind = MIXERS[type(spec.mixer)]
-        linear = parts.linear._replace(parent=f"{name}.{kind.name}")
+        kind, stored = MIXERS[type(spec.mixer)], config.stored_name
+        linear = parts.linear._replace(parent=stored(f"{name}.{kind.name}"))
         build = MixerBuild(size, config.norm_eps, config.ropes, comm, linear)
         self.mixer_name = kind.name
         self.add_module(kind.name, kind(spec.mixer, build))
-        self.mlp: nn.Module
-        linear = parts.linear._replace(parent=f"{name}.{spec.mlp.names.block}".rstrip("."))
+        self.mlp: DenseMlp | MoeBlock | None = None
+        if spec.mlp is None:
+            return
+        self.post_attention_layernorm = ResidualNorm(*norm)
+        parent = stored(f"{name}.{spec.mlp.names.block}".rstrip("."))
+        linear = parts.linear._replace(parent=parent)
         if isinstance(spec.mlp, ExpertsSpec):
             assert parts.moe_backend is not None, "sparse layers need a backend; this is a bug"
             self.mlp = MoeBlock(size, spec.mlp, linear, parts.experts, parts.moe_backend)
         else:
-            self.mlp = GatedMlp(size, spec.mlp, linear)
+            self.mlp = DenseMlp(size, spec.mlp, linear)
 
     @property
     def mixer(self) -> Mixer:
@@ -104,15 +110,16 @@ class DecoderLayer(nn.Module):
 
         Overwrites the residual.
         """
-        stream = self.mixer.out(*attended)
+        stream: ResidualStream = self.mixer.out(*attended)
+        if self.mlp is None:
+            return stream
         block_input, residual = self.post_attention_layernorm(stream)
-        out: ResidualStream = self.mlp(block_input, residual)
-        return out
+        return self.mlp.forward(block_input, residual)
 
     def fold_norms(self) -> None:
         """Move the norms' weights into the linears that read them, if their methods can."""
         self.input_layernorm.fold_with(self.mixer.fold)
-        if isinstance(self.mlp, GatedMlp):
+        if isinstance(self.mlp, DenseMlp):
             self.post_attention_layernorm.fold_with(self.mlp.gate_up_proj.method.fold)
 
     def scale_outputs(self, factor: float) -> None:
@@ -122,7 +129,8 @@ class DecoderLayer(nn.Module):
         """
         method = self.mixer.out.method
         method.scale_rows(0, method.shards.rows, factor)
-        cast("GatedMlp | MoeBlock", self.mlp).scale_outputs(factor)
+        if self.mlp is not None:
+            self.mlp.scale_outputs(factor)
 
 
 class NormAfterLayer(DecoderLayer):
@@ -154,7 +162,7 @@ class NormAfterLayer(DecoderLayer):
         product = self.mixer.out.method.product(attended.heads)
         x = attended.residual + self.post_attention_layernorm.of_sum(product)
         block_input = _before(self.pre_feedforward_layernorm, x)
-        product = cast("GatedMlp", self.mlp).product(block_input)
+        product = cast("DenseMlp", self.mlp).product(block_input)
         return ResidualStream(x + self.post_feedforward_layernorm.of_sum(product))
 
     def fold_norms(self) -> None:

@@ -19,6 +19,7 @@ from minisgl.core import ConfigError
 from minisgl.core.files import read_json
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import Placement, Sharded
+from minisgl.models.decoder import CausalLM
 from minisgl.models.text_part import TEXT_PREFIXES
 from minisgl.models.vision import TOWER
 from minisgl.moe.experts import ExpertsMethod
@@ -52,7 +53,7 @@ def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
             setattr(module, name, allocated[parameter])
 
 
-def fill_random(model: nn.Module, seed: int = 0, *, show_progress: bool = False) -> None:
+def fill_random(model: CausalLM, seed: int = 0, *, show_progress: bool = False) -> None:
     """Fill with seeded values: norms with 1, biases with 0, and all else from a normal
     distribution, unless the placement gives a constant. The biases of gpt-oss's experts are drawn
     too. Packed weights get random bits.
@@ -64,7 +65,7 @@ def fill_random(model: nn.Module, seed: int = 0, *, show_progress: bool = False)
     quiet = not show_progress
     for placement in Progress(placements_of(model), desc="drawing random weights", disable=quiet):
         target = parameters[placement.target]
-        if placement.source.endswith("norm.weight"):
+        if placement.target.endswith("norm.weight"):
             placement = placement._replace(constant=1.0)
         if placement.constant is not None or not placement.source.endswith(".bias"):
             whole = _random(placement, target, seed)
@@ -105,14 +106,14 @@ def _free_temporaries() -> None:
         torch.cuda.empty_cache()
 
 
-def placements_of(model: nn.Module) -> list[Placement]:
-    """Return the placements of all parameters of the model.
+def placements_of(model: CausalLM) -> list[Placement]:
+    """Return the placements of all parameters of the model, by the names of its checkpoint.
 
     If two modules share a parameter, the first of the two modules places it.
     """
-    parameters = dict(model.named_parameters())
+    parameters, stored = dict(model.named_parameters()), model.config.stored_name
     return [
-        placement
+        placement._replace(source=stored(placement.source))
         for name, module in model.named_modules()
         if isinstance(module, Sharded)
         for placement in module.placements(name)
@@ -121,7 +122,7 @@ def placements_of(model: nn.Module) -> list[Placement]:
 
 
 def load_weights(
-    model: nn.Module,
+    model: CausalLM,
     folder: str,
     *,
     unused: tuple[str, ...] = (),
@@ -177,7 +178,7 @@ def load_weights(
                 _write(parameters[placement.target], placement, value)
                 bar.update()
     if _HEAD in surplus:
-        (embedding,) = (placement for placement in placements if placement.source == _EMBEDDING)
+        (embedding,) = (placement for placement in placements if placement.target == _EMBEDDING)
         head = embedding._replace(source=stored[_HEAD])
         _check_head(files[head.source], head, parameters[embedding.target])
     _free_temporaries()

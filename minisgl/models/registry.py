@@ -17,6 +17,7 @@ from minisgl.models.families import (
     minimax_m2,
     mistral,
     muse_glimmer,
+    nemotron_h,
     olmo,
     phi3,
     qwen2,
@@ -71,6 +72,7 @@ FAMILIES: Mapping[str, Family] = {
     "Glm4MoeForCausalLM": Family(glm4_moe.spec, glm4_moe.DEFAULTS),
     "MiniMaxM2ForCausalLM": Family(minimax_m2.spec, minimax_m2.DEFAULTS),
     "MuseGlimmerTextModel": Family(muse_glimmer.spec, muse_glimmer.DEFAULTS),
+    "NemotronHForCausalLM": Family(nemotron_h.spec, nemotron_h.DEFAULTS),
     "GptOssForCausalLM": Family(gpt_oss.spec, gpt_oss.DEFAULTS),
 }
 

@@ -38,10 +38,10 @@ class NormsSpec(NamedTuple):
 
 
 class LayerSpec(NamedTuple):
-    """One decoder layer."""
+    """One decoder layer. mlp: None: the layer ends with the mixer."""
 
     mixer: MixerSpec
-    mlp: DenseSpec | ExpertsSpec
+    mlp: DenseSpec | ExpertsSpec | None
     norms: NormsSpec = NormsSpec()
 
 
@@ -76,6 +76,8 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
     unread          beginnings of the names of tensors that a checkpoint may have and that the model
                     does not read, such as those of a draft head. Each ends with a dot.
     vision          the image encoder. None: the model has none, or does not use it.
+    names           the checkpoint's names of modules, by their names in models/decoder.py. The
+                    names of all other modules are equal.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -90,6 +92,7 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
     embedding_norm: bool = False
     unread: tuple[str, ...] = ()
     vision: VisionSpec | None = None
+    names: dict[str, str] = {}
     sampling_defaults: dict[str, int | float] = {}
 
     @property
@@ -164,6 +167,14 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
         smaller epsilon.
         """
         return self.norm_eps / self.multipliers.embedding**2
+
+    def stored_name(self, name: str) -> str:
+        """Return the checkpoint's name of a module or parameter. See `names`."""
+        module, rest = name, ""
+        while module and module not in self.names:
+            module, dot, last = module.rpartition(".")
+            rest = f"{dot}{last}{rest}"
+        return self.names.get(module, "") + rest
 
     def without_drafts(self) -> "ModelSpec":
         """Return the model without its draft head. It does not read the tensors of the head."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel import fp8_weights, linear, mxfp4_weights, packed_order, packed_weights
+from minisgl.kernel.activation import Activation
 
 
 class ClampedSwiglu(NamedTuple):
@@ -131,13 +132,13 @@ class ExpertMatrix(NamedTuple):
 class ExpertWeights(NamedTuple):
     """The weights of one layer's experts, both matrices in one format.
 
-    gate_up: [2I, H] for each expert, the rows of the gate first; down: [H, I]. I: the inner size
-    of an expert. swiglu: the gate of experts with biases; None: silu(gate) * up.
+    gate_up: [2I, H] for each expert, the rows of the gate first, or [I, H] without a gate; down:
+    [H, I]. I: the inner size of an expert. Experts with biases have a ClampedSwiglu.
     """
 
     gate_up: ExpertMatrix
     down: ExpertMatrix
-    swiglu: ClampedSwiglu | None = None
+    activation: Activation | ClampedSwiglu = Activation.SILU
 
 
 def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
@@ -170,7 +171,8 @@ class MoeBackend(ABC):
 
     A subclass sets `name`, the name that users give to --moe-backend, and implements `forward`.
     formats: the formats of experts that the backend computes.
-    takes_biases: whether it computes biases and the gate of ExpertWeights.swiglu.
+    takes_biases: whether it computes biases and ClampedSwiglu.
+    takes_activations: the formats of the experts that it computes with GELU and RELU2 too.
     takes_shared: whether it computes shared experts, of which Router.shared has the number.
     takes_routing_variants: whether it computes Router.correction, Router.scale and Router.gates.
     The tuple registry.MOE_BACKENDS lists the backends of minisgl. An entry point passes the
@@ -182,6 +184,7 @@ class MoeBackend(ABC):
     name: ClassVar[str]
     formats: ClassVar[Collection[ExpertFormat]] = (ExpertFormat.UNQUANTISED,)
     takes_biases: ClassVar[bool] = False
+    takes_activations: ClassVar[Collection[ExpertFormat]] = ()
     takes_shared: ClassVar[bool] = False
     takes_routing_variants: ClassVar[bool] = False
 
@@ -197,7 +200,7 @@ class MoeBackend(ABC):
     def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
         """Return, for each token, the sum of weight * down(silu(gate) * up) over its experts.
 
-        ExpertWeights.swiglu may take the place of silu(gate) * up.
+        ExpertWeights.activation may be another one than silu(gate) * up.
 
         x: [T, H] of the router's dtype. Returns a new [T, H]. If I is divided over ranks, the
         result is this rank's part of the sum.

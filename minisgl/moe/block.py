@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from minisgl.core import ConfigError
 from minisgl.kernel import linear
+from minisgl.kernel.activation import Activation
 from minisgl.layers.linear import LinearBuild
-from minisgl.layers.mlp import DenseSpec, GatedMlp
+from minisgl.layers.mlp import DenseMlp, DenseSpec
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import Placement, split_evenly
 from minisgl.moe.base import MoeBackend, Router
@@ -51,13 +52,15 @@ class MoeBlock(nn.Module):
         self.correction = _Correction(spec.num_experts, source) if spec.sigmoid else None
         num_experts = spec.num_experts + spec.shared
         shards = ExpertShards(build.parent, num_experts, hidden_size, inner, *ranks, spec.shared)
-        shards = shards._replace(spelling=spec.names)
+        shards = shards._replace(spelling=spec.names, products=spec.products)
         self.experts = experts(shards, build.dtype)
         self.shared = self.experts.shards.shared
         self.shared_expert = None
         if spec.shared and not self.shared:
+            assert isinstance(spec.activation, Activation), "a biased shared expert; this is a bug"
             linears = build._replace(parent=f"{build.parent}.{spec.names.shared}")
-            self.shared_expert = GatedMlp(hidden_size, DenseSpec(spec.shared * spec.inner), linears)
+            always = DenseSpec(spec.shared * spec.inner, activation=spec.activation)
+            self.shared_expert = DenseMlp(hidden_size, always, linears)
         variants = " and ".join(
             name
             for is_needed, name in (
@@ -68,9 +71,11 @@ class MoeBlock(nn.Module):
             if is_needed
         )
         form = self.experts.weights().gate_up.format
+        usual = (Activation.SILU,) if form not in backend.takes_activations else tuple(Activation)
         for is_supported, kind in (
             (form in backend.formats, f"{form} experts"),
             (backend.takes_biases or not spec.stacked, "experts with biases"),
+            (spec.stacked or spec.activation in usual, f"{form} experts with {spec.activation}"),
             (backend.takes_shared or not self.shared, "shared experts"),
             (backend.takes_routing_variants or not variants, f"routing with {variants}"),
         ):
@@ -97,7 +102,7 @@ class MoeBlock(nn.Module):
             correction,
             spec.scale,
         )
-        weights = self.experts.weights()._replace(swiglu=spec.swiglu)
+        weights = self.experts.weights()._replace(activation=spec.activation)
         if self.shared_expert is None:
             return ResidualStream(self.backend.forward(x, router, weights), residual)
         router = router._replace(weight=self.router[: spec.num_experts])

@@ -23,6 +23,7 @@ class ExpertShards(NamedTuple):
     rank, ranks  this tensor-parallel rank, and the number of ranks.
     shared       the last experts, which are parts of the checkpoint's shared expert.
     spelling     the names of the experts' modules in the checkpoint.
+    products     as Activation.products.
     """
 
     parent: str
@@ -33,6 +34,7 @@ class ExpertShards(NamedTuple):
     ranks: int = 1
     shared: int = 0
     spelling: ExpertNames = ExpertNames()
+    products: int = 2
 
     @property
     def routed(self) -> int:
@@ -71,10 +73,11 @@ class ExpertShards(NamedTuple):
         if expert >= self.routed and names.shared_gate_up:
             gate = inner._replace(name=names.shared_gate_up, rows=2 * rows)
             up = gate._replace(shift=shift + rows)
+        outputs = (gate, up)[-self.products :]
         hidden = Shard("", self.hidden_size, 0, self.hidden_size)
         down = hidden._replace(name=names.down)
         return {
-            "gate_up": LinearShards((gate, up), hidden, bias=False, parent=parent),
+            "gate_up": LinearShards(outputs, hidden, bias=False, parent=parent),
             "down": LinearShards((down,), inner, bias=False, parent=parent),
         }
 
@@ -85,12 +88,12 @@ class ExpertShards(NamedTuple):
         """
         experts, hidden, inner = self.routed, self.hidden_size, self.inner.full
         if expert >= experts:
-            return (None,) * (1 if parameter == "down" else 2)
+            return (None,) * (1 if parameter == "down" else self.products)
         gate_up, down = (f"{self.parent}.{name}" for name in self.spelling.fused)
         if parameter == "down":
             return (FusedExperts(down, (experts, hidden, inner)),)
-        gate = FusedExperts(gate_up, (experts, 2 * inner, hidden))
-        return gate, gate._replace(first=inner)
+        first = FusedExperts(gate_up, (experts, self.products * inner, hidden))
+        return tuple(first._replace(first=i * inner) for i in range(self.products))
 
 
 class ExpertsMethod(nn.Module, ABC):
@@ -135,12 +138,13 @@ ExpertsFactory = Callable[[ExpertShards, torch.dtype], ExpertsMethod]
 
 
 class UnquantizedExperts(ExpertsMethod):
-    """Weights of the activations' dtype. gate_up: [E, 2I, H]; down: [E, H, I]."""
+    """Weights of the activations' dtype. gate_up: [E, 2I or I, H]; down: [E, H, I]."""
 
     def __init__(self, shards: ExpertShards, dtype: torch.dtype) -> None:
         super().__init__(shards, dtype)
         experts, hidden, inner = shards.num_experts, shards.hidden_size, shards.inner.local
-        self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, hidden, dtype=dtype))
+        rows = shards.products * inner
+        self.gate_up = nn.Parameter(torch.empty(experts, rows, hidden, dtype=dtype))
         self.down = nn.Parameter(torch.empty(experts, hidden, inner, dtype=dtype))
 
     def placements(self, name: str) -> Iterator[Placement]:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from minisgl.kernel.activation import Activation
 from minisgl.moe.base import ClampedSwiglu
 
 
@@ -44,7 +45,7 @@ class ExpertsSpec(NamedTuple):
     scale        the factor on the routing weights of the experts that the router chooses.
     stacked      the experts are those of gpt-oss: one tensor for each matrix of all experts, gate
                  and up interleaved, and biases. The router has a bias too.
-    swiglu       the gate of the experts; None: silu(gate) * up.
+    activation   of the gate of the experts, or of up if there is no gate.
     names        the names in the checkpoint.
     """
 
@@ -54,11 +55,16 @@ class ExpertsSpec(NamedTuple):
     renormalise: bool
     shared: int = 0
     stacked: bool = False
-    swiglu: ClampedSwiglu | None = None
+    activation: Activation | ClampedSwiglu = Activation.SILU
     shared_gate: bool = True
     sigmoid: bool = False
     scale: float = 1.0
     names: ExpertNames = ExpertNames()
+
+    @property
+    def products(self) -> int:
+        """As Activation.products."""
+        return self.activation.products if isinstance(self.activation, Activation) else 2
 
     @property
     def features(self) -> int:

@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from minisgl.kernel import silu_and_mul
 from minisgl.moe.base import ExpertFormat, ExpertMatrix, ExpertWeights, MoeBackend, Router, route
 
 
@@ -15,7 +14,7 @@ class TorchMoe(MoeBackend):
     """
 
     name = "torch"
-    formats = tuple(ExpertFormat)
+    formats = takes_activations = tuple(ExpertFormat)
     takes_biases = takes_shared = takes_routing_variants = True
 
     def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
@@ -26,7 +25,6 @@ class TorchMoe(MoeBackend):
         counts = torch.bincount(flat).tolist()
         tokens = order // experts.shape[1]
         scales = scales.to(x.dtype).flatten()[order].unsqueeze(-1)
-        activate = weights.swiglu or silu_and_mul
         out = torch.zeros_like(x)
         end = 0
         for expert, count in enumerate(counts):
@@ -34,7 +32,7 @@ class TorchMoe(MoeBackend):
                 continue
             begin, end = end, end + count
             mine = tokens[begin:end]
-            hidden = activate(_product(x[mine], weights.gate_up, expert))
+            hidden = weights.activation(_product(x[mine], weights.gate_up, expert))
             out.index_add_(0, mine, _product(hidden, weights.down, expert) * scales[begin:end])
         return out
 

@@ -47,6 +47,7 @@ class TritonMoe(MoeBackend):
 
     name = "triton"
     formats = tuple(ExpertFormat)
+    takes_activations = ExpertFormat.UNQUANTISED, ExpertFormat.FP8
     takes_biases = takes_shared = takes_routing_variants = True
 
     def __init__(self, device: torch.device) -> None:
@@ -102,7 +103,7 @@ def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) 
 
     has_kernels: whether the GPU has the kernels of FP8 experts.
     """
-    gate_up, down, swiglu = weights
+    gate_up, down, _ = weights
     if isinstance(gate_up.scales, Scales) and isinstance(down.scales, Scales):
         columns = min(gate_up.scales.columns, down.scales.columns)
         if columns % _LEAST_COLUMNS == 0 and has_kernels:
@@ -114,7 +115,8 @@ def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) 
         return weights
     # The columns matter for MXFP4 only, whose experts have kernels on every GPU.
     hidden, inner = gate_up.values.shape[2], down.values.shape[2]
-    return ExpertWeights(gate_up.dequantised(hidden, dtype), down.dequantised(inner, dtype), swiglu)
+    gate_up, down = gate_up.dequantised(hidden, dtype), down.dequantised(inner, dtype)
+    return weights._replace(gate_up=gate_up, down=down)
 
 
 @lru_cache(maxsize=8)

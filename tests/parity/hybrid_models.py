@@ -1,5 +1,6 @@
 """Tiny random float32 models with recurrent states."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -67,6 +68,23 @@ def granite(**changes: Any) -> Any:
     return transformers.GraniteMoeHybridConfig(**sizes | own | changes)
 
 
+def nemotron(pattern: str, **changes: Any) -> Any:
+    sizes = {key: size for key, size in BASE.items() if not key.startswith(("linear", "num_hidd"))}
+    own = {
+        "hybrid_override_pattern": pattern,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "moe_shared_expert_intermediate_size": 80,
+        "routed_scaling_factor": 2.5,
+    }
+    return transformers.NemotronHConfig(**sizes | own | changes)
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_5": dense,
     "qwen3_5-equal-heads": lambda: dense(linear_num_value_heads=4, tie_word_embeddings=True),
@@ -94,6 +112,11 @@ MODELS: dict[str, Callable[[], Any]] = {
         position_embedding_type="rope",
         mamba_n_groups=4,
     ),
+    "nemotron_h": lambda: nemotron("MEM*EME"),
+    "nemotron_h-dense": lambda: nemotron("M-M*-M-", ssm_state_size=32, n_groups=8),
+    "nemotron_h-ends-with-attention": lambda: nemotron(
+        "*-ME*", n_groups=1, norm_topk_prob=False, moe_shared_expert_intermediate_size=40
+    ),
 }
 
 
@@ -105,9 +128,10 @@ def save(name: str, folder: Path) -> tuple[Any, str]:
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
     with torch.no_grad():
-        for tensor, parameter in model.named_parameters():
-            if tensor.endswith(("norm.weight", "dt_bias", "A_log", "conv1d.weight", ".D", ".bias")):
-                plain = "linear_attn.norm" in tensor or name.startswith("granite4")
+        own = ("norm.weight", "norm_f.weight", "dt_bias", "A_log", "conv1d.weight", ".D", ".bias")
+        for tensor, parameter in itertools.chain(model.named_parameters(), model.named_buffers()):
+            if tensor.endswith((*own, "e_score_correction_bias")):
+                plain = "linear_attn.norm" in tensor or name.startswith(("granite4", "nemotron"))
                 parameter.normal_(1.0 if plain and "norm" in tensor else 0.0, 0.3)
     model.save_pretrained(path)
     return model, path

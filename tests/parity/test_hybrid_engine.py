@@ -70,6 +70,8 @@ def expected(path: str) -> list[list[int]]:
         ("qwen3_next", Case(64, "radix", overlap=True, crowded=False, page_size=16)),
         ("granite4", Case(16, "radix", overlap=True, crowded=False, page_size=16)),
         ("granite4-groups", Case(64, "naive", overlap=True, crowded=True, page_size=16)),
+        ("nemotron_h", Case(16, "radix", overlap=True, crowded=False, page_size=16)),
+        ("nemotron_h-dense", Case(64, "naive", overlap=True, crowded=True, page_size=16)),
     ],
     ids=str,
 )
@@ -82,7 +84,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     assert outputs == expected(path) * 2
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "granite4-experts"])
+@pytest.mark.parametrize("name", ["qwen3_5", "granite4-experts", "nemotron_h"])
 def test_chunks_may_end_inside_a_page(name: str, hybrid_path: ModelPath) -> None:
     path, prompt = hybrid_path(name), texts()[0]
     engine = make_engine(path, page_size=16)
@@ -122,6 +124,7 @@ def test_drafts_and_decode_graphs_change_no_token(
         "qwen3_5-ends-with-delta",  # both ranks have the only key head
         pytest.param("qwen3_next", marks=pytest.mark.proof),
         pytest.param("granite4", marks=pytest.mark.proof),  # both ranks have the only group
+        pytest.param("nemotron_h", marks=pytest.mark.proof),
     ],
 )
 def test_two_ranks_give_the_tokens_of_transformers(

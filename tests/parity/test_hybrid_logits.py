@@ -41,6 +41,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
         ("qwen3_5-ends-with-delta", 2),  # both ranks have the only key head
         ("qwen3_next", 2),
         ("granite4-experts", 2),  # the norm of the only group needs both ranks
+        ("nemotron_h", 2),
         pytest.param("granite4-groups", 2, marks=pytest.mark.proof),
         pytest.param("granite4-groups", 4, marks=pytest.mark.proof),
         pytest.param("qwen3_5", 4, marks=pytest.mark.proof),  # each two ranks share a KV head

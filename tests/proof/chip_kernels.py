@@ -34,6 +34,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": {},
     "qwen3.6-35b-a3b": {"speculative": "ngram"},
     "granite-4.0-h-tiny": {},
+    "nemotron-3-nano-30b-a3b": {},
     "qwen3-30b-a3b": {"quantization": "fp8", "tp_size": 2},
 }
 CHUNK_TOKENS = 2048

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.activation import Activation
 from minisgl.kernel.triton.moe_few import route_few
 from minisgl.kernel.triton.moe_grouped import columns_in_loop
 from minisgl.kernel.triton.moe_routing import Layer, Router
@@ -199,8 +200,8 @@ def _down(
 
 
 def takes(x: Tensor, layer: Layer) -> bool:
-    """Whether `experts_of_few` supports these FP8 experts: all of them."""
-    return True
+    """Whether `experts_of_few` supports these FP8 experts: those with SiLU."""
+    return layer[2] is Activation.SILU
 
 
 def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) -> Tensor:

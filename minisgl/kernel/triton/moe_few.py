@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor, float32, int32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.kernel.triton.moe_routing import Layer, Router, choose, rule_of
+from minisgl.kernel.activation import Activation
+from minisgl.kernel.triton.moe_routing import Layer, Router, activated, choose, rule_of
 from minisgl.kernel.triton.overlap import overlaps
 
 # The weights of a program. _gate_up: rows of gate, as many rows of up, and columns of one load.
@@ -115,11 +116,13 @@ def _gate_up(
     width,
     x_stride,
     EACH: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Rows of silu(gate) * up for one assignment. EACH: experts of a token."""
+    """Rows of the activation for one assignment. EACH: experts of a token."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()  # after gdc_wait, so `_down` may read the routing at once
@@ -127,20 +130,22 @@ def _gate_up(
     expert = tl.load(experts + assignment).to(tl.int64)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = n < inner
-    gate_at = weight + (expert * 2 * inner + n[:, None]) * width
-    up_at = weight + (expert * 2 * inner + inner + n[:, None]) * width
+    gate_at = weight + (expert * PRODUCTS * inner + n[:, None]) * width
+    up_at = gate_at + (PRODUCTS - 1) * inner * width
     x_at = x + (assignment // EACH) * x_stride
     gate = tl.zeros([ROWS], tl.float32)
     up = tl.zeros([ROWS], tl.float32)
     for start in range(0, width, BLOCK):
         k = start + tl.arange(0, BLOCK)
         mask = inside[:, None] & (k < width)[None, :]
-        g = tl.load(gate_at + k[None, :], mask=mask, other=0.0)
+        if PRODUCTS == 2:
+            g = tl.load(gate_at + k[None, :], mask=mask, other=0.0)
         u = tl.load(up_at + k[None, :], mask=mask, other=0.0)
         v = tl.load(x_at + k, mask=k < width, other=0.0).to(tl.float32)[None, :]
-        gate += tl.sum(g.to(tl.float32) * v, axis=1)
+        if PRODUCTS == 2:
+            gate += tl.sum(g.to(tl.float32) * v, axis=1)
         up += tl.sum(u.to(tl.float32) * v, axis=1)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    value = activated(gate, up, ACTIVATION)
     tl.store(out + assignment * inner + n, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -248,7 +253,7 @@ def route_few(
 
 def takes(x: Tensor, layer: Layer) -> bool:
     """Whether `experts_of_few` supports the experts: those without biases."""
-    return layer[0][2] is None
+    return isinstance(layer[2], Activation)
 
 
 def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) -> Tensor:
@@ -259,7 +264,8 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
     must be on one stream.
     """
     num_tokens, width = x.shape
-    (gate_up, _, _), (down, _, _), _ = layer
+    (gate_up, _, _), (down, _, _), activation = layer
+    assert isinstance(activation, Activation), "biased experts; this is a bug"
     inner, top_k, shared = down.shape[2], router[2], router[4]
     num_experts = len(down) - shared
     early = overlaps()
@@ -276,6 +282,8 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
         width,
         x.stride(0),
         EACH=top_k + shared,
+        ACTIVATION=activation.value,
+        PRODUCTS=activation.products,
         ROWS=_ROWS,
         BLOCK=columns,
         EARLY=early,

@@ -3,8 +3,9 @@
 Each expert's weights are read once. A program holds rows of the weight as the tall operand of the
 matrix unit and a block of tokens as the narrow one, so that an expert with few tokens wastes little
 work. Rows of gate and up alternate in a tile, so that a program applies the activation before it
-writes. Biased experts are those of gpt-oss, with a clamped SwiGLU. A last kernel sums the outputs
-of a token's experts in a fixed order. There are no atomics, so results do not change between runs.
+writes. Experts without a gate have rows of up alone. Biased experts are those of gpt-oss, with a
+clamped SwiGLU. A last kernel sums the outputs of a token's experts in a fixed order. There are no
+atomics, so results do not change between runs.
 
 With FP8 weights, the activations are quantised, with one scale for each token or for each 128 of
 its columns: the matrix unit then reads the weights without a conversion. If the activations are not
@@ -27,11 +28,12 @@ import triton
 import triton.language as tl
 from torch import Tensor, bfloat16, float32
 
+from minisgl.kernel.activation import Activation
 from minisgl.kernel.fp8_weights import Scales
 from minisgl.kernel.triton import moe_tiles
 from minisgl.kernel.triton.fp8 import widen
 from minisgl.kernel.triton.fp8_quantise import quantise_rows
-from minisgl.kernel.triton.moe_routing import Blocks, Layer, Matrix, align
+from minisgl.kernel.triton.moe_routing import Blocks, Layer, Matrix, activated, align
 from minisgl.kernel.triton.overlap import overlaps, shared_bytes
 
 _COLUMNS = 1024
@@ -56,7 +58,8 @@ def _product(
     alpha,
     limit,
     EACH: tl.constexpr,
-    GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     BIASED: tl.constexpr,
     SCALED: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
@@ -71,8 +74,8 @@ def _product(
 ):
     """One tile of the product of a block of tokens with its expert's weight.
 
-    With GATED, x holds tokens and out holds slots, after the activation. Otherwise x holds slots
-    and out holds assignments, multiplied by their factors. EACH: experts of a
+    With PRODUCTS (Activation.products), x holds tokens and out holds slots, after the activation.
+    With 0, x holds slots and out holds assignments, multiplied by their factors. EACH: experts of a
     token, with the shared ones. alpha, limit: of the SwiGLU, if BIASED.
 
     SCALED: the weight is FP8 with a scale for each block. SCALE_COLUMNS 0: a block has all columns.
@@ -88,14 +91,13 @@ def _product(
     live = assigned < num_assigned
     row = tl.arange(0, BN)
     k = tl.arange(0, BK)
-    if GATED:
+    if PRODUCTS == 2:
         n = tl.minimum(tile * (BN // 2) + row // 2, N - 1) + (row % 2) * N
         height = 2 * N
-        source = assigned // EACH
     else:
         n = tl.minimum(tile * BN + row, N - 1)
         height = N
-        source = slot
+    source = assigned // EACH if PRODUCTS else slot
     weight_at = weight + (expert * height + n)[:, None] * K + k[None, :]
     x_at = x + source[None, :].to(tl.int64) * x_stride + k[:, None]
     if SCALED:
@@ -127,7 +129,7 @@ def _product(
             total *= tl.load(x_scales + source, mask=live, other=0.0)[None, :]
     if BIASED:
         total += tl.load(bias + expert * height + n).to(tl.float32)[:, None]
-    if GATED:
+    if PRODUCTS == 2:
         pairs = total.reshape(BN // 2, 2, BM).permute(0, 2, 1)
         gate, up = tl.split(pairs)
         if BIASED:
@@ -135,8 +137,12 @@ def _product(
             up = tl.maximum(tl.minimum(up, limit), -limit)
             value = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
         else:
-            value = gate / (1.0 + tl.exp(-gate)) * up
+            value = activated(gate, up, ACTIVATION)
         n = tile * (BN // 2) + tl.arange(0, BN // 2)
+        target = slot
+    elif PRODUCTS == 1:
+        value = activated(total, total, ACTIVATION)
+        n = tile * BN + row
         target = slot
     else:
         value = total * tl.load(factors + assigned, mask=live, other=0.0)[None, :]
@@ -221,9 +227,11 @@ def experts_of_many(
     moe_tiles.py computes the products if it supports their shapes. quantised: whether to quantise
     activations for FP8 weights; None: only bfloat16 ones.
     """
-    gate_up, down, swiglu = layer
-    has_bias, is_plain = gate_up[2] is not None, swiglu is None and gate_up[1] is None
-    assert has_bias == (swiglu is not None), "biased experts have a clamped SwiGLU; this is a bug"
+    gate_up, down, activation = layer
+    has_bias, is_plain = gate_up[2] is not None, gate_up[1] is None
+    is_plain &= activation is Activation.SILU
+    is_clamped = isinstance(activation, tuple)
+    assert has_bias == is_clamped, "biased experts have a clamped SwiGLU; this is a bug"
     inner, width = down[0].shape[2], x.shape[1]
     num_experts, each = len(down[0]) - shared, experts.shape[1]
     if tiling is None:
@@ -237,9 +245,9 @@ def experts_of_many(
         moe_tiles.gate_up(x, gate_up[0], hidden, blocks, each)
         moe_tiles.down(hidden, down[0], parts, blocks, weights)
     else:
-        own = (blocks, weights, each, swiglu or (0.0, 0.0), quantised)
-        _launch(x, gate_up, hidden, *own, tiling.gate_up, gated=True)
-        _launch(hidden, down, parts, *own, tiling.down, gated=False)
+        own = (blocks, weights, each, quantised)
+        _launch(x, gate_up, hidden, *own, tiling.gate_up, activation)
+        _launch(hidden, down, parts, *own, tiling.down, None)
     return sum_parts(parts, each)
 
 
@@ -250,11 +258,11 @@ def _launch(
     blocks: Blocks,
     factors: Tensor,
     each: int,
-    swiglu: tuple[float, float],
     quantised: bool,
     tile: Tile,
-    gated: bool,
+    activation: Activation | tuple[float, float] | None,
 ) -> None:
+    """activation: None: the product is the last one."""
     weight, scales, bias = matrix
     height, width = out.shape[1], weight.shape[2]
     in_loop = 0 if scales is None else columns_in_loop(scales, width)
@@ -267,7 +275,12 @@ def _launch(
         stride, columns = x_scales.stride(1), 2 * tile.columns  # as many bytes as of bfloat16
     # With blocks, a program holds a second tile of sums, and 256 rows would not fit its registers.
     tall = min(tile.rows, 128) if in_loop else tile.rows
-    rows, columns = tall // 2 if gated else tall, min(columns, in_loop or columns)
+    products, name, constants = 0, "", (0.0, 0.0)
+    if isinstance(activation, Activation):
+        products, name = activation.products, activation.value
+    elif activation is not None:
+        products, constants = 2, activation
+    rows, columns = tall // max(products, 1), min(columns, in_loop or columns)
     _product[(triton.cdiv(height, rows), len(blocks.owners))](
         x,
         x_scales,
@@ -283,9 +296,10 @@ def _launch(
         width,
         x.stride(0),
         stride,
-        *swiglu,
+        *constants,
         EACH=each,
-        GATED=gated,
+        ACTIVATION=name,
+        PRODUCTS=products,
         BIASED=bias is not None,
         SCALED=scales is not None,
         SCALE_ROWS=1 if scales is None else scales.rows,

@@ -17,13 +17,15 @@ import triton
 import triton.language as tl
 from torch import Tensor, float32, int32
 
+from minisgl.kernel.activation import Activation
+
 # The arguments of the kernels, as minisgl.moe.base has them. Router: weight, bias, top_k and
 # renormalise, the number of shared experts and whether they have a gate, correction, and scale.
 # Matrix: values, scales and bias of a matrix of all experts. Layer: gate_up, down, and the
-# constants of the clamped SwiGLU, which biased experts have.
+# activation, which is for biased experts the constants of the clamped SwiGLU.
 Router = tuple[Tensor, Tensor | None, int, bool, int, bool, Tensor | None, float]
 Matrix = tuple[Tensor, Any, Tensor | None]
-Layer = tuple[Matrix, Matrix, tuple[float, float] | None]
+Layer = tuple[Matrix, Matrix, Activation | tuple[float, float]]
 
 _ROWS = 4
 _FEW = 4096  # up to this many assignments, each program of `align` counts all of them
@@ -32,6 +34,20 @@ _FEW = 4096  # up to this many assignments, each program of `align` counts all o
 _TABLE_ROWS = tl.constexpr(32)
 _LOADED = tl.constexpr(1024)
 _COMPARED = tl.constexpr(32)
+
+
+@triton.jit
+def activated(gate, up, ACTIVATION: tl.constexpr):
+    """The input of the last product, by the name of an Activation. RELU2 does not read `gate`."""
+    if ACTIVATION == "relu2":
+        up = tl.maximum(up, 0.0)
+        value = up * up
+    elif ACTIVATION == "silu":
+        value = gate / (1.0 + tl.exp(-gate)) * up
+    else:  # 0.5 * (1 + tanh(z)) is the sigmoid of 2 z, with 2 * sqrt(2 / pi) = 1.5957691
+        z = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
+        value = gate / (1.0 + tl.exp(-z)) * up
+    return value
 
 
 @triton.jit

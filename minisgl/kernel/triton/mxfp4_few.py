@@ -237,7 +237,7 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
     x: [T, H] that `takes` accepts, unit stride in H. semaphores: as in moe_few.experts_of_few.
     """
     (gate_up, gate_up_scales, gate_up_bias), (down, down_scales, down_bias), swiglu = layer
-    assert swiglu is not None, "MXFP4 experts have a clamped SwiGLU; this is a bug"
+    assert isinstance(swiglu, tuple), "MXFP4 experts have a clamped SwiGLU; this is a bug"
     num_tokens, width = x.shape
     early, fast, rescale = overlaps(), is_fast(x), rescale_factor(x)
     chunks, inner, top_k = (gate_up.shape[1], down.shape[1]), gate_up.shape[2] // 2, router[2]

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor, int32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.activation import Activation
 from minisgl.kernel.packed_order import OrderedWeights
 from minisgl.kernel.triton.moe_grouped import sum_parts
 from minisgl.kernel.triton.moe_routing import Blocks, Layer, Matrix, align
@@ -239,9 +240,11 @@ def experts_of_many(
     x: [T, H], unit stride in H. weights, experts, shared: as in moe_grouped.experts_of_many.
     tiling: if None, `_tiling_for` chooses it.
     """
-    gate_up, down, swiglu = layer
+    gate_up, down, activation = layer
     is_int4 = isinstance(gate_up[1], OrderedWeights)
-    assert is_int4 == (swiglu is None), "MXFP4 experts have a clamped SwiGLU; this is a bug"
+    swiglu = activation if isinstance(activation, tuple) else (1.0, 0.0)
+    is_known = activation is Activation.SILU if is_int4 else swiglu is activation
+    assert is_known, "MXFP4 experts have a clamped SwiGLU, int4 ones SiLU; this is a bug"
     (num_tokens, width), each = x.shape, experts.shape[1]
     num_experts, inner = len(gate_up[0]) - shared, gate_up[0].shape[2] // 2
     if tiling is None:
@@ -255,7 +258,7 @@ def experts_of_many(
         x = arranged
     hidden = x.new_empty((len(blocks.slots), inner))
     parts = x.new_empty((experts.numel(), width))
-    own = (blocks, weights, each, swiglu or (1.0, 0.0))
+    own = (blocks, weights, each, swiglu)
     _launch(x, gate_up, hidden, *own, tiling.gate_up, True)
     _launch(hidden, down, parts, *own, tiling.down, False)
     return sum_parts(parts, each)

@@ -23,7 +23,7 @@ def spec(config: HfConfig, raw: Raw) -> ModelSpec:
         # A softmax over the chosen experts is a softmax over all, divided by the chosen sum.
         renormalise=True,
         stacked=True,
-        swiglu=ClampedSwiglu(fields.swiglu_alpha, fields.swiglu_limit),
+        activation=ClampedSwiglu(fields.swiglu_alpha, fields.swiglu_limit),
         names=ExpertNames(router="router"),
     )
     mlps, ends = [experts] * config.num_layers, ("<|return|>", "<|call|>")

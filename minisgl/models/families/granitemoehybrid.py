@@ -110,19 +110,28 @@ def _mlp(config: HfConfig, fields: HfGranite4, raw: Raw) -> DenseSpec | ExpertsS
 def _check(config: HfConfig, fields: HfGranite4) -> None:
     """Raise ConfigError for a setting that is not supported."""
     check_supported("hidden_act", config.hidden_act, ["silu"])
-    check_supported("mamba_d_conv", fields.mamba_d_conv, [TAPS])
-    check_supported("mamba_conv_bias", fields.mamba_conv_bias, [True])
-    check_supported("mamba_proj_bias", fields.mamba_proj_bias, [False])
-    check_supported("time_step_limit", fields.time_step_limit, _UNLIMITED)
     check_supported("position_embedding_type", fields.position_embedding_type, ["nope", "rope"])
-    heads, groups, state = fields.mamba_n_heads, fields.mamba_n_groups, fields.mamba_d_state
+    heads = fields.mamba_n_heads
+    check_mamba(fields, "mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv")
+    check_supported("mamba_conv_bias", fields.mamba_conv_bias, [True])
     inner = fields.mamba_expand * config.hidden_size
     if fields.mamba_d_head not in ("auto", inner // heads) or inner % heads:
         raise ConfigError(
             f"mamba_d_head {fields.mamba_d_head} of {heads} mamba_n_heads does not give "
             f"{inner} channels, mamba_expand times hidden_size"
         )
-    if heads % groups:
-        raise ConfigError(f"mamba_n_heads {heads} is not a multiple of mamba_n_groups {groups}")
-    if state < 16 or state & (state - 1):
-        raise ConfigError(f"mamba_d_state {state} is not supported: expected a power of two >= 16")
+
+
+def check_mamba(fields: msgspec.Struct, heads: str, groups: str, state: str, taps: str) -> None:
+    """Raise ConfigError for a setting of Mamba-2 that is not supported.
+
+    heads, groups, state, taps: the names of these settings in the family.
+    """
+    check_supported(taps, getattr(fields, taps), [TAPS])
+    for setting, supported in (("mamba_proj_bias", [False]), ("time_step_limit", _UNLIMITED)):
+        check_supported(setting, getattr(fields, setting), supported)
+    of_heads, of_groups, size = (getattr(fields, name) for name in (heads, groups, state))
+    if of_heads % of_groups:
+        raise ConfigError(f"{heads} {of_heads} is not a multiple of {groups} {of_groups}")
+    if size < 16 or size & (size - 1):
+        raise ConfigError(f"{state} {size} is not supported: expected a power of two >= 16")

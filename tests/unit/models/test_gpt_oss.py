@@ -54,7 +54,7 @@ def test_the_published_config_is_bfloat16_and_ends_with_a_call() -> None:
     assert model.max_position == 131072
     (experts,) = set(model.experts)
     assert (experts.num_experts, experts.top_k) == (32, 4)
-    assert (experts.swiglu, experts.renormalise) == (ClampedSwiglu(1.702, 7.0), True)
+    assert (experts.activation, experts.renormalise) == (ClampedSwiglu(1.702, 7.0), True)
     assert [rule.window for rule in model.rules] == [128, None] * 12
     assert all(rule.sinks for rule in model.rules)
 

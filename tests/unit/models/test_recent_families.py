@@ -38,6 +38,21 @@ KINDS = ["mamba", "attention"] * 2
         ("MuseGlimmerTextModel", {"tie_word_embeddings": True}, "tie_word_embeddings True is not"),
         ("MiniMaxM2ForCausalLM", {"shared_intermediate_size": 9}, "shared_intermediate_size 9 is"),
         *(
+            ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-*E"} | changes, says)
+            for changes, says in (
+                ({"hybrid_override_pattern": "M-M"}, "needs a layer of type 'full_attention'"),
+                ({"hybrid_override_pattern": "M*O"}, "layer type 'O' is not supported"),
+                ({"hybrid_override_pattern": "M--*"}, "layer 2 .* is of type 'mlp': expected an"),
+                ({"hybrid_override_pattern": "EM*"}, "layer 0 .* is of type 'moe': expected an"),
+                ({"moe_latent_size": 32}, "moe_latent_size 32 is not supported"),
+                ({"n_group": 2}, "n_group 2 is not supported"),
+                ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
+                ({"moe_intermediate_size": 99}, "expected a multiple of moe_intermediate_size 99"),
+                ({"ssm_state_size": 48}, "ssm_state_size 48 is not supported"),
+                ({"n_groups": 3}, "mamba_num_heads 128 is not a multiple of n_groups 3"),
+            )
+        ),
+        *(
             ("GraniteMoeHybridForCausalLM", {"layer_types": KINDS} | changes, says)
             for changes, says in (
                 ({"layer_types": ["mamba"] * 4}, "needs a layer of type 'full_attention'"),
@@ -83,3 +98,23 @@ def test_the_layers_of_granite_4_and_both_names_of_their_types() -> None:
     other = {"layer_types": ["linear_attention", "full_attention"] * 2}
     limit = {"time_step_limit": [0.0, {"__float__": "Infinity"}]}
     assert model_spec_from({**given, **other, **limit}) == model
+
+
+def test_a_mixer_and_the_mlp_after_it_are_one_layer_of_nemotron_h() -> None:
+    given = {**BASE, "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "ME*M-"}
+    model = model_spec_from(given)
+    kinds = [(type(layer.mixer).__name__, type(layer.mlp).__name__) for layer in model.layers]
+    assert kinds == [
+        ("MambaSpec", "ExpertsSpec"),
+        ("AttentionSpec", "NoneType"),
+        ("MambaSpec", "DenseSpec"),
+    ]
+    names = {
+        "model.layers.0.mlp.gate.weight": "backbone.layers.1.mixer.gate.weight",
+        "model.layers.1.self_attn.q_proj": "backbone.layers.2.mixer.q_proj",
+        "model.layers.2.post_attention_layernorm.weight": "backbone.layers.4.norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }
+    assert {name: model.stored_name(name) for name in names} == names
+    listed = {"layers_block_type": ["mamba", "moe", "attention", "mamba", "mlp"]}
+    assert model_spec_from({**given, **listed, "hybrid_override_pattern": None}) == model

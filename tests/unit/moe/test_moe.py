@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.nn.functional import silu
 
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import TPInfo
+from minisgl.kernel.activation import Activation
 from minisgl.kernel.fp8_weights import FP8, Scales, dequantise
 from minisgl.layers.linear import LinearBuild, UnquantizedLinear
 from minisgl.moe.base import ExpertFormat, ExpertMatrix, ExpertWeights, Router, route
@@ -51,6 +53,21 @@ def test_experts_equal_their_definition(shared: int, renormalise: bool) -> None:
         torch.testing.assert_close(out[token], expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("activation", [Activation.GELU, Activation.RELU2])
+def test_experts_have_another_activation_than_silu(activation: Activation) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, router = (torch.randn(n, 8, generator=generator) for n in (9, 1))
+    gate_up = torch.randn(1, 6 * activation.products, 8, generator=generator)
+    down = torch.randn(1, 8, 6, generator=generator)
+    weights = ExpertWeights(ExpertMatrix(gate_up), ExpertMatrix(down), activation)
+    out = TorchMoe(CPU).forward(x, Router(router, None, 1, True), weights)
+    first, up = (x @ gate_up[0].T)[:, :6], (x @ gate_up[0].T)[:, -6:]
+    hidden = up.clamp(min=0) ** 2
+    if activation is Activation.GELU:
+        hidden = functional.gelu(first, approximate="tanh") * up
+    torch.testing.assert_close(out, hidden @ down[0].T, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_a_correction_changes_the_choice_and_not_the_routing_weights(renormalise: bool) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -80,6 +97,7 @@ class PlainMoe(TorchMoe):
 
     name, formats = "plain", (ExpertFormat.UNQUANTISED,)
     takes_biases = takes_shared = False
+    takes_activations = ()
 
 
 @pytest.mark.parametrize(
@@ -87,6 +105,7 @@ class PlainMoe(TorchMoe):
     [
         (ExpertsSpec(4, 2, 6, True, shared=1), UnquantizedExperts, "shared experts"),
         (ExpertsSpec(4, 2, 6, True, stacked=True), UnquantizedStackedExperts, "with biases"),
+        (ExpertsSpec(4, 2, 6, True, activation=Activation.RELU2), UnquantizedExperts, "with relu2"),
     ],
 )
 def test_experts_that_a_backend_does_not_support_are_refused(
