@@ -43,8 +43,11 @@ FEATURES = {
         "models/mtp.py",
     ),
     "images": (
+        "core/images.py",
         "images/*.py",
         "models/vision*.py",
+        "scheduler/image_check.py",
+        "scheduler/images.py",
     ),
     "host tier": (
         "engine/host_copies.py",

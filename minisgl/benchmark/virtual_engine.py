@@ -14,6 +14,7 @@ from minisgl.benchmark.flag_types import (
 )
 from minisgl.core import ConfigError, SchedulerConfig, StepCost, StepWork
 from minisgl.core.batch import Batch, Int32Array, PageCopier, StepResult, WindowLayers
+from minisgl.core.images import ImageMemory
 
 _PAGE_SIZE = 16
 _HOST_S = 0.0003  # host time from the end of step n to the launch of step n + 2
@@ -135,6 +136,7 @@ class VirtualEngine:
         self.window: WindowLayers | None = None
         self.snapshot_pages = snapshot_pages
         self.copier: PageCopier | None = None if host is None else _Copier(self, host)
+        self.images: ImageMemory | None = None
         self.max_running_reqs = rows
         self.max_seq_len = max_seq_len
         self.now_s = 0.0

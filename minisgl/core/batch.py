@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from minisgl.core.columns import SamplingArrays
 from minisgl.core.config import DRAFT_WIDTHS
+from minisgl.core.images import EncodeImage, ImageMemory, RopePositions
 from minisgl.core.step_cost import StepCost, StepWork
 
 Int32Array = NDArray[np.int32]
@@ -152,7 +153,8 @@ class Batch:
                   results of those past its length.
     samples       bool [B]; the request gets tokens from this step. False for a chunk that does not
                   reach the end of its prompt.
-    chunk_ids     int32; token ids of the prefill chunks, concatenated.
+    chunk_ids     int32; token ids of the prefill chunks, concatenated. Id ~i, which is negative,
+                  stands for the image token whose features are in row i of the image buffer.
     page_updates  changes of the page table. The engine applies them before the forward.
     sampling      the values of sampling columns (core.sampling), [B], by name. A column that is
                   missing has its neutral value for all requests.
@@ -166,6 +168,8 @@ class Batch:
                   next one; 0 without a draft head.
     made          int32 [num_decode]; drafts that the draft head has made for each decode request
                   before this step. None without `drafting`. The engine counts them on the device.
+    images        the images that the engine encodes before the layers, in this order.
+    rope          None if no request of the step has images.
     """
 
     step_id: int
@@ -184,6 +188,8 @@ class Batch:
     states: StateCopies | None = None
     next_drafts: int = 0
     made: Int32Array | None = None
+    images: tuple[EncodeImage, ...] = ()
+    rope: RopePositions | None = None
 
     @property
     def width(self) -> int:
@@ -192,11 +198,15 @@ class Batch:
         return next(width for width in DRAFT_WIDTHS if width >= longest)
 
     def work(self) -> StepWork:
-        """Return the work of the step. A decode request that may have drafts counts as `start`."""
+        """Return the work of the step. An image counts as the tokens of its price.
+
+        A decode request that may have drafts counts as `start`.
+        """
         first = self.num_decode
         chunks = zip(self.start[first:].tolist(), self.lengths[first:].tolist(), strict=True)
         pairs = sum(length * (start + length // 2) for start, length in chunks)
         tokens, keys = int(self.lengths.sum()), int(self.start[:first].sum())
+        tokens += sum(image.price for image in self.images)
         return StepWork(tokens, keys, pairs, first, self.next_drafts)
 
     def plan_hash(self) -> int:
@@ -204,6 +214,7 @@ class Batch:
         updates = self.page_updates
         arrays = [self.rows, self.start, self.lengths, updates.cols, updates.ids]
         arrays += self.states or ()
+        arrays += [image.rows for image in self.images]
         data = b"".join(array.tobytes() for array in arrays) + bytes([self.next_drafts])
         return zlib.crc32(data, self.step_id)
 
@@ -353,6 +364,7 @@ class EngineLike(Protocol):
     a chunk that ends at token e, where page_floor(n) = n - n % page_size. The engine does not read
     the state of a row that holds fewer tokens than a page, so a new row needs no copy.
     copier: copies KV pages to host memory; None if the engine has no host tier.
+    images: None if the engine takes no images.
     """
 
     num_pages: int
@@ -362,6 +374,7 @@ class EngineLike(Protocol):
     window: WindowLayers | None
     snapshot_pages: int
     copier: PageCopier | None
+    images: ImageMemory | None
 
     def launch(self, batch: Batch) -> PendingStep:
         """Start the step without waiting. The caller must not change the batch's arrays later."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from minisgl.attention.base import DecodeGraphAttention, StepAttention
 from minisgl.core.batch import Batch, PageCopier
 from minisgl.core.config import DRAFT_WIDTHS
+from minisgl.core.images import ImageMemory
 from minisgl.engine.last_layer import LastLayer, LogitsGraph
 from minisgl.engine.launched import LaunchedStep
 from minisgl.engine.logits_processing import (
@@ -309,6 +310,7 @@ class StepLauncher:
         self.num_pages, self.page_size, self.window = pool.num_pages, pool.page_size, runner.window
         self.snapshot_pages = runner.snapshot_pages
         self.copier: PageCopier | None = None
+        self.images: ImageMemory | None = None
         self.max_running_reqs, self.max_seq_len = runner.packer.dummy_row, runner.max_seq_len
         self._failed_rows: Callable[[], Collection[int]] = frozenset  # of the previous step
         last_layer = LastLayer(runner.model, graphs.logits_graphs)

@@ -68,6 +68,21 @@ class DraftTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=
     accepted: list[int] = msgspec.field(default_factory=([0] * MAX_DRAFTS).copy)
 
 
+class ImageTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Totals since the start, and the state of the image buffer.
+
+    encoded      images that the encoder has computed; `patches` are their patches.
+    reused       images of a chunk whose features the buffer had.
+    rows         rows of the buffer; `used` of them hold features.
+    """
+
+    encoded: int = 0
+    patches: int = 0
+    reused: int = 0
+    rows: int = 0
+    used: int = 0
+
+
 class KVEventTotals(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fields=True):
     """The state of the event stream of a replica.
 
@@ -106,6 +121,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
     phases                totals of each phase of STEP_PHASES; "mixed" steps prefill and decode.
     constraints           totals of the requests with a grammar.
     drafts                totals of speculative decoding; all 0 without --speculative.
+    images                totals of the images of prompts; all 0 for a model that takes none.
     kv_events             state of the stream of KV events; all 0 without --kv-events-endpoint.
     """
 
@@ -133,4 +149,5 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
     phases: dict[str, PhaseStats] = {}
     constraints: ConstraintTotals = msgspec.field(default_factory=ConstraintTotals)
     drafts: DraftTotals = msgspec.field(default_factory=DraftTotals)
+    images: ImageTotals = msgspec.field(default_factory=ImageTotals)
     kv_events: KVEventTotals = msgspec.field(default_factory=KVEventTotals)

@@ -14,7 +14,8 @@ from minisgl.core import InvariantBroken
 from minisgl.core.batch import DecodeLoad, Int32Array
 from minisgl.core.config import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
 from minisgl.kvcache import Hit, Room
-from minisgl.scheduler.budget import further_tokens, prompt_tokens
+from minisgl.scheduler.budget import MIN_CHUNK_TOKENS, further_tokens, prompt_tokens
+from minisgl.scheduler.images import ImageRoom
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Admission, Carry, Chunk, Decode, StepPlan, View
 
@@ -169,6 +170,7 @@ class Filling:
 
     def __init__(self, view: View, room: Room, short: Shortage | None) -> None:
         self._view, self._room = view, room
+        self._images = ImageRoom(view.images, max(MIN_CHUNK_TOKENS, view.memory.page_size))
         self._victim = None if short is None else short.victim
         self.prefilling = [req for req in view.prefilling if req is not self._victim]
         self.urgent = view.has_urgent(self.prefilling)
@@ -234,12 +236,18 @@ class Filling:
         return self.plan(beside, 1) if self.chunks else None
 
     def _first_tokens(self, level: int, client: str) -> int:
-        """The prompt tokens that the first prompt of this client and priority has left."""
+        """The prompt tokens that the first prompt of this client and priority has left.
+
+        The price of its images is added.
+        """
         table = self._view.table
         for req in self.prefilling:
             if (req.priority, req.client) == (level, client):
-                return int(table.prefill_end[req.row] - table.computed[req.row])
-        return next(self._view.waiting.of(client, level)).uncached_tokens
+                start, end = int(table.computed[req.row]), int(table.prefill_end[req.row])
+                return end - start + self._images.price(req, start)
+        req = next(self._view.waiting.of(client, level))
+        start = len(req.tokens) - req.uncached_tokens
+        return req.uncached_tokens + self._images.price(req, start)
 
     def _prompts(self) -> set[tuple[int, str]]:
         """The priorities and clients with prompts."""
@@ -343,16 +351,21 @@ class Filling:
         return StepPlan(decode, grow, pages, chunks, admit, seen, victim, carry, load)
 
     def _add_chunk(self, req: Req, budget: int) -> int:
-        """Add up to `budget` tokens to the chunk of an admitted request. Returns their number."""
+        """Add up to `budget` tokens to the chunk of an admitted request.
+
+        Returns their number and the price of their images.
+        """
         table, chosen, row = self._view.table, self.chunks.get(req, 0), req.row
         if req in self._admit:
             row, start, end = placeholder_row(req), self._admit[req].tokens, len(req.tokens)
         else:
             start, end = int(table.computed[row]), int(table.prefill_end[row])
-        tokens = self._room.cut(row, start, min(chosen + budget, end - start)) - chosen
-        if tokens:
-            self.chunks[req] = chosen + tokens
-        return tokens
+        most = self._images.limit(req, start, end, chosen + budget)
+        tokens = self._room.cut(row, start, most) - chosen
+        if not tokens:
+            return 0
+        self.chunks[req] = chosen + tokens
+        return tokens + self._images.add(req, start, chosen + tokens)
 
     def _make_room(self, req: Req) -> Req | None:
         """Choose a request of a later priority or of a client above its share, so that `req` runs.

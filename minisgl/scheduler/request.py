@@ -10,11 +10,13 @@ from msgspec.structs import force_setattr
 
 from minisgl.core import FinishReason, InvalidRequest, PromptTooLong, SamplingParams
 from minisgl.core.batch import Int32Array
+from minisgl.core.images import ImageMemory
 from minisgl.core.rows import Prefixes
 from minisgl.core.sampling import MAX_SEED
 from minisgl.engine import Extensions
 from minisgl.engine.logits_processing import Constraint
-from minisgl.message.messages import AddReq, TokenLogprobs
+from minisgl.message.messages import AddReq, PromptImage, TokenLogprobs
+from minisgl.scheduler.image_check import check_images
 
 
 class ReqState(StrEnum):
@@ -78,6 +80,8 @@ class Req:
     prefill_done      True once its PrefillDone message has been built.
     prompt_reported   number of prompt tokens whose log-probabilities have been reported.
     held_logprobs     log-probabilities of the prompt that wait for the PrefillDone message.
+    images            those of the prompt, in their order. They are kept until the request ends,
+                      because a preempted request computes its prompt again.
     prediction        int32; the output that the client expects, the source of drafts. Empty if
                       there is none, or after the admission of a request that may not draft.
     """
@@ -110,6 +114,7 @@ class Req:
     end_reason: FinishReason | None = None
     prompt_reported: int = 0
     held_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    images: tuple[PromptImage, ...] = ()
     prediction: Int32Array = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
     @property
@@ -127,6 +132,7 @@ def accept_requests(
     capacity_tokens: int,
     first_arrival: int,
     extensions: Extensions,
+    images: ImageMemory | None = None,
 ) -> list[Req]:
     """Check `message` against the engine's limits, and return the request of each of its choices.
 
@@ -136,7 +142,7 @@ def accept_requests(
     The API server has already checked the same limits. This second check protects the ranks: an
     invalid message would make all of them fail.
 
-    vocab_size: width of the logits; each token id is below it.
+    vocab_size: width of the logits; each token id is below it. images: as in EngineLike.
     capacity_tokens: prompt and output tokens that context length and KV pool allow one request.
     Raises RequestError (InvalidRequest, PromptTooLong) for a request that could never complete, or
     that a logits processor rejects.
@@ -146,9 +152,11 @@ def accept_requests(
     sampling.validate(vocab_size)
     if not len(tokens):
         raise InvalidRequest("the prompt is empty", param="prompt")
+    check_images(message, tokens, images)
     prediction = np.frombuffer(message.prediction, dtype="<i4").astype(np.int32, copy=False)
     for param, ids in (("prompt", tokens), ("prediction", prediction)):
-        if ids.min(initial=0) < 0 or ids.max(initial=0) >= vocab_size:
+        negative = ids is prediction and ids.min(initial=0) < 0
+        if negative or ids.max(initial=0) >= vocab_size:
             raise InvalidRequest(f"a token id is outside 0..{vocab_size - 1}", param=param)
     needed = len(tokens) + (sampling.max_tokens or 1)
     if needed > capacity_tokens:
@@ -179,6 +187,7 @@ def accept_requests(
             priority=message.priority,
             logit_states=states,
             constraint=next((s for s in states if isinstance(s, Constraint)), UNCONSTRAINED),
+            images=message.images,
             prediction=prediction,
         )
         reqs.append(req)

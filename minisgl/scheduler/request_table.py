@@ -54,6 +54,7 @@ class RequestTable(Rows):
     has_stop_ids  bool [R]; the request has stop token ids of its own.
     edits_logits  bool [R]; at least one logits processor has a state for the request.
     has_logprobs  bool [R]; the request asks for log-probabilities.
+    has_images    bool [R]; the request has images.
     may_draft     bool [R]; a step may forward draft tokens of the request. False if the request
                   asks for log-probabilities, or if a state edits its logits and masks no drafts.
     made          int32 [R]; drafts that the draft head has made after the row's last step.
@@ -82,6 +83,7 @@ class RequestTable(Rows):
         self.has_stop_ids = np.zeros(num_rows, dtype=np.bool_)
         self.edits_logits = np.zeros(num_rows, dtype=np.bool_)
         self.has_logprobs = np.zeros(num_rows, dtype=np.bool_)
+        self.has_images = np.zeros(num_rows, dtype=np.bool_)
         self.may_draft = np.zeros(num_rows, dtype=np.bool_)
         self.made: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.slow = np.zeros(num_rows, dtype=np.bool_)
@@ -117,6 +119,7 @@ class RequestTable(Rows):
         self.has_stop_ids[row] = bool(sampling.stop_token_ids)
         self.edits_logits[row] = bool(req.logit_states)
         self.has_logprobs[row] = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
+        self.has_images[row] = bool(req.images)
         states = [state for state in req.logit_states if state is not None]
         masks_drafts = all(isinstance(s, Constraint) and s.masks_drafts for s in states)
         self.may_draft[row] = masks_drafts and not self.has_logprobs[row]

@@ -114,6 +114,7 @@ class Scheduler:
             phases=self._meter.phases,
             total_pages=engine.num_pages,
             constraints=extensions.constraint_totals or ConstraintTotals(),
+            images=self.view.images.totals,
             kv_events=next((r.totals for r in self._reporters), KVEventTotals()),
         )
         self._results = Results(self.view, self._preparations, self._meter, self.totals, send)
@@ -255,7 +256,8 @@ class Scheduler:
         limits, first = (self._vocab_size, self._capacity_tokens), self._arrivals + 1
         self._arrivals += message.count
         try:
-            reqs = accept_requests(message, *limits, first, self._extensions)
+            images = self._engine.images
+            reqs = accept_requests(message, *limits, first, self._extensions, images)
         except RequestError as error:
             for uid in range(message.uid, message.uid + message.count):
                 self._results.outputs.refuse(uid, message, error)

@@ -55,12 +55,12 @@ class StepMeter:
         The device took the time of the launch if the step has ended in it, and the time since the
         end of the step before if the step was launched before this end. Otherwise the device may
         have waited for the launch. The times contain no token masks: their share is known only if
-        the step has ended in the launch.
+        the step has ended in the launch. Steps that encode images count for no cost.
         """
         batch, now_s = step.batch, self.clock()
         duration_s = now_s - max(step.began_s, self._ended_s)
         back_to_back = step.began_s < self._ended_s and not batch.logit_edits
-        if result.ended_in_launch or back_to_back:
+        if (result.ended_in_launch or back_to_back) and not batch.images:
             for fit in self._fits:
                 fit.record(batch.work(), step.launch_s if result.ended_in_launch else duration_s)
         self._ended_s = now_s

@@ -11,6 +11,7 @@ from minisgl.core.batch import DraftLengths, EngineLike, Int32Array
 from minisgl.core.config import MAX_DRAFTS
 from minisgl.engine import Extensions
 from minisgl.kvcache import CacheListener, Hit, Memory, common_prefix
+from minisgl.scheduler.images import Images
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.waiting import Shares, WaitingQueue
@@ -106,6 +107,7 @@ class View:
     decode_rows  int32, rows of the decoding requests.
     loading      requests whose prefixes are loaded from host memory, and the last job of each.
     paused       decoding requests that skip steps until their next edit is prepared.
+    images       the images in the buffer of the engine.
     sizes        the preferred sizes of a step in tokens, in rising order.
     cost         predicts step times.
 
@@ -139,6 +141,7 @@ class View:
             listeners=listeners,
             kinds=extensions.cache_kinds,
         )
+        self.images = Images(engine.images, table)
         self.sizes = step_sizes(config.prefill_budget_tokens + rows + 1024)
         self.waiting = WaitingQueue()
         self.prefilling: list[Req] = []

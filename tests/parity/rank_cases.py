@@ -84,7 +84,7 @@ class _Counted:
         self.num_pages, self.page_size = engine.num_pages, engine.page_size
         self.max_running_reqs, self.max_seq_len = engine.max_running_reqs, engine.max_seq_len
         self.window, self.snapshot_pages = engine.window, engine.snapshot_pages
-        self.copier = engine.copier
+        self.copier, self.images = engine.copier, engine.images
 
     def launch(self, batch: Batch) -> PendingStep:
         self._totals["partial"] += not batch.samples.all()

@@ -136,7 +136,7 @@ class Recorder:
         self.num_pages, self.page_size = engine.num_pages, engine.page_size
         self.max_running_reqs, self.max_seq_len = engine.max_running_reqs, engine.max_seq_len
         self.window, self.snapshot_pages = engine.window, engine.snapshot_pages
-        self.copier = engine.copier
+        self.copier, self.images = engine.copier, engine.images
         self.batches: list[Batch] = []
         self.predicted = 0
 

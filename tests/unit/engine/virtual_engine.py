@@ -32,7 +32,7 @@ class VirtualEngine:
 
     num_pages, page_size, max_running_reqs, max_seq_len = 1000, 16, 256, 40_960
     window, snapshot_pages = None, 0
-    copier = None
+    copier = images = None
 
     def __init__(self, disturb: Callable[[int, int], float] = lambda tokens, launch: 1.0) -> None:
         self.now_ns = self.free_ns = self.launches = 0

@@ -19,6 +19,8 @@ import numpy as np
 
 from minisgl.core.batch import Batch, Int32Array, StepResult, WindowLayers
 from minisgl.core.config import MAX_DRAFTS
+from minisgl.core.images import ImageMemory
+from tests.unit.scheduler.fake_images import FakeImages
 from tests.unit.scheduler.fake_states import FakeStates
 
 VOCAB = 64
@@ -140,6 +142,7 @@ class FakeEngine:
     window              the model has window layers as well.
     snapshot_pages      as in core.EngineLike.
     copier              copies slots to host memory, if it has blocks.
+    images              as in core.EngineLike.
     """
 
     def __init__(
@@ -153,7 +156,9 @@ class FakeEngine:
         window: WindowLayers | None = None,
         snapshot_pages: int = 0,
         host_blocks: int = 0,
+        images: ImageMemory | None = None,
     ) -> None:
+        self.images, self.image_rows = images, FakeImages(images)
         self.drafter = drafter
         self.lengths: Int32Array = np.full(max_running_reqs, -1, dtype=np.int32)
         self.num_pages = num_pages
@@ -199,6 +204,8 @@ class FakeEngine:
         stacked[updates.rows, updates.cols] = updates.ids
         if batch.states is not None:
             self.states.copy(batch.states, self.slots.reshape(-1, self.page_size))
+        for image in batch.images:
+            self.image_rows.encode(image)
         finite = np.ones(len(batch.rows), dtype=np.bool_)
         starts = batch.start.copy()
         if batch.drafting:
@@ -217,15 +224,15 @@ class FakeEngine:
                 if length > 1:
                     predicted[i] = self._write_drafts(row, start, length - 1)
                 inputs.append(self.token_pool[row, start : start + length].copy())
+                assert (inputs[-1] >= 0).all(), "a token was read that no step wrote"
             else:
-                inputs.append(batch.chunk_ids[taken : taken + length])
+                inputs.append(self.image_rows.pads(batch.chunk_ids[taken : taken + length]))
                 taken += length
         width = max([1, *batch.lengths[: batch.num_decode].tolist()])
         tokens = np.zeros((len(batch.rows), width), dtype=np.int32)
         counts = np.zeros(len(batch.rows), dtype=np.int32)
         for i, ids in enumerate(inputs):
             row, start = int(batch.rows[i]), int(starts[i])
-            assert (ids >= 0).all(), "a token was read that no step wrote"
             where = self._slots_of(0, row, 0, start + len(ids))
             if i < batch.num_decode:
                 self._overshoot(row, start, batch.width)
@@ -273,7 +280,9 @@ class FakeEngine:
         tokens = self.token_pool[row]
         assert (tokens[: start + 1] >= 0).all(), "a token is missing in the token pool"
         cached = self.slots[self._slots_of(0, row, 0, start)]
-        assert (cached == slot_values(tokens[:start], 0)).all(), "the token pool has another token"
+        image = -1 if self.images is None else self.images.token
+        same = (cached == slot_values(tokens[:start], 0)) | (tokens[:start] == image)
+        assert same.all(), "the token pool has another token"
         prediction, end = self.predictions[row], tokens[start - 1 : start + 1].tolist()
         for place in range(len(prediction) - 2):
             if prediction[place : place + 2] == end:
@@ -281,7 +290,8 @@ class FakeEngine:
                 tokens[start + 1 : start + 1 + count] = found
                 return True
         for position in range(start + 1, start + 1 + count):
-            right = next_token(slot_values(tokens[:position], 0))
+            new = slot_values(tokens[start:position], start)
+            right = next_token(np.concatenate([cached, new]))
             is_right = self.drafter(row, position)
             tokens[position] = right if is_right else (right + 1) % VOCAB
         return False

@@ -10,7 +10,7 @@ import numpy as np
 from minisgl.core import FinishReason, SchedulerConfig
 from minisgl.core.batch import Batch, DraftLengths
 from minisgl.kvcache import NewKind
-from minisgl.message.messages import AbortReq, AddReq
+from minisgl.message.messages import AbortReq, AddReq, PromptImage
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler import scheduler as scheduler_module
 from minisgl.scheduler.plan import plan
@@ -80,6 +80,7 @@ class Harness:
         stable: int = 0,
         first: int = 0,
         session: str = "",
+        images: tuple[PromptImage, ...] = (),
         **sampling: object,
     ) -> int:
         """Queue `count` requests with consecutive uids and return the first uid."""
@@ -100,6 +101,7 @@ class Harness:
                 priority=priority,
                 prediction=np.array(prediction or [], dtype="<i4").tobytes(),
                 prefixes=(stable, first),
+                images=images,
             )
         )
         self.answers |= {each: Answer() for each in range(uid, uid + count)}

@@ -18,11 +18,15 @@ from minisgl.scheduler import budget, plan, scheduler, view
 from tests.examples import examples
 from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
+from tests.unit.scheduler.fake_images import image_memory, prompt_with
 from tests.unit.scheduler.guarantees import PlanChecks
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.integrity import check_cached_slots, check_snapshots
 
 MAX_LEN = 48
+# Prompts of at most 32 tokens with images of 1 to 4 tokens, three of which fit into every buffer.
+IMAGE = st.tuples(st.integers(0, 2), st.tuples(st.integers(1, 2), st.integers(1, 2)))
+PARTS = st.lists(st.integers(1, VOCAB - 1) | IMAGE, min_size=1, max_size=8)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -46,6 +50,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         window=st.none() | st.integers(1, 20),
         window_slack=st.integers(0, 12),
         snapshot_pages=st.sampled_from([0, 2, 3]),
+        image_rows=st.sampled_from([0, 0, 16, 30]),
+        price=st.sampled_from([0.1, 1.0, 4.0]),
     )
     def start(
         self,
@@ -64,6 +70,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         window: int | None,
         window_slack: int,
         snapshot_pages: int,
+        image_rows: int,
+        price: float,
     ) -> None:
         """seconds: step costs that the scheduler knows; None: it knows none.
 
@@ -71,6 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         window: tokens of a window; None: the model has no window layers.
         snapshot_pages: of a model with recurrent states. A draft then stays within two pages, and a
         chunk has at least a page.
+        image_rows: of the image buffer; 0: the model takes no images. price: as for image_memory.
         """
         if snapshot_pages:
             page_size = page_size if most_drafts is None else 8
@@ -80,7 +89,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         if window is not None:
             layers = WindowLayers(window, 2 - (-(window - 1) // page_size) + window_slack)
         engine = FakeEngine(
-            num_pages, page_size, rows, MAX_LEN, eager, DRAFTERS[drafter], layers, snapshot_pages
+            num_pages,
+            page_size,
+            rows,
+            MAX_LEN,
+            eager,
+            DRAFTERS[drafter],
+            layers,
+            snapshot_pages,
+            images=image_memory(image_rows, price=price) if image_rows else None,
         )
         config = SchedulerConfig(
             prefill_budget_tokens=budget,
@@ -139,13 +156,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         """stretch, polls, slow: as in ScriptedParams; None: the request has no constraint."""
         prefix: list[int] = []
-        if self.prompts and data.draw(st.booleans(), label="shares a prefix"):
+        takes_images = self.harness.engine.images is not None
+        if takes_images and data.draw(st.booleans(), label="has images"):
+            prefix, images = prompt_with(data.draw(PARTS, label="parts"))
+        else:
+            images = ()
+        if not images and self.prompts and data.draw(st.booleans(), label="shares a prefix"):
             base = data.draw(st.sampled_from(self.prompts), label="base")
             prefix = base[: data.draw(st.integers(1, len(base)), label="shared tokens")]
         tail = data.draw(
             st.lists(st.integers(0, VOCAB - 1), min_size=0 if prefix else 1, max_size=20)
         )
-        prompt = (prefix + tail)[: MAX_LEN - max_tokens]
+        prompt = [*prefix, *tail][: MAX_LEN - max_tokens]
         sampling: dict[str, object] = {"max_tokens": max_tokens, "ignore_eos": ignore_eos}
         output = expected_output(prompt, max_tokens, ignore_eos)
         if stretch is not None:
@@ -156,13 +178,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         prediction = PREDICTIONS[predicts](output)
         queue = client, call, count, priority
         ends = data.draw(st.tuples(*[st.integers(0, len(prompt))] * 2), label="stable, first")
-        first = self.harness.add(prompt, salt, *queue, prediction, *ends, session, **sampling)
+        given = *queue, prediction, *ends, session, images
+        first = self.harness.add(prompt, salt, *given, **sampling)
         for uid in range(first, first + count):
             self.wanted[uid] = output
             if prediction:
                 self.predicting.add(uid)
-            self.prompts.append(prompt + output)
-            self.sequences[uid] = salt, self.prompts[-1]
+            if not images:
+                self.prompts.append(prompt + output)
+            self.sequences[uid] = salt, prompt + output
 
     @rule(session=st.sampled_from(["a", "b"]))
     def end_session(self, session: str) -> None:

@@ -1,0 +1,64 @@
+"""The check of the images of a request against the limits of the engine."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from minisgl.core import InvalidRequest
+from minisgl.core.batch import Int32Array
+from minisgl.core.images import ImageMemory
+from minisgl.message.messages import AddReq, PromptImage
+
+# Images with tokens in the smallest chunk, at most: a page of 64 tokens, and images of 64 or more.
+_IN_A_CHUNK = 3
+
+
+def check_images(message: AddReq, tokens: Int32Array, memory: ImageMemory | None) -> None:
+    """Raise InvalidRequest unless the negative ids of a prompt are those of its images.
+
+    tokens: int32, the prompt. memory: of the engine.
+    """
+    images = message.images
+    if memory is None and images:
+        raise InvalidRequest(
+            "this server takes no images: the model has no image encoder, or --no-images leaves it "
+            "out; send text only",
+            param="messages",
+        )
+    is_pad, counts = np.zeros(len(tokens), dtype=np.bool_), list[int]()
+    if memory is not None:
+        counts = [_tokens_of(image, memory, is_pad) for image in images]
+    if not np.array_equal(is_pad, tokens < 0):
+        raise InvalidRequest(
+            "a token id is negative, but not of an image of the request", param="prompt"
+        )
+    most = max((sum(counts[nth : nth + _IN_A_CHUNK]) for nth in range(len(counts))), default=0)
+    if memory is not None and most > memory.rows:
+        raise InvalidRequest(
+            f"{_IN_A_CHUNK} images in a row have {most} tokens, and the image buffer of this "
+            f"server has {memory.rows} rows (--image-cache-tokens); send smaller images",
+            param="messages",
+        )
+    if images and message.sampling.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "log-probabilities of a prompt with images are not available; ask for those of the "
+            "output only",
+            param="prompt_logprobs",
+        )
+
+
+def _tokens_of(image: PromptImage, memory: ImageMemory, is_pad: NDArray[np.bool_]) -> int:
+    """Mark the tokens of an image, and return their number. Raises InvalidRequest."""
+    rows, columns = image.grid
+    begin, count = image.start, memory.tokens(image.grid)
+    inside = 0 <= begin < begin + count <= len(is_pad) and not is_pad[begin : begin + count].any()
+    whole = min(image.grid) > 0 == rows % memory.merge == columns % memory.merge
+    if not (inside and whole and len(image.pixels) == 3 * memory.patch**2 * rows * columns):
+        raise InvalidRequest(
+            f"an image has a grid of {rows} x {columns} patches, {len(image.pixels)} bytes and its "
+            f"first token at {begin} of {len(is_pad)}; expected tokens of its own, each of "
+            f"{memory.merge} x {memory.merge} patches, each of {memory.patch} x {memory.patch} "
+            "pixels of 3 bytes",
+            param="messages",
+        )
+    is_pad[begin : begin + count] = True
+    return count

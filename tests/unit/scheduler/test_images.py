@@ -1,0 +1,154 @@
+"""Images of requests: their encoding, the rows of the image buffer, and their share of a step."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from minisgl.core import InvalidRequest, SamplingParams, SchedulerConfig
+from minisgl.images.positions import rotary_delta, rotary_positions
+from minisgl.message.messages import AddReq, PromptImage
+from minisgl.scheduler.image_check import check_images
+from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
+from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
+from tests.unit.scheduler.fake_images import image_memory, prompt_with
+from tests.unit.scheduler.harness import Harness
+
+PAGE, TOKEN = 4, 7
+
+
+def harness_with(
+    rows: int, *, budget: int = 64, price: float = 1.0, cache: str = "radix"
+) -> Harness:
+    memory = image_memory(rows, TOKEN, price)
+    engine = FakeEngine(80, PAGE, images=memory)
+    config = SchedulerConfig(prefill_budget_tokens=budget, target_step_ms=None, cache_type=cache)
+    return Harness(engine, config)
+
+
+def ask(harness: Harness, parts: list[object]) -> int:
+    """Run one request to its end, check its tokens, and return its uid."""
+    prompt, images = prompt_with(parts)  # type: ignore[arg-type]
+    uid = harness.add(prompt, images=images, ignore_eos=True)
+    harness.run()
+    assert harness.answers[uid].tokens == expected_output(prompt, 8, ignore_eos=True)
+    return uid
+
+
+def test_an_image_is_encoded_once_for_all_prompts() -> None:
+    harness = harness_with(16, cache="naive")
+    for begin in (1, 2, 3):
+        ask(harness, [begin, (0, (2, 3)), 5, (0, (2, 3))])
+    totals = harness.scheduler.stats().images
+    assert (totals.encoded, totals.patches, totals.reused) == (1, 6, 2)
+    assert (totals.used, totals.rows) == (6, 16)
+
+
+def test_chunks_through_an_image_encode_it_once() -> None:
+    harness = harness_with(16, budget=2)
+    ask(harness, [1, (0, (3, 3)), 5])
+    assert harness.engine.image_rows.encoded == 1
+
+
+def test_an_image_that_others_have_replaced_is_encoded_again() -> None:
+    harness = harness_with(12, cache="naive")
+    for seed, encoded in ((0, 1), (1, 2), (0, 2), (2, 3), (0, 3), (1, 4)):
+        ask(harness, [1, (seed, (2, 3)), 5])
+        assert harness.scheduler.stats().images.encoded == encoded, "least recently used goes first"
+
+
+def test_prompts_share_the_pages_before_the_first_pixel_that_differs() -> None:
+    harness = harness_with(32)
+    text = [*range(1, 9)]
+    ask(harness, [*text, (0, (3, 3)), 5, 6, 7])
+    again = ask(harness, [*text, (0, (3, 3)), 5, 6, 8, 9])
+    other = ask(harness, [*text, (1, (3, 3)), 5, 6, 7])
+    assert harness.answers[again].cached_tokens == 16, "also the pages inside the image"
+    assert harness.answers[other].cached_tokens == 8
+
+
+def test_an_image_counts_as_prompt_tokens_of_its_step() -> None:
+    harness = harness_with(16, budget=48, price=10.0)  # an image of 4 patches as 40 tokens
+    prompt, images = prompt_with([1, 2, (0, (2, 2)), *range(3, 40)])
+    harness.add(prompt, images=images, ignore_eos=True, max_tokens=1)
+    harness.add([9] * 20, ignore_eos=True, max_tokens=1)
+    harness.run()
+    first, second = harness.engine.batches[:2]
+    assert len(first.images) == 1
+    assert first.lengths.tolist() == [2 + 32], "the image leaves 8 tokens, a chunk has at least 32"
+    assert first.work().tokens == 34 + 40
+    assert second.lengths.tolist() == [9, 20]
+
+
+def test_an_image_above_the_budget_waits_for_the_beginning_of_a_chunk() -> None:
+    harness = harness_with(16, budget=48, price=100.0)
+    prompt, images = prompt_with([*range(1, 41), (0, (2, 2)), 5])
+    harness.add(prompt, images=images, ignore_eos=True, max_tokens=1)
+    harness.run()
+    sizes = [(batch.lengths.tolist(), len(batch.images)) for batch in harness.engine.batches]
+    assert sizes == [([40], 0), ([5], 1)]
+
+
+def test_histories_have_the_id_of_an_image_token_for_each_pad() -> None:
+    memory = image_memory(16, TOKEN)
+    engine = FakeEngine(80, PAGE, images=memory, drafter=DRAFTERS["right"])
+    harness = Harness(engine, drafts=ChangingDrafts(3))
+    parts = [1, (0, (1, 2)), 5]
+    prompt, images = prompt_with(parts)  # type: ignore[arg-type]
+    script = tuple(expected_output(prompt, 8, ignore_eos=True))
+    harness.add(prompt, images=images, ignore_eos=True, prompt_len=4, script=script)
+    ask(harness, parts)
+    (edit,) = (e for b in engine.batches for e in b.logit_edits if e.history is not None)
+    assert edit.history is not None
+    assert edit.history.tolist() == [1, TOKEN, TOKEN, 5]
+    histories = [each.tokens.tolist() for batch in engine.batches for each in batch.histories]
+    assert histories == [[1, TOKEN, TOKEN, 5]] * 2
+
+
+def test_steps_carry_the_positions_of_image_tokens() -> None:
+    harness = harness_with(16)
+    ask(harness, [1, 2])
+    assert all(batch.rope is None for batch in harness.engine.batches), "no request has images"
+    begin = len(harness.engine.batches)
+    ask(harness, [1, (0, (2, 3)), 5])
+    prompt, *decode = harness.engine.batches[begin:]
+    assert prompt.rope is not None
+    assert prompt.rope.deltas.tolist() == [3 - 6]
+    assert prompt.rope.chunks is not None
+    assert prompt.rope.chunks.T.tolist() == [
+        *[[0, 0, 0], [1, 1, 1], [1, 1, 2], [1, 1, 3], [1, 2, 1], [1, 2, 2], [1, 2, 3], [4, 4, 4]]
+    ]
+    assert all(batch.rope is not None and batch.rope.chunks is None for batch in decode)
+
+
+def test_positions_of_a_chunk_are_those_of_the_whole_prompt() -> None:
+    _, images = prompt_with([1, 2, (0, (4, 2)), 3, (1, (2, 6)), 4])
+    whole = rotary_positions(images, 2, 0, 12)
+    assert whole[:, -1].tolist() == [11 + rotary_delta(images, 2)] * 3
+    for first in range(12):
+        assert np.array_equal(rotary_positions(images, 2, first, 12), whole[:, first:])
+
+
+def refused(images: tuple[PromptImage, ...], ids: list[int], rows: int | None = 100) -> str:
+    message = AddReq(uid=1, token_ids=b"", sampling=SamplingParams(), images=images)
+    memory = None if rows is None else image_memory(rows)
+    with pytest.raises(InvalidRequest) as error:
+        check_images(message, np.array(ids, dtype=np.int32), memory)
+    return str(error.value)
+
+
+def test_images_that_do_not_fit_the_prompt_or_the_engine_are_refused() -> None:
+    ids, images = prompt_with([1, (0, (2, 3)), 5, (1, (2, 2))])
+    first, second = images
+    assert "no image encoder" in refused(images, ids, rows=None)
+    assert "not of an image" in refused((first,), ids)
+    assert "not of an image" in refused((), [1, -5], rows=None)
+    assert "tokens of its own" in refused((first, first, second), ids)
+    for wrong in ({"start": 4}, {"start": -1}, {"grid": (0, 3)}, {"pixels": b""}):
+        moved = msgspec.structs.replace(second, **wrong)
+        assert "tokens of its own" in refused((first, moved), ids)
+    assert "image buffer" in refused(images, ids, rows=9)
+    message = AddReq(
+        uid=1, token_ids=b"", images=images, sampling=SamplingParams(prompt_logprobs=0)
+    )
+    with pytest.raises(InvalidRequest, match="prompt with images"):
+        check_images(message, np.array(ids, dtype=np.int32), image_memory(100))
