@@ -181,6 +181,13 @@ def main(argv: Sequence[str]) -> int:
         "give a request this many tokens in the mean, such as 1:1.93,3:3.39. Without it, drafts "
         "are those of repetitions",
     )
+    parser.add_argument(
+        "--target-step-ms",
+        type=float,
+        metavar="MS",
+        default=SchedulerConfig().target_step_ms,
+        help="as in the server; 0: no limit for steps with prompts (%(default)s)",
+    )
     add_quantization_flag(parser)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
@@ -213,7 +220,8 @@ def main(argv: Sequence[str]) -> int:
             engine = Engine(config, SingleCommunicator(), extensions=extensions)
             inbox = LocalInbox()
             # Without a prefix cache, every run computes all prompts.
-            policy = SchedulerConfig(cache_type="naive")
+            target_ms = options.target_step_ms or None
+            policy = SchedulerConfig(cache_type="naive", target_step_ms=target_ms)
             scheduler = build_scheduler(engine, policy, inbox, outbox.append)
             speeds[label] = []
             for reqs in options.concurrency:
@@ -241,6 +249,7 @@ def main(argv: Sequence[str]) -> int:
     counts = {"tokens": tokens, "drafted": drafted, "accepted": accepted, "predicted": predicted}
     summary = {"model": options.model, "edits": len(edits), "requests": options.concurrency}
     summary |= {"quantization": options.quantization, "lengths": options.lengths}
+    summary |= {"target_step_ms": options.target_step_ms}
     rates = {label: [speed._asdict() for speed in found] for label, found in speeds.items()}
     print(json.dumps({**summary, "rates": rates, **counts}))
     return 0
