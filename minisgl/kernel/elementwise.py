@@ -72,6 +72,11 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """Multiply x by sigmoid(gate), in place, and return it. x, gate: [T, n] of one dtype."""
+    return x.mul_(torch.sigmoid(gate))
+
+
 def add_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Give the sink of each head its share of the softmax of attention, in place.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.attention.base import AttentionRule, FusedAttention, NormRope
-from minisgl.kernel import qk_norm_rope_store
+from minisgl.kernel import multiply_sigmoid, qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool, KVSpec
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
@@ -126,7 +126,7 @@ class Attention(Mixer):
             q = self._store(qkv, heads, context)
             attention.forward(layer, q, attended, self.sinks)
         out = attended.flatten(1)
-        return out if gate is None else out.mul_(torch.sigmoid(gate))
+        return out if gate is None else multiply_sigmoid(out, gate)
 
     def store(self, block_input: BlockInput, context: ForwardContext) -> None:
         """Store keys and values of the T tokens, as `mix`. No token attends."""

@@ -85,6 +85,19 @@ def test_silu_and_mul(dtype: torch.dtype, rows: int, width: int) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize(("rows", "width"), [(1, 4096), (3, 100)])
+def test_multiply_sigmoid(dtype: torch.dtype, rows: int, width: int) -> None:
+    """The gate is part of wider rows, as the projection of attention returns it."""
+    from minisgl.kernel.triton import elementwise as kernels
+
+    x, gate = normal(rows, width, dtype=dtype), normal(rows, 3 * width, dtype=dtype)[:, :width]
+    expected = elementwise.multiply_sigmoid(x.double(), gate.double())
+    assert kernels.multiply_sigmoid(x, gate) is x
+    assert error(x, expected) < TOLERANCE[dtype]
+    assert kernels.multiply_sigmoid(x[:0], gate[:0]).shape == (0, width)
+
+
+@DTYPES
 def test_gather_embedding_gives_zeros_for_other_ranks(dtype: torch.dtype) -> None:
     from minisgl.kernel.triton import elementwise as kernels
 

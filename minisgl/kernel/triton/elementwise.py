@@ -34,6 +34,26 @@ def _silu_and_mul(x, out, width, x_stride, BLOCK: tl.constexpr, OVERLAP: tl.cons
 _silu_launcher = Launcher(_silu_and_mul, current_device)
 
 
+@triton.jit
+def _multiply_sigmoid(
+    x, gate, width, x_stride, gate_stride, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < width
+    opens = tl.load(gate + row * gate_stride + cols, mask=mask).to(tl.float32)
+    at = x + row * x_stride + cols
+    value = tl.load(at, mask=mask).to(tl.float32) / (1.0 + tl.exp(-opens))
+    tl.store(at, value.to(x.dtype.element_ty), mask=mask)
+
+
+_sigmoid_launcher = Launcher(_multiply_sigmoid, current_device)
+
+
 @triton.jit(do_not_specialize_on_alignment=["ids"])
 def _gather(ids, weight, out, first_id, num_ids, width, BLOCK: tl.constexpr):
     blocks = tl.cdiv(width, BLOCK)
@@ -73,11 +93,21 @@ def silu_and_mul(x: Tensor) -> Tensor:
     out = x.new_empty((*x.shape[:-1], width))
     if out.numel():
         grid = (-(-width // _BLOCK) * rows.shape[0],)
-        _silu_launcher(grid, (rows, out), (width, rows.stride(0)), (), (), _silu_constants)
+        _silu_launcher(grid, (rows, out), (width, rows.stride(0)), (), (), _block_constants)
     return out
 
 
-def _silu_constants() -> Constants:
+def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
+    """As the reference, but rounded only at the end. x, gate: [T, n], unit stride in n."""
+    num_rows, width = x.shape
+    if num_rows:
+        grid = (triton.cdiv(width, _BLOCK) * num_rows,)
+        sizes = width, x.stride(0), gate.stride(0)
+        _sigmoid_launcher(grid, (x, gate), sizes, (), (), _block_constants)
+    return x
+
+
+def _block_constants() -> Constants:
     overlap = overlaps()
     return Constants({"BLOCK": _BLOCK, "OVERLAP": overlap}, {"num_warps": 4, "launch_pdl": overlap})
 

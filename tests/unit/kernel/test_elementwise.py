@@ -10,6 +10,7 @@ from minisgl.kernel import (
     add_rms_norm,
     add_sinks,
     gather_embedding,
+    multiply_sigmoid,
     rms_norm,
     rope,
     silu_and_mul,
@@ -56,6 +57,12 @@ def test_silu_and_mul_takes_the_gate_first() -> None:
     out = silu_and_mul(torch.tensor([[1.0, -2.0, 3.0, 5.0]]))
     expected = [[1 / (1 + math.exp(-1)) * 3, -2 / (1 + math.exp(2)) * 5]]
     torch.testing.assert_close(out, torch.tensor(expected))
+
+
+def test_multiply_sigmoid_changes_its_first_argument() -> None:
+    x, gate = torch.tensor([[6.0, -2.0]]), torch.tensor([[0.0, math.log(3)]])
+    assert multiply_sigmoid(x, gate) is x
+    torch.testing.assert_close(x, torch.tensor([[3.0, -1.5]]))
 
 
 def test_rope_rotates_pairs_of_halves(generator: torch.Generator) -> None:
