@@ -8,7 +8,7 @@ from torch import Tensor
 from minisgl.benchmark.models import SHAPES
 from minisgl.distributed.comm import ONE_RANK
 from minisgl.kernel import gated_delta
-from minisgl.kernel.delta import TAPS, DeltaMemory, DeltaWeights
+from minisgl.kernel.delta import TAPS, DeltaMemory, DeltaWeights, GatedNorm
 from minisgl.kernel.states import StateStep
 from minisgl.layers.delta import DeltaSpec
 from minisgl.layers.mixer import StateBuild
@@ -26,10 +26,10 @@ def delta_cases() -> Iterator[tuple[str, int, Make]]:
         width = spec.channels(ONE_RANK)
         for rows in (1, 64, 256):
             start = 4096 + torch.arange(rows) % _PAGE
-            moved = rows * (spec.step_bytes(_PAGE) + 2 * (width + 128 * spec.value_heads))
+            moved = rows * (spec.step_bytes(_PAGE) + 2 * (width + 2 * 128 * spec.value_heads))
             yield f"delta {model} {rows} rows", moved, _maker(spec, start, torch.ones(rows))
-        # Each token has its inputs and its output; the state is read and written once.
-        moved = 2 * _PROMPT * (width + 128 * spec.value_heads)
+        # Each token has its inputs, its gate and its output; the state is read and written once.
+        moved = 2 * _PROMPT * (width + 2 * 128 * spec.value_heads)
         prompt = torch.zeros(1), torch.tensor([_PROMPT])
         yield f"delta {model} prompt of {_PROMPT} tokens", moved, _maker(spec, *prompt)
 
@@ -54,7 +54,8 @@ def _maker(spec: DeltaSpec, start: Tensor, lengths: Tensor) -> Make:
         columns = (torch.arange(rows), start, lengths, first, page - _PAGE * entered, last)
         on_device = torch.stack([column.int() for column in columns]).to(_DEVICE)
         step = StateStep.of(on_device, chunks=int(lengths.max() > 1))
-        return lambda: gated_delta(mixed, a, b, weights, memory, step)
+        norm = GatedNorm(_normal(128), _normal(tokens, heads * 128), 1e-6)
+        return lambda: gated_delta(mixed, a, b, weights, memory, step, norm)
 
     return make
 

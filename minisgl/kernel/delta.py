@@ -63,6 +63,18 @@ class DeltaWeights(NamedTuple):
     dt_bias: Tensor
 
 
+class GatedNorm(NamedTuple):
+    """The norm and the gate of a layer's output: RMSNorm of each head, times weight * silu(gate).
+
+    weight   [Dv].
+    gate     [T, Hv Dv].
+    """
+
+    weight: Tensor
+    gate: Tensor
+    eps: float
+
+
 def gated_delta(
     mixed: Tensor,
     a: Tensor,
@@ -70,12 +82,14 @@ def gated_delta(
     weights: DeltaWeights,
     memory: DeltaMemory,
     step: StateStep,
+    norm: GatedNorm,
 ) -> Tensor:
-    """Convolve the T tokens and run the delta rule over them; returns [T, Hv, Dv], mixed's dtype.
+    """Convolve the T tokens and run the delta rule over them. Returns [T, Hv Dv] of mixed's dtype.
 
     mixed    [T, 2 Hk Dk + Hv Dv]: queries, keys and values before the convolution.
     a, b     [T, Hv]: decay and write strength before their activations.
     memory   read and updated in place: S up to step.target, the history after it.
+    norm     applied to the outputs of the rule, which are rounded to mixed's dtype before.
 
     No host sync on a GPU; graph-capturable.
     """
@@ -87,7 +101,7 @@ def gated_delta(
         g = -weights.a_log.exp() * functional.softplus(a[tokens].float() + weights.dt_bias)
         inputs = Inputs(q * q.shape[-1] ** -0.5, k, v, g, b[tokens].float().sigmoid())
         out[tokens] = recur(inputs, rows, *place, corrects=True)
-    return out
+    return gated_norm(out, *norm)
 
 
 def requests_of(

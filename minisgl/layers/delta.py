@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.distributed.comm import TPInfo
-from minisgl.kernel import gated_delta, gated_norm
-from minisgl.kernel.delta import TAPS, DeltaMemory, DeltaWeights
+from minisgl.kernel import gated_delta
+from minisgl.kernel.delta import TAPS, DeltaMemory, DeltaWeights, GatedNorm
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear, UnquantizedLinear
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild, StateBuild, StatePart
@@ -153,8 +153,8 @@ class GatedDelta(Mixer):
         b, a = self.rates_proj.forward(block_input).chunk(2, dim=-1)
         weights = DeltaWeights(self.conv, self.rates.a_log, self.rates.dt_bias)
         memory: DeltaMemory = context.states[self.spec.layer]
-        out = gated_delta(mixed, a, b, weights, memory, context.state_step)
-        return gated_norm(out, self.norm.weight, z, self.norm.eps)
+        norm = GatedNorm(self.norm.weight, z, self.norm.eps)
+        return gated_delta(mixed, a, b, weights, memory, context.state_step, norm)
 
     def placements(self, name: str) -> Iterator[Placement]:
         """Yield the placements of the convolution, whose tensor is [channels, 1, TAPS]."""

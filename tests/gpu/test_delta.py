@@ -13,6 +13,7 @@ from minisgl.kernel.delta import (
     TAPS,
     DeltaMemory,
     DeltaWeights,
+    GatedNorm,
     gated_delta,
     gated_norm,
 )
@@ -59,14 +60,20 @@ class Layer:
         begin_states(self.boundaries, *columns, num_decode, 16, count, count, out)
         return StateStep.of(out, chunks=len(rows) - num_decode)
 
-    def inputs(self, step: StateStep) -> tuple[Tensor, Tensor, Tensor]:
-        tokens = int(step.lengths.sum())
-        mixed = torch.randn(tokens, self.width).to(self.dtype)
+    def inputs(self, step: StateStep) -> tuple[tuple[Tensor, Tensor, Tensor], GatedNorm]:
+        """The inputs of a step, with the gate beside the others, as a projection returns both."""
+        tokens, outputs = int(step.lengths.sum()), self.heads * self.memory.deltas.shape[3]
+        mixed, gate = (
+            torch.randn(tokens, self.width + outputs)
+            .to(self.dtype)
+            .split((self.width, outputs), dim=1)
+        )
         a, b = torch.randn(2, tokens, self.heads).to(self.dtype)
-        return mixed, a, b
+        weight = torch.rand(self.memory.deltas.shape[3]).to(self.dtype)
+        return (mixed, a, b), GatedNorm(weight, gate, 1e-2)
 
 
-def on_device(value: DeltaMemory | StateStep | DeltaWeights):  # type: ignore[no-untyped-def]
+def on_device(value: DeltaMemory | StateStep | DeltaWeights | GatedNorm):  # type: ignore[no-untyped-def]
     return type(value)(*(x.to(DEVICE, copy=True) if isinstance(x, Tensor) else x for x in value))
 
 
@@ -101,10 +108,10 @@ def test_a_schedule_of_steps(
     limit = 2e-5 if dtype == torch.float32 else 3e-2
     for requests, num_decode in SCHEDULE:
         step = layer.step(requests, num_decode)
-        mixed, a, b = layer.inputs(step)
-        expected = gated_delta(mixed, a, b, layer.weights, layer.memory, step)
-        device = (x.to(DEVICE) for x in (mixed, a, b))
-        out = kernels.gated_delta(*device, weights, ours, on_device(step))
+        inputs, norm = layer.inputs(step)
+        expected = gated_delta(*inputs, layer.weights, layer.memory, step, norm)
+        device = (x.to(DEVICE) for x in inputs)
+        out = kernels.gated_delta(*device, weights, ours, on_device(step), on_device(norm))
         assert error(out, expected) < limit, (requests, num_decode)
         for row in step.rows[step.target > 0].tolist():
             assert error(ours.state[row], layer.memory.state[row]) < limit, (row, requests)
@@ -124,10 +131,10 @@ def test_drafts_that_are_rejected_leave_nothing(width: int) -> None:
         lengths = (30, 17) if i == 0 else (width, width)
         requests = [(row, starts[row], lengths[row]) for row in starts]
         step = layer.step(requests, 0 if i == 0 else 2)
-        mixed, a, b = layer.inputs(step)
-        expected = gated_delta(mixed, a, b, layer.weights, layer.memory, step)
-        device = (x.to(DEVICE) for x in (mixed, a, b))
-        out = kernels.gated_delta(*device, weights, ours, on_device(step))
+        inputs, norm = layer.inputs(step)
+        expected = gated_delta(*inputs, layer.weights, layer.memory, step, norm)
+        device = (x.to(DEVICE) for x in inputs)
+        out = kernels.gated_delta(*device, weights, ours, on_device(step), on_device(norm))
         assert error(out, expected) < 2e-5
         for row in starts:
             starts[row] += lengths[row] if i == 0 else int(torch.randint(1, width + 1, ()))

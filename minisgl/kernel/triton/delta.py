@@ -2,7 +2,8 @@
 
 run_tokens (delta_step.py) runs the decode requests, run_chunks (delta_chunk.py) the tokens of
 chunks up to their targets, and run_tokens again the last tokens of the chunks. Both take the
-arguments of gated_delta, and overwrite the rows of their tokens in `out` [T, Hv, Dv].
+arguments of gated_delta, and overwrite the rows of their tokens in `out` [T, Hv, Dv]. In a step
+without chunks run_tokens also applies the norm and the gate.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -13,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.kernel.delta import DeltaMemory, DeltaWeights
+from minisgl.kernel.delta import DeltaMemory, DeltaWeights, GatedNorm
 from minisgl.kernel.states import StateStep
 from minisgl.kernel.triton.delta_chunk import run_chunks
 from minisgl.kernel.triton.delta_step import run_tokens
@@ -30,13 +31,16 @@ def gated_delta(
     weights: DeltaWeights,
     memory: DeltaMemory,
     step: StateStep,
+    norm: GatedNorm,
 ) -> Tensor:
     """See the reference. The channels of all inputs are contiguous. A page has 16 to 64 tokens."""
     out = mixed.new_empty((len(mixed), *memory.deltas.shape[2:]))
-    if step.chunks:
-        run_chunks(mixed, a, b, weights, memory, step, out)
-    run_tokens(mixed, a, b, weights, memory, step, out)
-    return out
+    if not step.chunks:
+        run_tokens(mixed, a, b, weights, memory, step, out, norm)
+        return out.flatten(1)
+    run_chunks(mixed, a, b, weights, memory, step, out)
+    run_tokens(mixed, a, b, weights, memory, step, out, None)
+    return gated_norm(out, *norm)
 
 
 @triton.jit(do_not_specialize=["num_heads", "gate_stride"])

@@ -2,10 +2,11 @@
 
 A program of `_inputs` convolves the tokens of a request, for one value head, or for one key head,
 whose keys and queries it compares with the history. `_apply` has some channels of the values of one
-head. It reads this part of the state once, in a step without chunks before `_inputs` is complete.
-It writes the state only if the row has entered a new page, after it has folded the history of the
-finished page into it. A decode step of one token therefore moves Dk Dv (4 + 4 / S) bytes of state
-for each head, and the deltas of the history, which are at most 1/8 of that for pages of 16 tokens.
+head, or all of them if it also applies the norm and the gate. It reads this part of the state once,
+in a step without chunks before `_inputs` is complete. It writes the state only if the row has
+entered a new page, after it has folded the history of the finished page into it. A decode step of
+one token therefore moves Dk Dv (4 + 4 / S) bytes of state for each head, and the deltas of the
+history, which are at most 1/8 of that for pages of 16 tokens.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -16,12 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from minisgl.kernel.delta import L2_EPS, TAPS, DeltaMemory, DeltaWeights
+from minisgl.kernel.delta import L2_EPS, TAPS, DeltaMemory, DeltaWeights, GatedNorm
 from minisgl.kernel.states import StateStep
 from minisgl.kernel.triton.launch import Constants, Launcher
 from minisgl.kernel.triton.overlap import current_device, overlaps
 
-_BLOCK = 64  # channels of the values of a program of _apply
+_BLOCK = 64  # channels of the values of a program of _apply without a norm
 
 
 @triton.jit
@@ -214,15 +215,18 @@ def _inputs(
             g_past = tl.where(here[:, None], total[None, :], g_past)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "start", "lengths", "first", "base", "target"])
+@triton.jit(
+    do_not_specialize=["gate_stride"],
+    do_not_specialize_on_alignment=["rows", "start", "lengths", "first", "base", "target"],
+)
 def _apply(
-    q_in, k_in, v_in, history, scales, state, keys, deltas, decays, out,
-    rows, start, lengths, first, base, target,
+    q_in, k_in, v_in, history, scales, state, keys, deltas, decays, norm_weight, gate, out,
+    rows, start, lengths, first, base, target, gate_stride, eps,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     SPAN: tl.constexpr, DELTA_RING: tl.constexpr, STATE_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNKS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS: whether kernels of chunks have moved states in this step."""
+    """CHUNKS: whether kernels of chunks have moved states in this step. NORM: as in GatedNorm."""
     block, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if OVERLAP:
         gdc_launch_dependents()
@@ -272,7 +276,15 @@ def _apply(
         predicted = decay * tl.sum(s * k[:, None], 0) + tl.sum(d_past * similar[:, None], 0)
         d = beta * (v - predicted)
         o = decay * tl.sum(s * q[:, None], 0) + tl.sum(d_past * attends[:, None], 0) + d * same
-        tl.store(out + index * DV + values, o.to(out.dtype.element_ty))
+        o = o.to(out.dtype.element_ty)
+        if NORM:
+            wide = o.to(tl.float32)
+            opens = tl.load(gate + (token_zero + token) * gate_stride + head * DV + values)
+            opens = opens.to(tl.float32)
+            wide *= tl.rsqrt(tl.sum(wide * wide, 0) / DV + eps)
+            wide *= tl.load(norm_weight + values).to(tl.float32)
+            o = (wide * (opens / (1.0 + tl.exp(-opens)))).to(out.dtype.element_ty)
+        tl.store(out + index * DV + values, o)
         position = begin + token
         tl.store(deltas + position % DELTA_RING * (HEADS * DV) + tl.arange(0, BLOCK), d)
         d_past = tl.where((past == position - boundary)[:, None], d[None, :], d_past)
@@ -290,8 +302,12 @@ def run_tokens(
     memory: DeltaMemory,
     step: StateStep,
     out: Tensor,
+    norm: GatedNorm | None,
 ) -> None:
-    """Run the decode requests, and after run_chunks the tokens of chunks from their targets on."""
+    """Run the decode requests, and after run_chunks the tokens of chunks from their targets on.
+
+    norm: applied to the outputs, or None.
+    """
     key_heads, (heads, dk, dv) = memory.keys.shape[2], memory.state.shape[1:]
     rows, start, lengths, first, base, target, chunks = step
     span, history, ring = memory.page_size, memory.deltas.shape[1], memory.inputs.shape[1]
@@ -320,18 +336,22 @@ def run_tokens(
             {"num_warps": max(history // 8, 2), "maxnreg": 128, "launch_pdl": overlaps()},
         ),
     )
-    block = min(_BLOCK, dv)
+    block = min(_BLOCK, dv) if norm is None else dv
     state = memory.state, memory.keys, memory.deltas, memory.decays
+    norm_weight, gate = (out, out) if norm is None else norm[:2]
     _apply_launcher(
         (dv // block, heads, len(rows)),
-        (q, k, v, products, scales, *state, out, rows, start, lengths, first, base, target),
+        (
+            *(q, k, v, products, scales, *state, norm_weight, gate, out),
+            *(rows, start, lengths, first, base, target),
+        ),
         (),
-        (),
-        (*sizes.values(), history, state_stride, block, chunks > 0),
+        (gate.stride(0), 0.0 if norm is None else norm.eps),
+        (*sizes.values(), history, state_stride, chunks > 0, norm is not None),
         lambda: Constants(
             sizes
             | {"DELTA_RING": history, "STATE_STRIDE": state_stride, "BLOCK": block}
-            | {"CHUNKS": chunks > 0, "OVERLAP": overlaps()},
-            {"num_warps": 2, "launch_pdl": overlaps()},
+            | {"CHUNKS": chunks > 0, "NORM": norm is not None, "OVERLAP": overlaps()},
+            {"num_warps": max(block // 32, 1), "launch_pdl": overlaps()},
         ),
     )

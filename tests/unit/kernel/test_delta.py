@@ -15,7 +15,9 @@ from minisgl.kernel.delta import (
     TAPS,
     DeltaMemory,
     DeltaWeights,
+    GatedNorm,
     gated_delta,
+    gated_norm,
 )
 from minisgl.kernel.states import StateStep, begin_states
 
@@ -41,8 +43,14 @@ def weights() -> DeltaWeights:
     return DeltaWeights(conv, torch.rand(VALUE_HEADS).log(), torch.randn(VALUE_HEADS))
 
 
+def norm(tokens: int) -> GatedNorm:
+    """A norm whose eps is large, so that it does not magnify the errors of small outputs."""
+    weight, gate = torch.arange(1.0, 1 + VALUE_DIM), torch.ones(tokens, VALUE_HEADS * VALUE_DIM)
+    return GatedNorm(weight, gate, 1.0)
+
+
 def expected(mixed: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights) -> Tensor:
-    """One whole sequence, [n, ...], by transformers."""
+    """One whole sequence, [n, ...], by transformers, with our norm of the output."""
     padded = functional.pad(mixed.T, (TAPS - 1, 0)).unsqueeze(0)
     x = functional.conv1d(padded, weights.conv.unsqueeze(1), groups=CHANNELS)[0].T
     x = functional.silu(x).unsqueeze(0)
@@ -54,7 +62,7 @@ def expected(mixed: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights) -> Tens
     out, _ = torch_recurrent_gated_delta_rule(
         l2norm(q), l2norm(k), v, g.unsqueeze(0), b.sigmoid().unsqueeze(0), None, False
     )
-    return out[0]
+    return gated_norm(out[0], *norm(len(mixed)))
 
 
 class Rows:
@@ -73,7 +81,7 @@ class Rows:
         size, count = self.memory.page_size, len(mixed)
         begin_states(self.boundaries, *requests, int(decode), size, count, count, out)
         step = StateStep.of(out, chunks=int(not decode))
-        return gated_delta(mixed, a, b, self.weights, self.memory, step)
+        return gated_delta(mixed, a, b, self.weights, self.memory, step, norm(count))
 
 
 @settings(max_examples=60, deadline=None)
