@@ -17,6 +17,7 @@ from minisgl.core.batch import Batch, Int32Array, PageCopier, StepResult, Window
 from minisgl.core.images import ImageMemory
 
 _PAGE_SIZE = 16
+_STATE_BYTES_PER_S = 1.5e12  # of a copy of states on the device, which reads and writes each byte
 _HOST_S = 0.0003  # host time from the end of step n to the launch of step n + 2
 # Qwen3-8B, bfloat16, on one H200, as a server of bbc8025 logged it (2026-11-22).
 DEFAULT_COST = (
@@ -123,16 +124,19 @@ class VirtualEngine:
         max_seq_len: int,
         mixed_factor: float = 1.0,
         snapshot_pages: int = 0,
+        page_bytes: int = 0,
         host: HostMemory | None = None,
     ) -> None:
         """mixed_factor: factor for the times of steps that both decode and prefill.
 
-        snapshot_pages: as in EngineLike; copies of states take no time.
+        snapshot_pages: as in EngineLike. page_bytes: of all layers; a step takes the time of its
+        copies of states.
         """
         self._cost = cost
         self._mixed_factor = mixed_factor
         self.num_pages = num_pages
         self.page_size = _PAGE_SIZE
+        self._page_copy_s = page_bytes / _STATE_BYTES_PER_S
         self.window: WindowLayers | None = None
         self.snapshot_pages = snapshot_pages
         self.copier: PageCopier | None = None if host is None else _Copier(self, host)
@@ -153,6 +157,9 @@ class VirtualEngine:
         seconds = self._cost.predict_s(work)
         if decode_keys and prefill_pairs:
             seconds *= self._mixed_factor
+        if batch.states is not None:
+            copied = batch.states.save_pages.size + batch.states.load_pages.size
+            seconds += copied * self._page_copy_s
         self.busy_s += seconds
         self.longest_s = max(self.longest_s, seconds)
         self._free_s = max(self.now_s, self._free_s) + seconds
@@ -169,10 +176,11 @@ class EngineSettings(NamedTuple):
     mixed_factor: float
     config: SchedulerConfig
     snapshot_pages: int = 0
+    page_bytes: int = 0
     host: HostMemory | None = None
 
     def engine(self) -> VirtualEngine:
-        return VirtualEngine(*self[:5], snapshot_pages=self.snapshot_pages, host=self.host)
+        return VirtualEngine(*self[:5], *self[6:])
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, mixed_factor: float = 1.0) -> None:
@@ -245,11 +253,11 @@ def engine_settings(options: argparse.Namespace) -> EngineSettings:
             target_step_ms=options.target_step_ms or None, cache_type=options.cache_type
         ),
         options.snapshot_pages,
-        _host_memory(options),
+        _PAGE_SIZE * options.token_bytes,
+        _host_memory(options, _PAGE_SIZE * options.token_bytes),
     )
 
 
-def _host_memory(options: argparse.Namespace) -> HostMemory | None:
-    page_bytes = _PAGE_SIZE * options.token_bytes
+def _host_memory(options: argparse.Namespace, page_bytes: int) -> HostMemory | None:
     num_blocks = int(options.host_gb * 1e9) // page_bytes
     return HostMemory(num_blocks, page_bytes, options.link_gb_s * 1e9) if num_blocks else None

@@ -10,13 +10,15 @@ Stores copy the cold end of the GPU pool before an eviction needs its pages, so 
 for a copy. A request that uses a node in the place BOTH lets the host tier drop its copy. The host
 tier evicts leaves, least recently used first.
 
+The pages that a kind of memory holds in the same pool (NodeParts.copied) move with their node.
+
 All decisions depend on replicated state alone. Rank 0 announces the ends of jobs (CopiesEnded), and
 every rank applies them in the same iteration.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -112,8 +114,15 @@ class HostTier:
         if not nodes:
             self.tree.unlock(end, 0)
             return loading[-1] if loading else 0
-        count = sum(len(node.pages) for node in nodes)
-        pages, position = self.allocate(count), count
+        kinds, counts = self.tree.kinds, [kind.load_pages(end) for kind in self.tree.kinds]
+        position = sum(len(node.pages) for node in nodes)
+        pages = self.allocate(position + sum(counts))
+        parts = np.split(pages[position:], np.cumsum(counts)[:-1]) if kinds else []
+        for kind, part in zip(kinds, parts, strict=True):
+            for node in nodes:
+                if node is not end:
+                    kind.drop_copy(node)
+            kind.load(end, part.copy())
         for node in nodes:
             position -= len(node.pages)
             node.pages = pages[position : position + len(node.pages)].copy()
@@ -133,11 +142,14 @@ class HostTier:
                 break
             if len(node.pages) > max(lacking, _MIN_PIECE):
                 self.tree.split(node, len(node.pages) - max(lacking, _MIN_PIECE))
-            if not self._make_room(len(node.pages)):
+            parts = sum(kind.store_pages(node) for kind in self.tree.kinds)
+            if not self._make_room(len(node.pages) + parts):
                 self.tree.offer(node)
                 break
             self.tree.leaves.withdraw(node)  # the eviction of a child has offered it again
             node.place, node.blocks = Place.COPYING, self.blocks.allocate(len(node.pages))
+            for kind in self.tree.kinds:
+                kind.store(node)
             nodes.append(node)
             lacking -= len(node.pages)
             assert node.parent is not None, "the root has no pages; this is a bug"
@@ -156,8 +168,10 @@ class HostTier:
         self.jobs[self._last_job] = job
         for node in job.nodes:
             node.job = job
-        pages = np.concatenate([node.pages for node in job.nodes])
-        blocks = np.concatenate([blocks_of(node) for node in job.nodes])
+        copied = [(node.pages, blocks_of(node)) for node in job.nodes]
+        for kind, node in product(self.tree.kinds, job.nodes):
+            copied += kind.copied(node)
+        pages, blocks = map(np.concatenate, zip(*copied, strict=True))
         self.copier.start(self._last_job, pages, blocks, job.loads)
         return self._last_job
 
@@ -176,6 +190,8 @@ class HostTier:
             else:
                 node.place = Place.BOTH
                 self.clean_pages += len(node.pages)
+            for kind in self.tree.kinds:
+                kind.end_copy(node)
         for node in job.locked:
             self.tree.unlock(node, 0)
             if job.loads:
@@ -202,6 +218,8 @@ class HostTier:
         self.tree.leaves.withdraw(node)
         self._free_blocks(node)
         node.place = Place.GPU
+        for kind in self.tree.kinds:
+            kind.drop_copy(node)
         self.tree.offer(node)
 
     def evict_copied(self, leaf: RadixNode, count: int) -> Int32Array:
@@ -221,6 +239,8 @@ class HostTier:
                 assert node.parent is not None, "the root has no pages; this is a bug"
                 return node.parent
             if node.place is Place.HOST:
+                for kind in self.tree.kinds:
+                    kind.drop_copy(node)
                 self._free_blocks(node)
                 self._enter_gpu(node, pages[first : first + len(node.pages)].copy())
         return end
@@ -290,6 +310,8 @@ class HostTier:
 
     def _remove(self, leaf: RadixNode) -> None:
         """Remove a leaf that is in host memory only."""
+        for kind in self.tree.kinds:
+            kind.drop(leaf, 0)
         self._free_blocks(leaf)
         self.tree.leaves.withdraw(leaf)
         self.tree.remove(leaf)

@@ -7,7 +7,7 @@ abstract methods, and those whose default does not fit its memory.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from minisgl.core.batch import EngineLike, Int32Array, PageUpdates, StateCopies
@@ -85,6 +85,10 @@ class NodeParts(ABC):
     def usable(self, end: RadixNode, pages: int) -> int:
         """Return the length of the longest hit within the first `pages` pages up to `end`."""
 
+    def loadable(self, end: RadixNode, pages: int) -> int:
+        """Return the same if the host tier loaded the prefix."""
+        return self.usable(end, pages)
+
     def part(self, pages: int) -> Any:
         """Return the part of a new node with this number of pages."""
         return None
@@ -110,6 +114,53 @@ class NodeParts(ABC):
         Returns the number of pages that become free; 0: there is no such part.
         """
         return 0
+
+    # The host tier moves parts that hold pages of full attention together with their nodes. The
+    # parts of other kinds stay on the GPU.
+
+    def store_pages(self, node: RadixNode) -> int:
+        """Return the number of blocks that `store` gives to the part of a node."""
+        return 0
+
+    def store(self, node: RadixNode) -> None:
+        """Give the part of a node blocks of host memory, if it can be copied. A job copies it."""
+
+    def load_pages(self, end: RadixNode) -> int:
+        """Return the number of pages that a load of the prefix up to `end` gives to parts."""
+        return 0
+
+    def load(self, end: RadixNode, pages: Int32Array) -> None:
+        """Give the part of `end` these pages, `load_pages` of them. A job copies it."""
+
+    def copied(self, node: RadixNode) -> Iterator[tuple[Int32Array, Int32Array]]:
+        """Yield the pages and the blocks of a part that a job copies with its node."""
+        yield from ()
+
+    def end_copy(self, node: RadixNode) -> None:
+        """The job has ended. A part that it has loaded needs its blocks no more."""
+
+    def leave_gpu(self, node: RadixNode) -> int:
+        """The node is in host memory only. Free the pages of its part.
+
+        Returns the number of pages of full attention that become free.
+        """
+        return 0
+
+    def drop_copy(self, node: RadixNode) -> None:
+        """The node loses its copy. Free the blocks of its part, and a part that has no pages."""
+
+
+def agreed(pages: int, limits: Sequence[Callable[[int], int]]) -> int:
+    """Return the longest hit within `pages` pages that all kinds can use.
+
+    limits: the `usable` or `loadable` of each kind for one prefix.
+    """
+    before = -1
+    while pages != before:
+        before = pages
+        for limit in limits:
+            pages = limit(pages)
+    return pages
 
 
 class CacheKind(ABC):

@@ -76,7 +76,6 @@ class Memory:
         # The scheduler calls these after each step.
         self.after_step: tuple[Callable[[], None], ...] = ()
         if engine.copier is not None:
-            assert not self.kinds, "the engine refuses a host cache beside them; this is a bug"
             pool, tree, size = self.pool, self.tree, engine.num_pages
             self.tier = host_tier(engine.copier, tree, size, pool.allocate, self._unused)
             self.jobs, self.after_step = self.tier.jobs, (self.tier.store,)
@@ -124,7 +123,7 @@ class Memory:
 
     def loads(self, hit: Hit) -> bool:
         """The host tier has so many further pages of the prefix that a load is worth its time."""
-        return self.tier is not None and hit.host_pages >= MIN_LOAD_PAGES
+        return self.tier is not None and hit.loadable - hit.pages >= MIN_LOAD_PAGES
 
     def growing(self, rows: Int32Array, counts: Int32Array | int) -> int:
         """Return how many requests can still need a page after `rows` get `counts` more pages.
@@ -285,14 +284,15 @@ class Room:
         self.grown, self.counts = growing, counts
         return rows[:0]
 
-    def open(self, row: int, wanted: Wanted, hit: Hit) -> bool:
+    def open(self, row: int, wanted: Wanted, hit: Hit, loads: bool = False) -> bool:
         """Give a waiting request its cached prefix and pages for all its tokens, if they are left.
 
         Spare pages are left: one for each running request that may still need a page, and one for
         `wanted` if it may need one. Without them, the next running request that needs a page would
         preempt `wanted`, and its prefill would be wasted.
 
-        row: a number that no other request has.
+        row: a number that no other request has. loads: the request gets no row yet. The host tier
+        loads its prefix, and the further kinds count it when it gets a row.
         """
         memory = self.memory
         pages = memory.pages_for(len(wanted.tokens))
@@ -302,14 +302,17 @@ class Room:
             for node, used in hit.nodes()
             if not memory.tree.is_locked(node) and used > self.locked.get(node.node_id, 0)
         }
-        left = self.available - sum(locked.values()) - sum(kind.pins(hit) for kind in self.kinds)
+        parts = [kind.parts.load_pages(hit.last) for kind in memory.kinds] if loads else []
+        kinds = [] if loads else self.kinds
+        left = self.available - sum(locked.values()) - sum(parts)
         left += sum(self.locked.get(node, 0) for node in locked)
+        left -= sum(kind.pins(hit) for kind in kinds)
         own = pages - hit.pages
         if own + spare + self._growing() > left:
             return False
-        if not all(kind.fits(wanted, hit) for kind in self.kinds):
+        if not all(kind.fits(wanted, hit) for kind in kinds):
             return False
-        for kind in self.kinds:
+        for kind in kinds:
             kind.open(row, wanted, hit)
         self.locked |= locked
         self.available = left - own

@@ -110,7 +110,9 @@ class Hit(NamedTuple):
     known_pages  the pages of the longest cached prefix. Not all kinds of memory can use all of it.
     junction     the same number if other cached tokens follow that prefix, so that requests part
                  there; otherwise 0.
-    last         the node of the last of the known pages. `match` lets it end with that page.
+    loadable     the number of pages that all kinds can use after the host tier has loaded them.
+    last         the node of the last of the loadable pages. A prefix that `match` has found lets it
+                 end with that page.
     """
 
     node: RadixNode
@@ -118,13 +120,8 @@ class Hit(NamedTuple):
     tokens: int
     known_pages: int
     junction: int
+    loadable: int
     last: RadixNode
-
-    @property
-    def host_pages(self) -> int:
-        """The known pages after the prefix. In a model with full attention alone, the host tier
-        holds them."""
-        return self.known_pages - self.pages
 
     def nodes(self) -> Iterator[tuple[RadixNode, int]]:
         """Yield the nodes of the prefix from its end on, each with the number of its pages."""

@@ -15,6 +15,7 @@ their nodes stay in the tree. A leaf on the GPU is a node without a child there.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +24,7 @@ from minisgl.core import InvariantBroken
 from minisgl.core.batch import Int32Array
 from minisgl.core.rows import Steps
 from minisgl.kvcache.eviction import EvictionHeaps, heaps_in_order
-from minisgl.kvcache.kinds import NodeParts
+from minisgl.kvcache.kinds import NodeParts, agreed
 from minisgl.kvcache.lookup import PrefixLookup
 from minisgl.kvcache.node import (
     CacheListener,
@@ -84,7 +85,7 @@ class RadixCache:
         """
         self.listeners = listeners
         self._page_size = page_size
-        self._kinds = kinds
+        self.kinds = kinds
         self.clock = 0
         self._num_nodes = 0
         self.leaves = EvictionHeaps()
@@ -108,15 +109,18 @@ class RadixCache:
 
     def _hit(self, end: RadixNode, known: int) -> Hit:
         """Return the part that all kinds can use of a prefix. end, known: the result of _find."""
-        length, before = known if self.tier is None else pages_on_gpu(end, known), -1
-        while length != before:
-            before = length
-            for kind in self._kinds:
-                length = kind.usable(end, length)
-        node = end if length == known else self._lookup.place(end, length)[0]
+        on_gpu = known if self.tier is None else pages_on_gpu(end, known)
+        length = agreed(on_gpu, [partial(kind.usable, end) for kind in self.kinds])
+        loadable = length
+        if self.tier is not None:
+            loadable = agreed(known, [partial(kind.loadable, end) for kind in self.kinds])
+        node, last = (
+            end if pages == known else self._lookup.place(end, pages)[0]
+            for pages in (length, loadable)
+        )
         parts = end.children or known < sum(len(each.pages) for each in end.path())
         junction = known if parts else 0
-        return Hit(node, length, length * self._page_size, known, junction, end)
+        return Hit(node, length, length * self._page_size, known, junction, loadable, last)
 
     def is_locked(self, node: RadixNode) -> bool:
         """A running request or a step in flight uses the node, so `evict` skips it."""
@@ -132,10 +136,10 @@ class RadixCache:
         self.clock += 1
         end, known = self._lookup.find(tokens, salt)
         hit = self._hit(end, known)
-        last = node = self._use(end, known, session)
-        if hit.pages < known:
-            node = self.node_at(node, hit.pages)
-        for kind in self._kinds:
+        end = self._use(end, known, session)
+        last = self.node_at(end, hit.loadable)
+        node = self.node_at(end, hit.pages)
+        for kind in self.kinds:
             kind.touch(node)
         for each in node.path():
             self.mark_reused(each)
@@ -253,12 +257,10 @@ class RadixCache:
                 self.offer(leaf)
             elif leaf is not None and leaf.place is Place.BOTH and self.tier is not None:
                 evicted.append(Evicted(self.tier.evict_copied(leaf, count), leaf.fence))
-                freed = len(evicted[-1].pages)
+                freed = len(evicted[-1].pages) + sum(kind.leave_gpu(leaf) for kind in self.kinds)
             elif leaf is not None:
                 taken = min(count, len(leaf.pages))
-                freed = taken + sum(
-                    kind.drop(leaf, len(leaf.pages) - taken) for kind in self._kinds
-                )
+                freed = taken + sum(kind.drop(leaf, len(leaf.pages) - taken) for kind in self.kinds)
                 evicted.append(Evicted(self._cut(leaf, taken), leaf.fence))
             elif not freed:
                 break
@@ -274,7 +276,7 @@ class RadixCache:
         if leaf is not None and leaf.kept_as is NodeClass.ENDED:
             return 0
         before, reused = (leaf.last_use, leaf.reused) if leaf is not None else (None, True)
-        return next((n for kind in self._kinds if (n := kind.evict(before, reused))), 0)
+        return next((n for kind in self.kinds if (n := kind.evict(before, reused))), 0)
 
     def _use(self, end: RadixNode, pages: int, session: str) -> RadixNode:
         """Mark the nodes of a prefix as used by a session. Returns its last node, as node_at."""
@@ -314,7 +316,7 @@ class RadixCache:
             self.tier.split(upper, node, num_pages)
         if node in self._fenced:
             self._fenced[upper] = None
-        for kind in self._kinds:
+        for kind in self.kinds:
             kind.split(upper, node, num_pages)
         parent.children[upper.key] = upper
         node.tokens = node.tokens[cut:].copy()
@@ -396,5 +398,5 @@ class RadixCache:
         self, tokens: Int32Array, pages: Int32Array, parent: RadixNode, key: bytes
     ) -> RadixNode:
         self._num_nodes += 1
-        parts = [kind.part(len(pages)) for kind in self._kinds]
+        parts = [kind.part(len(pages)) for kind in self.kinds]
         return RadixNode(tokens, pages, parts, parent, key, self.clock, self._num_nodes)

@@ -9,8 +9,9 @@ import numpy as np
 
 from minisgl.core.batch import Int32Array
 from minisgl.core.rows import Steps
+from minisgl.kvcache.fenced_pool import FencedPool
 from minisgl.kvcache.kinds import NodeParts
-from minisgl.kvcache.node import RadixNode
+from minisgl.kvcache.node import Place, RadixNode
 
 if TYPE_CHECKING:
     from minisgl.kvcache.memory import Memory
@@ -30,6 +31,8 @@ class Snapshot:
     request   number of the request that has saved it.
     branches  requests branch off here, so thinning keeps the snapshot.
     node      the snapshot belongs to the end of this node; None until the prompt is published.
+    blocks    int32 [P]; the host blocks of the pages; None if the host tier has no copy. With
+              blocks, the snapshot is in the place of its node. Without pages they are -1.
     last_use  as RadixNode.last_use, of the last match that ends here.
     reused    a match has ended here, or at a snapshot that this one has replaced.
     loads     number of rows that begin with it in the next batch.
@@ -47,6 +50,17 @@ class Snapshot:
     loads: int = 0
     fence: int = 0
     freed: bool = False
+    blocks: Int32Array | None = None
+
+    @property
+    def on_gpu(self) -> bool:
+        """A step can load the pages."""
+        return self.blocks is None or self.node is None or self.node.on_gpu
+
+    @property
+    def is_copied(self) -> bool:
+        """A job of the host tier copies the pages."""
+        return self.blocks is not None and self.node is not None and self.node.job is not None
 
 
 class Snapshots(NodeParts):
@@ -61,9 +75,11 @@ class Snapshots(NodeParts):
     own        the snapshots of prompts that are not published.
     fenced     the snapshots that evictions cannot take now.
 
-    I1  A snapshot that is not freed is either in own, or in _lru and the part of one node.
-    I2  fenced holds the snapshots that the next batch loads, or that a step in flight copies. No
-        eviction takes them. Their pages can be allocated after that step only.
+    I1  A snapshot that is not freed is either in own, or the part of one node. _lru has those of
+        nodes that have pages.
+    I2  fenced holds the snapshots that the next batch loads, or that a step in flight or a job of
+        the host tier copies. No eviction takes them. Their pages can be allocated after that step
+        or job only.
     """
 
     def __init__(
@@ -136,6 +152,7 @@ class Snapshots(NodeParts):
         covered = [*(snapshot.tokens for snapshot in above[1:]), 0]
         for older, least in zip(above[:2], covered, strict=False):
             keeps = older.branches or older.loads > 0 or older.request == new.request
+            keeps |= older.is_copied
             assert older.node is not None, "a snapshot in the tree must have a node; this is a bug"
             keeps |= any(each.reused for each in older.node.children.values() if each not in path)
             price = self.num_pages * self._memory.page_size
@@ -152,17 +169,46 @@ class Snapshots(NodeParts):
             del self.own[snapshot]
         else:
             snapshot.node.parts[self._index] = None
-            del self._lru[snapshot.reused][snapshot]
+        freed = self._free_pages(snapshot)
+        self._free_blocks(snapshot)
         snapshot.freed = True
         self.fenced.pop(snapshot, None)
+        return freed
+
+    def _free_pages(self, snapshot: Snapshot) -> int:
+        """Free the pages, if it has some. Returns the number that can be allocated at once."""
+        if snapshot.node is not None:
+            if snapshot not in self._lru[snapshot.reused]:
+                return 0
+            del self._lru[snapshot.reused][snapshot]
         self._memory.pool.release(snapshot.pages, snapshot.fence)
         return self.num_pages if snapshot.fence <= self._steps.resolved else 0
 
+    def _free_blocks(self, snapshot: Snapshot) -> None:
+        if snapshot.blocks is not None:
+            self._host_blocks.release(snapshot.blocks, fence=0)
+            snapshot.blocks = None
+
+    @property
+    def _host_blocks(self) -> FencedPool:
+        tier = self._memory.tier
+        assert tier is not None, "only a host tier has blocks; this is a bug"
+        return tier.blocks
+
     def usable(self, end: RadixNode, pages: int) -> int:
+        """Return the pages up to the last snapshot on the GPU."""
+        return next((at for each, at in self._up_to(end, pages) if each.on_gpu), 0)
+
+    def loadable(self, end: RadixNode, pages: int) -> int:
         """Return the pages up to the last snapshot."""
-        ends = ((node, first + len(node.pages)) for node, first in end.places())
-        saved = (at for node, at in ends if at <= pages and self.at(node) is not None)
-        return next(saved, 0)
+        return next((at for _, at in self._up_to(end, pages)), 0)
+
+    def _up_to(self, end: RadixNode, pages: int) -> Iterator[tuple[Snapshot, int]]:
+        """Yield the snapshots up to page `pages` of `end`, the last one first, and their ends."""
+        for node, first in end.places():
+            at = first + len(node.pages)
+            if at <= pages and (snapshot := self.at(node)) is not None:
+                yield snapshot, at
 
     def drop(self, node: RadixNode, kept: int) -> int:
         """Free the snapshot of a node that loses its end."""
@@ -198,14 +244,14 @@ class Snapshots(NodeParts):
             self._steps.waiting.pop(self, None)
 
     def _unfence(self, snapshot: Snapshot) -> None:
-        if not snapshot.loads and snapshot.fence <= self._steps.resolved:
-            del self.fenced[snapshot]
+        if not (snapshot.loads or snapshot.is_copied or snapshot.fence > self._steps.resolved):
+            self.fenced.pop(snapshot, None)
 
     def evict(self, before: int | None, reused: bool) -> int:
         """Free the least recently used snapshot.
 
-        A snapshot that goes with an evictable leaf is left to it. Those of prompts that are not
-        published go last.
+        A snapshot that goes with an evictable leaf, or with a node that has a copy, is left to it.
+        Those of prompts that are not published go last.
         """
         found = []
         for group in self._lru[: 2 if reused else 1]:
@@ -225,5 +271,69 @@ class Snapshots(NodeParts):
         return freed
 
     def _goes_with_leaf(self, snapshot: Snapshot) -> bool:
-        node = snapshot.node
-        return node is not None and not node.children and not self._memory.tree.is_locked(node)
+        node, tree = snapshot.node, self._memory.tree
+        if node is None or tree.is_locked(node):
+            return False
+        return node.place is Place.BOTH or tree.is_free(node)
+
+    # --- for the host tier ----------------------------------------------------------------------
+
+    def store_pages(self, node: RadixNode) -> int:
+        """The pages of a snapshot that a step has saved and that no step in flight uses."""
+        snapshot = self.at(node)
+        saved = snapshot is not None and snapshot.fence > 0 and snapshot not in self.fenced
+        return self.num_pages if saved else 0
+
+    def store(self, node: RadixNode) -> None:
+        """Give the same snapshot host blocks."""
+        if self.store_pages(node) and (snapshot := self.at(node)) is not None:
+            snapshot.blocks = self._host_blocks.allocate(self.num_pages)
+            self.fenced[snapshot] = self._steps.waiting[self] = None
+
+    def load_pages(self, end: RadixNode) -> int:
+        """The pages of a snapshot that is in host memory only."""
+        snapshot = self.at(end)
+        needed = snapshot is not None and not snapshot.on_gpu and not snapshot.is_copied
+        return self.num_pages if needed else 0
+
+    def load(self, end: RadixNode, pages: Int32Array) -> None:
+        """Give the same snapshot these pages, and mark it as used."""
+        if len(pages) and (snapshot := self.at(end)) is not None:
+            snapshot.pages, snapshot.fence = pages, 0
+            snapshot.reused, snapshot.last_use = True, self._memory.tree.clock
+            self._lru[1][snapshot] = None
+            self.fenced[snapshot] = self._steps.waiting[self] = None
+
+    def copied(self, node: RadixNode) -> Iterator[tuple[Int32Array, Int32Array]]:
+        """Yield the pages and the blocks of a snapshot that has both."""
+        snapshot = self.at(node)
+        if snapshot is not None and snapshot.blocks is not None:
+            yield snapshot.pages, snapshot.blocks
+
+    def end_copy(self, node: RadixNode) -> None:
+        """Let evictions take the snapshot. After a load it needs no blocks."""
+        if (snapshot := self.at(node)) is not None:
+            if node.place is Place.GPU:
+                self._free_blocks(snapshot)
+            self._unfence(snapshot)
+
+    def leave_gpu(self, node: RadixNode) -> int:
+        """Free the pages of a snapshot, and one that has no copy."""
+        if (snapshot := self.at(node)) is None:
+            return 0
+        if snapshot.blocks is None:
+            return self._evicted(snapshot)
+        freed = self._free_pages(snapshot)
+        self.fenced.pop(snapshot, None)
+        snapshot.pages = np.full_like(snapshot.pages, -1)
+        return freed
+
+    def drop_copy(self, node: RadixNode) -> None:
+        """Free the blocks of a snapshot, and one that has no pages."""
+        snapshot = self.at(node)
+        if snapshot is None or snapshot.blocks is None:
+            return
+        if snapshot in self._lru[snapshot.reused]:
+            self._free_blocks(snapshot)
+        else:
+            self._evicted(snapshot)

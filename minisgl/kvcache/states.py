@@ -191,7 +191,8 @@ class States(CacheKind):
         if row in self._due:
             self._save(row, self._due.pop(row))
         for snapshot in self.snapshots.own_of(saving.request):
-            self.snapshots.attach(snapshot, node)
+            if snapshot.tokens <= pages * self._page_size:
+                self.snapshots.attach(snapshot, node)
 
     def close(self, row: int) -> None:
         """Save the state of a row for the next request, if its tokens are published."""

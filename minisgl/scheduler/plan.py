@@ -298,7 +298,7 @@ class Filling:
                 if deferred == MAX_DEFERRED:
                     break
                 continue
-            if not self._room.open(placeholder_row(req), req, hit):
+            if not self._room.open(placeholder_row(req), req, hit, loads):
                 self._block(req, within)
                 break
             if loads:

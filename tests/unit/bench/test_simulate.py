@@ -254,3 +254,14 @@ def test_an_overload_of_a_later_priority_hardly_delays_the_first_tokens(
 def test_low_needs_arrival_times_and_excludes_the_flood(flags: str) -> None:
     with pytest.raises(ConfigError):
         main(f"--requests 2 --low 5 9 9 {flags}".split())
+
+
+def test_a_step_takes_the_time_of_its_copies_of_states() -> None:
+    """The end of the prompt is saved: 10 pages of 150 GB, at 1.5 TB/s."""
+    load = load_of((0.0, 1600, 9))
+    busy_s = []
+    for page_bytes in (0, 150 * 10**9):
+        engine = VirtualEngine(COST, 20_000, 256, 16_384, snapshot_pages=10, page_bytes=page_bytes)
+        simulate(load, engine, COST, SchedulerConfig(), concurrency=1)
+        busy_s.append(engine.busy_s)
+    assert busy_s[1] - busy_s[0] == pytest.approx(1.0)

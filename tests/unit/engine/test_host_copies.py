@@ -13,12 +13,14 @@ from minisgl.core.batch import Int32Array
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import DEFAULT_EXTENSIONS, host_copies
 from minisgl.engine.host_copies import HostPageCopier
-from minisgl.kvcache import host
+from minisgl.kvcache import host, states
 from minisgl.kvcache.pool import KVPool, KVSpec
 from minisgl.kvcache.window import window_kinds
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import make_engine
+from tests.parity.hybrid_models import MODELS as HYBRIDS
+from tests.parity.hybrid_models import save
 from tests.parity.models import VOCAB_SIZE, build_model
 
 CPU = torch.device("cpu")
@@ -122,7 +124,7 @@ def second_answer(path: str, **settings: Any) -> tuple[int, list[Any]]:
     """
     engine, outbox = make_engine(path, **settings), deque[StepOutput]()
     inbox = LocalInbox()
-    config = SchedulerConfig(overlap=False, target_step_ms=None)
+    config = SchedulerConfig(overlap=False, target_step_ms=None, prefill_budget_tokens=16)
     scheduler = Scheduler(
         engine,
         config,
@@ -132,7 +134,7 @@ def second_answer(path: str, **settings: Any) -> tuple[int, list[Any]]:
         send=outbox.append,
     )
     source = np.random.default_rng(0)
-    prompts = source.integers(3, VOCAB_SIZE, (3, 61))
+    prompts = source.integers(3, VOCAB_SIZE, (3, 15 * engine.page_size + 1))
     sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, seed=0, logprobs=2)
     cached, found = 0, []
     for uid, prompt in enumerate([*prompts, prompts[0]]):
@@ -147,23 +149,33 @@ def second_answer(path: str, **settings: Any) -> tuple[int, list[Any]]:
     return cached, found
 
 
+@pytest.mark.parametrize(
+    ("model", "page_size", "few"),
+    [("qwen3", 4, 20), ("gemma3", 4, 20), ("qwen3_next", 16, 40)],
+    ids=["full attention", "windows", "recurrent states"],
+)
 def test_a_hit_in_host_memory_gives_the_bits_of_a_hit_on_the_device(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    model: str,
+    page_size: int,
+    few: int,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The pools hold one prompt, so all of its pages have to be copied before the next one."""
+    """`few` pages hold one prompt, so all of them have to be copied before the next one."""
     monkeypatch.setattr(host, "_CLEAN_SHARE", 1)
-    path = build_model("qwen3", tmp_path_factory.mktemp("models"))
-    on_device = second_answer(path, num_pages=64)
-    lost = second_answer(path, num_pages=20)
-    in_host = second_answer(path, num_pages=20, host_cache_gb=1e-3)
-    assert (on_device[0], lost[0]) == (60, 0)
+    monkeypatch.setattr(states, "MIN_NEW_TOKENS", 16)
+    folder = tmp_path_factory.mktemp("models")
+    path = save(model, folder)[1] if model in HYBRIDS else build_model(model, folder)
+    on_device = second_answer(path, page_size=page_size, num_pages=256)
+    lost = second_answer(path, page_size=page_size, num_pages=few)
+    in_host = second_answer(path, page_size=page_size, num_pages=few, host_cache_gb=2e-3)
+    assert (on_device[0], lost[0]) == (15 * page_size, 0)
     assert in_host == on_device
 
 
 @pytest.mark.parametrize(
     ("model", "settings", "says"),
     [
-        ("gemma3", {"host_cache_gb": 0.01}, "does not hold the memory of sliding windows"),
         (
             "qwen3",
             {"host_cache_gb": 0.01, "extensions": OTHER_KIND},

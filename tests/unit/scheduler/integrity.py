@@ -4,6 +4,8 @@ Each function raises AssertionError where an invariant of the class is broken. T
 whole data structures, so only tests call them.
 """
 
+from itertools import product
+
 import numpy as np
 
 from minisgl.core.batch import Batch
@@ -66,8 +68,13 @@ def check_states(states: States, memory: Memory) -> int:
         assert snapshot.node is not None
         assert found.at(snapshot.node) is snapshot, "a snapshot is at another node"
         assert sum(len(each.tokens) for each in snapshot.node.path()) == snapshot.tokens
-        assert snapshot in found._lru[snapshot.reused]
-    assert found.num_cached == len(cached), "a snapshot is lost"
+        place = snapshot.node.place
+        held = snapshot in found._lru[snapshot.reused]
+        assert held == (snapshot.on_gpu or place is Place.LOADING)
+        assert snapshot.blocks is None or place is not Place.GPU
+    held_ones = [s for s in cached if s.on_gpu or s.is_copied]
+    snapshots = [*found.own, *held_ones]
+    assert found.num_cached == len(held_ones), "a snapshot is lost"
     for group in found._lru:
         uses = [snapshot.last_use for snapshot in group]
         assert uses == sorted(uses)
@@ -78,6 +85,7 @@ def check_states(states: States, memory: Memory) -> int:
     for snapshot in snapshots:
         assert not snapshot.freed
         is_fenced = snapshot.loads > 0 or snapshot.fence > found._steps.resolved
+        is_fenced |= snapshot.is_copied
         assert is_fenced == (snapshot in found.fenced)
     assert sum(s.loads for s in snapshots) == len(states._loads)
     assert sum(states.evictable()) == len(pages)
@@ -240,6 +248,9 @@ def check_tier(cache: RadixCache, tier: HostTier) -> None:
             assert node.entry, "the host tier cannot evict a leaf"
     check_pool(tier.blocks)
     blocks = [node.blocks for node in nodes if node.blocks is not None]
+    blocks += [
+        of_part for kind, node in product(cache.kinds, nodes) for _, of_part in kind.copied(node)
+    ]
     owned = np.concatenate([np.empty(0, np.int32), *blocks])
     assert sorted(owned.tolist()) == np.flatnonzero(tier.blocks.allocated).tolist(), "H2"
     clean = sum(len(node.pages) for node in nodes if node.place is Place.BOTH)
@@ -264,10 +275,15 @@ def check_snapshots(memory: Memory, engine: FakeEngine) -> None:
     """Each snapshot of the tree holds the state of its tokens. No step runs."""
     for states in states_of(memory):
         pending = [snapshot for _, snapshot in states._saves]
-        cached = (s for group in states.snapshots._lru for s in group if s not in pending)
+        nodes = nodes_of(memory.tree)
+        cached = (s for node in nodes if (s := states.snapshots.at(node)) and s not in pending)
         for snapshot in cached:
-            total, tokens = decoded(engine.slots.reshape(-1, engine.page_size)[snapshot.pages])
             assert snapshot.node is not None
+            slots = engine.slots.reshape(-1, engine.page_size)[snapshot.pages]
+            if snapshot.blocks is not None and snapshot.node.place is not Place.COPYING:
+                assert engine.copier is not None
+                slots = engine.copier.blocks[snapshot.blocks]
+            total, tokens = decoded(slots)
             path = [node.tokens for node in snapshot.node.path()][::-1]
             values = slot_values(np.concatenate(path), 0)
             assert tokens == snapshot.tokens == len(values), "a snapshot of the wrong position"

@@ -14,7 +14,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from minisgl.core import SamplingParams, SchedulerConfig
-from minisgl.kvcache import host
+from minisgl.core.batch import WindowLayers
+from minisgl.kvcache import host, snapshots, states
 from minisgl.message.messages import AddReq, FlushCache
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.inbox import Messages, WaitS
@@ -22,7 +23,7 @@ from tests.examples import examples
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.guarantees import PlanChecks
 from tests.unit.scheduler.harness import Harness
-from tests.unit.scheduler.integrity import check_host_slots
+from tests.unit.scheduler.integrity import check_host_slots, check_snapshots
 
 PAGE, MAX_LEN = 2, 48
 
@@ -36,6 +37,9 @@ class HostTierMachine(RuleBasedStateMachine):
             patch.object(host, "_MIN_PIECE", 2),
             patch("minisgl.kvcache.memory.MIN_LOAD_PAGES", 2),
             patch.object(host, "_CLEAN_SHARE", 4),
+            patch.object(snapshots, "MAX_GAP", 1),
+            patch.object(states, "MIN_NEW_TOKENS", 2),
+            patch.object(states, "MIN_BRANCH_TOKENS", 2),
         ]
         for each in self.patches:
             each.start()
@@ -47,12 +51,33 @@ class HostTierMachine(RuleBasedStateMachine):
         budget=st.sampled_from([3, 7, 16, 64]),
         overlap=st.booleans(),
         eager=st.booleans(),
+        snapshot_pages=st.sampled_from([0, 2, 3]),
+        window_pages=st.none() | st.integers(0, 40),
     )
     def start(
-        self, slack: int, blocks: int, rows: int, budget: int, overlap: bool, eager: bool
+        self,
+        slack: int,
+        blocks: int,
+        rows: int,
+        budget: int,
+        overlap: bool,
+        eager: bool,
+        snapshot_pages: int,
+        window_pages: int | None,
     ) -> None:
+        """window_pages: those beside one reserve; None: the model has no window layers."""
         num_pages = MAX_LEN // PAGE + slack
-        self.engine = FakeEngine(num_pages, PAGE, rows, MAX_LEN, eager, host_blocks=blocks)
+        layers = None if window_pages is None else WindowLayers(3, 3 + window_pages)
+        self.engine = FakeEngine(
+            num_pages,
+            PAGE,
+            rows,
+            MAX_LEN,
+            eager,
+            window=layers,
+            snapshot_pages=snapshot_pages,
+            host_blocks=blocks,
+        )
         config = SchedulerConfig(prefill_budget_tokens=budget, target_step_ms=None, overlap=overlap)
         self.harness = Harness(self.engine, config, checks=PlanChecks())
         self.prompts: list[list[int]] = []
@@ -104,6 +129,7 @@ class HostTierMachine(RuleBasedStateMachine):
             self.harness.step()
             if not self.engine.queue:
                 check_host_slots(self.harness.scheduler.memory.tree, self.engine)
+                check_snapshots(self.harness.scheduler.memory, self.engine)
 
     @invariant()
     def outputs_are_those_of_the_plain_computation(self) -> None:
