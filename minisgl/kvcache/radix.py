@@ -110,14 +110,11 @@ class RadixCache:
     def _hit(self, end: RadixNode, known: int) -> Hit:
         """Return the part that all kinds can use of a prefix. end, known: the result of _find."""
         on_gpu = known if self.tier is None else pages_on_gpu(end, known)
-        length = agreed(on_gpu, [partial(kind.usable, end) for kind in self.kinds])
-        loadable = length
+        length = loadable = agreed(on_gpu, [partial(kind.usable, end) for kind in self.kinds])
         if self.tier is not None:
             loadable = agreed(known, [partial(kind.loadable, end) for kind in self.kinds])
-        node, last = (
-            end if pages == known else self._lookup.place(end, pages)[0]
-            for pages in (length, loadable)
-        )
+        node = end if length == known else self._lookup.place(end, length)[0]
+        last = end if loadable == known else self._lookup.place(end, loadable)[0]
         parts = end.children or known < sum(len(each.pages) for each in end.path())
         junction = known if parts else 0
         return Hit(node, length, length * self._page_size, known, junction, loadable, last)

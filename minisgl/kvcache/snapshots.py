@@ -218,8 +218,14 @@ class Snapshots(NodeParts):
         """Mark the snapshot of a node as used."""
         if (snapshot := self.at(node)) is not None:
             del self._lru[snapshot.reused][snapshot]
-            snapshot.reused, snapshot.last_use = True, self._memory.tree.clock
+            snapshot.reused = True
             self._lru[1][snapshot] = None
+            self.refresh(snapshot)
+
+    def refresh(self, snapshot: Snapshot) -> None:
+        """Make a snapshot of the tree the most recently used one of its class."""
+        snapshot.last_use = self._memory.tree.clock
+        self._lru[snapshot.reused].move_to_end(snapshot)
 
     def lock(self, snapshot: Snapshot) -> None:
         """Protect a snapshot until the next batch has loaded it."""

@@ -203,11 +203,14 @@ class States(CacheKind):
         for snapshot in self.snapshots.own_of(saving.request):
             self.snapshots.release(snapshot)
         if saving.node is not None and at <= saving.pages * self._page_size:
-            above = (each.tokens for each in self.snapshots.above(saving.node))
-            if at - next((tokens for tokens in above if tokens <= at), 0) >= MIN_NEW_TOKENS:
+            above = self.snapshots.above(saving.node)
+            last = next((each for each in above if each.tokens <= at), None)
+            if at - (0 if last is None else last.tokens) >= MIN_NEW_TOKENS:
                 self._save(row, at)
                 for snapshot in self.snapshots.own_of(saving.request):
                     self.snapshots.attach(snapshot, saving.node)
+            elif last is not None:
+                self.snapshots.refresh(last)  # the next turn continues from it
         del self._savings[row]
 
     def _save(self, row: int, tokens: int) -> None:

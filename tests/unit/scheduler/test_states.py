@@ -49,6 +49,17 @@ def test_a_request_that_the_pool_cannot_hold_beside_a_snapshot_runs_without_a_hi
     assert cached_tokens(harness, [*SYSTEM, *[4] * 3000]) == 0
 
 
+def test_a_snapshot_is_kept_as_long_as_a_short_answer_after_it() -> None:
+    """Regression: it was evicted before prompts that ended during the answer."""
+    harness = new_harness(num_pages=1150)
+    chat, other = [3] * 4096, [4] * 4096
+    for prompt, answer in ((chat, 40), (other, 1)):
+        harness.add(prompt, max_tokens=answer, ignore_eos=True)
+    harness.run()
+    assert cached_tokens(harness, [5] * 3200) == 0  # its pages are those of `other`
+    assert cached_tokens(harness, [*chat, 6]) == len(chat) - PAGE
+
+
 def test_the_third_request_hits_a_prefix_that_no_message_names() -> None:
     """The second one computes the prefix again, and leaves a snapshot at the junction."""
     harness = new_harness()
