@@ -6,7 +6,6 @@ campaign that is cut off keeps its earlier rows. A row that does not fit in --bu
 
 import argparse
 import math
-import os
 import shlex
 import statistics
 import subprocess
@@ -21,7 +20,7 @@ import msgspec
 
 from bench.clocks import Clocks
 from bench.records import RESULTS, Figure, write_record
-from bench.runner import ROOT, last_json, record_of
+from bench.runner import ROOT, environ_of, last_json, record_of
 from minisgl.benchmark.flag_types import positive_float
 from minisgl.benchmark.server_process import start_server
 from minisgl.core import ConfigError
@@ -261,7 +260,7 @@ def _output(command: list[str], variables: dict[str, str]) -> str:
     done = subprocess.run(
         [sys.executable, "-m", *words],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
+        env=environ_of(ROOT) | variables,
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -75,11 +75,17 @@ def run_in_turns(arguments: Sequence[str], repeat: int, other: Path | None) -> T
 
 def _run(arguments: Sequence[str], checkout: Path) -> object:
     command = [sys.executable, "-m", "bench", *arguments]
-    environ = os.environ | {"PYTHONPATH": str(checkout.resolve())}
+    environ = environ_of(checkout)
     done = subprocess.run(command, cwd=checkout, env=environ, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise ConfigError(f"the run in {checkout} ended with the exit code {done.returncode}")
     return last_json(done.stdout)
+
+
+def environ_of(checkout: Path) -> dict[str, str]:
+    """Return the environment of a program that imports from a checkout, then as this process."""
+    paths = [str(checkout.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def last_json(output: str) -> object:

@@ -52,3 +52,11 @@ def test_a_failed_run_ends_the_repetition(
     monkeypatch.setattr(runner.subprocess, "run", lambda *_, **__: failed)
     assert command.main(["--repeat", "2", "step"]) == CONFIG_EXIT
     assert "ended with the exit code 1" in capsys.readouterr().err
+
+
+def test_programs_of_a_checkout_find_packages_where_this_process_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Regression: a campaign whose dependencies were in PYTHONPATH started programs without it."""
+    monkeypatch.setenv("PYTHONPATH", "/site")
+    assert runner.environ_of(tmp_path)["PYTHONPATH"] == f"{tmp_path}:/site"
