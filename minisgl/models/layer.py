@@ -114,7 +114,8 @@ class DecoderLayer(nn.Module):
         if self.mlp is None:
             return stream
         block_input, residual = self.post_attention_layernorm(stream)
-        return self.mlp.forward(block_input, residual)
+        out: ResidualStream = self.mlp(block_input, residual)
+        return out
 
     def fold_norms(self) -> None:
         """Move the norms' weights into the linears that read them, if their methods can."""
