@@ -4,6 +4,7 @@
       - ConfigError               the start cannot continue
       - RequestError              one request is refused or ended
         - InvalidRequest
+          - ImageRefused
         - PromptTooLong
         - Unsupported
         - GrammarFailed
@@ -70,6 +71,23 @@ class RequestError(MinisglError):
 
 class InvalidRequest(RequestError):
     """A parameter has a wrong type, is out of its range, or conflicts with another parameter."""
+
+
+class ImageRefused(InvalidRequest):
+    """An image is not accepted.
+
+    reason: source, model, count, format, size, cost or broken: a label of a metric.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        reason: str = "broken",
+        param: str | None = None,
+        limit: str | None = None,
+    ) -> None:
+        super().__init__(message, param, limit=limit)
+        self.reason = reason
 
 
 class PromptTooLong(RequestError):

@@ -79,6 +79,7 @@ _SERVER = "server_error"
 # An error class without an entry has the entry of its nearest base class.
 _TABLE: Mapping[type[BaseException], _Kind] = {
     core.InvalidRequest: _Kind(400, _INVALID),
+    core.ImageRefused: _Kind(400, _INVALID, "image_refused"),
     core.PromptTooLong: _Kind(400, _INVALID, "context_length_exceeded"),
     core.Unsupported: _Kind(400, _INVALID, "unsupported_parameter"),
     core.GrammarFailed: _Kind(400, _INVALID, "grammar_failed"),

@@ -1,0 +1,200 @@
+"""Decoding of images: the pixels, and the files that are refused."""
+
+import base64
+import hashlib
+import io
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from minisgl.core import ImageRefused
+from minisgl.images import ImageDecoder, ImageSpec
+
+SPEC = ImageSpec(
+    patch=16,
+    merge=2,
+    min_pixels=65_536,
+    max_pixels=2**20,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+    image_token=7,
+)
+LIMITS = {"max_pixels": 2**20, "max_tokens": 4096, "timeout_s": 60.0}
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    decoder = ImageDecoder(SPEC, **LIMITS)
+    yield decoder
+    decoder.close()
+
+
+def picture(mode="RGB", size=(90, 60)):
+    """An image with random values in all of its channels."""
+    values = np.random.default_rng(3).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
+    return Image.fromarray(values, "RGBA").convert(mode)
+
+
+def file_of(image, kind, **options):
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def decoded(decoder, file, kind="png", **options):
+    """The pixels as an array [height, width, 3]."""
+    found = decoder.decode(base64.b64encode(file), f"image/{kind}", **options)
+    assert found.digest == hashlib.sha256(found.pixels).digest()
+    return np.frombuffer(found.pixels, np.uint8).reshape(found.height, found.width, 3)
+
+
+def processed(image, max_pixels=SPEC.max_pixels):
+    """The pixels that the image processor of transformers gives to the tower."""
+    processor = Qwen2VLImageProcessorPil(
+        patch_size=SPEC.patch,
+        merge_size=SPEC.merge,
+        size={"shortest_edge": SPEC.min_pixels, "longest_edge": max_pixels},
+        do_rescale=False,
+        do_normalize=False,
+    )
+    given = processor(images=[image], return_tensors="np")
+    _, rows, columns = given["image_grid_thw"][0]
+    unit = (SPEC.merge, SPEC.merge, 3, 2, SPEC.patch, SPEC.patch)
+    patches = given["pixel_values"].reshape(rows // 2, columns // 2, *unit)
+    pixels = patches[:, :, :, :, :, 0].transpose(0, 2, 5, 1, 3, 6, 4)
+    return pixels.reshape(rows * SPEC.patch, columns * SPEC.patch, 3).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    "size", [(90, 60), (1, 1), (1, 200), (256, 256), (1000, 700), (1023, 1025), (3000, 15)]
+)
+def test_pixels_equal_those_of_the_processor_of_transformers(decoder, size):
+    image = picture(size=size)
+    assert np.array_equal(decoded(decoder, file_of(image, "PNG")), processed(image))
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "options"),
+    [
+        ("L", "png", {}),
+        ("LA", "png", {}),
+        ("RGBA", "png", {}),
+        ("P", "png", {"transparency": 3}),
+        ("1", "png", {}),
+        ("CMYK", "jpeg", {}),
+        ("L", "jpeg", {}),
+        ("RGB", "jpeg", {"progressive": True}),
+        ("P", "gif", {"transparency": 3}),
+        ("RGBA", "webp", {"lossless": True}),
+    ],
+)
+def test_every_mode_of_a_file_is_decoded(decoder, mode, kind, options):
+    file = file_of(picture(mode), kind, **options)
+    expected = processed(Image.open(io.BytesIO(file)))
+    assert np.array_equal(decoded(decoder, file, kind), expected)
+
+
+def test_sixteen_bits_of_grey_keep_their_high_byte(decoder):
+    values = np.arange(0, 65_536, 4, dtype=np.uint16).reshape(128, 128)
+    found = decoded(decoder, file_of(Image.fromarray(values), "PNG"))
+    expected = processed(Image.fromarray((values >> 8).astype(np.uint8)))
+    assert np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_is_applied(decoder, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = file_of(picture(), "JPEG", exif=exif)
+    expected = processed(ImageOps.exif_transpose(Image.open(io.BytesIO(file))))
+    assert np.array_equal(decoded(decoder, file, "jpeg"), expected)
+
+
+@pytest.mark.parametrize("kind", ["gif", "webp", "png"])
+def test_first_frame_of_an_animation_is_decoded(decoder, kind):
+    frames = [Image.new("RGB", (64, 64), color) for color in ("red", "blue", "green")]
+    options = {"lossless": True} if kind == "webp" else {}
+    file = file_of(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+    assert np.array_equal(decoded(decoder, file, kind), processed(frames[0]))
+
+
+def test_low_detail_has_at_most_512_x_512_pixels(decoder):
+    image = picture(size=(1000, 700))
+    found = decoded(decoder, file_of(image, "PNG"), low=True)
+    assert np.array_equal(found, processed(image, 512 * 512))
+
+
+def test_limit_on_tokens_resizes_further():
+    decoder = ImageDecoder(SPEC, **{**LIMITS, "max_tokens": 100})
+    image = picture(size=(1000, 700))
+    found = decoded(decoder, file_of(image, "PNG"))
+    decoder.close()
+    assert np.array_equal(found, processed(image, 100 * 32 * 32))
+
+
+def test_base64_may_have_line_breaks(decoder):
+    file = file_of(picture(), "PNG")
+    found = decoder.decode(base64.encodebytes(file), "image/png")
+    assert found == decoder.decode(base64.b64encode(file), "image/png")
+
+
+def png_of(width, height):
+    """A PNG file whose header has this size, and which has few pixels."""
+
+    def chunk(name, data):
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    pixels = zlib.compress(bytes(10_000))
+    parts = [chunk(b"IHDR", header), chunk(b"IDAT", pixels), chunk(b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+def gif_of(frames):
+    frame = b"\x21\xf9\x04\0\0\0\0\0\x2c\0\0\0\0\1\0\1\0\0\2\2\x44\1\0"
+    head = b"GIF89a" + struct.pack("<HH", 1, 1) + b"\x80\0\0\0\0\0\xff\xff\xff"
+    return head + frame * frames + b"\x3b"
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "reason", "limit"),
+    [
+        (png_of(100_000, 100_000), "png", "size", "max_image_pixels"),
+        (png_of(1025, 1024), "png", "size", "max_image_pixels"),
+        (png_of(1, 201), "png", "size", "max_image_aspect"),
+        (gif_of(10_001), "gif", "size", "max_image_frames"),
+        (png_of(1000, 1000), "png", "broken", None),
+        (b"\x89PNG\r\n\x1a\nno chunk", "png", "broken", None),
+        (b"<html>", "png", "format", None),
+        (gif_of(1), "png", "format", None),
+        (b"%PDF-1.7", "pdf", "format", None),
+        (b"", "png", "format", None),
+    ],
+)
+def test_file_is_refused_with_a_reason(decoder, file, kind, reason, limit):
+    with pytest.raises(ImageRefused) as caught:
+        decoder.decode(base64.b64encode(file), f"image/{kind}")
+    assert (caught.value.reason, caught.value.limit) == (reason, limit)
+
+
+@pytest.mark.parametrize("data", [b"iVBORw0KGgo=#", b"iVBORw0KGgoA", b"\xff\xfe"])
+def test_broken_base64_is_refused(decoder, data):
+    with pytest.raises(ImageRefused):
+        decoder.decode(data, "image/png")
+
+
+def test_cpu_time_is_limited_and_the_next_image_is_decoded():
+    decoder = ImageDecoder(SPEC, max_pixels=2**24, max_tokens=4096, timeout_s=0.02)
+    large = base64.b64encode(file_of(Image.new("RGB", (4000, 4000)), "PNG"))
+    with pytest.raises(ImageRefused, match=r"more than 0.02 s of CPU time") as caught:
+        decoder.decode(large, "image/png")
+    assert (caught.value.reason, caught.value.limit) == ("cost", "image_timeout_s")
+    small = Image.new("RGB", (32, 32), "red")
+    assert np.array_equal(decoded(decoder, file_of(small, "PNG")), processed(small))
+    decoder.close()
