@@ -107,6 +107,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
                         finds it.
     template_variables  the variables that the chat template reads.
     drafts              the engine makes drafts, so a prediction of the client has an effect.
+    images              the engine computes images.
     """
 
     NO_TOOLS: ClassVar[str] = "none"
@@ -124,6 +125,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     tool_format: str = NO_TOOLS
     template_variables: tuple[str, ...] = ()
     drafts: bool = False
+    images: bool = False
 
 
 class TokenizerInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -59,16 +59,23 @@ def _api(spec: ChildSpec) -> None:
 
 
 def _tokenizer(spec: ChildSpec) -> None:
+    from minisgl.images import ImageDecoder
     from minisgl.tokenizer import run_tokenizer
     from minisgl.tool_calls.detect import detect_format
 
-    config = spec.config
+    config, limits = spec.config, spec.config.limits
     run_tokenizer(
         spec.name,
         config.engine.model_path,
         spec.socket_dir,
-        config.limits.template_timeout_s,
+        limits.template_timeout_s,
         config.escape_special_tokens,
+        partial(
+            ImageDecoder,
+            max_pixels=limits.max_image_pixels,
+            max_tokens=config.max_image_tokens,
+            timeout_s=limits.image_timeout_s,
+        ),
         partial(detect_format, given=config.tool_format),
         spec.report_checked,
     )

@@ -23,6 +23,7 @@ from minisgl.core import (
 )
 from minisgl.demo import model_path as demo_model_path
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
+from minisgl.images import ImageDecoder, image_spec
 from minisgl.llm import inputs
 from minisgl.llm.local import LocalEngine
 from minisgl.llm.requests import LIMITS, RequestMaker
@@ -33,6 +34,7 @@ from minisgl.request.choice import Choice
 from minisgl.request.convert import CallRequest
 from minisgl.request.question import Question
 from minisgl.settings.child import check_before_weights
+from minisgl.settings.config import MAX_IMAGE_TOKENS
 from minisgl.settings.hub import resolve_model
 from minisgl.tokenizer import TextTokenizer
 from minisgl.utils import near_names
@@ -92,7 +94,18 @@ class LLM:
             check = partial(check_before_weights, engine_config)
             path = resolve_model(model, revision, not engine_config.dummy_weight, check)
         engine_config = msgspec.structs.replace(engine_config, model_path=path)
-        self.tokenizer = TextTokenizer(path)
+        spec = image_spec(path)
+        self._decoder: ImageDecoder | None = None
+        if spec is not None:
+            self._decoder = ImageDecoder(
+                spec,
+                max_pixels=LIMITS.max_image_pixels,
+                max_tokens=MAX_IMAGE_TOKENS,
+                timeout_s=LIMITS.image_timeout_s,
+            )
+            weakref.finalize(self, self._decoder.close)
+        token = None if spec is None else spec.image_token
+        self.tokenizer = TextTokenizer(path, image_token=token)
         # The tokenizer is part of reference cycles, so it outlives a dropped LLM.
         weakref.finalize(self, self.tokenizer.close)
         self.worker: LocalWorker | RankWorkers
@@ -107,7 +120,7 @@ class LLM:
                 f"extensions need tp=1, not {tp}: start the ranks with scheduler.run_scheduler"
             )
         self.facts: ModelFacts = self.worker.facts
-        self._engine = LocalEngine(self.worker, path, self.tokenizer)
+        self._engine = LocalEngine(self.worker, path, self.tokenizer, self._decoder)
         self._requests = RequestMaker(engine_config, scheduler_config, self._engine)
         self._closed = False
 
@@ -163,7 +176,8 @@ class LLM:
         """Answer one conversation, or a list of conversations, with the model's chat template.
 
         A conversation is a list of messages, and tools is a list of functions, both in the form of
-        the server's /v1/chat/completions. template_options: variables for the template.
+        the server's /v1/chat/completions. A part {"type": "image", "image": X} of a message is a
+        path, the bytes of a file, or an image of PIL. template_options: variables for the template.
         tool_choice: as in the server. The answer follows the schema of a tool as there.
         The other parameters, the result and the errors are as in `generate`. `text` has neither
         the reasoning nor the tool calls of the answer.
@@ -198,6 +212,8 @@ class LLM:
             self._closed = True
             self.worker.close()
             self.tokenizer.close()
+            if self._decoder is not None:
+                self._decoder.close()
 
     def __enter__(self) -> Self:
         return self

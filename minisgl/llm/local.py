@@ -7,6 +7,7 @@ from functools import cached_property, lru_cache
 import msgspec
 
 from minisgl.core import FinishReason, InvalidRequest, ModelFacts
+from minisgl.images import ImageDecoder
 from minisgl.llm.results import Scores
 from minisgl.llm.workers import LocalWorker, RankWorkers
 from minisgl.message.messages import (
@@ -63,11 +64,17 @@ class LocalEngine:
     """
 
     def __init__(
-        self, worker: LocalWorker | RankWorkers, folder: str, tokenizer: TextTokenizer
+        self,
+        worker: LocalWorker | RankWorkers,
+        folder: str,
+        tokenizer: TextTokenizer,
+        decoder: ImageDecoder | None,
     ) -> None:
+        """decoder: None if the model has no images."""
         self.worker = worker
         self.scores: dict[int, Scores] = {}
         self._tokenizer = tokenizer
+        self._decoder = decoder
         self._uids = itertools.count(1)
         self._running: dict[int, Call] = {}
         self._grammars = LocalGrammars(folder, tokenizer.vocabulary)
@@ -99,7 +106,7 @@ class LocalEngine:
         if isinstance(message, CompileGrammar):
             answer = self._grammars.compile(message)
         else:
-            answer = tokenize(self._tokenizer, message)
+            answer = tokenize(self._tokenizer, message, self._decoder)
         if (failure := question.failure(answer)) is not None:
             raise failure
         return answer

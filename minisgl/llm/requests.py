@@ -9,6 +9,7 @@ import msgspec
 from minisgl.core import EngineConfig, Grammar, InvalidRequest, SamplingParams, SchedulerConfig
 from minisgl.core.sampling import CONSTRAINTS, MAX_JSON_WHITESPACE
 from minisgl.llm import inputs
+from minisgl.llm.images import with_data_urls
 from minisgl.llm.local import LocalEngine
 from minisgl.message.messages import TextOptions, TokenizeChat
 from minisgl.protocol.requests import COMPLETIONS, CompletionBody
@@ -21,7 +22,12 @@ _MODEL = "offline"
 _FREE: Mapping[str, Any] = dict.fromkeys(CONSTRAINTS)
 _PATHS = Paths({field: name for name, field in inputs.CONSTRAINT_FIELDS.items()})
 # A program may send itself as much as the memory holds.
-LIMITS = Limits(max_prompt_chars=sys.maxsize, max_messages=sys.maxsize, max_call_tokens=sys.maxsize)
+LIMITS = Limits(
+    max_prompt_chars=sys.maxsize,
+    max_messages=sys.maxsize,
+    max_call_tokens=sys.maxsize,
+    max_images=sys.maxsize,
+)
 
 
 class RequestMaker:
@@ -92,7 +98,11 @@ class RequestMaker:
         requests = []
         for chat, sampling, expected in zip(chats, params, predictions, strict=True):
             inputs.check_conversation(chat)
-            given: dict[str, Any] = {"model": _MODEL, "messages": list(chat), "tools": list(tools)}
+            given: dict[str, Any] = {
+                "model": _MODEL,
+                "messages": with_data_urls([*chat]),
+                "tools": list(tools),
+            }
             if tool_choice is not None:
                 given["tool_choice"] = tool_choice
             given |= inputs.constraint_fields(sampling)

@@ -16,6 +16,8 @@ import msgspec
 
 from minisgl.core import FinishReason, GrammarKind, ModelFacts, SamplingParams, TokenizerInfo
 from minisgl.core.step_cost import StepCost
+from minisgl.message.images import PromptImage as PromptImage
+from minisgl.message.images import SourceImage as SourceImage
 from minisgl.message.stats import SchedulerStats as SchedulerStats
 from minisgl.message.text import TextOptions as TextOptions
 from minisgl.message.text import TokenLogprob as TokenLogprob
@@ -46,12 +48,14 @@ class TokenizeChat(WireMessage, frozen=True, kw_only=True):
     They stay JSON until the template reads them, so no data of a client becomes one of our types.
 
     tools_json  the tools that the template describes to the model; null: none.
+    images      in the order of their places in the messages.
     """
 
     uid: int = 0
     messages_json: bytes
     template_kwargs_json: bytes = b"{}"
     tools_json: bytes = b"null"
+    images: tuple[SourceImage, ...] = ()
 
 
 class DecodeIds(WireMessage, frozen=True, kw_only=True):
@@ -103,22 +107,6 @@ class StartText(WireMessage, frozen=True, kw_only=True):
 
     uid: int
     options: TextOptions
-
-
-class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
-    """An image of a prompt, resized for the model.
-
-    start   index of its first pad in the ids of the prompt. A pad is a negative id, and an image
-            has one for each token: rows * columns / merge^2 of its grid (images.ImageSpec).
-    grid    rows and columns of patches.
-    digest  SHA-256 of the pixels.
-    pixels  uint8 [rows * patch, columns * patch, 3], red, green and blue.
-    """
-
-    start: int
-    grid: tuple[int, int]
-    digest: bytes
-    pixels: bytes
 
 
 class AddReq(WireMessage, frozen=True, kw_only=True):
@@ -286,7 +274,13 @@ class TokenizeResult(WireMessage, frozen=True, kw_only=True):
     pieces    the bytes of each id, for DecodeIds with `each`.
     thinks    the model may begin its answer with thinking, for TokenizeChat.
     prefixes  as in AddReq, for TokenizeChat.
+    images    as in AddReq, for TokenizeChat. In token_ids, the image token of the model stands for
+              each pad.
+    padded    token_ids with the pads; b"" without images.
+    decode_s  time of the decoding of the images in seconds.
     error     a sentence for the client. The other fields are then empty.
+    param     the place in the body of the image at fault.
+    refused   the reason of an ImageRefused.
     internal  True if the error is a fault of the server and not of the client.
     limit     the name of the limit that the request exceeded.
     """
@@ -297,7 +291,12 @@ class TokenizeResult(WireMessage, frozen=True, kw_only=True):
     pieces: tuple[bytes, ...] = ()
     thinks: bool = False
     prefixes: tuple[int, int] = (0, 0)
+    images: tuple[PromptImage, ...] = ()
+    padded: bytes = b""
+    decode_s: float = 0.0
     error: str | None = None
+    param: str | None = None
+    refused: str = ""
     internal: bool = False
     limit: str | None = None
 

@@ -8,7 +8,9 @@ from msgspec import UNSET, Meta, UnsetType
 from minisgl.protocol.requests import RequestBody, StopString, Thinking, ToolFunctionName, bounds
 
 # The translation refuses a type in a place where it is not allowed.
-BlockType = Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
+BlockType = Literal[
+    "text", "image", "document", "thinking", "redacted_thinking", "tool_use", "tool_result"
+]
 ToolName = Annotated[str, Meta(max_length=256)]
 
 
@@ -21,11 +23,21 @@ class CacheControl(msgspec.Struct, kw_only=True):
     ttl: Literal["5m", "1h"] = "5m"
 
 
+class MessagesSource(msgspec.Struct, kw_only=True):
+    """The source of an image. Only base64 is supported; the server fetches no url and no file."""
+
+    type: str = ""
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+
+
 class MessagesBlock(msgspec.Struct, kw_only=True):
     """One block of a message or of a tool's result. Further fields are ignored."""
 
     type: BlockType
     text: str = ""
+    source: MessagesSource | None = None
     thinking: str = ""
     id: str = ""
     name: ToolName = ""

@@ -10,6 +10,9 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from minisgl.core.sampling import RANGES
+from minisgl.protocol.content import Part as Part
+from minisgl.protocol.content import RequestBody as RequestBody
+from minisgl.protocol.content import TextPart as TextPart
 
 CHAT = "chat"
 COMPLETIONS = "completions"
@@ -69,18 +72,6 @@ ToolMode = Literal["none", "auto", "required"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
-class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of the objects in which an unknown field is an error."""
-
-
-class TextPart(RequestBody, kw_only=True):
-    """One part of a message's content. Only text is supported. `cache_control` is ignored."""
-
-    type: Literal["text"]
-    text: str
-    cache_control: Any = None
-
-
 class FunctionCall(msgspec.Struct, kw_only=True):
     """The function of a tool call. `arguments` is JSON in a string."""
 
@@ -120,7 +111,7 @@ class Message(RequestBody, kw_only=True, omit_defaults=True):
     """
 
     role: Role
-    content: str | Annotated[list[TextPart], Meta(max_length=1024)] | UnsetType | None = UNSET
+    content: str | Annotated[list[Part], Meta(max_length=1024)] | UnsetType | None = UNSET
     tool_calls: Annotated[list[ToolCall], Meta(max_length=128)] | None = None
     name: str | None = None
     tool_call_id: str | None = None

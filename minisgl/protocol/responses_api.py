@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from minisgl.protocol import requests
+from minisgl.protocol import content, requests
 from minisgl.protocol.requests import bounds
 from minisgl.protocol.responses import ChatTokenLogprob
 
@@ -17,10 +17,13 @@ ToolName = Annotated[str, Meta(max_length=256)]
 
 
 class ResponsesPart(msgspec.Struct, kw_only=True):
-    """One part of an item's content. Only the types of text are supported."""
+    """One part of an item's content: a type of text, or input_image with a data URL."""
 
     type: str
     text: str = ""
+    image_url: str | None = None
+    file_id: str | None = None
+    detail: content.Detail = "auto"
 
 
 Content: TypeAlias = str | list[ResponsesPart] | None

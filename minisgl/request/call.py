@@ -25,6 +25,7 @@ from minisgl.message.text import PROMPT_TAIL_TOKENS
 from minisgl.request.choice import Choice, Details, Output
 from minisgl.request.convert import CallRequest
 from minisgl.request.fit import FittedPrompt, fit_prompts
+from minisgl.request.images import without_files
 from minisgl.request.question import Answer, Question
 from minisgl.settings.config import DEFAULT_CLIENT, Limits
 
@@ -82,6 +83,8 @@ class Call:
     choices    one answer each, with consecutive uids.
     submitted  its choices have been sent to the engine.
     tokens     the counted tokens, while they count for the limits of the client.
+    image_bytes
+               size of its images: the files, then the pixels that the scheduler keeps.
     asked      the answer of another process that the call waits for.
     """
 
@@ -92,6 +95,7 @@ class Call:
         self.started_s = time.monotonic()
         self.submitted = False
         self.tokens = 0
+        self.image_bytes = 0
         self.asked: (
             asyncio.Future[messages.TokenizeResult] | asyncio.Future[messages.GrammarResult] | None
         ) = None
@@ -149,6 +153,8 @@ class Call:
             self._submission(prompt, index * request.n, prediction)
             for index, prompt in enumerate(prompts)
         ]
+        kept = without_files(request.prompts)
+        self.request = msgspec.structs.replace(request, prompts=kept)
         predicted = len(prediction) // 4
         return Fitted(submissions, queued_tokens + predicted, tokens + predicted)
 
@@ -282,7 +288,7 @@ class Call:
         ids = prompt.token_ids
         add = messages.AddReq(
             uid=uid,
-            token_ids=ids.tobytes(),
+            token_ids=prompt.padded or ids.tobytes(),
             sampling=prompt.sampling,
             prediction=prediction,
             cache_salt=request.cache_salt,
@@ -292,12 +298,13 @@ class Call:
             call=self.uid if self.caller.client else 0,
             priority=self.caller.priority,
             prefixes=prompt.prefixes,
+            images=prompt.images,
         )
         tail = ids[-PROMPT_TAIL_TOKENS:].tolist()
         options = msgspec.structs.replace(request.text, prompt_tail=tail)
         first = options
         if prompt.sampling.prompt_logprobs is not None:
-            first = msgspec.structs.replace(options, prompt_ids=add.token_ids)
+            first = msgspec.structs.replace(options, prompt_ids=ids.tobytes())
         texts = [messages.StartText(uid=uid, options=first)]
         texts += [
             messages.StartText(uid=uid + number, options=options) for number in range(1, request.n)

@@ -7,8 +7,11 @@ import msgspec
 from msgspec import UNSET
 
 from minisgl.core import Unsupported
+from minisgl.message.messages import SourceImage
 from minisgl.protocol import requests
+from minisgl.protocol.content import ImagePart, TemplateImage, TextPart
 from minisgl.request.decode import reject
+from minisgl.request.images import source_image
 from minisgl.request.paths import Paths
 
 _EFFORTS = ("low", "medium", "high")
@@ -63,21 +66,44 @@ def ending(body: requests.ChatBody, paths: Paths) -> dict[str, bool]:
     if not body.continue_final_message:
         return {} if body.add_generation_prompt is not False else {"add_generation_prompt": False}
     last = body.messages[-1]
-    if last.role != "assistant" or not last.content or last.tool_calls:
-        rule = "needs a last message of the role assistant with content and without tool calls"
+    is_text = bool(last.content) and not _has_images(last.content)
+    if last.role != "assistant" or not is_text or last.tool_calls:
+        rule = "needs a last message of the role assistant with text and without tool calls"
         raise reject(paths["continue_final_message"], rule)
     if body.add_generation_prompt:
         raise reject(paths["add_generation_prompt"], "must be false with continue_final_message")
     return {"continue_final_message": True, "add_generation_prompt": False}
 
 
-def prepare_message(message: requests.Message, index: int, tool_format: str, paths: Paths) -> int:
-    """Bring one message to the form that chat templates expect. Returns its number of characters.
+def _has_images(content: object) -> bool:
+    """Whether a content has an image."""
+    parts = content if isinstance(content, list) else ()
+    return any(isinstance(part, ImagePart) for part in parts)
 
-    `developer` becomes `system`, which templates know. Text parts are joined by newlines. The
-    arguments of tool calls are parsed, because templates write them as JSON themselves. Fields
-    that carry no information for a template are left out.
+
+def prepare_messages(
+    messages: Sequence[requests.Message], tool_format: str, paths: Paths
+) -> tuple[int, tuple[SourceImage, ...]]:
+    """Bring messages to the form that chat templates expect.
+
+    Returns their number of characters and their images. `developer` becomes `system`, which
+    templates know. Text parts are joined by newlines, unless images stand between them. The
+    arguments of tool calls are parsed, because templates write them as JSON themselves. Fields that
+    carry no information for a template are left out.
     """
+    images: list[SourceImage] = []
+    chars = [_prepare(message, i, tool_format, paths, images) for i, message in enumerate(messages)]
+    return sum(chars), tuple(images)
+
+
+def _prepare(
+    message: requests.Message,
+    index: int,
+    tool_format: str,
+    paths: Paths,
+    images: list[SourceImage],
+) -> int:
+    """Prepare one message, and add its images to `images`. Returns its number of characters."""
     if message.role == "developer":
         message.role = "system"
     chars = 0
@@ -94,15 +120,32 @@ def prepare_message(message: requests.Message, index: int, tool_format: str, pat
     else:
         message.tool_calls = None
     if isinstance(message.content, list):
-        message.content = "\n".join([part.text for part in message.content])
+        path = paths[f"messages[{index}].content"]
+        message.content = _joined(message.content, path, images)
     if message.reasoning or message.reasoning_details:
         message.reasoning_content = message.reasoning_content or _reasoning(message) or None
     # A loop over the names would be slower, and a chat may have thousands of messages.
     message.refusal = message.annotations = message.audio = message.cache_control = None
     message.function_call = message.reasoning = message.reasoning_details = None
     message.parsed = message.provider_specific_fields = None
-    chars += len(message.content or "") + len(message.name or "")
+    content: Any = message.content or ""
+    texts = [content] if isinstance(content, str) else [getattr(p, "text", "") for p in content]
+    chars += sum(map(len, texts)) + len(message.name or "")
     return chars + len(message.tool_call_id or "") + len(message.reasoning_content or "")
+
+
+def _joined(parts: list[Any], path: str, images: list[SourceImage]) -> Any:
+    """The content of these parts: their text, or a list of them if they have images."""
+    if not _has_images(parts):
+        return "\n".join([part.text for part in parts])
+    content: list[Any] = []
+    for number, part in enumerate(parts):
+        if isinstance(part, ImagePart):
+            images.append(source_image(part, f"{path}[{number}]"))
+            content.append(TemplateImage())
+        else:
+            content.append(TextPart(text=part.text))
+    return content
 
 
 def _reasoning(message: requests.Message) -> str:

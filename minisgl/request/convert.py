@@ -23,9 +23,10 @@ from minisgl.core.sampling import CONSTRAINTS, RANGES
 from minisgl.message.messages import DecodeIds, TextOptions, TokenizeChat, TokenizeText
 from minisgl.protocol import messages_api, requests, responses_api
 from minisgl.request import from_messages, from_responses
-from minisgl.request.chat import check_effort, ending, harmony_chat, prepare_message, set_thinking
+from minisgl.request.chat import check_effort, ending, harmony_chat, prepare_messages, set_thinking
 from minisgl.request.constraints import ConstraintRequest, constraint_of
 from minisgl.request.decode import body_of, decode, nesting_limit, reject
+from minisgl.request.images import check_images
 from minisgl.request.paths import SAME_PATHS, Paths
 from minisgl.request.question import Question
 from minisgl.request.sizes import check_sizes
@@ -283,10 +284,8 @@ class RequestConverter:
         paths: as in Translation.
         """
         options, end, messages = chat.chat_template_kwargs, ending(chat, paths), chat.messages
-        form = facts.tool_format
-        chars = sum(
-            [prepare_message(message, i, form, paths) for i, message in enumerate(messages)]
-        )
+        chars, images = prepare_messages(messages, facts.tool_format, paths)
+        check_images(images, facts, self.limits.max_images)
         self._check_chars(paths["messages"], chars, facts)
         rendered = b"null" if tools is None else tools.rendered
         self._check_chars(paths["tools"], len(rendered), facts)
@@ -300,6 +299,7 @@ class RequestConverter:
             messages_json=written,
             template_kwargs_json=msgspec.json.encode(msgspec.to_builtins(options) | end),
             tools_json=rendered,
+            images=images,
         )
 
     def _text_prompt(

@@ -171,8 +171,9 @@ def _refusal(error: str, given: Mapping[str, Any], kind: type[RequestBody]) -> R
     part = _TEXT_PART.match(param)
     if part is not None and requests.TextPart in _types_at(kind, part[0]):
         content = given["messages"][int(part[1])]["content"][int(part[2])]
-        if isinstance(content, dict) and content.get("type") != "text":
-            rule = "only parts of type text are supported"
+        name = content.get("type") if isinstance(content, dict) else ""
+        if name not in ("text", "image_url"):
+            rule = f"parts of type {str(name)[:64]!r} are not supported; expected text or image_url"
             return Unsupported(f"{part[0]}: {rule}", param=part[0])
     if _EMPTY_FIELD.match(param):
         return Unsupported(f"{param} is not supported", param=param)

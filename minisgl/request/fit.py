@@ -7,17 +7,22 @@ from typing import NamedTuple
 import msgspec
 
 from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingParams
-from minisgl.message.messages import GrammarResult, TokenizeResult
+from minisgl.message.messages import GrammarResult, PromptImage, TokenizeResult
 from minisgl.request.convert import CallRequest, TokenArray
 from minisgl.request.question import Answer
 
 
 class FittedPrompt(NamedTuple):
-    """The ids of a prompt, the final parameters of its answers, and prefixes as in AddReq."""
+    """The ids of a prompt, the final parameters of its answers, and prefixes as in AddReq.
+
+    images, padded: as in TokenizeResult.
+    """
 
     token_ids: TokenArray
     sampling: SamplingParams
     prefixes: tuple[int, int] = (0, 0)
+    images: tuple[PromptImage, ...] = ()
+    padded: bytes = b""
 
 
 def fit_prompts(
@@ -53,7 +58,7 @@ def fit_prompts(
         sampling = msgspec.structs.replace(
             request.sampling, max_tokens=max_tokens, grammar=grammar
         ).seeded()
-        fitted.append(FittedPrompt(each, sampling, result.prefixes))
+        fitted.append(FittedPrompt(each, sampling, result.prefixes, result.images, result.padded))
     return fitted, tokens
 
 

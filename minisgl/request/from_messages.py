@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from minisgl.core import Unsupported
+from minisgl.protocol import content, requests
 from minisgl.protocol import messages_api as api
-from minisgl.protocol import requests
 from minisgl.request.decode import reject
+from minisgl.request.images import file_refused
 from minisgl.request.paths import Paths
 from minisgl.request.translation import (
     Breakpoints,
@@ -29,10 +30,10 @@ _PATHS = {
 _CHOICES: Mapping[str, requests.ToolMode] = {"auto": "auto", "any": "required", "none": "none"}
 # The types of blocks in the messages of each role. The result of a tool becomes a message.
 _KINDS: Mapping[requests.Role, Sequence[str]] = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
-    "tool": ("text",),
+    "tool": ("text", "image"),
 }
 
 
@@ -95,12 +96,12 @@ def _messages(body: api.CountTokensBody) -> list[requests.Message]:
     if body.system:
         turn, _ = _split("system", body.system, "system")
         if isinstance(body.system, list):
-            turn.texts = [text for text in turn.texts if not text.startswith(_BILLING)]
+            turn.parts = [text for text in turn.parts if not str(text).startswith(_BILLING)]
         messages.append(turn.message())
     for index, message in enumerate(body.messages):
         turn, results = _split(message.role, message.content, f"messages[{index}].content")
         messages += results
-        if message.role == "assistant" or turn.texts or not results:
+        if message.role == "assistant" or turn.parts or not results:
             messages.append(turn.message())
     last = messages[-1]
     if last.role == "assistant" and last.tool_calls:
@@ -124,7 +125,9 @@ def _split(
             text = f"{path}[{index}]: blocks of type {kind!r} are not supported here"
             raise Unsupported(f"{text}; expected {', '.join(kinds)}", f"{path}[{index}]")
         if kind == "text":
-            turn.texts.append(block.text)
+            turn.parts.append(block.text)
+        elif kind == "image":
+            turn.parts.append(_image(block.source, f"{path}[{index}]"))
         elif kind == "thinking":
             turn.reasoning.append(block.thinking)
         elif kind == "tool_use":
@@ -137,3 +140,17 @@ def _split(
             result.call_id = block.tool_use_id
             results.append(result.message())
     return turn, results
+
+
+def _image(source: api.MessagesSource | None, path: str) -> content.ImagePart:
+    """The image of a block. Raises InvalidRequest."""
+    if source is None:
+        raise reject(f"{path}.source", "is required")
+    match source.type:
+        case "base64":
+            url = f"data:{source.media_type};base64,{source.data}"
+        case "url":
+            url = source.url
+        case _:
+            raise file_refused(path)
+    return content.PlacedImage(image_url=content.ImageUrl(url=url), path=path)

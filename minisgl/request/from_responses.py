@@ -8,9 +8,10 @@ items, so consecutive items of the assistant become one message.
 from typing import Any
 
 from minisgl.core import Unsupported
-from minisgl.protocol import requests
+from minisgl.protocol import content, requests
 from minisgl.protocol import responses_api as api
 from minisgl.request.decode import reject
+from minisgl.request.images import file_refused
 from minisgl.request.paths import Paths
 from minisgl.request.sealed import unseal
 from minisgl.request.translation import (
@@ -84,8 +85,8 @@ def _messages(body: api.InputTokensBody) -> list[requests.Message]:
             case "function_call":
                 _turn(turns, "assistant").calls.append(_call(item, path))
             case "function_call_output":
-                content = _text(item.output, f"{path}.output")
-                turns.append(Turn("tool", [content], call_id=item.call_id))
+                content = _parts(item.output, f"{path}.output")
+                turns.append(Turn("tool", content, call_id=item.call_id))
             case "reasoning":
                 _turn(turns, "assistant").reasoning.append(_reasoning(item, path))
             case "item_reference":
@@ -107,7 +108,7 @@ def _add_message(turns: list[Turn], item: api.ResponsesItem, path: str) -> None:
     if item.content is None:
         raise reject(f"{path}.content", "is required")
     role: requests.Role = "system" if item.role == "developer" else item.role
-    _turn(turns, role).texts.append(_text(item.content, f"{path}.content"))
+    _turn(turns, role).parts.extend(_parts(item.content, f"{path}.content"))
 
 
 def _turn(turns: list[Turn], role: requests.Role) -> Turn:
@@ -140,13 +141,35 @@ def _call(item: api.ResponsesItem, path: str) -> requests.ToolCall:
     return requests.ToolCall(id=item.call_id, function=function)
 
 
-def _text(content: api.Content, path: str) -> str:
-    """The text of a content. Raises Unsupported for a part that is not text."""
+def _parts(content: api.Content, path: str) -> list[str | content.ImagePart]:
+    """The text of a content, or its texts and images. Raises InvalidRequest or Unsupported."""
+    parts = content if isinstance(content, list) else []
+    if all(part.type != "input_image" for part in parts):
+        return [_text(content, path)]
+    return [
+        _image(part, f"{path}[{index}]")
+        if part.type == "input_image"
+        else _text([part], path, index)
+        for index, part in enumerate(parts)
+    ]
+
+
+def _image(part: api.ResponsesPart, path: str) -> content.ImagePart:
+    if part.file_id is not None:
+        raise file_refused(path)
+    if part.image_url is None:
+        raise reject(f"{path}.image_url", "is required")
+    url = content.ImageUrl(url=part.image_url, detail=part.detail)
+    return content.PlacedImage(image_url=url, path=path)
+
+
+def _text(content: api.Content, path: str, first: int = 0) -> str:
+    """The text of a content, whose first part has this index. Raises Unsupported."""
     if not isinstance(content, list):
         return content or ""
-    for index, part in enumerate(content):
+    for index, part in enumerate(content, first):
         if part.type not in _TEXT_PARTS:
-            text = f"{path}[{index}]: only parts with text are supported, not {part.type[:64]!r}"
+            text = f"{path}[{index}]: parts of type {part.type[:64]!r} are not supported here"
             raise Unsupported(text, f"{path}[{index}]")
     return "\n".join([part.text for part in content])
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, TypeAlias
 
-from minisgl.core import EngineFailure, InvalidRequest, RequestError
+from minisgl.core import EngineFailure, ImageRefused, InvalidRequest, RequestError
 from minisgl.message import messages
 
 Answer: TypeAlias = messages.TokenizeResult | messages.GrammarResult
@@ -23,6 +23,8 @@ class Question(NamedTuple):
             return None
         if isinstance(answer, messages.GrammarResult):
             error = f"{self.param}{'' if error.startswith('/') else ': '}{error}"
+        elif answer.refused:
+            return ImageRefused(error, answer.refused, answer.param, answer.limit)
         if answer.internal:
             return EngineFailure(error, param=self.param)
         return InvalidRequest(error, param=self.param, limit=answer.limit)

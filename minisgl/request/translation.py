@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from minisgl.protocol import requests
+from minisgl.protocol import content, requests
 from minisgl.protocol.requests import AnyBody
 from minisgl.request.paths import SAME_PATHS, Paths
 
@@ -69,18 +69,25 @@ class Translation(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """The parts of one message of a chat. Their texts are joined once, at the end."""
+    """The parts of one message of a chat.
+
+    Its texts are joined once, at the end. With an image, they stay parts.
+    """
 
     role: requests.Role
-    texts: list[str] = field(default_factory=list)
+    parts: list[str | content.ImagePart] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[requests.ToolCall] = field(default_factory=list)
     call_id: str | None = None
 
     def message(self, separator: str = "\n") -> requests.Message:
+        texts = [part for part in self.parts if isinstance(part, str)]
+        parts: list[content.Part] = [
+            content.TextPart(text=part) if isinstance(part, str) else part for part in self.parts
+        ]
         return requests.Message(
             role=self.role,
-            content=separator.join(self.texts),
+            content=separator.join(texts) if len(texts) == len(parts) else parts,
             reasoning_content="\n".join(self.reasoning) or None,
             tool_calls=self.calls or None,
             tool_call_id=self.call_id,

@@ -91,6 +91,7 @@ class EngineView:
         self._uids = itertools.count(1)
         self._running: dict[int, Call] = {}
         self._calls: set[Call] = set()
+        self._image_bytes = 0  # of all open calls
 
     @property
     def open_calls(self) -> int:
@@ -162,9 +163,11 @@ class EngineView:
         """Send a question to its worker process and wait for the answer.
 
         Raises the error of the answer. If an error ends the call before the answer arrives, raises
-        the error of the call.
+        the error of the call. Raises Overloaded if the images of the open calls are too large.
         """
         message, client = question.message, call.caller.client
+        if isinstance(message, messages.TokenizeChat) and message.images:
+            self._hold_images(call, sum(len(image.data) for image in message.images))
         answered: asyncio.Future[messages.TokenizeResult] | asyncio.Future[messages.GrammarResult]
         if isinstance(message, messages.CompileGrammar):
             answered = self._grammars.submit(message, client)
@@ -176,6 +179,9 @@ class EngineView:
         if failure is None and isinstance(message, messages.CompileGrammar):
             self.metrics.count("structured_requests_total", 1, message.kind)
         if failure is None:
+            if isinstance(answer, messages.TokenizeResult) and answer.images:
+                self.metrics.on_images(len(answer.images), answer.decode_s)
+                self._hold_images(call, sum(len(image.pixels) for image in answer.images))
             return answer
         if isinstance(failure, EngineFailure):
             self.metrics.count("requests_total", 1, "error")
@@ -247,6 +253,7 @@ class EngineView:
         if call not in self._calls:
             return
         self._calls.remove(call)
+        self._image_bytes -= call.image_bytes
         self.loads[call.caller.client].tokens -= call.tokens
         if call.submitted:
             call.caller.log.update(call.summary())
@@ -299,6 +306,17 @@ class EngineView:
             self.metrics.on_end(call, choice)
             del self._running[update.uid]
             self.loads[call.caller.client].choices -= 1
+
+    def _hold_images(self, call: Call, size: int) -> None:
+        """Count the bytes of the images of an open call, in place of those that it held before.
+
+        Raises Overloaded if the open calls together hold too many, unless no other holds any.
+        """
+        others = self._image_bytes - call.image_bytes
+        if others and others + size > self.limits.max_image_bytes:
+            reason = "the images of the open requests are too large; try again later"
+            raise Overloaded(reason, limit="max_image_bytes")
+        self._image_bytes, call.image_bytes = others + size, size
 
     def _queue(self, caller: Caller) -> ClientLoad:
         return self.queues[caller.client, priority_class(caller.priority)]

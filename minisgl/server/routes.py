@@ -168,7 +168,7 @@ async def _render(route: str, context: CallContext) -> list[responses.RenderedPr
     return [
         responses.RenderedPrompt(
             request_id=context.request_id,
-            token_ids=prompt.token_ids.tolist(),
+            token_ids=array.array("i", prompt.padded).tolist() or prompt.token_ids.tolist(),
             model=request.model,
             cache_salt=request.cache_salt or None,
             priority=request.priority or 0,

@@ -13,6 +13,7 @@ _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 DEMO_NAME = "minisgl-demo"  # the served name of the embedded model
 # The client of requests whose key has no name, and of all requests to a server without keys.
 DEFAULT_CLIENT = "default"
+MAX_IMAGE_TOKENS = 4096  # of one image, unless the server has another limit
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -21,7 +22,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     The names of the fields are labels of minisgl_limits_exceeded_total (metrics.toml).
     """
 
-    max_body_bytes: int = 8 * 2**20
+    max_body_bytes: int = 20 * 2**20
     max_bodies_bytes: int = 128 * 2**20
     max_prompt_chars: int | None = None
     max_choices: int = 1024
@@ -40,6 +41,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     head_timeout_s: float = 30.0
     read_timeout_s: float = 60.0
     template_timeout_s: float = 5.0
+    max_images: int = 8
+    max_image_pixels: int = 2**24
+    max_image_bytes: int = 2**31
+    image_timeout_s: float = 2.0
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +88,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     no_grammars: bool = False
     escape_special_tokens: bool = False
     tool_format: str = "auto"
+    max_image_tokens: int = MAX_IMAGE_TOKENS
     max_json_whitespace: int = MAX_JSON_WHITESPACE
     api_key_hashes: dict[str, str] = {}
     admin_key_hashes: dict[str, str] = {}

@@ -42,9 +42,16 @@ class SpecialTokenEscaper:
     tokens in all texts, because templates look for them in histories.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, template: ChatTemplate) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        template: ChatTemplate,
+        only: int | None = None,
+    ) -> None:
+        """only: the id of the special token that no text becomes; None: all of them."""
         self._template = template
-        escaped = _escaped_tokens(tokenizer, template)
+        name = None if only is None else tokenizer.id_to_token(only)
+        escaped = _escaped_tokens(tokenizer, template) if name is None else {name}
         nonce = secrets.token_hex(16)  # All names have one length: no name contains another.
         self._names = {text: f"{nonce}{n:06x}" for n, text in enumerate(sorted(escaped))}
         self._tokens = re.compile(_any_of(self._names))

@@ -38,11 +38,13 @@ class TextTokenizer:
         max_template_chars: float = math.inf,
         escape_special_tokens: bool = False,
         template_timeout_s: float = TIMEOUT_S,
+        image_token: int | None = None,
     ) -> None:
         """Read the folder. Raises ConfigError that names the wrong file.
 
         template_timeout_s: the CPU time for loading the chat template, and for rendering a chat.
         escape_special_tokens: `encode_chat` encodes special tokens in the texts of a chat as text.
+        image_token: the id of an image. It is always encoded so, because no text is an image.
         """
         folder = tokenizer_folder(folder)
         tokenizer = _read(folder)
@@ -66,8 +68,9 @@ class TextTokenizer:
         self._prepends_bos = bos_id is not None and tokenizer.encode("").ids[:1] == [bos_id]
         self.vocabulary = Vocabulary.of(tokenizer)
         self._escaper = None
-        if escape_special_tokens and self._template is not None:
-            self._escaper = SpecialTokenEscaper(tokenizer, self._template)
+        if (escape_special_tokens or image_token is not None) and self._template is not None:
+            only = None if escape_special_tokens else image_token
+            self._escaper = SpecialTokenEscaper(tokenizer, self._template, only)
         self.prefixes = ChatPrefixes(self.encode_chat)
 
     @property

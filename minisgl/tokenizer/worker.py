@@ -9,15 +9,18 @@ import array
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from functools import partial
 from types import UnionType
 from typing import Any, NoReturn
 
-from minisgl.core import InvalidRequest
+from minisgl.core import ImageRefused, InvalidRequest
+from minisgl.images import ImageDecoder, ImageSpec, image_spec
 from minisgl.message import messages
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.tokenizer.detokenizer import Detokenizer, OpenCallParser
+from minisgl.tokenizer.images import decode_images
 from minisgl.tokenizer.template import MAX_TEMPLATE_CHARS
 from minisgl.tokenizer.tokenizer import TextTokenizer, load_vocabulary
 from minisgl.tokenizer.vocab import Vocabulary
@@ -31,18 +34,26 @@ def run_tokenizer(
     socket_dir: str,
     template_timeout_s: float,
     escape_special_tokens: bool,
+    new_decoder: Callable[[ImageSpec], ImageDecoder],
     detect_tools: Callable[[TextTokenizer], str],
     on_checked: Callable[[], None],
 ) -> NoReturn:
     """Serve the queue `name` until the process ends. Raises ConfigError for an unusable folder.
 
+    new_decoder: makes the decoder of a model with images.
     detect_tools: returns the tool_format of ModelFacts.
     on_checked: called when the tokenizer of the model has loaded.
     """
     # The worker encodes one message at a time. The library's threads would compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    spec = image_spec(model_path)
+    decoder = None if spec is None else new_decoder(spec)
     tokenizer = TextTokenizer(
-        model_path, MAX_TEMPLATE_CHARS, escape_special_tokens, template_timeout_s
+        model_path,
+        MAX_TEMPLATE_CHARS,
+        escape_special_tokens,
+        template_timeout_s,
+        None if spec is None else spec.image_token,
     )
     on_checked()
     ready = messages.Ready(
@@ -51,7 +62,9 @@ def run_tokenizer(
         template_variables=tokenizer.template_variables,
         tokenizer=tokenizer.info,
     )
-    _serve_queue(ready, socket_dir, messages.ToTokenizer, partial(tokenize, tokenizer))
+    _serve_queue(
+        ready, socket_dir, messages.ToTokenizer, partial(tokenize, tokenizer, decoder=decoder)
+    )
 
 
 def run_detokenizer(
@@ -68,9 +81,14 @@ def run_detokenizer(
 
 
 def tokenize(
-    tokenizer: TextTokenizer, message: messages.TokenizeRequest
+    tokenizer: TextTokenizer,
+    message: messages.TokenizeRequest,
+    decoder: ImageDecoder | None = None,
 ) -> messages.TokenizeResult:
-    """Return the result of one message. If the message fails, the result has an `error`."""
+    """Return the result of one message. If the message fails, the result has an `error`.
+
+    decoder: None if the model has no images.
+    """
     try:
         if isinstance(message, messages.DecodeIds):
             ids = array.array("i", message.token_ids).tolist()
@@ -80,19 +98,17 @@ def tokenize(
                 return messages.TokenizeResult(uid=message.uid, pieces=pieces)
             text = vocabulary.decode(ids, skip)
             return messages.TokenizeResult(uid=message.uid, text=text)
-        thinks, prefixes = False, (0, 0)
         if isinstance(message, messages.TokenizeText):
             ids = tokenizer.encode_text(message.text, message.add_special)
-        else:
-            chat = json.loads(message.messages_json)
-            options = json.loads(message.template_kwargs_json)
-            options["tools"] = json.loads(message.tools_json)
-            ids = tokenizer.encode_chat(chat, options)
-            thinks = tokenizer.thinks(ids, options)
-            prefixes = tokenizer.prefixes.find(ids, chat, options)
-        token_ids = array.array("i", ids).tobytes()
+            return messages.TokenizeResult(uid=message.uid, token_ids=_packed(ids))
+        return _tokenize_chat(tokenizer, decoder, message)
+    except ImageRefused as error:
         return messages.TokenizeResult(
-            uid=message.uid, token_ids=token_ids, thinks=thinks, prefixes=prefixes
+            uid=message.uid,
+            error=error.message,
+            param=error.param,
+            refused=error.reason,
+            limit=error.limit,
         )
     except InvalidRequest as error:
         return messages.TokenizeResult(uid=message.uid, error=error.message, limit=error.limit)
@@ -104,6 +120,36 @@ def tokenize(
         logger.exception("tokenizing failed uid=%d", message.uid)
         reason = "the prompt could not be tokenized"
         return messages.TokenizeResult(uid=message.uid, error=reason, internal=True)
+
+
+def _tokenize_chat(
+    tokenizer: TextTokenizer, decoder: ImageDecoder | None, message: messages.TokenizeChat
+) -> messages.TokenizeResult:
+    chat = json.loads(message.messages_json)
+    options = json.loads(message.template_kwargs_json)
+    options["tools"] = json.loads(message.tools_json)
+    ids = tokenizer.encode_chat(chat, options)
+    thinks = tokenizer.thinks(ids, options)
+    padded, images, decode_s = b"", tuple[messages.PromptImage, ...](), 0.0
+    if message.images:
+        assert decoder is not None, "the server accepts no image without a tower; this is a bug"
+        started_s = time.perf_counter()
+        placed = decode_images(message.images, ids, decoder)
+        decode_s = time.perf_counter() - started_s
+        ids, padded, images = placed.ids, _packed(placed.padded), placed.images
+    return messages.TokenizeResult(
+        uid=message.uid,
+        token_ids=_packed(ids),
+        thinks=thinks,
+        prefixes=tokenizer.prefixes.find(ids, chat, options),
+        images=images,
+        padded=padded,
+        decode_s=decode_s,
+    )
+
+
+def _packed(ids: list[int]) -> bytes:
+    return array.array("i", ids).tobytes()
 
 
 def _serve_queue(

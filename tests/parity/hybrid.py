@@ -1,4 +1,4 @@
-"""Runs a model without an engine: one request, in pages 0, 1, ... Models may have states."""
+"""Runs a model with gated delta nets without an engine: one request, in pages 0, 1, ..."""
 
 import itertools
 from typing import Any
@@ -13,7 +13,7 @@ from minisgl.distributed.comm import Communicator
 from minisgl.engine.states import allocate_states
 from minisgl.kernel.states import StateStep, begin_states
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.mixer import ForwardContext, ImageFeatures, StateBuild
+from minisgl.layers.mixer import ForwardContext, StateBuild
 from minisgl.layers.rotary import rope_table
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_spec
@@ -27,8 +27,8 @@ PROMPT = [(7 * i + 3) % 151 for i in range(57)]
 class Runner:
     """Runs the tokens of one request, in row 1 of the states and in the pages 0, 1, ..."""
 
-    def __init__(self, path: str, comm: Communicator, *, images: bool = False) -> None:
-        spec = load_model_spec(path, images=images)
+    def __init__(self, path: str, comm: Communicator) -> None:
+        spec = load_model_spec(path)
         self.spec, self.comm = spec, comm
         self.model = build_model(
             spec,
@@ -47,29 +47,15 @@ class Runner:
         build = StateBuild(2, PAGE, False, comm.tp, torch.float32, CPU)
         self.states = allocate_states(spec.states, build)
         # Poisoned memory: a value that is read before it is written reaches the output.
-        for part in itertools.chain.from_iterable(self.states.layers if self.states else ()):
+        for part in itertools.chain.from_iterable(self.states.layers):
             part.fill_(torch.nan)
 
-    def run(
-        self,
-        ids: list[int],
-        start: int,
-        decode: bool,
-        turns: Tensor | None = None,
-        images: ImageFeatures | None = None,
-    ) -> Tensor:
-        """Return the logits [len(ids), V] of this rank.
-
-        turns: as ForwardContext.positions; None: the positions from `start` on. images: as there.
-        """
+    def run(self, ids: list[int], start: int, decode: bool) -> Tensor:
+        """Return the logits [len(ids), V] of this rank."""
         one = [torch.tensor([n], dtype=torch.int32) for n in (1, start, len(ids), 0)]
         row, begin, length, _ = one
-        layers: Any = ()
-        states = None
-        if self.states is not None:
-            out, count = row.new_empty(6, 1), len(ids)
-            begin_states(self.states.boundaries, *one, int(decode), PAGE, count, count, out)
-            layers, states = self.states.layers, StateStep.of(out, chunks=int(not decode))
+        out, count = row.new_empty(6, 1), len(ids)
+        begin_states(self.states.boundaries, *one, int(decode), PAGE, count, count, out)
         step = AttentionStep(
             num_decode=int(decode),
             start=begin.numpy(),
@@ -81,14 +67,13 @@ class Runner:
         )
         places = torch.arange(start, start + len(ids), dtype=torch.int32)
         context = ForwardContext(
-            places if turns is None else turns,
+            places,
             (places,),
             self.tables,
             (self.pool,),
             self.attention.prepare(step),
-            states=layers,
-            state_step=states,
-            images=images,
+            states=self.states.layers,
+            state_step=StateStep.of(out, chunks=int(not decode)),
         )
         attended = self.model.model.forward_to_last_attention(torch.tensor(ids), context)
         return self.model.logits(attended)

@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from minisgl.core import FinishReason, ModelFacts
+from minisgl.images import image_spec
 from minisgl.message.messages import (
     AbortReq,
     AddReq,
@@ -59,8 +60,9 @@ class _Req:
     """prompt_tokens: length of the prompt. ids: the tokens to answer, over and over."""
 
     def __init__(self, add: AddReq) -> None:
-        self.ids = array("i", add.token_ids)
-        self.prompt_tokens = len(self.ids)
+        ids = array("i", add.token_ids)
+        self.ids = array("i", [token for token in ids if token >= 0])  # without pads of images
+        self.prompt_tokens = len(ids)
         self.sent = 0
         self.prefill_done = False
         self.max_tokens = add.sampling.max_tokens or FACTS.max_seq_len - len(self.ids)
@@ -87,6 +89,7 @@ class _Script:
 class StubScheduler:
     def __init__(self, mode: str, socket_dir: str, model_path: str) -> None:
         self._mode = mode
+        self._images = image_spec(model_path) is not None
         is_script = mode.endswith(".json")
         self._script = _Script(Path(mode), model_path) if is_script else None
         self._inbox: Receiver[ToScheduler] = Receiver(
@@ -100,6 +103,7 @@ class StubScheduler:
     def run(self) -> None:
         if self._mode != "loading":
             facts = FACTS if self._script is None else SCRIPT_FACTS
+            facts = msgspec.structs.replace(facts, images=self._images)
             self._api.send(Ready(role="scheduler", facts=facts))
         while True:
             self._inbox.poll(STEP_S if self._reqs else 0.2)

@@ -69,6 +69,15 @@ IN_TEST_STRUCTURED = {
     "max_grammar_seconds",
 }
 IN_TEST_CONNECTION = {"max_small_chunks"}
+IN_TEST_IMAGES = {
+    "max_images",
+    "max_image_pixels",
+    "max_image_aspect",
+    "max_image_frames",
+    "max_image_bytes",
+    "max_image_memory",
+    "image_timeout_s",
+}
 IN_TEST_ACCESS = {
     "max_connections",
     "max_head_bytes",
@@ -86,6 +95,7 @@ def post(server: ServerProcess, **body: Any) -> httpx.Response:
 
 def test_every_limit_is_tested() -> None:
     elsewhere = IN_TEST_STRUCTURED | IN_TEST_ACCESS | IN_TEST_CLIENTS | IN_TEST_CONNECTION
+    elsewhere |= IN_TEST_IMAGES
     assert {*OVER, *BY_THE_ENGINE, *BY_ALL_TOGETHER, *elsewhere} == set(LIMIT_NAMES)
 
 

@@ -11,7 +11,7 @@ import transformers
 
 from minisgl.demo import model_path
 
-__all__ = ["build_reciting_model", "build_tiny_model"]
+__all__ = ["build_reciting_model", "build_seeing_model", "build_tiny_model"]
 
 
 def build_tiny_model(folder: Path) -> Path:
@@ -48,6 +48,30 @@ def build_reciting_model(folder: Path, recital: list[str], new_tokens: list[str]
             model.lm_head.weight[following, place] = 5
     _write(folder, model)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
+def build_seeing_model(folder: Path, tiny_model: Path) -> Path:
+    """A copy of the tiny model with the config, the tokens and the template of one with images.
+
+    It has no tower. The stub of the scheduler needs none.
+    """
+    shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    for content in ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>"):
+        added = {**tokenizer["added_tokens"][0], "content": content, "special": True}
+        tokenizer["added_tokens"].append({**added, "id": max(_ids(tokenizer).values()) + 1})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}"
+        "{% else %}{% for p in m.content %}{{ '<|vision_start|><|image_pad|><|vision_end|>' "
+        "if p.type == 'image' else p.text }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["Qwen3_5ForConditionalGeneration"]
+    config["image_token_id"] = _ids(tokenizer)["<|image_pad|>"]
+    config["vision_config"] = {"patch_size": 16, "spatial_merge_size": 2}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 

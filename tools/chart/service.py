@@ -74,6 +74,17 @@ def traffic() -> list[Panel]:
             "features of Responses and Messages that the server ignored.",
         ),
         graph(
+            "Images",
+            {
+                "decoded": "sum(rate(minisgl_images_total{m}[r]))",
+                "refused {{reason}}": "sum by (reason) (rate(minisgl_images_refused_total{m}[r]))",
+                "processes that decode": "sum(rate(minisgl_image_decode_seconds_total{m}[r]))",
+            },
+            "none",
+            "Images decoded and requests refused for an image per second, and the mean number of "
+            "tokenizer processes that decode an image.",
+        ),
+        graph(
             "Tokens per second",
             {
                 "prompt": "sum(rate(minisgl_prompt_tokens_total{m}[r]))",

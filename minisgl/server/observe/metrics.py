@@ -21,7 +21,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 import minisgl
-from minisgl.core import FinishReason, ModelFacts, Overloaded, RequestError
+from minisgl.core import FinishReason, ImageRefused, ModelFacts, Overloaded, RequestError
 from minisgl.message import messages
 from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, STEP_PHASES, PhaseStats
 from minisgl.request.call import Call, priority_class
@@ -197,6 +197,11 @@ class Metrics(Collector):
         if later_tokens > 0:
             self._observe("time_per_output_token_seconds", decode_s / later_tokens)
 
+    def on_images(self, images: int, decode_s: float) -> None:
+        """Count the images of a request that a tokenizer has decoded."""
+        self.count("images_total", images)
+        self.count("image_decode_seconds_total", decode_s)
+
     def on_limit(self, name: str) -> None:
         self.count("limits_exceeded_total", 1, name)
 
@@ -204,6 +209,8 @@ class Metrics(Collector):
         """Count a call of a client that ended with this error response."""
         if error.limit is not None:
             self.on_limit(error.limit)
+        if isinstance(error, ImageRefused):
+            self.count("images_refused_total", 1, error.reason)
         if isinstance(error, Overloaded):
             closed = _REJECT_REASONS.get(phase, "draining")
             reason = closed if isinstance(error, NotReady) else "queue_full"
@@ -276,15 +283,6 @@ class Metrics(Collector):
         of_states = stats.kind_totals.get("states", {})
         for event in ("saved", "loaded", "evicted"):
             self._set("state_snapshots_total", of_states.get(event, 0), event)
-        for state in ("copied", "host", "moving", "free"):
-            self._set("host_cache_tokens", stats.host_pages.get(state, 0) * size, state)
-        host = stats.host_totals
-        for direction in ("to_host", "to_gpu"):
-            copied_bytes = host.get(f"bytes_{direction}", 0)
-            self._set("host_cache_copied_bytes_total", copied_bytes, direction)
-        self._set("host_cache_hit_tokens_total", host.get("hit_pages", 0) * size)
-        self._set("host_cache_evicted_tokens_total", host.get("evicted_pages", 0) * size)
-        self._set("host_cache_loading_requests", stats.loading_reqs)
         self._set("preemptions_total", stats.preemptions_total)
         self._set("nonfinite_rows_total", stats.nonfinite_rows_total)
         totals = stats.constraints

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from minisgl.message.messages import TokenizeRequest, TokenizeResult, ToTokenizer
+from minisgl.message.messages import TokenizeChat, TokenizeRequest, TokenizeResult, ToTokenizer
 
 # A request that has been sent to a tokenizer process cannot be withdrawn. A process therefore gets
 # new requests only while its unfinished ones have fewer bytes than this. The other requests wait in
 # the pool, which removes a request when its call ends. A request with more bytes is long; a process
-# that works on one has no room.
+# that works on one has no room. A request with images is long, because decoding takes CPU time.
 _QUEUED_BYTES = 2**16
 
 Result = asyncio.Future[TokenizeResult]
@@ -79,6 +79,8 @@ class TokenizerPool:
 
 
 def _size(request: TokenizeRequest) -> int:
-    """The size of a request: the length of its longest text or bytes."""
+    """The size of a request: the length of its longest text or bytes, and of all images."""
+    if isinstance(request, TokenizeChat) and request.images:
+        return _QUEUED_BYTES + sum(len(image.data) for image in request.images)
     fields = msgspec.structs.astuple(request)
     return max(len(value) for value in fields if isinstance(value, (str, bytes)))

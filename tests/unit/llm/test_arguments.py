@@ -29,8 +29,8 @@ def test_text_parts_are_joined_as_in_the_server(llm: LLM) -> None:
     joined = [{"role": "user", "content": "What is\n12 + 30?"}]
     found = llm.chat([{"role": "user", "content": parts}], GREEDY, progress=False)
     assert one(found).text == one(llm.chat(joined, GREEDY, progress=False)).text
-    with pytest.raises(Unsupported, match=r"messages\[0\]\.content\[0\]: only parts of type text"):
-        llm.chat([{"role": "user", "content": [{"type": "image_url"}]}], GREEDY)
+    with pytest.raises(Unsupported, match=r"messages\[0\]\.content\[0\]: parts of type 'file'"):
+        llm.chat([{"role": "user", "content": [{"type": "file"}]}], GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,14 @@ from tests.unit.server.test_api_requests import (
     user,
 )
 
-IMAGE = {"type": "input_image", "image_url": "data:"}
+FILE = {"type": "input_file", "file_data": "data:"}
 REFUSED_RESPONSES: list[tuple[dict[str, Any], str, type[RequestError]]] = [
     ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", Unsupported),
     ({"input": "a", "conversation": "c"}, "conversation", Unsupported),
     ({"input": "a", "background": True}, "background", Unsupported),
     ({"input": []}, "input", InvalidRequest),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", Unsupported),
-    ({"input": [{"role": "user", "content": [IMAGE]}]}, "input[0].content[0]", Unsupported),
+    ({"input": [{"role": "user", "content": [FILE]}]}, "input[0].content[0]", Unsupported),
     ({"input": [{"role": "user"}]}, "input[0].content", InvalidRequest),
     ({"input": [{"content": "a"}]}, "input[0].role", InvalidRequest),
     ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role", InvalidRequest),
@@ -46,9 +46,9 @@ REFUSED_MESSAGES: list[tuple[dict[str, Any], str, type[RequestError]]] = [
     ({"messages": []}, "messages", InvalidRequest),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role", InvalidRequest),
     (
-        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-        "messages[0].content[0].type",
-        InvalidRequest,
+        {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+        "messages[0].content[0]",
+        Unsupported,
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},

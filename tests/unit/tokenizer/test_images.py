@@ -1,0 +1,144 @@
+"""The images of a chat in the ids of its prompt."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+from tokenizers import AddedToken
+
+from minisgl.images import ImageDecoder, ImageSpec, pad_ids
+from minisgl.message.messages import SourceImage, TokenizeChat, TokenizeResult
+from minisgl.tokenizer import TextTokenizer, tokenize
+from tests.unit.tokenizer.conftest import byte_level
+
+ROOT = Path(__file__).resolve().parents[2]
+TEMPLATE = ROOT / "data" / "templates" / "Qwen3.5-4B.jinja"
+TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+IMAGE = {"type": "image"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("images")
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in TOKENS])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text("{}")
+    (path / "chat_template.jinja").write_text(TEMPLATE.read_text())
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path) -> TextTokenizer:
+    plain = TextTokenizer(folder)
+    (token,) = plain.encode_text("<|image_pad|>")
+    return TextTokenizer(folder, image_token=token)
+
+
+@pytest.fixture(scope="module")
+def decoder(tokenizer: TextTokenizer) -> ImageDecoder:
+    spec = ImageSpec(
+        patch=16,
+        merge=2,
+        min_pixels=1024,
+        max_pixels=2**20,
+        mean=(0.5,) * 3,
+        std=(0.5,) * 3,
+        image_token=tokenizer.encode_text("<|image_pad|>")[0],
+    )
+    return ImageDecoder(spec, max_pixels=2**20, max_tokens=64, timeout_s=60.0)
+
+
+def source(color: str, size: tuple[int, int], path: str = "here", cut: int = 0) -> SourceImage:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, color).save(buffer, "PNG")
+    data = base64.b64encode(buffer.getvalue()[: len(buffer.getvalue()) - cut])
+    return SourceImage(data=data, media_type="image/png", path=path)
+
+
+def ids_of(packed: bytes) -> list[int]:
+    return memoryview(packed).cast("i").tolist()
+
+
+@pytest.fixture
+def answer(tokenizer: TextTokenizer, decoder: ImageDecoder) -> Any:
+    def ask(chat: list[dict[str, Any]], *images: SourceImage) -> TokenizeResult:
+        message = TokenizeChat(uid=1, messages_json=json.dumps(chat).encode(), images=images)
+        return tokenize(tokenizer, message, decoder)
+
+    return ask
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+def test_each_image_has_its_pads_in_its_place(answer: Any, tokenizer: TextTokenizer) -> None:
+    """Images of a user and of a tool, between texts."""
+    call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+    chat = [
+        {"role": "user", "content": [text("one"), IMAGE, text("two"), IMAGE]},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": [text("seen"), IMAGE]},
+    ]
+    sizes = [(64, 32), (32, 32), (96, 64)]
+    images = [
+        source(color, size) for color, size in zip(["red", "blue", "lime"], sizes, strict=True)
+    ]
+    found = answer(chat, *images)
+    assert found.error is None
+    ids, padded = ids_of(found.token_ids), ids_of(found.padded)
+    assert [image.grid for image in found.images] == [(2, 4), (2, 2), (4, 6)]
+    placed: list[int] = []
+    for image in found.images:
+        count = image.grid[0] * image.grid[1] // 4
+        places = range(image.start, image.start + count)
+        assert [padded[place] for place in places] == pad_ids(image.digest, image.grid, count)
+        placed += places
+    pad = tokenizer.encode_text("<|image_pad|>")[0]
+    assert [place for place, token in enumerate(ids) if token == pad] == placed
+    assert all(ids[i] == padded[i] for i in range(len(ids)) if i not in placed)
+    once = tokenizer.encode_chat(chat, {"tools": None})
+    assert [token for i, token in enumerate(ids) if token != pad or i - 1 not in placed] == once
+
+
+def test_equal_images_have_equal_pads_and_one_pixel_changes_all(answer: Any) -> None:
+    chat = [{"role": "user", "content": [IMAGE, IMAGE]}]
+    padded = ids_of(answer(chat, source("red", (64, 64)), source("red", (64, 64))).padded)
+    first = [token for token in padded if token < 0]
+    assert first[:4] == first[4:]
+    other = ids_of(answer(chat, source("red", (64, 64)), source("#fe0000", (64, 64))).padded)
+    second = [token for token in other if token < 0]
+    assert second[:4] == first[:4]
+    assert not {*second[4:]} & {*first}
+
+
+def test_pad_in_a_text_is_no_image(answer: Any, tokenizer: TextTokenizer) -> None:
+    typed = "<|vision_start|><|image_pad|><|vision_end|>"
+    pad = tokenizer.encode_text("<|image_pad|>")[0]
+    found = answer([{"role": "user", "content": typed}])
+    assert pad not in ids_of(found.token_ids)
+    found = answer([{"role": "user", "content": [text(typed), IMAGE]}], source("red", (32, 32)))
+    assert ids_of(found.token_ids).count(pad) == len(found.images) == 1
+
+
+def test_refused_image_has_its_place_and_the_reason(answer: Any) -> None:
+    chat = [{"role": "user", "content": [IMAGE, IMAGE]}]
+    good = source("red", (32, 32))
+    found = answer(chat, good, source("red", (32, 32), "messages[0].content[1]", cut=30))
+    assert found.error.startswith("messages[0].content[1]: the image cannot be decoded")
+    assert (found.param, found.refused) == ("messages[0].content[1]", "broken")
+    found = answer(chat, good, source("red", (2048, 1024), "second"))
+    assert found.error.startswith("second: the image has 2048 x 1024 pixels; at most 1048576")
+    assert (found.refused, found.limit) == ("size", "max_image_pixels")
+
+
+def test_template_that_leaves_out_an_image_refuses_the_chat(answer: Any) -> None:
+    found = answer([{"role": "user", "content": "text"}], source("red", (32, 32)))
+    assert "renders 0 of the 1 images" in found.error
+    found = answer([{"role": "system", "content": [IMAGE]}], source("red", (32, 32)))
+    assert "System message cannot contain images" in found.error
