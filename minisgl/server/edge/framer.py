@@ -8,9 +8,9 @@ from minisgl.core import InvalidRequest
 from minisgl.server.errors import HeadTooLarge
 
 MAX_HEADERS = 100
-# A body may have one part for each 64 bytes, and this many more. A part takes some us, so a body in
+# A body may have one part for each 64 bytes, and this many more. A part takes 2 us, so a body in
 # chunks of one byte would hold the event loop for seconds.
-MAX_SMALL_CHUNKS = 1024
+MAX_SMALL_CHUNKS = 256
 # The start of a request line, which may be incomplete.
 _START = re.compile(rb"\r?\n?(?:[A-Z]{1,32} |[A-Z]{0,32}\Z)")
 # CONNECT is refused: the parser would take all bytes after its head for another protocol.

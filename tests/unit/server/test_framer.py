@@ -127,7 +127,7 @@ def test_chunks_of_one_read_become_one_chunk() -> None:
     """One read with many chunks wakes the application once, with all of them."""
     framer = Framer(MOST)
     framer.feed(LINES[0] + CHUNKED + b"\r\n")
-    assert framer.feed(b"1\r\ny\r\n" * 1000) == (b"3e8\r\n" + b"y" * 1000 + b"\r\n", b"")
+    assert framer.feed(b"1\r\ny\r\n" * 200) == (b"c8\r\n" + b"y" * 200 + b"\r\n", b"")
 
 
 @pytest.mark.parametrize(
