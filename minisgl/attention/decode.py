@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minisgl.attention.base import PLAIN, AttentionRule, AttentionStep, NormRope
+from minisgl.attention.base import PLAIN, AttentionRule, AttentionStep, FusedAttention, NormRope
 from minisgl.kernel import DecodeScratch, balanced_decode, count_blocks, kv_metadata
 from minisgl.kvcache.pool import KVPool
 
@@ -20,8 +20,8 @@ from minisgl.kvcache.pool import KVPool
 _INT_WORKSPACE_BYTES = 2**20
 
 
-class BalancedDecode:
-    """Implements DecodeGraphAttention and FusedAttention.
+class BalancedDecode(FusedAttention):
+    """Implements DecodeGraphAttention.
 
     Requests may have several new tokens (core.Batch.lengths).
     scratch: temporary device memory, large enough for all requests. Steps run one after the other,

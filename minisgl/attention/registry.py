@@ -177,8 +177,8 @@ class _Layered(NamedTuple):
         self.parts[self.of_layer[layer]].forward(layer, q, out, sinks)
 
 
-class _FusedLayered(_Layered):
-    """Implements FusedAttention as well. All parts do."""
+class _FusedLayered(_Layered, FusedAttention):
+    """All parts are a FusedAttention."""
 
     def attend(
         self,

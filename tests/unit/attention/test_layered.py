@@ -33,7 +33,7 @@ class Unfused:
         self.calls.append((layer, sinks))
 
 
-class Fused(Unfused):
+class Fused(Unfused, FusedAttention):
     def attend(
         self, layer: int, qkv: Tensor, heads: NormRope, out: Tensor, sinks: Tensor | None = None
     ) -> None:
