@@ -111,12 +111,19 @@ def transformers_greedy(
 
     guess: tokens that the result may begin with. One pass of the model checks all of them.
     """
-    ids, end = list(prompt_ids), len(prompt_ids) + n
-    while len(ids) < end:
-        drafts = list(guess[len(ids) - len(prompt_ids) : n - 1])
-        logits = transformers_logits(path, ids + drafts, kv)[len(ids) - 1 :]
-        for token, draft in zip(logits.argmax(-1).tolist(), [*drafts, None], strict=True):
-            ids.append(token)
+    known = _known_tokens(path, kv, tuple(prompt_ids))
+    while len(known) < n:
+        drafts = list(guess[len(known) : n - 1])
+        logits = transformers_logits(path, [*prompt_ids, *known, *drafts], kv)
+        tokens = logits[len(prompt_ids) + len(known) - 1 :].argmax(-1).tolist()
+        for token, draft in zip(tokens, [*drafts, None], strict=True):
+            known.append(token)
             if token != draft:
                 break  # the tokens after it follow a wrong draft
-    return ids[len(prompt_ids) :]
+    return known[:n]
+
+
+@cache
+def _known_tokens(path: str, kv: str, prompt_ids: tuple[int, ...]) -> list[int]:
+    """The tokens after a prompt that earlier calls have computed; a call adds further ones."""
+    return []

@@ -77,8 +77,8 @@ def test_a_preempted_request_continues_from_its_snapshot_with_the_same_tokens(pa
     totals = session.scheduler.totals
     assert totals.preemptions_total == 1
     assert 0 < totals.prefill_tokens_total - 50 - 60 < 2 * PAGE
-    assert late == transformers_greedy(path, IDS[:50], TOKENS)
-    assert urgent == transformers_greedy(path, IDS[100:160], 4)
+    assert late == transformers_greedy(path, IDS[:50], TOKENS, guess=late)
+    assert urgent == transformers_greedy(path, IDS[100:160], 4, guess=urgent)
 
 
 def test_the_third_request_of_a_junction_begins_with_its_snapshot(path: str) -> None:
@@ -90,7 +90,7 @@ def test_the_third_request_of_a_junction_begins_with_its_snapshot(path: str) -> 
         answer = session.add(prompt, 8)
         session.run()
         cached.append(session.scheduler.totals.cached_tokens_total - before)
-        assert answer == transformers_greedy(path, prompt, 8)
+        assert answer == transformers_greedy(path, prompt, 8, guess=answer)
     assert cached == [0, 0, 48]
     (kind,) = states_of(session.scheduler.memory)
     assert kind.totals["loaded"] == 1
