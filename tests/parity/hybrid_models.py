@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from transformers.cache_utils import MtpCache
-from transformers.modeling_layers import MtpModel
 
 BASE: dict[str, Any] = {
     "vocab_size": 151,
@@ -161,6 +159,8 @@ class Heads:
 
         agrees: most drafts are right, since the layers hardly change the embedding.
         """
+        from transformers.modeling_layers import MtpModel  # takes 2 s, which ranks do not need
+
         self.model, self.path, folder = model, path, Path(path)
         self.model.config.num_mtp_layers = 1
         self.model.config.mtp_layer_types = ["full_attention"]
@@ -197,6 +197,8 @@ class Heads:
     @torch.inference_mode()
     def drafts(self, tokens: list[int], count: int) -> list[int]:
         """Return the greedy drafts after `tokens`. The state before the first token is zero."""
+        from transformers.cache_utils import MtpCache
+
         ids, found = list(tokens), list[int]()
         hidden = self.model.model(torch.tensor([tokens])).last_hidden_state
         before = torch.cat((torch.zeros_like(hidden[:, :1]), hidden[:, :-1]), dim=1)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.quantization.experts import Fp8Experts
@@ -67,6 +66,9 @@ def test_logits_equal_transformers_reading_of_the_same_file(
 
     Its check for accelerate is switched off, because that package only moves layers to devices.
     """
+    # The ranks import this module too, and do not need the seconds of this import.
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
     monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *a, **k: None)
     saved, prompt = build("block", family), prompt_of(60)
     settings = transformers.FineGrainedFP8Config(
