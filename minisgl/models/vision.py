@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from minisgl.kernel import qk_norm_rope_store
 from minisgl.layers.shards import Placement
 from minisgl.models.vision_spec import CHANNELS, VisionSpec
 
@@ -89,18 +90,19 @@ class TowerAttention(nn.Module):
         self.qkv = TowerLinear(spec.hidden, 3 * spec.hidden)
         self.proj = TowerLinear(spec.hidden, spec.hidden)
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """Return [N, hidden]. x: [N, hidden]. angles: cosines and sines, float32 [N, D]."""
-        q, k, v = self.qkv(x).view(len(x), 3, self.heads, -1).permute(1, 2, 0, 3).unbind(0)
-        q, k = (_rotated(part, *angles) for part in (q, k))
-        mixed = functional.scaled_dot_product_attention(q[None], k[None], v[None])
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        """Return [N, hidden]. x: [N, hidden]. angles: float32 [N, D], as VisionTower._angles."""
+        count, qkv = len(x), self.qkv(x)
+        # The kernel of the language model rotates queries and keys in one launch. The keys and
+        # values go to pages of one token each, so that one compiled kernel serves all images.
+        dim = qkv.shape[1] // (3 * self.heads)
+        k, v = qkv.new_empty((2, count, 1, self.heads, dim))
+        places = torch.arange(count, dtype=torch.int32, device=x.device)
+        rotation = (None, None, 0.0, angles, places, places)
+        q = qk_norm_rope_store(qkv, *rotation, k, v, self.heads, self.heads, dim)
+        q, k, v = (part.view(1, count, self.heads, dim).transpose(1, 2) for part in (q, k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v)
         return cast("Tensor", self.proj(mixed[0].transpose(0, 1).flatten(1)))
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.float().chunk(2, dim=-1)
-    turned = x.float() * cos + torch.cat((-second, first), dim=-1) * sin
-    return turned.to(x.dtype)
 
 
 class TowerMlp(nn.Module):
@@ -127,7 +129,7 @@ class TowerBlock(nn.Module):
         self.attn = TowerAttention(spec)
         self.mlp = TowerMlp(spec.hidden, spec.inner, spec.hidden, "tanh")
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x), angles)
         return cast("Tensor", x + self.mlp(self.norm2(x)))
 
@@ -199,12 +201,15 @@ class VisionTower(nn.Module):
         squares = x.view(rows // merge, merge, cols // merge, merge, -1)
         return squares.transpose(1, 2).reshape(rows * cols, -1)
 
-    def _angles(self, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-        """Return the cosines and sines of each patch, float32 [N, D]: rows first, then columns."""
+    def _angles(self, rows: int, cols: int) -> Tensor:
+        """Return D / 2 cosines and D / 2 sines for each patch, float32 [N, D].
+
+        The first frequencies follow the row of the patch, the others its column.
+        """
         device, quarter = self.pos_embed.weight.device, self.spec.hidden // self.spec.heads // 4
         exponents = torch.arange(quarter, dtype=torch.float32, device=device) / quarter
         frequencies = 1.0 / _THETA**exponents
         row, col = (torch.arange(n, device=device).outer(frequencies) for n in (rows, cols))
         row, col = row[:, None].expand(-1, cols, -1), col.expand(rows, -1, -1)
-        angles = self._in_squares(torch.cat((row, col, row, col), dim=-1))
-        return angles.cos(), angles.sin()
+        angles = self._in_squares(torch.cat((row, col), dim=-1))
+        return torch.cat((angles.cos(), angles.sin()), dim=-1)
