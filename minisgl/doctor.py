@@ -16,6 +16,7 @@ import httpx
 import msgspec
 from huggingface_hub import constants
 
+from minisgl.utils.host_memory import cpu_free_bytes
 from minisgl.utils.toolchain import find_c_compiler, find_nvcc
 
 _TIMEOUT_S = 3.0  # for the hub, and for nvidia-smi
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     checks = [_driver(), _torch(), _gpu(), _flashinfer(), _compilers(), _memory_lock()]
     kernels = os.environ.get("TRITON_CACHE_DIR") or "~/.triton"
-    checks += [_shared_memory(), _sockets()]
+    checks += [_host_memory(), _shared_memory(), _sockets()]
     checks += [_writable("model cache", constants.HF_HUB_CACHE, "HF_HOME")]
     checks += [_writable("kernel cache", kernels, "TRITON_CACHE_DIR"), _hub(constants.ENDPOINT)]
     if options.json:
@@ -138,6 +139,20 @@ def _memory_lock() -> Check:
     if limit >= 8 * 2**20:
         return Check("memory lock", _OK, found)
     return Check("memory lock", _WARNING, found, "several GPUs may need ulimit -l unlimited")
+
+
+def _host_memory() -> Check:
+    free = f"{cpu_free_bytes() / 1e9:.0f} GB free for --host-cache-gb"
+    if (program := shutil.which("nvidia-smi")) is None:
+        return Check("host memory", _OK, free)
+    query = "--query-gpu=pcie.link.gen.max,pcie.link.width.max"
+    command = [program, query, "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("host memory", _WARNING, f"{free}, nvidia-smi failed: {error}", "see driver")
+    links = [" x".join(line.split(", ")) for line in done.stdout.splitlines()]
+    return Check("host memory", _OK, f"{free}, PCIe {', '.join(links) or 'unknown'}")
 
 
 def _shared_memory() -> Check:

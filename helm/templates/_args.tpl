@@ -51,6 +51,9 @@ million as 1e+06. The template therefore converts a whole number to an integer f
 {{- with $server.quantization }}
 - --quantization={{ . }}
 {{- end }}
+{{- with .Values.hostCache.sizeGB }}
+- --host-cache-gb={{ int . }}
+{{- end }}
 {{- with $server.speculative }}
 - --speculative={{ . }}
 {{- end }}

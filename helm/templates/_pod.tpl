@@ -68,9 +68,32 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Adds the GPUs to the limits. The API server copies them to the requests, which must have the same number. */}}
+{{/* The bytes of a quantity of memory, such as 4Gi or 2.5G. */}}
+{{- define "minisgl.bytes" -}}
+{{- $text := include "minisgl.word" . -}}
+{{- $number := regexFind "^[0-9]+([.][0-9]+)?" $text -}}
+{{- $factors := dict "" 1 "k" 1e3 "M" 1e6 "G" 1e9 "T" 1e12 "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 -}}
+{{- $unit := trimPrefix $number $text -}}
+{{- if or (not $number) (not (hasKey $factors $unit)) -}}
+{{- fail (printf "resources contains the memory %s, to which hostCache.sizeGB cannot be added: write it as 4Gi or 4G." $text) -}}
+{{- end -}}
+{{- mulf (float64 $number) (get $factors $unit) | int64 -}}
+{{- end -}}
+
+{{/*
+Adds the GPUs to the limits, and the host cache to the memory. The API server copies the GPUs to the requests, which
+must have the same number.
+*/}}
 {{- define "minisgl.resources" -}}
 {{- $resources := deepCopy (.Values.resources | default dict) -}}
+{{- if .Values.hostCache.sizeGB -}}
+{{- range $part := list "requests" "limits" -}}
+{{- with get (get $resources $part | default dict) "memory" -}}
+{{- $bytes := add (include "minisgl.bytes" . | int64) (mul (int64 $.Values.hostCache.sizeGB) 1000000000) -}}
+{{- $_ := set (get $resources $part) "memory" (toString $bytes) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- with include "minisgl.gpuCount" . -}}
 {{- $limits := merge (dict $.Values.gpu.resourceName (int .)) ($resources.limits | default dict) -}}
 {{- $_ := set $resources "limits" $limits -}}

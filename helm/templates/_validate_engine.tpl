@@ -15,6 +15,7 @@ server.maxQueuedRequests: --max-queued-requests
 server.tokenizers: --num-tokenizer --tokenizer-count
 server.quantization: --quantization
 server.speculative: --speculative
+hostCache.sizeGB: --host-cache-gb
 server.logLevel: --log-level
 server.toolFormat: --tool-format
 server.escapeSpecialTokens: --escape-special-tokens

@@ -97,6 +97,8 @@ class AttentionStep(NamedTuple):
                      Entries past the last page of a request are undefined.
     window_table     the same for the pool of window layers, if they have a pool of their own.
                      Entries of pages behind the window are undefined too.
+    device_deltas    int32 [B] on the device: added to the positions of a request's new tokens for
+                     the rotary embedding. None: nothing is added.
     """
 
     num_decode: int
@@ -107,6 +109,7 @@ class AttentionStep(NamedTuple):
     device_lengths: Tensor
     page_table: Tensor
     window_table: Tensor | None = None
+    device_deltas: Tensor | None = None
 
     def part(self, first: int, end: int) -> "AttentionStep":
         """Return the step of the requests first to end - 1 alone."""
@@ -117,6 +120,7 @@ class AttentionStep(NamedTuple):
             device_rows=self.device_rows[first:end],
             device_start=self.device_start[first:end],
             device_lengths=self.device_lengths[first:end],
+            device_deltas=None if self.device_deltas is None else self.device_deltas[first:end],
         )
 
 

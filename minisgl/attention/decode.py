@@ -39,6 +39,7 @@ class BalancedDecode(FusedAttention):
         self._rule = rule
         self._table = step.page_table
         self._reqs = (step.device_rows, step.device_start, step.device_lengths)
+        self._deltas = step.device_deltas
         self._scratch = scratch
         self._queries = new_tokens(step)
 
@@ -62,7 +63,7 @@ class BalancedDecode(FusedAttention):
         norms, pools = (q_weight, k_weight, eps, cos_sin), self._pool.layer(layer)
         step, scales = (self._table, *self._reqs), self._pool.scales(layer)
         inputs = (qkv, *norms, *pools, out, *step, self._scratch, scales, self._queries)
-        balanced_decode(*inputs, sinks, self._rule.window, self._rule.soft_cap)
+        balanced_decode(*inputs, sinks, self._rule.window, self._rule.soft_cap, self._deltas)
 
 
 def new_tokens(step: AttentionStep) -> int:

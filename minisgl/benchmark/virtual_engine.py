@@ -86,7 +86,7 @@ class _Copier:
 
     def __init__(self, engine: "VirtualEngine", memory: HostMemory) -> None:
         self._engine, self._memory = engine, memory
-        self.num_blocks = memory.num_blocks
+        self.num_blocks, self.block_bytes = memory.num_blocks, memory.page_bytes
         self._free_s = [0.0, 0.0]  # end of the last copy in each direction
         self._ends_s: dict[int, float] = {}
         self._reported: set[int] = set()

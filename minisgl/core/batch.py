@@ -337,9 +337,11 @@ class PageCopier(Protocol):
     """Copies pages of the KV pool to blocks of host memory and back, beside the steps.
 
     num_blocks: the number of blocks. A block holds one page.
+    block_bytes: its bytes, of this rank.
     """
 
     num_blocks: int
+    block_bytes: int
 
     def start(self, job: int, pages: Int32Array, blocks: Int32Array, load: bool) -> None:
         """Begin to copy pages to blocks, or blocks to pages (load), and do not wait.

@@ -126,7 +126,7 @@ def _single_gpu_cost(model: ModelSpec) -> Cost:
     """The cost without the KV and the all-reduces."""
     hidden = model.hidden_size
     parameters, experts, computed = hidden * model.vocab_size, 0, 0
-    for mixer, mlp, _ in model.layers:
+    for mixer, mlp, *_ in model.layers:
         parameters += mixer.weights(hidden) + _mlp_weights(mlp, hidden)
         if isinstance(mlp, ExpertsSpec):
             one = (mlp.products + 1) * hidden * mlp.inner
@@ -134,7 +134,7 @@ def _single_gpu_cost(model: ModelSpec) -> Cost:
             computed += one * mlp.top_k
     drafts = 0
     if model.draft_head is not None:
-        mixer, mlp, _ = model.draft_head
+        mixer, mlp, *_ = model.draft_head
         drafts = hidden * (model.vocab_size + 2 * hidden) + mixer.weights(hidden)
         drafts += _mlp_weights(mlp, hidden)
         if isinstance(mlp, ExpertsSpec):

@@ -42,7 +42,8 @@ def remainder_bytes(
     tp, rows, item = config.tp_size, config.max_running_reqs + 1, spec.dtype.itemsize
     page_table = len(model.pools) * rows * -(-context // config.page_size)
     token_pool = rows * (context + 1)
-    rotary = len(model.ropes) * context * model.head_dim
+    mixed = 0 if model.vision is None else max_chunk_tokens  # rows of image tokens
+    rotary = len(model.ropes) * (context + mixed) * model.head_dim
     tables = 4 * (page_table + token_pool + rotary)
     shapes, sizes = memory.graph_sizes(
         config, model, max_chunk_tokens, drafting=config.speculative is not None

@@ -119,6 +119,7 @@ class _Draft:
             lengths=torch.ones_like(rows),
             first=first,
             samples=views.samples[:count],
+            deltas=views.deltas[:count],
             sampling=sampling,
         )
         self.columns = StepColumns(views, count, 1)

@@ -20,6 +20,7 @@ from minisgl.models.loader import finish, load_weights, materialise
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.registry import resolve_moe_backend
 from minisgl.moe.torch_backend import TorchMoe
+from minisgl.utils import host_memory
 
 _GIB = 2**30
 
@@ -48,7 +49,7 @@ def check_before_weights(config: EngineConfig, extensions: ModelExtensions) -> N
     model, _, kv_spec, needs = _check_settings(config, tp, extensions)
     weights = weight_bytes(model, tp, kv_spec.dtype, extensions, config.quantization)
     if needs.device.type == "cpu":
-        free, place = memory.cpu_free_bytes() // tp.size, "of the memory of this machine"
+        free, place = host_memory.cpu_free_bytes() // tp.size, "of the memory of this machine"
     else:
         ranks = [torch.device(needs.device.type, rank) for rank in range(tp.size)]
         free, place = min(memory.free_bytes(device) for device in ranks), "of each GPU"
@@ -95,7 +96,7 @@ def check_memory(
         count * kv_page_bytes(spec, len(layers), config.page_size)
         for layers, count in zip(model.pools, pages, strict=True)
     )
-    free = memory.cpu_free_bytes()
+    free = host_memory.cpu_free_bytes()
     if weights + kv_bytes > free:
         stored = "KV pages and states" if state_bytes else "KV pages"
         raise ConfigError(

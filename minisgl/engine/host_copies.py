@@ -17,8 +17,8 @@ from torch import Tensor
 from minisgl.core import ConfigError, EngineConfig, EngineError
 from minisgl.core.batch import Int32Array
 from minisgl.distributed.comm import Communicator
-from minisgl.engine.memory import cpu_free_bytes
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
+from minisgl.utils.host_memory import cpu_free_bytes
 
 _SPARE_BYTES = 4 * 10**9  # of host memory, for all other data of the server
 _PIECE_BYTES = 64 * 2**20  # of a copy in one direction: its blocks take this memory on the device
@@ -51,8 +51,8 @@ class HostPageCopier:
             for blocks in self._blocks:
                 _change_lock("cudaHostRegister", blocks.data_ptr(), blocks.nbytes, 0)
             self._streams = [_stream(self._device) for _ in range(2)]
-        page_bytes = sum(blocks[:1].nbytes for blocks in self._blocks)
-        self._piece = min(max(_PIECE_BYTES // page_bytes, 1), num_blocks)
+        self.block_bytes = sum(blocks[:1].nbytes for blocks in self._blocks)
+        self._piece = min(max(_PIECE_BYTES // self.block_bytes, 1), num_blocks)
         # By direction and part. Copies in one direction take place one after the other.
         self._staging = [
             [

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -262,18 +261,6 @@ def window_pages_for(
 def free_bytes(device: torch.device) -> int:
     """Return the free memory of a GPU; 0 for other devices."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
-
-
-def cpu_free_bytes() -> int:
-    """Return the memory that new processes could take, at most the limit of the container."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    sizes = dict(line.split(":") for line in lines)
-    free = 1024 * int(sizes["MemAvailable"].split()[0])
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-    except FileNotFoundError:
-        return free  # not in a container with cgroup v2
-    return free if limit == "max" else min(free, int(limit))
 
 
 @contextlib.contextmanager

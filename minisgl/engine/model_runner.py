@@ -13,7 +13,8 @@ from minisgl.engine.step_tensors import Packer, StepColumns
 from minisgl.kernel import stage_tokens
 from minisgl.kernel.states import StateStep
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.mixer import ForwardContext
+from minisgl.layers.mixer import ForwardContext, ImageFeatures
+from minisgl.layers.rotary import MixedAngles
 from minisgl.models.decoder import CausalLM
 from minisgl.models.layer import Attended
 
@@ -52,6 +53,9 @@ class ModelRunner:
     drafts      None for an engine without drafts. With drafts, rows of page_table and token_pool
                 have room for MAX_DRAFTS positions after max_seq_len.
     states      the memory of layers with recurrent states; None for a model without them.
+    angles      the angles of image tokens; None for a model without an image encoder.
+    images      the buffer with the features of image tokens, as ImageFeatures.buffer; None for a
+                model without an image encoder.
     """
 
     model: CausalLM
@@ -65,6 +69,8 @@ class ModelRunner:
     token_pool: Tensor
     drafts: DraftTensors | None = None
     states: RowStates | None = None
+    angles: MixedAngles | None = None
+    images: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -88,9 +94,15 @@ class ModelRunner:
         return self.page_table.chunk(len(self.pools))
 
     @property
+    def has_deepstack(self) -> bool:
+        """Whether layers add features of image tokens to the stream."""
+        return any(layer.tap is not None for layer in self.model.config.layers)
+
+    @property
     def padding(self) -> list[int]:
-        """The id, the position and the slots of a padding token."""
-        return [0, 0, *(pool.dummy_slot for pool in self.pools)]
+        """A padding token, as `stage` writes tokens."""
+        turns = [] if self.angles is None else [0]
+        return [0, 0, *(pool.dummy_slot for pool in self.pools), *turns]
 
     def attention_step(
         self, columns: StepColumns, start: Int32Array, lengths: Int32Array
@@ -98,16 +110,23 @@ class ModelRunner:
         """Return the metadata of a step. start, lengths: int32 [N] on the host."""
         views, on_device = columns.views, columns.forwarded_lengths()
         reqs = views.rows, views.start, on_device
-        return AttentionStep(columns.num_decode, start, lengths, *reqs, *self.page_tables)
+        step = AttentionStep(columns.num_decode, start, lengths, *reqs, *self.page_tables)
+        return step if self.angles is None else step._replace(device_deltas=views.deltas)
 
-    def stage(self, columns: StepColumns, chunk_ids: Tensor, tokens: Tensor) -> None:
+    def stage(
+        self, columns: StepColumns, chunk_ids: Tensor, tokens: Tensor, rope: Tensor | None = None
+    ) -> None:
         """Fill `tokens` with the ids, positions and KV slots of a step's tokens.
 
         chunk_ids: int32, as in the batch. tokens: int32 [2 + pools, T]; the last rows are the slots
-        in each pool.
+        in each pool. A model with `angles` has a further row: the turns of the tokens, which are
+        rows of the rotary table. rope: as StepTensors.rope.
         """
         views, num_decode_tokens = columns.views, columns.num_decode * columns.width
         ids, positions, *slots = tokens.unbind(0)
+        turned: tuple[Tensor, ...] = ()
+        if self.angles is not None:
+            turned = views.deltas, slots.pop()
         for pool, page_table, places in zip(self.pools, self.page_tables, slots, strict=True):
             stage_tokens(
                 views.rows,
@@ -121,7 +140,11 @@ class ModelRunner:
                 ids,
                 positions,
                 places,
+                *turned,
             )
+        if self.angles is not None and rope is not None:
+            (table,) = self.ropes
+            self.angles.mix(table, rope, turned[1][num_decode_tokens:])
 
     def begin_states(
         self, columns: StepColumns, count: int, size: int | None = None
@@ -140,15 +163,20 @@ class ModelRunner:
         attention: StepAttention,
         most_layers: int | None = None,
         states: StateStep | None = None,
+        *,
+        has_images: bool = False,
     ) -> Attended:
         """Run the model over the tokens that `stage` has written, up to the last attention.
 
         Stores the keys and values of all T tokens. Returns the output of the last attention.
         states: from begin_states, once for each step. Needed if the model has layers with states.
+        has_images: whether DeepStack runs. Needed if the step has image tokens.
         most_layers: run at most this many of the layers before the last one, only to load kernels
         (warmup.layers_to_rehearse). The output is then not that of the model. None: all layers.
         """
         context = self.context(tokens, attention, states)
+        if has_images and self.images is not None:
+            context = context._replace(images=ImageFeatures(tokens[0], self.images))
         return self.model.model.forward_to_last_attention(tokens[0], context, most_layers)
 
     def context(
@@ -156,6 +184,8 @@ class ModelRunner:
     ) -> ForwardContext:
         """Return the inputs that all layers share. The arguments are those of `run`."""
         _, positions, *slots = tokens.unbind(0)
+        if self.angles is not None:
+            positions = slots.pop()
         scale = None if self.query_scale is None else self.query_scale[positions]
         layers = () if self.states is None else self.states.layers
         return ForwardContext(

@@ -32,7 +32,7 @@ from minisgl.engine.step import StepLauncher, StepParts
 from minisgl.engine.step_tensors import Packer
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.layers.mixer import StateBuild
-from minisgl.layers.rotary import query_scale_table, rope_table
+from minisgl.layers.rotary import MixedAngles, query_scale_table, rope_table
 from minisgl.models.config import draft_method, load_model_spec
 from minisgl.models.decoder import CausalLM
 from minisgl.utils.startup import Progress, Stopwatch
@@ -160,6 +160,10 @@ class Start:
         drafts = MAX_DRAFTS if self.drafting else 0
         max_pages = -(-max_seq_len // config.page_size) + -(-drafts // config.page_size)
         positions = max_seq_len + drafts + 1
+        mixed, angles = 0, None
+        if spec.vision is not None:
+            mixed, first = self.max_chunk_tokens, max_seq_len + drafts
+            angles = MixedAngles.of(spec.vision.sections, spec.head_dim, first, device)
         tables = [rope_table(rope, spec.head_dim, max_seq_len, device) for rope in spec.ropes]
         page_tables = [int32(rows, max_pages, fill=pool.dummy_page) for pool in pools]
         runner = ModelRunner(
@@ -180,12 +184,13 @@ class Start:
                 pinned=device.type == "cuda",
             ),
             max_seq_len=max_seq_len,
-            ropes=tuple(_with_rows(table, drafts) for table in tables),
+            ropes=tuple(_with_rows(table, drafts + mixed) for table in tables),
             query_scale=query_scale_table(spec.query_scale, positions, device),
             page_table=torch.cat(page_tables),
             token_pool=int32(rows, positions),
             drafts=DraftTensors(*int32(3, rows)) if self.drafting else None,
             states=states.allocate_states(spec.states, self._state_build()),
+            angles=angles,
         )
         stages: list[Stage] = [] if runner.drafts is None else [CachedLengths(runner.drafts)]
         if runner.states is not None:

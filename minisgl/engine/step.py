@@ -84,10 +84,11 @@ class EagerStep:
         layout = StepLayout(len(batch.rows), runner.packer.columns)
         packed = runner.packer.pack(batch, layout, batch.width)
         buffer = packed.buffer.to(runner.device, non_blocking=True)
-        places, ids, chunk_ids = torch.split(buffer[layout.words :], packed.sizes)
+        places, ids, chunk_ids, mixed = torch.split(buffer[layout.words :], packed.sizes)
         runner.page_table.view(-1).scatter_(0, places.view(torch.int64), ids)
         columns = StepColumns(layout.views(buffer), batch.num_decode, batch.width)
-        return StepTensors(batch, packed, columns, chunk_ids, by_graph=False)
+        rope = mixed.view(3, -1) if len(mixed) else None
+        return StepTensors(batch, packed, columns, chunk_ids, rope, by_graph=False)
 
     def run(self, x: StepTensors, edits: Edits) -> tuple[Logits, Tensor]:
         out = self._forward(x)
@@ -130,8 +131,9 @@ class EagerStep:
         shape = len(self._runner.padding), int(x.packed.lengths.sum())
         tokens = torch.empty(shape, dtype=torch.int32, device=self._runner.device)
         states = self._runner.begin_states(x.columns, shape[1])
-        self._runner.stage(x.columns, x.chunk_ids, tokens)
-        return tokens, self._runner.run(tokens, attention, states=states)
+        self._runner.stage(x.columns, x.chunk_ids, tokens, x.rope)
+        has_images = x.rope is not None
+        return tokens, self._runner.run(tokens, attention, states=states, has_images=has_images)
 
 
 class PieceGraph(NamedTuple):
@@ -199,7 +201,7 @@ class PiecewiseStep(EagerStep):
         if count < self.size:
             tokens[:, count:] = self._padding
         self._runner.begin_states(x.columns, count, self.size)
-        self._runner.stage(x.columns, x.chunk_ids, tokens[:, :count])
+        self._runner.stage(x.columns, x.chunk_ids, tokens[:, :count], x.rope)
         for piece in pieces:
             piece.graph.replay()
             if x.columns.width > 1:
@@ -245,9 +247,9 @@ class GraphStep:
         runner = self.parts.runner
         packed = runner.packer.pack(batch, self.layout, self.columns.width)
         buffer = self.buffer[: len(packed.buffer)].copy_(packed.buffer, non_blocking=True)
-        places, ids, chunk_ids = torch.split(buffer[self.layout.words :], packed.sizes)
+        places, ids, chunk_ids, _ = torch.split(buffer[self.layout.words :], packed.sizes)
         runner.page_table.view(-1).scatter_(0, places.view(torch.int64), ids)
-        return StepTensors(batch, packed, self.columns, chunk_ids, by_graph=True)
+        return StepTensors(batch, packed, self.columns, chunk_ids, rope=None, by_graph=True)
 
     def run(self, x: StepTensors, edits: Edits) -> tuple[Logits, Tensor]:
         self.graph.replay()
@@ -352,7 +354,9 @@ class StepLauncher:
             step = self._decode.get((reqs, int(batch.lengths.max())))
             if step is not None:
                 return step
-        if not self._pieces:
+        with_images = batch.rope is not None and batch.rope.chunks is not None
+        # The graphs of pieces have no DeepStack.
+        if not self._pieces or (with_images and self.runner.has_deepstack):
             return self._eager
         tokens = num_decode * batch.width + len(batch.chunk_ids)
         return next((step for step in self._pieces if step.size >= tokens), self._eager)

@@ -89,8 +89,9 @@ class PackedBatch(NamedTuple):
                     tokens that the engine forwards: `width` for every decode request.
     sampler_work    for these requests.
     buffer          int32, pinned for a GPU: the columns of StepLayout, then the page updates, as
-                    int64 [U] places in the flat page table and int32 [U] page ids, then chunk_ids.
-    sizes           elements of these three parts after the columns.
+                    int64 [U] places in the flat page table and int32 [U] page ids, then chunk_ids,
+                    then RopePositions.chunks.
+    sizes           elements of these four parts after the columns.
     """
 
     order: NDArray[np.intp]
@@ -106,6 +107,7 @@ class StepTensors(NamedTuple):
 
     columns    the requests on the device.
     chunk_ids  int32 on the device, as in the batch.
+    rope       int32 on the device, as RopePositions.chunks; None if the batch has none.
     by_graph   whether a CUDA graph runs the step.
     """
 
@@ -113,6 +115,7 @@ class StepTensors(NamedTuple):
     packed: PackedBatch
     columns: StepColumns
     chunk_ids: Tensor
+    rope: Tensor | None
     by_graph: bool
 
     def places(self) -> NDArray[np.intp]:
@@ -169,8 +172,10 @@ class Packer(NamedTuple):
         reqs, decode, updates = len(batch.rows), batch.num_decode, batch.page_updates
         order = np.arange(reqs)
         order[:decode] = np.argsort(-batch.start[:decode], kind="stable")
-        count = len(updates.ids)
-        sizes = [2 * count, count, len(batch.chunk_ids)]
+        count, chunks = len(updates.ids), batch.chunk_ids
+        mixed = None if batch.rope is None else batch.rope.chunks
+        positions = chunks[:0] if mixed is None else mixed.ravel()
+        sizes = [2 * count, count, len(chunks), len(positions)]
         buffer = torch.empty(layout.words + sum(sizes), dtype=torch.int32, pin_memory=self.pinned)
         host: NDArray[Any] = buffer.numpy()
         views = layout.host_views(host)
@@ -178,6 +183,9 @@ class Packer(NamedTuple):
         views.start[:reqs], views.start[reqs:] = batch.start[order], 0
         views.lengths[:reqs], views.lengths[reqs:] = batch.lengths[order], 1
         views.samples[:reqs], views.samples[reqs:] = batch.samples[order], 0
+        views.deltas[:] = 0
+        if batch.rope is not None:
+            views.deltas[:reqs] = batch.rope.deltas[order]
         for column in self.columns:
             target, values = views.sampling[column.name], batch.sampling.get(column.name)
             target[:] = column.neutral
@@ -192,7 +200,7 @@ class Packer(NamedTuple):
         places: NDArray[np.int64] = after[: 2 * count].view(np.int64)
         np.multiply(updates.rows, self.max_pages, out=places, dtype=np.int64)
         places += updates.cols
-        after[2 * count : 3 * count], after[3 * count :] = updates.ids, batch.chunk_ids
+        np.concatenate((updates.ids, chunks, positions), out=after[2 * count :])
         given = batch.sampling
         random = given["temperature"] > 0
         filters = (given["top_k"] > 0) | (given["top_p"] < 1) | (given["min_p"] > 0)

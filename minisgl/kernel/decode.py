@@ -81,6 +81,7 @@ def decode(
     sinks: Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    deltas: Tensor | None = None,
 ) -> None:
     """Store the new keys and values in the pool, and attend over the whole contexts.
 
@@ -100,7 +101,8 @@ def decode(
     sinks: [Hq] of qkv's dtype; each head's logit without a value, or None. window: the number of
     tokens to which a token attends, with itself; None: all up to itself. No key before the window
     of a request's first new token is read. soft_cap: each score s becomes
-    soft_cap * tanh(s / soft_cap); None: no cap.
+    soft_cap * tanh(s / soft_cap); None: no cap. deltas: int32 [N], added to the positions of
+    the new tokens of a request where they select a row of cos_sin; None: nothing is added.
 
     With cos_sin=None the pool holds the new keys and values already, and qkv is the normalised and
     rotated queries, [N, Hq D].
@@ -117,7 +119,10 @@ def decode(
     if cos_sin is None:
         q = qkv[: len(rows)].view(-1, *out.shape[1:])
     else:
-        places, sizes = (cos_sin, position, slots), (out.shape[1], kv_heads, head_dim)
+        turns = position
+        if deltas is not None:
+            turns = position + deltas[real].repeat_interleave(counts)
+        places, sizes = (cos_sin, turns, slots), (out.shape[1], kv_heads, head_dim)
         norms = q_weight, k_weight, eps
         q = qk_norm_rope_store(qkv[: len(rows)], *norms, *places, *pools, *sizes, scales)
     for index, row, last, query in zip(each, rows, position, q, strict=True):

@@ -31,6 +31,7 @@ class StepViews(NamedTuple, Generic[Array]):
     first                 int32 [R]; exclusive sum of lengths, so the index of each request's first
                           token among the T tokens.
     samples               int32 [R]; 1 where the next token is written to the token pool.
+    deltas                int32 [R], as in core.images.RopePositions; zeros for a step without it.
     sampling              each sampling column, [R], by name.
     """
 
@@ -39,6 +40,7 @@ class StepViews(NamedTuple, Generic[Array]):
     lengths: Array
     first: Array
     samples: Array
+    deltas: Array
     sampling: dict[str, Array]
 
 
@@ -52,7 +54,7 @@ class StepLayout:
     def __init__(self, reqs: int, columns: Sequence[Column] = SAMPLING_COLUMNS) -> None:
         wide = [column for column in columns if _WORDS[column.dtype] == 2]
         narrow = [column for column in columns if _WORDS[column.dtype] == 1]
-        begin, end = 2 * reqs * len(wide), (2 * len(wide) + 5) * reqs
+        begin, end = 2 * reqs * len(wide), (2 * len(wide) + 6) * reqs
         self.reqs, self._fields = reqs, slice(begin, end)
         places = [slice(2 * reqs * nth, 2 * reqs * (nth + 1)) for nth in range(len(wide))]
         places += [slice(end + reqs * nth, end + reqs * (nth + 1)) for nth in range(len(narrow))]
@@ -63,14 +65,15 @@ class StepLayout:
     def host_views(self, buffer: NDArray[np.int32]) -> StepViews[NDArray[Any]]:
         """Split an array of at least `words` elements, without a copy."""
         sampling = {column.name: buffer[at].view(column.dtype) for column, at in self._columns}
-        rows, start, lengths, first, samples = buffer[self._fields].reshape(5, self.reqs)
-        return StepViews(rows, start, lengths, first, samples, sampling)
+        rows, start, lengths, first, samples, deltas = buffer[self._fields].reshape(6, self.reqs)
+        return StepViews(rows, start, lengths, first, samples, deltas, sampling)
 
     def views(self, buffer: Tensor) -> StepViews[Tensor]:
         """Split an int32 tensor of at least `words` elements, without a copy."""
         sampling = {c.name: buffer[at].view(_TORCH_DTYPES[c.dtype]) for c, at in self._columns}
-        rows, start, lengths, first, samples = buffer[self._fields].view(5, self.reqs).unbind()
-        return StepViews(rows, start, lengths, first, samples, sampling)
+        fields = buffer[self._fields].view(6, self.reqs)
+        rows, start, lengths, first, samples, deltas = fields.unbind()
+        return StepViews(rows, start, lengths, first, samples, deltas, sampling)
 
 
 def stage_tokens(
@@ -85,20 +88,25 @@ def stage_tokens(
     ids: Tensor,
     positions: Tensor,
     slots: Tensor,
+    deltas: Tensor | None = None,
+    turns: Tensor | None = None,
 ) -> None:
     """Fill ids, positions and KV slots of the T tokens of a step.
 
     rows, start, first: int32 [B], as in StepViews. The ids of the first num_decode_tokens tokens
     come from token_pool, int32 [rows, max_seq_len + 1], the others from chunk_ids, int32, at least
     T - num_decode_tokens. page_table: int32 [rows, max_pages], with this step's updates. ids,
-    positions, slots: int32 [T], overwritten. No host sync; graph-capturable while
-    num_decode_tokens and T stay the same.
+    positions, slots: int32 [T], overwritten. deltas: int32 [B]. turns: int32 [T], overwritten by
+    the position of each token plus the entry of its request in deltas; None: there are neither
+    turns nor deltas. No host sync; graph-capturable while num_decode_tokens and T stay the same.
     """
     tokens = torch.arange(len(ids), device=ids.device, dtype=torch.int32)
     req = torch.searchsorted(first, tokens, right=True) - 1
     row = rows[req].long()
     where = start[req] + tokens - first[req]
     positions.copy_(where)
+    if deltas is not None and turns is not None:
+        turns.copy_(where + deltas[req])
     pages = page_table[row, (where // page_size).long()]
     slots.copy_(pages * page_size + where % page_size)
     decode = slice(num_decode_tokens)

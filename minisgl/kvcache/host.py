@@ -36,6 +36,7 @@ MIN_LOAD_PAGES = 8  # fewer pages are computed again: a load takes one step more
 _MIN_PIECE = 64  # pages; evictions and stores do not divide a node into smaller pieces
 _MAX_NODES = 256  # of a store: it must not delay a step
 _STORED = (NodeClass.NEW, NodeClass.REUSED)
+TOTALS = ("bytes_to_host", "bytes_to_gpu", "hit_pages", "evicted_pages")
 _CLEAN_SHARE = 8  # stores keep one of this many pages of the GPU pool free or copied
 
 
@@ -65,6 +66,8 @@ class HostTier:
     clean_pages  the number of pages that are copied (H5).
     blocks       the host blocks. No step uses one, so they are released with the fence 0.
     jobs         the open jobs by number, in the order of their starts.
+    totals       numbers since the start, for metrics: bytes copied in each direction, pages that
+                 requests loaded, and pages that left the host tier.
 
     H1  The cached nodes are closed towards the root, and so are those on the GPU. The GPU evicts
         nodes without a child on the GPU only, and the host tier nodes without any child.
@@ -85,6 +88,7 @@ class HostTier:
     target: int
     clean_pages: int = 0
     jobs: dict[int, CopyJob] = field(default_factory=dict)
+    totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
     _last_job: int = 0
     _store_open: bool = False  # one store at a time
     blocks: FencedPool = field(init=False)
@@ -101,6 +105,21 @@ class HostTier:
                 locks[node] = locks.get(node, 0) + 1
         return sum(len(node.pages) for node, count in locks.items() if count == node.lock_count)
 
+    def usage(self) -> dict[str, int]:
+        """The numbers of blocks by state.
+
+        copied: the pages are on the GPU too. host: they are not. moving: a job copies them.
+        """
+        moving = [node for job in self.jobs.values() for node in job.nodes]
+        moving_blocks = sum(len(blocks) for _, blocks in self._copied(moving))
+        taken = self.copier.num_blocks - self.blocks.num_free
+        return {
+            "copied": self.clean_pages,
+            "host": taken - self.clean_pages - moving_blocks,
+            "moving": moving_blocks,
+            "free": self.blocks.num_free,
+        }
+
     # --- jobs -----------------------------------------------------------------------------------
 
     def load(self, end: RadixNode) -> int:
@@ -116,6 +135,7 @@ class HostTier:
             return loading[-1] if loading else 0
         kinds, counts = self.tree.kinds, [kind.load_pages(end) for kind in self.tree.kinds]
         position = sum(len(node.pages) for node in nodes)
+        self.totals["hit_pages"] += position
         pages = self.allocate(position + sum(counts))
         parts = np.split(pages[position:], np.cumsum(counts)[:-1]) if kinds else []
         for kind, part in zip(kinds, parts, strict=True):
@@ -168,12 +188,19 @@ class HostTier:
         self.jobs[self._last_job] = job
         for node in job.nodes:
             node.job = job
-        copied = [(node.pages, blocks_of(node)) for node in job.nodes]
-        for kind, node in product(self.tree.kinds, job.nodes):
-            copied += kind.copied(node)
-        pages, blocks = map(np.concatenate, zip(*copied, strict=True))
+        pages, blocks = map(np.concatenate, zip(*self._copied(job.nodes), strict=True))
         self.copier.start(self._last_job, pages, blocks, job.loads)
+        direction = "bytes_to_gpu" if job.loads else "bytes_to_host"
+        self.totals[direction] += len(pages) * self.copier.block_bytes
         return self._last_job
+
+    def _copied(self, nodes: Iterable[RadixNode]) -> list[tuple[Int32Array, Int32Array]]:
+        """Return the pages and the blocks of these nodes and of their parts."""
+        nodes = [*nodes]
+        copied = [(node.pages, blocks_of(node)) for node in nodes]
+        for kind, node in product(self.tree.kinds, nodes):
+            copied += kind.copied(node)
+        return copied
 
     def end(self, number: int) -> None:
         """End a job that rank 0 has announced. Waits for this rank's copy."""
@@ -312,6 +339,7 @@ class HostTier:
         """Remove a leaf that is in host memory only."""
         for kind in self.tree.kinds:
             kind.drop(leaf, 0)
+        self.totals["evicted_pages"] += len(leaf.pages)
         self._free_blocks(leaf)
         self.tree.leaves.withdraw(leaf)
         self.tree.remove(leaf)

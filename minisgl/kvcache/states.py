@@ -205,12 +205,12 @@ class States(CacheKind):
         if saving.node is not None and at <= saving.pages * self._page_size:
             above = self.snapshots.above(saving.node)
             last = next((each for each in above if each.tokens <= at), None)
+            if last is not None:
+                self.snapshots.refresh(last)  # the next turn may leave the answer out
             if at - (0 if last is None else last.tokens) >= MIN_NEW_TOKENS:
                 self._save(row, at)
                 for snapshot in self.snapshots.own_of(saving.request):
                     self.snapshots.attach(snapshot, saving.node)
-            elif last is not None:
-                self.snapshots.refresh(last)  # the next turn continues from it
         del self._savings[row]
 
     def _save(self, row: int, tokens: int) -> None:

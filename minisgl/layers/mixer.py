@@ -18,10 +18,27 @@ from minisgl.layers.norm import BlockInput
 from minisgl.layers.rotary import Rope
 
 
+class ImageFeatures(NamedTuple):
+    """The features of the image tokens of a step (models.vision.VisionTower.encode).
+
+    ids     int32 [T] of the tokens. Id ~i, which is negative, has row i of `buffer`.
+    buffer  [N, n * H]: the embedding of an image token, then the features for DeepStack.
+    """
+
+    ids: Tensor
+    buffer: Tensor
+
+    def part(self, number: int, size: int) -> Tensor:
+        """Return the features `number` of all tokens, [T, size]; zeros for text tokens."""
+        found = self.buffer[:, number * size :][:, :size][(~self.ids).clamp(min=0).long()]
+        return found.masked_fill_((self.ids >= 0).unsqueeze(1), 0.0)
+
+
 class ForwardContext(NamedTuple):
     """The inputs that all layers of one forward share.
 
-    positions    int32 [T], the position of each token in its request.
+    positions    int32 [T], the row of each token in the rotary tables. This is the position in its
+                 request, unless the request has images (layers.rotary.MixedAngles).
     slots        int32 [T] for each pool: the slot of each token's keys and values.
     ropes        float32 [max_seq_len, D], the rotary tables of ModelSpec.ropes.
     pools        the KV pools of ModelSpec.pools.
@@ -29,6 +46,7 @@ class ForwardContext(NamedTuple):
     query_scale  float32 [T, 1], the factor on the queries of each token; None: no factor.
     states       the memory of each layer with a recurrent state, by StateSpec.layer.
     state_step   the requests of this step, for these layers; None without such layers.
+    images       None for a model without DeepStack, and if the step has no image tokens.
     """
 
     positions: Tensor
@@ -39,6 +57,7 @@ class ForwardContext(NamedTuple):
     query_scale: Tensor | None = None
     states: Sequence[Any] = ()
     state_step: StateStep | None = None
+    images: ImageFeatures | None = None
 
 
 class MixerBuild(NamedTuple):

@@ -118,6 +118,9 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
                           kinds of memory could use them.
     ended_pages_total     pages that evictions take first, because their session has ended.
     kind_totals           by the name of each further kind of memory: the numbers of its events.
+    host_pages            pages of host memory by state (HostTier.usage), with a host cache.
+    host_totals           HostTier.totals of rank 0.
+    loading_reqs          requests that wait for a copy from host memory.
     phases                totals of each phase of STEP_PHASES; "mixed" steps prefill and decode.
     constraints           totals of the requests with a grammar.
     drafts                totals of speculative decoding; all 0 without --speculative.
@@ -146,6 +149,9 @@ class SchedulerStats(msgspec.Struct, kw_only=True, tag=True, forbid_unknown_fiel
     nonfinite_rows_total: int = 0
     kind_pages: dict[str, tuple[int, int, int]] = {}
     kind_totals: dict[str, dict[str, int]] = {}
+    host_pages: dict[str, int] = {}
+    host_totals: dict[str, int] = {}
+    loading_reqs: int = 0
     phases: dict[str, PhaseStats] = {}
     constraints: ConstraintTotals = msgspec.field(default_factory=ConstraintTotals)
     drafts: DraftTotals = msgspec.field(default_factory=DraftTotals)

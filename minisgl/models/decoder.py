@@ -10,7 +10,7 @@ from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.embedding import LMHead, ParallelEmbedding
 from minisgl.layers.mixer import ForwardContext
 from minisgl.layers.norm import CompleteNorm, ResidualNorm, ResidualStream
-from minisgl.models.layer import Attended, DecoderLayer, ModelParts, NormAfterLayer
+from minisgl.models.layer import Attended, DecoderLayer, ModelParts, layer_kind
 from minisgl.models.mtp import DraftHead
 from minisgl.models.spec import ModelSpec, Multipliers
 from minisgl.models.vision import VisionTower
@@ -30,9 +30,8 @@ class Decoder(nn.Module):
         norm_eps = config.norm_eps if config.embedding_norm else None
         self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, comm, norm_eps)
         norms = config.layers[0].norms
-        kind = NormAfterLayer if norms.after else DecoderLayer
         named = ((spec, f"model.layers.{i}") for i, spec in enumerate(config.layers))
-        layers = nn.ModuleList(kind(parts, *layer) for layer in named)
+        layers = nn.ModuleList(layer_kind(spec)(parts, spec, name) for spec, name in named)
         self.layers = cast("list[DecoderLayer]", layers)
         final_norm = CompleteNorm if norms.after else ResidualNorm
         self.norm = final_norm(config.hidden_size, config.stream_eps, comm, config.norm_offset)

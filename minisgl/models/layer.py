@@ -114,7 +114,8 @@ class DecoderLayer(nn.Module):
         if self.mlp is None:
             return stream
         block_input, residual = self.post_attention_layernorm(stream)
-        return self.mlp.forward(block_input, residual)
+        out: ResidualStream = self.mlp(block_input, residual)
+        return out
 
     def fold_norms(self) -> None:
         """Move the norms' weights into the linears that read them, if their methods can."""
@@ -131,6 +132,18 @@ class DecoderLayer(nn.Module):
         method.scale_rows(0, method.shards.rows, factor)
         if self.mlp is not None:
             self.mlp.scale_outputs(factor)
+
+
+class DeepStackLayer(DecoderLayer):
+    """A layer whose input gets a part of the features of image tokens (Qwen3-VL)."""
+
+    def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
+        images, tap = context.images, self.spec.tap
+        # The stream is a sum over the ranks, so only one of them adds the features.
+        if images is not None and tap is not None and self.input_layernorm.comm.tp.rank == 0:
+            x = stream.x.add_(images.part(tap, stream.x.shape[1]))
+            stream = stream._replace(x=x, squares=None)
+        return super().attend(stream, context)
 
 
 class NormAfterLayer(DecoderLayer):
@@ -171,6 +184,13 @@ class NormAfterLayer(DecoderLayer):
     def scale_outputs(self, factor: float) -> None:
         self.post_attention_layernorm.weight.mul_(factor)
         self.post_feedforward_layernorm.weight.mul_(factor)
+
+
+def layer_kind(spec: LayerSpec) -> type[DecoderLayer]:
+    """Return the class of a layer."""
+    if spec.norms.after:
+        return NormAfterLayer
+    return DecoderLayer if spec.tap is None else DeepStackLayer
 
 
 def _before(norm: ResidualNorm | None, x: Tensor) -> BlockInput:

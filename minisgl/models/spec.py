@@ -38,11 +38,17 @@ class NormsSpec(NamedTuple):
 
 
 class LayerSpec(NamedTuple):
-    """One decoder layer. mlp: None: the layer ends with the mixer."""
+    """One decoder layer.
+
+    mlp: None: the layer ends with the mixer.
+    tap: the part of an image token's features that joins the stream before the layer (DeepStack);
+    0 is the embedding. None: no part.
+    """
 
     mixer: MixerSpec
     mlp: DenseSpec | ExpertsSpec | None
     norms: NormsSpec = NormsSpec()
+    tap: int | None = None
 
 
 class Multipliers(NamedTuple):

@@ -164,7 +164,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         """Gauges and totals as of now."""
         used, evictable, free = self.memory.usage()
-        view = self.view
+        view, tier = self.view, self.memory.tier
         outside = len(self._preparations.preparing) + len(view.loading) - len(view.paused)
         waiting = len(view.waiting) + outside
         return msgspec.structs.replace(
@@ -181,6 +181,9 @@ class Scheduler:
             ended_pages_total=self.memory.ended_pages_total,
             kind_pages={kind.name: kind.usage() for kind in self.memory.kinds},
             kind_totals={kind.name: kind.totals for kind in self.memory.kinds},
+            host_pages={} if tier is None else tier.usage(),
+            host_totals={} if tier is None else tier.totals,
+            loading_reqs=len(view.loading),
         )
 
     # --- messages -------------------------------------------------------------------------------

@@ -205,6 +205,19 @@ def test_gpus_follow_the_tensor_parallel_size(render):
     assert flags_of(objects)["--tensor-parallel-size"] == "8"
 
 
+@pytest.mark.parametrize(
+    ("memory", "sum_bytes"),
+    [("4Gi", 68_294_967_296), ("0.5G", 64_500_000_000), (1000, 64_000_001_000)],
+)
+def test_the_host_cache_counts_as_memory_of_the_pod(render, memory, sum_bytes):
+    resources = {"requests": {"cpu": "2", "memory": memory}, "limits": {"memory": memory}}
+    objects = render({"hostCache": {"sizeGB": 64}, "resources": resources})
+    found = container_of(objects)["resources"]
+    assert found["requests"] == {"cpu": "2", "memory": str(sum_bytes)}
+    assert found["limits"] == {"nvidia.com/gpu": 1, "memory": str(sum_bytes)}
+    assert flags_of(objects)["--host-cache-gb"] == "64"
+
+
 def test_mig_slices_and_claims(render):
     mig = {"gpu": {"resourceName": "nvidia.com/mig-1g.10gb"}}
     assert container_of(render(mig))["resources"]["limits"] == {"nvidia.com/mig-1g.10gb": 1}

@@ -138,6 +138,10 @@ CONTRADICTIONS = {
         {"podDisruptionBudget": {"maxUnavailable": "0%"}, "replicas": 2},
         "no node could ever be drained",
     ),
+    "memory that cannot be added": (
+        {"hostCache": {"sizeGB": 8}, "resources": {"limits": {"memory": "4e9"}}},
+        "write it as 4Gi or 4G",
+    ),
     "no budget": ({"podDisruptionBudget": {"maxUnavailable": None}}, "are both null"),
     "claim without the cache": ({"cache": {"existingClaim": "c"}}, "set cache.enabled=true"),
     "two monitors": (

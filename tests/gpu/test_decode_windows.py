@@ -103,10 +103,12 @@ def poison_behind(scene: Inputs, window: int | None) -> None:
                 part.view(torch.uint8)[pages] = 0xFF
 
 
-def oracle(scene: Inputs, rule: AttentionRule, sinks: Tensor | None) -> Tensor:
+def oracle(
+    scene: Inputs, rule: AttentionRule, sinks: Tensor | None, deltas: Tensor | None = None
+) -> Tensor:
     """The torch backend's result for the new tokens, in float32.
 
-    Stores their keys and values in the pool.
+    Stores their keys and values in the pool. deltas: as in kernel.decode.decode.
     """
     pool, real = scene.pool, scene.rows != len(scene.table) - 1
     rows, first, new = (x[real] for x in scene.where[1:])
@@ -123,7 +125,10 @@ def oracle(scene: Inputs, rule: AttentionRule, sinks: Tensor | None) -> Tensor:
     if cos_sin is None:
         q = qkv.view(len(qkv), *sizes[::2])
     else:
-        places = (cos_sin, position, slots, *pool.layer(0))
+        turns = position
+        if deltas is not None:
+            turns = position + deltas[real].repeat_interleave(new)
+        places = (cos_sin, turns, slots, *pool.layer(0))
         q = qk_norm_rope_store(qkv, q_weight, k_weight, eps, *places, *sizes, pool.scales(0))
     spec, pages = pool.spec._replace(dtype=torch.float32), pool.num_pages
     wide = KVPool(spec, layers=(0,), num_pages=pages, page_size=size, device=pool.device)
@@ -150,7 +155,9 @@ def test_rules(case: str, fp8: bool) -> None:
     poison_behind(scene, rule.window)
     ours = scene.copy_of_pool()
     sinks = normal(scene.q_heads) * 3 if rule.sinks else None
-    expected = oracle(scene, rule, sinks)
+    # Requests with images rotate by other positions.
+    deltas = -(scene.start * 2 // 3) if kind == "norm" else None
+    expected = oracle(scene, rule, sinks, deltas)
     theirs = scene.copy_of_pool()
     scratch = poisoned_scratch(scene, queries)
     real = len(expected)
@@ -159,7 +166,7 @@ def test_rules(case: str, fp8: bool) -> None:
         step = (*scene.where[1:], len(scene.table) - 1)
         kernels.count_blocks(*step, scratch, fp8, queries, rule.window)
         inputs = (scene.qkv, *scene.norms, *ours[:2], out, *scene.where, scratch, ours[2], queries)
-        kernels.decode(*inputs, sinks, rule.window, rule.soft_cap)
+        kernels.decode(*inputs, sinks, rule.window, rule.soft_cap, deltas)
         exact = INTERPRETED and not fp8
         assert error(out[:real], expected) < (1e-5 if exact else 2e-3 if INTERPRETED else 1.5e-2)
         assert not out[real:].any()

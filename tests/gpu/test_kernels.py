@@ -236,12 +236,17 @@ def test_step_metadata() -> None:
     views, chunk_ids = layout.views(buffer), buffer[layout.words :]
     outputs = []
     for module in (step, kernels):
-        out = torch.full((3, 311), -1, dtype=torch.int32, device=DEVICE)
-        reqs = views.rows, views.start, views.first
-        module.stage_tokens(*reqs, chunk_ids, 3, page_table, token_pool, 16, *out)
+        out = torch.full((4, 311), -1, dtype=torch.int32, device=DEVICE)
+        reqs, (*rows, turns) = (views.rows, views.start, views.first), out
+        given = (*reqs, chunk_ids, 3, page_table, token_pool, 16)
+        module.stage_tokens(*given, *rows, views.samples, turns)
+        plain = out.clone()
+        module.stage_tokens(*given, *plain[:3])
+        assert torch.equal(plain, out)
         outputs.append(out)
     assert torch.equal(*outputs)
-    ids, positions, slots = outputs[1]
+    ids, positions, slots, turns = outputs[1]
+    assert turns[:5].tolist() == [8, 17, 400, 0, 1], "the fourth request has the delta 0"
     assert ids[2] == token_pool[6, 399]
     assert ids[3:].tolist() == chunk_ids[:308].tolist()
     assert positions[:10].tolist() == [7, 16, 399, 0, 1, 2, 3, 4, 31, 50]

@@ -1,4 +1,4 @@
-"""Runs a model with gated delta nets without an engine: one request, in pages 0, 1, ..."""
+"""Runs a model without an engine: one request, in pages 0, 1, ... Models may have states."""
 
 import itertools
 from typing import Any
@@ -13,7 +13,7 @@ from minisgl.distributed.comm import Communicator
 from minisgl.engine.states import allocate_states
 from minisgl.kernel.states import StateStep, begin_states
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.mixer import ForwardContext, StateBuild
+from minisgl.layers.mixer import ForwardContext, ImageFeatures, StateBuild
 from minisgl.layers.rotary import rope_table
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_spec
@@ -27,8 +27,8 @@ PROMPT = [(7 * i + 3) % 151 for i in range(57)]
 class Runner:
     """Runs the tokens of one request, in row 1 of the states and in the pages 0, 1, ..."""
 
-    def __init__(self, path: str, comm: Communicator) -> None:
-        spec = load_model_spec(path)
+    def __init__(self, path: str, comm: Communicator, *, images: bool = False) -> None:
+        spec = load_model_spec(path, images=images)
         self.spec, self.comm = spec, comm
         self.model = build_model(
             spec,
@@ -47,15 +47,29 @@ class Runner:
         build = StateBuild(2, PAGE, False, comm.tp, torch.float32, CPU)
         self.states = allocate_states(spec.states, build)
         # Poisoned memory: a value that is read before it is written reaches the output.
-        for part in itertools.chain.from_iterable(self.states.layers):
+        for part in itertools.chain.from_iterable(self.states.layers if self.states else ()):
             part.fill_(torch.nan)
 
-    def run(self, ids: list[int], start: int, decode: bool) -> Tensor:
-        """Return the logits [len(ids), V] of this rank."""
+    def run(
+        self,
+        ids: list[int],
+        start: int,
+        decode: bool,
+        turns: Tensor | None = None,
+        images: ImageFeatures | None = None,
+    ) -> Tensor:
+        """Return the logits [len(ids), V] of this rank.
+
+        turns: as ForwardContext.positions; None: the positions from `start` on. images: as there.
+        """
         one = [torch.tensor([n], dtype=torch.int32) for n in (1, start, len(ids), 0)]
         row, begin, length, _ = one
-        out, count = row.new_empty(6, 1), len(ids)
-        begin_states(self.states.boundaries, *one, int(decode), PAGE, count, count, out)
+        layers: Any = ()
+        states = None
+        if self.states is not None:
+            out, count = row.new_empty(6, 1), len(ids)
+            begin_states(self.states.boundaries, *one, int(decode), PAGE, count, count, out)
+            layers, states = self.states.layers, StateStep.of(out, chunks=int(not decode))
         step = AttentionStep(
             num_decode=int(decode),
             start=begin.numpy(),
@@ -67,13 +81,14 @@ class Runner:
         )
         places = torch.arange(start, start + len(ids), dtype=torch.int32)
         context = ForwardContext(
-            places,
+            places if turns is None else turns,
             (places,),
             self.tables,
             (self.pool,),
             self.attention.prepare(step),
-            states=self.states.layers,
-            state_step=StateStep.of(out, chunks=int(not decode)),
+            states=layers,
+            state_step=states,
+            images=images,
         )
         attended = self.model.model.forward_to_last_attention(torch.tensor(ids), context)
         return self.model.logits(attended)

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 from tests.parity.hybrid_models import BASE, EXPERTS
+from tests.parity.image_logits import Prompt
 
 PATCH, MERGE = 16, 2
 MEAN, STD = [0.5, 0.4, 0.6], [0.5, 0.3, 0.4]  # of each channel
@@ -90,3 +91,36 @@ def processed(pictures: Sequence[Tensor]) -> dict[str, Tensor]:
     )
     found = processor([one.numpy() for one in pictures], return_tensors="pt")
     return {name: found[name] for name in ("pixel_values", "image_grid_thw")}
+
+
+# The prompt: text tokens, and grids of images in patches.
+_PARTS: list[list[int] | tuple[int, int]] = [
+    [5, 9, 2],
+    (4, 6),
+    [7, 8],
+    (6, 4),
+    [11],
+    (2, 2),
+    [3] * 9,
+]
+
+
+@torch.inference_mode()
+def prompt_of(model: Any) -> Prompt:
+    """Return a prompt of 34 tokens with three images."""
+    plain, kinds, ids, pictures = list[int](), list[int](), list[int](), list[Tensor]()
+    for part in _PARTS:
+        is_image = isinstance(part, tuple)
+        added = [IMAGE] * (part[0] * part[1] // MERGE**2) if is_image else list(part)
+        first = sum(id_ < 0 for id_ in ids)
+        ids += [~(first + nth) for nth in range(len(added))] if is_image else added
+        if is_image:
+            pictures.append(picture(part[0], part[1], seed=len(pictures)))
+        plain += added
+        kinds += [int(is_image)] * len(added)
+    given = processed(pictures)
+    inputs = {"input_ids": torch.tensor([plain]), "mm_token_type_ids": torch.tensor([kinds])}
+    grids = given["image_grid_thw"]
+    positions, delta = model.model.get_rope_index(**inputs, image_grid_thw=grids)
+    logits = model(**inputs, **given).logits[0]
+    return Prompt(ids, pictures, positions[:, 0].int(), int(delta), logits)

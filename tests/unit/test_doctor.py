@@ -16,8 +16,8 @@ from minisgl import doctor
 from tests.patience import patience
 
 NAMES = [
-    *("driver", "torch", "GPU", "FlashInfer", "compilers", "memory lock", "shared memory"),
-    *("socket folder", "model cache", "kernel cache", "hub"),
+    *("driver", "torch", "GPU", "FlashInfer", "compilers", "memory lock", "host memory"),
+    *("shared memory", "socket folder", "model cache", "kernel cache", "hub"),
 ]
 
 
@@ -159,3 +159,15 @@ def test_gpu_on_which_minisgl_never_ran_is_a_warning(
     assert check.state == state
     assert said in check.found
     assert bool(check.remedy) == (state != "ok")
+
+
+def test_the_line_of_host_memory_has_the_link_of_the_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '5, 16'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = doctor._host_memory()
+    assert found.state == "ok"
+    assert found.found.endswith(" GB free for --host-cache-gb, PCIe 5 x16")

@@ -100,6 +100,32 @@ def memory() -> list[Panel]:
             "Copies per second of the recurrent states of hybrid models.",
         ),
         graph(
+            "Host cache by state",
+            {"{{state}}": "sum by (state) (minisgl_host_cache_tokens{m})"},
+            "none",
+            "Tokens' worth of host memory. Copied: also on the GPU. Moving: a copy runs.",
+            stacked=True,
+        ),
+        graph(
+            "Host cache, copies",
+            {
+                "{{direction}}": "sum by (direction)"
+                " (rate(minisgl_host_cache_copied_bytes_total{m}[r]))"
+            },
+            "Bps",
+            "Bytes per second between the first GPU of each pod and host memory.",
+        ),
+        graph(
+            "Host cache, hits and evictions",
+            {
+                "hit tokens": "sum(rate(minisgl_host_cache_hit_tokens_total{m}[r]))",
+                "evicted tokens": "sum(rate(minisgl_host_cache_evicted_tokens_total{m}[r]))",
+                "requests that load": "sum(minisgl_host_cache_loading_requests{m})",
+            },
+            "none",
+            "Tokens per second copied for requests, and lost; requests that wait for a copy.",
+        ),
+        graph(
             "KV events",
             {
                 "{{event}}": "sum by (event) (rate(minisgl_kv_event_blocks_total{m}[r]))",

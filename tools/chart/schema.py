@@ -128,6 +128,7 @@ RULES: dict[str, Json] = {
     "extraVolumes": _NAMED,
     "gpu.count": _or_null(_POSITIVE),
     "gpu.resourceName": _STRING,
+    "hostCache.sizeGB": {"type": "integer", "minimum": 0},
     "httpRoute.hostnames": _STRINGS,
     "httpRoute.parentRefs": _NAMED,
     "httpRoute.path": _PATH,

@@ -31,6 +31,7 @@ def decode(
     sinks: Tensor | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
+    deltas: Tensor | None = None,
 ) -> None:
     """As the reference, in bfloat16 or float16; the rows of qkv may be strided.
 
@@ -58,6 +59,7 @@ def decode(
         lengths,
         *scratch[:4],
         scratch.tokens if several else None,
+        deltas if turned else None,
     )
     heads = kv_heads, q_heads, queries, head_dim
     pool = page_size, k_pool.stride(1)

@@ -66,7 +66,10 @@ from minisgl.kernel.triton.decode_tiles import (
 )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens"], do_not_specialize_on_alignment=REQ_FIELDS)
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens"],
+    do_not_specialize_on_alignment=[*REQ_FIELDS, "deltas"],
+)
 def decode_kernel(
     qkv,
     q_weight,
@@ -86,6 +89,7 @@ def decode_kernel(
     stats,
     semaphores,
     tokens,
+    deltas,
     qkv_stride,
     table_stride,
     eps,
@@ -154,6 +158,9 @@ def decode_kernel(
                 sink_at += head * GROUP
                 sink = sink_scores(sink_at, h // EACH, GROUP)
             source = page_table + tl.load(rows + req).to(tl.int64) * table_stride
+            angles = cos_sin
+            if deltas is not None:
+                angles += tl.load(deltas + req) * D
             if QUERIES == 1:
                 new = (context - 1).to(tl.int64)
                 row = qkv + req.to(tl.int64) * qkv_stride
@@ -168,7 +175,7 @@ def decode_kernel(
                     new,
                     q_weight,
                     k_weight,
-                    cos_sin,
+                    angles,
                     k_pool + new_at,
                     v_pool + new_at,
                     new_scale,
@@ -189,7 +196,7 @@ def decode_kernel(
                 last_visible = first_new + h[:, None] // (EACH * GROUP)
                 k0, k1 = (first_block + b0) * BLOCK, (first_block + b1) * BLOCK
                 of_request = (first_new, context - first_new, k0, k1, source)
-                tensors = (q_weight, k_weight, cos_sin, k_pool, v_pool, scales)
+                tensors = (q_weight, k_weight, angles, k_pool, v_pool, scales)
                 query, factor = several_queries(
                     qkv + first_token.to(tl.int64) * qkv_stride,
                     head,

@@ -22,6 +22,8 @@ _REQ_FIELDS = ["rows", "start"]  # views into the packed buffer, at any alignmen
         "ids",
         "positions",
         "slots",
+        "deltas",
+        "turns",
     ],
 )
 def _stage_tokens(
@@ -34,6 +36,8 @@ def _stage_tokens(
     ids,
     positions,
     slots,
+    deltas,
+    turns,
     num_reqs,
     num_tokens,
     num_decode_tokens,
@@ -65,6 +69,9 @@ def _stage_tokens(
     )
     tl.store(ids + token, tl.where(decodes, sampled, given), mask=inside)
     tl.store(positions + token, position, mask=inside)
+    if turns is not None:
+        turn = position + tl.load(deltas + low, mask=inside, other=0)
+        tl.store(turns + token, turn, mask=inside)
     tl.store(slots + token, page * PAGE_SIZE + position % PAGE_SIZE, mask=inside)
 
 
@@ -151,6 +158,8 @@ def stage_tokens(
     ids: Tensor,
     positions: Tensor,
     slots: Tensor,
+    deltas: Tensor | None = None,
+    turns: Tensor | None = None,
 ) -> None:
     """See the reference."""
     tokens, reqs = len(ids), len(rows)
@@ -165,6 +174,8 @@ def stage_tokens(
             ids,
             positions,
             slots,
+            deltas,
+            turns,
             reqs,
             tokens,
             num_decode_tokens,

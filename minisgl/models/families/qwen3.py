@@ -2,6 +2,7 @@
 
 import msgspec
 
+from minisgl.core import ConfigError
 from minisgl.layers.attention import QkNorm
 from minisgl.layers.mlp import DenseSpec
 from minisgl.models.compose import sparse_layers, transformer, windows_if_enabled
@@ -33,8 +34,22 @@ def vl_moe_spec(config: HfConfig, raw: Raw) -> ModelSpec:
 
 
 def _with_images(model: ModelSpec, raw: Raw) -> ModelSpec:
+    """Return the model with the encoder of config.json, if it has one. Raises ConfigError.
+
+    The first layer after layer 0 gets the features of the first tap, and so on.
+    """
     vision = vision_of(raw, model.hidden_size, (24, 20, 20), deepstack=True)
-    return msgspec.structs.replace(model, vision=vision)
+    taps = 0 if vision is None else len(vision.taps)
+    if taps >= model.num_layers:
+        raise ConfigError(
+            f"vision_config: deepstack_visual_indexes has {taps} blocks; expected fewer than the "
+            f"{model.num_layers} layers of the language model"
+        )
+    layers = [
+        layer._replace(tap=number if 1 <= number <= taps else None)
+        for number, layer in enumerate(model.layers)
+    ]
+    return msgspec.structs.replace(model, vision=vision, layers=tuple(layers))
 
 
 def _moe(config: HfConfig, mlps: list[DenseSpec | ExpertsSpec]) -> ModelSpec:

@@ -283,6 +283,15 @@ class Metrics(Collector):
         of_states = stats.kind_totals.get("states", {})
         for event in ("saved", "loaded", "evicted"):
             self._set("state_snapshots_total", of_states.get(event, 0), event)
+        for state in ("copied", "host", "moving", "free"):
+            self._set("host_cache_tokens", stats.host_pages.get(state, 0) * size, state)
+        host = stats.host_totals
+        for direction in ("to_host", "to_gpu"):
+            copied_bytes = host.get(f"bytes_{direction}", 0)
+            self._set("host_cache_copied_bytes_total", copied_bytes, direction)
+        self._set("host_cache_hit_tokens_total", host.get("hit_pages", 0) * size)
+        self._set("host_cache_evicted_tokens_total", host.get("evicted_pages", 0) * size)
+        self._set("host_cache_loading_requests", stats.loading_reqs)
         self._set("preemptions_total", stats.preemptions_total)
         self._set("nonfinite_rows_total", stats.nonfinite_rows_total)
         totals = stats.constraints

@@ -9,14 +9,15 @@ from torch import Tensor
 from bench.step import main
 from minisgl.core import ConfigError
 from minisgl.drafts import HeadDrafts
-from minisgl.engine import StepTensors, memory
+from minisgl.engine import StepTensors
 from minisgl.engine.step_tensors import Logits
+from minisgl.utils import host_memory
 from tests.parity.hybrid_models import Heads, save
 
 
 def test_the_default_step_gives_one_error_on_a_small_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: the allocation of 63 GiB of KV pages ended in a traceback."""
-    monkeypatch.setattr(memory, "cpu_free_bytes", lambda: 8 * 2**30)
+    monkeypatch.setattr(host_memory, "cpu_free_bytes", lambda: 8 * 2**30)
     expected = r"weights of 2\.2 GiB and KV pages of 63\.0 GiB do not fit into the 8\.0 GiB of free"
     with pytest.raises(ConfigError, match=expected):
         main(["--device", "cpu"])

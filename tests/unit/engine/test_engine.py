@@ -18,6 +18,7 @@ from minisgl.engine import Engine, memory, resolve_device
 from minisgl.engine.logits_processing import upload
 from minisgl.engine.memory import cpu_threads, further_graph_bytes, memory_of
 from minisgl.engine.warmup import StepShape, run_every_size, warm_up, warmup_batch
+from minisgl.utils import host_memory
 from tests.parity.driver import Driver, Work, logprobs_of, make_engine
 from tests.parity.models import VOCAB_SIZE, build_model
 from tests.unit.engine.virtual_engine import VirtualEngine, VirtualPending
@@ -269,15 +270,15 @@ def test_random_weights_beyond_the_memory_of_a_cpu_are_refused_before_they_are_d
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Regression: Linux killed the process while it drew the weights."""
-    free = memory.cpu_free_bytes()
+    free = host_memory.cpu_free_bytes()
     assert free > 2**20
-    monkeypatch.setattr(memory, "cpu_free_bytes", lambda: 2**10)
+    monkeypatch.setattr(host_memory, "cpu_free_bytes", lambda: 2**10)
     make_engine(path)
     with monkeypatch.context() as patch:
         patch.setattr(Engine, "_build_model", None)
         with pytest.raises(ConfigError, match=r"weights of 0\.\d GiB and KV pages of 0\.\d GiB do"):
             make_engine(path, dummy_weight=True, num_pages=64)
-    monkeypatch.setattr(memory, "cpu_free_bytes", lambda: free)
+    monkeypatch.setattr(host_memory, "cpu_free_bytes", lambda: free)
     with pytest.raises(ConfigError, match=r"pages of 3814697\.3 GiB do not fit into"):
         make_engine(path, dummy_weight=True, num_pages=10**12)
 
@@ -287,9 +288,9 @@ def test_free_memory_of_a_cpu_is_at_most_that_of_the_container(
 ) -> None:
     texts = {"meminfo": "MemTotal:  9 kB\nMemAvailable:  6 kB\n", "memory.max": "max\n"}
     monkeypatch.setattr(Path, "read_text", lambda file, encoding: texts[file.name])
-    assert memory.cpu_free_bytes() == 6 * 1024
+    assert host_memory.cpu_free_bytes() == 6 * 1024
     texts["memory.max"] = "5000\n"
-    assert memory.cpu_free_bytes() == 5000
+    assert host_memory.cpu_free_bytes() == 5000
 
 
 def test_cpu_threads_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,12 +35,16 @@ def step_of(start: list[int], lengths: list[int], rows: list[int]) -> AttentionS
     ],
     ids=str,
 )
-@pytest.mark.parametrize("fused", [True, False], ids=["fused", "queries"])
+@pytest.mark.parametrize("fused", ["fused", "queries", "turned"])
 @pytest.mark.parametrize("new", [[1, 1, 1], [3, 1, 8]], ids=["one", "several"])
 def test_new_tokens_attend_as_those_of_a_chunk(
-    new: list[int], fused: bool, rule: AttentionRule
+    new: list[int], fused: str, rule: AttentionRule
 ) -> None:
-    """Pages behind the windows hold NaN, since another request may own them."""
+    """Pages behind the windows hold NaN, since another request may own them.
+
+    fused: the kernel gets "queries" alone, or also rotates; "turned": by other positions.
+    """
+    deltas = torch.tensor([-9, 0, -30, 0, 0], dtype=torch.int32) if fused == "turned" else None
     start, rows, padding, behind = [17, 0, 30], [4, 0, 6], 2, 3
     step = step_of(start, new, rows)
     spec = KVSpec(KV_HEADS, DIM, torch.float32)
@@ -58,7 +62,10 @@ def test_new_tokens_attend_as_those_of_a_chunk(
     slots = step.page_table[row, position // PAGE] * PAGE + position % PAGE
     norms = torch.randn(DIM), torch.randn(DIM), 1e-6, torch.randn(40, DIM)
     sizes = Q_HEADS, KV_HEADS, DIM
-    q = qk_norm_rope_store(qkv, *norms, position, slots, *pool.layer(0), *sizes)
+    turns = position
+    if deltas is not None:
+        turns = position + deltas[:3].repeat_interleave(torch.tensor(new))
+    q = qk_norm_rope_store(qkv, *norms, turns, slots, *pool.layer(0), *sizes)
     expected = torch.empty_like(q)
     TorchAttention(pool, Q_HEADS, rule).prepare(step).forward(0, q, expected, sinks)
 
@@ -68,13 +75,13 @@ def test_new_tokens_attend_as_those_of_a_chunk(
         for values, fill in zip(step[3:6], (7, 0, 1), strict=True)
     ]
     scratch = decode_scratch(5, *sizes, CPU, queries=8)
-    used = qkv if fused else q.flatten(1)
+    used = q.flatten(1) if fused == "queries" else qkv
     inputs = torch.cat((used, torch.randn(behind, used.shape[1])))
-    if not fused:
+    if fused == "queries":
         keys, values = pool.layer(0)
         norms = None, None, 0.0, None  # type: ignore[assignment]
     tensors = (inputs, *norms, keys, values, out, step.page_table, *where, scratch, None)
-    decode(*tensors, 8, sinks, rule.window, rule.soft_cap)
+    decode(*tensors, 8, sinks, rule.window, rule.soft_cap, deltas)
     torch.testing.assert_close(out[: sum(new)], expected)
     assert not out[sum(new) :].any()
     for ours, theirs in zip((keys, values), pool.layer(0), strict=True):

@@ -25,7 +25,7 @@ def test_each_token_gets_the_state_before_it_from_its_step_or_an_earlier_one() -
         first = (lengths.cumsum(0) - lengths).int()
         positions = torch.cat([torch.arange(s, s + n) for _, s, n in step]).int()
         hidden = torch.from_numpy(rng.normal(size=(len(positions), SIZE))).float()
-        views = StepViews(rows, start, lengths, first, rows, {})
+        views = StepViews(rows, start, lengths, first, rows, rows, {})
         before = shift_hidden(ring, hidden, views, lengths, positions)
         place = 0
         for row, begin, length in step:

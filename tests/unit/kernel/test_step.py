@@ -28,8 +28,8 @@ def test_packed_views_cover_the_buffer_without_overlap() -> None:
     layout = StepLayout(3, columns)
     buffer = torch.zeros(layout.words + 1, dtype=torch.int32)
     views, host = layout.views(buffer), layout.host_views(buffer.numpy())
-    fields = [*views[:5], *views.sampling.values()]
-    host_fields = [*host[:5], *host.sampling.values()]
+    fields = [*views[:6], *views.sampling.values()]
+    host_fields = [*host[:6], *host.sampling.values()]
     for number, view in enumerate(fields, start=1):
         view.copy_(torch.full_like(view, number))
     for number, (view, array) in enumerate(zip(fields, host_fields, strict=True), start=1):
@@ -67,6 +67,18 @@ def test_stage_tokens_of_decode_requests_with_drafts() -> None:
     assert ids.tolist() == [122, 123, 124, 135, 7]
     assert positions.tolist() == [6, 7, 8, 3, 0]
     assert slots.tolist() == [5 * 4 + 2, 5 * 4 + 3, 6 * 4, 8 * 4 + 3, 0]
+
+
+def test_stage_tokens_adds_the_delta_of_a_request_to_the_turns_of_its_tokens() -> None:
+    page_table, token_pool = torch.zeros(3, 4, dtype=torch.int32), torch.zeros(3, 16).int()
+    ids, positions, slots, turns = torch.full((4, 5), -1, dtype=torch.int32)
+    stage_tokens(
+        *(int32(1, 2), int32(6, 3), int32(0, 2)),
+        *(int32(7, 8, 9), 2, page_table, token_pool, 4, ids, positions, slots),
+        *(int32(-5, 0), turns),
+    )
+    assert positions.tolist() == [6, 7, 3, 4, 5]
+    assert turns.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_kv_metadata_counts_the_last_page() -> None:

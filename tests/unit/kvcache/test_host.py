@@ -7,7 +7,7 @@ import numpy as np
 from minisgl.core.batch import Int32Array
 from minisgl.core.rows import Steps
 from minisgl.kvcache import host
-from minisgl.kvcache.host import HostTier, host_tier
+from minisgl.kvcache.host import TOTALS, HostTier, host_tier
 from minisgl.kvcache.node import Place
 from minisgl.kvcache.radix import RadixCache
 
@@ -16,7 +16,7 @@ class NoCopier:
     """Implements core.PageCopier without bytes."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks, self.block_bytes = num_blocks, 100
 
     def start(self, job: int, pages: Int32Array, blocks: Int32Array, load: bool) -> None:
         assert len(pages) == len(blocks) == len({*blocks.tolist()})
@@ -81,6 +81,26 @@ def test_a_store_of_a_chain_has_one_lock_and_a_limited_number_of_nodes() -> None
     store_all(tier)
     assert tier.clean_pages == length
     assert (top.lock_count, tier.locked_pages) == (0, 0)
+
+
+def test_usage_counts_each_block_once_and_totals_count_copies_and_evictions() -> None:
+    tree, tier = tree_of(num_blocks=10, target=6)
+    end = tree.insert(ids(4), ids(4))
+    tier.store()
+    assert tier.usage() == {"copied": 0, "host": 0, "moving": 4, "free": 6}
+    store_all(tier)
+    assert tier.usage() == {"copied": 4, "host": 0, "moving": 0, "free": 6}
+    tree.evict(4)
+    assert tier.usage() == {"copied": 0, "host": 4, "moving": 0, "free": 6}
+    tree.lock(end)
+    tier.load(end)
+    assert tier.usage() == {"copied": 0, "host": 0, "moving": 4, "free": 6}
+    tier.flush()
+    store_all(tier)
+    tree.evict(4)
+    tier.drop_all()
+    assert tier.usage() == {"copied": 0, "host": 0, "moving": 0, "free": 10}
+    assert [tier.totals[name] for name in TOTALS] == [800, 400, 4, 4]
 
 
 def test_a_store_takes_no_memory_in_proportion_to_the_free_blocks() -> None:

@@ -85,7 +85,7 @@ class FakeCopier:
     """
 
     def __init__(self, engine: "FakeEngine", num_blocks: int) -> None:
-        self._engine, self.num_blocks = engine, num_blocks
+        self._engine, self.num_blocks, self.block_bytes = engine, num_blocks, 100
         self.blocks = np.zeros((num_blocks, engine.page_size), dtype=np.uint64)
         self.open: dict[int, tuple[Int32Array, Int32Array, bool]] = {}
         self.reported: set[int] = set()

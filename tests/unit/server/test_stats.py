@@ -71,6 +71,29 @@ def test_snapshots_of_states_are_counted() -> None:
     assert [found[name.format(event)] for event in ("saved", "loaded", "evicted")] == [3, 2, 1]
 
 
+def test_the_host_cache_has_tokens_by_state_and_bytes_by_direction() -> None:
+    found = collected(
+        stats(
+            host_pages={"copied": 1, "host": 2, "moving": 3, "free": 4},
+            host_totals={
+                "bytes_to_host": 5,
+                "bytes_to_gpu": 6,
+                "hit_pages": 7,
+                "evicted_pages": 8,
+            },
+            loading_reqs=9,
+        )
+    )
+    name = "minisgl_host_cache_tokens{{model_name=m,state={}}}"
+    states = [found[name.format(state)] for state in ("copied", "host", "moving", "free")]
+    assert states == [16, 32, 48, 64]
+    name = "minisgl_host_cache_copied_bytes_total{{direction={},model_name=m}}"
+    assert [found[name.format(direction)] for direction in ("to_host", "to_gpu")] == [5, 6]
+    totals = "hit_tokens_total", "evicted_tokens_total", "loading_requests"
+    names = [f"minisgl_host_cache_{total}{{model_name=m}}" for total in totals]
+    assert [found[name] for name in names] == [112, 128, 9]
+
+
 def test_tokens_of_windows_have_the_same_states() -> None:
     found = collected(stats(kind_pages={"window": (3, 2, 5)}))
     name = "minisgl_kv_window_tokens{{model_name=m,state={}}}"
