@@ -8,7 +8,6 @@ import argparse
 import math
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ import msgspec
 
 from bench.clocks import Clocks
 from bench.records import RESULTS, Figure, write_record
-from bench.runner import ROOT, environ_of, last_json, record_of
+from bench.runner import last_json, output_of, record_of
 from minisgl.benchmark.flag_types import positive_float
 from minisgl.benchmark.server_process import start_server
 from minisgl.core import ConfigError
@@ -198,11 +197,11 @@ class Campaign:
             caches = {name: str(Path(folder) / name) for name in row.program.own_caches}
             trace = Path(folder) / _TRACE
             if row.point.trace:
-                trace.write_text(_output(_trace_command(row), {}), encoding="utf-8")
+                trace.write_text(output_of(_module(_trace_command(row))), encoding="utf-8")
             command = self.command(row, url, trace)
             sys.stderr.write(f"{row.name}: {shlex.join(command)}\n")
             with clocks.sampled():
-                output = _output(command, caches)
+                output = output_of(_module(command), variables=caches)
         return values_of(row, last_json(output)) | clocks.values()
 
     def shown(self, row: CampaignRow) -> str:
@@ -254,19 +253,9 @@ def _trace_command(row: CampaignRow) -> list[str]:
     return ["python", "-m", "bench", "trace", *shlex.split(row.point.trace)]
 
 
-def _output(command: list[str], variables: dict[str, str]) -> str:
-    """Run a command of this checkout, and return its output. Raises ConfigError if it fails."""
-    words = command[2:] if command[:2] == ["python", "-m"] else command
-    done = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=ROOT,
-        env=environ_of(ROOT) | variables,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    if done.returncode:
-        raise ConfigError(f"the program ended with the exit code {done.returncode}")
-    return done.stdout
+def _module(command: list[str]) -> list[str]:
+    """Return a command without the words that `python -m` replaces."""
+    return command[2:] if command[:2] == ["python", "-m"] else command
 
 
 def main(argv: Sequence[str]) -> int:

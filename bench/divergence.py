@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.benchmark.flag_types import add_kv_flag, add_quantization_flag, positive_int
+from minisgl.benchmark.flag_types import add_model_flags, positive_int
 from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.core import ConfigError, EngineConfig, SamplingParams
@@ -102,20 +102,14 @@ def texts_of(options: argparse.Namespace, path: str, vocab_size: int) -> Iterato
 def main(argv: Sequence[str]) -> int:
     """Print the result and a line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench divergence", description=__doc__)
-    parser.add_argument(
-        "--model",
-        default=str(model_path()),
-        help=f"{', '.join(SHAPES)} (random weights), or a model folder (the demo model)",
-    )
+    further = "--device", "--kv-cache-dtype", "--quantization"
+    add_model_flags(parser, str(model_path()), *further)
     parser.add_argument("--text", type=Path, help="text file, cut into texts of --tokens tokens")
     parser.add_argument("--texts", type=positive_int, default=64, help="number of texts (64)")
     parser.add_argument(
         "--tokens", type=positive_int, default=1024, help="most tokens of a text (1024)"
     )
     parser.add_argument("--dtype", default="auto", help="as in the server (auto)")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    add_kv_flag(parser)
-    add_quantization_flag(parser)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         path, model = load_shape(options.model, Path(folder))

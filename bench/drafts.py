@@ -26,10 +26,11 @@ from torch import Tensor
 from bench.edits import EDITS, FIRST_TOKENS, Edit, edits_of, pages_for, random_edits
 from bench.pinned import PinnedAcceptance
 from bench.replaced_draws import ReplacedDraws
-from minisgl.benchmark.flag_types import add_quantization_flag, pinned_lengths, positive_int
+from minisgl.benchmark.flag_types import add_model_flags, pinned_lengths, positive_int
 from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.outbox import raise_failure
+from minisgl.benchmark.text_table import TextTable
 from minisgl.core import EngineConfig, SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.drafts import with_speculation
@@ -155,7 +156,7 @@ def _runs(
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench drafts", description=__doc__)
-    parser.add_argument("--model", default="qwen3-8b", help=f"{', '.join(SHAPES)} (qwen3-8b)")
+    add_model_flags(parser, "qwen3-8b", "--device", "--quantization")
     parser.add_argument("--edits", type=positive_int, default=20, help="number of requests (20)")
     parser.add_argument(
         "--lengths",
@@ -172,7 +173,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--concurrency", type=positive_int, nargs="+", default=[1, 16], help="requests at once"
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument(
         "--acceptance",
         type=pinned_lengths,
@@ -188,7 +188,6 @@ def main(argv: Sequence[str]) -> int:
         default=SchedulerConfig().target_step_ms,
         help="as in the server; 0: no limit for steps with prompts (%(default)s)",
     )
-    add_quantization_flag(parser)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         path, model = load_shape(options.model, Path(folder))
@@ -236,16 +235,15 @@ def main(argv: Sequence[str]) -> int:
     predicted = sum(count for output in outbox for _, count in output.predicted)
     print(f"{options.model}, {len(edits)} edits, {accepted} of {drafted} draft tokens accepted")
     print(f"{predicted} of {tokens} output tokens equal a draft from the prediction")
-    print(f"{'drafts':<24} {'requests':>8} {'tokens/s':>10} {'ms/token':>9} {'ratio':>7}")
+    columns = {"requests": ">8", "tokens/s": ">10,.0f", "ms/token": ">9.2f", "ratio": ">7.2f"}
+    table = TextTable({"drafts": "<24"} | columns)
+    print(table.head)
     for label, of_label in speeds.items():
         for reqs, plain, speed in zip(
             options.concurrency, speeds[_NO_DRAFTS], of_label, strict=True
         ):
             ratio = speed.tokens_per_s / plain.tokens_per_s
-            print(
-                f"{label:<24} {reqs:>8} {speed.tokens_per_s:>10,.0f} {1e3 * speed.token_s:>9.2f} "
-                f"{ratio:>7.2f}"
-            )
+            print(table.row(label, reqs, speed.tokens_per_s, 1e3 * speed.token_s, ratio))
     counts = {"tokens": tokens, "drafted": drafted, "accepted": accepted, "predicted": predicted}
     summary = {"model": options.model, "edits": len(edits), "requests": options.concurrency}
     summary |= {"quantization": options.quantization, "lengths": options.lengths}

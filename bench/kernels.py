@@ -7,7 +7,6 @@ the kernels of a graph, about 1 us, are part of the times.
 import argparse
 import itertools
 import json
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,13 +18,13 @@ from bench.kernel_cases.delta import delta_cases
 from bench.kernel_cases.drafts import draft_cases
 from bench.kernel_cases.experts import gpt_oss_cases, layer_cases
 from bench.kernel_cases.packed import packed_cases
+from bench.timer import graph_seconds
 from minisgl import kernel
 from minisgl.benchmark.flag_types import positive_int
+from minisgl.benchmark.text_table import TextTable
 from minisgl.kernel.fp8_weights import FP8, Scales
 from minisgl.utils.startup import Progress
 
-_CALLS = 32  # captured in one graph
-_REPLAYS = 15
 _ROTATED_BYTES = 256 << 20
 _VOCAB = 151_936
 _HIDDEN_SIZES = {  # widths of hidden states, of queries, of queries with keys and values, of MLP
@@ -50,35 +49,6 @@ class Figure(NamedTuple):
     bytes_moved: int
     floor_s: float
     median_s: float
-
-
-def graph_seconds(calls: Sequence[Callable[[], object]]) -> float:
-    """Return the median seconds of a call, in a graph of _CALLS calls that rotate over `calls`."""
-    count = max(_CALLS, len(calls))
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())  # which fills the inputs
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for number in range(count):
-            calls[number % len(calls)]()
-    graph.replay()
-    seconds: list[float] = []
-    for _ in range(_REPLAYS):
-        begin, end = _event(), _event()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3 / count)
-    return statistics.median(seconds)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def copy_bandwidth() -> float:
@@ -318,12 +288,10 @@ def main(argv: Sequence[str]) -> int:
     chosen = [case for case in every if case.name.startswith(options.only)]
     figures = [measure(case, bandwidth) for case in Progress(chosen, desc="kernels")]
     print(f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e12:.2f} TB/s")
-    print(f"{'kernel':<48} {'MB':>8} {'floor':>9} {'measured':>9} {'of floor':>8}")
-    for figure in figures:
-        share = f"{figure.floor_s / figure.median_s:8.0%}"
-        print(
-            f"{figure.name:<48} {figure.bytes_moved / 1e6:>8.2f} {figure.floor_s * 1e6:>6.1f} us"
-            f" {figure.median_s * 1e6:>6.1f} us {share}"
-        )
+    times = {"floor, µs": ">9.1f", "measured, µs": ">12.1f", "of floor": ">8.0%"}
+    table = TextTable({"kernel": "<48", "MB": ">8.2f"} | times)
+    print(table.head)
+    for name, moved, floor_s, median_s in figures:
+        print(table.row(name, moved / 1e6, 1e6 * floor_s, 1e6 * median_s, floor_s / median_s))
     print(json.dumps([figure._asdict() for figure in figures]))
     return 0

@@ -3,7 +3,6 @@
 import argparse
 import json
 import multiprocessing
-import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,36 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.timer import graph_seconds
 from minisgl.benchmark.flag_types import positive_int
+from minisgl.benchmark.text_table import TextTable
 from minisgl.distributed.comm import GroupCommunicator, TPInfo, connect
 
-_CALLS = 20  # captured in one CUDA graph
-_REPLAYS = 30
 
-
-def time_us(run: Callable[[], object]) -> float:
-    """Return the median time of one call in microseconds, from a CUDA graph of _CALLS calls."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        run()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")
-        for _ in range(_CALLS):
-            run()
-        graph.capture_end()
-        times: list[float] = []
-        for _ in range(_REPLAYS):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1000 / _CALLS)
-    return statistics.median(times)
-
-
-def measure(comm: GroupCommunicator, rows: int, width: int) -> tuple[float, float, float]:
+def measure(comm: GroupCommunicator, rows: int, width: int) -> list[float]:
     """Return microseconds for [rows, width] bfloat16: the engine, NCCL and norm, NCCL alone."""
 
     def noise(*shape: int) -> Tensor:
@@ -49,11 +25,12 @@ def measure(comm: GroupCommunicator, rows: int, width: int) -> tuple[float, floa
 
     x, residual, weight = noise(rows, width), noise(rows, width), noise(width)
     plain = GroupCommunicator(comm.tp, comm.group, comm.device)
-    return (
-        time_us(lambda: comm.reduce_norm(x, residual, weight, 1e-6)),
-        time_us(lambda: plain.reduce_norm(x, residual, weight, 1e-6)),
-        time_us(lambda: plain.all_reduce(x)),
+    calls: tuple[Callable[[], object], ...] = (
+        lambda: comm.reduce_norm(x, residual, weight, 1e-6),
+        lambda: plain.reduce_norm(x, residual, weight, 1e-6),
+        lambda: plain.all_reduce(x),
     )
+    return [1e6 * graph_seconds([call]) for call in calls]
 
 
 def run_ranks(tp: int, folder: str, function: Callable[..., None], *args: Any) -> int:
@@ -82,13 +59,16 @@ def _rank(tp: TPInfo, folder: str, function: Callable[..., None], args: tuple[An
 def compare(comm: GroupCommunicator, widths: Sequence[int], rows: Sequence[int]) -> None:
     """Measure all sizes on one rank. Rank 0 prints the table."""
     results = []
+    columns = dict.fromkeys(("engine, µs", "NCCL + norm", "NCCL alone"), ">11.1f")
+    table = TextTable({"bfloat16": "<14"} | columns)
+    if comm.tp.rank == 0:
+        print(table.head)
     for width in widths:
         for count in rows:
             times = measure(comm, count, width)
             results.append({"rows": count, "width": width, "us": times})
             if comm.tp.rank == 0:
-                line = "".join(f"{time:>12.1f}" for time in times)
-                print(f"{count:>6} x {width:<6} {line}", flush=True)
+                print(table.row(f"{count} x {width}", *times), flush=True)
     if comm.tp.rank == 0:
         print(json.dumps({"tp": comm.tp.size, "times": results}))
 
@@ -110,6 +90,5 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if torch.cuda.device_count() < options.tp:
         parser.error(f"this benchmark needs {options.tp} CUDA devices")
-    print(f"{'rows x width':<16}{'engine':>12}{'NCCL + norm':>12}{'NCCL alone':>12}  µs, bfloat16")
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(options.tp, folder, compare, options.width, options.rows)

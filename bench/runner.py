@@ -12,7 +12,7 @@ import platform
 import statistics
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -66,26 +66,33 @@ def run_in_turns(arguments: Sequence[str], repeat: int, other: Path | None) -> T
         for checkout, samples in ((ROOT, turns.ours), (other, turns.theirs)):
             if checkout is not None:
                 sys.stderr.write(f"run {turn} of {repeat} in {checkout}\n")
-                for figure in figures_of(arguments[0], _run(arguments, checkout)):
+                output = output_of(["bench", *arguments], checkout)
+                for figure in figures_of(arguments[0], last_json(output)):
                     for column, value in figure.values.items():
                         if value is not None:
                             samples.setdefault((figure.name, column), []).append(value)
     return turns
 
 
-def _run(arguments: Sequence[str], checkout: Path) -> object:
-    command = [sys.executable, "-m", "bench", *arguments]
-    environ = environ_of(checkout)
-    done = subprocess.run(command, cwd=checkout, env=environ, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise ConfigError(f"the run in {checkout} ended with the exit code {done.returncode}")
-    return last_json(done.stdout)
+def output_of(
+    module: Sequence[str], checkout: Path = ROOT, variables: Mapping[str, str] | None = None
+) -> str:
+    """Run `python -m MODULE` in a checkout, and return its output. Raises ConfigError.
 
-
-def environ_of(checkout: Path) -> dict[str, str]:
-    """Return the environment of a program that imports from a checkout, then as this process."""
+    module: its name and arguments. variables: of the environment, beside those of this process.
+    """
     paths = [str(checkout.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-m", *module],
+        cwd=checkout,
+        env=environ | dict(variables or {}),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    if done.returncode:
+        raise ConfigError(f"the program in {checkout} ended with the exit code {done.returncode}")
+    return done.stdout
 
 
 def last_json(output: str) -> object:

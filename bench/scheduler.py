@@ -18,6 +18,7 @@ import numpy as np
 
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.outbox import raise_failure
+from minisgl.benchmark.text_table import TextTable
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, read_cost
 from minisgl.core import SamplingParams, SchedulerConfig
 from minisgl.core.batch import Batch, PageCopier, StepResult, WindowLayers
@@ -222,9 +223,10 @@ def main(argv: Sequence[str]) -> int:
         measure_admission(options.prompts),
         measure_eviction(options.nodes, options.evictions),
     ]
-    print(f"{'CPU time of one':<48} {'median':>10} {'p99':>10} {'aim':>10}")
-    for figure in figures:
-        times = (figure.median_s, figure.p99_s, figure.aim_s)
-        print(f"{figure.name:<48} " + " ".join(f"{t * 1e6:>7.1f} µs" for t in times))
+    times = dict.fromkeys(("median, µs", "p99, µs", "aim, µs"), ">10.1f")
+    table = TextTable({"CPU time of one": "<48"} | times)
+    print(table.head)
+    for name, _, *seconds in figures:
+        print(table.row(name, *(1e6 * each for each in seconds)))
     print(json.dumps([figure._asdict() for figure in figures]))
     return 0

@@ -15,13 +15,13 @@ import torch
 
 from bench.reduce import run_ranks
 from minisgl.benchmark.flag_types import (
-    add_kv_flag,
-    add_quantization_flag,
+    add_model_flags,
     nonnegative_int,
     positive_int,
 )
 from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
+from minisgl.benchmark.text_table import TextTable
 from minisgl.core import ConfigError, EngineConfig, SamplingParams
 from minisgl.core.batch import Batch, Int32Array, PageUpdates
 from minisgl.core.columns import sampling_arrays
@@ -164,7 +164,8 @@ def kernel_times(engine: Engine, batches: Sequence[Batch]) -> list[KernelTime]:
 def main(argv: Sequence[str]) -> int:
     """Print the step's times, its kernels and one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench step", description=__doc__)
-    parser.add_argument("--model", default="qwen3-0.6b", help=", ".join(SHAPES))
+    further = "--page-size", "--tp", "--quantization", "--kv-cache-dtype", "--device"
+    add_model_flags(parser, "qwen3-0.6b", *further)
     parser.add_argument("--batch", type=positive_int, default=256, help="decoding requests (256)")
     parser.add_argument(
         "--context",
@@ -180,12 +181,9 @@ def main(argv: Sequence[str]) -> int:
         type=positive_int,
         help="profile the step of a prompt of this many tokens in place of a decode step",
     )
-    parser.add_argument("--page-size", type=positive_int, default=16)
     parser.add_argument(
         "--kernels", type=nonnegative_int, default=25, help="kernels in the table (25)"
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
-    parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
     parser.add_argument(
         "--drafts",
         type=int,
@@ -199,8 +197,6 @@ def main(argv: Sequence[str]) -> int:
         choices=("ngram", "mtp"),
         help="with --drafts: drafts of repetitions, or of the draft head of the model (ngram)",
     )
-    add_quantization_flag(parser)
-    add_kv_flag(parser)
     options = parser.parse_args(argv)
     if options.tp > max(torch.cuda.device_count(), 1):
         parser.error(f"this benchmark needs {options.tp} CUDA devices")
@@ -285,11 +281,12 @@ def report(
         least, most = options.batch / step_s, options.batch * (1 + options.drafts) / step_s
         print(f"{least:,.0f} tokens/s if no draft is accepted, {most:,.0f} if all are")
     if kernels:
-        print(f"{'kernel':<72} {'calls':>7} {'µs/step':>9}")
-        for kernel in kernels[: options.kernels]:
-            print(f"{kernel.name[:72]:<72} {kernel.calls:>7.1f} {kernel.microseconds:>9.1f}")
+        table = TextTable({"kernel": "<72", "calls": ">7.1f", "µs/step": ">9.1f"})
         busy = sum(kernel.microseconds for kernel in kernels)
-        print(f"{'all kernels and copies':<72} {'':>7} {busy:>9.1f}")
+        print(table.head)
+        for name, calls, microseconds in kernels[: options.kernels]:
+            print(table.row(name[:72], calls, microseconds))
+        print(table.row("all kernels and copies", "", busy))
     summary = {"model": options.model, "batch": options.batch, "context": options.context}
     summary |= {"prompt": options.prompt}
     summary |= {"quantization": options.quantization, "drafts": options.drafts}

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minisgl.benchmark.flag_types import positive_int
+from minisgl.benchmark.flag_types import add_model_flags, positive_int
 from minisgl.benchmark.models import SHAPES, write_model
 from minisgl.benchmark.outbox import raise_failure
+from minisgl.benchmark.text_table import TextTable
 from minisgl.core import Grammar, GrammarFailed, SamplingParams
 from minisgl.llm import LLM
 from minisgl.llm.workers import LocalWorker
@@ -219,11 +220,7 @@ def all_rows(
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="python -m bench structured", description=__doc__)
-    parser.add_argument(
-        "--model",
-        default="qwen3-8b",
-        help=f"{', '.join(SHAPES)} (random weights), or a model folder (qwen3-8b)",
-    )
+    add_model_flags(parser, "qwen3-8b", "--device")
     parser.add_argument(
         "--streams", type=positive_int, nargs="+", default=[64, 256], help="streams (64 256)"
     )
@@ -234,7 +231,6 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--schema-folder", type=Path, help="take the new schemas from the *.json files of a folder"
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     options = parser.parse_args(argv)
     if options.schema_folder is None:
         schemas = [new_schema(index) for index in range(options.schemas)]
@@ -256,12 +252,13 @@ def main(argv: Sequence[str]) -> int:
             max_running_reqs=max(options.streams),
             cache_type="naive",
         )
-    print(f"{options.model}\n{'':<48} {'ms':>9} {'ratio':>7}")
+    table = TextTable({"": "<48", "ms": ">9.3f", "ratio": ">7.3f"})
+    print(options.model, table.head, sep="\n")
     rows = []
     with llm, contextlib.closing(service):
         bench = Bench(llm)
         for row in all_rows(bench, service, schemas, options.streams, options.tokens):
-            print(f"{row[0]:<48} {row[1]:>9.3f} {row[2]:>7.3f}", flush=True)
+            print(table.row(*row), flush=True)
             rows.append(row)
     failures = bench.totals.failures
     print(json.dumps({"model": options.model, "rows": rows, "failures": failures}))

@@ -4,6 +4,9 @@ import argparse
 import math
 import os
 from pathlib import Path
+from typing import Any
+
+from minisgl.benchmark.models import SHAPES
 
 MOST_PINNED = 3  # with more drafts, the accepted length of real text varies too much to be pinned
 
@@ -48,20 +51,22 @@ def _at_least(minimum: int, value: int) -> int:
     return value
 
 
-def add_kv_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add --kv-cache-dtype, as in the server."""
-    parser.add_argument(
-        "--kv-cache-dtype",
-        default="auto",
-        choices=("auto", "bf16", "fp8"),
-        help="as in the server (auto)",
-    )
+_ENGINE_FLAGS: dict[str, dict[str, Any]] = {
+    "--device": {"default": "auto", "choices": ("auto", "cpu", "cuda"), "help": "(auto)"},
+    "--tp": {"type": positive_int, "default": 1, "help": "tensor-parallel GPUs (1)"},
+    "--page-size": {"type": positive_int, "default": 16, "help": "tokens per KV page (16)"},
+    "--quantization": {"choices": ("fp8", "int4"), "help": "convert the weights at load (none)"},
+    "--kv-cache-dtype": {"default": "auto", "choices": ("auto", "bf16", "fp8"), "help": "(auto)"},
+}
 
 
-def add_quantization_flag(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Add --quantization, as in the server."""
-    text = "convert the weights at load, as in the server"
-    parser.add_argument("--quantization", choices=("fp8", "int4"), help=text)
+def add_model_flags(parser: argparse.ArgumentParser, default: str, *further: str) -> None:
+    """Add --model, and the flags `further`, which are those of the server."""
+    group = parser.add_argument_group("engine, as in the server")
+    known = f"{', '.join(SHAPES)} (random weights), or a model folder ({default})"
+    group.add_argument("--model", default=default, help=known)
+    for flag in further:
+        group.add_argument(flag, **_ENGINE_FLAGS[flag])
 
 
 def pinned_lengths(text: str) -> dict[int, float]:

@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.benchmark.flag_types import (
-    add_kv_flag,
-    add_quantization_flag,
+    add_model_flags,
     pinned_lengths,
     positive_float,
     positive_int,
@@ -122,9 +121,7 @@ def load_shape(model: str, folder: Path, drafts: bool = False) -> tuple[str, Mod
 def main(argv: Sequence[str]) -> int:
     """Print the floor and a line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench floor", description=__doc__)
-    parser.add_argument(
-        "--model", default="qwen3-0.6b", help=f"{', '.join(SHAPES)}, or a model folder"
-    )
+    add_model_flags(parser, "qwen3-0.6b", "--tp", "--quantization", "--kv-cache-dtype")
     add_workload_flags(parser)
     parser.add_argument(
         "--bandwidth", type=positive_float, default=4.25, help="TB/s (4.25: one H200)"
@@ -138,15 +135,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--fp8-matmul", type=positive_float, default=1275, help="TFLOP/s (1275: one H200)"
     )
-    parser.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
     parser.add_argument(
         "--acceptance",
         type=pinned_lengths,
         metavar="DRAFTS:TOKENS",
         help="drafts of the draft head in each step, and the tokens of a step, such as 3:3.39",
     )
-    add_quantization_flag(parser)
-    add_kv_flag(parser)
     options = parser.parse_args(argv)
     pinned = Pinned(*next(iter(options.acceptance.items()))) if options.acceptance else NO_DRAFTS
     with tempfile.TemporaryDirectory() as folder:

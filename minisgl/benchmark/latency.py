@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.benchmark.client import Answer
+from minisgl.benchmark.text_table import TextTable
 
 PERCENTILES = (50, 90, 99)
 _TURNS = ((1, 1, "turn 1"), (2, 2, "turn 2"), (3, 10, "turns 3-10"), (11, sys.maxsize, "turns 11-"))
@@ -109,15 +110,13 @@ def table(summary: dict[str, Any]) -> str:
     and turns are there if the load has sessions.
     """
     columns = ("mean", *(f"p{percent}" for percent in PERCENTILES), "max")
-    lines = [f"{'ms':<16}" + "".join(f"{name:>11}" for name in columns)]
+    lines = TextTable({"ms": "<16"} | dict.fromkeys(columns, ">10,.2f"))
     rows = {name.removesuffix("_s").upper(): summary[name] for name in Latencies.__struct_fields__}
     rows |= {f"TTFT {name}": row for name, row in summary.get("ttft_s_by_turn", {}).items()}
     if beside := summary.get("beside"):
         rows["BESIDE"] = beside["itl_s"]
-    for name, row in rows.items():
-        cells = [f"{row[c] * 1e3:>11,.2f}" if row else f"{'-':>11}" for c in columns]
-        lines.append(f"{name:<16}" + "".join(cells))
-    return "\n".join(lines)
+    cells = ((name, *(1e3 * row[c] if row else "-" for c in columns)) for name, row in rows.items())
+    return "\n".join([lines.head, *(lines.row(*each) for each in cells)])
 
 
 def error_lines(answers: Iterable[Answer]) -> list[str]:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl.benchmark.flag_types import (
-    add_kv_flag,
-    add_quantization_flag,
+    add_model_flags,
     nonnegative_float,
     nonnegative_int,
     positive_int,
@@ -18,6 +17,7 @@ from minisgl.benchmark.flag_types import (
 from minisgl.benchmark.floor import floor_of, load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.outbox import workload_error
+from minisgl.benchmark.text_table import TextTable
 from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
 from minisgl.core import ConfigError, InvalidRequest, SamplingParams
 from minisgl.core.config import DRAFT_METHODS
@@ -49,17 +49,13 @@ def run_workload(llm: LLM, workload: Workload, temperature: float, progress: boo
 def main(argv: Sequence[str]) -> int:
     """Print a table and one line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench offline", description=__doc__)
-    parser.add_argument(
-        "--model",
-        default="qwen3-0.6b",
-        help=f"{', '.join(SHAPES)} (random weights), or a model folder",
-    )
+    further = "--page-size", "--tp", "--quantization", "--kv-cache-dtype", "--device"
+    add_model_flags(parser, "qwen3-0.6b", *further)
     add_workload_flags(parser)
-    group = parser.add_argument_group("engine")
+    group = parser.add_argument_group("run")
     group.add_argument(
         "--temperature", type=nonnegative_float, default=0.6, help="sampling temperature (0.6)"
     )
-    group.add_argument("--page-size", type=positive_int, default=16, help="tokens per KV page (16)")
     group.add_argument("--attention-backend", default="auto", help="as in the server (auto)")
     group.add_argument(
         "--max-prefill-length",
@@ -72,13 +68,9 @@ def main(argv: Sequence[str]) -> int:
     group.add_argument(
         "--repeat", type=positive_int, default=2, help="timed runs, after a warm-up run (2)"
     )
-    group.add_argument("--tp", type=positive_int, default=1, help="tensor-parallel GPUs (1)")
-    add_quantization_flag(group)
-    add_kv_flag(group)
     group.add_argument(
         "--speculative", choices=DRAFT_METHODS, help="drafts, as in the server (none)"
     )
-    group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         path, config = load_shape(options.model, Path(folder))
@@ -106,7 +98,10 @@ def main(argv: Sequence[str]) -> int:
     floor = floor_of(config, workload, Ceilings(), budget, options.tp, quantization, fp8_kv)
     outputs = sum(workload.max_tokens)
     print(f"{options.model}: ready in {ready_s:.1f} s; floor {floor.total_s:.2f} s")
-    print(f"{'run':<8} {'seconds':>8} {'tokens/s':>10} {'of the floor':>13}")
+    table = TextTable(
+        {"run": "<8", "seconds": ">8.2f", "tokens/s": ">10,.0f", "of the floor": ">13.1%"}
+    )
+    print(table.head)
     runs: list[dict[str, Any]] = []
     with llm:
         short = Workload(workload.prompts[:8], [8] * len(workload.prompts[:8]))
@@ -114,7 +109,7 @@ def main(argv: Sequence[str]) -> int:
         for index in range(options.repeat):
             seconds = run_workload(llm, workload, options.temperature, progress=True)
             rate, fraction = outputs / seconds, floor.total_s / seconds
-            print(f"{index + 1:<8} {seconds:>8.2f} {rate:>10,.0f} {fraction:>13.1%}", flush=True)
+            print(table.row(index + 1, seconds, rate, fraction), flush=True)
             runs.append({"seconds": seconds, "tokens_per_s": rate, "of_floor": fraction})
     prompt_tokens = int(workload.prompt_lengths().sum())
     summary = {"model": options.model, "ready_s": ready_s, "floor_s": floor.total_s}

@@ -59,4 +59,5 @@ def test_programs_of_a_checkout_find_packages_where_this_process_does(
 ) -> None:
     """Regression: a campaign whose dependencies were in PYTHONPATH started programs without it."""
     monkeypatch.setenv("PYTHONPATH", "/site")
-    assert runner.environ_of(tmp_path)["PYTHONPATH"] == f"{tmp_path}:/site"
+    (tmp_path / "show.py").write_text("import os; print(os.environ['PYTHONPATH'], os.getcwd())")
+    assert runner.output_of(["show"], tmp_path).split() == [f"{tmp_path}:/site", str(tmp_path)]
