@@ -1,6 +1,7 @@
 // The chat: the list of conversations, the messages of one of them, and the stream of an answer.
 
 import { ApiError, call, events } from "./api.js";
+import { Attachments } from "./attachments.js";
 import {
   apiMessages,
   deleteConversation,
@@ -13,7 +14,6 @@ import { announce, button, byId, el, notify } from "./dom.js";
 import { MessageView } from "./message.js";
 import { showRequest } from "./request.js";
 
-const MAX_FILE_BYTES = 1_000_000;
 const MIN_SPAN_MS = 50;
 const PATH = "v1/chat/completions";
 
@@ -24,7 +24,7 @@ export class Chat {
     this.model = model;
     this.conversations = loadConversations();
     this.deleted = new Set(); // an answer to one of these may end later
-    this.files = [];
+    this.attachments = new Attachments();
     this.stop = null;
     this.list = byId("messages");
     this.input = byId("prompt");
@@ -52,8 +52,6 @@ export class Chat {
       this.open.system = byId("system").value;
       this.#save();
     });
-    byId("attach").addEventListener("click", () => byId("file").click());
-    byId("file").addEventListener("change", () => this.#attach());
     addEventListener("storage", () => this.#reload());
     this.#select(this.conversations[0] ?? emptyConversation());
   }
@@ -145,46 +143,14 @@ export class Chat {
     this.list.append(el("div", { class: "results" }, fields, button("Send results", send)));
   }
 
-  async #attach() {
-    const chosen = [...byId("file").files];
-    byId("file").value = "";
-    for (const file of chosen) {
-      try {
-        if (file.size > MAX_FILE_BYTES) {
-          throw new Error("is larger than 1 MB");
-        }
-        const decoder = new TextDecoder("utf-8", { fatal: true });
-        this.files.push({ name: file.name, text: decoder.decode(await file.arrayBuffer()) });
-      } catch (error) {
-        const reason = error instanceof TypeError ? "is not a UTF-8 text" : error.message;
-        notify(`The file ${file.name} cannot be attached: it ${reason}.`);
-      }
-    }
-    this.#showFiles();
-    this.input.focus();
-  }
-
-  #showFiles() {
-    const items = this.files.map((file, at) => {
-      const drop = () => {
-        this.files.splice(at, 1);
-        this.#showFiles();
-      };
-      return el("li", {}, `${file.name}, ${file.text.length} characters`, button("\u00d7", drop, `Remove ${file.name}`));
-    });
-    byId("files").replaceChildren(...items);
-  }
-
   #sendInput() {
     const content = this.input.value;
-    if (!(content.trim() || this.files.length)) {
+    if (!(content.trim() || this.attachments.files.length)) {
       return;
     }
     this.#answer(() => {
-      this.open.messages.push({ role: "user", content, files: this.files });
+      this.open.messages.push({ role: "user", content, files: this.attachments.take() });
       this.input.value = "";
-      this.files = [];
-      this.#showFiles();
     });
   }
 

@@ -1,6 +1,7 @@
 // Keeps the conversations in the storage of the browser. Each conversation has its own entry, so that
 // two tabs do not overwrite each other's conversations. The server stores no conversation.
 
+import { isImageUrl } from "./attachments.js";
 import { notify } from "./dom.js";
 
 const PREFIX = "minisgl.conversation.";
@@ -44,16 +45,17 @@ function read(id) {
 }
 
 /**
- * A stored message in its complete form. A message of the user has files, which are attached texts.
- * A tool's result has callId. An answer has reasoning, calls (tool calls), finish, error, stats and
- * parameters (the body of the request without messages).
+ * A stored message in its complete form. A message of the user has files, each with a text, or with
+ * an image as a data URL. A tool's result has callId. An answer has reasoning, calls (tool calls),
+ * finish, error, stats and parameters (the body of the request without messages).
  */
 function readMessage(stored) {
   const message = { role: stored.role, content: text(stored.content) };
   if (stored.role === "user") {
-    message.files = list(stored.files).map(record).map(({ name, text: content }) => ({
+    message.files = list(stored.files).map(record).map(({ name, text: content, image }) => ({
       name: text(name),
       text: text(content),
+      image: isImageUrl(text(image)) ? image : "",
     }));
   } else if (stored.role === "tool") {
     message.callId = text(stored.callId);
@@ -106,7 +108,14 @@ export function apiMessages(conversation, end = conversation.messages.length) {
 
 function apiMessage(message) {
   if (message.role === "user") {
-    return { role: "user", content: [message.content, ...message.files.map(quote)].filter(Boolean).join("\n\n") };
+    const texts = message.files.filter((file) => !file.image).map(quote);
+    const images = message.files.filter((file) => file.image);
+    const words = [message.content, ...texts].filter(Boolean).join("\n\n");
+    if (!images.length) {
+      return { role: "user", content: words };
+    }
+    const parts = images.map(({ image }) => ({ type: "image_url", image_url: { url: image } }));
+    return { role: "user", content: [...parts, ...(words ? [{ type: "text", text: words }] : [])] };
   }
   if (message.role === "tool") {
     return { role: "tool", tool_call_id: message.callId, content: message.content };

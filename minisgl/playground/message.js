@@ -1,5 +1,6 @@
 // Shows one message of a conversation, and its buttons.
 
+import { thumbnail } from "./attachments.js";
 import { button, copyButton, el } from "./dom.js";
 import { Markdown } from "./markdown.js";
 
@@ -32,7 +33,9 @@ export class MessageView {
   #showText() {
     const { role, content, files = [] } = this.message;
     const attached = files.map((file) =>
-      el("details", { class: "file" }, el("summary", {}, file.name), el("pre", {}, file.text)),
+      file.image
+        ? thumbnail(file)
+        : el("details", { class: "file" }, el("summary", {}, file.name), el("pre", {}, file.text)),
     );
     this.body.replaceChildren(...(content ? [el("p", { class: "plain" }, content)] : []), ...attached);
     const edit = role === "user" && button("Edit", () => this.#edit());

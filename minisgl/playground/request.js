@@ -13,9 +13,10 @@ const OPENAI = new Set(
 const FORMS = { curl, python, json: (path, body) => JSON.stringify(body, null, 2) };
 let shown = null;
 
-/** Open the dialog with the request of this body to this path. */
+/** Open the dialog with the request of this body to this path. Images are cut, because they are long. */
 export function showRequest(path, body) {
-  shown = { path, body };
+  const cut = (_, value) => (String(value).startsWith("data:image/") ? `${value.slice(0, 40)}...` : value);
+  shown = { path, body: JSON.parse(JSON.stringify(body, cut)) };
   showForm("curl");
   byId("request-dialog").showModal();
 }

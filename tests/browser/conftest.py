@@ -13,7 +13,7 @@ from selenium.webdriver.chrome.service import Service
 from tests.browser.injections import INJECTIONS
 from tests.browser.page import Playground
 from tests.process.harness import ServerProcess, run_server
-from tests.process.tiny_model import build_reciting_model
+from tests.process.tiny_model import build_reciting_model, build_seeing_model
 
 KEY = "sesame-opens-the-door"
 
@@ -64,6 +64,18 @@ def keyed_server(
     (folder / "keys").write_text(f"reader: {KEY}\n")
     flags = ["--model", str(thinking_model), "--api-key-file", str(folder / "keys")]
     with run_server(*flags, stub=str(folder / "script.json")) as server:
+        yield server.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def seeing_server(
+    thinking_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    """A server that decodes images, and answers "color" with "It is red."."""
+    folder = tmp_path_factory.mktemp("seeing")
+    (folder / "script.json").write_text(json.dumps([["color", "It is red."]]))
+    model = build_seeing_model(folder / "model", thinking_model)
+    with run_server("--model", str(model), stub=str(folder / "script.json")) as server:
         yield server.wait_ready()
 
 

@@ -137,7 +137,9 @@ class Playground:
         entries = self.driver.get_log("performance")
         events = [json.loads(entry["message"])["message"] for entry in entries]
         sent = [one["params"] for one in events if one["method"] == "Network.requestWillBeSent"]
-        # The blank page, and pages of the browser itself, have no host.
+        # The blank page, pages of the browser itself and data: URLs have no host.
         urls = [urlsplit(one["request"]["url"]) for one in sent]
-        hosts = {url.netloc for url in urls if url.scheme not in ("about", "chrome", "devtools")}
+        hosts = {
+            url.netloc for url in urls if url.scheme not in ("about", "chrome", "devtools", "data")
+        }
         assert hosts == {urlsplit(self.url).netloc}

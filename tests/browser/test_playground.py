@@ -160,9 +160,9 @@ def test_schema_bounds_the_answer(page: Playground) -> None:
 
 def test_text_files_are_attached_and_others_refused(page: Playground, tmp_path: Path) -> None:
     (tmp_path / "notes.md").write_text("a ``` fence and <b>tags</b>")
-    (tmp_path / "photo.png").write_bytes(b"\x89PNG\xff")
-    page.find("#file").send_keys(f"{tmp_path / 'notes.md'}\n{tmp_path / 'photo.png'}")
-    page.wait_text("#notice-text", "photo.png cannot be attached: it is not a UTF-8 text")
+    (tmp_path / "photo.bin").write_bytes(b"\x89PNG\xff")
+    page.find("#file").send_keys(f"{tmp_path / 'notes.md'}\n{tmp_path / 'photo.bin'}")
+    page.wait_text("#notice-text", "photo.bin cannot be attached: it is neither a UTF-8 text")
     page.wait_text("#files li", "notes.md, 27 characters")
     page.ask("Read this.")
     sent = json.loads(page.request("json"))["messages"][-1]["content"]
