@@ -44,6 +44,7 @@ FEATURES = {
     ),
     "images": (
         "core/images.py",
+        "engine/images.py",
         "images/*.py",
         "models/vision*.py",
         "scheduler/image_check.py",

@@ -42,6 +42,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_request_tokens: int = 4096
     kv_cache_dtype: str = "auto"
     host_cache_gb: float = 0.0
+    no_images: bool = False
+    image_cache_tokens: int = 16_384
     attention_backend: str = "auto"
     moe_backend: str = "auto"
     quantization: str | None = None
@@ -61,6 +63,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "page_size",
             "num_pages",
             "kv_request_tokens",
+            "image_cache_tokens",
         ):
             value = getattr(self, name)
             if value is not None and value < 1:

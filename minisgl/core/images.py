@@ -32,6 +32,14 @@ class ImageMemory(NamedTuple):
         """Return the number of tokens of an image."""
         return grid[0] * grid[1] // self.merge**2
 
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens of an image: the smallest chunk may have tokens of three images.
+
+        Such a chunk has a page of 64 tokens, and the smallest images have 64 tokens.
+        """
+        return self.rows // 3
+
     def price(self, grid: Grid) -> int:
         """Return the prompt tokens that the layers compute in the time of an image; at least 1."""
         patches = grid[0] * grid[1]

@@ -7,6 +7,7 @@ tensors and from three starts on one H200.
 from minisgl.core import EngineConfig
 from minisgl.cost.gpus import Gpu
 from minisgl.engine import memory
+from minisgl.engine.images import buffer_bytes
 from minisgl.kernel import ContextCopy
 from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.mlp import DenseSpec
@@ -64,7 +65,8 @@ def remainder_bytes(
     shared = _PEER_BYTES if tp > 1 else 0
     activations = int(_ACTIVATION_SHARE * max_chunk_tokens * _widest(model, tp) * item)
     workspaces = len(set(model.rules)) * _WORKSPACE_BYTES
-    return _FIXED_BYTES + workspaces + tables + graphs + logits + copied + shared + activations
+    beside = copied + shared + buffer_bytes(config, model, spec.dtype)
+    return _FIXED_BYTES + workspaces + tables + graphs + logits + beside + activations
 
 
 def _widest(model: ModelSpec, tp: int) -> int:

@@ -14,7 +14,7 @@ from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine import memory
 from minisgl.kvcache.pool import kv_page_bytes
 from minisgl.models.build import ModelExtensions, empty_model
-from minisgl.models.config import draft_method, load_model_spec
+from minisgl.models.config import engine_model
 from minisgl.models.decoder import CausalLM
 from minisgl.models.loader import finish, load_weights, materialise
 from minisgl.models.spec import ModelSpec
@@ -67,7 +67,7 @@ def _check_settings(
 ) -> memory.Resolved:
     """Check all that needs no weights except their format, and return the resolved values."""
     device = memory.resolve_device(config, tp)
-    model = load_model_spec(config.model_path, drafts=draft_method(config) == "mtp")
+    model = engine_model(config)
     resolved = memory.resolve(config, model, tp, device)
     needs = resolved.attention_needs
     resolve_phases(config.attention_backend, needs, extensions.attention_backends)

@@ -32,7 +32,7 @@ class Engine:
 
     launch      as in core.EngineLike. On a CPU the step is complete on return; on a GPU it is
                 queued on the stream of all steps.
-    num_pages, page_size, max_running_reqs, max_seq_len, window, snapshot_pages
+    num_pages, page_size, max_running_reqs, max_seq_len, window, snapshot_pages, images
                 as in core.EngineLike.
     extensions  the extensions that the caller passed to the constructor.
     startup     seconds of each phase of the start.

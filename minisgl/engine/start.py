@@ -26,6 +26,7 @@ from minisgl.engine.check import check_memory
 from minisgl.engine.extensions import Extensions
 from minisgl.engine.graphs import DecodeShape, capture_steps
 from minisgl.engine.host_copies import device_bytes
+from minisgl.engine.images import image_buffer, image_memory, image_stages
 from minisgl.engine.model_runner import DraftTensors, ModelRunner
 from minisgl.engine.stages import CachedLengths, CopyStates, Stage
 from minisgl.engine.step import StepLauncher, StepParts
@@ -33,7 +34,7 @@ from minisgl.engine.step_tensors import Packer
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.layers.mixer import StateBuild
 from minisgl.layers.rotary import MixedAngles, query_scale_table, rope_table
-from minisgl.models.config import draft_method, load_model_spec
+from minisgl.models.config import draft_method, engine_model
 from minisgl.models.decoder import CausalLM
 from minisgl.utils.startup import Progress, Stopwatch
 
@@ -71,7 +72,7 @@ class Start:
                 f"speculative is {method}, but the extensions have no draft_lengths; build the "
                 "extensions with drafts.with_speculation, or leave speculative out"
             )
-        model = load_model_spec(config.model_path, drafts=method == "mtp")
+        model = engine_model(config)
         self.resolved = memory.resolve(config, model, comm.tp, device)
         if self.resolved.model.states and max_chunk_tokens < config.page_size:
             raise ConfigError(
@@ -155,7 +156,7 @@ class Start:
             )
             for layers, count in zip(spec.pools, counts, strict=True)
         )
-        rows = config.max_running_reqs + 1
+        rows, images = config.max_running_reqs + 1, image_memory(config, spec, self._comm.tp)
         # A draft may stand after the last position of a context. Its results are dropped.
         drafts = MAX_DRAFTS if self.drafting else 0
         max_pages = -(-max_seq_len // config.page_size) + -(-drafts // config.page_size)
@@ -191,10 +192,12 @@ class Start:
             drafts=DraftTensors(*int32(3, rows)) if self.drafting else None,
             states=states.allocate_states(spec.states, self._state_build()),
             angles=angles,
+            images=image_buffer(model, images),
         )
         stages: list[Stage] = [] if runner.drafts is None else [CachedLengths(runner.drafts)]
         if runner.states is not None:
             stages.append(CopyStates(runner.states, pools[0]))
+        stages += image_stages(runner)
         stages += [make(runner) for make in self._extensions.stages]
         parts = StepParts(runner, tuple(stages), self._extensions.finish(runner))
         if model.mtp is not None and not parts.reads_hidden:
@@ -202,7 +205,8 @@ class Start:
                 "speculative is mtp, but no stage of the extensions runs the draft head; build the "
                 "extensions with drafts.with_speculation, or set speculative to ngram"
             )
-        return StepLauncher(parts, self._extensions.logits_processors, self.on_stream())
+        processors = self._extensions.logits_processors
+        return StepLauncher(parts, processors, self.on_stream(), images=images)
 
     def graph_sizes(self) -> tuple[list[DecodeShape], list[int]]:
         """Return the shapes of decode steps and the numbers of tokens to capture graphs for."""
@@ -263,7 +267,7 @@ class Start:
         if self.device.type == "cuda" and shapes:
             graphs = capture_steps(launcher.parts, shapes, token_sizes, largest_first)
             processors, on_stream = launcher.processors, launcher.on_stream
-            launcher = StepLauncher(launcher.parts, processors, on_stream, graphs)
+            launcher = StepLauncher(launcher.parts, processors, on_stream, graphs, launcher.images)
             launcher.runner.clear_dummy()
         return launcher, free
 

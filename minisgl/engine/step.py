@@ -295,6 +295,7 @@ class StepLauncher:
     parts       the parts of all steps.
     processors  logits processors, in the order in which they edit.
     graphs      the CUDA graphs; none on a CPU.
+    images      as in core.EngineLike.
     copier      None: the launcher copies no pages (Engine.copier).
     on_stream   a context in which torch queues work on the stream.
     """
@@ -305,6 +306,7 @@ class StepLauncher:
         processors: Sequence[LogitsProcessor[Any]],
         on_stream: AbstractContextManager[object],
         graphs: StepGraphs = NO_GRAPHS,
+        images: ImageMemory | None = None,
     ) -> None:
         self.runner, self._stages, self._finish = self.parts = parts
         self.processors, self.on_stream, self.graphs = processors, on_stream, graphs
@@ -312,7 +314,7 @@ class StepLauncher:
         self.num_pages, self.page_size, self.window = pool.num_pages, pool.page_size, runner.window
         self.snapshot_pages = runner.snapshot_pages
         self.copier: PageCopier | None = None
-        self.images: ImageMemory | None = None
+        self.images = images
         self.max_running_reqs, self.max_seq_len = runner.packer.dummy_row, runner.max_seq_len
         self._failed_rows: Callable[[], Collection[int]] = frozenset  # of the previous step
         last_layer = LastLayer(runner.model, graphs.logits_graphs)

@@ -22,6 +22,7 @@ from minisgl.core.batch import Batch, EngineLike, LogprobsRequest, PageUpdates, 
 from minisgl.core.columns import sampling_arrays
 from minisgl.core.config import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
 from minisgl.core.step_cost import TimedStep
+from minisgl.engine.images import largest_image
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.models.layer import DecoderLayer
 
@@ -111,7 +112,8 @@ def run_every_size(engine: EngineLike, max_chunk_tokens: int) -> None:
 def run_largest(engine: EngineLike, max_chunk_tokens: int, drafting: bool = False) -> None:
     """Run the step that takes the most memory: all rows, the longest chunk, random sampling.
 
-    drafting: also run the largest step with drafts.
+    drafting: also run the largest step with drafts. An engine that takes images encodes the largest
+    one in each step.
     """
     chunks = -(-max_chunk_tokens // engine.max_seq_len)
     num_decode = max(engine.max_running_reqs - chunks, 0)
@@ -123,6 +125,8 @@ def run_largest(engine: EngineLike, max_chunk_tokens: int, drafting: bool = Fals
     for shape in shapes:
         batch = warmup_batch(engine, shape, FILTERED)
         assert batch is not None, "the engine must have room for the largest step; this is a bug"
+        if engine.images is not None:
+            batch = replace(batch, images=(largest_image(engine.images),))
         _run(engine, batch)
 
 

@@ -109,12 +109,20 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(x.dtype)
 
 
-def gather_embedding(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
+def gather_embedding(
+    ids: Tensor, weight: Tensor, first_id: int, images: Tensor | None = None
+) -> Tensor:
     """Look up `ids` in the part of the vocabulary that this rank holds.
 
     ids: integers [T]; weight: [rows, H], whose row i belongs to token first_id + i. Returns
     [T, H]. An id of another rank gives zeros, so the sum over ranks is the whole look-up.
+
+    images: [N, H], rows need not be contiguous; id ~i, which is negative, takes row i. None: a
+    negative id gives zeros.
     """
     local = ids - first_id
     mine = (local >= 0) & (local < weight.shape[0])
-    return weight[torch.where(mine, local, 0)] * mine.unsqueeze(-1).to(weight.dtype)
+    found = weight[torch.where(mine, local, 0)] * mine.unsqueeze(-1).to(weight.dtype)
+    if images is None:
+        return found
+    return torch.where((ids < 0).unsqueeze(-1), images[torch.where(ids < 0, ~ids, 0)], found)

@@ -28,6 +28,9 @@ class ParallelEmbedding(nn.Module):
     groups of ids, because the sampler draws a random number for a whole group.
     Raises ConfigError if a rank would hold no token id.
 
+    images: [rows, H], the features of image tokens, which id ~i takes from row i. None: no id is
+    negative, or another rank has them.
+
     norm_eps: the epsilon of a norm without weights, which the loader applies to the rows; None: the
     rows are those of the checkpoint.
     """
@@ -41,6 +44,7 @@ class ParallelEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         self.comm, self.norm_eps = comm, norm_eps
+        self.images: Tensor | None = None
         rank, size = comm.tp.rank, comm.tp.size
         self.shard = split_evenly("", vocab_size, rank, size, GROUP if size > 1 else 1)
         if self.shard.local * (size - 1) >= vocab_size:
@@ -52,7 +56,7 @@ class ParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up `ids`, integers [T]. Returns [T, H], zeros for the ids of other ranks."""
-        return gather_embedding(ids, self.weight, self.shard.begin)
+        return gather_embedding(ids, self.weight, self.shard.begin, self.images)
 
     def placements(self, name: str) -> Iterator[Placement]:
         shard = self.shard

@@ -82,6 +82,12 @@ def draft_method(config: EngineConfig) -> str | None:
     return "mtp"  # load_model_spec refuses a model that describes no draft head
 
 
+def engine_model(config: EngineConfig) -> ModelSpec:
+    """Return the model as an engine with this configuration runs it. Raises ConfigError."""
+    drafts = draft_method(config) == "mtp"
+    return load_model_spec(config.model_path, drafts=drafts, images=not config.no_images)
+
+
 def full_spec(config: Mapping[str, Any], *, images: bool = False) -> ModelSpec:
     """Return the model of config.json, without the values of other files. Raises ConfigError.
 

@@ -10,7 +10,7 @@ import msgspec
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.cost.floor import weight_format
 from minisgl.cost.gpus import GPUS, Gpu, find_gpu
-from minisgl.models.config import draft_method, load_model_spec
+from minisgl.models.config import engine_model
 from minisgl.models.spec import ModelSpec
 from minisgl.planning.plan import Plan, make_plan, planned_weights
 from minisgl.quantization import with_quantizations
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     command = (parser.prog, "--gpu", "--json")
     config = resolve(flags, os.environ, weights=False, command=command)
     engine = config.engine
-    model = load_model_spec(engine.model_path, drafts=draft_method(engine) == "mtp")
+    model = engine_model(engine)
     chunk = config.scheduler.prefill_budget_tokens
     plan_on = partial(make_plan, model=model, max_chunk_tokens=chunk)
     gpus = [options.gpu] if options.gpu else list(GPUS.values())
@@ -101,6 +101,9 @@ def _as_text(name: str, plan: Plan, gpu: Gpu) -> list[str]:
     if plan.state_bytes:
         count = f"of {plan.max_running_reqs:,} requests"
         lines.insert(-1, f"  recurrent states        {plan.state_bytes / _GIB:8.2f} GiB, {count}")
+    if plan.image_bytes:
+        stored = f"{plan.image_bytes / _GIB:8.2f} GiB"
+        lines.insert(-1, f"  of both, for images     {stored} (none with --no-images)")
     if plan.window is not None:
         each = f"{plan.window_token_bytes / 1024:g} KiB for each token of a window"
         lines[-1] += f" and {each} ({plan.window:,} tokens)"

@@ -18,6 +18,7 @@ from minisgl.cost.memory import remainder_bytes
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory, states
 from minisgl.engine.check import weight_bytes
+from minisgl.engine.images import buffer_bytes
 from minisgl.kvcache.pool import kv_page_bytes
 from minisgl.models.spec import ModelSpec
 from minisgl.quantization import with_quantizations
@@ -38,6 +39,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     max_running_reqs   limit of running requests, which the engine lowers so that their recurrent
                        states fit.
     remainder_bytes    CUDA context, workspaces, the largest step and the CUDA graphs, as predicted.
+    image_bytes        image encoder and image buffer, which are parts of the weights and of the
+                       remainder. 0 for a model that takes no images.
     requests           number of requests that fit, by the tokens of one request.
     floor_ms           shortest time of a token, by the number of requests that decode together.
                        Each request has 1,024 tokens, or the context if it is shorter. None: this
@@ -58,6 +61,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes: int
     max_running_reqs: int
     remainder_bytes: int
+    image_bytes: int
     kv_bytes: int
     kv_token_bytes: int
     window: int | None
@@ -143,6 +147,7 @@ def make_plan(
         state_bytes=state_bytes,
         max_running_reqs=config.max_running_reqs,
         remainder_bytes=remainder,
+        image_bytes=_image_bytes(config, model, dtype),
         kv_bytes=tokens * token_bytes + window_pages * size * window_bytes,
         kv_token_bytes=token_bytes,
         window=model.window,
@@ -161,6 +166,11 @@ def planned_weights(config: EngineConfig, model: ModelSpec) -> int:
     tp = TPInfo(0, config.tp_size)
     dtype = memory.resolve(config, model, tp, torch.device("meta")).kv_spec.dtype
     return weight_bytes(model, tp, dtype, with_quantizations(), config.quantization)
+
+
+def _image_bytes(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
+    encoder = 0 if model.vision is None else model.vision.weights * dtype.itemsize
+    return encoder + buffer_bytes(config, model, dtype)
 
 
 def _pages(

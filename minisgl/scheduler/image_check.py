@@ -8,9 +8,6 @@ from minisgl.core.batch import Int32Array
 from minisgl.core.images import ImageMemory
 from minisgl.message.messages import AddReq, PromptImage
 
-# Images with tokens in the smallest chunk, at most: a page of 64 tokens, and images of 64 or more.
-_IN_A_CHUNK = 3
-
 
 def check_images(message: AddReq, tokens: Int32Array, memory: ImageMemory | None) -> None:
     """Raise InvalidRequest unless the negative ids of a prompt are those of its images.
@@ -31,11 +28,10 @@ def check_images(message: AddReq, tokens: Int32Array, memory: ImageMemory | None
         raise InvalidRequest(
             "a token id is negative, but not of an image of the request", param="prompt"
         )
-    most = max((sum(counts[nth : nth + _IN_A_CHUNK]) for nth in range(len(counts))), default=0)
-    if memory is not None and most > memory.rows:
+    if memory is not None and max(counts, default=0) > memory.most_tokens:
         raise InvalidRequest(
-            f"{_IN_A_CHUNK} images in a row have {most} tokens, and the image buffer of this "
-            f"server has {memory.rows} rows (--image-cache-tokens); send smaller images",
+            f"an image has {max(counts)} tokens, and this server takes images of at most "
+            f"{memory.most_tokens}, a third of --image-cache-tokens; send a smaller image",
             param="messages",
         )
     if images and message.sampling.prompt_logprobs is not None:

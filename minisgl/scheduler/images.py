@@ -45,13 +45,11 @@ class Images:
         return key in self._rows
 
     def complete(self, batch: Batch) -> Batch:
-        """Return `batch` with the images and positions of its requests.
+        """Return `batch`, in which a request has images, with images and positions.
 
         Rows of the buffer replace the pads in its chunks. Elsewhere the id of an image token does.
         """
         with_images = np.flatnonzero(self._table.has_images[batch.rows]).tolist()
-        if not with_images:
-            return batch
         chunks = [chunk for chunk in self._chunks(batch) if chunk.req.images]
         encoded = self._place(chunks)
         ids = batch.chunk_ids.copy()

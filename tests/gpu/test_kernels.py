@@ -106,6 +106,10 @@ def test_gather_embedding_gives_zeros_for_other_ranks(dtype: torch.dtype) -> Non
     out = kernels.gather_embedding(ids, weight, 50)
     assert torch.equal(out, elementwise.gather_embedding(ids.long(), weight, 50))
     assert not out[[2, 3, 4]].any()
+    images = normal(7, 3072, dtype=dtype)[:, :1536]
+    ids[[1, 4]] = torch.tensor([~6, ~0], dtype=torch.int32, device=DEVICE)
+    out = kernels.gather_embedding(ids, weight, 50, images)
+    assert torch.equal(out, elementwise.gather_embedding(ids.long(), weight, 50, images))
 
 
 @DTYPES

@@ -81,12 +81,14 @@ def _engine_board() -> builders.Dashboard:
     board = _new(
         "minisgl / engine",
         "minisgl-engine",
-        "Batches, CUDA graphs, KV memory, prefix cache, grammars, drafts and start of the engine.",
+        "Batches, CUDA graphs, KV memory, prefix cache, grammars, drafts, images and start of the "
+        "engine.",
     )
     _add(board.with_row(builders.Row("Batches")), engine.batches())
     _add(board.with_row(builders.Row("Memory and prefix cache")), engine.memory())
     _add(board.with_row(builders.Row("Structured output")), engine.structured())
     _add(board.with_row(builders.Row("Drafts")), engine.drafts())
+    _add(board.with_row(builders.Row("Images")), engine.images())
     return _add(board.with_row(builders.Row("Health and start")), engine.health())
 
 

@@ -2,7 +2,7 @@
 
 from tools.chart.panels import Panel, graph, heat
 
-__all__ = ["batches", "drafts", "health", "memory", "structured"]
+__all__ = ["batches", "drafts", "health", "images", "memory", "structured"]
 
 
 def batches() -> list[Panel]:
@@ -200,6 +200,33 @@ def structured() -> list[Panel]:
             {"{{reason}}": "sum by (reason) (rate(minisgl_grammar_failures_total{m}[r]))"},
             "none",
             "Requests per second that ended because no token was allowed or a limit was reached.",
+        ),
+    ]
+
+
+def images() -> list[Panel]:
+    """The image encoder and its buffer."""
+    return [
+        graph(
+            "Images encoded",
+            {
+                "encoded": "sum(rate(minisgl_images_encoded_total{m}[r]))",
+                "reused": "sum(rate(minisgl_images_reused_total{m}[r]))",
+            },
+            "none",
+            "Images per second that steps encoded, and images whose features the buffer had.",
+        ),
+        graph(
+            "Patches encoded",
+            {"patches": "sum(rate(minisgl_image_patches_total{m}[r]))"},
+            "none",
+            "Patches per second. An image of 1,024 x 1,024 pixels has 4,096 of 16 x 16 pixels.",
+        ),
+        graph(
+            "Image buffer",
+            {"{{state}}": "sum by (state) (minisgl_image_buffer_tokens{m})"},
+            "none",
+            "Tokens of images whose features the buffer has, and free rows.",
         ),
     ]
 

@@ -55,14 +55,19 @@ _sigmoid_launcher = Launcher(_multiply_sigmoid, current_device)
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])
-def _gather(ids, weight, out, first_id, num_ids, width, BLOCK: tl.constexpr):
+def _gather(ids, weight, images, out, first_id, num_ids, width, stride, BLOCK: tl.constexpr):
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    local = tl.load(ids + row).to(tl.int64) - first_id
+    token = tl.load(ids + row).to(tl.int64)
+    local = token - first_id
     is_local = (local >= 0) & (local < num_ids)
     inside = cols < width
     value = tl.load(weight + local * width + cols, mask=inside & is_local, other=0.0)
+    if images is not None:
+        is_image = token < 0
+        feature = tl.load(images - (token + 1) * stride + cols, mask=inside & is_image, other=0.0)
+        value = tl.where(is_image, feature, value)
     tl.store(out + row * width + cols, value, mask=inside)
 
 
@@ -112,13 +117,16 @@ def _block_constants() -> Constants:
     return Constants({"BLOCK": _BLOCK, "OVERLAP": overlap}, {"num_warps": 4, "launch_pdl": overlap})
 
 
-def gather_embedding(ids: Tensor, weight: Tensor, first_id: int) -> Tensor:
+def gather_embedding(
+    ids: Tensor, weight: Tensor, first_id: int, images: Tensor | None = None
+) -> Tensor:
     """As the reference. ids: integers [T]; weight: contiguous [rows, H]. Returns a new [T, H]."""
     num_ids, width = weight.shape
     out = weight.new_empty((len(ids), width))
     if out.numel():
         grid = (triton.cdiv(width, _BLOCK) * len(ids),)
-        _gather[grid](ids, weight, out, first_id, num_ids, width, BLOCK=_BLOCK, num_warps=4)
+        sizes = first_id, num_ids, width, 0 if images is None else images.stride(0)
+        _gather[grid](ids, weight, images, out, *sizes, BLOCK=_BLOCK, num_warps=4)
     return out
 
 

@@ -292,6 +292,12 @@ class Metrics(Collector):
         self._set("host_cache_hit_tokens_total", host.get("hit_pages", 0) * size)
         self._set("host_cache_evicted_tokens_total", host.get("evicted_pages", 0) * size)
         self._set("host_cache_loading_requests", stats.loading_reqs)
+        images = stats.images
+        self._set("images_encoded_total", images.encoded)
+        self._set("image_patches_total", images.patches)
+        self._set("images_reused_total", images.reused)
+        self._set("image_buffer_tokens", images.used, "used")
+        self._set("image_buffer_tokens", images.rows - images.used, "free")
         self._set("preemptions_total", stats.preemptions_total)
         self._set("nonfinite_rows_total", stats.nonfinite_rows_total)
         totals = stats.constraints

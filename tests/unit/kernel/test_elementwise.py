@@ -94,6 +94,19 @@ def test_gather_embedding_parts_sum_to_the_whole(generator: torch.Generator) -> 
     assert not parts[0][1].any()
 
 
+def test_gather_embedding_takes_negative_ids_from_the_image_buffer(
+    generator: torch.Generator,
+) -> None:
+    weight = torch.randn(10, 4, generator=generator)
+    buffer = torch.randn(3, 8, generator=generator)
+    ids = torch.tensor([0, ~2, 9, ~0], dtype=torch.int32)
+    owner = gather_embedding(ids, weight[:5], 0, buffer[:, :4])
+    other = gather_embedding(ids, weight[5:], 5)
+    assert torch.equal(owner[[1, 3]], buffer[[2, 0], :4])
+    assert not other[[0, 1, 3]].any()
+    assert torch.equal((owner + other)[[0, 2]], weight[[0, 9]])
+
+
 def test_sinks_take_a_share_of_the_softmax(generator: torch.Generator) -> None:
     scores = torch.randn(7, 3, 5, generator=generator) * 4
     values = torch.randn(5, 2, generator=generator)

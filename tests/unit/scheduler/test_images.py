@@ -35,23 +35,23 @@ def ask(harness: Harness, parts: list[object]) -> int:
 
 
 def test_an_image_is_encoded_once_for_all_prompts() -> None:
-    harness = harness_with(16, cache="naive")
+    harness = harness_with(18, cache="naive")
     for begin in (1, 2, 3):
         ask(harness, [begin, (0, (2, 3)), 5, (0, (2, 3))])
     totals = harness.scheduler.stats().images
     assert (totals.encoded, totals.patches, totals.reused) == (1, 6, 2)
-    assert (totals.used, totals.rows) == (6, 16)
+    assert (totals.used, totals.rows) == (6, 18)
 
 
 def test_chunks_through_an_image_encode_it_once() -> None:
-    harness = harness_with(16, budget=2)
+    harness = harness_with(27, budget=2)
     ask(harness, [1, (0, (3, 3)), 5])
     assert harness.engine.image_rows.encoded == 1
 
 
 def test_an_image_that_others_have_replaced_is_encoded_again() -> None:
-    harness = harness_with(12, cache="naive")
-    for seed, encoded in ((0, 1), (1, 2), (0, 2), (2, 3), (0, 3), (1, 4)):
+    harness = harness_with(18, cache="naive")
+    for seed, encoded in ((0, 1), (1, 2), (2, 3), (0, 3), (3, 4), (0, 4), (2, 4), (1, 5)):
         ask(harness, [1, (seed, (2, 3)), 5])
         assert harness.scheduler.stats().images.encoded == encoded, "least recently used goes first"
 
@@ -105,7 +105,7 @@ def test_histories_have_the_id_of_an_image_token_for_each_pad() -> None:
 
 
 def test_steps_carry_the_positions_of_image_tokens() -> None:
-    harness = harness_with(16)
+    harness = harness_with(18)
     ask(harness, [1, 2])
     assert all(batch.rope is None for batch in harness.engine.batches), "no request has images"
     begin = len(harness.engine.batches)
@@ -146,7 +146,7 @@ def test_images_that_do_not_fit_the_prompt_or_the_engine_are_refused() -> None:
     for wrong in ({"start": 4}, {"start": -1}, {"grid": (0, 3)}, {"pixels": b""}):
         moved = msgspec.structs.replace(second, **wrong)
         assert "tokens of its own" in refused((first, moved), ids)
-    assert "image buffer" in refused(images, ids, rows=9)
+    assert "6 tokens, and this server takes images of at most 5" in refused(images, ids, rows=17)
     message = AddReq(
         uid=1, token_ids=b"", images=images, sampling=SamplingParams(prompt_logprobs=0)
     )

@@ -5,7 +5,7 @@ import re
 import msgspec
 
 from minisgl.message.messages import Ready, SchedulerStats
-from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, PhaseStats
+from minisgl.message.stats import BATCH_SIZE_BOUNDS, BATCH_TOKENS_BOUNDS, ImageTotals, PhaseStats
 from minisgl.server.observe.metrics import Metrics
 from tests.unit.server.fakes import FACTS
 from tests.unit.server.test_metrics import scraped, stats
@@ -92,6 +92,14 @@ def test_the_host_cache_has_tokens_by_state_and_bytes_by_direction() -> None:
     totals = "hit_tokens_total", "evicted_tokens_total", "loading_requests"
     names = [f"minisgl_host_cache_{total}{{model_name=m}}" for total in totals]
     assert [found[name] for name in names] == [112, 128, 9]
+
+
+def test_images_and_the_rows_of_their_buffer_are_counted() -> None:
+    found = collected(stats(images=ImageTotals(encoded=3, patches=48, reused=2, rows=20, used=12)))
+    names = "images_encoded_total", "image_patches_total", "images_reused_total"
+    assert [found[f"minisgl_{name}{{model_name=m}}"] for name in names] == [3, 48, 2]
+    name = "minisgl_image_buffer_tokens{{model_name=m,state={}}}"
+    assert [found[name.format(state)] for state in ("used", "free")] == [12, 8]
 
 
 def test_tokens_of_windows_have_the_same_states() -> None:

@@ -182,7 +182,11 @@ def test_help_groups_the_flags_and_names_units() -> None:
     assert text.startswith("examples:\n  minisgl ")
     flags = text.split("places of a setting")[0]
     assert not re.search(r"^usage", flags, re.MULTILINE)
-    assert set(re.findall(r"--no-\S+", flags)) == {"--no-grammars", "--no-playground"}
+    assert set(re.findall(r"--no-\S+", flags)) == {
+        "--no-grammars",
+        "--no-images",
+        "--no-playground",
+    }
 
 
 def test_help_of_each_flag_is_made_of_sentences() -> None:

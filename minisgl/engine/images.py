@@ -1,0 +1,100 @@
+"""The image buffer of an engine, and the stage that encodes the images of a step into it."""
+
+from math import isqrt
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from minisgl.core import EngineConfig
+from minisgl.core.images import EncodeImage, ImageMemory
+from minisgl.distributed.comm import TPInfo
+from minisgl.engine.logits_processing import upload
+from minisgl.engine.model_runner import ModelRunner
+from minisgl.engine.stages import Stage
+from minisgl.engine.step_tensors import StepTensors
+from minisgl.images import image_spec
+from minisgl.models.decoder import CausalLM
+from minisgl.models.spec import ModelSpec
+from minisgl.models.vision import VisionTower
+from minisgl.moe.spec import ExpertsSpec
+
+
+def image_memory(config: EngineConfig, model: ModelSpec, tp: TPInfo) -> ImageMemory | None:
+    """Return the image encoder and the buffer of an engine; None for a model without an encoder.
+
+    A step computes the encoder on each rank, and its layers on all ranks together.
+    """
+    vision, processing = model.vision, image_spec(config.model_path)
+    if vision is None or processing is None:
+        return None
+    token_flops = _token_flops(model) / tp.size
+    one, two = vision.flops((1, 1)) / token_flops, vision.flops((2, 1)) / token_flops
+    pair = (two - 2 * one) / 2  # flops(n patches) is n * a + n * n * b
+    rows, token = config.image_cache_tokens, processing.image_token
+    return ImageMemory(rows, vision.patch, vision.merge, token, one - pair, pair)
+
+
+def buffer_bytes(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
+    """Return the bytes of the image buffer of a rank; 0 without an image encoder."""
+    width = 0 if model.vision is None else model.vision.width
+    return config.image_cache_tokens * width * dtype.itemsize
+
+
+def _token_flops(model: ModelSpec) -> int:
+    """Return the floating-point operations of all layers for a token, without attention."""
+    size, weights = model.hidden_size, 0
+    for mixer, mlp, *_ in model.layers:
+        weights += mixer.weights(size)
+        if isinstance(mlp, ExpertsSpec):
+            weights += (mlp.products + 1) * size * mlp.inner * (mlp.top_k + mlp.shared)
+        elif mlp is not None:
+            weights += (mlp.activation.products + 1) * size * mlp.inner
+    return 2 * weights
+
+
+def image_buffer(model: CausalLM, memory: ImageMemory | None) -> Tensor | None:
+    """Allocate the features of image tokens, [rows, width], which the embedding of rank 0 reads.
+
+    The embedding is a sum over the ranks. The other ranks add nothing to it for image tokens.
+    """
+    embedding, vision = model.model.embed_tokens, model.config.vision
+    if memory is None or vision is None:
+        return None
+    buffer = embedding.weight.new_zeros((memory.rows, vision.width))
+    embedding.images = buffer[:, : vision.size] if embedding.comm.tp.rank == 0 else None
+    return buffer
+
+
+def image_stages(runner: ModelRunner) -> list[Stage]:
+    """Return the stage of an engine that takes images; none for another engine."""
+    tower, buffer = runner.model.visual, runner.images
+    return [] if tower is None or buffer is None else [EncodeImages(tower, buffer)]
+
+
+class EncodeImages(Stage):
+    """Encodes the images of a step into the image buffer, before the layers of the step."""
+
+    def __init__(self, tower: VisionTower, buffer: Tensor) -> None:
+        self._tower, self._buffer = tower, buffer
+
+    def before(self, x: StepTensors) -> None:
+        for image in x.batch.images:
+            self._encode(image)
+
+    def _encode(self, image: EncodeImage) -> None:
+        height, width = (size * self._tower.spec.patch for size in image.grid)
+        pixels: NDArray[Any] = np.frombuffer(image.pixels, dtype=np.uint8)
+        sent = upload({"pixels": pixels, "rows": image.rows}, self._buffer.device)
+        features = self._tower.encode(sent["pixels"].view(height, width, 3))
+        self._buffer.index_copy_(0, sent["rows"].long(), features)
+
+
+def largest_image(memory: ImageMemory) -> EncodeImage:
+    """Return an image of zeros with about the most tokens that an image may have."""
+    side = max(isqrt(memory.most_tokens), 1)
+    grid = side * memory.merge, side * memory.merge
+    rows = np.arange(side**2, dtype=np.int32)
+    return EncodeImage(grid, bytes(3 * memory.patch**2 * grid[0] * grid[1]), rows, price=1)
