@@ -244,7 +244,7 @@ class RadixCache:
 
         Returns the pages of leaves. If a leaf has more pages than are still needed, only its last
         pages are evicted, or some more if they have a copy. A kind frees the pages of its parts
-        itself. One older than the leaf goes first.
+        itself. One older than the leaf goes first, unless the leaf has a copy.
         """
         evicted: list[Evicted] = []
         while count > 0:
@@ -270,7 +270,7 @@ class RadixCache:
 
     def _evict_part(self, leaf: RadixNode | None) -> int:
         """Let a kind free a part that was used before `leaf`. Returns the number of its pages."""
-        if leaf is not None and leaf.kept_as is NodeClass.ENDED:
+        if leaf is not None and (leaf.kept_as is NodeClass.ENDED or leaf.place is Place.BOTH):
             return 0
         before, reused = (leaf.last_use, leaf.reused) if leaf is not None else (None, True)
         return next((n for kind in self.kinds if (n := kind.evict(before, reused))), 0)
