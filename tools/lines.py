@@ -52,6 +52,7 @@ FEATURES = {
     ),
     "host tier": (
         "engine/host_copies.py",
+        "engine/host_lock.py",
         "kvcache/host.py",
     ),
 }

@@ -86,10 +86,14 @@ class _Copier:
 
     def __init__(self, engine: "VirtualEngine", memory: HostMemory) -> None:
         self._engine, self._memory = engine, memory
-        self.num_blocks, self.block_bytes = memory.num_blocks, memory.page_bytes
+        self.num_blocks = self.num_open = memory.num_blocks
+        self.block_bytes = memory.page_bytes
         self._free_s = [0.0, 0.0]  # end of the last copy in each direction
         self._ends_s: dict[int, float] = {}
         self._reported: set[int] = set()
+
+    def wait_open(self, count: int) -> None:
+        """All blocks can be used."""
 
     def start(self, job: int, pages: Int32Array, blocks: Int32Array, load: bool) -> None:
         seconds = len(pages) * self._memory.page_bytes / self._memory.link_bytes_per_s

@@ -343,6 +343,13 @@ class PageCopier(Protocol):
     num_blocks: int
     block_bytes: int
 
+    @property
+    def num_open(self) -> int:
+        """The number of the first blocks that copies may use. It grows after the start."""
+
+    def wait_open(self, count: int) -> None:
+        """Wait until copies may use the first `count` blocks."""
+
     def start(self, job: int, pages: Int32Array, blocks: Int32Array, load: bool) -> None:
         """Begin to copy pages to blocks, or blocks to pages (load), and do not wait.
 

@@ -6,6 +6,7 @@ on the device, and each run of consecutive blocks crosses the link in one transf
 """
 
 import itertools
+import mmap
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core import ConfigError, EngineConfig, EngineError
+from minisgl.core import ConfigError, EngineConfig
 from minisgl.core.batch import Int32Array
 from minisgl.distributed.comm import Communicator
+from minisgl.engine.host_lock import HostMemoryLock, chunk_blocks
 from minisgl.kvcache.pool import KVPool, kv_page_bytes
 from minisgl.utils.host_memory import cpu_free_bytes
 
@@ -33,24 +35,21 @@ class HostPageCopier:
     """
 
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
-        """Allocate the host memory, and `device_bytes` or less on the device.
+        """Allocate `device_bytes` or less on the device, and reserve the host memory.
 
-        On a GPU, the driver locks the host memory: 0.1 s for each GB.
-
-        Raises EngineError if the driver refuses this.
+        On a GPU, `done` starts a thread that lets the driver lock the host memory, at 0.3 s for
+        each GB.
         """
         self.num_blocks = num_blocks
         # [P + 1, n, ...] of the pool, and [num_blocks, n, ...] of host memory.
         self._pages = [part.transpose(0, 1) for part in pool.parts()]
-        self._blocks = [
-            torch.empty((num_blocks, *pages.shape[1:]), dtype=pages.dtype) for pages in self._pages
-        ]
+        self._blocks = [_reserve(pages, num_blocks) for pages in self._pages]
         self._device = pool.device
         self._streams: list[torch.cuda.Stream] = []
+        self._locking: HostMemoryLock | None = None
         if self._device.type == "cuda":
-            for blocks in self._blocks:
-                _change_lock("cudaHostRegister", blocks.data_ptr(), blocks.nbytes, 0)
             self._streams = [_stream(self._device) for _ in range(2)]
+            self._locking = HostMemoryLock(self._blocks, self._device)
         self.block_bytes = sum(blocks[:1].nbytes for blocks in self._blocks)
         self._piece = min(max(_PIECE_BYTES // self.block_bytes, 1), num_blocks)
         # By direction and part. Copies in one direction take place one after the other.
@@ -80,8 +79,20 @@ class HostPageCopier:
             event.record()
         self._ended[job] = event
 
+    @property
+    def num_open(self) -> int:
+        """As in PageCopier."""
+        return self.num_blocks if self._locking is None else self._locking.num_open
+
+    def wait_open(self, count: int) -> None:
+        """As in PageCopier. Raises EngineError if the driver has refused to lock them."""
+        if self._locking is not None:
+            self._locking.wait(count)
+
     def done(self, wait_s: float) -> list[int]:
         """As in PageCopier."""
+        if self._locking is not None:
+            self._locking.start()
         news = {job: end for job, end in self._ended.items() if job not in self._reported}
         ended = [job for job, event in news.items() if _is_done(event)]
         if news and not ended and wait_s:
@@ -104,9 +115,9 @@ class HostPageCopier:
         """
         for stream in self._streams:
             stream.synchronize()
-        for blocks in self._blocks if self._streams else ():
-            _change_lock("cudaHostUnregister", blocks.data_ptr())
         self._streams = []
+        if self._locking is not None:
+            self._locking.close()
 
     def _copy(self, pages: Tensor, blocks: Any, load: bool) -> None:
         for first in range(0, len(blocks), self._piece):
@@ -123,7 +134,9 @@ def _copy_piece(
     """Copy pages of one part of the pool. staging: [n, ...] on the device, one for each page."""
     if not load:
         torch.index_select(on_device, 0, pages, out=staging)
-    ends = np.flatnonzero(np.diff(blocks) != 1) + 1
+    # A transfer stays within one chunk of locked memory.
+    chunks = blocks // chunk_blocks(on_host)
+    ends = np.flatnonzero((np.diff(blocks) != 1) | (np.diff(chunks) != 0)) + 1
     bounds = [0, *ends.tolist(), len(blocks)]
     for begin, end in itertools.pairwise(bounds):
         there = on_host[int(blocks[begin]) : int(blocks[begin]) + end - begin]
@@ -168,19 +181,14 @@ def host_copies(
     return HostPageCopier(pool, num_blocks)
 
 
+def _reserve(pages: Tensor, num_blocks: int) -> Tensor:
+    """Return host memory for `num_blocks` rows of `pages`. It begins at a page of the machine."""
+    memory = mmap.mmap(-1, num_blocks * pages[:1].nbytes)
+    return torch.frombuffer(memory, dtype=pages.dtype).view(num_blocks, *pages.shape[1:])
+
+
 def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _change_lock(function: str, *args: int) -> None:
-    """Lock or unlock host memory. The device can read and write locked memory directly."""
-    driver = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(getattr(driver, function)(*args))
-    if status != 0:
-        raise EngineError(
-            f"the CUDA driver refuses {function} of the host cache (error {status}); set a smaller "
-            "host cache, or none"
-        )
 
 
 def _is_done(event: torch.cuda.Event | None) -> bool:

@@ -66,6 +66,7 @@ class HostTier:
     clean_pages  the number of pages that are copied (H5).
     blocks       the host blocks. No step uses one, so they are released with the fence 0.
     jobs         the open jobs by number, in the order of their starts.
+    num_open     the number of the first blocks that stores may use (CopiesEnded).
     totals       numbers since the start, for metrics: bytes copied in each direction, pages that
                  requests loaded, and pages that left the host tier.
 
@@ -89,12 +90,14 @@ class HostTier:
     clean_pages: int = 0
     jobs: dict[int, CopyJob] = field(default_factory=dict)
     totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
+    num_open: int = 0
     _last_job: int = 0
     _store_open: bool = False  # one store at a time
     blocks: FencedPool = field(init=False)
 
     def __post_init__(self) -> None:
         self.blocks = FencedPool(self.copier.num_blocks, Steps())
+        self.blocks.allocate(self.copier.num_blocks)  # until `open_blocks`
 
     @property
     def locked_pages(self) -> int:
@@ -112,13 +115,20 @@ class HostTier:
         """
         moving = [node for job in self.jobs.values() for node in job.nodes]
         moving_blocks = sum(len(blocks) for _, blocks in self._copied(moving))
-        taken = self.copier.num_blocks - self.blocks.num_free
+        taken = self.num_open - self.blocks.num_free
         return {
             "copied": self.clean_pages,
             "host": taken - self.clean_pages - moving_blocks,
             "moving": moving_blocks,
             "free": self.blocks.num_free,
         }
+
+    def open_blocks(self, count: int) -> None:
+        """Let stores use the first `count` blocks. Waits for the copier of this rank."""
+        self.copier.wait_open(count)
+        opened: Int32Array = np.arange(self.num_open, count, dtype=np.int32)
+        self.blocks.release(opened, fence=0)
+        self.num_open = max(self.num_open, count)
 
     # --- jobs -----------------------------------------------------------------------------------
 

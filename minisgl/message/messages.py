@@ -175,9 +175,13 @@ class Prepared(WireMessage, frozen=True, kw_only=True):
 
 
 class CopiesEnded(WireMessage, frozen=True, kw_only=True):
-    """These jobs of the host tier have ended on rank 0: every rank ends them too (HostTier)."""
+    """These jobs of the host tier have ended on rank 0: every rank ends them too (HostTier).
+
+    num_open: the number of blocks that rank 0 can use, as HostTier.num_open.
+    """
 
     jobs: list[int]
+    num_open: int
 
 
 class SetStepCost(WireMessage, frozen=True, kw_only=True):

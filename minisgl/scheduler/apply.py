@@ -7,7 +7,6 @@ results.py sets the newest resolved step and takes out requests that end, forced
 nothing changes between the plan and `apply`. A failed allocation is therefore InvariantBroken.
 """
 
-from collections.abc import Iterable
 from itertools import chain, islice
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from minisgl.core import InvariantBroken
 from minisgl.core.batch import Batch, Int32Array
 from minisgl.kvcache import Hit
+from minisgl.message.messages import CopiesEnded
 from minisgl.scheduler.plan import MAX_DEFERRED
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.view import StepPlan, View
@@ -132,10 +132,11 @@ def _load(view: View, req: Req, hit: Hit) -> None:
     view.loading[req] = view.memory.load(hit)
 
 
-def end_copies(view: View, jobs: Iterable[int]) -> None:
-    """These jobs have ended on rank 0."""
+def end_copies(view: View, message: CopiesEnded) -> None:
+    """Jobs have ended on rank 0, or it can use further blocks."""
     if view.memory.tier is not None:
-        for job in jobs:
+        view.memory.tier.open_blocks(message.num_open)
+        for job in message.jobs:
             view.memory.tier.end(job)
 
 

@@ -134,7 +134,7 @@ class Scheduler:
         own: list[ToScheduler] = [
             SetStepCost(cost=cost) for fit in self._fits if (cost := fit.news(clock()))
         ]
-        if self._preparations.preparing or self.memory.jobs:
+        if self._preparations.preparing or self.memory.awaits_copier:
             own += self._prepared()
         messages = self._inbox.receive(self.message_wait_s, self._plan_hash, own)
         if messages:
@@ -226,7 +226,9 @@ class Scheduler:
         stalled = not (self._launched or self._in_flight or self.idle)
         copies = [] if tier is None else tier.copier.done(WAIT_S if wait or stalled else 0.0)
         prepared = self._preparations.prepared(wait and not copies)
-        ended: list[ToScheduler] = [CopiesEnded(jobs=copies)] if copies else []
+        ended: list[ToScheduler] = []
+        if tier is not None and (copies or tier.num_open < tier.copier.num_open):
+            ended = [CopiesEnded(jobs=copies, num_open=tier.copier.num_open)]
         return [prepared, *ended] if prepared.uids else ended
 
     def _handle(self, message: ToScheduler) -> None:
@@ -243,7 +245,7 @@ class Scheduler:
                         req.slow = uid in message.slow
                         self._start(req, uid in message.failed)
             case CopiesEnded():
-                end_copies(self.view, message.jobs)
+                end_copies(self.view, message)
             case SetStepCost():
                 self.view.cost = message.cost
             case EndSession():

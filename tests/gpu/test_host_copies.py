@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from minisgl.core.batch import Int32Array
+from minisgl.engine import host_lock
 from minisgl.engine.host_copies import HostPageCopier
 from minisgl.kvcache.pool import KVPool, KVSpec
 
@@ -22,8 +23,11 @@ def wait(copies: HostPageCopier, job: int) -> None:
 
 
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
-def test_pages_come_back_with_equal_bytes_while_steps_run(fp8: bool) -> None:
-    """Two stores and two loads are open at a time. Each has several pieces and many runs."""
+def test_pages_come_back_with_equal_bytes_while_steps_run(
+    fp8: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stores and two loads are open at a time. Each has several pieces, chunks and runs."""
+    monkeypatch.setattr(host_lock, "_CHUNK_BYTES", 2**22)
     device = torch.device("cuda")
     spec, count = KVSpec(8, 128, torch.bfloat16, fp8), 400
     pool = KVPool(spec, layers=range(4), num_pages=2 * count, page_size=16, device=device)
@@ -33,6 +37,8 @@ def test_pages_come_back_with_equal_bytes_while_steps_run(fp8: bool) -> None:
     before = [part[:, :count].clone() for part in pool.parts()]
     copies = HostPageCopier(pool, num_blocks=count)
     copies._piece = 64
+    assert copies.num_open == 0
+    copies.wait_open(count)
     source = np.random.default_rng(0)
     blocks: Int32Array = source.permutation(count).astype(np.int32)
     pages: Int32Array = np.arange(count, dtype=np.int32)

@@ -1,6 +1,8 @@
 """Copies of KV pages to host memory and back, and requests that continue from them."""
 
+import mmap
 from collections import deque
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -8,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core import ConfigError, SamplingParams, SchedulerConfig
+from minisgl.core import ConfigError, EngineError, SamplingParams, SchedulerConfig
 from minisgl.core.batch import Int32Array
 from minisgl.distributed.comm import SingleCommunicator
-from minisgl.engine import DEFAULT_EXTENSIONS, host_copies
+from minisgl.engine import DEFAULT_EXTENSIONS, host_copies, host_lock
 from minisgl.engine.host_copies import HostPageCopier
+from minisgl.engine.host_lock import HostMemoryLock
 from minisgl.kvcache import host, states
 from minisgl.kvcache.pool import KVPool, KVSpec
 from minisgl.kvcache.window import window_kinds
@@ -86,35 +89,58 @@ def test_each_rank_checks_the_free_memory_that_the_ranks_found_before_any_alloca
 
 
 class Driver:
-    """Records the ranges of host memory that are locked, as the CUDA driver does."""
+    """Records the ranges of host memory that are locked, as the CUDA driver does.
 
-    def __init__(self) -> None:
+    most: the number of ranges that it locks.
+    """
+
+    def __init__(self, most: int = 100) -> None:
         self.locked: dict[int, int] = {}
-        self.synchronized = 0
+        self._most = most
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        assert address % mmap.PAGESIZE == 0, "two ranges may share a page"
+        if len(self.locked) == self._most:
+            return 2
         self.locked[address] = size
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
-        assert self.synchronized == 2, "a copy may run"
         return 0 if self.locked.pop(address, 0) else 1
 
-    def synchronize(self) -> None:
-        self.synchronized += 1
+
+def lock_of(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> HostMemoryLock:
+    """Return the lock of 2 parts with 10 blocks of 1 and of half a page, 2 pages in a chunk."""
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(host_lock, "_CHUNK_BYTES", 2 * mmap.PAGESIZE)
+    pages = (torch.empty(1, mmap.PAGESIZE // share, dtype=torch.uint8) for share in (1, 2))
+    return HostMemoryLock([host_copies._reserve(each, 10) for each in pages], CPU)
 
 
-def test_closed_copies_unlock_the_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_locked_by_chunks_after_the_start_and_unlocked_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Freed memory that is still locked would make the driver refuse a later lock of it."""
     driver = Driver()
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    pool = KVPool(KVSpec(2, 16, torch.bfloat16), layers=(0,), num_pages=8, page_size=4, device=CPU)
-    copies = HostPageCopier(pool, num_blocks=5)
-    for blocks in copies._blocks:
-        host_copies._change_lock("cudaHostRegister", blocks.data_ptr(), blocks.nbytes, 0)
-    copies._streams = [driver, driver]
-    copies.close()
+    lock = lock_of(driver, monkeypatch)
+    assert (lock.num_open, driver.locked) == (0, {})
+    lock.wait(10)
+    assert lock.num_open == 10
+    assert sorted(driver.locked.values()) == [mmap.PAGESIZE] + [2 * mmap.PAGESIZE] * 7
+    lock.close()
     assert not driver.locked
+
+
+def test_a_driver_that_refuses_further_memory_leaves_the_blocks_that_are_locked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank whose driver has locked less than that of rank 0 cannot go on."""
+    lock = lock_of(Driver(most=4), monkeypatch)
+    lock.wait(4)
+    with pytest.raises(EngineError, match="set a smaller host cache"):
+        lock.wait(9)
+    assert lock.num_open == 4
 
 
 def second_answer(path: str, **settings: Any) -> tuple[int, list[Any]]:

@@ -81,16 +81,21 @@ class FakeCopier:
 
     may_end  the number of copies of each direction that may end without a wait.
     loads    the number of copies to the engine.
+    num_open the number of blocks that may be used before `wait_open` asks for more.
     waits    the number of waits in which no copy ends, before one that ends a copy.
     """
 
     def __init__(self, engine: "FakeEngine", num_blocks: int) -> None:
         self._engine, self.num_blocks, self.block_bytes = engine, num_blocks, 100
+        self.num_open = num_blocks
         self.blocks = np.zeros((num_blocks, engine.page_size), dtype=np.uint64)
         self.open: dict[int, tuple[Int32Array, Int32Array, bool]] = {}
         self.reported: set[int] = set()
         self.may_end, self.loads = [0, 0], 0
         self.waits = self._waited = 0
+
+    def wait_open(self, count: int) -> None:
+        self.num_open = max(self.num_open, count)
 
     @property
     def pages(self) -> np.ndarray:

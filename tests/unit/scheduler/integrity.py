@@ -251,7 +251,8 @@ def check_tier(cache: RadixCache, tier: HostTier) -> None:
     blocks += [
         of_part for kind, node in product(cache.kinds, nodes) for _, of_part in kind.copied(node)
     ]
-    owned = np.concatenate([np.empty(0, np.int32), *blocks])
+    closed = np.arange(tier.num_open, tier.copier.num_blocks)
+    owned = np.concatenate([closed, *blocks])
     assert sorted(owned.tolist()) == np.flatnonzero(tier.blocks.allocated).tolist(), "H2"
     clean = sum(len(node.pages) for node in nodes if node.place is Place.BOTH)
     assert clean == tier.clean_pages

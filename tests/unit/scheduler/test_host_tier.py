@@ -53,6 +53,7 @@ class HostTierMachine(RuleBasedStateMachine):
         eager=st.booleans(),
         snapshot_pages=st.sampled_from([0, 2, 3]),
         window_pages=st.none() | st.integers(0, 40),
+        num_open=st.sampled_from([0, 60]),
     )
     def start(
         self,
@@ -64,6 +65,7 @@ class HostTierMachine(RuleBasedStateMachine):
         eager: bool,
         snapshot_pages: int,
         window_pages: int | None,
+        num_open: int,
     ) -> None:
         """window_pages: those beside one reserve; None: the model has no window layers."""
         num_pages = MAX_LEN // PAGE + slack
@@ -78,6 +80,7 @@ class HostTierMachine(RuleBasedStateMachine):
             snapshot_pages=snapshot_pages,
             host_blocks=blocks,
         )
+        self.engine.copier.num_open = min(num_open, blocks)
         config = SchedulerConfig(prefill_budget_tokens=budget, target_step_ms=None, overlap=overlap)
         self.harness = Harness(self.engine, config, checks=PlanChecks())
         self.prompts: list[list[int]] = []
@@ -118,7 +121,9 @@ class HostTierMachine(RuleBasedStateMachine):
 
     @rule(stores=st.integers(0, 2), loads=st.integers(0, 2), waits=st.integers(0, 3))
     def let_copies_end(self, stores: int, loads: int, waits: int) -> None:
+        """Each time, up to 20 blocks more may be used."""
         copier = self.engine.copier
+        copier.num_open = min(copier.num_open + 20, copier.num_blocks)
         copier.may_end, copier.waits = [stores, loads], waits
 
     @rule(count=st.integers(1, 12))
@@ -148,7 +153,7 @@ class HostTierMachine(RuleBasedStateMachine):
                 assert memory.tree.evictable_pages == 0
                 assert memory.pool.num_free == memory.pool.size
                 assert memory.tier is not None
-                assert memory.tier.blocks.num_free == self.engine.copier.num_blocks
+                assert memory.tier.blocks.num_free == memory.tier.num_open
                 assert not memory.tier.jobs
                 assert not self.engine.copier.open
                 assert not self.harness.scheduler.view.loading
@@ -240,6 +245,8 @@ def test_ranks_whose_copies_end_at_different_times_plan_the_same_steps(seed: int
                 inbox=inbox,
                 send=lambda output: None,
             )
+            assert engine.copier is not None
+            engine.copier.num_open = 20
             ranks.append((scheduler, engine))
         texts = [[source.randrange(VOCAB) for _ in range(30)] for _ in range(5)]
         for uid in range(40):
@@ -252,6 +259,7 @@ def test_ranks_whose_copies_end_at_different_times_plan_the_same_steps(seed: int
                 for scheduler, engine in ranks:
                     assert engine.copier is not None
                     engine.copier.may_end = [source.randint(0, 1), source.randint(0, 1)]
+                    engine.copier.num_open = min(engine.copier.num_open + source.randint(0, 9), 60)
                     scheduler.iterate()
     hashes = [[batch.plan_hash() for batch in engine.batches] for _, engine in ranks]
     assert hashes[0] == hashes[1]
