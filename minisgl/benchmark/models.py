@@ -124,6 +124,19 @@ def _nemotron_3(hidden_size: int, inner: int, experts: int, pattern: str) -> dic
     }
 
 
+def _with_images(
+    shape: dict[str, Any], language_model: str, architecture: str, taps: list[int]
+) -> dict[str, Any]:
+    """Add the image encoder. language_model: its model_type. taps: blocks with DeepStack."""
+    vision = {"out_hidden_size": shape["hidden_size"], "deepstack_visual_indexes": taps}
+    return shape | {
+        "architectures": [f"{architecture}ForConditionalGeneration"],
+        "text_config": {"model_type": language_model},
+        "vision_config": vision,
+        "image_token_id": (_COMMON | shape)["vocab_size"] - 1,
+    }
+
+
 # Published shapes.
 SHAPES = {
     "qwen3-0.6b": _shape(1024, 28, 16, 3072, tied=True),
@@ -206,6 +219,23 @@ SHAPES = {
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }
+# Shapes with an image encoder: the arguments of _with_images.
+_ENCODERS: dict[str, tuple[str, str, list[int]]] = {
+    "qwen3.5-9b": ("qwen3_5_text", "Qwen3_5", []),
+    "qwen3.6-27b": ("qwen3_5_text", "Qwen3_5", []),
+    "qwen3.6-35b-a3b": ("qwen3_5_moe_text", "Qwen3_5Moe", []),
+    "qwen3-vl-8b": ("qwen3_vl_text", "Qwen3VL", [8, 16, 24]),
+}
+SHAPES |= {
+    f"{name}-images": _with_images(SHAPES[name], *encoder) for name, encoder in _ENCODERS.items()
+}
+_IMAGE = "<|image_pad|>"
+# Renders the texts and images of a chat, one after the other.
+_TEMPLATE = (
+    "{% for message in messages %}{% if message.content is string %}{{ message.content }}"
+    "{% else %}{% for part in message.content %}{{ '" + _IMAGE + "' if part.type == 'image' "
+    "else part.text }}{% endfor %}{% endif %}{% endfor %}"
+)
 
 
 def write_model(name: str, folder: Path, full_vocabulary: bool = False) -> str:
@@ -213,22 +243,30 @@ def write_model(name: str, folder: Path, full_vocabulary: bool = False) -> str:
 
     The folder gets a checkpoint without tensors, because the engine refuses a folder without one.
     full_vocabulary: True gives every id a text, so that a server sends an event for every token;
-    False builds a tokenizer of single bytes. Raises ConfigError for an unknown name.
+    False builds a tokenizer of single bytes. A model with images also gets the last id as the image
+    token, and a chat template. Raises ConfigError for an unknown name.
     """
     if name not in SHAPES:
         raise ConfigError(f"benchmark model {name!r} is not known; known: {', '.join(SHAPES)}")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(_COMMON | SHAPES[name]), encoding="utf-8")
+    config = _COMMON | SHAPES[name]
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     save_file({}, folder / "model.safetensors")
-    vocab_size = (_COMMON | SHAPES[name])["vocab_size"]
+    vocab_size = config["vocab_size"]
     merges = list(itertools.islice(_merges(), vocab_size if full_vocabulary else 0))
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    texts = [*alphabet, *(left + right for left, right in merges)][:vocab_size]
+    image_token = config.get("image_token_id")
+    texts = [*alphabet, *(left + right for left, right in merges)][: image_token or vocab_size]
     vocab = {text: index for index, text in enumerate(texts)}
     merges = merges[: len(vocab) - len(alphabet)]
+    if image_token is not None:
+        vocab[_IMAGE] = image_token
+        (folder / "chat_template.jinja").write_text(_TEMPLATE, encoding="utf-8")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    if image_token is not None:
+        tokenizer.add_special_tokens([_IMAGE])
     tokenizer.save(str(folder / "tokenizer.json"))
     return str(folder)
 
