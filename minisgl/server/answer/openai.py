@@ -48,7 +48,6 @@ class ResponseWriter:
     def __init__(self, request: CallRequest) -> None:
         self.request = request
         self._is_chat = request.route == CHAT
-        self._prompts: dict[int, Any] = {}  # the ids of each prompt as JSON
         prefix, kind = _KINDS[request.route]
         self._head: dict[str, Any] = {
             "id": prefix + uuid.uuid4().hex,
@@ -81,7 +80,7 @@ class ResponseWriter:
         if not self._is_chat:
             return msgspec.json.encode(responses.TextCompletion(**body))
         if first is not None and first.prompt_ids:
-            body["prompt_token_ids"] = self._prompt_ids(0, first)
+            body["prompt_token_ids"] = _encoded([*first.prompt_ids])
         return msgspec.json.encode(responses.ChatCompletion(**body))
 
     def _whole_choice(
@@ -108,9 +107,8 @@ class ResponseWriter:
         if not self._is_chat:
             return b""
         ids = b""
-        if details is not None and details.prompt_ids:
-            found = self._prompt_ids(choice.index, details)
-            ids = b',"prompt_token_ids":' + msgspec.json.encode(found)
+        if details is not None and self._has_prompt_ids(choice, details):
+            ids = b',"prompt_token_ids":' + msgspec.json.encode([*details.prompt_ids])
         content = None if self.request.text.tools else ""
         role = responses.Delta(role="assistant", content=content)
         return self._chunk(responses.ChatChunkChoice(index=choice.index, delta=role), ids)
@@ -175,19 +173,13 @@ class ResponseWriter:
         }
         if self.request.text.token_ids:
             values["token_ids"] = details.token_ids
-            if details.prompt_ids and not self._is_chat:
-                values["prompt_token_ids"] = self._prompt_ids(choice.index, details)
+            if not self._is_chat and self._has_prompt_ids(choice, details):
+                values["prompt_token_ids"] = _encoded([*details.prompt_ids])
         return values
 
-    def _prompt_ids(self, index: int, details: Details) -> Any:
-        """The ids of the prompt of the choice with this index, as JSON.
-
-        The choices of a prompt share this text. A list takes six times as many bytes.
-        """
-        prompt = index // self.request.n
-        if prompt not in self._prompts:
-            self._prompts[prompt] = _encoded([*details.prompt_ids])
-        return self._prompts[prompt]
+    def _has_prompt_ids(self, choice: Choice, details: Details) -> bool:
+        """True for the first choice of a prompt: an answer has the ids of each prompt once."""
+        return bool(details.prompt_ids) and choice.index % self.request.n == 0
 
     def _logprobs(
         self, choice: Choice, details: Details

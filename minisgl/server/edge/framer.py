@@ -15,6 +15,7 @@ MAX_SMALL_CHUNKS = 256
 _START = re.compile(rb"\r?\n?(?:[A-Z]{1,32} |[A-Z]{0,32}\Z)")
 # CONNECT is refused: the parser would take all bytes after its head for another protocol.
 _REQUEST_LINE = re.compile(rb"\r?\n?(?!CONNECT )[A-Z]{1,32} [/Hh*][^\r\n]* HTTP/1\.([01])\r\n")
+_PATH = re.compile(rb"\r?\n?[A-Z]{1,32} ([^ ?\r\n]*)")
 _CHUNKED = re.compile(rb"\r\ntransfer-encoding:", re.IGNORECASE)
 _SINGLE = re.compile(rb"\r\n(host|authorization):", re.IGNORECASE)
 # A header that offers another protocol, such as h2c from Java's client. The server removes it
@@ -90,7 +91,7 @@ class Framer:
     The chunks of one read become one chunk, without extensions and trailers.
 
     in_request   a request has a complete head and an incomplete body
-    path         the path of the last request
+    path         the path of the last request, also if its head is incomplete or wrong
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -134,6 +135,8 @@ class Framer:
         """The head once it is complete, and the bytes that follow it."""
         held = self._held
         held += data
+        line = _PATH.match(held)
+        self.path = line[1].decode("latin-1") if line else ""
         blank = held.find(b"\r\n\r\n", self._searched)
         size = len(held) + 1 if blank < 0 else blank + 4
         self._searched = max(0, len(held) - 3)

@@ -13,10 +13,10 @@ rules are:
 """
 
 import asyncio
-import http
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from http.client import responses
 from typing import Any, ClassVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -215,14 +215,15 @@ class GuardedConnection(asyncio.Protocol):
             self.guard.exceeded(error.limit)
         self.guard.queue.remove(self)
         if not (self._answered and (self._responding or self._framer.in_request)):
-            reply = error_reply(error)
+            reply = error_reply(error, self._framer.path)
             log_event(logger, logging.INFO, "call refused", reason=error.message)
             headers = reply.headers | {
                 "content-type": "application/json",
                 "content-length": str(len(reply.body)),
                 "connection": "close",
             }
-            lines = [f"HTTP/1.1 {reply.status} {http.HTTPStatus(reply.status).phrase}"]
+            phrase = responses.get(reply.status, "")  # 529 has none
+            lines = [f"HTTP/1.1 {reply.status} {phrase}"]
             lines += [f"{name}: {value}" for name, value in headers.items()]
             self._transport.write("\r\n".join([*lines, "", ""]).encode() + reply.body)
         self._transport.close()

@@ -192,6 +192,27 @@ def test_ambiguous_head_is_a_400(head: bytes, reason: bytes) -> None:
     assert b"connection: close" in given
 
 
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [
+        (b"/v1/messages", b'{"type":"error",'),
+        (b"/v1/messages/count_tokens?beta=true", b'{"type":"error",'),
+        (b"/v1/chat/completions", b'{"error":{'),
+    ],
+)
+@pytest.mark.parametrize(
+    "rest", [b"x: " + b"y" * MOST, b"transfer-encoding: chunked\r\n\r\nzz", b"host: y\r\n\r\n"]
+)
+def test_a_refused_request_gets_an_error_in_the_form_of_its_api(
+    path: bytes, form: bytes, rest: bytes
+) -> None:
+    head, _, body = answers([b"POST %b HTTP/1.1\r\nhost: x\r\n%b" % (path, rest)]).partition(
+        b"\r\n\r\n"
+    )
+    assert head.startswith((b"HTTP/1.1 400 ", b"HTTP/1.1 431 "))
+    assert body.startswith(form)
+
+
 def test_a_header_may_have_the_request_line_as_its_value() -> None:
     for value in (b"POST /path HTTP/1.1", b"POST /path HTTP/1.1 "):
         assert answers([POST + b"x: " + value + b"\r\ncontent-length: 4\r\n\r\nbody"]).endswith(

@@ -110,11 +110,13 @@ def test_unfinished_heads_of_all_connections_hold_16_mib_at_most() -> None:
         refused = opened.deliver(head)
         assert refused._transport.written.startswith(b"HTTP/1.1 503")
         assert b"\r\nretry-after: 1\r\n" in refused._transport.written
-        assert opened.exceeded == ["max_head_bytes"]
-        for connection in (refused, connections.pop()):
+        messages = opened.deliver(head.replace(b"GET /", b"POST /v1/messages", 1))
+        assert messages._transport.written.startswith(b"HTTP/1.1 529 \r\n")
+        assert opened.exceeded == ["max_head_bytes"] * 2
+        for connection in (refused, messages, connections.pop()):
             connection.connection_lost(None)
         connections += [opened.deliver(head), opened.request("/whole")]
-        assert opened.exceeded == ["max_head_bytes"]
+        assert opened.exceeded == ["max_head_bytes"] * 2
         for connection in connections:
             connection.connection_lost(None)
         assert opened.deliver(head)._transport.written == b""

@@ -59,6 +59,27 @@ def test_whole_answer_has_the_fields_of_its_struct(route: str) -> None:
     asyncio.run(main())
 
 
+def test_an_answer_has_the_ids_of_each_prompt_once() -> None:
+    """Regression: an answer with 1,024 choices had the ids of its prompt 1,024 times."""
+
+    async def main() -> None:
+        more = {"prompt": ["hi", "ho"], "n": 3, "logprobs": None}
+        for stream in (False, True):
+            world = World()
+            call = world.open(6)
+            for choice in call.choices:
+                choice.details = Details(prompt_ids=[1, 2])
+                world.update(choice.uid, "he", token_ids=[7], finish=FinishReason.STOP)
+            writer = writer_of(COMPLETIONS, **more)
+            parts = [piece async for piece in events(call, writer)] if stream else []
+            answer = b"".join(parts) or await writer.whole(call)
+            assert answer.count(b'"prompt_token_ids":[1,2]') == 2
+            assert answer.count(b'"token_ids":[7]') == 6
+            world.engine.close(call)
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("route", EVENT)
 def test_each_event_has_the_fields_of_its_struct(route: str) -> None:
     async def main() -> None:
