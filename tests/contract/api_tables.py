@@ -42,7 +42,7 @@ SCHEMAS = component_schemas(RequestConverter(CONFIG))
 ROUTES = {CHAT: "chat", COMPLETIONS: "completions", GENERATE: "/generate"}
 FIXED_LIMITS = (
     "| none | 100 | `max_headers` | Headers of one request. More get 431. |",
-    "| none | 1,024 | `max_small_chunks` | Chunks that a body may have beyond one for each 64 "
+    "| none | 256 | `max_small_chunks` | Chunks that a body may have beyond one for each 64 "
     "bytes. More get 400. |",
     "| none | 65,536 and 524,288 | `max_body_values` | Lists, objects and fields of one body, and "
     "all values of one body. |",
