@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from minisgl.distributed.comm import TPInfo
 from minisgl.kernel import gated_delta
 from minisgl.kernel.delta import TAPS, DeltaMemory, DeltaWeights, GatedNorm
+from minisgl.kernel.tilings import LOWEST_TILE
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear, UnquantizedLinear
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild, StateBuild, StatePart
@@ -101,8 +102,9 @@ class DeltaRates(nn.Module):
 class GatedDelta(Mixer):
     """A gated delta net over this rank's heads: Hk key heads and Hv value heads.
 
-    in_proj gives queries, keys, values and the gate z of the output; rates_proj gives b and a, the
-    write strength and the decay. conv: [2 Hk Dk + Hv Dv, TAPS].
+    in_proj gives queries, keys, values and the gate z of the output. rates_proj gives b and a, the
+    write strength and the decay; if it is None, in_proj gives them too.
+    conv: [2 Hk Dk + Hv Dv, TAPS].
     """
 
     name = "linear_attn"
@@ -126,15 +128,28 @@ class GatedDelta(Mixer):
             outputs = (_grouped("in_proj_qkvz", parts, spec.key_heads, key_heads, tp),)
             rates = (_grouped("in_proj_ba", (ratio, ratio), spec.key_heads, key_heads, tp),)
         self.in_proj = ColumnParallelLinear(build.size, outputs, False, linear)
-        # FP8 checkpoints leave these few rows unquantised, with and without an entry in their lists
-        # of such linears.
-        plain = linear._replace(method=UnquantizedLinear)
-        self.rates_proj = ColumnParallelLinear(build.size, rates, False, plain)
+        self.rates_proj: ColumnParallelLinear | None = None
+        if self._can_merge(rates):
+            self.in_proj = ColumnParallelLinear(build.size, (*outputs, *rates), False, linear)
+        else:
+            # FP8 checkpoints leave these few rows unquantised, with and without an entry in their
+            # lists of such linears.
+            plain = linear._replace(method=UnquantizedLinear)
+            self.rates_proj = ColumnParallelLinear(build.size, rates, False, plain)
         rows = sum(shard.local for shard in self.channels)
         self.conv = nn.Parameter(torch.empty(rows, TAPS))
         self.rates = DeltaRates(heads, linear.parent)
         self.norm = RMSNorm(Shard("", spec.value_dim, 0, spec.value_dim), build.eps)
         self.out = RowParallelLinear(v._replace(name="out_proj"), build.size, False, linear)
+
+    def _can_merge(self, rates: Sequence[Shard]) -> bool:
+        """Whether in_proj can have the rows of `rates` too, which saves a launch.
+
+        Our kernels of products need whole tiles of rows.
+        """
+        rows = sum(shard.local for shard in rates)
+        unquantised = isinstance(self.in_proj.method, UnquantizedLinear)
+        return unquantised and rows % LOWEST_TILE == 0
 
     @property
     def kind(self) -> Hashable:
@@ -149,8 +164,13 @@ class GatedDelta(Mixer):
             "a gated delta net needs its part of the step; this is a bug"
         )
         projected, width = self.in_proj.forward(block_input), len(self.conv)
-        mixed, z = projected[:, :width], projected[:, width:]
-        b, a = self.rates_proj.forward(block_input).chunk(2, dim=-1)
+        mixed, rest = projected[:, :width], projected[:, width:]
+        z = rest[:, : self.out.method.shards.inputs.local]
+        if self.rates_proj is None:
+            rates = rest[:, z.shape[1] :]
+        else:
+            rates = self.rates_proj.forward(block_input)
+        b, a = rates.chunk(2, dim=-1)
         weights = DeltaWeights(self.conv, self.rates.a_log, self.rates.dt_bias)
         memory: DeltaMemory = context.states[self.spec.layer]
         norm = GatedNorm(self.norm.weight, z, self.norm.eps)

@@ -85,7 +85,9 @@ def nemotron(pattern: str, **changes: Any) -> Any:
 
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_5": dense,
-    "qwen3_5-equal-heads": lambda: dense(linear_num_value_heads=4, tie_word_embeddings=True),
+    "qwen3_5-equal-heads": lambda: dense(
+        linear_num_key_heads=32, linear_num_value_heads=32, tie_word_embeddings=True
+    ),
     "qwen3_5-ends-with-delta": lambda: dense(
         layer_types=["full_attention", "linear_attention"] * 2,
         linear_num_key_heads=1,
@@ -95,7 +97,10 @@ MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_5_moe": _sparse,
     "qwen3_next": _next,
     "qwen3_next-dense-layer": lambda: _next(
-        mlp_only_layers=[1], norm_topk_prob=False, shared_expert_intermediate_size=80
+        mlp_only_layers=[1],
+        norm_topk_prob=False,
+        shared_expert_intermediate_size=80,
+        linear_num_value_heads=32,
     ),
     "granite4": granite,
     "granite4-experts": lambda: granite(

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.kernel.fp8_weights import dequantise
+from minisgl.layers.delta import GatedDelta
 from minisgl.layers.linear import UnquantizedLinear
 from minisgl.models.build import build_model, empty_model
 from minisgl.models.config import load_model_spec
@@ -33,6 +34,28 @@ def logits_of(model: Any) -> np.ndarray[Any, Any]:
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model, path = save(name, tmp_path)
     check_rank(SingleCommunicator(), path, logits_of(model))
+
+
+@pytest.mark.parametrize(
+    ("name", "quantization", "merged"),
+    [
+        ("qwen3_5-equal-heads", None, True),
+        ("qwen3_next-dense-layer", None, True),
+        ("qwen3_5-equal-heads", "fp8", False),
+        ("qwen3_5", None, False),  # the rows of its rates fill no tile
+    ],
+)
+def test_the_projection_of_a_delta_net_has_the_rates_if_it_can(
+    name: str, quantization: str | None, merged: bool, tmp_path: Path
+) -> None:
+    """The logits of the same models show that the rows are in their places."""
+    spec = load_model_spec(save(name, tmp_path)[1])
+    extensions = with_quantizations()
+    model, _ = empty_model(
+        spec, torch.bfloat16, SingleCommunicator(), TorchMoe(CPU), extensions, quantization
+    )
+    nets = [module for module in model.modules() if isinstance(module, GatedDelta)]
+    assert {net.rates_proj is None for net in nets} == {merged}
 
 
 @pytest.mark.parametrize(
