@@ -64,18 +64,19 @@ def _tokenizer(spec: ChildSpec) -> None:
     from minisgl.tool_calls.detect import detect_format
 
     config, limits = spec.config, spec.config.limits
+    new_decoder = partial(
+        ImageDecoder,
+        max_pixels=limits.max_image_pixels,
+        max_tokens=config.max_image_tokens,
+        timeout_s=limits.image_timeout_s,
+    )
     run_tokenizer(
         spec.name,
         config.engine.model_path,
         spec.socket_dir,
         limits.template_timeout_s,
         config.escape_special_tokens,
-        partial(
-            ImageDecoder,
-            max_pixels=limits.max_image_pixels,
-            max_tokens=config.max_image_tokens,
-            timeout_s=limits.image_timeout_s,
-        ),
+        None if config.engine.no_images else new_decoder,
         partial(detect_format, given=config.tool_format),
         spec.report_checked,
     )

@@ -94,7 +94,7 @@ class LLM:
             check = partial(check_before_weights, engine_config)
             path = resolve_model(model, revision, not engine_config.dummy_weight, check)
         engine_config = msgspec.structs.replace(engine_config, model_path=path)
-        spec = image_spec(path)
+        spec = None if engine_config.no_images else image_spec(path)
         self._decoder: ImageDecoder | None = None
         if spec is not None:
             self._decoder = ImageDecoder(

@@ -7,6 +7,7 @@ import msgspec
 
 from minisgl.core import ConfigError, EngineConfig, ModelFacts
 from minisgl.core.files import read_json
+from minisgl.images import image_spec
 from minisgl.models.text_part import text_part
 
 
@@ -49,4 +50,5 @@ def facts_of(engine: EngineConfig) -> ModelFacts:
         device="none",
         dtype="none",
         kv_dtype="none",
+        images=not engine.no_images and image_spec(engine.model_path) is not None,
     )

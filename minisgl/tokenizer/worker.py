@@ -34,20 +34,20 @@ def run_tokenizer(
     socket_dir: str,
     template_timeout_s: float,
     escape_special_tokens: bool,
-    new_decoder: Callable[[ImageSpec], ImageDecoder],
+    new_decoder: Callable[[ImageSpec], ImageDecoder] | None,
     detect_tools: Callable[[TextTokenizer], str],
     on_checked: Callable[[], None],
 ) -> NoReturn:
     """Serve the queue `name` until the process ends. Raises ConfigError for an unusable folder.
 
-    new_decoder: makes the decoder of a model with images.
+    new_decoder: makes the decoder of a model with images. None: the server takes no images.
     detect_tools: returns the tool_format of ModelFacts.
     on_checked: called when the tokenizer of the model has loaded.
     """
     # The worker encodes one message at a time. The library's threads would compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    spec = image_spec(model_path)
-    decoder = None if spec is None else new_decoder(spec)
+    spec = None if new_decoder is None else image_spec(model_path)
+    decoder = None if new_decoder is None or spec is None else new_decoder(spec)
     tokenizer = TextTokenizer(
         model_path,
         MAX_TEMPLATE_CHARS,

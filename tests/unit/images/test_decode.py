@@ -4,9 +4,11 @@ import base64
 import hashlib
 import io
 import struct
+import time
 import zlib
 
 import numpy as np
+import psutil
 import pytest
 from PIL import Image, ImageOps
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -181,6 +183,24 @@ def test_file_is_refused_with_a_reason(decoder, file, kind, reason, limit):
     with pytest.raises(ImageRefused) as caught:
         decoder.decode(base64.b64encode(file), f"image/{kind}")
     assert (caught.value.reason, caught.value.limit) == (reason, limit)
+
+
+def test_bombs_cost_at_most_50_ms_of_cpu_time_and_100_mb(decoder):
+    """A PNG of 30 GB of pixels, 600,000 frames, and files of 14 MB that are no image."""
+    bombs = [(png_of(100_000, 100_000), "png"), (gif_of(600_000), "gif"), (bytes(2**24), "png")]
+    encoded = [(base64.b64encode(file), kind) for file, kind in bombs]
+    processes = psutil.Process().children(recursive=True)
+
+    def cpu_s():
+        return time.process_time() + sum(sum(one.cpu_times()[:2]) for one in processes)
+
+    before_s, before = cpu_s(), [one.memory_info().rss for one in processes]
+    for data, kind in encoded * 4:
+        with pytest.raises(ImageRefused):
+            decoder.decode(data, f"image/{kind}")
+    assert cpu_s() - before_s <= 0.05 * 4 * len(bombs)
+    after = [one.memory_info().rss for one in processes]
+    assert max(b - a for a, b in zip(before, after, strict=True)) <= 100e6
 
 
 @pytest.mark.parametrize("data", [b"iVBORw0KGgo=#", b"iVBORw0KGgoA", b"\xff\xfe"])

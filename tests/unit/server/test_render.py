@@ -54,6 +54,19 @@ def test_the_language_model_beside_an_encoder_has_a_config_of_its_own(tmp_path: 
     assert facts(tmp_path, config) == (320, 128)
 
 
+def test_images_are_rendered_for_a_model_with_an_encoder(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "text_config": {**FIELDS, "model_type": "qwen3_5_text"},
+        "image_token_id": 5,
+        "vision_config": {},
+    }
+    facts(tmp_path, config)
+    for no_images in (False, True):
+        engine = EngineConfig(model_path=str(tmp_path), no_images=no_images)
+        assert facts_of(engine).images is not no_images
+
+
 def test_a_missing_field_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="vocab_size"):
         facts(tmp_path, {"max_position_embeddings": 128})
