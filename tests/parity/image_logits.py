@@ -42,17 +42,8 @@ def check_logits(comm: Communicator, path: str, prompt: Prompt, size: int) -> No
     found, count = [], len(prompt.ids)
     with torch.inference_mode():
         features = torch.cat([tower.encode(pixels) for pixels in prompt.pictures])
-        embed = runner.model.model.embed_tokens
-        text_rows = embed.forward
-
-        def with_images(ids: Tensor) -> Tensor:
-            rows = text_rows(ids.clamp(min=0))
-            if comm.tp.rank:  # the embedding is a sum over the ranks
-                return rows.masked_fill(ids.unsqueeze(1) < 0, 0.0)
-            images = features[(~ids).clamp(min=0), : vision.size]
-            return torch.where(ids.unsqueeze(1) < 0, images, rows)
-
-        embed.forward = with_images  # type: ignore[method-assign]
+        if comm.tp.rank == 0:  # the embedding is a sum over the ranks
+            runner.model.model.embed_tokens.images = features[:, : vision.size]
         for start in [*range(0, count - DECODED, size), *range(count - DECODED, count)]:
             decode = start >= count - DECODED
             end = start + 1 if decode else min(start + size, count - DECODED)
