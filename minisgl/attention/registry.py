@@ -52,15 +52,18 @@ def create_attention_backend(
     Raises ConfigError for an unknown name, and for a named backend that cannot run with this pool.
     If auto selects torch on a GPU, a warning gives the reason.
     """
-    spec = pool.spec
-    needs = AttentionNeeds(pool.device, spec.dtype, spec.head_dim, frozenset(rules), spec.fp8)
-    prefill, decode = resolve_phases(name, needs, added)
-    reason = ATTENTION_BACKENDS[0].obstacle(needs)
-    if "auto" in name and reason is not None and pool.device.type != "cpu":
-        logger.warning("attention runs on torch and is slow; flashinfer cannot run: %s", reason)
+
+    def pool_of(rule: AttentionRule) -> KVPool:
+        return pool if rule.window is None or windows is None else windows
+
+    phases = {
+        one: _phases_over(one, name, [rule for rule in rules if pool_of(rule) is one], added)
+        for one in {pool_of(rule) for rule in rules}
+    }
 
     def create(rule: AttentionRule) -> AttentionBackend:
-        of_rule = pool if rule.window is None or windows is None else windows
+        of_rule = pool_of(rule)
+        prefill, decode = phases[of_rule]
         first = prefill(of_rule, q_heads, rule)
         shared = issubclass(prefill, decode)
         return PhasedAttention(first, first if shared else decode(of_rule, q_heads, rule))
@@ -71,23 +74,40 @@ def create_attention_backend(
     return LayeredAttention(backends, rules)
 
 
+def _phases_over(
+    pool: KVPool,
+    name: str,
+    rules: Sequence[AttentionRule],
+    added: Sequence[type[AttentionBackend]],
+) -> tuple[type[AttentionBackend], type[AttentionBackend]]:
+    """The backends of prefill and of decode for the layers of a pool. Raises ConfigError."""
+    spec = pool.spec
+    needs = AttentionNeeds(pool.device, spec.dtype, spec.head_dim, frozenset(rules), spec.fp8)
+    reason = ATTENTION_BACKENDS[0].obstacle(needs)
+    if "auto" in name and reason is not None and pool.device.type != "cpu":
+        logger.warning("attention runs on torch and is slow; flashinfer cannot run: %s", reason)
+    return resolve_phases(name, needs, added)
+
+
 def attention_kernels(
     name: str,
-    needs: AttentionNeeds,
+    needs: Sequence[AttentionNeeds],
     archs: Sequence[int],
     added: Sequence[type[AttentionBackend]] = (),
 ) -> list[AttentionKernel]:
     """The FlashInfer modules that the backends called `name` run on GPUs of these architectures.
 
-    archs: 90 means compute capability 9.0. Raises ConfigError as create_attention_backend does.
+    needs: of the layers of each KV pool. archs: 90 means compute capability 9.0. Raises ConfigError
+    as create_attention_backend does.
     """
-    prefill, decode = resolve_phases(name, needs, added)
     kernels = set()
-    for rule in needs.rules:
-        variants = prefill.kernel_variants(False, archs)
-        if rule == PLAIN:  # decode under any other rule runs minisgl's kernel
-            variants |= decode.kernel_variants(True, archs)
-        kernels |= {rule.module(each, needs.dtype, needs.head_dim) for each in variants}
+    for of_pool in needs:
+        prefill, decode = resolve_phases(name, of_pool, added)
+        for rule in of_pool.rules:
+            variants = prefill.kernel_variants(False, archs)
+            if rule == PLAIN:  # decode under any other rule runs minisgl's kernel
+                variants |= decode.kernel_variants(True, archs)
+            kernels |= {rule.module(each, of_pool.dtype, of_pool.head_dim) for each in variants}
     return sorted(kernels, key=str)
 
 

@@ -29,10 +29,10 @@ from minisgl.benchmark.workload import Workload, add_workload_flags, workload_fr
 from minisgl.cost.floor import (
     Ceilings,
     cost_of,
+    operations_of_pairs,
     read_keys,
     reduce_s,
     step_s,
-    windows_of,
     with_weights,
 )
 from minisgl.models.config import load_model_spec
@@ -83,8 +83,10 @@ def floor_of(
     # The output head is computed for the last token of a prompt only.
     head = 2 * model.hidden_size * model.vocab_size // tp
     prefill_operations: float = (cost.operations - head) * prompt_tokens + head * len(prompts)
-    pairs = sum(share * _pairs(prompts, window) for window, share in windows_of(model))
-    prefill_operations += 4.0 * len(model.attention) * model.q_heads * model.head_dim * pairs / tp
+    prefill_operations += sum(
+        operations * _pairs(prompts, window) / tp
+        for window, operations in operations_of_pairs(model).items()
+    )
     prefill_s = max(
         chunks * cost.read_bytes(budget_tokens) / ceilings.bytes_per_s,
         ceilings.arithmetic_s(prefill_operations, cost.fp8_operations * prompt_tokens),

@@ -106,6 +106,26 @@ def _granite_4(
     }
 
 
+def _gemma_4(
+    hidden_size: int, layers: int, heads: int, inner: int, kv: int, full_kv: int
+) -> dict[str, Any]:
+    """kv: KV heads of layers with a window. full_kv: those of layers with full attention."""
+    return _shape(hidden_size, layers, heads, inner, tied=True) | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "num_key_value_heads": kv,
+        "num_global_key_value_heads": full_kv,
+        "head_dim": 256,
+        "vocab_size": 262144,
+        "max_position_embeddings": 262144,
+        "sliding_window": 1024,
+        "final_logit_softcapping": 30.0,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "eos_token_id": 1,
+    }
+
+
 def _nemotron_3(hidden_size: int, inner: int, experts: int, pattern: str) -> dict[str, Any]:
     """inner: of an expert; the shared expert is twice as wide. pattern: a letter for each layer."""
     return _shape(hidden_size, len(pattern), 32, inner, tied=False) | {
@@ -195,6 +215,10 @@ SHAPES = {
     | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
     | {"sliding_window": 1024, "sliding_window_pattern": 6, "max_position_embeddings": 131072}
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 10_000},
+    "gemma-4-31b": _gemma_4(5376, 60, 32, 21504, kv=16, full_kv=4),
+    "gemma-4-26b-a4b": _gemma_4(2816, 30, 16, 2112, kv=8, full_kv=2)
+    | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}
+    | {"moe_intermediate_size": 704},
     "qwen1.5-moe-a2.7b": _shape(2048, 24, 16, 5632, tied=False)
     | {"architectures": ["Qwen2MoeForCausalLM"], "num_key_value_heads": 16, "num_experts": 60}
     | {"num_experts_per_tok": 4, "moe_intermediate_size": 1408}

@@ -7,6 +7,7 @@ the host gives zeros.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from minisgl.attention.flashinfer import (
     scratch_for,
 )
 from minisgl.attention.registry import resolve_phases
+from minisgl.attention.torch import TorchAttention
 from minisgl.core import EngineConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.distributed.peers import PeerMemory
@@ -68,11 +70,12 @@ def dry_run(
         DryRunEngine(config, MetaCommunicator(tp), max_chunk_tokens, added).warm_up()
 
 
-def attention_needs(config: EngineConfig) -> AttentionNeeds:
-    """The requirements of a server with `config` on a GPU. Raises ConfigError as Engine does."""
+def attention_needs(config: EngineConfig) -> tuple[AttentionNeeds, ...]:
+    """The requirements of a server with `config` on a GPU, as Resolved. Raises ConfigError."""
     model = load_model_spec(config.model_path)
     resolved = resolve(config, model, TPInfo(0, 1), _META)
-    return resolved.attention_needs._replace(device=torch.device("cuda"))
+    cuda = torch.device("cuda")
+    return tuple(needs._replace(device=cuda) for needs in resolved.attention_needs)
 
 
 class HostCopies(TorchFunctionMode):
@@ -116,8 +119,8 @@ class MetaCommunicator(SingleCommunicator):
 class MetaAttention(AttentionBackend):
     """FlashInferAttention without FlashInfer's kernels: launches minisgl's kernels only.
 
-    FlashInfer's kernels cannot take meta tensors. `minisgl compile` builds their modules by name
-    (attention_kernels).
+    Pools of heads that FlashInfer does not take run torch, as in a server. FlashInfer's kernels
+    cannot take meta tensors. `minisgl compile` builds their modules by name (attention_kernels).
     """
 
     name = "meta"
@@ -125,10 +128,15 @@ class MetaAttention(AttentionBackend):
 
     def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None:
         self._pool, self._rule = pool, rule
+        self._torch: TorchAttention | None = None
+        if pool.spec.head_dim not in FlashInferAttention.capabilities.head_dims:
+            self._torch = TorchAttention(pool, q_heads, rule)
         self._heads = (q_heads, pool.spec.kv_heads, pool.spec.head_dim)
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         """Prepare a step of one phase. PhasedAttention has split a mixed step before."""
+        if self._torch is not None:
+            return self._torch.prepare(step)
         pages_of(self._pool, step, self._rule.window)
         if not step.num_decode:
             group = self._heads[0] // self._heads[1]
@@ -146,12 +154,16 @@ def _run_nothing(q: Tensor, *keys_and_values: object, out: Tensor, return_lse: b
     return (out, q.new_empty(q.shape[:2], dtype=torch.float32)) if return_lse else out
 
 
-def without_flashinfer(name: str, needs: AttentionNeeds) -> str:
-    """Return the setting for the backends of `name`, with MetaAttention in place of FlashInfer."""
-    return ",".join(
-        MetaAttention.name if issubclass(phase, FlashInferAttention) else phase.name
-        for phase in resolve_phases(name, needs)
-    )
+def without_flashinfer(name: str, needs: Sequence[AttentionNeeds]) -> str:
+    """Return the setting for the backends of `name`, with MetaAttention in place of FlashInfer.
+
+    needs: as Resolved.attention_needs. MetaAttention takes all pools if FlashInfer takes one.
+    """
+    names = []
+    for backends in zip(*(resolve_phases(name, each) for each in needs), strict=True):
+        replaced = any(issubclass(backend, FlashInferAttention) for backend in backends)
+        names.append(MetaAttention.name if replaced else backends[0].name)
+    return ",".join(names)
 
 
 class DryRunEngine(Engine):

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from minisgl.core import ConfigError
 from minisgl.kernel.packed_order import bits_of
 from minisgl.kernel.packed_weights import PackedKind
-from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.attention import AttentionSpec
 from minisgl.layers.mlp import DenseSpec
 from minisgl.models.spec import ModelSpec
@@ -109,13 +108,13 @@ def cost_of(model: ModelSpec, tp: int = 1, fp8_kv: bool = False) -> Cost:
     heads than GPUs, each GPU holds a copy of one head.
     """
     total = _single_gpu_cost(model)
-    spec = KVSpec(model.kv_heads, model.head_dim, torch.bfloat16, fp8_kv)
+    kinds = [mixer.kv._replace(dtype=torch.bfloat16, fp8=fp8_kv) for mixer in model.attention]
     return total._replace(
         weight_bytes=total.weight_bytes // tp,
         operations=total.operations // tp,
-        kv_bytes=len(model.attention) * spec.token_bytes // min(tp, model.kv_heads),
+        kv_bytes=sum(kv.token_bytes // min(tp, kv.kv_heads) for kv in kinds),
         expert_bytes=total.expert_bytes // tp,
-        reduces=1 + sum(1 if layer.mlp is None else 2 for layer in model.layers),
+        reduces=1 + sum(1 + len(layer.mlps) for layer in model.layers),
         reduce_bytes=2 * model.hidden_size,
         state_bytes=sum(spec.step_bytes(_PAGE_SIZE) for spec in model.states) // tp,
         draft_bytes=total.draft_bytes // tp,
@@ -126,17 +125,18 @@ def _single_gpu_cost(model: ModelSpec) -> Cost:
     """The cost without the KV and the all-reduces."""
     hidden = model.hidden_size
     parameters, experts, computed = hidden * model.vocab_size, 0, 0
-    for mixer, mlp, *_ in model.layers:
-        parameters += mixer.weights(hidden) + _mlp_weights(mlp, hidden)
-        if isinstance(mlp, ExpertsSpec):
-            one = (mlp.products + 1) * hidden * mlp.inner
-            experts += one * mlp.num_experts
-            computed += one * mlp.top_k
+    for layer in model.layers:
+        parameters += layer.mixer.weights(hidden)
+        parameters += sum(_mlp_weights(mlp, hidden) for mlp in layer.mlps)
+    for sparse in model.experts:
+        one = (sparse.products + 1) * hidden * sparse.inner
+        experts += one * sparse.num_experts
+        computed += one * sparse.top_k
     drafts = 0
     if model.draft_head is not None:
         mixer, mlp, *_ = model.draft_head
         drafts = hidden * (model.vocab_size + 2 * hidden) + mixer.weights(hidden)
-        drafts += _mlp_weights(mlp, hidden)
+        drafts += sum(_mlp_weights(each, hidden) for each in model.draft_head.mlps)
         if isinstance(mlp, ExpertsSpec):
             drafts += (mlp.products + 1) * hidden * mlp.inner * mlp.top_k
         # Each step stores the keys and values of the head for all its tokens.
@@ -147,11 +147,11 @@ def _single_gpu_cost(model: ModelSpec) -> Cost:
     return cost._replace(draft_bytes=2 * drafts)
 
 
-def _mlp_weights(mlp: DenseSpec | ExpertsSpec | None, hidden: int) -> int:
+def _mlp_weights(mlp: DenseSpec | ExpertsSpec, hidden: int) -> int:
     """Return the number of weights of an MLP that every token reads: all but the experts."""
     if isinstance(mlp, ExpertsSpec):
         return hidden * (mlp.num_experts + (mlp.products + 1) * mlp.shared * mlp.inner)
-    return 0 if mlp is None else (mlp.activation.products + 1) * hidden * mlp.inner
+    return (mlp.activation.products + 1) * hidden * mlp.inner
 
 
 def weight_format(model: ModelSpec, quantization: str | None) -> str:
@@ -244,7 +244,7 @@ def step_s(
 
 
 def read_keys(model: ModelSpec, contexts: NDArray[np.signedinteger[Any]]) -> float:
-    """Return the keys that a layer reads in a decode step, the mean over the layers.
+    """Return the keys that a layer reads in a decode step, the mean over the layers by their bytes.
 
     contexts: tokens of each request's context.
     """
@@ -255,6 +255,19 @@ def read_keys(model: ModelSpec, contexts: NDArray[np.signedinteger[Any]]) -> flo
 
 
 def windows_of(model: ModelSpec) -> list[tuple[int | None, float]]:
-    """Each window of the model's layers, and its share of the layers. None: full attention."""
-    counts = Counter(mixer.rule.window for mixer in model.attention)
-    return [(window, count / counts.total()) for window, count in counts.items()]
+    """Each window of the model's layers, and its share of the bytes of keys and values of a token.
+
+    None: full attention.
+    """
+    sizes = Counter[int | None]()
+    for mixer in model.attention:
+        sizes[mixer.rule.window] += mixer.kv.stored_bytes
+    return [(window, size / sizes.total()) for window, size in sizes.items()]
+
+
+def operations_of_pairs(model: ModelSpec) -> Counter[int | None]:
+    """Return the operations of a query token with one key, in all layers of each window."""
+    operations = Counter[int | None]()
+    for mixer in model.attention:
+        operations[mixer.rule.window] += 4 * mixer.q_heads * mixer.kv.head_dim
+    return operations

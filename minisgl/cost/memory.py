@@ -44,7 +44,7 @@ def remainder_bytes(
     page_table = len(model.pools) * rows * -(-context // config.page_size)
     token_pool = rows * (context + 1)
     mixed = 0 if model.vision is None else max_chunk_tokens  # rows of image tokens
-    rotary = len(model.ropes) * (context + mixed) * model.head_dim
+    rotary = sum(model.rope_widths.values()) * (context + mixed)
     tables = 4 * (page_table + token_pool + rotary)
     shapes, sizes = memory.graph_sizes(
         config, model, max_chunk_tokens, drafting=config.speculative is not None
@@ -52,16 +52,15 @@ def remainder_bytes(
     graphs = _GRAPH_BYTES * (memory.further_graphs(shapes, sizes) - _FIXED_GRAPHS)
     graph_tokens = max((reqs * width for reqs, width in shapes), default=0)
     logits = graph_tokens * (model.vocab_size // tp) * item
-    kv_heads = max(model.kv_heads // tp, 1)
     # Layers of one rule share a copy of a context (kernel/contexts.py). Attention of prompts reads
     # an FP8 pool by copies only.
-    group = model.q_heads // model.kv_heads
-    copied_keys = sum(
-        context if rule.window is None else min(context, max_chunk_tokens + rule.window)
-        for rule in set(model.rules)
-        if spec.fp8 or (gpu.copies and ContextCopy.may_pay(rule.window, group))
-    )
-    copied = 2 * copied_keys * kv_heads * model.head_dim * item
+    copied = 0
+    for rule, kv in {mixer.rule: mixer.kv for mixer in model.kv_layers}.items():
+        if spec.fp8 or (
+            gpu.copies and ContextCopy.may_pay(rule.window, model.q_heads // kv.kv_heads)
+        ):
+            keys = context if rule.window is None else min(context, max_chunk_tokens + rule.window)
+            copied += 2 * keys * max(kv.kv_heads // tp, 1) * kv.head_dim * item
     shared = _PEER_BYTES if tp > 1 else 0
     activations = int(_ACTIVATION_SHARE * max_chunk_tokens * _widest(model, tp) * item)
     workspaces = len(set(model.rules)) * _WORKSPACE_BYTES
@@ -75,7 +74,8 @@ def _widest(model: ModelSpec, tp: int) -> int:
     These are gate and up, their product, and the residual stream before and after the MLP.
     """
     size = model.hidden_size
-    dense = [layer.mlp.inner for layer in model.layers if isinstance(layer.mlp, DenseSpec)]
+    mlps = [mlp for layer in model.layers for mlp in layer.mlps]
+    dense = [mlp.inner for mlp in mlps if isinstance(mlp, DenseSpec)]
     computed = [
         (experts.top_k + experts.shared) * (experts.inner // tp + size) for experts in model.experts
     ]

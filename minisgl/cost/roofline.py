@@ -7,14 +7,13 @@ import numpy as np
 
 from minisgl.core import StepCost
 from minisgl.core.step_cost import TimedStep
-from minisgl.cost.floor import MEASURED_TP, Ceilings, Cost, step_s
+from minisgl.cost.floor import MEASURED_TP, Ceilings, Cost, operations_of_pairs, step_s
 from minisgl.cost.gpus import GPUS
 from minisgl.models.spec import ModelSpec
 
 SIZES = (1, 8, 16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 2048, 4096, 8192, 16_384, 32_768)
 _ABOVE_FLOOR = 1.3  # kernels reach about three quarters of the rates
 _HOST_S = 0.0003  # of each step
-_PAIR_OPERATIONS = 4  # of a query and a key, for each of their numbers
 
 
 def roofline(
@@ -33,7 +32,7 @@ def roofline(
     """
     small, large = timed
     sizes = [size for size in SIZES if size < most] + [most]
-    pair_operations = _PAIR_OPERATIONS * len(model.attention) * model.q_heads * model.head_dim / tp
+    pair_operations = sum(operations_of_pairs(model).values()) / tp
     ceilings = rates_of(device)
     # A prompt token moves no state, so states have a price of their own.
     state_bytes, cost = cost.state_bytes, cost._replace(state_bytes=0)

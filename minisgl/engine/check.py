@@ -12,7 +12,6 @@ from minisgl.attention.registry import resolve_phases
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine import memory
-from minisgl.kvcache.pool import kv_page_bytes
 from minisgl.models.build import ModelExtensions, empty_model
 from minisgl.models.config import engine_model
 from minisgl.models.decoder import CausalLM
@@ -33,8 +32,7 @@ def check_start(config: EngineConfig, tp: TPInfo, extensions: ModelExtensions) -
     it has loaded most of the weights.
     """
     resolved = _check_settings(config, tp, extensions)
-    dtype = resolved.kv_spec.dtype
-    share, unused = share_of(resolved.model, tp, dtype, extensions, config.quantization)
+    share, unused = share_of(resolved.model, tp, resolved.dtype, extensions, config.quantization)
     if not config.dummy_weight:
         load_weights(share, config.model_path, unused=unused, headers_only=True)
 
@@ -46,12 +44,13 @@ def check_before_weights(config: EngineConfig, extensions: ModelExtensions) -> N
     ends.
     """
     tp = TPInfo(0, config.tp_size)
-    model, _, kv_spec, needs = _check_settings(config, tp, extensions)
-    weights = weight_bytes(model, tp, kv_spec.dtype, extensions, config.quantization)
-    if needs.device.type == "cpu":
+    resolved, device = _check_settings(config, tp, extensions), memory.resolve_device(config, tp)
+    model = resolved.model
+    weights = weight_bytes(model, tp, resolved.dtype, extensions, config.quantization)
+    if device.type == "cpu":
         free, place = host_memory.cpu_free_bytes() // tp.size, "of the memory of this machine"
     else:
-        ranks = [torch.device(needs.device.type, rank) for rank in range(tp.size)]
+        ranks = [torch.device(device.type, rank) for rank in range(tp.size)]
         free, place = min(memory.free_bytes(device) for device in ranks), "of each GPU"
     usable = int(config.memory_ratio * free)
     if weights > usable:
@@ -69,8 +68,8 @@ def _check_settings(
     device = memory.resolve_device(config, tp)
     model = engine_model(config)
     resolved = memory.resolve(config, model, tp, device)
-    needs = resolved.attention_needs
-    resolve_phases(config.attention_backend, needs, extensions.attention_backends)
+    for needs in resolved.attention_needs:
+        resolve_phases(config.attention_backend, needs, extensions.attention_backends)
     resolve_moe_backend(config.moe_backend, device, extensions.moe_backends)
     return resolved
 
@@ -90,11 +89,11 @@ def check_memory(
 
     pages: of each KV pool. state_bytes: of the recurrent states of all rows.
     """
-    model, spec = resolved.model, resolved.kv_spec
-    weights = weight_bytes(model, tp, spec.dtype, extensions, config.quantization)
+    model = resolved.model
+    weights = weight_bytes(model, tp, resolved.dtype, extensions, config.quantization)
+    page_bytes = resolved.page_bytes(config.page_size)
     kv_bytes = state_bytes + sum(
-        count * kv_page_bytes(spec, len(layers), config.page_size)
-        for layers, count in zip(model.pools, pages, strict=True)
+        count * num_bytes for count, num_bytes in zip(pages, page_bytes, strict=True)
     )
     free = host_memory.cpu_free_bytes()
     if weights + kv_bytes > free:

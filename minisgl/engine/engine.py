@@ -88,8 +88,8 @@ class Engine:
 
     def facts(self) -> ModelFacts:
         """Return the properties of the loaded model that the front end needs."""
-        model, _, spec, _ = self._start.resolved
-        dtype = str(spec.dtype).removeprefix("torch.")
+        resolved = self._start.resolved
+        model, dtype = resolved.model, str(resolved.dtype).removeprefix("torch.")
         return ModelFacts(
             max_seq_len=self.max_seq_len,
             vocab_size=model.vocab_size,
@@ -98,7 +98,7 @@ class Engine:
             page_size=self.page_size,
             device=str(self._start.device),
             dtype=dtype,
-            kv_dtype="fp8" if spec.fp8 else dtype,
+            kv_dtype="fp8" if resolved.kv_specs[0].fp8 else dtype,
             sampling_defaults=model.sampling_defaults,
             drafts=self._start.drafting,
         )

@@ -18,9 +18,9 @@ from minisgl.core.batch import WindowLayers
 from minisgl.core.config import MAX_DRAFT_TOKENS
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine.graphs import DecodeShape, graph_shapes
-from minisgl.kvcache.pool import KVSpec
+from minisgl.kvcache.pool import KVSpec, kv_page_bytes
 from minisgl.layers.mixer import StateBuild
-from minisgl.models.decoder import local_kv_spec
+from minisgl.models.decoder import local_kv_specs
 from minisgl.models.spec import ModelSpec
 from minisgl.utils.process import usable_cores
 
@@ -62,14 +62,24 @@ class Resolved(NamedTuple):
     """The values of one rank that an EngineConfig leaves open.
 
     model            the model for contexts of at most max_seq_len tokens.
-    kv_spec          the state of each layer for a token. Its dtype is that of the model.
-    attention_needs  the requirements on the attention backend.
+    kv_specs         the state of a token in a layer of each KV pool. Its dtype is the model's.
+    attention_needs  the requirements of the layers of each KV pool on the attention backend.
     """
 
     model: ModelSpec
     max_seq_len: int
-    kv_spec: KVSpec
-    attention_needs: AttentionNeeds
+    kv_specs: tuple[KVSpec, ...]
+    attention_needs: tuple[AttentionNeeds, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of activations and unquantised weights."""
+        return self.kv_specs[0].dtype
+
+    def page_bytes(self, page_size: int) -> list[int]:
+        """Return the bytes of a page of each KV pool."""
+        pools = zip(self.kv_specs, self.model.pools, strict=True)
+        return [kv_page_bytes(spec, len(layers), page_size) for spec, layers in pools]
 
 
 def resolve(
@@ -99,9 +109,12 @@ def resolve(
     model = model.for_context(length)
     dtype = _resolve_dtype(config, model, device)
     fp8 = _resolve_fp8_kv(config, dtype, device)
-    needs = AttentionNeeds(device, dtype, model.head_dim, frozenset(model.rules), fp8)
-    spec = local_kv_spec(model, SingleCommunicator(tp), dtype, fp8)
-    return Resolved(model, length, spec, needs)
+    specs = local_kv_specs(model, SingleCommunicator(tp), dtype, fp8)
+    needs = tuple(
+        AttentionNeeds(device, dtype, spec.head_dim, frozenset(model.rules[i] for i in pool), fp8)
+        for spec, pool in zip(specs, model.pools, strict=True)
+    )
+    return Resolved(model, length, specs, needs)
 
 
 def _resolve_dtype(config: EngineConfig, model: ModelSpec, device: torch.device) -> torch.dtype:
@@ -153,9 +166,10 @@ def graph_sizes(
 
 def _host_bound(model: ModelSpec, tp_size: int) -> int:
     """Return the number of tokens up to which launching a step takes longer than computing it."""
-    inner = max(layer.mlp.features for layer in model.layers if layer.mlp is not None)
-    heads = 2 * (model.q_heads + model.kv_heads)
-    weights = model.hidden_size * (heads * model.head_dim + 3 * inner) // tp_size
+    inner = max(sum(mlp.features for mlp in layer.mlps) for layer in model.layers)
+    kv = model.attention[0].kv
+    heads = 2 * (model.q_heads + kv.kv_heads)
+    weights = model.hidden_size * (heads * kv.head_dim + 3 * inner) // tp_size
     return _HOST_BOUND_PRODUCT // weights if weights <= _HOST_BOUND_WEIGHTS else 0
 
 
@@ -183,8 +197,8 @@ def state_build(
     config: EngineConfig, resolved: Resolved, tp: TPInfo, device: torch.device, drafting: bool
 ) -> StateBuild:
     """Return the rows of layers with recurrent states: those of requests, and one for padding."""
-    rows, dtype = config.max_running_reqs + 1, resolved.kv_spec.dtype
-    return StateBuild(rows, config.page_size, drafting, tp, dtype, device)
+    rows = config.max_running_reqs + 1
+    return StateBuild(rows, config.page_size, drafting, tp, resolved.dtype, device)
 
 
 def rows_that_fit(max_running_reqs: int, row_bytes: int, available: int) -> int:
@@ -237,10 +251,12 @@ def pages_that_fit(
     if window is None:
         return [min(available // page_bytes[0], useful)]
     full = -(-min(config.kv_request_tokens, max_seq_len) // size)
-    windows = min(WindowLayers(window, 0).reserve(size), full)
+    least = WindowLayers(window, 0).reserve(size)
+    windows = min(least, full)
     request_bytes = full * page_bytes[0] + windows * page_bytes[1]
     pages = min(available * full // request_bytes, useful) if page_bytes[0] else useful
-    return [pages, min((available - pages * page_bytes[0]) // page_bytes[1], pages)]
+    # A window that is nearly as long as the context reserves more pages than the context has.
+    return [pages, min((available - pages * page_bytes[0]) // page_bytes[1], max(pages, least))]
 
 
 def window_pages_for(

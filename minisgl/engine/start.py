@@ -31,7 +31,7 @@ from minisgl.engine.model_runner import DraftTensors, ModelRunner
 from minisgl.engine.stages import CachedLengths, CopyStates, Stage
 from minisgl.engine.step import StepLauncher, StepParts
 from minisgl.engine.step_tensors import Packer
-from minisgl.kvcache.pool import KVPool, kv_page_bytes
+from minisgl.kvcache.pool import KVPool
 from minisgl.layers.mixer import StateBuild
 from minisgl.layers.rotary import MixedAngles, query_scale_table, rope_table
 from minisgl.models.config import draft_method, engine_model
@@ -148,24 +148,25 @@ class Start:
 
         pools = tuple(
             KVPool(
-                self.resolved.kv_spec,
+                kv,
                 layers=layers,
                 num_pages=count,
                 page_size=config.page_size,
                 device=device,
             )
-            for layers, count in zip(spec.pools, counts, strict=True)
+            for kv, layers, count in zip(self.resolved.kv_specs, spec.pools, counts, strict=True)
         )
         rows, images = config.max_running_reqs + 1, image_memory(config, spec, self._comm.tp)
         # A draft may stand after the last position of a context. Its results are dropped.
         drafts = MAX_DRAFTS if self.drafting else 0
         max_pages = -(-max_seq_len // config.page_size) + -(-drafts // config.page_size)
         positions = max_seq_len + drafts + 1
-        mixed, angles = 0, None
+        mixed, angles, widths = 0, None, spec.rope_widths
         if spec.vision is not None:
             mixed, first = self.max_chunk_tokens, max_seq_len + drafts
-            angles = MixedAngles.of(spec.vision.sections, spec.head_dim, first, device)
-        tables = [rope_table(rope, spec.head_dim, max_seq_len, device) for rope in spec.ropes]
+            (width,) = widths.values()
+            angles = MixedAngles.of(spec.vision.sections, width, first, device)
+        tables = [rope_table(rope, width, max_seq_len, device) for rope, width in widths.items()]
         page_tables = [int32(rows, max_pages, fill=pool.dummy_page) for pool in pools]
         runner = ModelRunner(
             model=model,
@@ -227,8 +228,8 @@ class Start:
         config = self.config
         major, minor = torch.cuda.get_device_capability(self.device)
         arch = 10 * major + minor
-        added, needs = self._extensions.attention_backends, self.resolved.attention_needs
-        needed = attention_kernels(config.attention_backend, needs, [arch], added)
+        added, name = self._extensions.attention_backends, config.attention_backend
+        needed = attention_kernels(name, self.resolved.attention_needs, [arch], added)
         use_recorded_key()
         if config.kernel_cache is not None:
             use_kernel_cache(Path(config.kernel_cache), arch, [str(kernel) for kernel in needed])
@@ -242,7 +243,7 @@ class Start:
             self.resolved.model,
             self.config,
             device=self.device,
-            dtype=self.resolved.kv_spec.dtype,
+            dtype=self.resolved.dtype,
             comm=self._comm,
             extensions=self._extensions,
             show_progress=self._show_progress,
@@ -283,12 +284,12 @@ class Start:
             return [given, memory.window_pages_for(config, given, window, self.max_chunk_tokens)]
         if given is not None:
             return [given]
-        build, spec = self._state_build(), self.resolved.kv_spec
+        build, specs = self._state_build(), self.resolved.kv_specs
         on_cpu = config.cpu_kv_bytes - self._row_bytes() * (config.max_running_reqs + 1)
         available = on_cpu if self.device.type == "cpu" else gpu_kv_bytes()
-        page_bytes = [kv_page_bytes(spec, len(layers), size) for layers in model.pools]
+        page_bytes = self.resolved.page_bytes(size)
         words = states.row_words(model.states, build)
-        snapshot = states.snapshot_pages(words, spec, len(model.pools[0]), size)
+        snapshot = states.snapshot_pages(words, specs[0], len(model.pools[0]), size)
         fitting = memory.pages_that_fit(config, available, page_bytes, length, window, snapshot)
         found = [self._comm.agree_min(count) for count in fitting]
         least = 1 if window is None else WindowLayers(window, 0).reserve(size)
@@ -370,7 +371,7 @@ class Start:
         return taken + each * memory.further_graphs(sizes, token_sizes) if taken else 0
 
     def _log(self, launcher: StepLauncher, graph_bytes: int) -> None:
-        spec = self.resolved.kv_spec
+        spec = self.resolved.kv_specs[0]
         logger.info(
             "engine loaded device=%s dtype=%s pages=%d window_pages=%d page_size=%d kv_bytes=%d "
             "max_seq_len=%d graphs=%d graph_bytes=%d left_bytes=%d",

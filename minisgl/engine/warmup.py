@@ -206,7 +206,7 @@ def _kind(layer: DecoderLayer, runner: ModelRunner) -> Iterator[Hashable]:
     These are the kind of the mixer, the MLP, the types and own settings of the modules, and the
     shapes, dtypes, strides and alignments of parameters, keys, values and scales.
     """
-    yield from (layer.mixer.kind, layer.spec.mlp)
+    yield from (layer.mixer.kind, layer.spec.mlps)
     for path, module in layer.named_modules():
         yield path, type(module)
         settings = vars(module)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.attention.base import AttentionRule, FusedAttention, NormRope
-from minisgl.kernel import multiply_sigmoid, qk_norm_rope_store
+from minisgl.kernel import multiply_sigmoid, qk_norm_rope_store, rms_norm
 from minisgl.kvcache.pool import KVPool, KVSpec
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
@@ -47,6 +47,10 @@ class AttentionSpec(NamedTuple):
     output_bias  whether the output projection has one.
     merged       the checkpoint stores q, k and v as one tensor.
     gate         each output is multiplied by the sigmoid of a gate; None: it is not.
+    v_norm       whether an RMSNorm without weights normalises each value head.
+    keys_as_values
+                 the values are the keys before their norm and rotation: the checkpoint has no
+                 v_proj.
     """
 
     q_heads: int
@@ -60,6 +64,8 @@ class AttentionSpec(NamedTuple):
     output_bias: bool = False
     merged: bool = False
     gate: OutputGate | None = None
+    v_norm: bool = False
+    keys_as_values: bool = False
 
     def weights(self, hidden_size: int) -> int:
         """The number of weights of the projections."""
@@ -86,6 +92,8 @@ class Attention(Mixer):
         output = split_heads("o_proj", spec.q_heads, dim, tp.rank, tp.size)
         v = split_heads("v_proj", spec.kv.kv_heads, dim, tp.rank, tp.size, copies=True)
         q, k = output._replace(name="q_proj", order=order), v._replace(name="k_proj", order=order)
+        if spec.keys_as_values:
+            v = v._replace(name="k_proj")
         qkv = merge("qkv_proj", (q, k, v)) if spec.merged else (q, k, v)
         if spec.gate is OutputGate.IN_QUERIES:
             qkv = (_gated(q, dim), k, v)
@@ -149,6 +157,9 @@ class Attention(Mixer):
             parts = qkv[:, : len(q_weight)], qkv[:, len(q_weight) :][:, : len(k_weight)]
             norm_all_heads(parts, (q_weight, k_weight), self.eps, self.comm)
             q_weight = k_weight = None
+        if self.spec.v_norm:
+            values = qkv.view(len(qkv), -1, self.head_dim)[:, -self.kv_heads :]
+            values.copy_(rms_norm(values, None, self.eps))
         if context.query_scale is not None:
             qkv[:, : self.q_heads * self.head_dim].mul_(context.query_scale)
         return qkv, gate, NormRope(q_weight, k_weight, self.eps, context.ropes[self.rope])
@@ -163,7 +174,8 @@ class Attention(Mixer):
     def fold(self, norm_weight: Tensor) -> bool:
         return self.qkv_proj.method.fold(norm_weight)
 
-    def scale_queries(self, factor: float) -> None:
+    def scale_queries(self, factor: float | None) -> None:
+        factor = self.head_dim**0.5 if factor is None else factor
         if self.q_norm is not None:
             self.q_norm.weight.mul_(factor)
         else:

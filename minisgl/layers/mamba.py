@@ -137,7 +137,7 @@ class Mamba(Mixer):
     def fold(self, norm_weight: Tensor) -> bool:
         return self.in_proj.method.fold(norm_weight)
 
-    def scale_queries(self, factor: float) -> None:
+    def scale_queries(self, factor: float | None) -> None:
         """Do nothing: the factor is for the queries of the model's attention layers."""
 
     def placements(self, name: str) -> Iterator[Placement]:

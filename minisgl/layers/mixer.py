@@ -159,6 +159,9 @@ class Mixer(nn.Module, ABC):
         """Take over the weight [H] of the norm before the mixer, as LinearMethod.fold."""
         return False
 
-    def scale_queries(self, factor: float) -> None:
-        """Multiply the queries by `factor`, in the loaded weights. Raises ConfigError."""
-        raise ConfigError(f"{type(self).__name__} has no queries to multiply by {factor:g}")
+    def scale_queries(self, factor: float | None) -> None:
+        """Multiply the queries by `factor`, in the loaded weights. Raises ConfigError.
+
+        None: undo the division of the scores by sqrt(head_dim).
+        """
+        raise ConfigError(f"{type(self).__name__} has no queries to multiply by {factor}")

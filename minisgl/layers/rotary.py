@@ -102,7 +102,22 @@ class LongRope(Struct, frozen=True):
         return frequencies / torch.tensor(self.long_factor if is_long else self.short_factor)
 
 
-RopeScaling = LinearRope | Llama3Rope | YarnRope | LongRope
+class ProportionalRope(Struct, frozen=True):
+    """The first part of the pairs turns as in a whole rotation, and the others stay (Gemma 4).
+
+    partial_rotary_factor  the part of the pairs. factor: as LinearRope.
+    """
+
+    partial_rotary_factor: Positive = 1.0
+    factor: Positive = 1.0
+
+    def scale(self, frequencies: Tensor, theta: float, context: int) -> Tensor:
+        turning = int(self.partial_rotary_factor * len(frequencies))
+        index = torch.arange(len(frequencies))
+        return torch.where(index < turning, frequencies / self.factor, 0.0)
+
+
+RopeScaling = LinearRope | Llama3Rope | YarnRope | LongRope | ProportionalRope
 
 
 class Rope(NamedTuple):

@@ -64,9 +64,13 @@ def model_spec(
     draft_head: LayerSpec | None = None,
     unread: tuple[str, ...] = (),
     names: dict[str, str] | None = None,
+    beside: ExpertsSpec | None = None,
 ) -> ModelSpec:
-    """Return a model with one mixer and at most one MLP for each layer. rope: of full attention."""
-    layers = [LayerSpec(*parts, norms) for parts in zip(mixers, mlps, strict=True)]
+    """Return a model with one mixer and at most one MLP for each layer.
+
+    rope: of full attention. beside: as in LayerSpec, for all layers.
+    """
+    layers = [LayerSpec(*parts, norms, beside=beside) for parts in zip(mixers, mlps, strict=True)]
     ends = config.eos_token_id
     return ModelSpec(
         **{name: getattr(config, name) for name in ModelSettings.__struct_fields__},

@@ -121,12 +121,11 @@ class CausalLM(nn.Module):
         self.model.norm.weight.div_(factors.logits)
 
 
-def local_kv_spec(
+def local_kv_specs(
     config: ModelSpec, comm: Communicator, dtype: torch.dtype, fp8: bool = False
-) -> KVSpec:
-    """The state that each layer keeps for a token on this rank, in `dtype` or in FP8.
-
-    All layers have the same spec.
-    """
-    (spec,) = {mixer.kv for mixer in config.attention}
-    return spec._replace(kv_heads=max(spec.kv_heads // comm.tp.size, 1), dtype=dtype, fp8=fp8)
+) -> tuple[KVSpec, ...]:
+    """The state that a layer of each KV pool keeps for a token on this rank, in `dtype` or FP8."""
+    return tuple(
+        spec._replace(kv_heads=max(spec.kv_heads // comm.tp.size, 1), dtype=dtype, fp8=fp8)
+        for spec in config.kv_specs
+    )

@@ -102,7 +102,7 @@ class HfConfig(ModelSettings, frozen=True, kw_only=True):
     use_sliding_window: bool = False
     max_window_layers: Number = 28
     sliding_window_pattern: Any = None
-    use_bidirectional_attention: bool = False
+    use_bidirectional_attention: bool | str = False
     query_pre_attn_scalar: Positive | None = None
     attn_logit_softcapping: Positive | None = None
     rope_local_base_freq: Number | None = None

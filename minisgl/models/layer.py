@@ -1,8 +1,10 @@
 """One decoder layer: a mixer and an MLP on the residual stream."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from minisgl.distributed.comm import Communicator
@@ -13,6 +15,7 @@ from minisgl.layers.mamba import Mamba, MambaSpec
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
 from minisgl.layers.mlp import DenseMlp
 from minisgl.layers.norm import BlockInput, CompleteNorm, ResidualNorm, ResidualStream
+from minisgl.layers.shards import Placement
 from minisgl.models.spec import LayerSpec, MixerSpec, ModelSpec
 from minisgl.moe.base import MoeBackend
 from minisgl.moe.block import MoeBlock
@@ -150,6 +153,8 @@ class NormAfterLayer(DecoderLayer):
     """A mixer and an MLP on the residual stream, each before a norm of its own (OLMo 2, EXAONE 4).
 
     A further norm may precede each of the two (Gemma). Every rank holds the complete stream.
+
+    layer_scalar: [1], as NormsSpec.scaled; None: no number multiplies the stream.
     """
 
     def __init__(self, parts: ModelParts, spec: LayerSpec, name: str) -> None:
@@ -167,6 +172,12 @@ class NormAfterLayer(DecoderLayer):
         else:
             self.register_module("input_layernorm", None)
             self.register_module("pre_feedforward_layernorm", None)
+        self.layer_scalar = nn.Parameter(torch.empty(1)) if norms.scaled else None
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        if self.layer_scalar is not None:
+            name = f"{name}.layer_scalar"
+            yield Placement(name, (1,), name, constant=1.0)
 
     def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
         return Attended(self.mixer.mix(_before(self.input_layernorm, stream.x), context), stream.x)
@@ -174,9 +185,14 @@ class NormAfterLayer(DecoderLayer):
     def project(self, attended: Attended) -> ResidualStream:
         product = self.mixer.out.method.product(attended.heads)
         x = attended.residual + self.post_attention_layernorm.of_sum(product)
+        x = x + self._feed_forward(x)
+        return ResidualStream(x if self.layer_scalar is None else x.mul_(self.layer_scalar))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        """Return what the MLP adds to the complete stream x [T, H], valid until the next sum."""
         block_input = _before(self.pre_feedforward_layernorm, x)
-        product = cast("DenseMlp", self.mlp).product(block_input)
-        return ResidualStream(x + self.post_feedforward_layernorm.of_sum(product))
+        product = cast("DenseMlp | MoeBlock", self.mlp).product(block_input)
+        return self.post_feedforward_layernorm.of_sum(product)
 
     def fold_norms(self) -> None:
         """Nothing is folded: each linear gets the complete and normalised stream."""
@@ -186,8 +202,56 @@ class NormAfterLayer(DecoderLayer):
         self.post_feedforward_layernorm.weight.mul_(factor)
 
 
+class ExpertsBesideLayer(NormAfterLayer):
+    """A layer with experts beside its MLP (Gemma 4).
+
+    The experts and their router read the stream, each after a norm of its own. Norms follow the
+    MLP and the experts, and another norm follows their sum.
+    """
+
+    def __init__(self, parts: ModelParts, spec: LayerSpec, name: str) -> None:
+        super().__init__(parts, spec, name)
+        config, comm, experts = parts.config, parts.comm, spec.beside
+        assert experts is not None, "no experts; this is a bug"
+        assert parts.moe_backend is not None, "sparse layers need a backend; this is a bug"
+        size, offset = config.hidden_size, spec.norms.offset
+        before, after = (size, config.stream_eps, comm), (size, config.norm_eps, comm, offset)
+        # This norm replaces that of NormAfterLayer.
+        self.post_feedforward_layernorm = CompleteNorm(*after)
+        self.post_feedforward_layernorm_1 = ResidualNorm(*after)
+        self.post_feedforward_layernorm_2 = ResidualNorm(*after)
+        self.pre_feedforward_layernorm_2 = CompleteNorm(*before, offset)
+        self.router = _RouterNorm(*before)
+        linear = parts.linear._replace(parent=config.stored_name(name))
+        self.experts = MoeBlock(size, experts, linear, parts.experts, parts.moe_backend)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        product = cast("DenseMlp", self.mlp).product(_before(self.pre_feedforward_layernorm, x))
+        dense = self.post_feedforward_layernorm_1.of_sum(product).clone()
+        stream = ResidualStream(x)
+        block_input = self.pre_feedforward_layernorm_2.forward(stream)[0]
+        router_input = self.router.forward(stream)[0].x
+        product = self.experts.product(block_input, router_input)
+        both = dense + self.post_feedforward_layernorm_2.of_sum(product)
+        return self.post_feedforward_layernorm.forward(ResidualStream(both))[0].x
+
+
+class _RouterNorm(CompleteNorm):
+    """The norm before a router. The router divides its input by the square root of the width."""
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        (weight,) = super().placements(name)
+        yield weight._replace(source=f"{name}.scale", convert=_over_sqrt_of_width, constant=1.0)
+
+
+def _over_sqrt_of_width(weight: Tensor) -> Tensor:
+    return weight.float().div(math.sqrt(len(weight)))
+
+
 def layer_kind(spec: LayerSpec) -> type[DecoderLayer]:
     """Return the class of a layer."""
+    if spec.beside is not None:
+        return ExpertsBesideLayer
     if spec.norms.after:
         return NormAfterLayer
     return DecoderLayer if spec.tap is None else DeepStackLayer

@@ -22,6 +22,7 @@ from minisgl.layers.shards import Placement, Sharded
 from minisgl.models.decoder import CausalLM
 from minisgl.models.text_part import TEXT_PREFIXES
 from minisgl.models.vision import TOWER
+from minisgl.moe.block import MoeBlock
 from minisgl.moe.experts import ExpertsMethod
 from minisgl.utils.startup import Progress
 
@@ -92,7 +93,7 @@ def _random(placement: Placement, target: Tensor, seed: int) -> Tensor:
 def finish(model: nn.Module) -> None:
     """Let the methods arrange their loaded parameters. Raises ConfigError."""
     for module in model.modules():
-        if isinstance(module, LinearMethod | ExpertsMethod):
+        if isinstance(module, LinearMethod | ExpertsMethod | MoeBlock):
             module.finish()
     _free_temporaries()
 

@@ -9,6 +9,7 @@ from minisgl.core import ConfigError
 from minisgl.models.families import (
     exaone4,
     gemma,
+    gemma4,
     glm4_moe,
     gpt_oss,
     granite,
@@ -69,6 +70,8 @@ FAMILIES: Mapping[str, Family] = {
     "Exaone4ForCausalLM": Family(exaone4.spec),
     "Gemma2ForCausalLM": Family(gemma.spec_2, gemma.DEFAULTS_2),
     "Gemma3ForCausalLM": Family(gemma.spec_3, gemma.DEFAULTS_3),
+    "Gemma4ForCausalLM": Family(gemma4.spec, gemma4.DEFAULTS),
+    "Gemma4UnifiedForCausalLM": Family(gemma4.spec, gemma4.UNIFIED_DEFAULTS),
     "Glm4MoeForCausalLM": Family(glm4_moe.spec, glm4_moe.DEFAULTS),
     "MiniMaxM2ForCausalLM": Family(minimax_m2.spec, minimax_m2.DEFAULTS),
     "MuseGlimmerTextModel": Family(muse_glimmer.spec, muse_glimmer.DEFAULTS),

@@ -17,6 +17,7 @@ from minisgl.layers.rotary import (
     LinearRope,
     Llama3Rope,
     LongRope,
+    ProportionalRope,
     QueryScale,
     Rope,
     RopeScaling,
@@ -26,7 +27,13 @@ from minisgl.models.hf_config import HfConfig, HfRope, check_supported, read_fie
 
 _WHERE = "rope settings"
 _ROPES: Mapping[str, type[RopeScaling]] = MappingProxyType(
-    {"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope, "longrope": LongRope}
+    {
+        "linear": LinearRope,
+        "llama3": Llama3Rope,
+        "yarn": YarnRope,
+        "longrope": LongRope,
+        "proportional": ProportionalRope,
+    }
 )
 
 
@@ -100,7 +107,10 @@ def _read(config: HfConfig, partial: bool) -> RopeSettings:
         )
     rope = read_fields(values, HfRope, _WHERE)
     fraction = rope.partial_rotary_factor
-    if fraction == 1.0:
+    scaling = _scaling(values, rope, config)
+    if isinstance(scaling, ProportionalRope):
+        fraction = 1.0  # the scaling has the part that turns
+    elif fraction == 1.0:
         fraction = config.partial_rotary_factor
     if not 0 < fraction <= 1:
         raise ConfigError(f"partial_rotary_factor must be above 0 and at most 1, not {fraction:g}")
@@ -113,7 +123,6 @@ def _read(config: HfConfig, partial: bool) -> RopeSettings:
     if theta <= 1:
         raise ConfigError(f"rope_theta must be above 1, not {theta}")
     max_position = config.max_position_embeddings
-    scaling = _scaling(values, rope, config)
     if isinstance(scaling, LongRope):
         for factors in (scaling.short_factor, scaling.long_factor):
             if len(factors) != rotary_dim // 2:

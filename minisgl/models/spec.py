@@ -5,6 +5,7 @@ from typing import NamedTuple
 import msgspec
 
 from minisgl.attention.base import AttentionRule
+from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.attention import AttentionSpec
 from minisgl.layers.delta import DeltaSpec
 from minisgl.layers.hidden import HiddenSpec
@@ -29,39 +30,47 @@ class NormsSpec(NamedTuple):
     offset  the checkpoint stores weight - 1.
     after_eps
             the epsilon of the norms of outputs; None: that of the model.
+    scaled  a number of the checkpoint, layer_scalar, multiplies the stream after the layer.
     """
 
     before: bool = True
     after: bool = False
     offset: bool = False
     after_eps: float | None = None
+    scaled: bool = False
 
 
 class LayerSpec(NamedTuple):
     """One decoder layer.
 
-    mlp: None: the layer ends with the mixer.
-    tap: the part of an image token's features that joins the stream before the layer (DeepStack);
-    0 is the embedding. None: no part.
+    mlp     None: the layer ends with the mixer.
+    tap     the part of an image token's features that joins the stream before the layer
+            (DeepStack); 0 is the embedding. None: no part.
+    beside  experts that compute the same stream as the MLP, between norms of their own (Gemma 4).
     """
 
     mixer: MixerSpec
     mlp: DenseSpec | ExpertsSpec | None
     norms: NormsSpec = NormsSpec()
     tap: int | None = None
+    beside: ExpertsSpec | None = None
+
+    @property
+    def mlps(self) -> tuple[DenseSpec | ExpertsSpec, ...]:
+        return tuple(mlp for mlp in (self.mlp, self.beside) if mlp is not None)
 
 
 class Multipliers(NamedTuple):
     """Factors of a model (Granite, Gemma). All are 1 in other models.
 
     embedding  on the token embedding.
-    query      on the queries, beyond the usual 1 / sqrt(head_dim).
+    query      on the queries, beyond the usual 1 / sqrt(head_dim). None: instead of it.
     residual   on the output of each block.
     logits     the divisor of the logits.
     """
 
     embedding: float = 1.0
-    query: float = 1.0
+    query: float | None = 1.0
     residual: float = 1.0
     logits: float = 1.0
 
@@ -107,7 +116,7 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """The layers with attention, without the draft head. All have the same heads."""
+        """The layers with attention, without the draft head. All have the same query heads."""
         mixers = [layer.mixer for layer in self.layers]
         return tuple(mixer for mixer in mixers if isinstance(mixer, AttentionSpec))
 
@@ -125,31 +134,33 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
         return self.attention[0].q_heads
 
     @property
-    def kv_heads(self) -> int:
-        return self.attention[0].kv.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.attention[0].kv.head_dim
-
-    @property
     def experts(self) -> tuple[ExpertsSpec, ...]:
         """The layers with a mixture of experts."""
-        mlps = [layer.mlp for layer in self.layers]
+        mlps = [mlp for layer in self.layers for mlp in layer.mlps]
         return tuple(mlp for mlp in mlps if isinstance(mlp, ExpertsSpec))
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The rotary embeddings of the layers."""
-        return tuple(dict.fromkeys(mixer.rope for mixer in self.attention))
+        return tuple(self.rope_widths)
+
+    @property
+    def rope_widths(self) -> dict[Rope, int]:
+        """The elements of the heads of each rotary embedding."""
+        return {mixer.rope: mixer.kv.head_dim for mixer in self.attention}
+
+    @property
+    def kv_layers(self) -> tuple[AttentionSpec, ...]:
+        """The layers in the KV pools, by kv_layer. Of layers that share one, the first counts."""
+        drafting = [] if self.draft_head is None else [self.draft_head.mixer]
+        mixers = [*self.attention, *(m for m in drafting if isinstance(m, AttentionSpec))]
+        by_layer = {mixer.kv_layer: mixer for mixer in reversed(mixers)}
+        return tuple(by_layer[index] for index in sorted(by_layer))
 
     @property
     def rules(self) -> tuple[AttentionRule, ...]:
-        """The rule of each layer in the KV pool. Layers that share keys and values count once."""
-        drafting = [] if self.draft_head is None else [self.draft_head.mixer]
-        mixers = [*self.attention, *(m for m in drafting if isinstance(m, AttentionSpec))]
-        by_layer = {mixer.kv_layer: mixer.rule for mixer in mixers}
-        return tuple(by_layer[index] for index in sorted(by_layer))
+        """The rule of each layer in the KV pools."""
+        return tuple(mixer.rule for mixer in self.kv_layers)
 
     @property
     def window(self) -> int | None:
@@ -163,6 +174,13 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
         if self.window is None:
             return (full,)
         return full, tuple(i for i, rule in enumerate(self.rules) if rule.window is not None)
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """The state of a token in a layer of each KV pool, with the heads of the whole model."""
+        layers = self.kv_layers
+        # The first pool is empty if all layers have windows.
+        return tuple(layers[pool[0] if pool else 0].kv for pool in self.pools)
 
     @property
     def stream_eps(self) -> float:
@@ -192,11 +210,13 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
         """Return the model for contexts of at most `length` tokens.
 
         A window that holds every such context has no effect, and its layers have full attention.
+        Layers of another shape than those with full attention keep a window, of `length` tokens.
         """
-        layers = []
+        layers, full = [], {each.kv for each in self.attention if each.rule.window is None}
         for layer in self.layers:
             mixer = layer.mixer
             if isinstance(mixer, AttentionSpec) and (mixer.rule.window or 0) >= length:
-                mixer = mixer._replace(rule=mixer.rule._replace(window=None))
+                window = None if full <= {mixer.kv} else length
+                mixer = mixer._replace(rule=mixer.rule._replace(window=window))
             layers.append(layer._replace(mixer=mixer))
         return msgspec.structs.replace(self, layers=tuple(layers))

@@ -46,6 +46,7 @@ class Router(NamedTuple):
     renormalise: whether the routing weights of a token's top_k experts sum to 1, before `scale`.
     correction: float32 [E], as ExpertsSpec.sigmoid describes it. None: the scores are a softmax.
     scale: the factor on the routing weights of the top_k experts.
+    input: [T, H], the input of the router; None: that of the experts.
     """
 
     weight: Tensor
@@ -56,6 +57,7 @@ class Router(NamedTuple):
     shared_gate: bool = True
     correction: Tensor | None = None
     scale: float = 1.0
+    input: Tensor | None = None
 
     @property
     def gates(self) -> int:
@@ -70,6 +72,7 @@ class Router(NamedTuple):
         bits, and the authors' code rounds neither.
         """
         rows = num_experts - self.shared + self.gates
+        x = x if self.input is None else self.input
         if self.correction is None:
             return linear(x, self.weight, self.bias)[:, :rows]
         if x.is_cuda and x.dtype.itemsize == 2:
@@ -174,7 +177,8 @@ class MoeBackend(ABC):
     takes_biases: whether it computes biases and ClampedSwiglu.
     takes_activations: the formats of the experts that it computes with GELU and RELU2 too.
     takes_shared: whether it computes shared experts, of which Router.shared has the number.
-    takes_routing_variants: whether it computes Router.correction, Router.scale and Router.gates.
+    takes_routing_variants: whether it computes Router.correction, Router.scale, Router.gates and
+    Router.input.
     The tuple registry.MOE_BACKENDS lists the backends of minisgl. An entry point passes the
     backends of other packages in engine.Extensions.
 

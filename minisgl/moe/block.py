@@ -49,7 +49,9 @@ class MoeBlock(nn.Module):
         self.router = nn.Parameter(torch.empty(rows, hidden_size))
         self.router_bias = nn.Parameter(torch.empty(spec.num_experts)) if spec.stacked else None
         source = f"{build.parent}.{spec.names.correction}"
-        self.correction = _Correction(spec.num_experts, source) if spec.sigmoid else None
+        self.correction = _OfExperts(spec.num_experts, source) if spec.sigmoid else None
+        source = f"{build.parent}.{spec.names.factors}"
+        self.factors = _OfExperts(spec.num_experts, source, 1.0) if spec.factors else None
         num_experts = spec.num_experts + spec.shared
         shards = ExpertShards(build.parent, num_experts, hidden_size, inner, *ranks, spec.shared)
         shards = shards._replace(spelling=spec.names, products=spec.products)
@@ -67,6 +69,7 @@ class MoeBlock(nn.Module):
                 (spec.sigmoid, "sigmoids"),
                 (spec.scale != 1.0, f"a factor of {spec.scale:g}"),
                 (self.shared and not spec.shared_gate, "an ungated shared expert"),
+                (spec.own_input, "an input of its own"),
             )
             if is_needed
         )
@@ -90,6 +93,10 @@ class MoeBlock(nn.Module):
 
         block_input: already normalised, because no method folds the norm of a sparse layer.
         """
+        return ResidualStream(self.product(block_input), residual)
+
+    def product(self, block_input: BlockInput, router_input: Tensor | None = None) -> Tensor:
+        """Return this rank's part of the output [T, H]. router_input: as Router.input."""
         x, spec = block_input.x, self.spec
         correction = None if self.correction is None else self.correction.values
         router = Router(
@@ -101,16 +108,22 @@ class MoeBlock(nn.Module):
             spec.shared_gate,
             correction,
             spec.scale,
+            router_input,
         )
         weights = self.experts.weights()._replace(activation=spec.activation)
         if self.shared_expert is None:
-            return ResidualStream(self.backend.forward(x, router, weights), residual)
+            return self.backend.forward(x, router, weights)
         router = router._replace(weight=self.router[: spec.num_experts])
         out = self.backend.forward(x, router, weights)
         always = self.shared_expert.product(block_input)
         if spec.shared_gate:
             always *= linear(x, self.router[spec.num_experts :])[:, :1].sigmoid()
-        return ResidualStream(out + always, residual)
+        return out + always
+
+    def finish(self) -> None:
+        """Multiply the loaded weights by the factors of the experts. Raises ConfigError."""
+        if self.factors is not None:
+            self.experts.scale_outputs(self.factors.values)
 
     def scale_outputs(self, factor: float) -> None:
         """Multiply the loaded weights of the experts' last product. Raises ConfigError."""
@@ -129,15 +142,16 @@ class MoeBlock(nn.Module):
             yield Placement(gate, (1, hidden), router, offset=experts)
 
 
-class _Correction(nn.Module):
-    """The correction of a router's scores (ExpertsSpec.sigmoid). values: float32 [E]."""
+class _OfExperts(nn.Module):
+    """A number for each expert. values: float32 [E]. constant: as in Placement."""
 
     chooses_dtypes = True
 
-    def __init__(self, num_experts: int, source: str) -> None:
+    def __init__(self, num_experts: int, source: str, constant: float | None = None) -> None:
         super().__init__()
-        self.source = source
+        self.source, self.constant = source, constant
         self.values = nn.Parameter(torch.empty(num_experts, dtype=torch.float32))
 
     def placements(self, name: str) -> Iterator[Placement]:
-        yield Placement(self.source, tuple(self.values.shape), f"{name}.values")
+        shape = tuple(self.values.shape)
+        yield Placement(self.source, shape, f"{name}.values", constant=self.constant)

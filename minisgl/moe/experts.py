@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minisgl.core import ConfigError
 from minisgl.layers.shards import FusedExperts, LinearShards, Placement, Shard, split_evenly
@@ -122,15 +122,21 @@ class ExpertsMethod(nn.Module, ABC):
     def weights(self) -> ExpertWeights:
         """Return the matrices for a MoE backend, without the gate of the model."""
 
-    def scale_outputs(self, factor: float) -> None:
+    def scale_outputs(self, factor: float | Tensor) -> None:
         """Multiply the outputs of all experts by `factor`, in the loaded parameters.
 
-        Raises ConfigError if the method cannot do so.
+        factor: a tensor [E] has a factor for each expert. Raises ConfigError if the method cannot
+        do so.
         """
         raise ConfigError(
-            f"{type(self).__name__} cannot multiply weights by {factor:g}, which the model needs: "
+            f"{type(self).__name__} cannot multiply the weights of experts, which the model needs: "
             "use a checkpoint with unquantised experts"
         )
+
+
+def over_experts(factor: float | Tensor, weights: Tensor) -> float | Tensor:
+    """Return a factor of ExpertsMethod.scale_outputs in the shape of the weights [E, ...]."""
+    return factor.view(-1, *[1] * (weights.dim() - 1)) if isinstance(factor, Tensor) else factor
 
 
 # Creates the method of one layer's experts for activations of the given dtype.
@@ -158,5 +164,5 @@ class UnquantizedExperts(ExpertsMethod):
     def weights(self) -> ExpertWeights:
         return ExpertWeights(ExpertMatrix(self.gate_up), ExpertMatrix(self.down))
 
-    def scale_outputs(self, factor: float) -> None:
-        self.down.mul_(factor)
+    def scale_outputs(self, factor: float | Tensor) -> None:
+        self.down.mul_(over_experts(factor, self.down))

@@ -12,6 +12,7 @@ class ExpertNames(NamedTuple):
     block           empty: the names begin in the layer itself.
     gate, up, down  the linears of an expert.
     router          the linear of the router.
+    factors         the tensor of ExpertsSpec.factors.
     shared          the module of the shared expert.
     correction      the tensor of ExpertsSpec.sigmoid.
     shared_gate_up  the linear of gate and up of the shared expert, if the checkpoint merges them.
@@ -24,6 +25,7 @@ class ExpertNames(NamedTuple):
     up: str = "up_proj"
     down: str = "down_proj"
     router: str = "gate"
+    factors: str = "router.per_expert_scale"
     shared: str = "shared_expert"
     correction: str = "gate.e_score_correction_bias"
     shared_gate_up: str = ""
@@ -46,6 +48,8 @@ class ExpertsSpec(NamedTuple):
     stacked      the experts are those of gpt-oss: one tensor for each matrix of all experts, gate
                  and up interleaved, and biases. The router has a bias too.
     activation   of the gate of the experts, or of up if there is no gate.
+    factors      the checkpoint has a factor on the output of each expert.
+    own_input    the router has an input of its own.
     names        the names in the checkpoint.
     """
 
@@ -59,6 +63,8 @@ class ExpertsSpec(NamedTuple):
     shared_gate: bool = True
     sigmoid: bool = False
     scale: float = 1.0
+    factors: bool = False
+    own_input: bool = False
     names: ExpertNames = ExpertNames()
 
     @property

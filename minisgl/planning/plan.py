@@ -19,7 +19,6 @@ from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory, states
 from minisgl.engine.check import weight_bytes
 from minisgl.engine.images import buffer_bytes
-from minisgl.kvcache.pool import kv_page_bytes
 from minisgl.models.spec import ModelSpec
 from minisgl.quantization import with_quantizations
 
@@ -89,7 +88,8 @@ def make_plan(
     tp, drafting = TPInfo(0, config.tp_size), config.speculative is not None
     device = torch.device("meta")
     resolved = memory.resolve(config, model, tp, device)
-    model, context, spec, _ = resolved
+    model, context, specs, _ = resolved
+    spec = specs[0]
     dtype, fp8_kv = spec.dtype, spec.fp8
     if weights is None:
         weights = planned_weights(config, model)
@@ -102,7 +102,7 @@ def make_plan(
         rows = config.max_running_reqs
     config = msgspec.structs.replace(config, max_running_reqs=rows)
     state_bytes = row_bytes * (rows + 1) if row_bytes else 0
-    token_bytes, *of_windows = (kv_page_bytes(spec, len(layers), 1) for layers in model.pools)
+    token_bytes, *of_windows = resolved.page_bytes(1)
     window_bytes = sum(of_windows)
     remainder = remainder_bytes(config, model, gpu, context, spec, max_chunk_tokens)
     # The remainder includes the memory that is not free when the engine starts.
@@ -164,7 +164,7 @@ def make_plan(
 def planned_weights(config: EngineConfig, model: ModelSpec) -> int:
     """Return the bytes of a rank's weights. Raises ConfigError, as the engine does."""
     tp = TPInfo(0, config.tp_size)
-    dtype = memory.resolve(config, model, tp, torch.device("meta")).kv_spec.dtype
+    dtype = memory.resolve(config, model, tp, torch.device("meta")).dtype
     return weight_bytes(model, tp, dtype, with_quantizations(), config.quantization)
 
 

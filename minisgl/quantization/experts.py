@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from minisgl.core import ConfigError
 from minisgl.layers.shards import Placement
 from minisgl.moe.base import ExpertMatrix, ExpertWeights
-from minisgl.moe.experts import ExpertShards, ExpertsMethod
+from minisgl.moe.experts import ExpertShards, ExpertsMethod, over_experts
 from minisgl.quantization.format import BLOCK, Fp8Format, empty_matrix, fp8_placements
 
 
@@ -43,8 +43,8 @@ class Fp8Experts(ExpertsMethod):
                 for placement in fp8_placements(matrix, self.form, name, targets, scales):
                     yield placement._replace(expert=expert)
 
-    def scale_outputs(self, factor: float) -> None:
-        self.down_scales.mul_(factor)
+    def scale_outputs(self, factor: float | Tensor) -> None:
+        self.down_scales.mul_(over_experts(factor, self.down_scales))
 
     def weights(self) -> ExpertWeights:
         gate_up = self._gate_up_blocks._replace(values=self.gate_up_scales)

@@ -13,7 +13,7 @@ from minisgl.kernel.packed_weights import PackedKind, PackedWeights, pack, unpac
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import LinearShards, Placement
 from minisgl.moe.base import ExpertMatrix, ExpertWeights
-from minisgl.moe.experts import ExpertShards, ExpertsMethod
+from minisgl.moe.experts import ExpertShards, ExpertsMethod, over_experts
 from minisgl.quantization.packed import PER_WORD, PackedFormat
 
 
@@ -145,10 +145,10 @@ class PackedExperts(ExpertsMethod):
                 self._ordered[name] = weights
                 _keep(self, weights, f"{name}_")
 
-    def scale_outputs(self, factor: float) -> None:
+    def scale_outputs(self, factor: float | Tensor) -> None:
         ordered = self._ordered.get("down")
         scales = self.get_parameter("down_scales") if ordered is None else ordered.scales
-        scales.mul_(factor)
+        scales.mul_(over_experts(factor, scales))
 
     def weights(self) -> ExpertWeights:
         return ExpertWeights(self._matrix("gate_up"), self._matrix("down"))

@@ -166,7 +166,9 @@ def modules(request: pytest.FixtureRequest) -> None:
     kernels = set()
     for dim, _, rule in (CASES[case] for case in chosen):
         needs = AttentionNeeds(CUDA, torch.bfloat16, dim, frozenset({rule}))
-        kernels |= set(attention_kernels("flashinfer", needs, [10 * capability[0] + capability[1]]))
+        kernels |= set(
+            attention_kernels("flashinfer", [needs], [10 * capability[0] + capability[1]])
+        )
     compile_missing(sorted(kernels, key=str))()
 
 

@@ -17,7 +17,7 @@ from minisgl.layers.mixer import ForwardContext, ImageFeatures, StateBuild
 from minisgl.layers.rotary import rope_table
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_spec
-from minisgl.models.decoder import local_kv_spec
+from minisgl.models.decoder import local_kv_specs
 from minisgl.quantization import with_quantizations
 
 CPU, PAGE, PAGES = torch.device("cpu"), 16, 8
@@ -38,10 +38,10 @@ class Runner:
             comm=comm,
             extensions=with_quantizations(),
         )
-        kv = local_kv_spec(spec, comm, torch.float32)
+        (kv,) = local_kv_specs(spec, comm, torch.float32)
         layers = range(len(spec.attention))
         self.pool = KVPool(kv, layers=layers, num_pages=PAGES, page_size=PAGE, device=CPU)
-        self.tables = tuple(rope_table(r, spec.head_dim, PAGE * PAGES, CPU) for r in spec.ropes)
+        self.tables = tuple(rope_table(r, kv.head_dim, PAGE * PAGES, CPU) for r in spec.ropes)
         heads = spec.q_heads // comm.tp.size
         self.attention = create_attention_backend("torch", self.pool, heads, spec.rules)
         build = StateBuild(2, PAGE, False, comm.tp, torch.float32, CPU)

@@ -36,7 +36,7 @@ def check_logits(comm: Communicator, path: str, prompt: Prompt, size: int) -> No
     assert tower is not None
     assert vision is not None
     (table,) = runner.tables
-    angles = MixedAngles.of(vision.sections, runner.spec.head_dim, len(table), CPU)
+    angles = MixedAngles.of(vision.sections, runner.spec.kv_specs[0].head_dim, len(table), CPU)
     table = torch.cat((table, torch.full_like(table, torch.nan)))
     runner.tables = (table,)
     found, count = [], len(prompt.ids)

@@ -3,6 +3,7 @@
 With kv="fp8" the attention of transformers rounds every key and value to FP8 and back.
 """
 
+import re
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -43,12 +44,15 @@ def build_model(family: str, folder: Path, seed: int = 0) -> str:
         )
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if name.endswith(("norm.weight", "bias", ".sinks")):
-                    around_one = "norm" in name and not family.startswith("gemma")
+                if re.search(r"norm(_\d)?\.weight$|bias$|\.sinks$|scale$", name):
+                    offset = family.startswith(("gemma2", "gemma3"))
+                    around_one = ("norm" in name and not offset) or "scale" in name
                     parameter.normal_(1.0 if around_one else 0.0, 0.2)
             for name, buffer in model.named_buffers():
                 if name.endswith("e_score_correction_bias"):
                     buffer.normal_(0.0, 0.5)
+                elif name.endswith("layer_scalar"):
+                    buffer.normal_(1.0, 0.2)
         model.save_pretrained(path)
         if family.startswith("qwen3-vl-moe"):
             _transpose_experts(path / "model.safetensors")

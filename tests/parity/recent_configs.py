@@ -58,7 +58,33 @@ def _muse_glimmer(**kwargs: Any) -> Any:
     )
 
 
+def _gemma4(**kwargs: Any) -> Any:
+    sizes = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 9, "pad_token_id": 0}
+    sizes |= {"hidden_size_per_layer_input": 0, "num_hidden_layers": 4}
+    layers = {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
+    layers["layer_types"].append("full_attention")
+    return transformers.Gemma4TextConfig(**BASE | sizes | layers | kwargs)
+
+
 RECENT_CONFIGS: dict[str, Callable[[], Any]] = {
+    "gemma4": lambda: _gemma4(tie_word_embeddings=True),
+    "gemma4-keys-as-values": lambda: _gemma4(
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        final_logit_softcapping=3.0,
+        num_key_value_heads=4,
+        use_bidirectional_attention="vision",
+    ),
+    "gemma4-experts": lambda: _gemma4(
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=39,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=2,
+        num_hidden_layers=7,
+        layer_types=None,
+    ),
     "glm4-moe": _glm4_moe,
     "glm4-moe-norms": lambda: _glm4_moe(
         use_qk_norm=True, num_hidden_layers=3, first_k_dense_replace=2, num_key_value_heads=1

@@ -222,6 +222,7 @@ def route_few(
     num_experts: without the shared ones. The other parameters are as in `experts_of_few`.
     """
     weight, bias, correction, rule = router[0], router[1], router[6], rule_of(router)
+    x = x if router[8] is None else router[8]
     (num_tokens, width), rows = x.shape, num_experts + rule.GATED
     early = overlaps()
     warps = 1 if width <= _COLUMNS else 2

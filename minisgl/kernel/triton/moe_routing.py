@@ -20,10 +20,11 @@ from torch import Tensor, float32, int32
 from minisgl.kernel.activation import Activation
 
 # The arguments of the kernels, as minisgl.moe.base has them. Router: weight, bias, top_k and
-# renormalise, the number of shared experts and whether they have a gate, correction, and scale.
+# renormalise, the number of shared experts and whether they have a gate, correction, scale, and
+# the input of the router, if it is not that of the experts.
 # Matrix: values, scales and bias of a matrix of all experts. Layer: gate_up, down, and the
 # activation, which is for biased experts the constants of the clamped SwiGLU.
-Router = tuple[Tensor, Tensor | None, int, bool, int, bool, Tensor | None, float]
+Router = tuple[Tensor, Tensor | None, int, bool, int, bool, Tensor | None, float, Tensor | None]
 Matrix = tuple[Tensor, Any, Tensor | None]
 Layer = tuple[Matrix, Matrix, Activation | tuple[float, float]]
 
@@ -181,7 +182,7 @@ class Rule(NamedTuple):
 
 
 def rule_of(router: Router) -> Rule:
-    _, _, top_k, renormalise, shared, shared_gate, correction, scale = router
+    _, _, top_k, renormalise, shared, shared_gate, correction, scale, _ = router
     places, is_gated = triton.next_power_of_2(top_k), shared > 0 and shared_gate
     return Rule(top_k, shared, is_gated, correction is not None, scale, renormalise, places)
 

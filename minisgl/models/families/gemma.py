@@ -53,9 +53,15 @@ def _spec(config: HfConfig, windows: list[int | None], **traits: Any) -> ModelSp
 
 def _multipliers(config: HfConfig) -> Multipliers:
     """The embedding is multiplied by the square root of the hidden size."""
-    # The authors' code rounds the factor to the dtype of the embedding.
-    factor = torch.tensor(config.hidden_size**0.5).to(getattr(torch, dtype_of(config)))
     query, scalar = 1.0, config.query_pre_attn_scalar
     if scalar is not None:
         query = math.sqrt(config.width_of_heads / scalar)
-    return Multipliers(float(factor), query)
+    return Multipliers(embedding_factor(config), query)
+
+
+def embedding_factor(config: HfConfig) -> float:
+    """Return the square root of the hidden size, as a number of the embedding's dtype.
+
+    The authors' code rounds the factor.
+    """
+    return float(torch.tensor(config.hidden_size**0.5).to(getattr(torch, dtype_of(config))))

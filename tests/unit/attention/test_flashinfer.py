@@ -254,7 +254,7 @@ def test_prefill_equals_the_torch_backend(
         copied = arch == 90 and pays
         assert isinstance(attentions[1], ContiguousAttention if copied else PagedAttention)
     needs = GPU._replace(rules=frozenset({rule}))
-    assert set(attention_kernels("flashinfer", needs, [arch])) >= Wrapper.kernels
+    assert set(attention_kernels("flashinfer", [needs], [arch])) >= Wrapper.kernels
     assert fa3_compiled or {kernel.variant for kernel in Wrapper.kernels} == {"fa2"}
 
 
@@ -316,14 +316,14 @@ def test_a_start_compiles_the_modules_of_its_rules(
     rules: list[AttentionRule], archs: list[int], names: list[str], arch: int
 ) -> None:
     needs = GPU._replace(rules=frozenset(rules))
-    kernels = attention_kernels("auto", needs, archs)
+    kernels = attention_kernels("auto", [needs], archs)
     assert [str(kernel) for kernel in kernels] == names
-    assert attention_kernels("torch", needs, archs) == []
+    assert attention_kernels("torch", [needs], archs) == []
 
 
 def test_decode_alone_compiles_modules_for_plain_rules_only(arch: int) -> None:
     found = [
-        attention_kernels("torch,flashinfer", GPU._replace(rules=frozenset({rule})), [90])
+        attention_kernels("torch,flashinfer", [GPU._replace(rules=frozenset({rule}))], [90])
         for rule in (PLAIN, AttentionRule(window=8), AttentionRule(sinks=True))
     ]
     assert found == [[AttentionKernel("fa2", torch.bfloat16, 64)], [], []]

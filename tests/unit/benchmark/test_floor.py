@@ -71,7 +71,8 @@ def test_the_weights_of_gated_delta_nets_are_counted(
     embedding = model.hidden_size * model.vocab_size
     counted = (cost.weight_bytes + cost.expert_bytes) / 2 + embedding
     assert counted / 1e9 == pytest.approx(billions, abs=0.06)
-    assert cost.kv_bytes == len(model.attention) * 4 * model.kv_heads * model.head_dim
+    kv = model.kv_specs[0]
+    assert cost.kv_bytes == len(model.attention) * 4 * kv.kv_heads * kv.head_dim
     _, shape = load_shape(name, tmp_path)
     assert cost_of(shape) == cost
 
@@ -82,10 +83,12 @@ def test_the_weights_of_gated_delta_nets_are_counted(
         ("granite-4.0-h-micro", 3.19),
         ("granite-4.0-h-tiny", 6.94),
         ("granite-4.0-h-small", 32.2),
+        ("gemma-4-31b", 30.7 + 0.11),  # keys stand for values too, and count twice
+        ("gemma-4-26b-a4b", 25.2 + 0.01),
         ("nemotron-3-nano-30b-a3b", 31.58 - 0.35),  # has an embedding beside the output head
     ],
 )
-def test_the_weights_of_mamba_layers_are_counted(
+def test_the_weights_of_every_kind_of_layer_are_counted(
     name: str, billions: float, tmp_path: Path
 ) -> None:
     """The sum counts the embedding once, which is also the output head."""

@@ -66,7 +66,7 @@ def test_a_dry_run_replaces_flashinfer_alone(
     spec = KVSpec(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
     pool = KVPool(spec, layers=(0,), num_pages=1, page_size=16, device=META)
     needs = AttentionNeeds(torch.device("cuda"), spec.dtype, spec.head_dim)
-    resolved = without_flashinfer(name, needs)
+    resolved = without_flashinfer(name, [needs])
     backend = create_attention_backend(resolved, pool, 4, added=(MetaAttention,))
     assert isinstance(backend, PhasedAttention)
     assert (type(backend.prefill).__name__, type(backend.decode).__name__) == kinds
@@ -105,7 +105,7 @@ def test_flashinfer_kernels_with_windows_are_compiled_only_for_models_that_run_t
     ]
     assert attention_kernels("torch", windows, [90]) == []
     with pytest.raises(ConfigError, match="supports head_dim"):
-        attention_kernels("flashinfer", windows._replace(head_dim=80), [90])
+        attention_kernels("flashinfer", [full[0]._replace(head_dim=80)], [90])
 
 
 def test_the_torch_backend_runs_windows_on_meta_tensors() -> None:

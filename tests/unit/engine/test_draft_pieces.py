@@ -87,7 +87,7 @@ def emulated(parts: StepParts, size: int) -> PieceForward:
     config, pieces = runner.model.config, list[PieceGraph]()
     attended = runner.model.model.empty_attended(size)
     for layer in range(config.num_layers):
-        shape = size, config.q_heads, config.head_dim
+        shape = size, config.q_heads, config.kv_specs[0].head_dim
         last = layer == config.num_layers - 1
         graph = (LastRerun if last else Rerun)(runner, tokens, pieces)
         out = attended.heads.view(shape) if last else attended.heads.new_empty(shape)

@@ -44,10 +44,11 @@ def family(name: str, **changes: Any) -> ModelSpec:
 
 def test_defaults_are_filled_in() -> None:
     model = config(num_key_value_heads=None)
-    assert (model.kv_heads, model.head_dim, model.norm_eps) == (4, 16, 1e-5)
+    kv = model.kv_specs[0]
+    assert (kv.kv_heads, kv.head_dim, model.norm_eps) == (4, 16, 1e-5)
     assert (model.ropes, model.max_position) == ((Rope(10000.0, None, 16),), 512)
     assert (model.dtype, model.tied_embeddings, model.experts) == ("bfloat16", False, ())
-    assert config(head_dim=32).head_dim == 32
+    assert config(head_dim=32).kv_specs[0].head_dim == 32
     assert config(dtype="float16").dtype == "float16"
 
 

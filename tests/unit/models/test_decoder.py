@@ -15,7 +15,7 @@ from minisgl.layers.mixer import ForwardContext
 from minisgl.layers.rotary import rope_table
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_spec
-from minisgl.models.decoder import CausalLM, local_kv_spec
+from minisgl.models.decoder import CausalLM, local_kv_specs
 from tests.parity.models import build_model as save_random_model
 from tests.parity.models import transformers_logits
 
@@ -28,7 +28,7 @@ def load(path: str) -> tuple[CausalLM, ForwardContext]:
     config, comm = load_model_spec(path), SingleCommunicator()
     engine = EngineConfig(model_path=path)
     model = build_model(config, engine, device=CPU, dtype=torch.float32, comm=comm)
-    spec = local_kv_spec(config, comm, torch.float32)
+    (spec,) = local_kv_specs(config, comm, torch.float32)
     pool = KVPool(spec, layers=range(len(config.rules)), num_pages=4, page_size=16, device=CPU)
     start, lengths = np.zeros(1, dtype=np.int32), np.array([len(PROMPT)], dtype=np.int32)
     step = AttentionStep(
@@ -41,7 +41,7 @@ def load(path: str) -> tuple[CausalLM, ForwardContext]:
         page_table=torch.arange(4, dtype=torch.int32)[None],
     )
     tokens = torch.arange(len(PROMPT), dtype=torch.int32)
-    table = rope_table(config.ropes[0], config.head_dim, 64, CPU)
+    table = rope_table(config.ropes[0], config.kv_specs[0].head_dim, 64, CPU)
     attention = create_attention_backend("torch", pool, config.q_heads).prepare(step)
     return model, ForwardContext(tokens, (tokens,), (table,), (pool,), attention)
 

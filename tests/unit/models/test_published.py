@@ -178,7 +178,8 @@ def test_the_specs_of_qwen3_6_27b() -> None:
     assert [type(layer.mixer) is DeltaSpec for layer in spec.layers] == [*[True] * 3, False] * 16
     assert spec.states[47] == DeltaSpec(16, 48, 128, 128, 47)
     (rope,) = spec.ropes
-    assert (rope.rotary_dim, rope.theta, spec.head_dim, spec.max_position) == (64, 1e7, 256, 262144)
+    head_dim = spec.kv_specs[0].head_dim
+    assert (rope.rotary_dim, rope.theta, head_dim, spec.max_position) == (64, 1e7, 256, 262144)
     assert spec.attention[15].gate
     assert spec.pools == (tuple(range(16)),)
 

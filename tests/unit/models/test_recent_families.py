@@ -38,6 +38,16 @@ KINDS = ["mamba", "attention"] * 2
         ("MuseGlimmerTextModel", {"tie_word_embeddings": True}, "tie_word_embeddings True is not"),
         ("MiniMaxM2ForCausalLM", {"shared_intermediate_size": 9}, "shared_intermediate_size 9 is"),
         *(
+            ("Gemma4ForCausalLM", {"hidden_size_per_layer_input": 0} | changes, says)
+            for changes, says in (
+                ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256 is not"),
+                ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2 is not supported"),
+                ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is"),
+                ({"per_layer_config": {"0": {"head_dim": 64}}}, "per_layer_config .* is supported"),
+                ({"per_layer_config": {"3": {"sliding_window": 9}}}, "per_layer_config .* is"),
+            )
+        ),
+        *(
             ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-*E"} | changes, says)
             for changes, says in (
                 ({"hybrid_override_pattern": "M-M"}, "needs a layer of type 'full_attention'"),
@@ -118,3 +128,19 @@ def test_a_mixer_and_the_mlp_after_it_are_one_layer_of_nemotron_h() -> None:
     assert {name: model.stored_name(name) for name in names} == names
     listed = {"layers_block_type": ["mamba", "moe", "attention", "mamba", "mlp"]}
     assert model_spec_from({**given, **listed, "hybrid_override_pattern": None}) == model
+
+
+def test_gemma_4_has_a_shape_of_kv_heads_for_each_pool() -> None:
+    given = {**BASE, "architectures": ["Gemma4ForCausalLM"], "hidden_size_per_layer_input": None}
+    sizes = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "sliding_window": 9}
+    model = model_spec_from({**given, **sizes})
+    assert [(kv.kv_heads, kv.head_dim) for kv in model.kv_specs] == [(1, 512), (2, 128)]
+    assert [mixer.keys_as_values for mixer in model.attention] == [False] * 3 + [True]
+    assert list(model.rope_widths.values()) == [128, 512]
+    # A window that holds the whole context stays, because its pool has another shape.
+    short = model.for_context(8)
+    assert (short.window, short.pools, short.kv_specs) == (8, ((3,), (0, 1, 2)), model.kv_specs)
+    # transformers 5 writes the shape of each layer with full attention.
+    of_layer = {"3": {"head_dim": 512, "num_key_value_heads": 1}}
+    listed = {"attention_k_eq_v": True, "sliding_window": 9, "per_layer_config": of_layer}
+    assert model_spec_from({**given, **listed}) == model

@@ -84,8 +84,9 @@ def test_the_config_of_gemma_3_by_earlier_versions_of_transformers() -> None:
     outer = {"architectures": ["Gemma3ForConditionalGeneration"], "torch_dtype": "bfloat16"}
     model = model_spec_from({**outer, "text_config": text, "vision_config": {}})
     expected = transformers.Gemma3TextConfig(**text)
-    assert (model.vocab_size, model.head_dim, model.tied_embeddings) == (262208, 256, True)
-    assert (model.q_heads, model.kv_heads, model.max_position) == (8, 4, 131072)
+    kv = model.kv_specs[0]
+    assert (model.vocab_size, kv.head_dim, model.tied_embeddings) == (262208, 256, True)
+    assert (model.q_heads, kv.kv_heads, model.max_position) == (8, 4, 131072)
     assert [rule.window for rule in model.rules] == [1024] * 5 + [None]
     used = {layer_type(mixer.rule): mixer.rope for mixer in model.attention}
     assert used["sliding_attention"] == Rope(1e4, None, 256)
