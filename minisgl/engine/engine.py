@@ -101,6 +101,7 @@ class Engine:
             kv_dtype="fp8" if resolved.kv_specs[0].fp8 else dtype,
             sampling_defaults=model.sampling_defaults,
             drafts=self._start.drafting,
+            images=self.images is not None,
         )
 
     def warm_up(self) -> list[TimedStep]:

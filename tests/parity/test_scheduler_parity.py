@@ -19,7 +19,7 @@ import torch
 from minisgl.core import EngineConfig, SamplingParams, SchedulerConfig
 from minisgl.core.batch import Batch, DraftLengths, WindowLayers
 from minisgl.engine import Engine, memory
-from minisgl.message.messages import AddReq
+from minisgl.message.messages import AddReq, PromptImage
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import make_engine
 from tests.parity.models import VOCAB_SIZE, transformers_greedy
@@ -164,11 +164,13 @@ def run(
     drafts: DraftLengths | None = None,
     predictions: list[list[int]] | None = None,
     texts: list[list[int]] | None = None,
+    images: list[tuple[PromptImage, ...]] | None = None,
+    **engine_settings: object,
 ) -> tuple[list[list[int]], Scheduler, Recorder]:
     """Run two waves of the prompts; the second one finds the prefixes of the first one cached.
 
     samplings: one for each prompt, or one for all. drafts: None for a run without drafts.
-    predictions: one for each request of both waves. texts: the prompts; None: prompts().
+    predictions: one for each request of both waves. texts, images: the prompts; None: prompts().
     """
     texts = texts or prompts()
     # The largest request has 90 + 16 tokens and must fit. 124 tokens leave no room for a second.
@@ -178,7 +180,7 @@ def run(
         if case.crowded:  # the windows of three requests
             stack.enter_context(patch.object(memory, "window_pages_for", few_window_pages))
         settings = {"page_size": case.page_size, "kv_cache_dtype": case.kv}
-        settings["speculative"] = case.speculative
+        settings |= {"speculative": case.speculative} | engine_settings
         engine = make_engine(path, drafts=drafts, num_pages=pages, **settings)
     recorder = Recorder(engine)
     inbox, outbox = LocalInbox(), deque()
@@ -205,7 +207,13 @@ def run(
             ids = np.array(prompt, dtype="<i4").tobytes()
             asked = samplings[index % len(samplings)]
             predicted = np.array(predictions[uid] if predictions else [], dtype="<i4").tobytes()
-            message = AddReq(uid=uid, token_ids=ids, sampling=asked, prediction=predicted)
+            message = AddReq(
+                uid=uid,
+                token_ids=ids,
+                sampling=asked,
+                prediction=predicted,
+                images=images[index] if images else (),
+            )
             inbox.messages.append(message)
         while inbox.messages or not scheduler.idle:
             scheduler.iterate()

@@ -1,0 +1,92 @@
+"""Answers to prompts with images are those of transformers, for any split into steps.
+
+Chunks through images, preemption, hits inside images, drafts, ranks and a small image buffer.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.image_models import IMAGE, processed, save
+from tests.parity.image_requests import (
+    SAMPLING,
+    SMALL,
+    TOKENS,
+    Part,
+    answers,
+    as_request,
+    picture_of,
+    prompts,
+)
+from tests.parity.test_scheduler_parity import UNLIMITED, Case, prove, run
+from tests.unit.distributed.ranks import run_ranks
+from tests.unit.scheduler.drafts import ChangingDrafts
+
+
+def greedy(model: Any, parts: Sequence[Part]) -> list[int]:
+    """Return the tokens of transformers' greedy decoding, without a cache."""
+    ids, images = as_request(parts)
+    ids = [IMAGE if token < 0 else token for token in ids]
+    pictures = [picture_of(*part) for part in parts if not isinstance(part, int)]
+    given = processed(pictures) if images else {}
+    for _ in range(TOKENS):
+        tokens = torch.tensor([ids])
+        kinds = (tokens == IMAGE).int()
+        logits = model(input_ids=tokens, mm_token_type_ids=kinds, **given).logits
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[-TOKENS:]
+
+
+@cache
+def expected(name: str, folder: Path) -> tuple[str, list[list[int]]]:
+    model, path = save(name, folder)
+    with torch.inference_mode():
+        return path, [greedy(model, parts) for parts in prompts()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(tmp_path_factory.mktemp("models"))
+
+
+CASES = [
+    ("qwen3_5", Case(16, "radix", overlap=True, crowded=False, page_size=16)),
+    ("qwen3_5_moe", Case(UNLIMITED, "radix", overlap=True, crowded=False, page_size=16)),
+    ("qwen3-vl", Case(1, "naive", overlap=False, crowded=False)),
+    ("qwen3-vl", Case(7, "radix", overlap=True, crowded=True)),
+    ("qwen3-vl", Case(64, "radix", overlap=False, crowded=False, page_size=16)),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES, ids=str)
+def test_answers_equal_those_of_transformers(name: str, case: Case, folder: Path) -> None:
+    """The buffer has room for three of the images, so that others replace them."""
+    path, wanted = expected(name, folder)
+    requests = [as_request(parts) for parts in prompts()]
+    given = [ids for ids, _ in requests], [images for _, images in requests]
+    outputs, scheduler, recorder = run(path, case, [SAMPLING], None, None, *given, **SMALL)
+    assert outputs == wanted * 2
+    assert scheduler.stats().images.encoded >= 4, "the buffer is too small for all images"
+    if name == "qwen3-vl":  # prompts of a hybrid model are cached from 64 tokens on
+        prove(case, scheduler, recorder)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3-vl"])
+def test_drafts_do_not_change_answers_to_images(name: str, folder: Path) -> None:
+    path, wanted = expected(name, folder)
+    requests = [as_request(parts) for parts in prompts()]
+    given = [ids for ids, _ in requests], [images for _, images in requests]
+    drafts = ChangingDrafts(7)
+    case = Case(UNLIMITED, "radix", overlap=True, crowded=False, page_size=16)
+    outputs, _, recorder = run(path, case, [SAMPLING], drafts, wanted * 2, *given, **SMALL)
+    assert outputs == wanted * 2
+    assert recorder.predicted > 0
+
+
+def test_two_ranks_give_the_answers_of_one(folder: Path, tmp_path: Path) -> None:
+    path, wanted = expected("qwen3-vl", folder)
+    assert run_ranks(2, tmp_path, answers, path) == [wanted] * 2
