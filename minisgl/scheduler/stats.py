@@ -46,24 +46,31 @@ class StepMeter:
         self.clock, self._fits = clock, fits
         self.phases = {phase: PhaseStats() for phase in STEP_PHASES}
         self.decode_launch_s = 0.0
-        self._ended_s = 0.0
+        self._ended_s, self._ended_late = 0.0, False
         self._decode_s: deque[float] = deque([0.0], maxlen=2)
 
-    def record_result(self, step: InFlight, result: StepResult) -> None:
+    def record_result(self, step: InFlight, result: StepResult, late: bool) -> None:
         """Record that the oldest launched step has completed.
+
+        late: it had ended before the host began to wait for it.
 
         The device took the time of the launch if the step has ended in it, and the time since the
         end of the step before if the step was launched before this end. Otherwise the device may
         have waited for the launch. The times contain no token masks: their share is known only if
         the step has ended in the launch. Steps that encode images count for no cost.
+
+        The launch of a step with a chunk may take longer than the decode step before it. Then the
+        host notices the end of the decode step late: that step seems long, and the next one short.
+        So a step counts only if the host waited for its end and for the end before it.
         """
         batch, now_s = step.batch, self.clock()
         duration_s = now_s - max(step.began_s, self._ended_s)
         back_to_back = step.began_s < self._ended_s and not batch.logit_edits
+        back_to_back = back_to_back and not (late or self._ended_late)
         if (result.ended_in_launch or back_to_back) and not batch.images:
             for fit in self._fits:
                 fit.record(batch.work(), step.launch_s if result.ended_in_launch else duration_s)
-        self._ended_s = now_s
+        self._ended_s, self._ended_late = now_s, late
         reqs, tokens = len(batch.rows), int(batch.lengths.sum())
         if not len(batch.chunk_ids):
             phase = self.phases["decode"]
