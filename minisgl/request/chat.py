@@ -17,7 +17,7 @@ from minisgl.request.paths import Paths
 _EFFORTS = ("low", "medium", "high")
 THINKING = ("enable_thinking", "thinking")  # the names of this switch in templates
 # The templates of these formats render each argument with its name. Others render any JSON value.
-_NAMES_ARGUMENTS = ("glm", "minimax", "pythonic", "qwen3-coder")
+_NAMES_ARGUMENTS = ("gemma4", "glm", "minimax", "pythonic", "qwen3-coder")
 
 
 def set_thinking(body: requests.ChatBody, known: Sequence[str]) -> list[str]:

@@ -112,21 +112,25 @@ class RawValues(NamedTuple):
                 head, tail = f"{head}\n", f"\n{tail}"
             head, tail = writer.text(head), writer.text(tail)
             if [*writer.types[name].get(key, ())] == ["string"]:
-                choices = part.get("enum", [part["const"]] if "const" in part else [])
-                if not isinstance(choices, list) or not all(
-                    isinstance(one, str) for one in choices
-                ):
-                    raise InvalidRequest(
-                        f"the enum or const of parameter {key} must have only strings"
-                    )
-                if choices:
-                    value = f"( {' | '.join(writer.text(choice) for choice in choices)} ) {tail}"
-                else:
-                    value = writer.rule(f"/(?s:.*)/ {tail}", "[lazy]")
+                value = string_up_to(writer, key, part, tail)
             else:
                 value = f"{writer.schema(part)} {tail}"
             parts.append(f"( {head} {value} ){'' if is_required else '?'}")
         return parts
+
+
+def string_up_to(writer: GrammarWriter, key: str, part: Any, tail: str) -> str:
+    """Return an expression for the text of a string parameter, and for the tail after it.
+
+    part: the schema of the parameter. tail: an expression. Raises InvalidRequest for a string whose
+    enum or const has other values.
+    """
+    choices = part.get("enum", [part["const"]] if "const" in part else [])
+    if not isinstance(choices, list) or not all(isinstance(one, str) for one in choices):
+        raise InvalidRequest(f"the enum or const of parameter {key} must have only strings")
+    if choices:
+        return f"( {' | '.join(writer.text(choice) for choice in choices)} ) {tail}"
+    return writer.rule(f"/(?s:.*)/ {tail}", "[lazy]")
 
 
 def to_json(text: str, types: frozenset[str]) -> str:

@@ -9,6 +9,7 @@ from minisgl.message.messages import ToolOptions
 from minisgl.tokenizer import Vocabulary
 from minisgl.tokenizer.detokenizer import CallParser
 from minisgl.tool_calls.format import Format
+from minisgl.tool_calls.formats.gemma4 import GEMMA4
 from minisgl.tool_calls.formats.glm import GLM
 from minisgl.tool_calls.formats.harmony import HARMONY, Harmony
 from minisgl.tool_calls.formats.json_calls import HERMES, LLAMA3, MISTRAL, MISTRAL_V11
@@ -26,6 +27,7 @@ _ALL: tuple[Format | Harmony, ...] = (
     QWEN3_CODER,
     GLM,
     MINIMAX,
+    GEMMA4,
     MISTRAL_V11,
     MISTRAL,
     LLAMA3,

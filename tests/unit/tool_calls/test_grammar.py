@@ -149,6 +149,7 @@ CALLS = {
     "qwen3-coder": "<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "glm": "<tool_call>now\n</tool_call>",
     "minimax": '<minimax:tool_call>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "gemma4": "<|tool_call>call:now{}<tool_call|>",
     "pythonic": "[now()]",
 }
 
@@ -173,7 +174,7 @@ def test_a_free_answer_may_be_text_or_a_valid_call(
 
 
 @pytest.mark.parametrize(
-    "name", ["glm", "hermes", "minimax", "mistral", "mistral-v11", "qwen3-coder"]
+    "name", ["gemma4", "glm", "hermes", "minimax", "mistral", "mistral-v11", "qwen3-coder"]
 )
 def test_a_start_that_is_one_token_triggers_the_grammar(
     name: str, tokenizer: LLTokenizer, vocabulary: tokenizers.Tokenizer

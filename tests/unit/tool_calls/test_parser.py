@@ -35,6 +35,7 @@ ONE_CALL = {
     "glm": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rom</arg_value>\n</tool_call>",
     "minimax": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rom'
     "</parameter>\n</invoke>\n</minimax:tool_call>",
+    "gemma4": '<|tool_call>call:weather{city:<|"|>Rom<|"|>}<tool_call|>',
     "pythonic": "[weather(city='Rom')]",
 }
 TWO_CALLS = {
@@ -47,12 +48,29 @@ TWO_CALLS = {
     "glm": ONE_CALL["glm"] + "\n<tool_call>now\n</tool_call>",
     "minimax": ONE_CALL["minimax"].removesuffix("</minimax:tool_call>")
     + '<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+    "gemma4": ONE_CALL["gemma4"] + "<|tool_call>call:now{}<tool_call|>",
     "pythonic": "[weather(city='Rom'), now()]",
 }
 CALL = ("weather", {"city": "Rom"})
 MARKED = [name for name in TEXT_FORMATS if name not in ("llama3", "pythonic")]
 every_format = pytest.mark.parametrize("name", TEXT_FORMATS)
 every_marked_format = pytest.mark.parametrize("name", MARKED)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (
+            'a:{b:[1,<|"|>x, ]<|"|>,{c:null}],d:true},e:-1.5',
+            {"a": {"b": [1, "x, ]", {"c": None}], "d": True}, "e": -1.5},
+        ),
+        ('a:{"b": ["x<|\\"", None]}', {"a": {"b": ['x<|"', None]}}),
+        ('<|"|>a<|"|>:word', {"a": "word"}),
+    ],
+)
+def test_values_of_gemma_4_become_json(arguments: str, expected: dict[str, Any]) -> None:
+    answer = parse("gemma4", [f"<|tool_call>call:now{{{arguments}}}<tool_call|>"])
+    assert answer.calls == [("now", expected)]
 
 
 def test_every_format_has_an_example() -> None:

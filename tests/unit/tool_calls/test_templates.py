@@ -31,6 +31,7 @@ PUBLISHED = {
     "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
     "mistralai-Ministral-3-14B-Reasoning-2512": "mistral-v11",
     "openai-gpt-oss-20b": "harmony",
+    "google-gemma-4": "gemma4",
 }
 DATA = Path(__file__).parents[2] / "data" / "templates"
 GIVEN = {path.stem: path for path in sorted(Path(os.environ.get("TOOL_TEMPLATES", "-")).glob("*"))}
@@ -102,6 +103,8 @@ def is_exact(format_name: str, template: str, value: Any) -> bool:
         return "</parameter>" not in value
     if format_name == "glm" and isinstance(value, str):
         return "</arg_value>" not in value
+    if format_name == "gemma4" and isinstance(value, str):
+        return '<|"|>' not in value
     if format_name == "pythonic" and isinstance(value, str) and template not in OWN:
         return not set("'\"\\") & set(value)  # LFM2's template does not escape them.
     return True
