@@ -207,6 +207,7 @@ class RequestText:
         marks = [token_id for token_id in options.prompt_tail if token_id in self._think_ids]
         self._is_reasoning = bool(marks) and marks[-1] == self._think_ids[0]
         self._strip_newlines = self._is_reasoning
+        self._name, self._name_text = "", ""  # of the thinking that begins, and its text so far
         self._sections = parser if parser is not None and parser.has_sections else None
         self._header = TextStream(vocabulary, messages.TextOptions())
         if self._sections is not None:
@@ -233,7 +234,8 @@ class RequestText:
             self.stream.push(token_id, is_text=False)
             self._add_text(self.stream.finish())
             self._is_reasoning = token_id == self._think_ids[0]
-            self._strip_newlines = True
+            self._name = self.stream.vocabulary.think_name if self._is_reasoning else ""
+            self._strip_newlines, self._name_text = True, ""
             return
         is_marker = is_text and token_id in self._marker_ids
         # Stop strings and log-probabilities belong to the text of sections only.
@@ -325,6 +327,11 @@ class RequestText:
         return update
 
     def _add_text(self, text: str) -> None:
+        if self._name:  # The name arrives in pieces, and is no part of the reasoning.
+            self._name_text += text
+            if self._name.startswith(self._name_text):
+                return
+            text, self._name = self._name_text.removeprefix(self._name), ""
         if self._strip_newlines:
             text = text.lstrip("\n")
             self._strip_newlines = not text

@@ -15,6 +15,8 @@ import tokenizers
 
 from minisgl.core import ConfigError
 
+# The tokens around thinking, and the name after the first one: of most models, and of Gemma 4.
+_THINKING = (("<think>", "</think>", ""), ("<|channel>", "<channel|>", "thought"))
 _SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
@@ -22,12 +24,15 @@ _SENTENCEPIECE_STEPS = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 class Vocabulary:
     """The bytes of each id, and the special ids. Ids beyond the table have no text.
 
-    think_ids: the ids of <think> and </think>; -1 if the tokenizer does not have both as tokens.
+    think_ids: the ids of the tokens around thinking; -1 if the tokenizer does not have both. They
+    are <think> and </think>, or those of Gemma 4.
+    think_name: the name with which thinking begins after its first token; "": it has none.
     """
 
     _table: list[bytes]
     _special_ids: frozenset[int]
     think_ids: tuple[int, int] = (-1, -1)
+    think_name: str = ""
 
     def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
         """The bytes of this token; b"" for an unknown id and for a special id that is skipped."""
@@ -80,8 +85,10 @@ class Vocabulary:
                 "supported are ByteLevel and SentencePiece with byte fallback"
             )
         special = frozenset(i for i, token in added.items() if token.special)
-        think_ids = vocab.get("<think>", -1), vocab.get("</think>", -1)
-        return cls(table, special, (-1, -1) if -1 in think_ids else think_ids)
+        for start, end, name in _THINKING:
+            if start in vocab and end in vocab:
+                return cls(table, special, (vocab[start], vocab[end]), name)
+        return cls(table, special)
 
 
 def _decoder_steps(tokenizer: tokenizers.Tokenizer) -> list[dict[str, Any]]:

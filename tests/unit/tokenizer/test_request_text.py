@@ -68,6 +68,22 @@ def test_reasoning_is_separated_whether_it_begins_in_prompt_or_output() -> None:
     assert texts(ended) == ("", "yes")
 
 
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ([BEGIN, *b"thought\nwhy", END, *b"\nyes"], ("why", "yes")),
+        ([BEGIN, *b"thought\n", END, *b"yes"], ("", "yes")),
+        ([BEGIN, *b"though", END, *b"yes"], ("", "yes")),
+        ([BEGIN, *b"those", END, *b"thought"], ("those", "thought")),
+    ],
+)
+def test_the_name_of_the_thinking_is_no_reasoning(
+    answer: list[int], expected: tuple[str, str]
+) -> None:
+    named = Vocabulary(TABLE, frozenset({EOS}), (BEGIN, END), "thought")
+    assert texts(all_updates(named, answer, TextOptions(reasoning=True))) == expected
+
+
 def test_reasoning_stays_text_when_not_wanted_or_not_known() -> None:
     tokens = [BEGIN, *b"a", END, *b"b"]
     for vocabulary, options in [

@@ -43,6 +43,15 @@ def test_special_tokens_are_skipped_only_when_asked() -> None:
     assert BYTES.decode([BYTE_LEVEL.token_to_id("<think> now")]) == "<think> now"
 
 
+def test_the_tokens_around_the_thinking_of_gemma_4_are_found() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["<|channel>", "<channel|>"])
+    found = Vocabulary.of(tokenizer)
+    ids = tuple(tokenizer.token_to_id(text) for text in ("<|channel>", "<channel|>"))
+    assert (found.think_ids, found.think_name) == (ids, "thought")
+    assert (BYTES.think_ids, BYTES.think_name) == ((-1, -1), "")
+
+
 def test_unknown_decoder_is_refused_by_name() -> None:
     tokenizer = Tokenizer(models.WordPiece({"a": 0}, unk_token="a"))
     tokenizer.decoder = decoders.WordPiece()
