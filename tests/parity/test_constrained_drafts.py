@@ -103,7 +103,7 @@ def test_drafts_of_a_model_with_windows_change_no_constrained_answer(tmp_path: P
 
 
 def test_two_ranks_with_drafts_give_the_answers_of_one_without(path: str, tmp_path: Path) -> None:
-    tasks = [*random_tasks(15, seed=3), *repeated_tasks() * 3]
+    tasks = [*random_tasks(6, seed=3), *repeated_tasks()]
     drafting = Run(drafts=True, free=True, chunk=16)
     outcomes: list[Outcome] = run_ranks(
         2, tmp_path, run_tasks, str(tmp_path), path, drafting, tasks

@@ -42,7 +42,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_complete_answer_matches_its_grammar(name: str, path: str, tmp_path: Path) -> None:
-    run, tasks = RUNS[name], random_tasks(90, seed=len(name))
+    run, tasks = RUNS[name], random_tasks(45, seed=len(name))
     outcome = run_tasks(SingleCommunicator(), str(tmp_path), path, run, tasks)
     complete = check_answers(path, run, tasks, outcome)
     constrained = len(tasks) * (2 if run.free else 3) // 3
@@ -59,11 +59,11 @@ def test_every_complete_answer_matches_its_grammar(name: str, path: str, tmp_pat
 
 
 def test_two_ranks_give_the_same_answers_as_each_other(path: str, tmp_path: Path) -> None:
-    run, tasks = Run(crowded=True, free=True, chunk=16), random_tasks(40, seed=2)
+    run, tasks = Run(crowded=True, free=True, chunk=16), random_tasks(16, seed=2)
     outcomes: list[Outcome] = run_ranks(2, tmp_path, run_tasks, str(tmp_path), path, run, tasks)
     assert outcomes[0].tokens == outcomes[1].tokens
     assert outcomes[0].ends == outcomes[1].ends
-    assert check_answers(path, run, tasks, outcomes[0]) >= 20
+    assert check_answers(path, run, tasks, outcomes[0]) >= 8
 
 
 def test_a_failed_grammar_ends_its_request_alone(path: str, tmp_path: Path) -> None:
@@ -89,11 +89,11 @@ def test_a_failed_grammar_ends_its_request_alone(path: str, tmp_path: Path) -> N
 
 
 def test_forced_tokens_are_the_tokens_that_would_be_sampled(path: str, tmp_path: Path) -> None:
-    tasks = random_tasks(60, seed=6)
+    tasks = random_tasks(30, seed=6)
     single = SingleCommunicator()
     forced = run_tasks(single, str(tmp_path), path, Run(), tasks)
     sampled = run_tasks(single, str(tmp_path), path, Run(forced=False), tasks)
-    assert forced.totals.constraints.forced_tokens > 60
+    assert forced.totals.constraints.forced_tokens > 30
     assert sampled.totals.constraints.forced_tokens == 0
     assert forced.totals.step_id <= sampled.totals.step_id
     assert forced.tokens == sampled.tokens
