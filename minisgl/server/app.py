@@ -28,11 +28,11 @@ from starlette.types import ASGIApp, Scope
 import minisgl
 from minisgl.core import RequestError
 from minisgl.request.convert import RequestConverter
+from minisgl.server.context import Service
 from minisgl.server.edge.auth import check_key
 from minisgl.server.edge.middleware import GateMiddleware, RequestContextMiddleware, error_response
 from minisgl.server.edge.origins import check_headers
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
-from minisgl.server.handler import Service
 from minisgl.server.openapi import openapi_document
 from minisgl.server.routes import router
 from minisgl.utils import near_names

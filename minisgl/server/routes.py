@@ -36,9 +36,9 @@ from minisgl.server.answer.messages import MessagesWriter
 from minisgl.server.answer.openai import ResponseWriter, text_of_token
 from minisgl.server.answer.responses import ResponsesWriter
 from minisgl.server.answer.stream import EventStream, Writer
+from minisgl.server.context import CallContext, ContextDep
 from minisgl.server.edge import probes
 from minisgl.server.edge.middleware import json_response
-from minisgl.server.handler import CallContext, ContextDep
 from minisgl.server.pages import find_page
 
 router = APIRouter(redirect_slashes=False)

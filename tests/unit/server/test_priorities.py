@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from minisgl.core import ConfigError, InvalidRequest, Overloaded
-from minisgl.server.handler import CallContext
+from minisgl.server.context import CallContext
 from minisgl.settings.keys import key_hashes, lowest_priorities
 from tests.unit.server.fakes import CONFIG, World
 from tests.unit.server.test_app import FakeService
