@@ -29,7 +29,7 @@ class Scan:
         from minisgl.kernel.triton import ssd as kernels
 
         step, memory = self.layer.step(requests, num_decode), self.layer.memory
-        mixed, dt, _ = self.layer.inputs(step)
+        (mixed, dt, _), _ = self.layer.inputs(step)
         # The rates are columns of a wider projection.
         wide = torch.cat((mixed, dt), dim=1).to(DEVICE)
         mixed_there, dt_there = wide.split([mixed.shape[1], dt.shape[1]], dim=1)
