@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from minisgl.kernel.dispatch import silu_and_mul
 from minisgl.kernel.packed_order import OrderedWeights, has_order, in_order
-from minisgl.kernel.packed_tilings import MOST_ROWS, packed_tile_for
+from minisgl.kernel.packed_tilings import MOST_ROWS, loading_tile_for, packed_tile_for
 from minisgl.kernel.packed_weights import PackedWeights, dequantise
 
 logger = logging.getLogger(__name__)
@@ -72,11 +72,16 @@ def _by_kernel(
     gated: bool,
 ) -> Tensor:
     from minisgl.kernel.triton import packed_linear as kernels
-    from minisgl.kernel.triton.overlap import has_large_tiles
+    from minisgl.kernel.triton.overlap import has_large_tiles, is_hopper
 
-    # The kernel loads 16 bytes at once.
+    # The kernels load 16 bytes at once.
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     x = x if aligned else x.contiguous()
+    if is_hopper() and (loading := loading_tile_for(len(x))) is not None:
+        from minisgl.kernel.triton import packed_tiles
+
+        if packed_tiles.takes(weights):
+            return packed_tiles.linear(x, weights, bias, semaphores, loading, gated)
     tile = packed_tile_for(len(x), weights.height, has_large_tiles())
     return kernels.linear(x, weights, bias, semaphores, tile, gated)
 

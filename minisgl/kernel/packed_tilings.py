@@ -19,6 +19,8 @@ class PackedTile(NamedTuple):
     resident        programs for each multiprocessor, at most. Splits of K add programs up to this.
     scaled_sums     int4 with one scale for a chunk: whether the scale multiplies the sum of the
                     chunk. Otherwise it multiplies the weights, which are then rounded.
+    registers       of a thread when a program starts, in the kernel with a loading warp, which
+                    takes registers from the loading warps. 0: as the compiler likes.
     """
 
     rows: int
@@ -27,6 +29,7 @@ class PackedTile(NamedTuple):
     stages: int
     resident: int
     scaled_sums: bool
+    registers: int = 0
 
     @property
     def height(self) -> int:
@@ -41,6 +44,12 @@ TILES: Final = (
     (64, PackedTile(64, 4, 1, 3, 3, True), PackedTile(64, 4, 1, 3, 3, True)),
     (128, PackedTile(64, 4, 2, 3, 2, False), PackedTile(128, 4, 2, 3, 2, False)),
     (256, PackedTile(128, 4, 1, 3, 2, False), PackedTile(128, 4, 1, 3, 2, False)),
+)
+# Those of the kernel with a loading warp: Hopper, int4, one scale for a chunk. The fastest of 10 tiles
+# in the same layer, which takes 43 us with 1 row and 45 with 16.
+LOADING_TILES: Final = (
+    (8, PackedTile(8, 4, 1, 8, 3, True, 80)),
+    (16, PackedTile(16, 4, 1, 8, 3, True, 80)),
 )
 MOST_ROWS: Final = TILES[-1][0]  # with more, the weights are dequantised for torch's product
 _SMALL_ROWS: Final = 64  # the tiles for more rows do not fit into 99 KiB
@@ -59,6 +68,14 @@ def packed_tile_for(num_rows: int, height: int, large: bool = True) -> PackedTil
         tiles for most, *tiles in TILES if num_rows <= most or (most == _SMALL_ROWS and not large)
     )
     return tall if height > 64 * _MULTIPROCESSORS else tile
+
+
+def loading_tile_for(num_rows: int) -> PackedTile | None:
+    """The tile of the kernel with a loading warp for x with 1 to MOST_ROWS rows.
+
+    None: the other kernel is faster.
+    """
+    return next((tile for most, tile in LOADING_TILES if num_rows <= most), None)
 
 
 def num_splits(tile: PackedTile, programs: int, chunks: int) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from minisgl.kernel import silu_and_mul
 from minisgl.kernel.packed_order import in_order
 from minisgl.kernel.packed_products import packed_gated_linear, packed_linear
-from minisgl.kernel.packed_tilings import MOST_ROWS, TILES, PackedTile
+from minisgl.kernel.packed_tilings import LOADING_TILES, MOST_ROWS, TILES, PackedTile
 from minisgl.kernel.packed_weights import PackedKind, PackedWeights, dequantise
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
@@ -81,6 +81,29 @@ def test_tiles(tile: PackedTile, splits: int) -> None:
         found = kernels.linear(x, in_order(weights), bias, semaphores, tile, splits=splits)
     assert error(found, exact_product(x, weights, bias, gated=False)) < LIMIT
     assert not semaphores.any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter does not run Gluon")
+@pytest.mark.parametrize("tile", [tile for _, tile in LOADING_TILES], ids=str)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("gated", [False, True])
+def test_tiles_with_a_loading_warp(tile: PackedTile, splits: int, gated: bool) -> None:
+    """Also rows that fill no tile, rows of the weight that fill none, and a short ring."""
+    from minisgl.kernel.triton import packed_tiles as kernels
+
+    height, width = 656, 2816
+    weights = random_weights(PackedKind.INT4, height, width, 128)
+    bias = normal(height, dtype=DTYPE)
+    semaphores = torch.zeros(height, dtype=torch.int32, device=DEVICE)
+    for rows in (1, tile.rows + 3):
+        x = normal(rows, width + 8, dtype=DTYPE)[:, :width]
+        given = x, in_order(weights), bias, semaphores, tile, gated
+        with poisoned():
+            found = kernels.linear(*given, splits=splits)
+            again = kernels.linear(*given, splits=splits)
+        assert error(found, exact_product(x, weights, bias, gated)) < LIMIT
+        assert torch.equal(found, again), "a second run differs"
+        assert not semaphores.any()
 
 
 @pytest.mark.parametrize(("kind", "group", "width"), FORMS)

@@ -20,6 +20,59 @@ from minisgl.kernel.triton.mxfp4 import decode_numbers, decode_pairs, join_pairs
 NVFP4_FACTOR: Final = 2.0**32
 
 
+# Eight codes of $4, as pairs. A code in the low bits of the bfloat16 number 128 makes 128 + code.
+# The sum has a factor of 1, because GPUs before Hopper have no bfloat16 sum without a product.
+# $5: the header of the codes.
+SCALED_ASM: Final = tl.constexpr(
+    """
+    {
+    .reg .b32 c, one, zero, z, s;
+    mov.b32 one, 0x3f803f80;
+    mov.b32 zero, 0x80008000;
+    prmt.b32 z, $5, $5, 0x1010;
+    prmt.b32 s, $5, $5, 0x3232;
+    lop3.b32 c, $4, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.bf16x2 c, c, one, z;
+    fma.rn.bf16x2 $0, c, s, zero;
+    shr.u32 c, $4, 4;
+    lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.bf16x2 c, c, one, z;
+    fma.rn.bf16x2 $1, c, s, zero;
+    shr.u32 c, $4, 8;
+    lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.bf16x2 c, c, one, z;
+    fma.rn.bf16x2 $2, c, s, zero;
+    shr.u32 c, $4, 12;
+    lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.bf16x2 c, c, one, z;
+    fma.rn.bf16x2 $3, c, s, zero;
+    }
+    """
+)
+# $5: -128 - zero, twice.
+SHIFTED_ASM: Final = tl.constexpr(
+    """
+    {
+    .reg .b32 c, one;
+    mov.b32 one, 0x3f803f80;
+    lop3.b32 c, $4, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.bf16x2 $0, c, one, $5;
+    shr.u32 c, $4, 4;
+    lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.bf16x2 $1, c, one, $5;
+    shr.u32 c, $4, 8;
+    lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.bf16x2 $2, c, one, $5;
+    shr.u32 c, $4, 12;
+    lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
+    fma.rn.bf16x2 $3, c, one, $5;
+    }
+    """
+)
+# $1: a header.
+ZERO_ASM: Final = tl.constexpr("prmt.b32 $0, $1, $1, 0x1010;")
+
+
 @triton.jit
 def decode_chunk(
     words,
@@ -70,66 +123,19 @@ def decode_int4(words, headers, SCALED: tl.constexpr, TYPE: tl.constexpr, FAST: 
     for bfloat16 only. The difference is exact.
     """
     if FAST:
-        # A code in the low bits of the bfloat16 number 128 makes 128 + code. The sum has a factor
-        # of 1, because GPUs before Hopper have no bfloat16 sum without a product.
-        if SCALED:
-            pairs = tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 c, one, zero, z, s;
-                mov.b32 one, 0x3f803f80;
-                mov.b32 zero, 0x80008000;
-                prmt.b32 z, $5, $5, 0x1010;
-                prmt.b32 s, $5, $5, 0x3232;
-                lop3.b32 c, $4, 0x000f000f, 0x43004300, 0xea;
-                fma.rn.bf16x2 c, c, one, z;
-                fma.rn.bf16x2 $0, c, s, zero;
-                shr.u32 c, $4, 4;
-                lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
-                fma.rn.bf16x2 c, c, one, z;
-                fma.rn.bf16x2 $1, c, s, zero;
-                shr.u32 c, $4, 8;
-                lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
-                fma.rn.bf16x2 c, c, one, z;
-                fma.rn.bf16x2 $2, c, s, zero;
-                shr.u32 c, $4, 12;
-                lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
-                fma.rn.bf16x2 c, c, one, z;
-                fma.rn.bf16x2 $3, c, s, zero;
-                }
-                """,
-                "=&r,=&r,=&r,=r,r,r",
-                [words, headers],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-                is_pure=True,
-                pack=1,
+        ASM: tl.constexpr = SCALED_ASM if SCALED else SHIFTED_ASM
+        if not SCALED:
+            headers = tl.inline_asm_elementwise(
+                ZERO_ASM, "=r,r", [headers], dtype=tl.int32, is_pure=True, pack=1
             )
-        else:
-            pairs = tl.inline_asm_elementwise(
-                """
-                {
-                .reg .b32 c, one, z;
-                mov.b32 one, 0x3f803f80;
-                prmt.b32 z, $5, $5, 0x1010;
-                lop3.b32 c, $4, 0x000f000f, 0x43004300, 0xea;
-                fma.rn.bf16x2 $0, c, one, z;
-                shr.u32 c, $4, 4;
-                lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
-                fma.rn.bf16x2 $1, c, one, z;
-                shr.u32 c, $4, 8;
-                lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
-                fma.rn.bf16x2 $2, c, one, z;
-                shr.u32 c, $4, 12;
-                lop3.b32 c, c, 0x000f000f, 0x43004300, 0xea;
-                fma.rn.bf16x2 $3, c, one, z;
-                }
-                """,
-                "=&r,=&r,=&r,=r,r,r",
-                [words, headers],
-                dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-                is_pure=True,
-                pack=1,
-            )
+        pairs = tl.inline_asm_elementwise(
+            ASM,
+            "=&r,=&r,=&r,=r,r,r",
+            [words, headers],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=True,
+            pack=1,
+        )
         numbers = join_pairs(*pairs)
     else:
         codes = (words[:, :, None] >> (4 * tl.arange(0, 8))[None, None, :]) & 15

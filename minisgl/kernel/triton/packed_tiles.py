@@ -1,0 +1,340 @@
+"""The products of packed_linear.py on Hopper, with a warp that only loads.
+
+For int4 weights with one scale for each chunk of 128 columns. One warp starts the TMA copies of the
+codes, their headers and the rows of x into a ring of buffers in shared memory, and the other warps
+decode and multiply. So no multiplying warp computes addresses, and the ring is full of weights
+before the kernel before has ended. Each lane decodes its own part of the tall operand, as in
+packed_linear.py, and has the scales of its rows for the sums too.
+
+The order of the rows in a tile is that of the buffers (half, repeat, warp, eight rows). The matrix
+unit gives a lane the rows i and i + 8 of a group of 16, which therefore are rows of both halves of
+the tile. In a gated product these halves are gate and up.
+
+Bytes: as in packed_linear.py. Gluon may change with each release of Triton: see linear_tiles.py.
+"""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+from functools import partial
+
+from torch import Tensor, float32, int32
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minisgl.kernel.packed_order import CHUNK, OrderedWeights
+from minisgl.kernel.packed_tilings import PackedTile, num_splits
+from minisgl.kernel.triton.launch import Constants, Launcher, fill_absent
+from minisgl.kernel.triton.overlap import current_device, overlaps
+from minisgl.kernel.triton.packed import SCALED_ASM, SHIFTED_ASM, ZERO_ASM
+
+_X_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+_CODE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=3)
+_HEADER_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+_LOADING_REGISTERS = 24  # of the warp that loads
+
+
+@gluon.jit
+def _halves(pair):
+    low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
+    high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+    return gl.join(low, high)
+
+
+@gluon.jit
+def _decode(words, headers, SCALED: gl.constexpr):
+    """As packed.decode_int4 with FAST: [ROWS, 16, 2, 2, 2]. headers: of SCALED, or zeros twice."""
+    ASM: gl.constexpr = SCALED_ASM if SCALED else SHIFTED_ASM
+    pairs = gl.inline_asm_elementwise(
+        ASM,
+        "=&r,=&r,=&r,=r,r,r",
+        [words, headers],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=True,
+        pack=1,
+    )
+    even = gl.join(_halves(pairs[0]), _halves(pairs[2]))
+    odd = gl.join(_halves(pairs[1]), _halves(pairs[3]))
+    return gl.join(even, odd)
+
+
+@gluon.jit
+def _weights(
+    words,
+    headers,
+    BM: gl.constexpr,
+    WARPS: gl.constexpr,
+    REPEATS: gl.constexpr,
+    SCALED: gl.constexpr,
+):
+    """One chunk of the tile, decoded, as the first operand [ROWS, 128]; and its scales [ROWS].
+
+    words, headers: the buffers of the chunk. No number leaves its lane.
+    """
+    ROWS: gl.constexpr = 16 * WARPS * REPEATS
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
+    word = words.reshape([ROWS, 16]).load(WORDS)
+    header = headers.reshape([ROWS]).load(gl.SliceLayout(1, WORDS))
+    zero = header
+    if not SCALED:
+        zero = gl.inline_asm_elementwise(
+            ZERO_ASM, "=r,r", [header], dtype=gl.int32, is_pure=True, pack=1
+        )
+    zero, _ = gl.broadcast(gl.expand_dims(zero, 1), word)
+    # Rows: half, repeat, warp, eight rows. Columns: lane, word, and three bits of the code.
+    w = gl.reshape(_decode(word, zero, SCALED), [2, REPEATS, WARPS, 8, 4, 4, 2, 2, 2])
+    w = gl.reshape(gl.permute(w, (1, 2, 0, 3, 5, 7, 8, 4, 6)), [ROWS, 128])
+    w = gl.convert_layout(w, gl.DotOperandLayout(0, PRODUCT, 2), assert_trivial=True)
+    s = gl.permute(gl.reshape(header, [2, REPEATS, WARPS, 8]), (1, 2, 0, 3))
+    s = (gl.reshape(s, [ROWS]) & -65536).to(gl.float32, bitcast=True)
+    return w, gl.convert_layout(s, gl.SliceLayout(1, PRODUCT), assert_trivial=True)
+
+
+@gluon.jit
+def _ask_for_weights(codes, headers, words, heads, barrier, row, chunk, HALVES: gl.constexpr):
+    tma.async_copy_global_to_shared(codes, [chunk * HALVES, row, 0], barrier, words)
+    tma.async_copy_global_to_shared(headers, [chunk * HALVES, row], barrier, heads)
+
+
+@gluon.jit
+def _load(inputs, buffers, barriers, place, begin, steps, VARIANT: gl.constexpr):
+    """Fill the ring, and each stage again once it is empty."""
+    BM: gl.constexpr = VARIANT[0]
+    ROWS: gl.constexpr = 16 * VARIANT[1] * VARIANT[2]
+    STAGES: gl.constexpr = VARIANT[3]
+    HALVES: gl.constexpr = 2 if VARIANT[6] else 1
+    BYTES: gl.constexpr = ROWS * 68 + BM * 256  # of a stage: codes, headers and rows of x
+    x, codes, headers = inputs
+    words, heads, rows = buffers
+    full, empty = barriers
+    _, tile, first_row = place
+    height = tile * (ROWS // HALVES)
+    first = min(steps, STAGES)
+    for i in range(first):
+        barrier, chunk = full.index(i), begin + i
+        mbarrier.expect(barrier, BYTES)
+        _ask_for_weights(
+            codes, headers, words.index(i), heads.index(i), barrier, height, chunk, HALVES
+        )
+    if VARIANT[8]:
+        gdc_wait()
+    for i in range(first):
+        at = [first_row, (begin + i) * 128]
+        tma.async_copy_global_to_shared(x, at, full.index(i), rows.index(i))
+    for step in range(first, steps):
+        i, chunk = step % STAGES, begin + step
+        barrier = full.index(i)
+        mbarrier.wait(empty.index(i), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(barrier, BYTES)
+        _ask_for_weights(
+            codes, headers, words.index(i), heads.index(i), barrier, height, chunk, HALVES
+        )
+        tma.async_copy_global_to_shared(x, [first_row, chunk * 128], barrier, rows.index(i))
+
+
+@gluon.jit
+def _multiply(buffers, barriers, outputs, place, N, num_rows, steps, VARIANT: gl.constexpr):
+    """Multiply the chunks of the ring, add up the splits, and store the tile."""
+    BM: gl.constexpr = VARIANT[0]
+    WARPS: gl.constexpr = VARIANT[1]
+    REPEATS: gl.constexpr = VARIANT[2]
+    STAGES: gl.constexpr = VARIANT[3]
+    SCALED: gl.constexpr = VARIANT[4]
+    SPLITS: gl.constexpr = VARIANT[5]
+    ROWS: gl.constexpr = 16 * WARPS * REPEATS
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
+    words, heads, rows = buffers
+    full, empty = barriers
+    bias, out, parts, semaphores = outputs
+    program, tile, first_row = place
+    if VARIANT[8]:
+        gdc_wait()
+    total = gl.zeros([ROWS, BM], gl.float32, PRODUCT)
+    zeros = gl.zeros([ROWS, BM], gl.float32, PRODUCT)
+    for step in range(steps):
+        i = step % STAGES
+        mbarrier.wait(full.index(i), step // STAGES & 1)
+        w, s = _weights(words.index(i), heads.index(i), BM, WARPS, REPEATS, SCALED)
+        v = rows.index(i).permute([1, 0])
+        if SCALED:
+            part = warpgroup_mma(w, v, total, is_async=True)
+            total, w = warpgroup_mma_wait(0, deps=(part, w))
+        else:
+            part = warpgroup_mma(w, v, zeros, use_acc=False, is_async=True)
+            part, w = warpgroup_mma_wait(0, deps=(part, w))
+            total += part * s[:, None]
+        mbarrier.arrive(empty.index(i), count=1)
+    is_last = True
+    if SPLITS > 1:
+        r = gl.arange(0, ROWS, gl.SliceLayout(1, PRODUCT))
+        m = gl.arange(0, BM, gl.SliceLayout(0, PRODUCT))
+        part_at = parts + program * (SPLITS * ROWS * BM) + r[:, None] * BM + m[None, :]
+        gl.store(part_at + gl.program_id(1) * (ROWS * BM), total)
+        gl.thread_barrier()
+        ticket = gl.atomic_add(semaphores + program, 1, sem="acq_rel", scope="gpu")
+        is_last = ticket == SPLITS - 1
+        if is_last:
+            gl.store(semaphores + program, 0)
+            total = gl.load(part_at, cache_modifier=".cg")
+            for other in gl.static_range(1, SPLITS):  # without branches, so that all loads overlap
+                total += gl.load(part_at + other * (ROWS * BM), cache_modifier=".cg")
+    if is_last:
+        _store(total, bias, out, tile, first_row, N, num_rows, VARIANT)
+
+
+@gluon.jit
+def _store(total, bias, out, tile, first_row, N, num_rows, VARIANT: gl.constexpr):
+    BM: gl.constexpr = VARIANT[0]
+    WARPS: gl.constexpr = VARIANT[1]
+    GATED: gl.constexpr = VARIANT[6]
+    ROWS: gl.constexpr = 16 * WARPS * VARIANT[2]
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
+    GATE: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [0, 1])
+    HALVES: gl.constexpr = 2 if GATED else 1
+    OUT: gl.constexpr = ROWS // HALVES
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, PRODUCT))
+    m = gl.arange(0, BM, gl.SliceLayout(0, PRODUCT))
+    half, group = r // 8 % 2, r // (16 * WARPS) * WARPS + r // 16 % WARPS
+    n = half * (ROWS // 2) + group * 8 + r % 8
+    if VARIANT[7]:
+        n_bias = tile * OUT + n % OUT + n // OUT * (N // 2)
+        total += gl.load(bias + n_bias, n_bias < N, 0.0).to(gl.float32)[:, None]
+    if GATED:
+        pairs = gl.permute(gl.reshape(total, [ROWS // 16, 2, 8, BM]), (0, 2, 3, 1))
+        gate, up = gl.split(pairs)
+        total = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [OUT, BM])
+        total = gl.convert_layout(total, GATE)
+        n = gl.arange(0, OUT, gl.SliceLayout(1, GATE))
+        m = gl.arange(0, BM, gl.SliceLayout(0, GATE))
+    width, n, m = N // HALVES, tile * OUT + n, first_row + m
+    at = out + m[None, :].to(gl.int64) * width + n[:, None]
+    gl.store(at, total.to(out.dtype.element_ty), (m < num_rows)[None, :] & (n < width)[:, None])
+
+
+@gluon.jit(do_not_specialize=["chunks", "num_rows"])
+def _linear(
+    bias,
+    out,
+    parts,
+    semaphores,
+    N,
+    x,
+    codes,
+    headers,
+    chunks,
+    num_rows,
+    BM: gl.constexpr,
+    WARPS: gl.constexpr,
+    REPEATS: gl.constexpr,
+    STAGES: gl.constexpr,
+    SCALED: gl.constexpr,
+    SPLITS: gl.constexpr,
+    GATED: gl.constexpr,
+    BIAS: gl.constexpr,
+    LOADING_REGISTERS: gl.constexpr,
+    EARLY: gl.constexpr,
+):
+    """One tile of the product, or one split of a tile. x, codes, headers: TMA descriptors."""
+    ROWS: gl.constexpr = 16 * WARPS * REPEATS
+    HALVES: gl.constexpr = 2 if GATED else 1
+    program = gl.program_id(0)
+    row_tiles = (num_rows + BM - 1) // BM  # neighbouring programs read the same weights
+    tile, first_row = program // row_tiles, program % row_tiles * BM
+    each = (chunks + SPLITS - 1) // SPLITS
+    begin = gl.program_id(1) * each
+    steps = min(each, chunks - begin)
+    shape: gl.constexpr = [STAGES, HALVES, ROWS // HALVES, 16]
+    words = gl.allocate_shared_memory(gl.int32, shape, codes.layout)
+    heads = gl.allocate_shared_memory(gl.int32, [STAGES, HALVES, ROWS // HALVES], headers.layout)
+    rows = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 128], x.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    if EARLY:
+        gdc_launch_dependents()
+    buffers, barriers = (words, heads, rows), (full, empty)
+    place = program, tile, first_row
+    variant: gl.constexpr = (BM, WARPS, REPEATS, STAGES, SCALED, SPLITS, GATED, BIAS, EARLY)
+    outputs = bias, out, parts, semaphores
+    inputs = x, codes, headers
+    gl.warp_specialize(
+        [
+            (_multiply, (buffers, barriers, outputs, place, N, num_rows, steps, variant)),
+            (_load, (inputs, buffers, barriers, place, begin, steps, variant)),
+        ],
+        [1],
+        [LOADING_REGISTERS],
+    )
+
+
+_launcher = Launcher(_linear, current_device)
+
+
+def takes(weights: OrderedWeights) -> bool:
+    """Whether `linear` multiplies these weights."""
+    return weights.headers.shape[-1] == 1 and weights.height % 16 == 0
+
+
+def linear(
+    x: Tensor,
+    weights: OrderedWeights,
+    bias: Tensor | None,
+    semaphores: Tensor | None,
+    tile: PackedTile,
+    gated: bool = False,
+    splits: int | None = None,
+) -> Tensor:
+    """As packed_linear.linear, for weights that `takes` accepts."""
+    num_rows, (chunks, height), halves = len(x), weights.codes.shape[:2], 1 + gated
+    programs = -(-height // tile.height) * -(-num_rows // tile.rows)
+    if semaphores is None:
+        splits = 1
+    elif splits is None:
+        splits = num_splits(tile, programs, chunks)
+    out = parts = x.new_empty((num_rows, height // halves))
+    if splits > 1:
+        parts = x.new_empty((programs, splits, tile.height * tile.rows), dtype=float32)
+    width, tall = height // halves, tile.height // halves
+    words = weights.codes.view(int32)
+    shape, strides = [num_rows, weights.columns], [x.stride(0), 1]
+    rows = TensorDescriptor(x, shape, strides, [tile.rows, CHUNK], _X_LAYOUT)
+    shape, strides = [chunks * halves, width, 16], [width * 16, 16, 1]
+    codes = TensorDescriptor(words, shape, strides, [halves, tall, 16], _CODE_LAYOUT)
+    shape, strides = [chunks * halves, width], [width, 1]
+    headers = TensorDescriptor(weights.headers, shape, strides, [halves, tall], _HEADER_LAYOUT)
+    variant = tile, splits, gated, bias is not None
+    tensors = (*fill_absent(out, bias), out, parts, *fill_absent(out, semaphores))
+    numbers = rows, codes, headers, chunks, num_rows
+    constants = partial(_constants, *variant)
+    _launcher((programs, splits), tensors, (height,), numbers, variant, constants)
+    return out
+
+
+def _constants(tile: PackedTile, splits: int, gated: bool, bias: bool) -> Constants:
+    early = overlaps()
+    values = {
+        "BM": tile.rows,
+        "WARPS": tile.warps,
+        "REPEATS": tile.repeats,
+        "STAGES": tile.stages,
+        "SCALED": not tile.scaled_sums,
+        "SPLITS": splits,
+        "GATED": gated,
+        "BIAS": bias,
+        "LOADING_REGISTERS": _LOADING_REGISTERS,
+        "EARLY": early,
+    }
+    options = {"num_warps": tile.warps, "maxnreg": tile.registers, "launch_pdl": early}
+    return Constants(values, options)
