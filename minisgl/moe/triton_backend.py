@@ -33,10 +33,10 @@ class _FewTokens(NamedTuple):
 
 
 class _Kernels(NamedTuple):
-    """The kernels of one format for many tokens, and those for few, if there are any."""
+    """The kernels of one format for many tokens and for few."""
 
     many: Callable[[Tensor, ExpertWeights, Tensor, Tensor, int], Tensor]
-    few: _FewTokens | None = None
+    few: _FewTokens
 
 
 class TritonMoe(MoeBackend):
@@ -57,9 +57,9 @@ class TritonMoe(MoeBackend):
             moe_few,
             moe_grouped,
             moe_routing,
-            mxfp4_few,
             overlap,
             packed_blocks,
+            packed_few,
         )
 
         super().__init__(device)
@@ -69,15 +69,14 @@ class TritonMoe(MoeBackend):
         fp8 = _Kernels(
             moe_grouped.experts_of_many, _FewTokens(fp8_few.takes, fp8_few.experts_of_few)
         )
-        mxfp4 = _Kernels(
-            packed_blocks.experts_of_many, _FewTokens(mxfp4_few.takes, mxfp4_few.experts_of_few)
+        packed = _Kernels(
+            packed_blocks.experts_of_many, _FewTokens(packed_few.takes, packed_few.experts_of_few)
         )
-        int4 = _Kernels(packed_blocks.experts_of_many)
         self._kernels = {
             ExpertFormat.UNQUANTISED: plain,
             ExpertFormat.FP8: fp8,
-            ExpertFormat.MXFP4: mxfp4,
-            ExpertFormat.INT4: int4,
+            ExpertFormat.MXFP4: packed,
+            ExpertFormat.INT4: packed,
         }
         self._reads_fp8 = overlap.converts_fp8
         self._route = moe_routing.route
@@ -91,7 +90,7 @@ class TritonMoe(MoeBackend):
         weights = with_kernels(weights, x.dtype, self._reads_fp8())
         kernels = self._kernels[weights.gate_up.format]
         few = kernels.few
-        if len(x) <= _FEW_TOKENS and few is not None and few.takes(x, weights):
+        if len(x) <= _FEW_TOKENS and few.takes(x, weights):
             return few.run(x, router, weights, self._semaphores)
         logits = router.logits(x, len(weights.down.values))
         routing = self._route(logits, router)

@@ -19,7 +19,7 @@ from tests.gpu.test_mxfp4_moe import DTYPE, LIMIT, router_of
 from tests.gpu.test_packed_weights import random_weights
 
 # Tokens, experts, the widths of tokens and of experts, and the columns of a group.
-SHAPES = [(1, 4, 128, 64, 32), (5, 8, 160, 96, 32), (20, 4, 256, 128, 128)]
+SHAPES = [(1, 4, 128, 64, 32), (3, 5, 384, 128, 128), (5, 8, 160, 96, 32), (20, 4, 256, 128, 128)]
 if not INTERPRETED:
     SHAPES += [(1, 64, 2048, 512, 128), (64, 32, 2048, 512, 128), (600, 8, 1024, 768, 64)]
     SHAPES += [(4000, 4, 512, 512, 128)]
@@ -34,12 +34,15 @@ def matrices(experts: int, height: int, width: int, group: int) -> PackedWeights
     return PackedWeights(PackedKind.INT4, group, codes, scales, zeros)
 
 
+@pytest.mark.parametrize("shared", [0, 1])
 @pytest.mark.parametrize(("tokens", "experts", "width", "inner", "group"), SHAPES)
-def test_experts(tokens: int, experts: int, width: int, inner: int, group: int) -> None:
-    """Tiles divide neither the sizes nor the blocks of tokens."""
+def test_experts(
+    tokens: int, experts: int, width: int, inner: int, group: int, shared: int
+) -> None:
+    """Tiles divide neither the sizes nor the blocks of tokens. The last expert may be shared."""
     gate_up = matrices(experts, 2 * inner, width, group)
     down = matrices(experts, width, inner, group)
-    router = router_of(experts, width)._replace(bias=None)
+    router = router_of(experts, width)._replace(bias=None, shared=shared)
     x = normal(tokens, width, dtype=DTYPE)
     ordered = [in_order(one) for one in (gate_up, down)]
     weights = ExpertWeights(*(ExpertMatrix(one.codes, one) for one in ordered))

@@ -1,11 +1,12 @@
-"""Router and MXFP4 experts of gpt-oss for a few tokens, in three launches.
+"""Router and experts of 4-bit weights for a few tokens, in three launches.
 
-The counterpart of moe_few.py. The experts of a token are products with one vector. The matrix unit
-computes them, so that the other units have time to decode the weights (mxfp4.py). The vector fills
-the 8 columns of the narrow operand. While a program of `_down` waits for the kernel before it, the
-program prefetches its weights into the L2 cache.
+The counterpart of moe_few.py for packed weights: MXFP4 with the biases and the clamped SwiGLU of
+gpt-oss, and int4 without them. The experts of a token are products with one vector. The matrix unit
+computes them, so that the other units have time to decode the weights (mxfp4.py, packed.py). The
+vector fills the 8 columns of the narrow operand. While a program of `_down` waits for the kernel
+before it, the program prefetches its weights into the L2 cache.
 
-Bytes read: 2 H E for the router, 1.6 H I for each of T * top_k assignments.
+Bytes read: 2 H E for the router, 1.6 H I for each of T * A assignments, where A = top_k + shared.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -16,11 +17,14 @@ from torch import Tensor, bfloat16, int32
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.packed_order import OrderedWeights
+from minisgl.kernel.packed_weights import PackedWeights
 from minisgl.kernel.triton.linear import prefetch
 from minisgl.kernel.triton.moe_few import route_few
 from minisgl.kernel.triton.moe_routing import Layer, Router
 from minisgl.kernel.triton.mxfp4 import is_fast, operand, rescale_factor
 from minisgl.kernel.triton.overlap import overlaps
+from minisgl.kernel.triton.packed import decode_int4
 
 # The weights that a program loads at once: 16 rows. A lane makes _CHUNKS loads of 32 weights for a
 # row. A row has _SPLITS parts, and each part has a warp of its own. The stages are the loads in
@@ -28,6 +32,26 @@ from minisgl.kernel.triton.overlap import overlaps
 # of gpt-oss-20b, 2026-11-23.
 _CHUNKS, _SPLITS = 2, 2
 _GATE_UP_STAGES, _DOWN_STAGES = 3, 4
+_MOST_WARPS = 16  # of `_down`, unless a token has more experts
+
+
+@triton.jit
+def _int4_operand(
+    words,
+    headers,
+    CHUNKS: tl.constexpr,
+    WARPS: tl.constexpr,
+    TYPE: tl.constexpr,
+    FAST: tl.constexpr,
+):
+    """As mxfp4.operand. headers: int32 [rows, 1 or 4]. The order of the columns is `in_quads`."""
+    SIZE: tl.constexpr = words.shape[0]
+    EACH: tl.constexpr = headers.shape[1]
+    h = tl.broadcast_to(headers[:, None, :, None], [SIZE, 4, EACH, 4 // EACH])
+    w = decode_int4(words, tl.reshape(h, [SIZE, 16]), True, TYPE, FAST)
+    w = tl.reshape(w, [CHUNKS, 2, WARPS, 8, 4, 4, 2, 2, 2])
+    w = tl.permute(w, (2, 1, 3, 0, 5, 7, 4, 8, 6))
+    return tl.reshape(w, [WARPS, 16, CHUNKS * 128])
 
 
 @triton.jit
@@ -46,6 +70,7 @@ def _total(
     CHUNKS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    HEADERS: tl.constexpr,
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -55,7 +80,10 @@ def _total(
     repeat place COUNT - 1. weight: int32 words of experts with `chunks` chunks of `height` rows.
     rows: the row of each load in the first chunk of its expert, in the order of mxfp4.operand.
     The vector of a place is the row first_x + place of x, which has `columns` columns.
+    HEADERS 0: MXFP4. scales: uint8, 4 for a row and chunk. Else: int4, whose scales are the headers
+    of OrderedWeights, HEADERS for a row and chunk.
     """
+    EACH: tl.constexpr = 4 if HEADERS == 0 else HEADERS
     SIZE: tl.constexpr = rows.shape[0]
     STEP: tl.constexpr = CHUNKS * SPLITS  # chunks of a row
     WARPS: tl.constexpr = PLACES * SPLITS
@@ -71,20 +99,24 @@ def _total(
     at = x + own_x[:, None] * x_stride + k
     row = rows + place * height
     word_at = weight + row[:, None] * 16 + tl.arange(0, 16)[None, :]
-    scale_at = scales + row[:, None] * 4 + tl.arange(0, 4)[None, :]
+    scale_at = scales + row[:, None] * EACH + tl.arange(0, EACH)[None, :]
     total = tl.zeros([WARPS, 16, 8], tl.float32)
     powers = tl.load(scale_at, mask=place[:, None] < chunks, other=0)
     if EARLY:
         gdc_wait()
     for step in tl.range(0, tl.cdiv(chunks, STEP), num_stages=STAGES):
         inside = place[:, None] < chunks - (step + 1) * STEP
-        next_powers = tl.load(scale_at + (step + 1) * STEP * height * 4, mask=inside, other=0)
+        next_powers = tl.load(scale_at + (step + 1) * STEP * height * EACH, mask=inside, other=0)
         inside = place[:, None] < chunks - step * STEP
         words = tl.load(word_at + step * STEP * height * 16, mask=inside, other=0)
         v = tl.load(at + step * (STEP * 128), mask=k < columns - step * (STEP * 128), other=0.0)
-        w = operand(words, powers, CHUNKS, WARPS, TYPE, FAST)
+        if HEADERS == 0:
+            w = operand(words, powers, CHUNKS, WARPS, TYPE, FAST)
+            v = tl.permute(tl.reshape(v, [WARPS, CHUNKS, 4, 4, 2, 2, 2]), (0, 1, 3, 5, 2, 6, 4))
+        else:
+            w = _int4_operand(words, powers, CHUNKS, WARPS, TYPE, FAST)
+            v = tl.permute(tl.reshape(v, [WARPS, CHUNKS * 8, 2, 4, 2]), (0, 1, 3, 2, 4))
         powers = next_powers
-        v = tl.permute(tl.reshape(v, [WARPS, CHUNKS, 4, 4, 2, 2, 2]), (0, 1, 3, 5, 2, 6, 4))
         v = tl.reshape(v, [WARPS, CHUNKS * 128])
         v = tl.broadcast_to(v[:, :, None], [WARPS, CHUNKS * 128, 8])
         total = tl.dot(w, v, total, input_precision="ieee")
@@ -106,14 +138,15 @@ def _gate_up(
     alpha,
     limit,
     rescale,
-    TOP_K: tl.constexpr,
+    EACH: tl.constexpr,
     CHUNKS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    HEADERS: tl.constexpr,
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute 8 rows of the gate and the same rows of up, for one assignment."""
+    """8 rows of the gate and the same rows of up, for one assignment. EACH: experts of a token."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()  # after gdc_wait, so `_down` may read the routing at once
@@ -127,7 +160,7 @@ def _gate_up(
         scales,
         rows,
         x,
-        assignment // TOP_K,
+        assignment // EACH,
         x_stride,
         width,
         chunks,
@@ -137,6 +170,7 @@ def _gate_up(
         CHUNKS,
         SPLITS,
         STAGES,
+        HEADERS,
         FAST,
         False,
     )
@@ -144,12 +178,15 @@ def _gate_up(
     gate, up = tl.split(tl.permute(tl.reshape(total, [2, 8]), (1, 0)))
     n = tl.program_id(0) * 8 + tl.arange(0, 8)
     inside = n < inner
-    at = bias + expert * 2 * inner + n
-    gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    up += tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.minimum(gate, limit)
-    up = tl.maximum(tl.minimum(up, limit), -limit)
-    value = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    if HEADERS == 0:
+        at = bias + expert * 2 * inner + n
+        gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.minimum(gate, limit)
+        up = tl.maximum(tl.minimum(up, limit), -limit)
+        value = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    else:
+        value = up * gate / (1.0 + tl.exp(-gate))
     tl.store(out + assignment * inner + n, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -166,11 +203,12 @@ def _down(
     inner,
     chunks,
     rescale,
-    TOP_K: tl.constexpr,
+    EACH: tl.constexpr,
     PLACES: tl.constexpr,
     CHUNKS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
+    HEADERS: tl.constexpr,
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
     PREFETCHED: tl.constexpr,
@@ -184,12 +222,12 @@ def _down(
     r = tl.arange(0, CHUNKS * 16 * WARPS)
     place = tl.arange(0, PLACES)
     n = tl.program_id(0) * 16 + r // (8 * WARPS) % 2 * 8 + r % 8
-    first = token * TOP_K
-    own = first + tl.minimum(r // 8 % WARPS // SPLITS, TOP_K - 1)
+    first = token * EACH
+    own = first + tl.minimum(r // 8 % WARPS // SPLITS, EACH - 1)
     rows = tl.load(experts + own).to(tl.int64) * chunks * width + tl.minimum(n, width - 1)
     if EARLY:  # The width is a multiple of 16, so 16 rows of a chunk are always 1,024 bytes.
         flat = tl.arange(0, PLACES * PREFETCHED)
-        expert = tl.load(experts + first + tl.minimum(flat // PREFETCHED, TOP_K - 1)).to(tl.int64)
+        expert = tl.load(experts + first + tl.minimum(flat // PREFETCHED, EACH - 1)).to(tl.int64)
         row = (expert * chunks + tl.minimum(flat % PREFETCHED, chunks - 1)) * width
         at = weight + (row + tl.program_id(0) * 16) * 16
         prefetch(at, 512, PLACES * PREFETCHED, PLACES * PREFETCHED)
@@ -203,75 +241,87 @@ def _down(
         inner,
         chunks,
         width,
-        TOP_K,
+        EACH,
         PLACES,
         CHUNKS,
         SPLITS,
         STAGES,
+        HEADERS,
         FAST,
         EARLY,
     )
     total = tl.sum(tl.reshape(total, [PLACES, SPLITS, 16]), axis=1) * rescale
     n = tl.program_id(0) * 16 + tl.arange(0, 16)
     inside = n < width
-    kept = place < TOP_K
+    kept = place < EACH
     expert = tl.load(experts + first + place, mask=kept, other=0).to(tl.int64)
     factor = tl.load(factors + first + place, mask=kept, other=0.0)
     read = kept[:, None] & inside[None, :]
-    at = bias + expert[:, None] * width + n[None, :]
-    total += tl.load(at, mask=read, other=0.0).to(tl.float32)
+    if HEADERS == 0:
+        at = bias + expert[:, None] * width + n[None, :]
+        total += tl.load(at, mask=read, other=0.0).to(tl.float32)
     value = tl.sum(tl.where(read, total * factor[:, None], 0.0), axis=0)
     tl.store(out + token * width + n, value.to(out.dtype.element_ty), mask=inside)
 
 
 def takes(x: Tensor, layer: Layer) -> bool:
-    """Whether `experts_of_few` supports x: bfloat16, and any dtype in Triton's interpreter."""
-    return x.dtype == bfloat16 or knobs.runtime.interpret
+    """Whether `experts_of_few` supports x and the experts.
+
+    x: bfloat16, and any dtype in Triton's interpreter. `_down` prefetches 16 rows at once.
+    """
+    is_dtype = x.dtype == bfloat16 or knobs.runtime.interpret
+    return is_dtype and x.shape[1] % 16 == 0 and not isinstance(layer[0][1], PackedWeights)
 
 
 def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) -> Tensor:
-    """Compute a layer of experts in MXFP4, as MoeBackend.forward, in three launches.
+    """Compute a layer of experts in MXFP4 or int4, as MoeBackend.forward, in three launches.
 
     There is no host sync, and the result is the same in every run.
 
     x: [T, H] that `takes` accepts, unit stride in H. semaphores: as in moe_few.experts_of_few.
     """
     (gate_up, gate_up_scales, gate_up_bias), (down, down_scales, down_bias), swiglu = layer
-    assert isinstance(swiglu, tuple), "MXFP4 experts have a clamped SwiGLU; this is a bug"
     num_tokens, width = x.shape
-    early, fast, rescale = overlaps(), is_fast(x), rescale_factor(x)
-    chunks, inner, top_k = (gate_up.shape[1], down.shape[1]), gate_up.shape[2] // 2, router[2]
-    weights, experts = route_few(x, router, len(down), semaphores)
-    hidden = x.new_empty((num_tokens * top_k, inner))
-    _gate_up[(triton.cdiv(inner, 8), num_tokens * top_k)](
+    early, fast, rescale, factors = overlaps(), is_fast(x), 1.0, (0.0, 0.0)
+    if isinstance(swiglu, tuple):
+        rescale, factors = rescale_factor(x), swiglu
+    chunks, inner = (gate_up.shape[1], down.shape[1]), gate_up.shape[2] // 2
+    each = router[2] + router[4]
+    weights, experts = route_few(x, router, len(down) - router[4], semaphores)
+    hidden = x.new_empty((num_tokens * each, inner))
+    scales, headers = _scales(gate_up_scales)
+    _gate_up[(triton.cdiv(inner, 8), num_tokens * each)](
         x,
         gate_up.view(int32),
-        gate_up_scales,
-        gate_up_bias,
+        scales,
+        x if gate_up_bias is None else gate_up_bias,
         hidden,
         experts,
         width,
         inner,
         chunks[0],
         x.stride(0),
-        *swiglu,
+        *factors,
         rescale,
-        TOP_K=top_k,
+        EACH=each,
         CHUNKS=_CHUNKS,
         SPLITS=_SPLITS,
         STAGES=_GATE_UP_STAGES,
+        HEADERS=headers,
         FAST=fast,
         EARLY=early,
         num_warps=_SPLITS,
         launch_pdl=early,
     )
-    places = triton.next_power_of_2(top_k)
+    places = triton.next_power_of_2(each)
+    splits = min(_SPLITS, max(_MOST_WARPS // places, 1))
     out = x.new_empty((num_tokens, width))
+    scales, headers = _scales(down_scales)
     _down[(triton.cdiv(width, 16), num_tokens)](
         hidden,
         down.view(int32),
-        down_scales,
-        down_bias,
+        scales,
+        x if down_bias is None else down_bias,
         out,
         experts,
         weights,
@@ -279,15 +329,23 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
         inner,
         chunks[1],
         rescale,
-        TOP_K=top_k,
+        EACH=each,
         PLACES=places,
         CHUNKS=_CHUNKS,
-        SPLITS=_SPLITS,
+        SPLITS=splits,
         STAGES=_DOWN_STAGES,
+        HEADERS=headers,
         FAST=fast,
         EARLY=early,
         PREFETCHED=triton.next_power_of_2(chunks[1]),
-        num_warps=places * _SPLITS,
+        num_warps=places * splits,
         launch_pdl=early,
     )
     return out
+
+
+def _scales(scales: Tensor | OrderedWeights) -> tuple[Tensor, int]:
+    """The scales as the kernels read them, and HEADERS."""
+    if isinstance(scales, OrderedWeights):
+        return scales.headers, scales.headers.shape[-1]
+    return scales, 0
