@@ -45,8 +45,8 @@ TILES: Final = (
     (128, PackedTile(64, 4, 2, 3, 2, False), PackedTile(128, 4, 2, 3, 2, False)),
     (256, PackedTile(128, 4, 1, 3, 2, False), PackedTile(128, 4, 1, 3, 2, False)),
 )
-# Those of the kernel with a loading warp: Hopper, int4, one scale for a chunk. The fastest of 10 tiles
-# in the same layer, which takes 43 us with 1 row and 45 with 16.
+# Those of the kernel with a loading warp: Hopper, int4, one scale for a chunk. The fastest of 10
+# tiles in the same layer, which takes 43 us with 1 row and 45 with 16.
 LOADING_TILES: Final = (
     (8, PackedTile(8, 4, 1, 8, 3, True, 80)),
     (16, PackedTile(16, 4, 1, 8, 3, True, 80)),
