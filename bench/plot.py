@@ -1,10 +1,12 @@
 """Draws the pictures of docs/benchmarks.md from bench/results, as SVG files in docs/pictures.
 
-A picture has a group of bars for each figure, and a bar for each series with a value. A value of a
-newer record replaces an older one of the same name. A picture without a value is not drawn.
+A picture of bars has a group for each figure, and a bar for each series with a value. A curve has a
+line for each series, over a column of the figures. A value of a newer record replaces an older one
+of the same name. A picture without a value is not drawn.
 """
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +20,7 @@ PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 _COLOURS = ("#4878a8", "#e0913c", "#8c8c8c", "#6aa66a")
 _WIDTH, _LEFT, _RIGHT = 760, 300, 80
 _TOP, _BAR, _GAP = 66, 15, 13
+_MARGIN, _PANEL, _BOTTOM = 50, 280, 300  # of a curve
 
 
 class Series(NamedTuple):
@@ -37,6 +40,23 @@ class Picture(NamedTuple):
     names: tuple[str, ...] = ()
 
 
+class Panel(NamedTuple):
+    """A half of a curve's picture: a line for each series. Its axis of values is logarithmic."""
+
+    title: str
+    series: tuple[Series, ...]
+
+
+class Curve(NamedTuple):
+    """A file of PICTURES. results: the benchmark. over: the column of the horizontal axis."""
+
+    results: str
+    title: str
+    over: str
+    axis: str
+    panels: tuple[Panel, Panel]
+
+
 class Group(NamedTuple):
     """The bars of one figure: pairs of a number of the series and a value."""
 
@@ -44,7 +64,9 @@ class Group(NamedTuple):
     bars: list[tuple[int, float]]
 
 
-ALL = (
+Line = list[tuple[float, float]]  # points of one series, from left to right
+
+ALL: tuple[Picture | Curve, ...] = (
     Picture(
         "peers",
         "README workload on one H200, bf16: output tokens per second",
@@ -64,10 +86,21 @@ ALL = (
             Series("FP8 weights and KV", "fp8_weights_and_kv_ms"),
         ),
     ),
-    Picture(
+    Curve(
         "latency",
-        "Qwen3-8B over HTTP on one H200: ms between two tokens of a stream",
-        (Series("median", "gap_p50_ms"), Series("99th percentile", "gap_p99_ms")),
+        "Qwen3-8B on one H200, prompts and outputs of 100 to 1,024 tokens over HTTP",
+        "offered_per_s",
+        "requests a second",
+        (
+            Panel(
+                "first token, ms",
+                (Series("median", "first_token_p50_ms"), Series("p99", "first_token_p99_ms")),
+            ),
+            Panel(
+                "gap between two tokens of a stream, ms",
+                (Series("median", "gap_p50_ms"), Series("p99", "gap_p99_ms")),
+            ),
+        ),
     ),
     Picture(
         "start",
@@ -79,8 +112,8 @@ ALL = (
         ),
     ),
     Picture(
-        "cache",
-        "Prefix cache on the conversation trace: prompt tokens that are hits, %",
+        "agents",
+        "Prefix cache of Qwen3-8B on one H200: prompt tokens that are hits, %",
         (
             Series("measured", "hits_percent"),
             Series("ideal LRU cache of the same size", "ideal_lru_percent"),
@@ -113,10 +146,32 @@ def groups_of(picture: Picture, records: Iterable[Record]) -> list[Group]:
     return [Group(name, sorted(bars.items())) for name, bars in values.items() if bars]
 
 
+def lines_of(curve: Curve, panel: Panel, records: Iterable[Record]) -> list[Line]:
+    """Return the line of each series of a panel."""
+    found: list[dict[float, float]] = [{} for _ in panel.series]
+    for record in records:
+        for figure in record.figures:
+            at = figure.values.get(curve.over)
+            for points, series in zip(found, panel.series, strict=True):
+                value = figure.values.get(series.column)
+                if record.engine == series.engine and at is not None and value:
+                    points[at] = value
+    return [sorted(points.items()) for points in found]
+
+
+def drawing(picture: Picture | Curve, records: Sequence[Record]) -> str | None:
+    """Return the picture as SVG; None without a value."""
+    if isinstance(picture, Curve):
+        lines = [lines_of(picture, panel, records) for panel in picture.panels]
+        return draw_curve(picture, lines) if all(map(any, lines)) else None
+    groups = groups_of(picture, records)
+    return draw(picture, groups) if groups else None
+
+
 def draw(picture: Picture, groups: Sequence[Group]) -> str:
-    """Return the picture as SVG. The axis is linear and starts at 0."""
+    """Return the bars as SVG. The axis is linear and starts at 0."""
     largest = max(value for group in groups for _, value in group.bars)
-    parts = [_text(12, 24, picture.title, "font-size='15' font-weight='bold'"), *_legend(picture)]
+    parts = _legend(picture.series)
     y = _TOP
     for name, bars in groups:
         middle = y + len(bars) * _BAR / 2 + 4
@@ -127,16 +182,59 @@ def draw(picture: Picture, groups: Sequence[Group]) -> str:
             parts.append(_text(_LEFT + length + 5, y + _BAR - 4, f"{value:,.{_decimals(value)}f}"))
             y += _BAR
         y += _GAP
+    return _svg(picture.title, y, parts)
+
+
+def draw_curve(curve: Curve, lines: Sequence[Sequence[Line]]) -> str:
+    """Return the panels side by side as SVG. lines: of each panel and series."""
+    parts = _legend(curve.panels[0].series)
+    for number, (panel, of_panel) in enumerate(zip(curve.panels, lines, strict=True)):
+        parts += _panel(_MARGIN + number * (_PANEL + 2 * _MARGIN), panel.title, of_panel)
+    parts.append(_text(_WIDTH / 2, _BOTTOM + 34, curve.axis, "text-anchor='middle'"))
+    return _svg(curve.title, _BOTTOM + 44, parts)
+
+
+def _panel(left: float, title: str, lines: Sequence[Line]) -> list[str]:
+    points = [point for line in lines for point in line]
+    most = max(at for at, _ in points)
+    values = [value for _, value in points]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)) + 1e-9)
+
+    def place(at: float, value: float) -> tuple[float, float]:
+        share = (math.log10(value) - low) / (high - low)
+        return left + at / most * _PANEL, _BOTTOM - share * (_BOTTOM - _TOP - 20)
+
+    parts = [_text(left, _TOP + 6, title)]
+    for decade in range(low, high + 1):
+        _, y = place(0, 10.0**decade)
+        parts.append(f"<path d='M{left} {y:.1f}h{_PANEL}' stroke='#ddd'/>")
+        parts.append(_text(left - 6, y + 4, f"{10.0**decade:,g}", "text-anchor='end'"))
+    for at in sorted({at for at, _ in points}):
+        x, _ = place(at, 10.0**low)
+        parts.append(_text(x, _BOTTOM + 16, f"{at:g}", "text-anchor='middle'"))
+    for number, line in enumerate(lines):
+        corners = [place(*point) for point in line]
+        joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
+        colour = _COLOURS[number]
+        parts.append(f"<polyline points='{joined}' fill='none' stroke='{colour}'/>")
+        parts += [f"<circle cx='{x:.1f}' cy='{y:.1f}' r='3' fill='{colour}'/>" for x, y in corners]
+    return parts
+
+
+def _svg(title: str, height: float, parts: Sequence[str]) -> str:
+    heading = _text(12, 24, title, "font-size='15' font-weight='bold'")
     return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{_WIDTH}' height='{y}' "
-        f"viewBox='0 0 {_WIDTH} {y}' font-family='sans-serif' font-size='12'>\n"
-        f"<rect width='100%' height='100%' fill='white'/>\n" + "\n".join(parts) + "\n</svg>\n"
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{_WIDTH}' height='{height}' "
+        f"viewBox='0 0 {_WIDTH} {height}' font-family='sans-serif' font-size='12'>\n"
+        f"<rect width='100%' height='100%' fill='white'/>\n"
+        + "\n".join([heading, *parts])
+        + "\n</svg>\n"
     )
 
 
-def _legend(picture: Picture) -> list[str]:
+def _legend(named: Iterable[Series]) -> list[str]:
     parts, x = [], 12
-    for number, series in enumerate(picture.series):
+    for number, series in enumerate(named):
         parts.append(_bar(x, 37, 12, number))
         parts.append(_text(x + 17, 48, series.label))
         x += 17 + 7 * len(series.label) + 20
@@ -167,10 +265,10 @@ def main(argv: Sequence[str]) -> int:
     options.pictures.mkdir(parents=True, exist_ok=True)
     missing = 0
     for picture in ALL:
-        groups = groups_of(picture, read_records(picture.results, options.results))
+        drawn = drawing(picture, read_records(picture.results, options.results))
         path = options.pictures / f"{picture.results}.svg"
-        if groups:
-            path.write_text(draw(picture, groups), encoding="utf-8")
+        if drawn is not None:
+            path.write_text(drawn, encoding="utf-8")
         else:
             sys.stderr.write(f"{path.name}: not drawn, because the results have no value\n")
             missing += 1

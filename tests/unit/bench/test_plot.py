@@ -3,9 +3,24 @@
 from pathlib import Path
 from xml.etree import ElementTree
 
+import msgspec
 import pytest
 
-from bench.plot import _LEFT, ALL, PICTURES, Group, Picture, Series, draw, groups_of, main
+from bench.plot import (
+    _LEFT,
+    ALL,
+    PICTURES,
+    Curve,
+    Group,
+    Panel,
+    Picture,
+    Series,
+    draw,
+    drawing,
+    groups_of,
+    lines_of,
+    main,
+)
 from bench.records import RESULTS, Figure, Record, read_records, write_record
 from minisgl.core import ConfigError
 
@@ -25,9 +40,9 @@ def record(value: float | None, engine: str = "minisgl", command: str = "c") -> 
 
 
 @pytest.mark.parametrize("picture", ALL, ids=[picture.results for picture in ALL])
-def test_committed_pictures_are_those_of_the_committed_results(picture: Picture) -> None:
+def test_committed_pictures_are_those_of_the_committed_results(picture: Picture | Curve) -> None:
     """After a change of the results, `python -m bench plot` draws the pictures again."""
-    drawn = draw(picture, groups_of(picture, read_records(picture.results)))
+    drawn = drawing(picture, read_records(picture.results))
     assert (PICTURES / f"{picture.results}.svg").read_text(encoding="utf-8") == drawn
 
 
@@ -52,6 +67,25 @@ def test_the_longest_bar_has_the_largest_value() -> None:
         if rect.attrib.get("x") == str(_LEFT)
     ]
     assert bars == [pytest.approx(max(bars) / 4, abs=0.1), max(bars)]
+
+
+def test_a_curve_has_the_newest_value_of_each_load_from_left_to_right() -> None:
+    panel = Panel("ms", (Series("median", "a_ms"), Series("p99", "b_ms")))
+    curve = Curve("latency", "title", "offered_per_s", "requests a second", (panel, panel))
+
+    def at(load: float | None, value: float) -> Record:
+        figure = Figure("f", {"offered_per_s": load, "a_ms": value, "b_ms": 10 * value})
+        return msgspec.structs.replace(record(None), figures=[figure])
+
+    records = [at(8.0, 5.0), at(2.0, 1.0), at(None, 3.0), at(8.0, 4.0)]
+    lines = [[(2.0, 1.0), (8.0, 4.0)], [(2.0, 10.0), (8.0, 40.0)]]
+    assert lines_of(curve, panel, records) == lines
+    drawn = drawing(curve, records)
+    assert drawn is not None
+    marks = [mark for mark in ElementTree.fromstring(drawn) if mark.tag.endswith("circle")]
+    assert len(marks) == 8
+    assert float(marks[0].attrib["cy"]) > float(marks[1].attrib["cy"])  # larger values are above
+    assert drawing(curve, [at(None, 3.0)]) is None
 
 
 def test_a_picture_without_values_is_named(
