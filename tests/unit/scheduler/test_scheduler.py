@@ -90,7 +90,7 @@ def test_max_tokens_of_one_req_leave_the_others_alone() -> None:
         pytest.param([1] * 256, {"max_tokens": 1}, "exceed", id="prompt-too-long"),
         pytest.param([1] * 100, {"max_tokens": 200}, "exceed", id="never-fits-context"),
         pytest.param([VOCAB], {}, "outside", id="id-beyond-logit-width"),
-        pytest.param([-1], {}, "outside", id="negative-id"),
+        pytest.param([-1], {}, "is negative", id="negative-id"),
         pytest.param([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias", id="bias-beyond-width"),
         pytest.param([1], {"stop_token_ids": (2**40,)}, "stop_token_ids", id="stop-beyond-width"),
     ],
