@@ -17,7 +17,7 @@ from minisgl.cost.gpus import GPUS, Gpu, find_gpu
 from minisgl.demo import model_path
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine, memory
-from minisgl.models.config import load_model_spec
+from minisgl.models.config import engine_model, load_model_spec
 from minisgl.planning.plan import Plan, make_plan
 
 H200 = GPUS["H200"]
@@ -357,3 +357,19 @@ def test_a_draft_head_takes_its_weights_and_the_keys_of_one_layer(tmp_path: Path
     without, found = plan(folder, speculative="ngram"), plan(folder, speculative="mtp")
     assert (found.weight_bytes - without.weight_bytes) / 1e9 == pytest.approx(0.85, abs=0.01)
     assert found.kv_token_bytes * 16 == without.kv_token_bytes * 17
+
+
+def test_images_take_an_encoder_and_a_buffer(tmp_path: Path) -> None:
+    folder = write_model("qwen3.5-9b-images", tmp_path)
+    config = EngineConfig(model_path=folder, image_cache_tokens=10_000)
+    found, without = (
+        make_plan(each, engine_model(each), H200)
+        for each in (config, msgspec.structs.replace(config, no_images=True))
+    )
+    buffer = 2 * 10_000 * 4096
+    encoder = found.weight_bytes - without.weight_bytes
+    assert found.image_bytes == encoder + buffer
+    assert encoder / 1e9 == pytest.approx(0.9, abs=0.1)
+    assert found.remainder_bytes - without.remainder_bytes >= buffer
+    assert without.image_bytes == 0
+    assert found.tokens < without.tokens
