@@ -2,8 +2,8 @@
 
 A simulated clock replaces the engine: each step advances the clock by the time that StepCost
 predicts. A server logs the step cost that it has measured ("step cost"). The
-output has the latencies and the share of cached prompt tokens: with the prefix cache, with an LRU
-cache and with an ideal cache.
+output has the latencies and the share of cached prompt tokens: with the prefix cache and, for loads
+without turns, with an LRU cache and with an ideal cache.
 
 With --flood, one client sends many requests at once. The load follows 5 s later, from a second
 client. The output then also has the times to first token of the load without the flood, and the
@@ -295,6 +295,7 @@ def main(argv: Sequence[str]) -> int:
             f"without the flood: TTFT {summary['idle_ttft_s']['mean'] * 1e3:.2f} ms; "
             f"longest step {summary['longest_step_s'] * 1e3:.2f} ms"
         )
-    summary |= hit_ratios(load.prompts, engine.num_pages, engine.page_size)
+    if load.turns is None:  # the order of turns is that of one run
+        summary |= hit_ratios(load.prompts, engine.num_pages, engine.page_size)
     print(json.dumps(summary | {"busy_s": engine.busy_s}))
     return 1 if summary["failed"] else 0
