@@ -342,8 +342,9 @@ def upload(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, T
     for array, part in zip(arrays.values(), torch.split(buffer, sizes), strict=True):
         part.numpy()[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
     sent = torch.split(buffer.to(device, non_blocking=True), sizes)
+    # torch warns about read-only arrays, such as the pixels of an image. An empty copy is none.
     return {
-        name: part[: array.nbytes].view(torch.from_numpy(array[:0]).dtype)
+        name: part[: array.nbytes].view(torch.from_numpy(array[:0].copy()).dtype)
         for (name, array), part in zip(arrays.items(), sent, strict=True)
     }
 
