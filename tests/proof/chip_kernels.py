@@ -4,6 +4,7 @@ python -m tests.proof.chip_kernels ARCH FOLDER, with ARCH 90 for compute capabil
 Triton, a C compiler, a libcuda.so.1, and a package with the name flashinfer, which may be empty.
 """
 
+import ast
 import importlib
 import json
 import pkgutil
@@ -69,9 +70,10 @@ def own_kernels() -> dict[str, Any]:
         if isinstance(value, JITFunction) and value.__module__.endswith(f".{module.name}")
     }
     called = {
-        word
+        node.id
         for function in functions.values()
-        for word in re.findall(r"\w+", function.src.split("\n", 1)[1])
+        for node in ast.walk(ast.parse(function.src))  # not its docstring, which may name a kernel
+        if isinstance(node, ast.Name)
     }
     return {key: value for key, value in functions.items() if key.split(".")[1] not in called}
 
