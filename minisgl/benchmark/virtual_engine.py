@@ -62,9 +62,11 @@ class _Pending:
         self._end_s = end_s
 
     def wait(self) -> StepResult:
+        late = self.done()
         self._engine.now_s = max(self._engine.now_s, self._end_s) + _HOST_S
         ones = np.ones(self._num_reqs, dtype=np.int32)
-        return StepResult(ones[:, None], ones, finite=np.ones(self._num_reqs, dtype=np.bool_))
+        finite = np.ones(self._num_reqs, dtype=np.bool_)
+        return StepResult(ones[:, None], ones, finite, late=late)
 
     def done(self) -> bool:
         return self._engine.now_s >= self._end_s

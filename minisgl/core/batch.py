@@ -234,6 +234,7 @@ class StepResult(NamedTuple):
                      in the batch. Requests that do not ask for them have no entry.
     by_graph         whether a CUDA graph ran the step.
     ended_in_launch  the step was complete when `launch` returned, as on a CPU.
+    late             the step was complete before the call of `wait`.
     drafted, agreed  int32 [B]; for each decode request the number of draft tokens that the engine
                      found, and how many of them, counted from the first, equal the sampled tokens.
                      One draft token more is compared than the request forwarded. None without
@@ -249,6 +250,7 @@ class StepResult(NamedTuple):
     prompt_logprobs: Mapping[int, HostLogprobs] | None = None
     by_graph: bool = False
     ended_in_launch: bool = False
+    late: bool = False
     drafted: Int32Array | None = None
     agreed: Int32Array | None = None
     predicted: NDArray[np.bool_] | None = None

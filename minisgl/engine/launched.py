@@ -42,6 +42,7 @@ class LaunchedStep:
 
     def wait(self) -> StepResult:
         """Block until the step is done. Requests that do not sample get token 0, finite=True."""
+        late = self.copied is None or bool(self.copied.query())  # type: ignore[no-untyped-call]
         if self.copied is not None:
             self.copied.synchronize()
         x, samples = self.x, self.x.batch.samples
@@ -61,6 +62,7 @@ class LaunchedStep:
             prompts,
             x.by_graph,
             ended_in_launch=self.copied is None,
+            late=late,
         )
 
 

@@ -118,12 +118,6 @@ class Memory:
         locked = 0 if self.tier is None else self.tier.locked_pages
         return self.pool.num_quarantined + self.tree.fenced_pages + parts + locked
 
-    @property
-    def awaits_copier(self) -> bool:
-        """Jobs of the host tier are open, or the copier will open further blocks."""
-        tier = self.tier
-        return tier is not None and (bool(tier.jobs) or tier.num_open < tier.copier.num_blocks)
-
     def _unused(self) -> int:
         return self.pool.num_free + self.pool.num_quarantined
 

@@ -51,9 +51,8 @@ class Results:
         steps = table.steps
         while len(self.in_flight) > keep:
             step = self.in_flight.popleft()
-            late = step.pending.done()
             batch, result = step.batch, step.pending.wait()
-            self._meter.record_result(step, result, late)
+            self._meter.record_result(step, result)
             steps.resolved = batch.step_id
             for holder in [*steps.waiting]:
                 holder.resolve()

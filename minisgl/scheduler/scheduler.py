@@ -134,7 +134,7 @@ class Scheduler:
         own: list[ToScheduler] = [
             SetStepCost(cost=cost) for fit in self._fits if (cost := fit.news(clock()))
         ]
-        if self._preparations.preparing or self.memory.awaits_copier:
+        if self._preparations.preparing or self.memory.tier is not None:
             own += self._prepared()
         messages = self._inbox.receive(self.message_wait_s, self._plan_hash, own)
         if messages:

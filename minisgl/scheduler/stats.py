@@ -49,10 +49,8 @@ class StepMeter:
         self._ended_s, self._ended_late = 0.0, False
         self._decode_s: deque[float] = deque([0.0], maxlen=2)
 
-    def record_result(self, step: InFlight, result: StepResult, late: bool) -> None:
+    def record_result(self, step: InFlight, result: StepResult) -> None:
         """Record that the oldest launched step has completed.
-
-        late: it had ended before the host began to wait for it.
 
         The device took the time of the launch if the step has ended in it, and the time since the
         end of the step before if the step was launched before this end. Otherwise the device may
@@ -66,11 +64,11 @@ class StepMeter:
         batch, now_s = step.batch, self.clock()
         duration_s = now_s - max(step.began_s, self._ended_s)
         back_to_back = step.began_s < self._ended_s and not batch.logit_edits
-        back_to_back = back_to_back and not (late or self._ended_late)
+        back_to_back = back_to_back and not (result.late or self._ended_late)
         if (result.ended_in_launch or back_to_back) and not batch.images:
             for fit in self._fits:
                 fit.record(batch.work(), step.launch_s if result.ended_in_launch else duration_s)
-        self._ended_s, self._ended_late = now_s, late
+        self._ended_s, self._ended_late = now_s, result.late
         reqs, tokens = len(batch.rows), int(batch.lengths.sum())
         if not len(batch.chunk_ids):
             phase = self.phases["decode"]

@@ -59,9 +59,7 @@ def test_steps_are_counted_by_phase_size_and_graph() -> None:
         (batch(2), True),
     ]
     for step, by_graph in steps:
-        meter.record_result(
-            in_flight(step, meter.clock()), RESULT._replace(by_graph=by_graph), late=False
-        )
+        meter.record_result(in_flight(step, meter.clock()), RESULT._replace(by_graph=by_graph))
     prefill, decode, mixed = (meter.phases[name] for name in ("prefill", "decode", "mixed"))
     assert (prefill.eager_steps, prefill.graph_steps) == (1, 0)
     assert (prefill.reqs, prefill.tokens) == (2, 25)
@@ -74,9 +72,7 @@ def test_steps_are_counted_by_phase_size_and_graph() -> None:
 
 def test_a_step_above_all_bounds_is_in_the_last_bucket() -> None:
     meter = StepMeter()
-    meter.record_result(
-        in_flight(batch(0, (BATCH_TOKENS_BOUNDS[-1] + 1,)), meter.clock()), RESULT, False
-    )
+    meter.record_result(in_flight(batch(0, (BATCH_TOKENS_BOUNDS[-1] + 1,)), meter.clock()), RESULT)
     assert meter.phases["prefill"].tokens_counts[-1] == 1
 
 
@@ -86,9 +82,9 @@ def test_overlapped_time_counts_once() -> None:
     recorded = RecordedTimes()
     meter = StepMeter(lambda: next(times), [recorded])
     for began_s in (0.0, 2.0):
-        meter.record_result(in_flight(batch(1), began_s), RESULT, late=False)
+        meter.record_result(in_flight(batch(1), began_s), RESULT)
     assert meter.phases["decode"].seconds == 9.0
-    meter.record_result(in_flight(batch(1), 20.0), RESULT, late=False)
+    meter.record_result(in_flight(batch(1), 20.0), RESULT)
     assert meter.phases["decode"].seconds == 10.0
     assert recorded.seconds == [4.0], "only the second step found the device busy"
 
@@ -99,7 +95,7 @@ def test_a_step_after_an_end_that_was_noticed_late_has_no_known_time() -> None:
     recorded = RecordedTimes()
     meter = StepMeter(lambda: next(times), [recorded])
     for late in (False, True, False, False):
-        meter.record_result(in_flight(batch(1), 0.0), RESULT, late)
+        meter.record_result(in_flight(batch(1), 0.0), RESULT._replace(late=late))
     assert recorded.seconds == [4.0], "both ends of the last step alone were on time"
 
 
@@ -107,7 +103,7 @@ def test_a_step_that_ends_in_its_launch_takes_the_time_of_the_launch() -> None:
     """On a CPU the result is read after the next launch, which has taken 7 s."""
     recorded = RecordedTimes()
     meter = StepMeter(lambda: 10.5, [recorded])
-    meter.record_result(in_flight(batch(1), began_s=1.0, launch_s=2.0), IN_LAUNCH, late=False)
+    meter.record_result(in_flight(batch(1), began_s=1.0, launch_s=2.0), IN_LAUNCH)
     assert recorded.seconds == [2.0]
 
 
@@ -117,9 +113,9 @@ def test_steps_with_token_masks_are_priced_if_the_time_of_the_masks_is_known() -
     recorded = RecordedTimes()
     meter = StepMeter(lambda: next(times), [recorded])
     edited = replace(batch(1), logit_edits=(EditedReq(0, 1, 1, None, ()),))
-    meter.record_result(in_flight(edited, 1.0, launch_s=2.0), IN_LAUNCH, late=False)
+    meter.record_result(in_flight(edited, 1.0, launch_s=2.0), IN_LAUNCH)
     for _ in range(2):
-        meter.record_result(in_flight(edited, 2.0), RESULT, late=False)
+        meter.record_result(in_flight(edited, 2.0), RESULT)
     assert recorded.seconds == [2.0]
 
 
@@ -128,7 +124,7 @@ def test_the_remaining_time_uses_the_shorter_of_two_decode_steps() -> None:
     times = iter([10.0, 24.0, 30.0, 60.0, 61.0, 61.0])
     meter = StepMeter(clock=lambda: next(times))
     for step in (batch(1), batch(1), batch(1), batch(1, (100,))):
-        meter.record_result(in_flight(step, began_s=0.0), RESULT, late=False)
+        meter.record_result(in_flight(step, began_s=0.0), RESULT)
     assert meter.remaining_s(predicted_s=8.0) == 60.0 + min(14.0, 6.0) - 61.0
     assert meter.remaining_s(predicted_s=4.0) == 60.0 + 4.0 - 61.0
 
