@@ -91,22 +91,21 @@ def prepare_messages(
     arguments of tool calls are parsed, because templates write them as JSON themselves. Fields that
     carry no information for a template are left out.
     """
-    images: list[SourceImage] = []
-    chars = [_prepare(message, i, tool_format, paths, images) for i, message in enumerate(messages)]
-    return sum(chars), tuple(images)
+    chars, images = 0, list[SourceImage]()
+    for index, message in enumerate(messages):
+        own_chars, own_images = _prepare(message, index, tool_format, paths)
+        chars += own_chars
+        images += own_images
+    return chars, tuple(images)
 
 
 def _prepare(
-    message: requests.Message,
-    index: int,
-    tool_format: str,
-    paths: Paths,
-    images: list[SourceImage],
-) -> int:
-    """Prepare one message, and add its images to `images`. Returns its number of characters."""
+    message: requests.Message, index: int, tool_format: str, paths: Paths
+) -> tuple[int, Sequence[SourceImage]]:
+    """Prepare one message. Returns its number of characters and its images."""
     if message.role == "developer":
         message.role = "system"
-    chars = 0
+    chars, images = 0, list[SourceImage]()
     if message.tool_calls:
         if message.role != "assistant":
             param = paths[f"messages[{index}].tool_calls"]
@@ -121,7 +120,7 @@ def _prepare(
         message.tool_calls = None
     if isinstance(message.content, list):
         path = paths[f"messages[{index}].content"]
-        message.content = _joined(message.content, path, images)
+        message.content, images = _joined(message.content, path)
     if message.reasoning or message.reasoning_details:
         message.reasoning_content = message.reasoning_content or _reasoning(message) or None
     # A loop over the names would be slower, and a chat may have thousands of messages.
@@ -131,21 +130,22 @@ def _prepare(
     content: Any = message.content or ""
     texts = [content] if isinstance(content, str) else [getattr(p, "text", "") for p in content]
     chars += sum(map(len, texts)) + len(message.name or "")
-    return chars + len(message.tool_call_id or "") + len(message.reasoning_content or "")
+    chars += len(message.tool_call_id or "") + len(message.reasoning_content or "")
+    return chars, images
 
 
-def _joined(parts: list[Any], path: str, images: list[SourceImage]) -> Any:
-    """The content of these parts: their text, or a list of them if they have images."""
+def _joined(parts: list[Any], path: str) -> tuple[Any, list[SourceImage]]:
+    """The content of these parts: their text, or a list of them and their images."""
     if not _has_images(parts):
-        return "\n".join([part.text for part in parts])
-    content: list[Any] = []
+        return "\n".join([part.text for part in parts]), []
+    content, images = list[Any](), list[SourceImage]()
     for number, part in enumerate(parts):
         if isinstance(part, ImagePart):
             images.append(source_image(part, f"{path}[{number}]"))
             content.append(TemplateImage())
         else:
             content.append(TextPart(text=part.text))
-    return content
+    return content, images
 
 
 def _reasoning(message: requests.Message) -> str:

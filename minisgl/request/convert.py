@@ -26,7 +26,7 @@ from minisgl.request import from_messages, from_responses
 from minisgl.request.chat import check_effort, ending, harmony_chat, prepare_messages, set_thinking
 from minisgl.request.constraints import ConstraintRequest, constraint_of
 from minisgl.request.decode import body_of, decode, nesting_limit, reject
-from minisgl.request.images import check_images
+from minisgl.request.images import check_source_images
 from minisgl.request.paths import SAME_PATHS, Paths
 from minisgl.request.question import Question
 from minisgl.request.sizes import check_sizes
@@ -285,7 +285,7 @@ class RequestConverter:
         """
         options, end, messages = chat.chat_template_kwargs, ending(chat, paths), chat.messages
         chars, images = prepare_messages(messages, facts.tool_format, paths)
-        check_images(images, facts, self.limits.max_images)
+        check_source_images(images, facts, self.limits.max_images)
         self._check_chars(paths["messages"], chars, facts)
         rendered = b"null" if tools is None else tools.rendered
         self._check_chars(paths["tools"], len(rendered), facts)

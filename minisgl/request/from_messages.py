@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from minisgl.core import Unsupported
-from minisgl.protocol import content, requests
 from minisgl.protocol import messages_api as api
+from minisgl.protocol import requests
+from minisgl.protocol.content import ImagePart, ImageUrl, PlacedImage
 from minisgl.request.decode import reject
 from minisgl.request.images import file_refused
 from minisgl.request.paths import Paths
@@ -142,7 +143,7 @@ def _split(
     return turn, results
 
 
-def _image(source: api.MessagesSource | None, path: str) -> content.ImagePart:
+def _image(source: api.MessagesSource | None, path: str) -> ImagePart:
     """The image of a block. Raises InvalidRequest."""
     if source is None:
         raise reject(f"{path}.source", "is required")
@@ -153,4 +154,4 @@ def _image(source: api.MessagesSource | None, path: str) -> content.ImagePart:
             url = source.url
         case _:
             raise file_refused(path)
-    return content.PlacedImage(image_url=content.ImageUrl(url=url), path=path)
+    return PlacedImage(image_url=ImageUrl(url=url), path=path)

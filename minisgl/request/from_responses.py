@@ -8,8 +8,9 @@ items, so consecutive items of the assistant become one message.
 from typing import Any
 
 from minisgl.core import Unsupported
-from minisgl.protocol import content, requests
+from minisgl.protocol import requests
 from minisgl.protocol import responses_api as api
+from minisgl.protocol.content import ImagePart, ImageUrl, PlacedImage
 from minisgl.request.decode import reject
 from minisgl.request.images import file_refused
 from minisgl.request.paths import Paths
@@ -141,7 +142,7 @@ def _call(item: api.ResponsesItem, path: str) -> requests.ToolCall:
     return requests.ToolCall(id=item.call_id, function=function)
 
 
-def _parts(content: api.Content, path: str) -> list[str | content.ImagePart]:
+def _parts(content: api.Content, path: str) -> list[str | ImagePart]:
     """The text of a content, or its texts and images. Raises InvalidRequest or Unsupported."""
     parts = content if isinstance(content, list) else []
     if all(part.type != "input_image" for part in parts):
@@ -154,13 +155,13 @@ def _parts(content: api.Content, path: str) -> list[str | content.ImagePart]:
     ]
 
 
-def _image(part: api.ResponsesPart, path: str) -> content.ImagePart:
+def _image(part: api.ResponsesPart, path: str) -> ImagePart:
     if part.file_id is not None:
         raise file_refused(path)
     if part.image_url is None:
         raise reject(f"{path}.image_url", "is required")
-    url = content.ImageUrl(url=part.image_url, detail=part.detail)
-    return content.PlacedImage(image_url=url, path=path)
+    url = ImageUrl(url=part.image_url, detail=part.detail)
+    return PlacedImage(image_url=url, path=path)
 
 
 def _text(content: api.Content, path: str, first: int = 0) -> str:

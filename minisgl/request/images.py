@@ -7,43 +7,49 @@ import msgspec
 
 from minisgl.core import ImageRefused, ModelFacts
 from minisgl.message.messages import SourceImage, TokenizeChat
-from minisgl.protocol import content
+from minisgl.protocol.content import ImagePart, PlacedImage
 
 Prompts: TypeAlias = tuple[tuple[str, Any], ...]  # of a CallRequest
-_NO_FETCHING = "send the image itself as a data URL, data:image/png;base64,...: the server fetches"
+_SCHEME = "data:"
+_HEAD_CHARS = 128  # of a data URL before its comma: a media type and the encoding
+_EXPECTED = "expected a data URL with the image itself, data:image/png;base64,..."
 
 
 def file_refused(path: str) -> ImageRefused:
     """The error for an image that is the id of a stored file."""
-    return ImageRefused(f"{path}: {_NO_FETCHING} no stored file", "source", path)
+    text = f"{path} is the id of a file, and the server stores no files; {_EXPECTED}"
+    return ImageRefused(text, "source", path)
 
 
-def source_image(part: content.ImagePart, path: str) -> SourceImage:
+def source_image(part: ImagePart, path: str) -> SourceImage:
     """The file in the data URL of an image part. Raises ImageRefused.
 
-    path: of the part in a chat. An image of another API has its own.
+    path: of the part in a chat. An image of another API has its own. Only the head of the URL is
+    divided: a URL of 20 MiB may have 20 million separators.
     """
-    if isinstance(part, content.PlacedImage):
+    if isinstance(part, PlacedImage):
         path = part.path
-    head, _, data = part.image_url.url.partition(",")
-    scheme, _, kind = head.partition(":")
-    media_type, *_, encoding = kind.split(";") if ";" in kind else (kind, "")
-    if scheme.lower() != "data":
-        raise ImageRefused(f"{path}: {_NO_FETCHING} no URL", "source", path)
-    if encoding.lower() != "base64" or not data.isascii():
-        text = f"{path} must be a data URL in Base64, such as data:image/png;base64,..."
-        raise ImageRefused(text, "broken", path)
+    url = part.image_url.url
+    if url[: len(_SCHEME)].lower() != _SCHEME:
+        text = f"{path} is no data URL, and the server fetches nothing; {_EXPECTED}"
+        raise ImageRefused(text, "source", path)
+    head, comma, _ = url[:_HEAD_CHARS].partition(",")
+    data = url[len(head) + 1 :] if comma else ""
+    media_type, _, parameters = head[len(_SCHEME) :].partition(";")
+    encoding = parameters.rpartition(";")[2]
+    if not comma or encoding.lower() != "base64" or not data.isascii():
+        raise ImageRefused(f"{path} is no data URL in Base64; {_EXPECTED}", "broken", path)
     low = part.image_url.detail == "low"
     return SourceImage(data=data.encode("ascii"), media_type=media_type, low=low, path=path)
 
 
-def check_images(images: Sequence[SourceImage], facts: ModelFacts, max_images: int) -> None:
+def check_source_images(images: Sequence[SourceImage], facts: ModelFacts, max_images: int) -> None:
     """Raise ImageRefused if the server does not accept so many images."""
     if not images:
         return
     path = images[0].path
     if not facts.images:
-        text = f"{path}: this server computes no images for this model; send text only"
+        text = f"{path} is an image, and the served model computes no images; send text only"
         raise ImageRefused(text, "model", path)
     if len(images) > max_images:
         path = images[max_images].path
