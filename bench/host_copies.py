@@ -28,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
     pool = KVPool(spec, layers=range(36), num_pages=2048, page_size=16, device=device)
     began_s = time.perf_counter()
     copies = HostPageCopier(pool, num_blocks=4096)
+    copies.start_opening()
     copies.wait_open(4096)
     print(f"host memory of 9.7 GB locked in {time.perf_counter() - began_s:.2f} s")
     pages: Int32Array = np.arange(2048, dtype=np.int32)

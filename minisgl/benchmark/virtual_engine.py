@@ -94,6 +94,9 @@ class _Copier:
         self._ends_s: dict[int, float] = {}
         self._reported: set[int] = set()
 
+    def start_opening(self) -> None:
+        """All blocks can be used."""
+
     def wait_open(self, count: int) -> None:
         """All blocks can be used."""
 

@@ -347,10 +347,13 @@ class PageCopier(Protocol):
 
     @property
     def num_open(self) -> int:
-        """The number of the first blocks that copies may use. It grows after the start."""
+        """The number of the first blocks that copies may use. It grows after `start_opening`."""
+
+    def start_opening(self) -> None:
+        """Begin to make the blocks usable, beside the steps. The caller calls this once."""
 
     def wait_open(self, count: int) -> None:
-        """Wait until copies may use the first `count` blocks."""
+        """Wait until copies may use the first `count` blocks, as on rank 0."""
 
     def start(self, job: int, pages: Int32Array, blocks: Int32Array, load: bool) -> None:
         """Begin to copy pages to blocks, or blocks to pages (load), and do not wait.

@@ -37,8 +37,8 @@ class HostPageCopier:
     def __init__(self, pool: KVPool, num_blocks: int) -> None:
         """Allocate `device_bytes` or less on the device, and reserve the host memory.
 
-        On a GPU, `done` starts a thread that lets the driver lock the host memory, at 0.3 s for
-        each GB.
+        On a GPU, `start_opening` starts a thread that lets the driver lock the host memory, at
+        0.3 s for each GB.
         """
         self.num_blocks = num_blocks
         # [P + 1, n, ...] of the pool, and [num_blocks, n, ...] of host memory.
@@ -84,15 +84,18 @@ class HostPageCopier:
         """As in PageCopier."""
         return self.num_blocks if self._locking is None else self._locking.num_open
 
+    def start_opening(self) -> None:
+        """As in PageCopier."""
+        if self._locking is not None:
+            self._locking.start()
+
     def wait_open(self, count: int) -> None:
-        """As in PageCopier. Raises EngineError if the driver has refused to lock them."""
+        """As in PageCopier. Copies of blocks that the driver refuses to lock are slower."""
         if self._locking is not None:
             self._locking.wait(count)
 
     def done(self, wait_s: float) -> list[int]:
         """As in PageCopier."""
-        if self._locking is not None:
-            self._locking.start()
         news = {job: end for job, end in self._ended.items() if job not in self._reported}
         ended = [job for job, event in news.items() if _is_done(event)]
         if news and not ended and wait_s:

@@ -1,7 +1,8 @@
 """`HostMemoryLock`: lets the CUDA driver lock host memory, chunk by chunk, beside the steps.
 
 A device can copy from and to locked memory directly. The driver needs 0.3 s to lock a GB, so this
-happens after the start.
+happens after the start. Copies from and to memory that is not locked are correct as well, but the
+driver stages them: they are slower, and the launch of a copy waits for it.
 """
 
 import logging
@@ -34,6 +35,9 @@ class HostMemoryLock:
     """Locks host memory in a thread of its own.
 
     num_open  the number of the first blocks that are locked in each part.
+
+    If the driver refuses a chunk, the thread ends and the rest stays unlocked. Rank 0 uses the
+    locked blocks only. Other ranks use as many blocks as rank 0.
     """
 
     def __init__(self, parts: Sequence[Tensor], device: torch.device) -> None:
@@ -42,21 +46,21 @@ class HostMemoryLock:
         self.num_open = 0
         self._chunks: list[Tensor] = []  # the locked ones
         self._changed = threading.Condition()
-        self._ends, self._refused = False, ""
+        self._ends, self._has_ended = False, False
         self._thread = threading.Thread(target=self._run, name="host-memory-lock", daemon=True)
 
     def start(self) -> None:
-        """Begin to lock the memory, unless the thread has begun."""
-        if self._thread.ident is None:
-            self._thread.start()
+        """Begin to lock the memory. The caller calls this once."""
+        self._thread.start()
 
     def wait(self, count: int) -> None:
-        """Wait until the first `count` blocks are locked. Raises EngineError if they cannot be."""
-        self.start()
+        """Wait until the first `count` blocks are locked, or until the thread has ended.
+
+        From then on the thread writes to none of these blocks, so copies may use them.
+        """
+        assert self._thread.ident is not None, "no thread locks the memory; this is a bug"
         with self._changed:
-            self._changed.wait_for(lambda: self.num_open >= count or self._refused)
-            if self.num_open < count:
-                raise EngineError(f"{self._refused}; set a smaller host cache, or none")
+            self._changed.wait_for(lambda: self.num_open >= count or self._has_ended)
 
     def close(self) -> None:
         """Unlock the memory. Raises EngineError if the driver refuses this."""
@@ -67,30 +71,33 @@ class HostMemoryLock:
             change_lock("cudaHostUnregister", self._chunks.pop().data_ptr())
 
     def _run(self) -> None:
-        """Lock all parts in equal shares: copies use the same blocks of each part."""
         total = len(self._parts[0])
+        try:
+            with torch.cuda.device(self._device):
+                self._lock_all(total)
+        # Not only the driver refuses: torch raises RuntimeError and MemoryError.
+        except Exception as error:  # noqa: BLE001
+            log = "%d of %d blocks of the host cache are locked: %s; set a smaller host cache"
+            logger.warning(log, self.num_open, total, error)
+        finally:
+            with self._changed:
+                self._has_ended = True
+                self._changed.notify_all()
+
+    def _lock_all(self, total: int) -> None:
+        """Lock all parts in equal shares: copies use the same blocks of each part."""
         ends = [0 for _ in self._parts]
-        with torch.cuda.device(self._device):
-            while min(ends) < total and not self._ends:
-                index = ends.index(min(ends))
-                part = self._parts[index]
-                chunk = part[ends[index] : ends[index] + chunk_blocks(part)]
-                try:
-                    chunk.zero_()  # the kernel then has its pages, which shortens the lock
-                    change_lock("cudaHostRegister", chunk.data_ptr(), chunk.nbytes, 0)
-                except EngineError as error:
-                    logger.warning(
-                        "the host cache has %d of %d blocks: %s", min(ends), total, error
-                    )
-                    with self._changed:
-                        self._refused = str(error)
-                        self._changed.notify_all()
-                    return
-                self._chunks.append(chunk)
-                ends[index] += len(chunk)
-                with self._changed:
-                    self.num_open = min(ends)
-                    self._changed.notify_all()
+        while min(ends) < total and not self._ends:
+            index = ends.index(min(ends))
+            part = self._parts[index]
+            chunk = part[ends[index] : ends[index] + chunk_blocks(part)]
+            chunk.zero_()  # the kernel then has its pages, which shortens the lock
+            change_lock("cudaHostRegister", chunk.data_ptr(), chunk.nbytes, 0)
+            self._chunks.append(chunk)
+            ends[index] += len(chunk)
+            with self._changed:
+                self.num_open = min(ends)
+                self._changed.notify_all()
 
 
 def change_lock(function: str, *args: int) -> None:

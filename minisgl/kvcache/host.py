@@ -373,6 +373,10 @@ def host_tier(
     allocate: Callable[[int], Int32Array],
     num_free: Callable[[], int],
 ) -> HostTier:
-    """Return the host tier of a prefix cache. num_pages: of the GPU pool."""
+    """Return the host tier of a prefix cache. num_pages: of the GPU pool.
+
+    Its blocks become usable from now on (PageCopier.start_opening).
+    """
+    copier.start_opening()
     tree.tier = HostTier(copier, tree, allocate, num_free, max(num_pages // _CLEAN_SHARE, 1))
     return tree.tier

@@ -38,6 +38,7 @@ def test_pages_come_back_with_equal_bytes_while_steps_run(
     copies = HostPageCopier(pool, num_blocks=count)
     copies._piece = 64
     assert copies.num_open == 0
+    copies.start_opening()
     copies.wait_open(count)
     source = np.random.default_rng(0)
     blocks: Int32Array = source.permutation(count).astype(np.int32)

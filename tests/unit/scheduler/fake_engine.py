@@ -94,6 +94,9 @@ class FakeCopier:
         self.may_end, self.loads = [0, 0], 0
         self.waits = self._waited = 0
 
+    def start_opening(self) -> None:
+        """A test sets num_open."""
+
     def wait_open(self, count: int) -> None:
         self.num_open = max(self.num_open, count)
 
