@@ -148,8 +148,10 @@ def _host_memory() -> Check:
     query = "--query-gpu=pcie.link.gen.max,pcie.link.width.max"
     command = [program, query, "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
         return Check("host memory", _WARNING, f"{free}, nvidia-smi failed: {error}", "see driver")
     links = [" x".join(line.split(", ")) for line in done.stdout.splitlines()]
     return Check("host memory", _OK, f"{free}, PCIe {', '.join(links) or 'unknown'}")

@@ -161,13 +161,21 @@ def test_gpu_on_which_minisgl_never_ran_is_a_warning(
     assert bool(check.remedy) == (state != "ok")
 
 
+@pytest.mark.parametrize(
+    ("script", "state", "said"),
+    [
+        ("echo '5, 16'", "ok", " GB free for --host-cache-gb, PCIe 5 x16"),
+        ("exit 9", "warning", "non-zero exit status 9."),
+    ],
+    ids=["link", "nvidia-smi fails"],
+)
 def test_the_line_of_host_memory_has_the_link_of_the_gpu(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    script: str, state: str, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '5, 16'\n")
+    program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     found = doctor._host_memory()
-    assert found.state == "ok"
-    assert found.found.endswith(" GB free for --host-cache-gb, PCIe 5 x16")
+    assert found.state == state
+    assert found.found.endswith(said)
