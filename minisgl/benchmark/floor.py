@@ -110,14 +110,16 @@ def _pairs(prompts: NDArray[np.int64], window: int | None) -> float:
     return float(pairs.sum())
 
 
-def load_shape(model: str, folder: Path, drafts: bool = False) -> tuple[str, ModelSpec]:
+def load_shape(
+    model: str, folder: Path, drafts: bool = False, images: bool = False
+) -> tuple[str, ModelSpec]:
     """Return a model folder and its config.
 
-    model: a name in SHAPES, whose files are written to `folder`, or a model folder. drafts: as for
-    load_model_spec.
+    model: a name in SHAPES, whose files are written to `folder`, or a model folder. drafts, images:
+    as for load_model_spec.
     """
     path = write_model(model, folder) if model in SHAPES else model
-    return path, load_model_spec(path, drafts=drafts)
+    return path, load_model_spec(path, drafts=drafts, images=images)
 
 
 def main(argv: Sequence[str]) -> int:
