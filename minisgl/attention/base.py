@@ -98,7 +98,7 @@ class AttentionStep(NamedTuple):
     window_table     the same for the pool of window layers, if they have a pool of their own.
                      Entries of pages behind the window are undefined too.
     device_deltas    int32 [B] on the device: added to the positions of a request's new tokens for
-                     the rotary embedding. None: nothing is added.
+                     the rotary embedding. None: 0.
     """
 
     num_decode: int

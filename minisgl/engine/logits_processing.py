@@ -342,7 +342,7 @@ def upload(arrays: dict[str, NDArray[Any]], device: torch.device) -> dict[str, T
     for array, part in zip(arrays.values(), torch.split(buffer, sizes), strict=True):
         part.numpy()[: array.nbytes] = np.ascontiguousarray(array).view(np.uint8)
     sent = torch.split(buffer.to(device, non_blocking=True), sizes)
-    # torch warns about read-only arrays, such as the pixels of an image. An empty copy is none.
+    # The copy is writable, because torch warns about read-only arrays. It has no elements.
     return {
         name: part[: array.nbytes].view(torch.from_numpy(array[:0].copy()).dtype)
         for (name, array), part in zip(arrays.items(), sent, strict=True)

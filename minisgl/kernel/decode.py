@@ -102,7 +102,7 @@ def decode(
     tokens to which a token attends, with itself; None: all up to itself. No key before the window
     of a request's first new token is read. soft_cap: each score s becomes
     soft_cap * tanh(s / soft_cap); None: no cap. deltas: int32 [N], added to the positions of
-    the new tokens of a request where they select a row of cos_sin; None: nothing is added.
+    the new tokens of a request where they select a row of cos_sin; None: 0.
 
     With cos_sin=None the pool holds the new keys and values already, and qkv is the normalised and
     rotated queries, [N, Hq D].

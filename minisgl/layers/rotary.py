@@ -192,7 +192,7 @@ class MixedAngles(NamedTuple):
     Each frequency follows one of the parts (Qwen3-VL, interleaved M-RoPE). A rotary table has
     further rows after those of the positions. A step with images writes the mixed angles of its
     image tokens there, and the tokens get the numbers of these rows as positions. The kernels
-    therefore know nothing of the parts.
+    read one position for each token, as without images.
 
     first  the number of the first further row.
     axes   int64 [D], the part that each column of the table follows.

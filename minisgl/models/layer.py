@@ -189,7 +189,7 @@ class NormAfterLayer(DecoderLayer):
         return ResidualStream(x if self.layer_scalar is None else x.mul_(self.layer_scalar))
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        """Return what the MLP adds to the complete stream x [T, H], valid until the next sum."""
+        """The output of the MLP for the complete stream x [T, H], valid until the next sum."""
         block_input = _before(self.pre_feedforward_layernorm, x)
         product = cast("DenseMlp | MoeBlock", self.mlp).product(block_input)
         return self.post_feedforward_layernorm.of_sum(product)

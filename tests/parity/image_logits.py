@@ -14,7 +14,7 @@ DECODED = 4  # of the tokens after the last image, which run as decode steps
 
 
 class Prompt(NamedTuple):
-    """A prompt with images, and what transformers computes of it.
+    """A prompt with images, and the results of transformers for it.
 
     ids        row i of all features of images stands as the id ~i.
     pictures   uint8, as VisionTower.encode takes them.

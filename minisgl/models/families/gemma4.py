@@ -78,7 +78,7 @@ def spec(config: HfConfig, raw: Raw) -> ModelSpec:
         rope_parameters=config.rope_parameters or _ROPES,
     )
     windows = windows_by_interval(config, _INTERVAL)
-    windows[-1] = None  # whatever layer_types says, as in transformers
+    windows[-1] = None  # transformers ignores layer_types here
     full = msgspec.structs.replace(config, **_full_heads(config, fields, windows))
     ropes = rope_of(config), rope_of(full)
     traits = {"qk_norm": QkNorm.PER_HEAD, "v_norm": True, "bias": config.attention_bias}

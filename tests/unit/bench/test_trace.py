@@ -1,4 +1,4 @@
-"""Synthetic traces of agents: what a replay of them needs, and the statistics that they follow."""
+"""Synthetic traces of agents: the fields that a replay needs, and their statistics."""
 
 from pathlib import Path
 
