@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minisgl.kernel import silu_and_mul
+from minisgl.kernel.activation import Activation
 from minisgl.kernel.packed_order import dequantise as dequantise_ordered
 from minisgl.kernel.packed_order import in_order
 from minisgl.kernel.packed_weights import PackedKind, PackedWeights, dequantise
@@ -58,6 +59,16 @@ def test_experts(
         first = backend.forward(x, router, weights)
     assert error(first, exact) < LIMIT
     assert torch.equal(first, backend.forward(x, router, weights))
+
+
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_experts_with_an_activation_that_the_kernels_lack_are_a_bug(tokens: int) -> None:
+    """The kernels of int4 compute SiLU alone, also for the few tokens of a decode step."""
+    ordered = [in_order(matrices(4, *shape, 32)) for shape in ((128, 128), (128, 64))]
+    weights = ExpertWeights(*(ExpertMatrix(one.codes, one) for one in ordered), Activation.GELU)
+    x, router = normal(tokens, 128, dtype=DTYPE), router_of(4, 128)._replace(bias=None)
+    with pytest.raises(AssertionError, match="int4 ones SiLU"):
+        TritonMoe(torch.device(DEVICE)).forward(x, router, weights)
 
 
 @pytest.mark.parametrize("group", [32, 64, 128, 160])

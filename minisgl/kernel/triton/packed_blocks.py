@@ -240,11 +240,8 @@ def experts_of_many(
     x: [T, H], unit stride in H. weights, experts, shared: as in moe_grouped.experts_of_many.
     tiling: if None, `_tiling_for` chooses it.
     """
-    gate_up, down, activation = layer
-    is_int4 = isinstance(gate_up[1], OrderedWeights)
-    swiglu = activation if isinstance(activation, tuple) else (1.0, 0.0)
-    is_known = activation is Activation.SILU if is_int4 else swiglu is activation
-    assert is_known, "MXFP4 experts have a clamped SwiGLU, int4 ones SiLU; this is a bug"
+    gate_up, down, _ = layer
+    is_int4, swiglu = isinstance(gate_up[1], OrderedWeights), swiglu_of(layer)
     (num_tokens, width), each = x.shape, experts.shape[1]
     num_experts, inner = len(gate_up[0]) - shared, gate_up[0].shape[2] // 2
     if tiling is None:
@@ -262,6 +259,16 @@ def experts_of_many(
     _launch(x, gate_up, hidden, *own, tiling.gate_up, True)
     _launch(hidden, down, parts, *own, tiling.down, False)
     return sum_parts(parts, each)
+
+
+def swiglu_of(layer: Layer) -> tuple[float, float]:
+    """The factors of the clamped SwiGLU of MXFP4 experts; for int4, numbers without effect."""
+    gate_up, _, activation = layer
+    swiglu = activation if isinstance(activation, tuple) else (1.0, 0.0)
+    is_int4 = isinstance(gate_up[1], OrderedWeights)
+    is_known = activation is Activation.SILU if is_int4 else swiglu is activation
+    assert is_known, "MXFP4 experts have a clamped SwiGLU, int4 ones SiLU; this is a bug"
+    return swiglu
 
 
 def _tiling_for(mean: float, dtype: torch.dtype) -> Tiling:

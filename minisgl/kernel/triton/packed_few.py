@@ -25,6 +25,7 @@ from minisgl.kernel.triton.moe_routing import Layer, Router
 from minisgl.kernel.triton.mxfp4 import is_fast, operand, rescale_factor
 from minisgl.kernel.triton.overlap import overlaps
 from minisgl.kernel.triton.packed import decode_int4
+from minisgl.kernel.triton.packed_blocks import swiglu_of
 
 # The weights that a program loads at once: 16 rows. A lane makes _CHUNKS loads of 32 weights for a
 # row. A row has _SPLITS parts, and each part has a warp of its own. The stages are the loads in
@@ -280,11 +281,10 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
 
     x: [T, H] that `takes` accepts, unit stride in H. semaphores: as in moe_few.experts_of_few.
     """
-    (gate_up, gate_up_scales, gate_up_bias), (down, down_scales, down_bias), swiglu = layer
+    (gate_up, gate_up_scales, gate_up_bias), (down, down_scales, down_bias), _ = layer
     num_tokens, width = x.shape
-    early, fast, rescale, factors = overlaps(), is_fast(x), 1.0, (0.0, 0.0)
-    if isinstance(swiglu, tuple):
-        rescale, factors = rescale_factor(x), swiglu
+    early, fast, swiglu = overlaps(), is_fast(x), swiglu_of(layer)
+    rescale = 1.0 if isinstance(gate_up_scales, OrderedWeights) else rescale_factor(x)
     chunks, inner = (gate_up.shape[1], down.shape[1]), gate_up.shape[2] // 2
     each = router[2] + router[4]
     weights, experts = route_few(x, router, len(down) - router[4], semaphores)
@@ -301,7 +301,7 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
         inner,
         chunks[0],
         x.stride(0),
-        *factors,
+        *swiglu,
         rescale,
         EACH=each,
         CHUNKS=_CHUNKS,
