@@ -174,6 +174,11 @@ class ImageRoom:
             tokens = min(tokens, max(budget - price, before + self._least))
         return tokens
 
+    def wait(self, req: Req, start: int, budget: int) -> bool:
+        """Images leave less than the smallest chunk to a waiting request. As in `limit`."""
+        end = len(req.tokens)
+        return self.limit(req, start, end, budget) < min(self._least, budget, end - start)
+
     def add(self, req: Req, start: int, tokens: int) -> int:
         """Count the images of a chunk. Returns the price of those that it adds to the step."""
         price = 0

@@ -268,7 +268,8 @@ class Filling:
         """Add up to `budget` prompt tokens of one client and priority to the step.
 
         While a request of another client is blocked, only requests within their client's share are
-        admitted. Returns the number of tokens.
+        admitted. A request waits too if images leave it less than the smallest chunk: it would hold
+        a row and pages. Returns the number of tokens.
         """
         left, deferred = budget, 0
         for req in self.prefilling:
@@ -298,6 +299,8 @@ class Filling:
                 if deferred == MAX_DEFERRED:
                     break
                 continue
+            if self.chunks and not loads and self._images.wait(req, hit.tokens, left):
+                break
             if not self._room.open(placeholder_row(req), req, hit, loads):
                 self._block(req, within)
                 break

@@ -88,6 +88,16 @@ def test_an_image_above_the_budget_waits_for_the_beginning_of_a_chunk() -> None:
     assert sizes == [([40], 0), ([5], 1)]
 
 
+def test_a_prompt_whose_image_does_not_fit_the_step_stays_in_the_queue() -> None:
+    """Regression: each waiting prompt took a row and pages for the few tokens before its image."""
+    harness = harness_with(16, budget=128, price=11.25)  # an image of 4 patches as 45 tokens
+    for seed in range(4):
+        prompt, images = prompt_with([1, 2, (seed, (2, 2)), *range(3, 40)])
+        harness.add(prompt, images=images, ignore_eos=True, max_tokens=1)
+    harness.run()
+    assert [batch.lengths.tolist() for batch in harness.engine.batches] == [[43]] * 4
+
+
 def test_histories_have_the_id_of_an_image_token_for_each_pad() -> None:
     memory = image_memory(16, TOKEN)
     engine = FakeEngine(80, PAGE, images=memory, drafter=DRAFTERS["right"])
