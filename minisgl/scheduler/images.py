@@ -14,7 +14,7 @@ import numpy as np
 
 from minisgl.core.batch import Batch, Int32Array
 from minisgl.core.images import EncodeImage, ImageMemory, RopePositions
-from minisgl.images.positions import rotary_delta, rotary_positions
+from minisgl.images.positions import rotary_positions
 from minisgl.message.messages import PromptImage
 from minisgl.message.stats import ImageTotals
 from minisgl.scheduler.request import Req
@@ -48,9 +48,13 @@ class Images:
         """Return `batch`, in which a request has images, with images and positions.
 
         Rows of the buffer replace the pads in its chunks. Elsewhere the id of an image token does.
+        Decode requests have no pads: their part takes no time for each image.
         """
-        with_images = np.flatnonzero(self._table.has_images[batch.rows]).tolist()
-        chunks = [chunk for chunk in self._chunks(batch) if chunk.req.images]
+        all_chunks = [*self._chunks(batch)]
+        rope = RopePositions(self._table.rope_delta[batch.rows], self._positions(all_chunks))
+        chunks = [chunk for chunk in all_chunks if chunk.req.images]
+        if not chunks:
+            return replace(batch, rope=rope)
         encoded = self._place(chunks)
         ids = batch.chunk_ids.copy()
         for chunk in chunks:
@@ -63,7 +67,7 @@ class Images:
             batch,
             chunk_ids=ids,
             images=tuple(encoded),
-            rope=self._rope(batch, with_images),
+            rope=rope,
             logit_edits=tuple(
                 edit if edit.history is None else replace(edit, history=self._ids(edit.history))
                 for edit in batch.logit_edits
@@ -118,16 +122,13 @@ class Images:
         self.totals.used = self.memory.rows - len(self._free)
         return encoded
 
-    def _rope(self, batch: Batch, with_images: Sequence[int]) -> RopePositions:
-        merge, deltas = self.memory.merge, np.zeros(len(batch.rows), dtype=np.int32)
-        for index in with_images:
-            images = self._table.req_at(int(batch.rows[index])).images
-            deltas[index] = rotary_delta(images, merge)
-        chunks = [*self._chunks(batch)]
+    def _positions(self, chunks: Sequence["_ChunkOf"]) -> Int32Array | None:
+        """Return RopePositions.chunks."""
         if all(not c.req.images or c.start >= self._end(c.req.images[-1]) for c in chunks):
-            return RopePositions(deltas, None)
+            return None
+        merge = self.memory.merge
         parts = [rotary_positions(c.req.images, merge, c.start, c.end) for c in chunks]
-        return RopePositions(deltas, np.concatenate(parts, axis=1))
+        return np.concatenate(parts, axis=1)
 
     def _ids(self, tokens: Int32Array) -> Int32Array:
         """Return tokens with the id of an image token in the place of each pad."""

@@ -23,6 +23,7 @@ from minisgl.core.batch import (
 from minisgl.core.rows import Rows
 from minisgl.engine import Extensions
 from minisgl.engine.logits_processing import Constraint
+from minisgl.images.positions import rotary_delta
 from minisgl.kvcache import FencedPool
 from minisgl.scheduler.request import Req
 
@@ -55,6 +56,7 @@ class RequestTable(Rows):
     edits_logits  bool [R]; at least one logits processor has a state for the request.
     has_logprobs  bool [R]; the request asks for log-probabilities.
     has_images    bool [R]; the request has images.
+    rope_delta    int32 [R]; as RopePositions.deltas.
     may_draft     bool [R]; a step may forward draft tokens of the request. False if the request
                   asks for log-probabilities, or if a state edits its logits and masks no drafts.
     made          int32 [R]; drafts that the draft head has made after the row's last step.
@@ -84,6 +86,8 @@ class RequestTable(Rows):
         self.edits_logits = np.zeros(num_rows, dtype=np.bool_)
         self.has_logprobs = np.zeros(num_rows, dtype=np.bool_)
         self.has_images = np.zeros(num_rows, dtype=np.bool_)
+        self.rope_delta: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self._merge = 1 if engine.images is None else engine.images.merge
         self.may_draft = np.zeros(num_rows, dtype=np.bool_)
         self.made: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.slow = np.zeros(num_rows, dtype=np.bool_)
@@ -120,6 +124,7 @@ class RequestTable(Rows):
         self.edits_logits[row] = bool(req.logit_states)
         self.has_logprobs[row] = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
         self.has_images[row] = bool(req.images)
+        self.rope_delta[row] = rotary_delta(req.images, self._merge)
         states = [state for state in req.logit_states if state is not None]
         masks_drafts = all(isinstance(s, Constraint) and s.masks_drafts for s in states)
         self.may_draft[row] = masks_drafts and not self.has_logprobs[row]

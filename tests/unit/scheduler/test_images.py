@@ -1,5 +1,7 @@
 """Images of requests: their encoding, the rows of the image buffer, and their share of a step."""
 
+from unittest.mock import patch
+
 import msgspec
 import numpy as np
 import pytest
@@ -96,6 +98,19 @@ def test_a_prompt_whose_image_does_not_fit_the_step_stays_in_the_queue() -> None
         harness.add(prompt, images=images, ignore_eos=True, max_tokens=1)
     harness.run()
     assert [batch.lengths.tolist() for batch in harness.engine.batches] == [[43]] * 4
+
+
+def test_a_decode_step_reads_no_images_of_its_requests() -> None:
+    """Regression: each decode step computed the positions after all images again."""
+    harness = harness_with(18)
+    prompt, images = prompt_with([1, (0, (2, 3)), 5])
+    harness.add(prompt, images=images, ignore_eos=True)
+    while harness.engine.batches[-1:] == [] or harness.scheduler.view.prefilling:
+        harness.step()
+    (req,) = {*harness.scheduler.view.table.reqs} - {None}
+    with patch.object(type(req), "images", property(lambda _: pytest.fail("images were read"))):
+        harness.run()
+    assert [batch.rope.deltas.tolist() for batch in harness.engine.batches[1:]] == [[-3]] * 7
 
 
 def test_histories_have_the_id_of_an_image_token_for_each_pad() -> None:
