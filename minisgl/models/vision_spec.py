@@ -44,7 +44,7 @@ class VisionSpec(NamedTuple):
     taps      the blocks whose outputs DeepStack adds to the stream, after the first layers of the
               language model, in this order. Empty: none.
     sections  rotary frequencies of the language model that follow the frame, the row and the column
-              of an image token (layers.rotary.axes).
+              of an image token (MixedAngles.axes).
     mean, std of each channel: the encoder reads (pixel / 255 - mean) / std.
     """
 
