@@ -25,7 +25,7 @@ from minisgl.moe.spec import ExpertsSpec
 def image_memory(config: EngineConfig, model: ModelSpec, tp: TPInfo) -> ImageMemory | None:
     """Return the image encoder and the buffer of an engine; None for a model without an encoder.
 
-    A step computes the encoder on each rank, and its layers on all ranks together.
+    A step computes the encoder on rank 0, and its layers on all ranks together.
     """
     vision, processing = model.vision, image_spec(config.model_path)
     if vision is None or processing is None:
@@ -38,7 +38,7 @@ def image_memory(config: EngineConfig, model: ModelSpec, tp: TPInfo) -> ImageMem
 
 
 def buffer_bytes(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
-    """Return the bytes of the image buffer of a rank; 0 without an image encoder."""
+    """Return the bytes of the image buffer of rank 0; 0 without an image encoder."""
     width = 0 if model.vision is None else model.vision.width
     return config.image_cache_tokens * width * dtype.itemsize
 
@@ -56,20 +56,21 @@ def _token_flops(model: ModelSpec) -> int:
 
 
 def image_buffer(model: CausalLM, memory: ImageMemory | None) -> Tensor | None:
-    """Allocate the features of image tokens, [rows, width], which the embedding of rank 0 reads.
+    """Allocate the features of image tokens, [rows, width], which the embedding reads.
 
-    The embedding is a sum over the ranks. The other ranks add nothing to it for image tokens.
+    Returns None on a rank without the encoder. The embedding and DeepStack add to a sum over the
+    ranks, so the features of one rank suffice.
     """
     embedding, vision = model.model.embed_tokens, model.config.vision
-    if memory is None or vision is None:
+    if memory is None or vision is None or model.visual is None:
         return None
     buffer = embedding.weight.new_zeros((memory.rows, vision.width))
-    embedding.images = buffer[:, : vision.size] if embedding.comm.tp.rank == 0 else None
+    embedding.images = buffer[:, : vision.size]
     return buffer
 
 
 def image_stages(runner: ModelRunner) -> list[Stage]:
-    """Return the stage of an engine that takes images; none for another engine."""
+    """Return the stage of a rank that encodes images; none for another rank or engine."""
     tower, buffer = runner.model.visual, runner.images
     return [] if tower is None or buffer is None else [EncodeImages(tower, buffer)]
 

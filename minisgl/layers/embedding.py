@@ -29,7 +29,7 @@ class ParallelEmbedding(nn.Module):
     Raises ConfigError if a rank would hold no token id.
 
     images: [rows, H], the features of image tokens, which id ~i takes from row i. None: no id is
-    negative, or another rank has them.
+    negative, or rank 0 has them.
 
     norm_eps: the epsilon of a norm without weights, which the loader applies to the rows; None: the
     rows are those of the checkpoint.

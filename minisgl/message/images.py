@@ -25,10 +25,21 @@ class PromptImage(msgspec.Struct, frozen=True, kw_only=True):
             has one for each token: rows * columns / merge^2 of its grid (images.ImageSpec).
     grid    rows and columns of patches.
     digest  SHA-256 of the pixels.
-    pixels  uint8 [rows * patch, columns * patch, 3], red, green and blue.
+    pixels  uint8 [rows * patch, columns * patch, 3], red, green and blue. Empty in the copies for
+            ranks that encode no images; `omitted` is then the number of bytes.
     """
 
     start: int
     grid: tuple[int, int]
     digest: bytes
     pixels: bytes
+    omitted: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the pixels, also if they are omitted."""
+        return self.omitted or len(self.pixels)
+
+    def without_pixels(self) -> "PromptImage":
+        """Return a copy for a rank that encodes no images."""
+        return msgspec.structs.replace(self, pixels=b"", omitted=self.num_bytes)

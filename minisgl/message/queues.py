@@ -12,7 +12,7 @@ processes of the same user. They can read the key, and they could also kill the 
 
 import hmac
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import UnionType
 from typing import Any, Generic, TypeVar
@@ -55,11 +55,26 @@ class Sender(Generic[T]):
     def send(self, message: T) -> int:
         """Queue one message, even if no receiver is bound yet. Returns its size in bytes."""
         self._encoder.encode_into(message, self._frame, self._key_bytes)
+        return self._send_frame()
+
+    def send_encoded(self, data: bytes) -> int:
+        """As `send`. data: the message, encoded with msgpack."""
+        self._frame[self._key_bytes :] = data
+        return self._send_frame()
+
+    def _send_frame(self) -> int:
         self._socket.send(self._frame, zmq.DONTWAIT, copy=True)
         return len(self._frame)
 
     def close(self) -> None:
         self._socket.close()
+
+
+def send_to_all(senders: Iterable[Sender[T]], message: T) -> None:
+    """Queue one message in several queues. It is encoded once."""
+    data = msgspec.msgpack.encode(message)
+    for sender in senders:
+        sender.send_encoded(data)
 
 
 def close_queues() -> None:

@@ -70,7 +70,8 @@ class CausalLM(nn.Module):
     """One rank's share of a decoder-only language model.
 
     `model` computes hidden states; `lm_head` computes logits from them and samples. `mtp` makes
-    drafts; None without a draft head. `visual` encodes images; None without an encoder.
+    drafts; None without a draft head. `visual` encodes images; None without an encoder, and on all
+    ranks but rank 0.
     """
 
     def __init__(self, parts: ModelParts) -> None:
@@ -85,7 +86,8 @@ class CausalLM(nn.Module):
         self.mtp = None
         if config.draft_head is not None:
             self.mtp = DraftHead(parts, config.draft_head, self.lm_head.shard)
-        self.visual = None if config.vision is None else VisionTower(config.vision)
+        vision = config.vision if parts.comm.tp.rank == 0 else None
+        self.visual = None if vision is None else VisionTower(vision)
 
     def logits(self, attended: Attended, out: Tensor | None = None) -> Tensor:
         """Finish the last layer and return this rank's logits, as LMHead.logits.

@@ -142,8 +142,8 @@ class DeepStackLayer(DecoderLayer):
 
     def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
         images, tap = context.images, self.spec.tap
-        # The stream is a sum over the ranks, so only one of them adds the features.
-        if images is not None and tap is not None and self.input_layernorm.comm.tp.rank == 0:
+        # The stream is a sum over the ranks, and only rank 0 has features to add.
+        if images is not None and tap is not None:
             x = stream.x.add_(images.part(tap, stream.x.shape[1]))
             stream = stream._replace(x=x, squares=None)
         return super().attend(stream, context)

@@ -103,7 +103,7 @@ def _as_text(name: str, plan: Plan, gpu: Gpu) -> list[str]:
         lines.insert(-1, f"  recurrent states        {plan.state_bytes / _GIB:8.2f} GiB, {count}")
     if plan.image_bytes:
         stored = f"{plan.image_bytes / _GIB:8.2f} GiB"
-        lines.insert(-1, f"  of both, for images     {stored} (none with --no-images)")
+        lines.insert(-1, f"  of both, for images     {stored} (on rank 0; none with --no-images)")
     if plan.window is not None:
         each = f"{plan.window_token_bytes / 1024:g} KiB for each token of a window"
         lines[-1] += f" and {each} ({plan.window:,} tokens)"

@@ -48,9 +48,9 @@ def _tokens_of(image: PromptImage, memory: ImageMemory, is_pad: NDArray[np.bool_
     begin, count = image.start, memory.tokens(image.grid)
     inside = 0 <= begin < begin + count <= len(is_pad) and not is_pad[begin : begin + count].any()
     whole = min(image.grid) > 0 == rows % memory.merge == columns % memory.merge
-    if not (inside and whole and len(image.pixels) == 3 * memory.patch**2 * rows * columns):
+    if not (inside and whole and image.num_bytes == 3 * memory.patch**2 * rows * columns):
         raise InvalidRequest(
-            f"an image has a grid of {rows} x {columns} patches, {len(image.pixels)} bytes and its "
+            f"an image has a grid of {rows} x {columns} patches, {image.num_bytes} bytes and its "
             f"first token at {begin} of {len(is_pad)}; expected tokens of its own, each of "
             f"{memory.merge} x {memory.merge} patches, each of {memory.patch} x {memory.patch} "
             "pixels of 3 bytes",

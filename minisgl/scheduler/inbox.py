@@ -4,9 +4,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import msgspec
+
 from minisgl.core import InvariantBroken
-from minisgl.message.messages import LeaderStep, ToScheduler
-from minisgl.message.queues import Receiver, Sender
+from minisgl.message.messages import AddReq, LeaderStep, ToScheduler
+from minisgl.message.queues import Receiver, Sender, send_to_all
 
 Messages = Sequence[ToScheduler]
 WaitS = Callable[[], float | None]
@@ -28,7 +30,7 @@ class Inbox(Protocol):
 class LocalInbox:
     """The input of rank 0: a deque that the caller fills in the same thread (LLM, tests).
 
-    It also sends each iteration's messages to the other ranks.
+    It also sends each iteration's messages to the other ranks, without the pixels of images.
     """
 
     def __init__(self, followers: Sequence[Sender[LeaderStep]] = ()) -> None:
@@ -40,10 +42,19 @@ class LocalInbox:
         messages = [*self.messages, *own]
         self.messages.clear()
         self._iteration += 1
-        for follower in self._followers:
-            step = LeaderStep(iteration=self._iteration, messages=messages, plan_hash=plan_hash)
-            follower.send(step)
+        if self._followers:
+            sent = [_without_pixels(message) for message in messages]
+            step = LeaderStep(iteration=self._iteration, messages=sent, plan_hash=plan_hash)
+            send_to_all(self._followers, step)
         return messages
+
+
+def _without_pixels(message: ToScheduler) -> ToScheduler:
+    """Return a message for the other ranks: rank 0 alone encodes images."""
+    if not isinstance(message, AddReq) or not message.images:
+        return message
+    images = tuple(image.without_pixels() for image in message.images)
+    return msgspec.structs.replace(message, images=images)
 
 
 class QueueInbox(LocalInbox):

@@ -60,9 +60,11 @@ def as_request(parts: Sequence[Part]) -> Prompt:
 def answers(comm: Communicator, path: str) -> list[list[int]]:
     """Return the tokens of all prompts, computed by the scheduler of this rank.
 
-    All ranks get the same messages in the same order.
+    All ranks get the same messages in the same order, but only rank 0 gets pixels and encodes.
     """
     engine = make_engine(path, comm, tp_size=comm.tp.size, page_size=16, **SMALL)
+    runner, encodes = engine._launcher.runner, comm.tp.rank == 0
+    assert (runner.images is not None, runner.model.visual is not None) == (encodes, encodes)
     inbox, outbox = LocalInbox(), deque[StepOutput]()
     scheduler = Scheduler(
         engine,
@@ -75,6 +77,8 @@ def answers(comm: Communicator, path: str) -> list[list[int]]:
     )
     for uid, parts in enumerate(prompts()):
         ids, images = as_request(parts)
+        if not encodes:
+            images = tuple(image.without_pixels() for image in images)
         tokens = np.array(ids, dtype="<i4").tobytes()
         inbox.messages.append(AddReq(uid=uid, token_ids=tokens, sampling=SAMPLING, images=images))
     while inbox.messages or not scheduler.idle:

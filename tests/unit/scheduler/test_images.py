@@ -170,8 +170,13 @@ def test_images_that_do_not_fit_the_prompt_or_the_engine_are_refused() -> None:
     assert "tokens of its own" in refused((first, first, second), ids)
     for wrong in ({"start": 4}, {"start": -1}, {"grid": (0, 3)}, {"pixels": b""}):
         moved = msgspec.structs.replace(second, **wrong)
-        assert "tokens of its own" in refused((first, moved), ids)
+        for sent in (moved, moved.without_pixels()):  # the other ranks refuse it as well
+            assert "tokens of its own" in refused((first, sent), ids)
     assert "6 tokens, and this server takes images of at most 5" in refused(images, ids, rows=17)
+    accepted = AddReq(uid=1, token_ids=b"", sampling=SamplingParams(), images=images)
+    other = msgspec.structs.replace(accepted, images=[i.without_pixels() for i in images])
+    for message in (accepted, other):
+        check_images(message, np.array(ids, dtype=np.int32), image_memory(100))
     message = AddReq(
         uid=1, token_ids=b"", images=images, sampling=SamplingParams(prompt_logprobs=0)
     )

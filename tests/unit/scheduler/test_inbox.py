@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from minisgl.core import InvariantBroken
+from minisgl.core import InvariantBroken, SamplingParams
 from minisgl.core.batch import Batch, StepResult
-from minisgl.message.messages import AbortReq, LeaderStep, Shutdown, ToScheduler
+from minisgl.message.messages import AbortReq, AddReq, LeaderStep, Shutdown, ToScheduler
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.scheduler.inbox import FollowerInbox, LocalInbox, QueueInbox, WaitS
 from minisgl.scheduler.process import config_for
 from minisgl.utils.process import write_socket_key
 from tests.unit.scheduler.fake_engine import EOS, FakeEngine, expected_output
+from tests.unit.scheduler.fake_images import prompt_with
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, prompt_that_stops_after
 from tests.unit.scheduler.test_timed_steps import linear_cost
@@ -49,6 +50,20 @@ def test_a_burst_reaches_the_other_ranks_whole(tmp_path: Path) -> None:
         sent.append(leader.receive(no_wait))
     received = [follower.receive(no_wait) for _ in range(BURST)]
     assert [list(step) for step in received] == [list(step) for step in sent]
+
+
+def test_the_other_ranks_get_no_pixels(tmp_path: Path) -> None:
+    """Regression: each rank got the pixels of all images, 100 MB for some requests."""
+    _, images = prompt_with([1, (0, (2, 3)), 5])
+    address = _address(tmp_path)
+    follower = FollowerInbox(Receiver(address, LeaderStep))
+    leader = LocalInbox([Sender(address)])
+    message = AddReq(uid=1, token_ids=b"", sampling=SamplingParams(), images=images)
+    leader.messages.append(message)
+    assert leader.receive(no_wait) == [message], "rank 0 encodes"
+    (received,) = follower.receive(no_wait)
+    (image,) = received.images
+    assert (image.digest, image.pixels) == (images[0].digest, b"")
 
 
 def test_a_rank_that_missed_an_iteration_stops(tmp_path: Path) -> None:
