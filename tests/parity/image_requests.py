@@ -9,11 +9,11 @@ from torch import Tensor
 
 from minisgl.core import SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import Communicator
+from minisgl.images.pads import pad_ids
 from minisgl.message.messages import AddReq, PromptImage, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity.driver import make_engine
 from tests.parity.image_models import MERGE, picture
-from tests.unit.scheduler.fake_images import pads_of
 
 TOKENS = 12
 SMALL = {"image_cache_tokens": 36}  # an image has at most a third of them
@@ -52,8 +52,7 @@ def as_request(parts: Sequence[Part]) -> Prompt:
         pixels, grid = picture_of(*part).numpy().tobytes(), part[1]
         digest = hashlib.sha256(pixels).digest()
         images.append(PromptImage(start=len(ids), grid=grid, digest=digest, pixels=pixels))
-        tokens = grid[0] * grid[1] // MERGE**2
-        ids += (pads_of(pixels, grid) * 2)[:tokens]
+        ids += pad_ids(digest, grid, grid[0] * grid[1] // MERGE**2)
     return ids, tuple(images)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 
 from minisgl.core.batch import Int32Array
 from minisgl.core.images import EncodeImage, Grid, ImageMemory
+from minisgl.images.pads import pad_ids
 from minisgl.message.messages import PromptImage
 
 PATCH, MERGE = 2, 1
@@ -14,14 +15,9 @@ PATCH, MERGE = 2, 1
 
 def image_memory(rows: int, token: int = 7, price: float = 1.0) -> ImageMemory:
     """Return a buffer of that many rows. A token is one patch. price: of a patch, in tokens."""
-    return ImageMemory(rows, PATCH, MERGE, token, price, 0.0)
-
-
-def pads_of(pixels: bytes, grid: Grid) -> list[int]:
-    """Return ids that stand for these pixels, one for each token: negative, with 30 bits."""
-    count = grid[0] * grid[1]
-    stream = hashlib.shake_256(pixels + bytes(grid)).digest(4 * count)
-    return (-2 - (np.frombuffer(stream, dtype="<u4").astype(np.int64) >> 2)).tolist()
+    return ImageMemory(
+        rows=rows, patch=PATCH, merge=MERGE, token=token, patch_price=price, pair_price=0.0
+    )
 
 
 def prompt_with(
@@ -38,19 +34,20 @@ def prompt_with(
         pixels = np.random.default_rng(seed).bytes(3 * PATCH**2 * grid[0] * grid[1])
         digest = hashlib.sha256(pixels).digest()
         images.append(PromptImage(start=len(ids), grid=grid, digest=digest, pixels=pixels))
-        ids += pads_of(pixels, grid)
+        ids += pad_ids(digest, grid, grid[0] * grid[1])
     return ids, tuple(images)
 
 
 class FakeImages:
     """The buffer of an engine. A row holds the pad of its image token in place of features."""
 
-    def __init__(self, memory: ImageMemory | None) -> None:
-        self._rows = np.zeros(0 if memory is None else memory.rows, dtype=np.int32)
+    def __init__(self, limits: ImageMemory | None) -> None:
+        self._rows = np.zeros(0 if limits is None else limits.rows, dtype=np.int32)
         self.encoded = 0
 
     def encode(self, image: EncodeImage) -> None:
-        pads = pads_of(image.pixels, image.grid)
+        digest, count = hashlib.sha256(image.pixels).digest(), image.grid[0] * image.grid[1]
+        pads = pad_ids(digest, image.grid, count)
         assert len({*image.rows.tolist()}) == len(pads)
         self._rows[image.rows] = pads
         self.encoded += 1
