@@ -22,7 +22,7 @@ from minisgl.benchmark.text_table import TextTable
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, read_cost
 from minisgl.core import SamplingParams, SchedulerConfig
 from minisgl.core.batch import Batch, PageCopier, StepResult, WindowLayers
-from minisgl.core.images import ImageMemory
+from minisgl.core.images import ImageLimits
 from minisgl.core.rows import Steps
 from minisgl.kvcache import RadixCache
 from minisgl.message.messages import AddReq, StepOutput
@@ -53,7 +53,7 @@ class _IdleEngine:
         self.window: WindowLayers | None = None
         self.snapshot_pages = 0
         self.copier: PageCopier | None = None
-        self.images: ImageMemory | None = None
+        self.images: ImageLimits | None = None
         self.max_running_reqs = max_running_reqs
         self.max_seq_len = max_seq_len
 

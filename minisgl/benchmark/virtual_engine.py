@@ -14,7 +14,7 @@ from minisgl.benchmark.flag_types import (
 )
 from minisgl.core import ConfigError, SchedulerConfig, StepCost, StepWork
 from minisgl.core.batch import Batch, Int32Array, PageCopier, StepResult, WindowLayers
-from minisgl.core.images import ImageMemory
+from minisgl.core.images import ImageLimits
 
 _PAGE_SIZE = 16
 _STATE_BYTES_PER_S = 1.5e12  # of a copy of states on the device, which reads and writes each byte
@@ -149,7 +149,7 @@ class VirtualEngine:
         self.window: WindowLayers | None = None
         self.snapshot_pages = snapshot_pages
         self.copier: PageCopier | None = None if host is None else _Copier(self, host)
-        self.images: ImageMemory | None = None
+        self.images: ImageLimits | None = None
         self.max_running_reqs = rows
         self.max_seq_len = max_seq_len
         self.now_s = 0.0

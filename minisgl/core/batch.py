@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from minisgl.core.columns import SamplingArrays
 from minisgl.core.config import DRAFT_WIDTHS
-from minisgl.core.images import EncodeImage, ImageMemory, RopePositions
+from minisgl.core.images import EncodeImage, ImageLimits, RopePositions
 from minisgl.core.step_cost import StepCost, StepWork
 
 Int32Array = NDArray[np.int32]
@@ -388,7 +388,7 @@ class EngineLike(Protocol):
     window: WindowLayers | None
     snapshot_pages: int
     copier: PageCopier | None
-    images: ImageMemory | None
+    images: ImageLimits | None
 
     def launch(self, batch: Batch) -> PendingStep:
         """Start the step without waiting. The caller must not change the batch's arrays later."""

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 Grid = tuple[int, int]  # rows and columns of patches
 
 
-class ImageMemory(NamedTuple):
-    """The image encoder of an engine, and the buffer on the device that takes its results.
+class ImageLimits(NamedTuple):
+    """The sizes and prices of an image encoder, and of the buffer that takes its results.
 
     rows         of the buffer. The features of an image token take one row.
     patch        height and width of a patch in pixels.
@@ -51,7 +51,7 @@ class EncodeImage(NamedTuple):
 
     pixels  uint8 [rows * patch, columns * patch, 3] of the grid, as in message.PromptImage.
     rows    int32 [n]; the rows of the buffer for the n tokens of the image.
-    price   as ImageMemory.price.
+    price   as ImageLimits.price.
     """
 
     grid: Grid

@@ -8,7 +8,7 @@ import torch
 from minisgl.core import EngineConfig, ModelFacts
 from minisgl.core.batch import PageCopier
 from minisgl.core.config import DRAFT_WIDTHS
-from minisgl.core.images import ImageMemory
+from minisgl.core.images import ImageLimits
 from minisgl.core.step_cost import TimedStep
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import memory, warmup
@@ -68,7 +68,7 @@ class Engine:
         with memory.memory_of(device), start.on_stream(), self.startup.phase("kv"):
             self._copies = host_copies(start.config, comm, pools)
         self.copier: PageCopier | None = self._copies
-        self.images: ImageMemory | None = launcher.images
+        self.images: ImageLimits | None = launcher.images
 
     @property
     def config(self) -> EngineConfig:

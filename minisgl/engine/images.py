@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.core import EngineConfig
-from minisgl.core.images import EncodeImage, ImageMemory
+from minisgl.core.images import EncodeImage, ImageLimits
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine.logits_processing import upload
 from minisgl.engine.model_runner import ModelRunner
@@ -22,8 +22,8 @@ from minisgl.models.vision import VisionTower
 from minisgl.moe.spec import ExpertsSpec
 
 
-def image_memory(config: EngineConfig, model: ModelSpec, tp: TPInfo) -> ImageMemory | None:
-    """Return the image encoder and the buffer of an engine; None for a model without an encoder.
+def image_limits(config: EngineConfig, model: ModelSpec, tp: TPInfo) -> ImageLimits | None:
+    """Return the limits of an engine that takes images; None for a model without an encoder.
 
     A step computes the encoder on rank 0, and its layers on all ranks together.
     """
@@ -33,8 +33,14 @@ def image_memory(config: EngineConfig, model: ModelSpec, tp: TPInfo) -> ImageMem
     token_flops = _token_flops(model) / tp.size
     one, two = vision.flops((1, 1)) / token_flops, vision.flops((2, 1)) / token_flops
     pair = (two - 2 * one) / 2  # flops(n patches) is n * a + n * n * b
-    rows, token = config.image_cache_tokens, processing.image_token
-    return ImageMemory(rows, vision.patch, vision.merge, token, one - pair, pair)
+    return ImageLimits(
+        rows=config.image_cache_tokens,
+        patch=vision.patch,
+        merge=vision.merge,
+        token=processing.image_token,
+        patch_price=one - pair,
+        pair_price=pair,
+    )
 
 
 def buffer_bytes(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
@@ -55,16 +61,16 @@ def _token_flops(model: ModelSpec) -> int:
     return 2 * weights
 
 
-def image_buffer(model: CausalLM, memory: ImageMemory | None) -> Tensor | None:
+def image_buffer(model: CausalLM, limits: ImageLimits | None) -> Tensor | None:
     """Allocate the features of image tokens, [rows, width], which the embedding reads.
 
     Returns None on a rank without the encoder. The embedding and DeepStack add to a sum over the
     ranks, so the features of one rank suffice.
     """
     embedding, vision = model.model.embed_tokens, model.config.vision
-    if memory is None or vision is None or model.visual is None:
+    if limits is None or vision is None or model.visual is None:
         return None
-    buffer = embedding.weight.new_zeros((memory.rows, vision.width))
+    buffer = embedding.weight.new_zeros((limits.rows, vision.width))
     embedding.images = buffer[:, : vision.size]
     return buffer
 
@@ -93,9 +99,9 @@ class EncodeImages(Stage):
         self._buffer.index_copy_(0, sent["rows"].long(), features)
 
 
-def largest_image(memory: ImageMemory) -> EncodeImage:
+def largest_image(limits: ImageLimits) -> EncodeImage:
     """Return an image of zeros with about the most tokens that an image may have."""
-    side = max(isqrt(memory.most_tokens), 1)
-    grid = side * memory.merge, side * memory.merge
+    side = max(isqrt(limits.most_tokens), 1)
+    grid = side * limits.merge, side * limits.merge
     rows = np.arange(side**2, dtype=np.int32)
-    return EncodeImage(grid, bytes(3 * memory.patch**2 * grid[0] * grid[1]), rows, price=1)
+    return EncodeImage(grid, bytes(3 * limits.patch**2 * grid[0] * grid[1]), rows, price=1)

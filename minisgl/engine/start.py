@@ -26,7 +26,7 @@ from minisgl.engine.check import check_memory
 from minisgl.engine.extensions import Extensions
 from minisgl.engine.graphs import DecodeShape, capture_steps
 from minisgl.engine.host_copies import device_bytes
-from minisgl.engine.images import image_buffer, image_memory, image_stages
+from minisgl.engine.images import image_buffer, image_limits, image_stages
 from minisgl.engine.model_runner import DraftTensors, ModelRunner
 from minisgl.engine.stages import CachedLengths, CopyStates, Stage
 from minisgl.engine.step import StepLauncher, StepParts
@@ -156,7 +156,7 @@ class Start:
             )
             for kv, layers, count in zip(self.resolved.kv_specs, spec.pools, counts, strict=True)
         )
-        rows, images = config.max_running_reqs + 1, image_memory(config, spec, self._comm.tp)
+        rows, images = config.max_running_reqs + 1, image_limits(config, spec, self._comm.tp)
         # A draft may stand after the last position of a context. Its results are dropped.
         drafts = MAX_DRAFTS if self.drafting else 0
         max_pages = -(-max_seq_len // config.page_size) + -(-drafts // config.page_size)

@@ -18,7 +18,7 @@ from torch import Tensor
 from minisgl.attention.base import DecodeGraphAttention, StepAttention
 from minisgl.core.batch import Batch, PageCopier
 from minisgl.core.config import DRAFT_WIDTHS
-from minisgl.core.images import ImageMemory
+from minisgl.core.images import ImageLimits
 from minisgl.engine.last_layer import LastLayer, LogitsGraph
 from minisgl.engine.launched import LaunchedStep
 from minisgl.engine.logits_processing import (
@@ -306,7 +306,7 @@ class StepLauncher:
         processors: Sequence[LogitsProcessor[Any]],
         on_stream: AbstractContextManager[object],
         graphs: StepGraphs = NO_GRAPHS,
-        images: ImageMemory | None = None,
+        images: ImageLimits | None = None,
     ) -> None:
         self.runner, self._stages, self._finish = self.parts = parts
         self.processors, self.on_stream, self.graphs = processors, on_stream, graphs

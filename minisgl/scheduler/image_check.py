@@ -5,33 +5,33 @@ from numpy.typing import NDArray
 
 from minisgl.core import InvalidRequest
 from minisgl.core.batch import Int32Array
-from minisgl.core.images import ImageMemory
+from minisgl.core.images import ImageLimits
 from minisgl.message.messages import AddReq, PromptImage
 
 
-def check_images(message: AddReq, tokens: Int32Array, memory: ImageMemory | None) -> None:
+def check_images(message: AddReq, tokens: Int32Array, limits: ImageLimits | None) -> None:
     """Raise InvalidRequest unless the negative ids of a prompt are those of its images.
 
-    tokens: int32, the prompt. memory: of the engine.
+    tokens: int32, the prompt. limits: of the engine.
     """
     images = message.images
-    if memory is None and images:
+    if limits is None and images:
         raise InvalidRequest(
             "this server takes no images: the model has no image encoder, or --no-images leaves it "
             "out; send text only",
             param="messages",
         )
     is_pad, counts = np.zeros(len(tokens), dtype=np.bool_), list[int]()
-    if memory is not None:
-        counts = [_tokens_of(image, memory, is_pad) for image in images]
+    if limits is not None:
+        counts = [_tokens_of(image, limits, is_pad) for image in images]
     if not np.array_equal(is_pad, tokens < 0):
         raise InvalidRequest(
             "a token id is negative, but not of an image of the request", param="prompt"
         )
-    if memory is not None and max(counts, default=0) > memory.most_tokens:
+    if limits is not None and max(counts, default=0) > limits.most_tokens:
         raise InvalidRequest(
             f"an image has {max(counts)} tokens, and this server takes images of at most "
-            f"{memory.most_tokens}, a third of --image-cache-tokens; send a smaller image",
+            f"{limits.most_tokens}, a third of --image-cache-tokens; send a smaller image",
             param="messages",
         )
     if images and message.sampling.prompt_logprobs is not None:
@@ -42,17 +42,17 @@ def check_images(message: AddReq, tokens: Int32Array, memory: ImageMemory | None
         )
 
 
-def _tokens_of(image: PromptImage, memory: ImageMemory, is_pad: NDArray[np.bool_]) -> int:
+def _tokens_of(image: PromptImage, limits: ImageLimits, is_pad: NDArray[np.bool_]) -> int:
     """Mark the tokens of an image, and return their number. Raises InvalidRequest."""
     rows, columns = image.grid
-    begin, count = image.start, memory.tokens(image.grid)
+    begin, count = image.start, limits.tokens(image.grid)
     inside = 0 <= begin < begin + count <= len(is_pad) and not is_pad[begin : begin + count].any()
-    whole = min(image.grid) > 0 == rows % memory.merge == columns % memory.merge
-    if not (inside and whole and image.num_bytes == 3 * memory.patch**2 * rows * columns):
+    whole = min(image.grid) > 0 == rows % limits.merge == columns % limits.merge
+    if not (inside and whole and image.num_bytes == 3 * limits.patch**2 * rows * columns):
         raise InvalidRequest(
             f"an image has a grid of {rows} x {columns} patches, {image.num_bytes} bytes and its "
             f"first token at {begin} of {len(is_pad)}; expected tokens of its own, each of "
-            f"{memory.merge} x {memory.merge} patches, each of {memory.patch} x {memory.patch} "
+            f"{limits.merge} x {limits.merge} patches, each of {limits.patch} x {limits.patch} "
             "pixels of 3 bytes",
             param="messages",
         )

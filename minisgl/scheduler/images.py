@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.core.batch import Batch, Int32Array
-from minisgl.core.images import EncodeImage, ImageMemory, RopePositions
+from minisgl.core.images import EncodeImage, ImageLimits, RopePositions
 from minisgl.images.positions import rotary_positions
 from minisgl.message.messages import PromptImage
 from minisgl.message.stats import ImageTotals
@@ -32,13 +32,15 @@ class Images:
         the rows that a step in flight reads.
     """
 
-    def __init__(self, memory: ImageMemory | None, table: RequestTable) -> None:
-        """memory: of the engine; None: no request has images."""
-        self.memory = ImageMemory(0, 1, 1, 0, 0.0, 0.0) if memory is None else memory
+    def __init__(self, limits: ImageLimits | None, table: RequestTable) -> None:
+        """limits: of the engine; None: no request has images."""
+        if limits is None:
+            limits = ImageLimits(rows=0, patch=1, merge=1, token=0, patch_price=0.0, pair_price=0.0)
+        self.limits = limits
         self._table = table
         self._rows: dict[_Key, Int32Array] = {}
-        self._free = np.arange(self.memory.rows, dtype=np.int32)
-        self.totals = ImageTotals(rows=self.memory.rows)
+        self._free = np.arange(self.limits.rows, dtype=np.int32)
+        self.totals = ImageTotals(rows=self.limits.rows)
 
     def has(self, key: _Key) -> bool:
         """The buffer has the features of this image."""
@@ -91,7 +93,7 @@ class Images:
             at += length
 
     def _end(self, image: PromptImage) -> int:
-        return image.start + self.memory.tokens(image.grid)
+        return image.start + self.limits.tokens(image.grid)
 
     def _touched(self, chunk: "_ChunkOf") -> Iterator[PromptImage]:
         for image in chunk.req.images:
@@ -109,30 +111,30 @@ class Images:
         for key, image in needed.items():
             if key in self._rows:
                 continue
-            count = self.memory.tokens(image.grid)
+            count = self.limits.tokens(image.grid)
             while len(self._free) < count:
                 oldest = next(key for key in self._rows if key not in needed)
                 self._free = np.concatenate([self._free, self._rows.pop(oldest)])
             rows, self._free = self._free[:count], self._free[count:]
             self._rows[key] = rows
-            price = self.memory.price(image.grid)
+            price = self.limits.price(image.grid)
             encoded.append(EncodeImage(image.grid, image.pixels, rows, price))
             self.totals.encoded += 1
             self.totals.patches += image.grid[0] * image.grid[1]
-        self.totals.used = self.memory.rows - len(self._free)
+        self.totals.used = self.limits.rows - len(self._free)
         return encoded
 
     def _positions(self, chunks: Sequence["_ChunkOf"]) -> Int32Array | None:
         """Return RopePositions.chunks."""
         if all(not c.req.images or c.start >= self._end(c.req.images[-1]) for c in chunks):
             return None
-        merge = self.memory.merge
+        merge = self.limits.merge
         parts = [rotary_positions(c.req.images, merge, c.start, c.end) for c in chunks]
         return np.concatenate(parts, axis=1)
 
     def _ids(self, tokens: Int32Array) -> Int32Array:
         """Return tokens with the id of an image token in the place of each pad."""
-        return np.where(tokens < 0, np.int32(self.memory.token), tokens)
+        return np.where(tokens < 0, np.int32(self.limits.token), tokens)
 
 
 class _ChunkOf(NamedTuple):
@@ -148,13 +150,13 @@ class ImageRoom:
     """The images that one plan adds to its step. The counters belong to the plan.
 
     The images of a step and its prompt tokens share the budget of prompt tokens, since both delay
-    the decoding requests (ImageMemory.price). The images in the first `least` tokens of one chunk
+    the decoding requests (ImageLimits.price). The images in the first `least` tokens of one chunk
     may exceed the budget, if the step encodes no others before: no image is encoded in parts.
     """
 
     def __init__(self, images: Images, least: int) -> None:
         """least: tokens of the smallest chunk."""
-        self._images, self._least, self._left = images, least, images.memory.rows
+        self._images, self._least, self._left = images, least, images.limits.rows
         self._counted: set[_Key] = set()
         self._encodes = False
 
@@ -196,11 +198,11 @@ class ImageRoom:
 
         Each has the number of its tokens and its price, which is 0 if the buffer has it.
         """
-        memory = self._images.memory
+        limits = self._images.limits
         for image in req.images:
-            key, count = _key(image), memory.tokens(image.grid)
+            key, count = _key(image), limits.tokens(image.grid)
             if image.start + count > start and key not in self._counted:
-                yield image, count, 0 if self._images.has(key) else memory.price(image.grid)
+                yield image, count, 0 if self._images.has(key) else limits.price(image.grid)
 
     def price(self, req: Req, start: int) -> int:
         """Return the price of the images from token `start` on."""

@@ -10,7 +10,7 @@ from msgspec.structs import force_setattr
 
 from minisgl.core import FinishReason, InvalidRequest, PromptTooLong, SamplingParams
 from minisgl.core.batch import Int32Array
-from minisgl.core.images import ImageMemory
+from minisgl.core.images import ImageLimits
 from minisgl.core.rows import Prefixes
 from minisgl.core.sampling import MAX_SEED
 from minisgl.engine import Extensions
@@ -132,7 +132,7 @@ def accept_requests(
     capacity_tokens: int,
     first_arrival: int,
     extensions: Extensions,
-    images: ImageMemory | None = None,
+    images: ImageLimits | None = None,
 ) -> list[Req]:
     """Check `message` against the engine's limits, and return the request of each of its choices.
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from minisgl.core.batch import Batch, Int32Array, StepResult, WindowLayers
 from minisgl.core.config import MAX_DRAFTS
-from minisgl.core.images import ImageMemory
+from minisgl.core.images import ImageLimits
 from tests.unit.scheduler.fake_images import FakeImages
 from tests.unit.scheduler.fake_states import FakeStates
 
@@ -164,7 +164,7 @@ class FakeEngine:
         window: WindowLayers | None = None,
         snapshot_pages: int = 0,
         host_blocks: int = 0,
-        images: ImageMemory | None = None,
+        images: ImageLimits | None = None,
     ) -> None:
         self.images, self.image_rows = images, FakeImages(images)
         self.drafter = drafter

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from minisgl.core.batch import Int32Array
-from minisgl.core.images import EncodeImage, Grid, ImageMemory
+from minisgl.core.images import EncodeImage, Grid, ImageLimits
 from minisgl.images.pads import pad_ids
 from minisgl.message.messages import PromptImage
 
 PATCH, MERGE = 2, 1
 
 
-def image_memory(rows: int, token: int = 7, price: float = 1.0) -> ImageMemory:
+def image_limits(rows: int, token: int = 7, price: float = 1.0) -> ImageLimits:
     """Return a buffer of that many rows. A token is one patch. price: of a patch, in tokens."""
-    return ImageMemory(
+    return ImageLimits(
         rows=rows, patch=PATCH, merge=MERGE, token=token, patch_price=price, pair_price=0.0
     )
 
@@ -41,7 +41,7 @@ def prompt_with(
 class FakeImages:
     """The buffer of an engine. A row holds the pad of its image token in place of features."""
 
-    def __init__(self, limits: ImageMemory | None) -> None:
+    def __init__(self, limits: ImageLimits | None) -> None:
         self._rows = np.zeros(0 if limits is None else limits.rows, dtype=np.int32)
         self.encoded = 0
 

@@ -107,7 +107,7 @@ class PlanChecks:
 
     def f6_each_client_gets_an_equal_part_first(self, view: View, plan: StepPlan) -> None:
         keys = {*view.waiting.uncached, *((req.priority, req.client) for req in view.prefilling)}
-        if view.memory.kinds or view.images.memory.rows or not keys or own_clients(view, plan):
+        if view.memory.kinds or view.images.limits.rows or not keys or own_clients(view, plan):
             return
         first = min(level for level, _ in keys)
         clients = [client for level, client in keys if level == first]
@@ -151,7 +151,7 @@ class PlanChecks:
     def f10_prompts_go_on_in_every_step(self, view: View, plan: StepPlan) -> None:
         if view.memory.kinds or plan.preempt is not None or own_clients(view, plan):
             return
-        if view.images.memory.rows:  # a chunk may end before an image
+        if view.images.limits.rows:  # a chunk may end before an image
             assert plan.chunks or not view.prefilling
             return
         table, config = view.table, view.config
@@ -172,7 +172,7 @@ class PlanChecks:
         assert {req.client for req in chunks} <= clients
         for client in clients:
             mine = [req for req in view.prefilling if req.client == client]
-            limited = bool(view.memory.kinds or view.images.memory.rows)
+            limited = bool(view.memory.kinds or view.images.limits.rows)
             if mine and mine[0] is not plan.preempt and not limited:
                 rest = view.table.prefill_end[mine[0].row] - view.table.computed[mine[0].row]
                 assert chunks[mine[0]] == rest

@@ -12,7 +12,7 @@ from minisgl.message.messages import AddReq, PromptImage
 from minisgl.scheduler.image_check import check_images
 from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
-from tests.unit.scheduler.fake_images import image_memory, prompt_with
+from tests.unit.scheduler.fake_images import image_limits, prompt_with
 from tests.unit.scheduler.harness import Harness
 
 PAGE, TOKEN = 4, 7
@@ -21,7 +21,7 @@ PAGE, TOKEN = 4, 7
 def harness_with(
     rows: int, *, budget: int = 64, price: float = 1.0, cache: str = "radix"
 ) -> Harness:
-    memory = image_memory(rows, TOKEN, price)
+    memory = image_limits(rows, TOKEN, price)
     engine = FakeEngine(80, PAGE, images=memory)
     config = SchedulerConfig(prefill_budget_tokens=budget, target_step_ms=None, cache_type=cache)
     return Harness(engine, config)
@@ -114,7 +114,7 @@ def test_a_decode_step_reads_no_images_of_its_requests() -> None:
 
 
 def test_histories_have_the_id_of_an_image_token_for_each_pad() -> None:
-    memory = image_memory(16, TOKEN)
+    memory = image_limits(16, TOKEN)
     engine = FakeEngine(80, PAGE, images=memory, drafter=DRAFTERS["right"])
     harness = Harness(engine, drafts=ChangingDrafts(3))
     parts = [1, (0, (1, 2)), 5]
@@ -155,7 +155,7 @@ def test_positions_of_a_chunk_are_those_of_the_whole_prompt() -> None:
 
 def refused(images: tuple[PromptImage, ...], ids: list[int], rows: int | None = 100) -> str:
     message = AddReq(uid=1, token_ids=b"", sampling=SamplingParams(), images=images)
-    memory = None if rows is None else image_memory(rows)
+    memory = None if rows is None else image_limits(rows)
     with pytest.raises(InvalidRequest) as error:
         check_images(message, np.array(ids, dtype=np.int32), memory)
     return str(error.value)
@@ -176,9 +176,9 @@ def test_images_that_do_not_fit_the_prompt_or_the_engine_are_refused() -> None:
     accepted = AddReq(uid=1, token_ids=b"", sampling=SamplingParams(), images=images)
     other = msgspec.structs.replace(accepted, images=[i.without_pixels() for i in images])
     for message in (accepted, other):
-        check_images(message, np.array(ids, dtype=np.int32), image_memory(100))
+        check_images(message, np.array(ids, dtype=np.int32), image_limits(100))
     message = AddReq(
         uid=1, token_ids=b"", images=images, sampling=SamplingParams(prompt_logprobs=0)
     )
     with pytest.raises(InvalidRequest, match="prompt with images"):
-        check_images(message, np.array(ids, dtype=np.int32), image_memory(100))
+        check_images(message, np.array(ids, dtype=np.int32), image_limits(100))

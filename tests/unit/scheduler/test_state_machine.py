@@ -18,7 +18,7 @@ from minisgl.scheduler import budget, plan, scheduler, view
 from tests.examples import examples
 from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
-from tests.unit.scheduler.fake_images import image_memory, prompt_with
+from tests.unit.scheduler.fake_images import image_limits, prompt_with
 from tests.unit.scheduler.guarantees import PlanChecks
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.integrity import check_cached_slots, check_snapshots
@@ -79,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         window: tokens of a window; None: the model has no window layers.
         snapshot_pages: of a model with recurrent states. A draft then stays within two pages, and a
         chunk has at least a page.
-        image_rows: of the image buffer; 0: the model takes no images. price: as for image_memory.
+        image_rows: of the image buffer; 0: the model takes no images. price: as for image_limits.
         """
         if snapshot_pages:
             page_size = page_size if most_drafts is None else 8
@@ -97,7 +97,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             DRAFTERS[drafter],
             layers,
             snapshot_pages,
-            images=image_memory(image_rows, price=price) if image_rows else None,
+            images=image_limits(image_rows, price=price) if image_rows else None,
         )
         config = SchedulerConfig(
             prefill_budget_tokens=budget,
