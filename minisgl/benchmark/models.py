@@ -144,7 +144,7 @@ def _nemotron_3(hidden_size: int, inner: int, experts: int, pattern: str) -> dic
     }
 
 
-def _with_images(
+def _with_encoder(
     shape: dict[str, Any], language_model: str, architecture: str, taps: list[int]
 ) -> dict[str, Any]:
     """Add the image encoder. language_model: its model_type. taps: blocks with DeepStack."""
@@ -243,7 +243,7 @@ SHAPES = {
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
 }
-# Shapes with an image encoder: the arguments of _with_images.
+# Shapes with an image encoder: the arguments of _with_encoder.
 _ENCODERS: dict[str, tuple[str, str, list[int]]] = {
     "qwen3.5-9b": ("qwen3_5_text", "Qwen3_5", []),
     "qwen3.6-27b": ("qwen3_5_text", "Qwen3_5", []),
@@ -251,7 +251,7 @@ _ENCODERS: dict[str, tuple[str, str, list[int]]] = {
     "qwen3-vl-8b": ("qwen3_vl_text", "Qwen3VL", [8, 16, 24]),
 }
 SHAPES |= {
-    f"{name}-images": _with_images(SHAPES[name], *encoder) for name, encoder in _ENCODERS.items()
+    f"{name}-images": _with_encoder(SHAPES[name], *encoder) for name, encoder in _ENCODERS.items()
 }
 _IMAGE = "<|image_pad|>"
 # Renders the texts and images of a chat, one after the other.

@@ -6,9 +6,6 @@ weights are; our kernel or torch computes these products (fp8_tilings.py). CPU t
 other products, run the reference: the weights are dequantised for the call.
 """
 
-import logging
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -18,9 +15,8 @@ from minisgl.kernel.dispatch import apply_norm, silu_and_mul
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.fp8_tilings import ALIGNED_COLUMNS, EXACT_ROWS, GROUP, fp8_tiling_for
 from minisgl.kernel.fp8_weights import Scales, dequantise
+from minisgl.kernel.slow import log_slow
 from minisgl.kernel.tilings import Tiling
-
-logger = logging.getLogger(__name__)
 
 
 def fp8_linear(
@@ -177,7 +173,8 @@ def _by_torch(
     silu_first = x.shape[1] != weight.shape[1]
     if not _torch_multiplies(x, weight, scales):
         if not x.is_cpu:
-            _log_slow(*weight.shape, scales.rows, scales.columns, str(x.dtype))
+            case = "FP8 weights of %d x %d with scales for %d x %d and activations of %s"
+            log_slow(case, *weight.shape, scales.rows, scales.columns, x.dtype)
         if norm is not None:
             x = apply_norm(x, norm, norm_weight)
         elif norm_weight is not None:
@@ -217,15 +214,6 @@ def _torch_multiplies(x: Tensor, weight: Tensor, scales: Scales) -> bool:
     in_blocks = scales.columns == scales.rows == GROUP and width % ALIGNED_COLUMNS == 0
     fits = (in_rows or in_blocks) and height % 16 == 0 and width % 16 == 0
     return fits and _is_hopper_bf16(x)
-
-
-@lru_cache(maxsize=64)
-def _log_slow(height: int, width: int, rows: int, columns: int, dtype: str) -> None:
-    logger.warning(
-        "no FP8 kernel for weights of %d x %d with scales for %d x %d and activations of %s: "
-        "each call dequantises the weights",
-        *(height, width, rows, columns, dtype),
-    )
 
 
 def _is_hopper_bf16(x: Tensor) -> bool:

@@ -5,8 +5,6 @@ weights are dequantised in parts for torch's product. CPU tensors, and all other
 reference: the weights are dequantised for the call.
 """
 
-import logging
-from functools import lru_cache
 from typing import Final
 
 import torch
@@ -17,8 +15,7 @@ from minisgl.kernel.dispatch import silu_and_mul
 from minisgl.kernel.packed_order import OrderedWeights, has_order, in_order
 from minisgl.kernel.packed_tilings import MOST_ROWS, loading_tile_for, packed_tile_for
 from minisgl.kernel.packed_weights import PackedWeights, dequantise
-
-logger = logging.getLogger(__name__)
+from minisgl.kernel.slow import log_slow
 
 _PART_BYTES: Final = 64 << 20  # of dequantised weights at once
 
@@ -29,7 +26,8 @@ def prepare(weights: PackedWeights, dtype: torch.dtype) -> PackedWeights | Order
     if weights.codes.is_cpu:
         return weights
     if dtype != torch.bfloat16 or not has_order(weights.kind, weights.group, columns):
-        _log_slow(weights.kind, weights.group, str(dtype))
+        case = "%s weights with groups of %d columns and activations of %s"
+        log_slow(case, weights.kind, weights.group, dtype)
         return weights
     return in_order(weights)
 
@@ -96,12 +94,3 @@ def _by_torch(x: Tensor, weights: OrderedWeights, bias: Tensor | None) -> Tensor
         part = kernels.dequantise(weights, x.dtype, first, end)
         torch.mm(x, part.t(), out=out[:, first:end])
     return out if bias is None else out.add_(bias)
-
-
-@lru_cache(maxsize=16)
-def _log_slow(kind: str, group: int, dtype: str) -> None:
-    logger.warning(
-        "no kernel for %s weights with groups of %d columns and activations of %s: each call "
-        "dequantises the weights",
-        *(kind, group, dtype),
-    )

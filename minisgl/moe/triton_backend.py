@@ -4,9 +4,7 @@ The kernels run without host synchronisation, inside CUDA graphs, and give the s
 run.
 """
 
-import logging
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -14,9 +12,8 @@ from torch import Tensor
 
 from minisgl.kernel.fp8_weights import Scales
 from minisgl.kernel.packed_weights import PackedWeights
+from minisgl.kernel.slow import log_slow
 from minisgl.moe.base import ExpertFormat, ExpertWeights, MoeBackend, Router
-
-logger = logging.getLogger(__name__)
 
 # The matrix unit multiplies this many columns of FP8 weights at once. The columns of a block must
 # be a multiple of it.
@@ -107,19 +104,12 @@ def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) 
         columns = min(gate_up.scales.columns, down.scales.columns)
         if columns % _LEAST_COLUMNS == 0 and has_kernels:
             return weights
-        _log_slow(f"FP8 with scales for {columns} columns")
+        log_slow("experts in FP8 with scales for %d columns on this GPU", columns)
     elif isinstance(gate_up.scales, PackedWeights):
-        _log_slow("int4")
+        log_slow("experts in int4 on this GPU")
     else:
         return weights
     # The columns matter for MXFP4 only, whose experts have kernels on every GPU.
     hidden, inner = gate_up.values.shape[2], down.values.shape[2]
     gate_up, down = gate_up.dequantised(hidden, dtype), down.dequantised(inner, dtype)
     return weights._replace(gate_up=gate_up, down=down)
-
-
-@lru_cache(maxsize=8)
-def _log_slow(form: str) -> None:
-    logger.warning(
-        "no kernel on this GPU for experts in %s: each call dequantises the weights", form
-    )
