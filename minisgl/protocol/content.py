@@ -4,9 +4,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-
-class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Base of the objects in which an unknown field is an error."""
+from minisgl.protocol.body import RequestBody
 
 
 class TextPart(RequestBody, kw_only=True, tag_field="type", tag="text", omit_defaults=True):

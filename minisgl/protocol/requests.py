@@ -10,8 +10,8 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from minisgl.core.sampling import RANGES
+from minisgl.protocol.body import RequestBody as RequestBody
 from minisgl.protocol.content import Part as Part
-from minisgl.protocol.content import RequestBody as RequestBody
 from minisgl.protocol.content import TextPart as TextPart
 
 CHAT = "chat"
