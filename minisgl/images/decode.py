@@ -10,7 +10,8 @@ import hashlib
 import io
 import math
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -43,12 +44,14 @@ class DecodedImage(msgspec.Struct, frozen=True, array_like=True):
     pixels         uint8 [height, width, 3], red, green and blue.
     height, width  multiples of ImageSpec.unit.
     digest         SHA-256 of the pixels.
+    cpu_s          the CPU time of the decoding.
     """
 
     pixels: bytes
     height: int
     width: int
     digest: bytes
+    cpu_s: float
 
 
 class _Refusal(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -66,30 +69,56 @@ class _Decoded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class ImageDecoder:
     """Decodes images for one model, one after the other, in a process of its own."""
 
-    def __init__(self, spec: ImageSpec, max_pixels: int, max_tokens: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        spec: ImageSpec,
+        max_pixels: int,
+        max_tokens: int,
+        max_request_pixels: int,
+        timeout_s: float,
+    ) -> None:
         """Fork the process.
 
         max_pixels: of an image that is accepted. max_tokens: larger images are resized to so many.
-        timeout_s: the CPU time for one image.
+        max_request_pixels: of all images of a request, after they have been resized. timeout_s: the
+        CPU time for all images of a request.
         """
         self.spec = spec
+        self._max_request_pixels = max_request_pixels
         self._timeout_s = timeout_s
         most = max(spec.min_pixels, min(spec.max_pixels, max_tokens * spec.unit**2))
         handle = _handler(spec, max_pixels, most)
         self._process = BoundedProcess(_NAME, handle, Bounds(timeout_s, _MEMORY_BYTES))
 
-    def decode(self, data: bytes, media_type: str, low: bool = False) -> DecodedImage:
+    def decode(
+        self,
+        data: bytes,
+        media_type: str,
+        low: bool = False,
+        before: Sequence[DecodedImage] = (),
+    ) -> DecodedImage:
         """Decode the Base64 text `data` of a file of this media type.
 
-        low: resize the image to at most LOW_PIXELS. Raises ImageRefused.
+        low: resize the image to at most LOW_PIXELS. before: the images of the same request that
+        have been decoded. Raises ImageRefused.
         """
         kind = _kind(data, media_type)
-        reply = self._process.call(msgspec.msgpack.encode((data, kind, low)))
+        left_s = self._timeout_s - sum(image.cpu_s for image in before)
+        if left_s <= 0:
+            raise self._ended(signal.SIGPROF)
+        reply = self._process.call(msgspec.msgpack.encode((data, kind, low, left_s)))
         if isinstance(reply, signal.Signals):
             raise self._ended(reply)
         found: _Refusal | _Decoded = msgspec.msgpack.decode(reply, type=_Refusal | _Decoded)
         if isinstance(found, _Refusal):
             raise ImageRefused(found.message, found.reason, limit=found.limit)
+        pixels = sum(image.height * image.width for image in (*before, found.image))
+        if pixels > self._max_request_pixels:
+            text = (
+                f"and those before it have {pixels} pixels, as resized for the model; at most "
+                f"{self._max_request_pixels} are accepted; send fewer or smaller images"
+            )
+            raise ImageRefused(text, "size", limit="max_request_pixels")
         return found.image
 
     def close(self) -> None:
@@ -100,7 +129,10 @@ class ImageDecoder:
         """The error of a call that this signal has ended."""
         match by:
             case signal.SIGPROF:
-                text = f"takes more than {self._timeout_s:g} s of CPU time to decode"
+                text = (
+                    f"and those before it take more than {self._timeout_s:g} s of CPU time to "
+                    "decode; send fewer or smaller images"
+                )
                 return ImageRefused(text, "cost", limit="image_timeout_s")
             case signal.SIGABRT:
                 text = f"takes more than {_MEMORY_BYTES >> 20} MiB of memory to decode"
@@ -114,19 +146,21 @@ class ImageDecoder:
 def resized(height: int, width: int, spec: ImageSpec, max_pixels: int) -> tuple[int, int]:
     """Return height and width of a resized image, as the processor of Qwen-VL computes them.
 
-    Both are multiples of spec.unit, their product is from spec.min_pixels to max_pixels, and their
-    ratio changes as little as possible.
+    Both are multiples of spec.unit, and their product is at most max_pixels, which is at least
+    spec.min_pixels. It is at least spec.min_pixels where a multiple allows it. Their ratio changes
+    as little as possible, except that the longer side of a narrow image may be cut shorter: the
+    rule of Qwen-VL makes images of more than max_pixels from some of them.
     """
     unit = spec.unit
     new_height, new_width = round(height / unit) * unit, round(width / unit) * unit
-    if new_height * new_width > max_pixels:
-        beta = math.sqrt(height * width / max_pixels)
-        new_height = max(unit, math.floor(height / beta / unit) * unit)
-        new_width = max(unit, math.floor(width / beta / unit) * unit)
-    elif new_height * new_width < spec.min_pixels:
+    if new_height * new_width < spec.min_pixels:
         beta = math.sqrt(spec.min_pixels / (height * width))
         new_height = math.ceil(height * beta / unit) * unit
         new_width = math.ceil(width * beta / unit) * unit
+    if new_height * new_width > max_pixels:
+        beta, longest = math.sqrt(height * width / max_pixels), max_pixels // unit**2 * unit
+        new_height = min(max(unit, math.floor(height / beta / unit) * unit), longest)
+        new_width = min(max(unit, math.floor(width / beta / unit) * unit), longest)
     return new_height, new_width
 
 
@@ -159,7 +193,7 @@ def _handler(spec: ImageSpec, max_pixels: int, most: int) -> Callable[[bytes], b
         "webp": WebPImagePlugin.WebPImageFile,
     }
 
-    def decoded(file: bytes, kind: str, low: bool) -> DecodedImage:
+    def decoded(file: bytes, kind: str, low: bool, started_s: float) -> DecodedImage:
         image = readers[kind](io.BytesIO(file))
         _check_size(image.width, image.height, max_pixels)
         image.load()
@@ -174,13 +208,19 @@ def _handler(spec: ImageSpec, max_pixels: int, most: int) -> Callable[[bytes], b
         height, width = resized(image.height, image.width, spec, wanted)
         image = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
         pixels = image.tobytes()
-        return DecodedImage(pixels, height, width, hashlib.sha256(pixels).digest())
+        digest = hashlib.sha256(pixels).digest()
+        return DecodedImage(pixels, height, width, digest, time.process_time() - started_s)
 
     def handle(request: bytes) -> bytes:
-        data, kind, low = msgspec.msgpack.decode(request, type=tuple[bytes, str, bool])
+        started_s = time.process_time()
+        data, kind, low, left_s = msgspec.msgpack.decode(
+            request, type=tuple[bytes, str, bool, float]
+        )
+        # Shorter than the time in the bounds of the process if the request has other images.
+        signal.setitimer(signal.ITIMER_PROF, left_s)
         reply: _Refusal | _Decoded
         try:
-            reply = _Decoded(decoded(_file(data, kind), kind, low))
+            reply = _Decoded(decoded(_file(data, kind), kind, low, started_s))
         except ImageRefused as error:
             reply = _Refusal(error.message, error.reason, error.limit)
         except MemoryError:  # a limit of the process, which ends

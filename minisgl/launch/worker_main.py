@@ -19,6 +19,7 @@ import msgspec
 
 from minisgl.core import ConfigError, InvariantBroken, MinisglError
 from minisgl.settings.child import ChildSpec
+from minisgl.settings.config import resized_tokens
 from minisgl.utils import setup_logging, supervise
 from minisgl.utils.cuda_context import open_context_early
 
@@ -67,7 +68,8 @@ def _tokenizer(spec: ChildSpec) -> None:
     new_decoder = partial(
         ImageDecoder,
         max_pixels=limits.max_image_pixels,
-        max_tokens=config.max_image_tokens,
+        max_tokens=resized_tokens(config.engine, config.max_image_tokens),
+        max_request_pixels=limits.max_request_pixels,
         timeout_s=limits.image_timeout_s,
     )
     run_tokenizer(

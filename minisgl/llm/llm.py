@@ -34,7 +34,7 @@ from minisgl.request.choice import Choice
 from minisgl.request.convert import CallRequest
 from minisgl.request.question import Question
 from minisgl.settings.child import check_before_weights
-from minisgl.settings.config import MAX_IMAGE_TOKENS
+from minisgl.settings.config import resized_tokens
 from minisgl.settings.hub import resolve_model
 from minisgl.tokenizer import TextTokenizer
 from minisgl.utils import near_names
@@ -100,7 +100,8 @@ class LLM:
             self._decoder = ImageDecoder(
                 spec,
                 max_pixels=LIMITS.max_image_pixels,
-                max_tokens=MAX_IMAGE_TOKENS,
+                max_tokens=resized_tokens(engine_config),
+                max_request_pixels=LIMITS.max_request_pixels,
                 timeout_s=LIMITS.image_timeout_s,
             )
             weakref.finalize(self, self._decoder.close)

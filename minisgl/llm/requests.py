@@ -27,6 +27,8 @@ LIMITS = Limits(
     max_messages=sys.maxsize,
     max_call_tokens=sys.maxsize,
     max_images=sys.maxsize,
+    max_request_pixels=sys.maxsize,
+    image_timeout_s=600.0,
 )
 
 

@@ -43,8 +43,17 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     template_timeout_s: float = 5.0
     max_images: int = 8
     max_image_pixels: int = 2**24
+    max_request_pixels: int = 2**24
     max_image_bytes: int = 2**31
-    image_timeout_s: float = 2.0
+    image_timeout_s: float = 5.0
+
+
+def resized_tokens(engine: EngineConfig, most: int = MAX_IMAGE_TOKENS) -> int:
+    """Return the number of tokens to which a larger image is resized.
+
+    most: the limit of a user. The image buffer takes an image of at most a third of its tokens.
+    """
+    return min(most, engine.image_cache_tokens // 3)
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True):

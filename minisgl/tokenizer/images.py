@@ -34,12 +34,18 @@ def decode_images(
         raise TemplateError(
             f"the chat template renders {rendered} of the {len(images)} images of this chat"
         )
-    return _place([_decode(image, decoder) for image in images], ids, decoder.spec)
+    decoded: list[DecodedImage] = []
+    for image in images:
+        decoded.append(_decode(image, decoder, decoded))
+    return _place(decoded, ids, decoder.spec)
 
 
-def _decode(image: SourceImage, decoder: ImageDecoder) -> DecodedImage:
+def _decode(
+    image: SourceImage, decoder: ImageDecoder, before: Sequence[DecodedImage]
+) -> DecodedImage:
+    """Decode an image. before: those of the chat before it. Raises ImageRefused."""
     try:
-        return decoder.decode(image.data, image.media_type, image.low)
+        return decoder.decode(image.data, image.media_type, image.low, before)
     except ImageRefused as error:
         text = f"{image.path}: the image {error.message}"
         raise ImageRefused(text, error.reason, image.path, error.limit) from None

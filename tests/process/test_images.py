@@ -21,7 +21,8 @@ PADS = 64  # of an image that is resized to 256 x 256 pixels
 @pytest.fixture(scope="module")
 def server(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = build_seeing_model(tmp_path_factory.mktemp("seeing") / "tiny", tiny_model)
-    flags = ("--max-image-pixels", str(2**20), "--max-images", "2", "--image-timeout", "30")
+    flags = ["--max-image-pixels", str(2**20), "--max-images", "2", "--image-timeout", "30"]
+    flags += ["--image-cache-tokens", "300"]
     with run_server("--model", str(folder), *flags, stub="echo") as found:
         yield found.wait_ready()
 
@@ -75,6 +76,11 @@ def test_rendered_prompt_has_the_ids_of_the_cache(server: ServerProcess) -> None
     assert len(different) == PADS
     assert all(pad < 0 <= token for pad, token in different)
     assert len({token for _, token in different}) == 1
+
+
+def test_large_image_is_resized_to_a_third_of_the_image_buffer(server: ServerProcess) -> None:
+    ids = post(server, "/tokenize", messages=user(image_url(encoded((960, 960))))).json()["tokens"]
+    assert max(map(ids.count, ids)) == 300 // 3
 
 
 @pytest.mark.parametrize(

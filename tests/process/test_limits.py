@@ -74,6 +74,7 @@ IN_TEST_IMAGES = {
     "max_image_pixels",
     "max_image_aspect",
     "max_image_frames",
+    "max_request_pixels",
     "max_image_bytes",
     "max_image_memory",
     "image_timeout_s",

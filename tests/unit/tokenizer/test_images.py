@@ -3,6 +3,8 @@
 import base64
 import io
 import json
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +35,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> TextTokenizer:
-    plain = TextTokenizer(folder)
-    (token,) = plain.encode_text("<|image_pad|>")
-    return TextTokenizer(folder, image_token=token)
+def tokenizer(folder: Path) -> Iterator[TextTokenizer]:
+    with closing(TextTokenizer(folder)) as plain:
+        (token,) = plain.encode_text("<|image_pad|>")
+    with closing(TextTokenizer(folder, image_token=token)) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def decoder(tokenizer: TextTokenizer) -> ImageDecoder:
+def decoder(tokenizer: TextTokenizer) -> Iterator[ImageDecoder]:
     spec = ImageSpec(
         patch=16,
         merge=2,
@@ -50,7 +53,9 @@ def decoder(tokenizer: TextTokenizer) -> ImageDecoder:
         std=(0.5,) * 3,
         image_token=tokenizer.encode_text("<|image_pad|>")[0],
     )
-    return ImageDecoder(spec, max_pixels=2**20, max_tokens=64, timeout_s=60.0)
+    limits = {"max_pixels": 2**20, "max_tokens": 64, "max_request_pixels": 10_000}
+    with closing(ImageDecoder(spec, **limits, timeout_s=60.0)) as found:
+        yield found
 
 
 def source(color: str, size: tuple[int, int], path: str = "here", cut: int = 0) -> SourceImage:
@@ -135,6 +140,14 @@ def test_refused_image_has_its_place_and_the_reason(answer: Any) -> None:
     found = answer(chat, good, source("red", (2048, 1024), "second"))
     assert found.error.startswith("second: the image has 2048 x 1024 pixels; at most 1048576")
     assert (found.refused, found.limit) == ("size", "max_image_pixels")
+
+
+def test_images_of_a_chat_share_its_pixels(answer: Any) -> None:
+    chat = [{"role": "user", "content": [IMAGE] * 3}]
+    images = [source("red", (64, 64), f"image {number}") for number in range(3)]
+    found = answer(chat, *images)
+    assert found.error.startswith("image 2: the image and those before it have 12288 pixels")
+    assert (found.param, found.limit) == ("image 2", "max_request_pixels")
 
 
 def test_template_that_leaves_out_an_image_refuses_the_chat(answer: Any) -> None:
