@@ -67,20 +67,28 @@ def greedy(model: Any, ids: list[int]) -> list[int]:
     return tokens[len(ids) :]
 
 
-def test_answer_is_that_of_transformers_and_an_image_is_encoded_once(
-    server: ServerProcess, model: tuple[Any, Path]
-) -> None:
+def asked_about(pixels: torch.Tensor, question: str) -> list[dict[str, Any]]:
     file = io.BytesIO()
-    Image.fromarray(PIXELS.numpy()).save(file, "PNG")
+    Image.fromarray(pixels.numpy()).save(file, "PNG")
     url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
     image = {"type": "image_url", "image_url": {"url": url}}
+    return [{"role": "user", "content": [{"type": "text", "text": question}, image]}]
+
+
+def test_answer_is_that_of_transformers(server: ServerProcess, model: tuple[Any, Path]) -> None:
+    said = asked_about(PIXELS, "what is this")
+    asked = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    answer = post(server, "/v1/chat/completions", messages=said, **asked)
+    wanted = greedy(model[0], post(server, "/tokenize", messages=said)["tokens"])
+    text = post(server, "/detokenize", tokens=wanted)["prompt"]
+    assert answer["choices"][0]["message"]["content"] == text
+
+
+def test_image_of_two_questions_is_encoded_once(server: ServerProcess) -> None:
+    before = server.metrics()
     for question in ("what is this", "and this"):
-        said = [{"role": "user", "content": [{"type": "text", "text": question}, image]}]
-        asked = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-        answer = post(server, "/v1/chat/completions", messages=said, **asked)
-        wanted = greedy(model[0], post(server, "/tokenize", messages=said)["tokens"])
-        text = post(server, "/detokenize", tokens=wanted)["prompt"]
-        assert answer["choices"][0]["message"]["content"] == text
-    found = server.metrics()
-    assert (found["images_encoded_total"], found["images_reused_total"]) == (1, 1)
-    assert found["image_buffer_tokens{state=used}"] == 80
+        said = asked_about(PIXELS.flip(0), question)
+        post(server, "/v1/chat/completions", messages=said, max_tokens=1)
+    after = server.metrics()
+    names = "images_encoded_total", "images_reused_total", "image_buffer_tokens{state=used}"
+    assert [after[name] - before[name] for name in names] == [1, 1, 80]
