@@ -50,14 +50,16 @@ EngineOutput: TypeAlias = messages.StepText | messages.TokenizeResult | messages
 class ClientLoad:
     """The open calls of one client, or the queue of one client and one class of priorities.
 
-    choices  choices that the engine has not ended; in a queue those without output.
-    tokens   tokens of the open calls, as counted for max_call_tokens. In a queue: tokens of the
-             prompts and predictions of the choices that have been submitted. If several choices
-             share a prompt, it counts once.
+    choices      choices that the engine has not ended; in a queue those without output.
+    tokens       tokens of the open calls, as counted for max_call_tokens. In a queue: tokens of the
+                 prompts and predictions of the choices that have been submitted. If several choices
+                 share a prompt, it counts once.
+    image_bytes  of the open calls. Not counted in a queue.
     """
 
     choices: int = 0
     tokens: int = 0
+    image_bytes: int = 0
 
 
 class EngineView:
@@ -253,7 +255,7 @@ class EngineView:
         if call not in self._calls:
             return
         self._calls.remove(call)
-        self._image_bytes -= call.image_bytes
+        self._count_images(call, 0)
         self.loads[call.caller.client].tokens -= call.tokens
         if call.submitted:
             call.caller.log.update(call.summary())
@@ -310,13 +312,22 @@ class EngineView:
     def _hold_images(self, call: Call, size: int) -> None:
         """Count the bytes of the images of an open call, in place of those that it held before.
 
-        Raises Overloaded if the open calls together hold too many, unless no other holds any.
+        A client may hold half of max_image_bytes, so that others find room. Raises Overloaded if
+        the open calls of the client, or all of them, hold too many, unless no other holds any.
         """
-        others = self._image_bytes - call.image_bytes
-        if others and others + size > self.limits.max_image_bytes:
-            reason = "the images of the open requests are too large; try again later"
-            raise Overloaded(reason, limit="max_image_bytes")
-        self._image_bytes, call.image_bytes = others + size, size
+        most, own = self.limits.max_image_bytes, self.loads[call.caller.client].image_bytes
+        for held, share in ((own, most // 2), (self._image_bytes, most)):
+            others = held - call.image_bytes
+            if others and others + size > share:
+                reason = "the images of the open requests are too large; try again later"
+                raise Overloaded(reason, limit="max_image_bytes")
+        self._count_images(call, size)
+
+    def _count_images(self, call: Call, size: int) -> None:
+        added = size - call.image_bytes
+        self._image_bytes += added
+        self.loads[call.caller.client].image_bytes += added
+        call.image_bytes = size
 
     def _queue(self, caller: Caller) -> ClientLoad:
         return self.queues[caller.client, priority_class(caller.priority)]

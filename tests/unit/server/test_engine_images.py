@@ -45,8 +45,8 @@ def answer(world: World, **fields: Any) -> None:
     world.engine.receive(msgspec.structs.replace(result, **fields))
 
 
-async def begin(world: World, size: int = 400) -> "asyncio.Task[Call]":
-    task = asyncio.create_task(start(world.engine, request(size), SEES))
+async def begin(world: World, size: int = 400, client: str = "a") -> "asyncio.Task[Call]":
+    task = asyncio.create_task(start(world.engine, request(size), SEES, client=client))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     return task
@@ -81,7 +81,7 @@ def test_scheduler_gets_the_pads_and_the_client_ids_of_the_vocabulary() -> None:
 
 def test_open_images_are_bounded_by_their_files_and_then_by_their_pixels() -> None:
     async def main() -> None:
-        world = World(max_image_bytes=700)
+        world = World(max_image_bytes=1400)
         first = await begin_answered(world)  # 300 bytes of pixels
         second = await begin(world)  # 400 bytes of Base64
         with pytest.raises(Overloaded) as refused:
@@ -96,6 +96,24 @@ def test_open_images_are_bounded_by_their_files_and_then_by_their_pixels() -> No
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
+        assert world.engine._image_bytes == 0
+
+    asyncio.run(main())
+
+
+def test_client_holds_half_of_the_images_and_another_client_is_admitted() -> None:
+    """Regression: one client held all of them, and each other client got 503."""
+
+    async def main() -> None:
+        world = World(max_image_bytes=1000)
+        given = [(400, "a"), (104, "a"), (400, "b"), (204, "c"), (200, "c")]
+        tasks = [await begin(world, size, client) for size, client in given]
+        assert [task.done() for task in tasks] == [False, True, False, True, False]
+        for task in tasks:
+            task.cancel()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        refused = [error for error in found if isinstance(error, Overloaded)]
+        assert [error.limit for error in refused] == ["max_image_bytes"] * 2
         assert world.engine._image_bytes == 0
 
     asyncio.run(main())
