@@ -118,7 +118,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "nemotron_h": lambda: nemotron("MEM*EME"),
     "nemotron_h-dense": lambda: nemotron("M-M*-M-", ssm_state_size=32, n_groups=8),
     "nemotron_h-ends-with-attention": lambda: nemotron(
-        "*-ME*", n_groups=1, norm_topk_prob=False, moe_shared_expert_intermediate_size=40
+        "ME*", n_groups=1, norm_topk_prob=False, moe_shared_expert_intermediate_size=40
     ),
 }
 

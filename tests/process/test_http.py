@@ -161,7 +161,7 @@ BAD = {
     "role": ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
     "image": (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        "messages[0].content[0]",
+        "messages[0].content[0].image_url",
     ),
     "negative max_tokens": ({"max_tokens": -1}, "max_tokens"),
     "zero max_tokens": ({"max_tokens": 0}, "max_tokens"),
@@ -234,10 +234,10 @@ def test_unknown_model_is_a_404(server: ServerProcess) -> None:
 
 def test_body_over_the_cap_is_a_413(server: ServerProcess) -> None:
     def chunks() -> Iterator[bytes]:
-        for _ in range(17):
+        for _ in range(21):
             yield b" " * 2**20
 
-    for content in (b" " * (17 * 2**20), chunks()):
+    for content in (b" " * (21 * 2**20), chunks()):
         with contextlib.suppress(httpx.WriteError):  # the server need not read it all
             url = server.url + "/v1/completions"
             answer = httpx.post(url, content=content, headers=JSON, timeout=patience())

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import tempfile
-from pathlib import Path
 
 import pytest
 
@@ -15,12 +14,10 @@ from tests.unit.server.fakes import CONFIG
 from tests.unit.utils.supervising import supervising
 
 
-def test_unwritable_socket_folder_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_unwritable_socket_folder_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Regression: a read-only root file system without a mounted /tmp led to a traceback."""
     monkeypatch.setattr(launcher, "setup_logging", lambda *words: None)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+    monkeypatch.setattr(tempfile, "tempdir", "/no-such-folder")
     with pytest.raises(ConfigError, match="no folder for the sockets can be made"):
         launcher.launch(CONFIG)
 
