@@ -75,8 +75,8 @@ class HostMemoryLock:
         try:
             with torch.cuda.device(self._device):
                 self._lock_all(total)
-        # Not only the driver refuses: torch raises RuntimeError and MemoryError.
-        except Exception as error:  # noqa: BLE001
+        # The driver refuses by an EngineError, and torch by the others.
+        except (EngineError, RuntimeError, MemoryError) as error:
             log = "%d of %d blocks of the host cache are locked: %s; set a smaller host cache"
             logger.warning(log, self.num_open, total, error)
         finally:

@@ -33,7 +33,7 @@ def check_logits(comm: Communicator, path: str, prompt: Prompt, size: int) -> No
     """Compare the logits of a rank's share, computed in chunks of `size` tokens."""
     runner = Runner(path, comm, images=True)
     tower, vision = runner.model.visual, runner.spec.vision
-    assert tower is not None
+    assert (tower is not None) == (comm.tp.rank == 0), "rank 0 alone has the encoder"
     assert vision is not None
     (table,) = runner.tables
     angles = MixedAngles.of(vision.sections, runner.spec.kv_specs[0].head_dim, len(table), CPU)
@@ -41,8 +41,9 @@ def check_logits(comm: Communicator, path: str, prompt: Prompt, size: int) -> No
     runner.tables = (table,)
     found, count = [], len(prompt.ids)
     with torch.inference_mode():
-        features = torch.cat([tower.encode(pixels) for pixels in prompt.pictures])
-        if comm.tp.rank == 0:  # the embedding is a sum over the ranks
+        features: Tensor | None = None
+        if tower is not None:
+            features = torch.cat([tower.encode(pixels) for pixels in prompt.pictures])
             runner.model.model.embed_tokens.images = features[:, : vision.size]
         for start in [*range(0, count - DECODED, size), *range(count - DECODED, count)]:
             decode = start >= count - DECODED
@@ -51,7 +52,7 @@ def check_logits(comm: Communicator, path: str, prompt: Prompt, size: int) -> No
             turns = torch.arange(start, end, dtype=torch.int32) + prompt.delta
             if not decode:
                 angles.mix(table, prompt.positions[:, start:end], turns)
-            images = ImageFeatures(ids, features)
+            images = None if features is None else ImageFeatures(ids, features)
             found.append(runner.run(ids.tolist(), start, decode, turns, images))
         shares = comm.gather(torch.cat(found))
     logits = torch.cat(list(shares), dim=-1)[:, : prompt.logits.shape[1]]
