@@ -76,7 +76,7 @@ class Bench:
         picture = Image.fromarray(small).resize((side, side), Image.Resampling.BICUBIC)
         picture.save(buffer, "JPEG", quality=85)
         url = f"data:image/jpeg;base64,{base64.b64encode(buffer.getvalue()).decode()}"
-        question = {"type": "text", "text": "what is this "}
+        question = {"type": "text", "text": "describe the picture "}
         content = [{"type": "image_url", "image_url": {"url": url}}, question]
         return self._body({"messages": [{"role": "user", "content": content}]}, _OUTPUT_TOKENS)
 

@@ -5,14 +5,14 @@ name.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from minisgl.tool_calls.schema import ParameterTypes, parameter_types
+from minisgl.tool_calls.schema import ParameterTypes, parameter_types, properties_of
 
 
 class WrittenGrammar(msgspec.Struct, frozen=True):
@@ -86,3 +86,27 @@ class ToolGrammar(msgspec.Struct, frozen=True):
     must_call: bool
     parallel: bool
     answer: dict[str, Any] | bool | None = None
+
+
+def listed_parameters(
+    writer: GrammarWriter,
+    schema: Mapping[str, Any],
+    separator: str,
+    write: Callable[[str, Any], str],
+) -> str:
+    """Return the expression of the parameters of a call in schema order, with text between them.
+
+    An optional parameter may be left out. write: returns the expression of a parameter from its
+    name and its schema.
+    """
+    # Rules for the last parameters: `after_another` if another parameter stands before them,
+    # `first` if none does.
+    after_another = first = '""'
+    for key, part, is_required in reversed(properties_of(schema)):
+        written = write(key, part)
+        with_it = f"{written} {after_another}"
+        first = writer.rule(with_it if is_required else f"{with_it} | {first}")
+        optional = "" if is_required else "?"
+        between = writer.text(separator)
+        after_another = writer.rule(f"( {between} {written} ){optional} {after_another}")
+    return first

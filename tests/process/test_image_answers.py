@@ -76,7 +76,7 @@ def asked_about(pixels: torch.Tensor, question: str) -> list[dict[str, Any]]:
 
 
 def test_answer_is_that_of_transformers(server: ServerProcess, model: tuple[Any, Path]) -> None:
-    said = asked_about(PIXELS, "what is this")
+    said = asked_about(PIXELS, "name this picture")
     asked = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     answer = post(server, "/v1/chat/completions", messages=said, **asked)
     wanted = greedy(model[0], post(server, "/tokenize", messages=said)["tokens"])
@@ -86,7 +86,7 @@ def test_answer_is_that_of_transformers(server: ServerProcess, model: tuple[Any,
 
 def test_image_of_two_questions_is_encoded_once(server: ServerProcess) -> None:
     before = server.metrics()
-    for question in ("what is this", "and this"):
+    for question in ("name this picture", "and this one"):
         said = asked_about(PIXELS.flip(0), question)
         post(server, "/v1/chat/completions", messages=said, max_tokens=1)
     after = server.metrics()

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minisgl.tool_calls.format import Format
-from minisgl.tool_calls.grammar import GrammarWriter
+from minisgl.tool_calls.grammar import GrammarWriter, listed_parameters
 from minisgl.tool_calls.parser import Calls
 from minisgl.tool_calls.raw_values import string_up_to, to_json
 from minisgl.tool_calls.reader import NotACall, Reader, Steps, inside_quotes
-from minisgl.tool_calls.schema import properties_of
 
 _START, _END, _QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _NAME = re.compile(r"[^\s{}<>]*")
@@ -113,19 +112,15 @@ def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> 
     A string has quotation tokens. All other values are JSON.
     """
     quote = writer.text(_QUOTE)
-    # Rules for the last parameters: `after_comma` if another parameter stands before them, `first`
-    # if none does.
-    after_comma = first = '""'
-    for key, part, is_required in reversed(properties_of(schema)):
+
+    def write(key: str, part: Any) -> str:
         value = writer.schema(part)
         if [*writer.types[name].get(key, ())] == ["string"]:
             value = f"{quote} {string_up_to(writer, key, part, quote)}"
-        written = f"{writer.text(key + ':')} {value}"
-        with_it = f"{written} {after_comma}"
-        first = writer.rule(with_it if is_required else f"{with_it} | {first}")
-        optional = "" if is_required else "?"
-        after_comma = writer.rule(f'( "," {written} ){optional} {after_comma}')
-    return f"{writer.text(f'call:{name}{{')} {first} {writer.text('}')}"
+        return f"{writer.text(key + ':')} {value}"
+
+    parameters = listed_parameters(writer, schema, ",", write)
+    return f"{writer.text(f'call:{name}{{')} {parameters} {writer.text('}')}"
 
 
 GEMMA4 = Format(

@@ -9,10 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from minisgl.tool_calls.format import Format
-from minisgl.tool_calls.grammar import GrammarWriter
+from minisgl.tool_calls.grammar import GrammarWriter, listed_parameters
 from minisgl.tool_calls.parser import Calls
 from minisgl.tool_calls.reader import NotACall, Reader, Steps, inside_quotes
-from minisgl.tool_calls.schema import properties_of
 
 # The list stands between these markers, or is the whole answer. OLMo 3 writes no brackets.
 _ENDS = {
@@ -141,17 +140,10 @@ def _read_escape(reader: Reader) -> Steps[str]:
 
 def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:
     """Return the expression of a call. Its parameters are in schema order, its values are JSON."""
-    # Rules for the last parameters: `after_comma` if another parameter stands before them, `first`
-    # if none does.
-    after_comma = first = '""'
-    for key, part, is_required in reversed(properties_of(schema)):
-        value = writer.schema(part)
-        written = f"{writer.text(key + '=')} {value}"
-        with_it = f"{written} {after_comma}"
-        first = writer.rule(with_it if is_required else f"{with_it} | {first}")
-        optional = "" if is_required else "?"
-        after_comma = writer.rule(f'( ", " {written} ){optional} {after_comma}')
-    return f"{writer.text(name + '(')} {first} {writer.text(')')}"
+    parameters = listed_parameters(
+        writer, schema, ", ", lambda key, part: f"{writer.text(key + '=')} {writer.schema(part)}"
+    )
+    return f"{writer.text(name + '(')} {parameters} {writer.text(')')}"
 
 
 PYTHONIC = Format(
