@@ -42,9 +42,10 @@ from minisgl.benchmark.trace import Load, Turns
 from minisgl.benchmark.workload import make_workload
 from minisgl.core import ConfigError
 from minisgl.cost.floor import Ceilings
+from minisgl.images.spec import CHANNELS
+from minisgl.models.encoder import ImageEncoder
+from minisgl.models.encoder_spec import EncoderSpec
 from minisgl.models.loader import materialise
-from minisgl.models.vision import VisionTower
-from minisgl.models.vision_spec import CHANNELS, VisionSpec
 from minisgl.utils.startup import Progress
 
 _REPEATS = 3  # images of each side whose first tokens are measured
@@ -155,35 +156,35 @@ async def _measure(url: str, options: argparse.Namespace) -> list[Row]:
     return rows + [row for side in options.side for row in await bench.beside(side, *load)]
 
 
-def encoder_rows(spec: VisionSpec, sides: Sequence[int], device: torch.device) -> Iterator[Row]:
+def encoder_rows(spec: EncoderSpec, sides: Sequence[int], device: torch.device) -> Iterator[Row]:
     """Time encodings of square images one after the other, in bf16. Raises ConfigError.
 
     host_ms: until the host has queued the work of an encoding; on a CPU the same as the time.
     """
     with torch.device("meta"):
-        tower = VisionTower(spec)
-    materialise(tower, device, torch.bfloat16)
-    for parameter in tower.parameters():
+        encoder = ImageEncoder(spec)
+    materialise(encoder, device, torch.bfloat16)
+    for parameter in encoder.parameters():
         parameter.normal_(0.0, 0.02)  # zeros would take less power, and so less time
     unit, ceilings = spec.patch * spec.merge, Ceilings()
     for side in sides:
         if side % unit:
             raise ConfigError(f"--side {side} must be a multiple of {unit} with --encoder")
         pixels = torch.randint(0, 256, (side, side, CHANNELS), dtype=torch.uint8, device=device)
-        _encode(tower, pixels, _WARM_UP)
-        seconds, host_s = _encode(tower, pixels, _RUNS)
+        _encode(encoder, pixels, _WARM_UP)
+        seconds, host_s = _encode(encoder, pixels, _RUNS)
         work_s = ceilings.arithmetic_s(spec.flops((side // spec.patch,) * 2), 0)
         floor_s = max(work_s, 2 * spec.weights / ceilings.bytes_per_s)
         times = {"ms": 1e3 * seconds, "host_ms": 1e3 * host_s, "floor_ms": 1e3 * floor_s}
         yield {"name": f"encoder, {side}", **times, "ratio": seconds / floor_s}
 
 
-def _encode(tower: VisionTower, pixels: torch.Tensor, runs: int) -> tuple[float, float]:
+def _encode(encoder: ImageEncoder, pixels: torch.Tensor, runs: int) -> tuple[float, float]:
     """Return the seconds of an encoding, and those until the host has queued it."""
     _wait(pixels.device)
     began_s = time.perf_counter()
     for _ in range(runs):
-        tower.encode(pixels)
+        encoder.encode(pixels)
     host_s = time.perf_counter() - began_s
     _wait(pixels.device)
     return (time.perf_counter() - began_s) / runs, host_s / runs
@@ -197,11 +198,11 @@ def _wait(device: torch.device) -> None:
 def _encoder(options: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         _, model = load_shape(options.model, Path(folder), images=True)
-    if model.vision is None:
+    if model.encoder is None:
         raise ConfigError(f"{options.model} has no image encoder; give a model with images")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.no_grad():
-        return [*encoder_rows(model.vision, options.side, device)]
+        return [*encoder_rows(model.encoder, options.side, device)]
 
 
 def main(argv: Sequence[str]) -> int:

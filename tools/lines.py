@@ -46,7 +46,7 @@ FEATURES = {
         "core/images.py",
         "engine/images.py",
         "images/*.py",
-        "models/vision*.py",
+        "models/encoder*.py",
         "scheduler/image_check.py",
         "scheduler/images.py",
     ),

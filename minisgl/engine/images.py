@@ -17,8 +17,8 @@ from minisgl.engine.stages import Stage
 from minisgl.engine.step_tensors import StepTensors
 from minisgl.images import image_spec
 from minisgl.models.decoder import CausalLM
+from minisgl.models.encoder import ImageEncoder
 from minisgl.models.spec import ModelSpec
-from minisgl.models.vision import VisionTower
 from minisgl.moe.spec import ExpertsSpec
 
 
@@ -27,16 +27,16 @@ def image_limits(config: EngineConfig, model: ModelSpec, tp: TPInfo) -> ImageLim
 
     A step computes the encoder on rank 0, and its layers on all ranks together.
     """
-    vision, processing = model.vision, image_spec(config.model_path)
-    if vision is None or processing is None:
+    encoder, processing = model.encoder, image_spec(config.model_path)
+    if encoder is None or processing is None:
         return None
     token_flops = _token_flops(model) / tp.size
-    one, two = vision.flops((1, 1)) / token_flops, vision.flops((2, 1)) / token_flops
+    one, two = encoder.flops((1, 1)) / token_flops, encoder.flops((2, 1)) / token_flops
     pair = (two - 2 * one) / 2  # flops(n patches) is n * a + n * n * b
     return ImageLimits(
         rows=config.image_cache_tokens,
-        patch=vision.patch,
-        merge=vision.merge,
+        patch=encoder.patch,
+        merge=encoder.merge,
         token=processing.image_token,
         patch_price=one - pair,
         pair_price=pair,
@@ -45,7 +45,7 @@ def image_limits(config: EngineConfig, model: ModelSpec, tp: TPInfo) -> ImageLim
 
 def buffer_bytes(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
     """Return the bytes of the image buffer of rank 0; 0 without an image encoder."""
-    width = 0 if model.vision is None else model.vision.width
+    width = 0 if model.encoder is None else model.encoder.width
     return config.image_cache_tokens * width * dtype.itemsize
 
 
@@ -67,35 +67,35 @@ def image_buffer(model: CausalLM, limits: ImageLimits | None) -> Tensor | None:
     Returns None on a rank without the encoder. The embedding and DeepStack add to a sum over the
     ranks, so the features of one rank suffice.
     """
-    embedding, vision = model.model.embed_tokens, model.config.vision
-    if limits is None or vision is None or model.visual is None:
+    embedding, encoder = model.model.embed_tokens, model.config.encoder
+    if limits is None or encoder is None or model.encoder is None:
         return None
-    buffer = embedding.weight.new_zeros((limits.rows, vision.width))
-    embedding.images = buffer[:, : vision.size]
+    buffer = embedding.weight.new_zeros((limits.rows, encoder.width))
+    embedding.images = buffer[:, : encoder.size]
     return buffer
 
 
 def image_stages(runner: ModelRunner) -> list[Stage]:
     """Return the stage of a rank that encodes images; none for another rank or engine."""
-    tower, buffer = runner.model.visual, runner.images
-    return [] if tower is None or buffer is None else [EncodeImages(tower, buffer)]
+    encoder, buffer = runner.model.encoder, runner.images
+    return [] if encoder is None or buffer is None else [EncodeImages(encoder, buffer)]
 
 
 class EncodeImages(Stage):
     """Encodes the images of a step into the image buffer, before the layers of the step."""
 
-    def __init__(self, tower: VisionTower, buffer: Tensor) -> None:
-        self._tower, self._buffer = tower, buffer
+    def __init__(self, encoder: ImageEncoder, buffer: Tensor) -> None:
+        self._encoder, self._buffer = encoder, buffer
 
     def before(self, x: StepTensors) -> None:
         for image in x.batch.images:
             self._encode(image)
 
     def _encode(self, image: EncodeImage) -> None:
-        height, width = (size * self._tower.spec.patch for size in image.grid)
+        height, width = (size * self._encoder.spec.patch for size in image.grid)
         pixels: NDArray[Any] = np.frombuffer(image.pixels, dtype=np.uint8)
         sent = upload({"pixels": pixels, "rows": image.rows}, self._buffer.device)
-        features = self._tower.encode(sent["pixels"].view(height, width, 3))
+        features = self._encoder.encode(sent["pixels"].view(height, width, 3))
         self._buffer.index_copy_(0, sent["rows"].long(), features)
 
 

@@ -162,10 +162,10 @@ class Start:
         max_pages = -(-max_seq_len // config.page_size) + -(-drafts // config.page_size)
         positions = max_seq_len + drafts + 1
         mixed, angles, widths = 0, None, spec.rope_widths
-        if spec.vision is not None:
+        if spec.encoder is not None:
             mixed, first = self.max_chunk_tokens, max_seq_len + drafts
             (width,) = widths.values()
-            angles = MixedAngles.of(spec.vision.sections, width, first, device)
+            angles = MixedAngles.of(spec.encoder.sections, width, first, device)
         tables = [rope_table(rope, width, max_seq_len, device) for rope, width in widths.items()]
         page_tables = [int32(rows, max_pages, fill=pool.dummy_page) for pool in pools]
         runner = ModelRunner(

@@ -9,12 +9,16 @@ from msgspec import Meta
 from minisgl.core import ConfigError
 from minisgl.core.files import read_json
 
-_Size = Annotated[int, Meta(ge=1, le=2**10)]
+CHANNELS = 3  # of a pixel
+
+_Count = Annotated[int, Meta(ge=1, lt=2**31)]
+_Depth = Annotated[int, Meta(ge=1, le=10_000)]
+_Size = Annotated[int, Meta(ge=1, le=2**10)]  # pixels or patches
 _Pixels = Annotated[int, Meta(ge=1, le=2**31)]
 _Channels = tuple[float, float, float]
 _TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 
-# Architectures whose images the engine computes. All have the tower of Qwen3-VL.
+# Architectures whose images the engine computes. All have the encoder of Qwen3-VL.
 _ARCHITECTURES = (
     "Qwen3VLForConditionalGeneration",
     "Qwen3VLMoeForConditionalGeneration",
@@ -30,7 +34,7 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
     merge       `merge` x `merge` neighbouring patches become one token.
     min_pixels, max_pixels
                 range of height x width of a resized image.
-    mean, std   of each channel: the tower reads (pixel / 255 - mean) / std.
+    mean, std   of each channel: the encoder reads (pixel / 255 - mean) / std.
     image_token the id that the chat template renders once for each image.
     """
 
@@ -48,18 +52,32 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
         return self.patch * self.merge
 
 
-class _Tower(msgspec.Struct, frozen=True):
-    """vision_config of config.json."""
+class HfVision(msgspec.Struct, frozen=True):
+    """The fields of vision_config in config.json.
 
+    num_position_embeddings: rows of the position table, which is a square.
+    deepstack_visual_indexes: the blocks whose outputs go to the first layers of the text.
+    """
+
+    depth: _Depth = 27
+    hidden_size: _Count = 1152
+    hidden_act: str = "gelu_pytorch_tanh"
+    intermediate_size: _Count = 4304
+    num_heads: _Count = 16
+    in_channels: _Count = CHANNELS
     patch_size: _Size = 16
     spatial_merge_size: _Size = 2
+    temporal_patch_size: _Count = 2
+    out_hidden_size: _Count = 3584
+    num_position_embeddings: _Count = 2304
+    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
 
 
 class _Config(msgspec.Struct, frozen=True):
     """config.json."""
 
     image_token_id: _TokenId
-    vision_config: _Tower
+    vision_config: HfVision
 
 
 class _Edges(msgspec.Struct, frozen=True):
@@ -80,7 +98,7 @@ class _Processor(msgspec.Struct, frozen=True):
 
 
 def image_spec(folder: str | Path) -> ImageSpec | None:
-    """Return the processing of images of the model in this folder; None if it has no tower.
+    """Return the processing of images of the model in this folder; None if it has no encoder.
 
     Reads config.json and, if it exists, preprocessor_config.json. Raises ConfigError that names the
     file with a wrong value.

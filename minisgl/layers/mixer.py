@@ -19,7 +19,7 @@ from minisgl.layers.rotary import Rope
 
 
 class ImageFeatures(NamedTuple):
-    """The features of the image tokens of a step (models.vision.VisionTower.encode).
+    """The features of the image tokens of a step (models.encoder.ImageEncoder.encode).
 
     ids     int32 [T] of the tokens. Id ~i, which is negative, has row i of `buffer`.
     buffer  [N, n * H]: the embedding of an image token, then the features for DeepStack.

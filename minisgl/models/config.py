@@ -33,11 +33,11 @@ def load_model_spec(folder: str, *, drafts: bool = False, images: bool = False) 
     """
     path = Path(folder)
     spec = _load(path, drafts, images)
-    processing = image_spec(path) if spec.vision is not None else None
-    if spec.vision is None or processing is None:
+    processing = image_spec(path) if spec.encoder is not None else None
+    if spec.encoder is None or processing is None:
         return spec
-    vision = spec.vision._replace(mean=processing.mean, std=processing.std)
-    return msgspec.structs.replace(spec, vision=vision)
+    encoder = spec.encoder._replace(mean=processing.mean, std=processing.std)
+    return msgspec.structs.replace(spec, encoder=encoder)
 
 
 def _load(path: Path, drafts: bool, images: bool) -> ModelSpec:

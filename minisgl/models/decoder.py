@@ -10,10 +10,10 @@ from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.embedding import LMHead, ParallelEmbedding
 from minisgl.layers.mixer import ForwardContext
 from minisgl.layers.norm import CompleteNorm, ResidualNorm, ResidualStream
+from minisgl.models.encoder import ImageEncoder
 from minisgl.models.layer import Attended, DecoderLayer, ModelParts, layer_kind
 from minisgl.models.mtp import DraftHead
 from minisgl.models.spec import ModelSpec, Multipliers
-from minisgl.models.vision import VisionTower
 
 
 class Decoder(nn.Module):
@@ -70,7 +70,7 @@ class CausalLM(nn.Module):
     """One rank's share of a decoder-only language model.
 
     `model` computes hidden states; `lm_head` computes logits from them and samples. `mtp` makes
-    drafts; None without a draft head. `visual` encodes images; None without an encoder, and on all
+    drafts; None without a draft head. `encoder` encodes images; None without an encoder, and on all
     ranks but rank 0.
     """
 
@@ -86,8 +86,8 @@ class CausalLM(nn.Module):
         self.mtp = None
         if config.draft_head is not None:
             self.mtp = DraftHead(parts, config.draft_head, self.lm_head.shard)
-        vision = config.vision if parts.comm.tp.rank == 0 else None
-        self.visual = None if vision is None else VisionTower(vision)
+        encoder = config.encoder if parts.comm.tp.rank == 0 else None
+        self.encoder = None if encoder is None else ImageEncoder(encoder)
 
     def logits(self, attended: Attended, out: Tensor | None = None) -> Tensor:
         """Finish the last layer and return this rank's logits, as LMHead.logits.

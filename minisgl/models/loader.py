@@ -20,8 +20,8 @@ from minisgl.core.files import read_json
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import Placement, Sharded
 from minisgl.models.decoder import CausalLM
+from minisgl.models.encoder import ENCODER_TENSORS
 from minisgl.models.text_part import TEXT_PREFIXES
-from minisgl.models.vision import TOWER
 from minisgl.moe.block import MoeBlock
 from minisgl.moe.experts import ExpertsMethod
 from minisgl.utils.startup import Progress
@@ -143,8 +143,8 @@ def load_weights(
     """
     files, placements = _tensor_files(Path(folder)), placements_of(model)
     beside = [_DRAFTS]
-    if any(placement.source.startswith(TOWER) for placement in placements):
-        beside.append(TOWER)
+    if any(placement.source.startswith(ENCODER_TENSORS) for placement in placements):
+        beside.append(ENCODER_TENSORS)
     stored = text_tensors(files, tuple(beside))
     by_file: dict[Path, list[Placement]] = defaultdict(list)
     for i, placement in enumerate(placements):
@@ -202,7 +202,7 @@ def has_draft_head(folder: str) -> bool:
 def text_tensors(names: Iterable[str], beside: tuple[str, ...] = (_DRAFTS,)) -> dict[str, str]:
     """Return the stored names of a checkpoint's tensors by the names that the model uses.
 
-    A checkpoint with a vision encoder stores the language model below a prefix. All other tensors
+    A checkpoint with an image encoder stores the language model below a prefix. All other tensors
     of such a checkpoint, except those of the heads, belong to the encoder and are left out.
 
     beside: beginnings of names that are kept although they are not below the prefix.

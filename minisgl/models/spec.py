@@ -13,8 +13,8 @@ from minisgl.layers.mamba import MambaSpec
 from minisgl.layers.mixer import StateSpec
 from minisgl.layers.mlp import DenseSpec
 from minisgl.layers.rotary import QueryScale, Rope
+from minisgl.models.encoder_spec import EncoderSpec
 from minisgl.models.hf_config import ModelSettings
-from minisgl.models.vision_spec import VisionSpec
 from minisgl.moe.spec import ExpertsSpec
 
 # The description of the part of a layer in which a token reads others. layer.MIXERS has the
@@ -90,7 +90,7 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
     embedding_norm  a norm without weights follows the token embedding.
     unread          beginnings of the names of tensors that a checkpoint may have and that the model
                     does not read, such as those of a draft head. Each ends with a dot.
-    vision          the image encoder. None: the model has none, or does not use it.
+    encoder         the image encoder. None: the model has none, or does not use it.
     names           the checkpoint's names of modules, by their names in models/decoder.py. The
                     names of all other modules are equal.
     """
@@ -106,7 +106,7 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
     norm_offset: bool = False
     embedding_norm: bool = False
     unread: tuple[str, ...] = ()
-    vision: VisionSpec | None = None
+    encoder: EncoderSpec | None = None
     names: dict[str, str] = {}
     sampling_defaults: dict[str, int | float] = {}
 

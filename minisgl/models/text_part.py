@@ -1,11 +1,11 @@
-"""The config of the language model in a checkpoint with a vision encoder. Loads without torch."""
+"""The config of the language model in a checkpoint with an image encoder. Loads without torch."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from minisgl.core import ConfigError
 
-# Architectures with a vision encoder: the architecture of the language model inside, by the
+# Architectures with an image encoder: the architecture of the language model inside, by the
 # model_type of text_config.
 TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
     "Mistral3ForConditionalGeneration": {
@@ -22,13 +22,13 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
     "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }
 
-# Prefixes of the language model beside a vision encoder, in the old and the new spelling of
+# Prefixes of the language model beside an image encoder, in the old and the new spelling of
 # transformers, with the prefix of the same tensors in a checkpoint without an encoder.
 TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."))
 
 
 def text_name(name: str) -> str:
-    """Return the name of a tensor or module in a checkpoint without a vision encoder."""
+    """Return the name of a tensor or module in a checkpoint without an image encoder."""
     for prefix, text in TEXT_PREFIXES:
         if name.startswith(prefix):
             return text + name.removeprefix(prefix)
@@ -36,7 +36,7 @@ def text_name(name: str) -> str:
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model in a config.json with a vision encoder.
+    """Return the config of the language model in a config.json with an image encoder.
 
     A setting outside of text_config, such as quantization_config, also applies to the language
     model, unless text_config has another value than null for it. Any other config is returned as it

@@ -169,7 +169,7 @@ def planned_weights(config: EngineConfig, model: ModelSpec) -> int:
 
 
 def _image_bytes(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
-    encoder = 0 if model.vision is None else model.vision.weights * dtype.itemsize
+    encoder = 0 if model.encoder is None else model.encoder.weights * dtype.itemsize
     return encoder + buffer_bytes(config, model, dtype)
 
 

@@ -132,7 +132,7 @@ def _tokenize_chat(
     thinks = tokenizer.thinks(ids, options)
     padded, images, decode_s = b"", tuple[messages.PromptImage, ...](), 0.0
     if message.images:
-        assert decoder is not None, "the server accepts no image without a tower; this is a bug"
+        assert decoder is not None, "the server accepts no image without an encoder; this is a bug"
         started_s = time.perf_counter()
         placed = decode_images(message.images, ids, decoder)
         decode_s = time.perf_counter() - started_s

@@ -134,7 +134,7 @@ def _gpt_oss(**kwargs: Any) -> Any:
 
 
 def _with_encoder(text: Any) -> Any:
-    """A checkpoint with a vision encoder, whose tensors the engine leaves out."""
+    """A checkpoint with an image encoder, whose tensors the engine leaves out."""
     vision = transformers.PixtralVisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )

@@ -17,7 +17,7 @@ class Prompt(NamedTuple):
     """A prompt with images, and the results of transformers for it.
 
     ids        row i of all features of images stands as the id ~i.
-    pictures   uint8, as VisionTower.encode takes them.
+    pictures   uint8, as ImageEncoder.encode takes them.
     positions  int32 [3, n]. delta: the position of a later token, less its index.
     logits     float32 [n, V].
     """
@@ -32,19 +32,19 @@ class Prompt(NamedTuple):
 def check_logits(comm: Communicator, path: str, prompt: Prompt, size: int) -> None:
     """Compare the logits of a rank's share, computed in chunks of `size` tokens."""
     runner = Runner(path, comm, images=True)
-    tower, vision = runner.model.visual, runner.spec.vision
-    assert (tower is not None) == (comm.tp.rank == 0), "rank 0 alone has the encoder"
-    assert vision is not None
+    encoder, spec = runner.model.encoder, runner.spec.encoder
+    assert (encoder is not None) == (comm.tp.rank == 0), "rank 0 alone has the encoder"
+    assert spec is not None
     (table,) = runner.tables
-    angles = MixedAngles.of(vision.sections, runner.spec.kv_specs[0].head_dim, len(table), CPU)
+    angles = MixedAngles.of(spec.sections, runner.spec.kv_specs[0].head_dim, len(table), CPU)
     table = torch.cat((table, torch.full_like(table, torch.nan)))
     runner.tables = (table,)
     found, count = [], len(prompt.ids)
     with torch.inference_mode():
         features: Tensor | None = None
-        if tower is not None:
-            features = torch.cat([tower.encode(pixels) for pixels in prompt.pictures])
-            runner.model.model.embed_tokens.images = features[:, : vision.size]
+        if encoder is not None:
+            features = torch.cat([encoder.encode(pixels) for pixels in prompt.pictures])
+            runner.model.model.embed_tokens.images = features[:, : spec.size]
         for start in [*range(0, count - DECODED, size), *range(count - DECODED, count)]:
             decode = start >= count - DECODED
             end = start + 1 if decode else min(start + size, count - DECODED)

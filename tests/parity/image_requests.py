@@ -63,7 +63,7 @@ def answers(comm: Communicator, path: str) -> list[list[int]]:
     """
     engine = make_engine(path, comm, tp_size=comm.tp.size, page_size=16, **SMALL)
     runner, encodes = engine._launcher.runner, comm.tp.rank == 0
-    assert (runner.images is not None, runner.model.visual is not None) == (encodes, encodes)
+    assert (runner.images is not None, runner.model.encoder is not None) == (encodes, encodes)
     inbox, outbox = LocalInbox(), deque[StepOutput]()
     scheduler = Scheduler(
         engine,

@@ -20,17 +20,17 @@ from tests.unit.distributed.ranks import run_ranks
 def test_features_of_an_image_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model, path = save(name, tmp_path)
     ours = Runner(path, SingleCommunicator(), images=True)
-    vision, tower = ours.spec.vision, ours.model.visual
-    assert vision is not None
-    assert tower is not None
+    spec, encoder = ours.spec.encoder, ours.model.encoder
+    assert spec is not None
+    assert encoder is not None
     for grid in ((4, 6), (2, 2), (18, 4)):
         pixels = picture(*grid)
         given = processed([pixels])
         expected = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])
         taps = getattr(expected, "deepstack_features", [])
         wanted = torch.cat((expected.pooler_output, *taps), dim=1)
-        assert wanted.shape[1] == vision.width
-        torch.testing.assert_close(tower.encode(pixels), wanted, atol=2e-3, rtol=2e-3)
+        assert wanted.shape[1] == spec.width
+        torch.testing.assert_close(encoder.encode(pixels), wanted, atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("size", [1, 7, 64])

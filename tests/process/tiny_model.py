@@ -54,7 +54,7 @@ def build_reciting_model(folder: Path, recital: list[str], new_tokens: list[str]
 def build_seeing_model(folder: Path, tiny_model: Path) -> Path:
     """A copy of the tiny model with the config, the tokens and the template of one with images.
 
-    It has no tower. The stub of the scheduler needs none.
+    It has no image encoder. The stub of the scheduler needs none.
     """
     shutil.copytree(tiny_model, folder, dirs_exist_ok=True)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())

@@ -6,9 +6,9 @@ from minisgl.core import ConfigError
 from minisgl.layers.attention import QkNorm
 from minisgl.layers.mlp import DenseSpec
 from minisgl.models.compose import sparse_layers, transformer, windows_if_enabled
+from minisgl.models.encoder_spec import encoder_spec_of
 from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.spec import ModelSpec
-from minisgl.models.vision_spec import vision_of
 from minisgl.moe.spec import ExpertsSpec
 
 VL_DEFAULTS: Raw = {"rope_theta": 5e5}
@@ -38,8 +38,8 @@ def _with_images(model: ModelSpec, raw: Raw) -> ModelSpec:
 
     The first layer after layer 0 gets the features of the first tap, and so on.
     """
-    vision = vision_of(raw, model.hidden_size, (24, 20, 20), deepstack=True)
-    taps = 0 if vision is None else len(vision.taps)
+    encoder = encoder_spec_of(raw, model.hidden_size, (24, 20, 20), deepstack=True)
+    taps = 0 if encoder is None else len(encoder.taps)
     if taps >= model.num_layers:
         raise ConfigError(
             f"vision_config: deepstack_visual_indexes has {taps} blocks; expected fewer than the "
@@ -49,7 +49,7 @@ def _with_images(model: ModelSpec, raw: Raw) -> ModelSpec:
         layer._replace(tap=number if 1 <= number <= taps else None)
         for number, layer in enumerate(model.layers)
     ]
-    return msgspec.structs.replace(model, vision=vision, layers=tuple(layers))
+    return msgspec.structs.replace(model, encoder=encoder, layers=tuple(layers))
 
 
 def _moe(config: HfConfig, mlps: list[DenseSpec | ExpertsSpec]) -> ModelSpec:

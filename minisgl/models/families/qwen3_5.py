@@ -6,10 +6,10 @@ import msgspec
 
 from minisgl.layers.mlp import DenseSpec
 from minisgl.models.compose import dense_layers, sparse_layers
+from minisgl.models.encoder_spec import encoder_spec_of
 from minisgl.models.families.qwen3_next import hybrid_spec
 from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.spec import ModelSpec
-from minisgl.models.vision_spec import vision_of
 from minisgl.moe.spec import ExpertsSpec
 
 DEFAULTS: Raw = {"head_dim": 256, "partial_rotary_factor": 0.25}
@@ -33,5 +33,5 @@ def moe_spec(config: HfConfig, raw: Raw) -> ModelSpec:
 
 
 def _with_images(config: HfConfig, raw: Raw, mlps: Sequence[DenseSpec | ExpertsSpec]) -> ModelSpec:
-    vision = vision_of(raw, config.hidden_size, (11, 11, 10), deepstack=False)
-    return msgspec.structs.replace(hybrid_spec(config, raw, mlps, grouped=False), vision=vision)
+    encoder = encoder_spec_of(raw, config.hidden_size, (11, 11, 10), deepstack=False)
+    return msgspec.structs.replace(hybrid_spec(config, raw, mlps, grouped=False), encoder=encoder)

@@ -64,7 +64,7 @@ def decoded(decoder, file, kind="png", **options):
 
 
 def processed(image, max_pixels=SPEC.max_pixels):
-    """The pixels that the image processor of transformers gives to the tower."""
+    """The pixels that the image processor of transformers gives to the encoder."""
     processor = Qwen2VLImageProcessorPil(
         patch_size=SPEC.patch,
         merge_size=SPEC.merge,

@@ -53,7 +53,7 @@ def test_folder_without_a_processor_has_the_values_of_qwen3_vl(tmp_path):
 
 
 @pytest.mark.parametrize("architectures", [["Qwen3_5ForCausalLM"], [], None])
-def test_model_without_a_tower_has_no_spec(tmp_path, architectures):
+def test_model_without_an_encoder_has_no_spec(tmp_path, architectures):
     assert image_spec(folder_with(tmp_path, {**CONFIG, "architectures": architectures})) is None
 
 

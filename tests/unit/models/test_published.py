@@ -42,16 +42,16 @@ def read(name: str) -> dict[str, Any]:
     return result
 
 
-def with_tower(published: dict[str, Any]) -> dict[str, Any]:
+def with_encoder(published: dict[str, Any]) -> dict[str, Any]:
     """Add the image encoder to a published checkpoint whose hidden size is 5120."""
-    tower = read("qwen3.6-tower")
-    config = published["config"] | {"vision_config": tower["vision_config"]}
+    encoder = read("qwen3.6-encoder")
+    config = published["config"] | {"vision_config": encoder["vision_config"]}
     blocks = {
         f"model.visual.blocks.{block}.{name}": tensor
-        for block in range(tower["vision_config"]["depth"])
-        for name, tensor in tower["block"].items()
+        for block in range(encoder["vision_config"]["depth"])
+        for name, tensor in encoder["block"].items()
     }
-    rest = {f"model.visual.{name}": tensor for name, tensor in tower["rest"].items()}
+    rest = {f"model.visual.{name}": tensor for name, tensor in encoder["rest"].items()}
     return published | {"config": config, "unread": published["unread"] | blocks | rest}
 
 
@@ -125,7 +125,7 @@ def test_the_loader_takes_each_tensor_of_a_published_checkpoint(name: str, tmp_p
 
 @pytest.mark.parametrize("name", ["qwen3.6-27b", "qwen3.6-27b-fp8"])
 def test_rank_0_alone_holds_the_published_image_encoder_whole(name: str, tmp_path: Path) -> None:
-    published = with_tower(read(name))
+    published = with_encoder(read(name))
     write(tmp_path, published, {"model.visual.other.weight": ("BF16", [2])})
     config = published["config"]
     check(tmp_path, config, TPInfo(0, 1))  # without images no name of the encoder is read
@@ -135,15 +135,15 @@ def test_rank_0_alone_holds_the_published_image_encoder_whole(name: str, tmp_pat
     with pytest.raises(ConfigError, match=r"no tensor model\.visual\.blocks\.26\.attn\.qkv\.bias"):
         check(tmp_path, config, TPInfo(0, 1), images=True)
     write(tmp_path, published, {})
-    tower, other = (
-        [p for name, p in model.named_parameters() if name.startswith("visual.")]
+    encoder, other = (
+        [p for name, p in model.named_parameters() if name.startswith("encoder.")]
         for model in (check(tmp_path, config, TPInfo(rank, 2), images=True) for rank in (0, 1))
     )
     assert not other
-    vision = model_spec_from(config, images=True).vision
-    assert vision is not None
-    assert sum(parameter.numel() for parameter in tower) == vision.weights
-    assert {parameter.dtype for parameter in tower} == {torch.bfloat16}
+    spec = model_spec_from(config, images=True).encoder
+    assert spec is not None
+    assert sum(parameter.numel() for parameter in encoder) == spec.weights
+    assert {parameter.dtype for parameter in encoder} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_rank_0_alone_holds_the_published_image_encoder_whole(name: str, tmp_pat
     ],
 )
 def test_settings_of_an_image_encoder_are_checked(changes: dict[str, Any], says: str) -> None:
-    config = with_tower(read("qwen3.6-27b"))["config"]
+    config = with_encoder(read("qwen3.6-27b"))["config"]
     broken = {**config, "vision_config": config["vision_config"] | changes}
     model_spec_from(broken)  # without images, no setting of the encoder counts
     with pytest.raises(ConfigError, match=says):

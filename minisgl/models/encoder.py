@@ -7,13 +7,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from minisgl.images.spec import CHANNELS
 from minisgl.kernel import qk_norm_rope_store
 from minisgl.layers.shards import Placement
-from minisgl.models.vision_spec import CHANNELS, VisionSpec
+from minisgl.models.encoder_spec import EncoderSpec
 
-TOWER = "model.visual."  # the beginning of the names of the encoder's tensors
+ENCODER_TENSORS = "model.visual."  # the beginning of their names in a checkpoint
 _EPS = 1e-6
 _THETA = 10_000.0  # the base of the rotary embedding
+
+
+def _stored(name: str) -> str:
+    """Return the name in a checkpoint of a parameter of CausalLM.encoder."""
+    return ENCODER_TENSORS + name.removeprefix("encoder.")
 
 
 class _Whole(nn.Module):
@@ -22,14 +28,15 @@ class _Whole(nn.Module):
     def placements(self, name: str) -> Iterator[Placement]:
         """See Sharded."""
         for parameter, value in self.named_parameters(recurse=False):
-            yield Placement(f"model.{name}.{parameter}", tuple(value.shape), f"{name}.{parameter}")
+            target = f"{name}.{parameter}"
+            yield Placement(_stored(target), tuple(value.shape), target)
 
 
-class TowerLinear(_Whole, nn.Linear):
+class EncoderLinear(_Whole, nn.Linear):
     """A linear layer with a bias."""
 
 
-class TowerNorm(_Whole, nn.LayerNorm):
+class EncoderNorm(_Whole, nn.LayerNorm):
     """A LayerNorm with weight and bias."""
 
     def placements(self, name: str) -> Iterator[Placement]:
@@ -42,7 +49,7 @@ class TowerNorm(_Whole, nn.LayerNorm):
 class PositionTable(_Whole):
     """The learned positions of a square of patches. weight: [side * side, hidden]."""
 
-    def __init__(self, spec: VisionSpec) -> None:
+    def __init__(self, spec: EncoderSpec) -> None:
         super().__init__()
         self.side = spec.side
         self.weight = nn.Parameter(torch.empty(spec.side**2, spec.hidden))
@@ -60,7 +67,7 @@ class PatchEmbedding(nn.Module):
     The frames of an image are equal, so the loader adds up the weights of all frames.
     """
 
-    def __init__(self, spec: VisionSpec) -> None:
+    def __init__(self, spec: EncoderSpec) -> None:
         super().__init__()
         self.stored = spec.hidden, CHANNELS, spec.frames, spec.patch, spec.patch
         self.weight = nn.Parameter(torch.empty(spec.hidden, CHANNELS * spec.patch**2))
@@ -72,7 +79,7 @@ class PatchEmbedding(nn.Module):
 
     def placements(self, name: str) -> Iterator[Placement]:
         """See Sharded."""
-        source = f"model.{name}.proj"
+        source = _stored(f"{name}.proj")
         yield Placement(f"{source}.weight", self.stored, f"{name}.weight", convert=_sum_of_frames)
         yield Placement(f"{source}.bias", self.stored[:1], f"{name}.bias")
 
@@ -81,17 +88,17 @@ def _sum_of_frames(weight: Tensor) -> Tensor:
     return weight.float().sum(2).flatten(1)
 
 
-class TowerAttention(nn.Module):
+class EncoderAttention(nn.Module):
     """Attention of all patches of an image to each other, with a rotary embedding."""
 
-    def __init__(self, spec: VisionSpec) -> None:
+    def __init__(self, spec: EncoderSpec) -> None:
         super().__init__()
         self.heads = spec.heads
-        self.qkv = TowerLinear(spec.hidden, 3 * spec.hidden)
-        self.proj = TowerLinear(spec.hidden, spec.hidden)
+        self.qkv = EncoderLinear(spec.hidden, 3 * spec.hidden)
+        self.proj = EncoderLinear(spec.hidden, spec.hidden)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        """Return [N, hidden]. x: [N, hidden]. angles: float32 [N, D], as VisionTower._angles."""
+        """Return [N, hidden]. x: [N, hidden]. angles: float32 [N, D], as ImageEncoder._angles."""
         count, qkv = len(x), self.qkv(x)
         # The kernel of the language model rotates queries and keys in one launch. The keys and
         # values go to pages of one token each, so that one compiled kernel serves all images.
@@ -105,45 +112,45 @@ class TowerAttention(nn.Module):
         return cast("Tensor", self.proj(mixed[0].transpose(0, 1).flatten(1)))
 
 
-class TowerMlp(nn.Module):
+class EncoderMlp(nn.Module):
     """Two linears with a GELU between them. approximate: as in functional.gelu."""
 
     def __init__(self, inputs: int, inner: int, outputs: int, approximate: str) -> None:
         super().__init__()
         self.approximate = approximate
-        self.linear_fc1 = TowerLinear(inputs, inner)
-        self.linear_fc2 = TowerLinear(inner, outputs)
+        self.linear_fc1 = EncoderLinear(inputs, inner)
+        self.linear_fc2 = EncoderLinear(inner, outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = functional.gelu(self.linear_fc1(x), approximate=self.approximate)
         return cast("Tensor", self.linear_fc2(inner))
 
 
-class TowerBlock(nn.Module):
+class EncoderBlock(nn.Module):
     """Attention and an MLP, each after a norm and added to its input."""
 
-    def __init__(self, spec: VisionSpec) -> None:
+    def __init__(self, spec: EncoderSpec) -> None:
         super().__init__()
-        self.norm1 = TowerNorm(spec.hidden, _EPS)
-        self.norm2 = TowerNorm(spec.hidden, _EPS)
-        self.attn = TowerAttention(spec)
-        self.mlp = TowerMlp(spec.hidden, spec.inner, spec.hidden, "tanh")
+        self.norm1 = EncoderNorm(spec.hidden, _EPS)
+        self.norm2 = EncoderNorm(spec.hidden, _EPS)
+        self.attn = EncoderAttention(spec)
+        self.mlp = EncoderMlp(spec.hidden, spec.inner, spec.hidden, "tanh")
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x), angles)
         return cast("Tensor", x + self.mlp(self.norm2(x)))
 
 
-class Merger(TowerMlp):
+class Merger(EncoderMlp):
     """Merges the patches of a square into one image token.
 
     whole: the norm is over the merged patches, as in DeepStack, and not over each patch.
     """
 
-    def __init__(self, spec: VisionSpec, whole: bool) -> None:
+    def __init__(self, spec: EncoderSpec, whole: bool) -> None:
         merged = spec.hidden * spec.merge**2
         super().__init__(merged, merged, spec.size, "none")
-        self.norm = TowerNorm(merged if whole else spec.hidden, _EPS)
+        self.norm = EncoderNorm(merged if whole else spec.hidden, _EPS)
         self.merged, self.whole = merged, whole
 
     def forward(self, x: Tensor) -> Tensor:
@@ -153,15 +160,15 @@ class Merger(TowerMlp):
         return super().forward(self.norm(x).view(-1, self.merged))
 
 
-class VisionTower(nn.Module):
+class ImageEncoder(nn.Module):
     """The image encoder. Each rank holds it whole and computes the same features."""
 
-    def __init__(self, spec: VisionSpec) -> None:
+    def __init__(self, spec: EncoderSpec) -> None:
         super().__init__()
         self.spec = spec
         self.patch_embed = PatchEmbedding(spec)
         self.pos_embed = PositionTable(spec)
-        self.blocks = nn.ModuleList(TowerBlock(spec) for _ in range(spec.depth))
+        self.blocks = nn.ModuleList(EncoderBlock(spec) for _ in range(spec.depth))
         self.merger = Merger(spec, whole=False)
         self.deepstack_merger_list = nn.ModuleList(Merger(spec, whole=True) for _ in spec.taps)
 

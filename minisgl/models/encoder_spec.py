@@ -2,36 +2,12 @@
 
 from typing import NamedTuple, cast
 
-import msgspec
-
 from minisgl.core import ConfigError
-from minisgl.models.hf_config import Count, PartCount, Raw, check_supported, read_fields
-
-CHANNELS = 3  # of a pixel
-
-
-class HfVision(msgspec.Struct, frozen=True):
-    """The fields of vision_config in config.json.
-
-    num_position_embeddings: rows of the position table, which is a square.
-    deepstack_visual_indexes: the blocks whose outputs go to the first layers of the text.
-    """
-
-    depth: PartCount = 27
-    hidden_size: Count = 1152
-    hidden_act: str = "gelu_pytorch_tanh"
-    intermediate_size: Count = 4304
-    num_heads: Count = 16
-    in_channels: Count = CHANNELS
-    patch_size: Count = 16
-    spatial_merge_size: Count = 2
-    temporal_patch_size: Count = 2
-    out_hidden_size: Count = 3584
-    num_position_embeddings: Count = 2304
-    deepstack_visual_indexes: tuple[int, ...] = (8, 16, 24)
+from minisgl.images.spec import CHANNELS, HfVision
+from minisgl.models.hf_config import Raw, check_supported, read_fields
 
 
-class VisionSpec(NamedTuple):
+class EncoderSpec(NamedTuple):
     """The image encoder of a model, and the positions of image tokens.
 
     depth     blocks.
@@ -85,9 +61,9 @@ class VisionSpec(NamedTuple):
         return 2 * patches * (CHANNELS * self.patch**2 * self.hidden + self.depth * block + merger)
 
 
-def vision_of(
+def encoder_spec_of(
     raw: Raw, size: int, sections: tuple[int, int, int], *, deepstack: bool
-) -> VisionSpec | None:
+) -> EncoderSpec | None:
     """Read vision_config of config.json; None if the file has none. Raises ConfigError.
 
     size: the width of the language model's stream. sections: the sections of rotary frequencies if
@@ -114,7 +90,7 @@ def vision_of(
             f"{where}: deepstack_visual_indexes {list(taps)} is not supported: expected rising "
             f"numbers of blocks below depth {fields.depth}"
         )
-    return VisionSpec(
+    return EncoderSpec(
         fields.depth,
         fields.hidden_size,
         fields.intermediate_size,

@@ -3,30 +3,30 @@
 import pytest
 import torch
 
+from minisgl.models.encoder import ImageEncoder
+from minisgl.models.encoder_spec import EncoderSpec
 from minisgl.models.loader import materialise
-from minisgl.models.vision import VisionTower
-from minisgl.models.vision_spec import VisionSpec
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 # Heads of 72 elements, as in published encoders.
-SPEC = VisionSpec(3, 288, 640, 4, 16, 2, 2, 48, 512, (0, 2), (24, 20, 20))
+SPEC = EncoderSpec(3, 288, 640, 4, 16, 2, 2, 48, 512, (0, 2), (24, 20, 20))
 
 
 @torch.inference_mode()
 def test_features_are_those_of_the_cpu() -> None:
     with torch.device("meta"):
-        towers = [VisionTower(SPEC) for _ in range(2)]
-    materialise(towers[0], torch.device("cpu"), torch.float32)
-    materialise(towers[1], torch.device("cuda"), torch.bfloat16)
-    for ours, theirs in zip(towers[1].parameters(), towers[0].parameters(), strict=True):
+        encoders = [ImageEncoder(SPEC) for _ in range(2)]
+    materialise(encoders[0], torch.device("cpu"), torch.float32)
+    materialise(encoders[1], torch.device("cuda"), torch.bfloat16)
+    for ours, theirs in zip(encoders[1].parameters(), encoders[0].parameters(), strict=True):
         ours.copy_(theirs.normal_(0.0, 0.06 if theirs.dim() > 1 else 0.3))
     for rows, cols in ((2, 2), (24, 40), (50, 6)):
         pixels = torch.randint(0, 256, (16 * rows, 16 * cols, 3), dtype=torch.uint8)
-        expected = towers[0].encode(pixels)
-        found = towers[1].encode(pixels.cuda())
+        expected = encoders[0].encode(pixels)
+        found = encoders[1].encode(pixels.cuda())
         assert found.shape == (rows * cols // 4, SPEC.width)
         error = (found.float().cpu() - expected).norm() / expected.norm()
         assert error < 2e-2
