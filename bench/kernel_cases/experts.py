@@ -9,13 +9,14 @@ from torch.nn.functional import linear
 from minisgl.kernel import silu_and_mul
 from minisgl.kernel.mxfp4_weights import num_chunks
 from minisgl.moe.base import (
-    ClampedSwiglu,
+    ExpertFormat,
     ExpertMatrix,
     ExpertWeights,
     MoeBackend,
     Router,
     route,
 )
+from minisgl.moe.spec import ClampedSwiglu, ExpertsSpec
 from minisgl.moe.triton_backend import TritonMoe
 
 _HIDDEN, _INNER, _EXPERTS, _TOP_K = 2048, 768, 128, 8
@@ -30,6 +31,10 @@ class GroupedMm(MoeBackend):
     """Implements MoeBackend with torch's grouped matrix product, for comparison."""
 
     name = "torch grouped_mm"
+
+    @classmethod
+    def refusal(cls, spec: ExpertsSpec, form: ExpertFormat) -> str | None:
+        return None if form is ExpertFormat.UNQUANTISED else f"{form} experts"
 
     def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
         top_k = router.top_k

@@ -1,7 +1,6 @@
 """The interface between a model and the computation of its experts."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
 from enum import StrEnum
 from typing import ClassVar, NamedTuple
 
@@ -10,22 +9,7 @@ from torch import Tensor
 
 from minisgl.kernel import fp8_weights, linear, mxfp4_weights, packed_order, packed_weights
 from minisgl.kernel.activation import Activation
-
-
-class ClampedSwiglu(NamedTuple):
-    """The gate of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), after a clamp to `limit`.
-
-    The clamp bounds the gate from above, and the up projection on both sides.
-    """
-
-    alpha: float
-    limit: float
-
-    def __call__(self, gate_up: Tensor) -> Tensor:
-        """gate_up: [..., 2I], the gate first. Returns [..., I]."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+from minisgl.moe.spec import ClampedSwiglu, ExpertsSpec
 
 
 class ExpertFormat(StrEnum):
@@ -172,25 +156,14 @@ def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
 class MoeBackend(ABC):
     """One way to route tokens and to compute the gated MLPs of their experts.
 
-    A subclass sets `name`, the name that users give to --moe-backend, and implements `forward`.
-    formats: the formats of experts that the backend computes.
-    takes_biases: whether it computes biases and ClampedSwiglu.
-    takes_activations: the formats of the experts that it computes with GELU and RELU2 too.
-    takes_shared: whether it computes shared experts, of which Router.shared has the number.
-    takes_routing_variants: whether it computes Router.correction, Router.scale, Router.gates and
-    Router.input.
-    The tuple registry.MOE_BACKENDS lists the backends of minisgl. An entry point passes the
-    backends of other packages in engine.Extensions.
+    A subclass sets `name`, the name that users give to --moe-backend, and implements `refusal` and
+    `forward`. The tuple registry.MOE_BACKENDS lists the backends of minisgl. An entry point passes
+    the backends of other packages in engine.Extensions.
 
     device: the device of the weights and the inputs.
     """
 
     name: ClassVar[str]
-    formats: ClassVar[Collection[ExpertFormat]] = (ExpertFormat.UNQUANTISED,)
-    takes_biases: ClassVar[bool] = False
-    takes_activations: ClassVar[Collection[ExpertFormat]] = ()
-    takes_shared: ClassVar[bool] = False
-    takes_routing_variants: ClassVar[bool] = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -199,6 +172,15 @@ class MoeBackend(ABC):
     def obstacle(cls, device: torch.device) -> str | None:
         """The reason why the backend cannot run on `device`; None if it can."""
         return None
+
+    @classmethod
+    @abstractmethod
+    def refusal(cls, spec: ExpertsSpec, form: ExpertFormat) -> str | None:
+        """Name the property of these experts that the backend does not compute; None: none.
+
+        spec: of the experts that the backend would compute. Its `shared` leaves out a shared expert
+        that is an MLP of its own. form: how their matrices are stored.
+        """
 
     @abstractmethod
     def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:

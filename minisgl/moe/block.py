@@ -63,30 +63,13 @@ class MoeBlock(nn.Module):
             linears = build._replace(parent=f"{build.parent}.{spec.names.shared}")
             always = DenseSpec(spec.shared * spec.inner, activation=spec.activation)
             self.shared_expert = DenseMlp(hidden_size, always, linears)
-        variants = " and ".join(
-            name
-            for is_needed, name in (
-                (spec.sigmoid, "sigmoids"),
-                (spec.scale != 1.0, f"a factor of {spec.scale:g}"),
-                (self.shared and not spec.shared_gate, "an ungated shared expert"),
-                (spec.own_input, "an input of its own"),
-            )
-            if is_needed
-        )
         form = self.experts.weights().gate_up.format
-        usual = (Activation.SILU,) if form not in backend.takes_activations else tuple(Activation)
-        for is_supported, kind in (
-            (form in backend.formats, f"{form} experts"),
-            (backend.takes_biases or not spec.stacked, "experts with biases"),
-            (spec.stacked or spec.activation in usual, f"{form} experts with {spec.activation}"),
-            (backend.takes_shared or not self.shared, "shared experts"),
-            (backend.takes_routing_variants or not variants, f"routing with {variants}"),
-        ):
-            if not is_supported:
-                raise ConfigError(
-                    f"MoE backend {backend.name!r} does not support {kind}; "
-                    "use another --moe-backend"
-                )
+        refused = backend.refusal(spec._replace(shared=self.shared), form)
+        if refused is not None:
+            raise ConfigError(
+                f"MoE backend {backend.name!r} does not support {refused}; "
+                "use another --moe-backend"
+            )
 
     def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
         """Return the stream; the next norm adds the output to `residual` [T, H].

@@ -2,8 +2,26 @@
 
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
 from minisgl.kernel.activation import Activation
-from minisgl.moe.base import ClampedSwiglu
+
+
+class ClampedSwiglu(NamedTuple):
+    """The gate of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), after a clamp to `limit`.
+
+    The clamp bounds the gate from above, and the up projection on both sides.
+    """
+
+    alpha: float
+    limit: float
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """gate_up: [..., 2I], the gate first. Returns [..., I]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
 
 
 class ExpertNames(NamedTuple):

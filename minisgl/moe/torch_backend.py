@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from minisgl.moe.base import ExpertFormat, ExpertMatrix, ExpertWeights, MoeBackend, Router, route
+from minisgl.moe.spec import ExpertsSpec
 
 
 class TorchMoe(MoeBackend):
@@ -14,8 +15,10 @@ class TorchMoe(MoeBackend):
     """
 
     name = "torch"
-    formats = takes_activations = tuple(ExpertFormat)
-    takes_biases = takes_shared = takes_routing_variants = True
+
+    @classmethod
+    def refusal(cls, spec: ExpertsSpec, form: ExpertFormat) -> None:
+        """It computes all experts."""
 
     def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
         logits = router.logits(x, len(weights.down.values))

@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minisgl.kernel.activation import Activation
 from minisgl.kernel.fp8_weights import Scales
 from minisgl.kernel.packed_weights import PackedWeights
 from minisgl.kernel.slow import log_slow
 from minisgl.moe.base import ExpertFormat, ExpertWeights, MoeBackend, Router
+from minisgl.moe.spec import ExpertsSpec
 
 # The matrix unit multiplies this many columns of FP8 weights at once. The columns of a block must
 # be a multiple of it.
@@ -43,9 +45,6 @@ class TritonMoe(MoeBackend):
     """
 
     name = "triton"
-    formats = tuple(ExpertFormat)
-    takes_activations = ExpertFormat.UNQUANTISED, ExpertFormat.FP8
-    takes_biases = takes_shared = takes_routing_variants = True
 
     def __init__(self, device: torch.device) -> None:
         # Triton is imported here, because machines without a GPU may not have it.
@@ -82,6 +81,13 @@ class TritonMoe(MoeBackend):
     @classmethod
     def obstacle(cls, device: torch.device) -> str | None:
         return "it needs a GPU" if device.type == "cpu" else None
+
+    @classmethod
+    def refusal(cls, spec: ExpertsSpec, form: ExpertFormat) -> str | None:
+        is_packed = form in (ExpertFormat.MXFP4, ExpertFormat.INT4)
+        if is_packed and spec.activation in (Activation.GELU, Activation.RELU2):
+            return f"{form} experts with {spec.activation}"
+        return None
 
     def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
         weights = with_kernels(weights, x.dtype, self._reads_fp8())

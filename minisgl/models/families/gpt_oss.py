@@ -3,8 +3,7 @@
 from minisgl.models.compose import read_experts, transformer, windows_by_interval
 from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.spec import ModelSpec
-from minisgl.moe.base import ClampedSwiglu
-from minisgl.moe.spec import ExpertNames, ExpertsSpec
+from minisgl.moe.spec import ClampedSwiglu, ExpertNames, ExpertsSpec
 
 DEFAULTS: Raw = {
     "attention_bias": True,

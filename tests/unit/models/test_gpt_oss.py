@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from minisgl.models.config import load_model_spec, model_spec_from
-from minisgl.moe.base import ClampedSwiglu
+from minisgl.moe.spec import ClampedSwiglu
 
 CONFIG: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],

@@ -1,7 +1,5 @@
 """Routing and experts, compared with their definition token by token."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch.nn import functional
@@ -14,12 +12,11 @@ from minisgl.kernel.fp8_weights import FP8, Scales, dequantise
 from minisgl.layers.linear import LinearBuild, UnquantizedLinear
 from minisgl.moe.base import ExpertFormat, ExpertMatrix, ExpertWeights, Router, route
 from minisgl.moe.block import MoeBlock
-from minisgl.moe.experts import ExpertsFactory, UnquantizedExperts
+from minisgl.moe.experts import UnquantizedExperts
 from minisgl.moe.registry import resolve_moe_backend
 from minisgl.moe.spec import ExpertsSpec
-from minisgl.moe.stacked_experts import UnquantizedStackedExperts
 from minisgl.moe.torch_backend import TorchMoe
-from minisgl.moe.triton_backend import with_kernels
+from minisgl.moe.triton_backend import TritonMoe, with_kernels
 
 CPU = torch.device("cpu")
 
@@ -93,52 +90,34 @@ def test_backends_that_cannot_be_used_are_refused(name: str, says: str) -> None:
 
 
 class PlainMoe(TorchMoe):
-    """A backend of another package, which knows neither biases nor shared experts."""
+    """A backend of another package, which computes no shared experts."""
 
-    name, formats = "plain", (ExpertFormat.UNQUANTISED,)
-    takes_biases = takes_shared = False
-    takes_activations = ()
+    name = "plain"
 
-
-@pytest.mark.parametrize(
-    ("spec", "experts", "says"),
-    [
-        (ExpertsSpec(4, 2, 6, True, shared=1), UnquantizedExperts, "shared experts"),
-        (ExpertsSpec(4, 2, 6, True, stacked=True), UnquantizedStackedExperts, "with biases"),
-        (ExpertsSpec(4, 2, 6, True, activation=Activation.RELU2), UnquantizedExperts, "with relu2"),
-    ],
-)
-def test_experts_that_a_backend_does_not_support_are_refused(
-    spec: ExpertsSpec, experts: ExpertsFactory, says: str
-) -> None:
-    build = LinearBuild(TPInfo(0, 1), torch.float32, UnquantizedLinear)
-    MoeBlock(8, spec, build, experts, TorchMoe(CPU))
-    with pytest.raises(ConfigError, match=f"'plain' does not support .*{says}"):
-        MoeBlock(8, spec, build, experts, PlainMoe(CPU))
+    @classmethod
+    def refusal(cls, spec: ExpertsSpec, form: ExpertFormat) -> str | None:
+        return f"{form} shared experts" if spec.shared else None
 
 
-class SoftmaxMoe(TorchMoe):
-    """A backend of another package, which routes by the softmax alone and gates shared experts."""
-
-    name, takes_routing_variants = "softmax", False
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"sigmoid": True}, "sigmoids"),
-        ({"scale": 2.5}, "a factor of 2.5"),
-        ({"shared": 1, "shared_gate": False}, "an ungated shared expert"),
-    ],
-)
-def test_routing_that_a_backend_does_not_support_is_refused(
-    changes: dict[str, Any], says: str
-) -> None:
+def test_experts_that_a_backend_refuses_are_an_error_of_the_configuration() -> None:
     build = LinearBuild(TPInfo(0, 1), torch.float32, UnquantizedLinear)
     spec = ExpertsSpec(4, 2, 6, True)
-    MoeBlock(8, spec, build, UnquantizedExperts, SoftmaxMoe(CPU))
-    with pytest.raises(ConfigError, match=f"'softmax' does not support routing with {says}"):
-        MoeBlock(8, spec._replace(**changes), build, UnquantizedExperts, SoftmaxMoe(CPU))
+    MoeBlock(8, spec, build, UnquantizedExperts, PlainMoe(CPU))
+    shared = spec._replace(shared=1)
+    MoeBlock(8, shared, build, UnquantizedExperts, TorchMoe(CPU))
+    with pytest.raises(ConfigError, match="'plain' does not support unquantised shared experts"):
+        MoeBlock(8, shared, build, UnquantizedExperts, PlainMoe(CPU))
+
+
+@pytest.mark.parametrize("form", ExpertFormat)
+@pytest.mark.parametrize("activation", Activation)
+def test_kernels_of_packed_experts_compute_the_gate_of_silu_alone(
+    form: ExpertFormat, activation: Activation
+) -> None:
+    spec = ExpertsSpec(4, 2, 6, True, activation=activation)
+    refused = form in ("MXFP4", "int4") and activation is not Activation.SILU
+    assert (TritonMoe.refusal(spec, form) is not None) == refused
+    assert TorchMoe.refusal(spec, form) is None
 
 
 @pytest.mark.parametrize(("columns", "on_gpu"), [(16, True), (32, False)])
