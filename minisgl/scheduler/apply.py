@@ -49,7 +49,7 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
         memory.table.append(plan.grow, plan.pages)
     for req in plan.load:
         _load(view, req, locked[req])
-    for req, _ in plan.admit:
+    for req in plan.admit:
         _admit(view, req, locked[req])
     if plan.preempt is not None:
         remove(view, plan.preempt)
@@ -81,8 +81,8 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
 
 def _with_chunks(plan: StepPlan) -> tuple[Int32Array, Int32Array]:
     """Return the rows of a step, those with chunks last, and the number of tokens of each."""
-    rows = np.array([req.row for req, _ in plan.chunks], dtype=np.int32)
-    tokens = np.array([tokens for _, tokens in plan.chunks], dtype=np.int32)
+    rows = np.array([req.row for req in plan.chunks], dtype=np.int32)
+    tokens = np.array([*plan.chunks.values()], dtype=np.int32)
     return np.concatenate([plan.decode.rows, rows]), np.concatenate([plan.decode.tokens, tokens])
 
 
@@ -108,8 +108,7 @@ def _begin_to_decode(view: View, rows: Int32Array) -> None:
 
 def _lock(view: View, plan: StepPlan) -> dict[Req, Hit]:
     """Mark the prefixes that the plan looked up as used, in order. Lock those that it uses."""
-    hits = dict(plan.admit)
-    locked: dict[Req, Hit] = {}
+    hits, locked = plan.admit, dict[Req, Hit]()
     for req in plan.seen:
         found = view.memory.match(req)
         if req in hits and req not in locked:

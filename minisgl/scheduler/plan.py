@@ -17,7 +17,7 @@ from minisgl.kvcache import Hit, Room
 from minisgl.scheduler.budget import MIN_CHUNK_TOKENS, further_tokens, prompt_tokens
 from minisgl.scheduler.images import ImageRoom
 from minisgl.scheduler.request import Req
-from minisgl.scheduler.view import Admission, Carry, Chunk, Decode, StepPlan, View
+from minisgl.scheduler.view import Carry, Decode, StepPlan, View
 
 MAX_DEFERRED = 64  # requests of a client that one round of a plan skips at most, to limit its time
 MAX_PAUSES = 8  # steps in a row that leave decoding requests of later priorities out
@@ -347,11 +347,8 @@ class Filling:
             decode = decode.only(decode.rows != victim.row)
             self.chunks.pop(victim, None)
         carry = Carry(self._overtakes, paused_steps)
-        admit = tuple(Admission(*each) for each in self._admit.items())
-        chunks = tuple(Chunk(*each) for each in self.chunks.items())
-        grow, pages = self._room.grown, self._room.counts
-        seen, load = tuple(self._seen), tuple(self._load)
-        return StepPlan(decode, grow, pages, chunks, admit, seen, victim, carry, load)
+        found = StepPlan(decode, self._room.grown, self._room.counts, self.chunks, self._admit)
+        return found._replace(seen=self._seen, preempt=victim, carry=carry, load=self._load)
 
     def _add_chunk(self, req: Req, budget: int) -> int:
         """Add up to `budget` tokens to the chunk of an admitted request.

@@ -1,7 +1,7 @@
 """`Scheduler`: the loop around the engine of one tensor-parallel rank. It handles no text."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -38,7 +38,7 @@ from minisgl.scheduler.request import Req, accept_requests
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.results import Results
 from minisgl.scheduler.stats import InFlight, StepMeter
-from minisgl.scheduler.view import Admission, View
+from minisgl.scheduler.view import View
 
 MAX_OVERTAKES = 64  # admissions that overtake an older request before that request comes first
 MIN_LAUNCH_LEAD_S = 0.002  # plan and launch take 0.3 to 0.8 ms; 5 ms without a CUDA graph
@@ -288,10 +288,10 @@ class Scheduler:
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def _launch(self, batch: Batch, admitted: Sequence[Admission]) -> None:
+    def _launch(self, batch: Batch, admitted: Iterable[Req]) -> None:
         totals, began_s = self.totals, self._meter.clock()
         totals.overlapped_steps_total += bool(self._in_flight)
-        for req, _ in admitted:
+        for req in admitted:
             req.admitted_s = req.admitted_s or began_s
         masked_s = totals.constraints.mask_seconds
         pending = self._engine.launch(batch)

@@ -1,6 +1,6 @@
 """`View`, the input of a plan, and `Plan`, its result."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -45,28 +45,14 @@ class Decode(NamedTuple):
         return Decode(self.rows[kept], self.tokens[kept], self.next_drafts)
 
 
-class Chunk(NamedTuple):
-    """The next tokens of a prompt, or forced tokens."""
-
-    req: Req
-    tokens: int
-
-
-class Admission(NamedTuple):
-    """A waiting request that gets a row, and its cached prefix."""
-
-    req: Req
-    hit: Hit
-
-
 class StepPlan(NamedTuple):
     """One step, and the changes before it.
 
     decode   the rows that decode in the step.
     grow     int32; the decoding rows that get pages. This step may leave some of them out.
     pages    int32; the number of pages of each.
-    chunks   in the order of the batch.
-    admit    in order.
+    chunks   the next tokens of each prompt, or forced tokens, in the order of the batch.
+    admit    waiting requests that get a row, in order, each with its cached prefix.
     seen     the requests whose cached prefix was looked up, in order.
     preempt  a request that loses its row and its pages, because others need them.
     load     waiting requests whose cached prefixes are loaded from host memory first.
@@ -75,12 +61,12 @@ class StepPlan(NamedTuple):
     decode: Decode
     grow: Int32Array
     pages: Int32Array
-    chunks: tuple[Chunk, ...] = ()
-    admit: tuple[Admission, ...] = ()
-    seen: tuple[Req, ...] = ()
+    chunks: Mapping[Req, int] = {}
+    admit: Mapping[Req, Hit] = {}
+    seen: Sequence[Req] = ()
     preempt: Req | None = None
     carry: Carry = NO_CARRY
-    load: tuple[Req, ...] = ()
+    load: Sequence[Req] = ()
 
 
 MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared prefix

@@ -55,7 +55,7 @@ class PlanChecks:
         One round more takes the first prompts of clients that receive no tokens.
         """
         rounds = 2 * len({level for level, _ in view.waiting.uncached}) + 1
-        admitted = Counter(req.client for req, _ in plan.admit)
+        admitted = Counter(req.client for req in plan.admit)
         for client, count in hits.items():
             assert count - admitted[client] <= rounds * (planning.MAX_DEFERRED + 1)
 
@@ -85,7 +85,7 @@ class PlanChecks:
 
     def f4_a_row_stays_free_for_the_first_priority(self, view: View, plan: StepPlan) -> None:
         rows = view.table.rows
-        later = [i for i, (req, _) in enumerate(plan.admit) if not view.waiting.is_first(req)]
+        later = [i for i, req in enumerate(plan.admit) if not view.waiting.is_first(req)]
         if later:
             assert rows.num_free - later[-1] > rows.size // planning.RESERVED_ROWS
 
@@ -100,7 +100,7 @@ class PlanChecks:
         running = [
             req for req in view.table.reqs if req is not None and view.table.running[req.row]
         ]
-        running += [req for req, _ in plan.admit]
+        running += plan.admit
         of_client = sum(req.client == victim.client for req in running)
         waits_earlier = any(req.priority < victim.priority for req in view.waiting)
         assert of_client > 1 or waits_earlier or view.memory.kinds
@@ -111,7 +111,7 @@ class PlanChecks:
             return
         first = min(level for level, _ in keys)
         clients = [client for level, client in keys if level == first]
-        chunks = {req: tokens for req, tokens in plan.chunks if req.priority == first}
+        chunks = {req: tokens for req, tokens in plan.chunks.items() if req.priority == first}
         part = sum(chunks.values()) // len(clients)
         for client in clients:
             mine = [
@@ -157,14 +157,14 @@ class PlanChecks:
         table, config = view.table, view.config
         rest = sum(int(table.prefill_end[r.row] - table.computed[r.row]) for r in view.prefilling)
         least = budget.MIN_CHUNK_TOKENS if config.target_step_ms is not None else 1
-        got = sum(tokens for _, tokens in plan.chunks)
+        got = sum(plan.chunks.values())
         assert got >= min(least, rest, config.prefill_budget_tokens)
 
     def f11_a_step_ends_the_first_prompts_of_its_own_clients(
         self, view: View, plan: StepPlan
     ) -> None:
         """The step before had prompts of all clients."""
-        clients, chunks = own_clients(view, plan), dict(plan.chunks)
+        clients, chunks = own_clients(view, plan), plan.chunks
         if not clients:
             return
         assert not view.carry.paused_steps
