@@ -126,6 +126,22 @@ def _gemma_4(
     }
 
 
+def _gemma_4_e(
+    hidden_size: int, layers: int, inner: int, kv: int, interval: int, shared: int, doubled: bool
+) -> dict[str, Any]:
+    """interval: of layers with full attention. shared: layers without keys and values."""
+    kinds = ["sliding_attention"] * (interval - 1) + ["full_attention"]
+    return _gemma_4(hidden_size, layers, 8, inner, kv=kv, full_kv=kv) | {
+        "layer_types": kinds * (layers // interval),
+        "sliding_window": 512,
+        "max_position_embeddings": 131072,
+        "attention_k_eq_v": False,
+        "hidden_size_per_layer_input": 256,
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": doubled,
+    }
+
+
 def _nemotron_3(hidden_size: int, inner: int, experts: int, pattern: str) -> dict[str, Any]:
     """inner: of an expert; the shared expert is twice as wide. pattern: a letter for each layer."""
     return _shape(hidden_size, len(pattern), 32, inner, tied=False) | {
@@ -215,6 +231,8 @@ SHAPES = {
     | {"hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256}
     | {"sliding_window": 1024, "sliding_window_pattern": 6, "max_position_embeddings": 131072}
     | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 10_000},
+    "gemma-4-e2b": _gemma_4_e(1536, 35, 6144, 1, 5, 20, doubled=True),
+    "gemma-4-e4b": _gemma_4_e(2560, 42, 10240, 2, 6, 18, doubled=False),
     "gemma-4-31b": _gemma_4(5376, 60, 32, 21504, kv=16, full_kv=4),
     "gemma-4-26b-a4b": _gemma_4(2816, 30, 16, 2112, kv=8, full_kv=2)
     | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8}

@@ -128,6 +128,8 @@ def _single_gpu_cost(model: ModelSpec) -> Cost:
     for layer in model.layers:
         parameters += layer.mixer.weights(hidden)
         parameters += sum(_mlp_weights(mlp, hidden) for mlp in layer.mlps)
+        if layer.input is not None:  # two linears, and the layer's part of that for all layers
+            parameters += 3 * hidden * layer.input.width
     for sparse in model.experts:
         one = (sparse.products + 1) * hidden * sparse.inner
         experts += one * sparse.num_experts

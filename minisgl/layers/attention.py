@@ -41,6 +41,8 @@ class AttentionSpec(NamedTuple):
     kv           the state of one token: the KV heads of the whole model, in the checkpoint's dtype.
     kv_layer     the index of the layer's keys and values in the KV pool. Layers with the same index
                  share them. Indices run from 0 without gaps.
+    stores       whether the layer computes and stores keys and values. If not, an earlier layer
+                 with the same kv_layer, rule and kv has stored them (Gemma 4 E2B and E4B).
     qk_norm      the norm of queries and keys, or None.
     norm_offset  the checkpoint stores weight - 1 for this norm.
     qkv_bias     whether q, k and v have a bias.
@@ -58,6 +60,7 @@ class AttentionSpec(NamedTuple):
     rope: Rope
     kv: KVSpec
     kv_layer: int
+    stores: bool = True
     qk_norm: QkNorm | None = None
     norm_offset: bool = False
     qkv_bias: bool = False
@@ -70,7 +73,8 @@ class AttentionSpec(NamedTuple):
     def weights(self, hidden_size: int) -> int:
         """The number of weights of the projections."""
         queries = (3 if self.gate else 2) * self.q_heads
-        return hidden_size * self.kv.head_dim * (queries + 2 * self.kv.kv_heads)
+        stored = 2 * self.kv.kv_heads if self.stores else 0
+        return hidden_size * self.kv.head_dim * (queries + stored)
 
     def stored_weights(self, hidden_size: int) -> int:
         """The number of weights that Attention.store reads: all but the output projection."""
@@ -94,16 +98,18 @@ class Attention(Mixer):
         q, k = output._replace(name="q_proj", order=order), v._replace(name="k_proj", order=order)
         if spec.keys_as_values:
             v = v._replace(name="k_proj")
-        qkv = merge("qkv_proj", (q, k, v)) if spec.merged else (q, k, v)
+        qkv: tuple[Shard, ...] = (q, k, v) if spec.stores else (q,)
+        if spec.merged:
+            qkv = merge("qkv_proj", qkv)
         if spec.gate is OutputGate.IN_QUERIES:
-            qkv = (_gated(q, dim), k, v)
+            qkv = (_gated(q, dim), *qkv[1:])
         elif spec.gate is OutputGate.SEPARATE:
-            qkv = (output._replace(name="gate_proj"), q, k, v)
+            qkv = (output._replace(name="gate_proj"), *qkv)
         self.comm, self.spec = build.comm, spec
         self.rope = build.ropes.index(spec.rope)
         self.pool = int(spec.rule.window is not None)
         self.head_dim = dim
-        self.q_heads, self.kv_heads = q.local // dim, k.local // dim
+        self.q_heads, self.kv_heads = q.local // dim, k.local // dim if spec.stores else 0
         self.qkv_proj = ColumnParallelLinear(size, qkv, spec.qkv_bias, build.linear)
         self.out = RowParallelLinear(output, size, spec.output_bias, build.linear)
         self.eps = eps
@@ -111,7 +117,7 @@ class Attention(Mixer):
             q = k = Shard("", dim, 0, dim, order)
         kind = UnweightedNorm if spec.qk_norm is QkNorm.PER_HEAD_UNWEIGHTED else RMSNorm
         self.q_norm = kind(q, eps, spec.norm_offset) if spec.qk_norm else None
-        self.k_norm = kind(k, eps, spec.norm_offset) if spec.qk_norm else None
+        self.k_norm = kind(k, eps, spec.norm_offset) if spec.qk_norm and spec.stores else None
         self.sink_heads = split_heads("sinks", spec.q_heads, 1, tp.rank, tp.size)
         self.sinks = nn.Parameter(torch.empty(self.q_heads)) if spec.rule.sinks else None
 
@@ -128,7 +134,7 @@ class Attention(Mixer):
         attention, layer = context.attention, self.spec.kv_layer
         qkv, gate, heads = self._project(block_input, context)
         attended = qkv.new_empty((len(qkv), self.q_heads, self.head_dim))
-        if isinstance(attention, FusedAttention):
+        if self.spec.stores and isinstance(attention, FusedAttention):
             attention.attend(layer, qkv, heads, attended, self.sinks)
         else:
             q = self._store(qkv, heads, context)
@@ -145,9 +151,8 @@ class Attention(Mixer):
         self, block_input: BlockInput, context: ForwardContext
     ) -> tuple[Tensor, Tensor | None, NormRope]:
         """Return queries, keys and values [T, n], the gate, and the norm and rotation to apply."""
-        q_weight = k_weight = None
-        if self.q_norm is not None and self.k_norm is not None:
-            q_weight, k_weight = self.q_norm.weight, self.k_norm.weight
+        norms = self.q_norm, self.k_norm or self.q_norm  # a layer without keys has no k_norm
+        q_weight, k_weight = (None if norm is None else norm.weight for norm in norms)
         qkv, gate = self.qkv_proj.forward(block_input), None
         if self.spec.gate:
             width = self.q_heads * self.head_dim
@@ -157,7 +162,7 @@ class Attention(Mixer):
             parts = qkv[:, : len(q_weight)], qkv[:, len(q_weight) :][:, : len(k_weight)]
             norm_all_heads(parts, (q_weight, k_weight), self.eps, self.comm)
             q_weight = k_weight = None
-        if self.spec.v_norm:
+        if self.spec.v_norm and self.spec.stores:
             values = qkv.view(len(qkv), -1, self.head_dim)[:, -self.kv_heads :]
             values.copy_(rms_norm(values, None, self.eps))
         if context.query_scale is not None:

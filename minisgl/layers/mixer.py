@@ -47,6 +47,8 @@ class ForwardContext(NamedTuple):
     states       the memory of each layer with a recurrent state, by StateSpec.layer.
     state_step   the requests of this step, for these layers; None without such layers.
     images       None for a model without DeepStack, and if the step has no image tokens.
+    inputs       [layers, T, n], this rank's share of the input of each layer (LayerInputSpec); None
+                 for layers without one.
     """
 
     positions: Tensor
@@ -58,6 +60,7 @@ class ForwardContext(NamedTuple):
     states: Sequence[Any] = ()
     state_step: StateStep | None = None
     images: ImageFeatures | None = None
+    inputs: Tensor | None = None
 
 
 class MixerBuild(NamedTuple):

@@ -12,6 +12,7 @@ from minisgl.layers.mixer import ForwardContext
 from minisgl.layers.norm import CompleteNorm, ResidualNorm, ResidualStream
 from minisgl.models.encoder import ImageEncoder
 from minisgl.models.layer import Attended, DecoderLayer, ModelParts, layer_kind
+from minisgl.models.layer_input import LayerInputs
 from minisgl.models.mtp import DraftHead
 from minisgl.models.spec import ModelSpec, Multipliers
 
@@ -33,6 +34,10 @@ class Decoder(nn.Module):
         named = ((spec, f"model.layers.{i}") for i, spec in enumerate(config.layers))
         layers = nn.ModuleList(layer_kind(spec)(parts, spec, name) for spec, name in named)
         self.layers = cast("list[DecoderLayer]", layers)
+        own, self.layer_inputs = config.layers[0].input, None
+        if own is not None:
+            linear = parts.linear._replace(parent=config.stored_name("model.layer_inputs"))
+            self.layer_inputs = LayerInputs(config, own, comm, linear)
         final_norm = CompleteNorm if norms.after else ResidualNorm
         self.norm = final_norm(config.hidden_size, config.stream_eps, comm, config.norm_offset)
         self.sums_embedding = norms.after and comm.tp.size > 1
@@ -49,6 +54,8 @@ class Decoder(nn.Module):
         """
         x = self.embed_tokens(ids)
         stream = ResidualStream(self.norm.comm.gather(x).sum(0) if self.sums_embedding else x)
+        if self.layer_inputs is not None:
+            context = context._replace(inputs=self.layer_inputs(ids, stream.x))
         *first_layers, last_layer = self.layers
         for layer in first_layers[:most]:
             stream = layer.project(layer.attend(stream, context))
@@ -60,9 +67,8 @@ class Decoder(nn.Module):
 
     def empty_attended(self, num_tokens: int) -> Attended:
         """Return zeros for `num_tokens` tokens: the fixed input of a graph of finish_last_layer."""
-        shards = self.layers[-1].mixer.out.method.shards
         weight = self.norm.weight
-        heads, residual = (num_tokens, shards.inputs.local), (num_tokens, shards.rows)
+        heads, residual = (num_tokens, self.layers[-1].attended_width), (num_tokens, len(weight))
         return Attended(weight.new_zeros(heads), weight.new_zeros(residual))
 
 

@@ -16,6 +16,7 @@ from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
 from minisgl.layers.mlp import DenseMlp
 from minisgl.layers.norm import BlockInput, CompleteNorm, ResidualNorm, ResidualStream
 from minisgl.layers.shards import Placement
+from minisgl.models.layer_input import LayerInputBlock
 from minisgl.models.spec import LayerSpec, MixerSpec, ModelSpec
 from minisgl.moe.base import MoeBackend
 from minisgl.moe.block import MoeBlock
@@ -53,7 +54,8 @@ MIXERS: Mapping[type[MixerSpec], type[Mixer]] = {
 class Attended(NamedTuple):
     """The output of a layer's attention before the output projection, with the residual stream.
 
-    heads: [T, Hq * D]; residual: [T, H].
+    heads: [T, n], the mixed features, and after them the layer's input (LayerInputSpec), if it has
+    one. residual: [T, H].
     """
 
     heads: Tensor
@@ -102,6 +104,11 @@ class DecoderLayer(nn.Module):
     def mixer(self) -> Mixer:
         """The mixer, which has the name of its tensors in the checkpoint as a module."""
         return cast("Mixer", self._modules[self.mixer_name])
+
+    @property
+    def attended_width(self) -> int:
+        """The number of features in Attended.heads."""
+        return self.mixer.out.method.shards.inputs.local
 
     def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
         """The first half of the layer: the norm and the mixer."""
@@ -155,6 +162,7 @@ class NormAfterLayer(DecoderLayer):
     A further norm may precede each of the two (Gemma). Every rank holds the complete stream.
 
     layer_scalar: [1], as NormsSpec.scaled; None: no number multiplies the stream.
+    layer_input: reads the input of the layer; None without one.
     """
 
     def __init__(self, parts: ModelParts, spec: LayerSpec, name: str) -> None:
@@ -173,6 +181,15 @@ class NormAfterLayer(DecoderLayer):
             self.register_module("input_layernorm", None)
             self.register_module("pre_feedforward_layernorm", None)
         self.layer_scalar = nn.Parameter(torch.empty(1)) if norms.scaled else None
+        self.layer_input = None
+        if spec.input is not None:
+            linear = parts.linear._replace(parent=config.stored_name(f"{name}.layer_input"))
+            self.layer_input = LayerInputBlock(config, spec.input, comm, linear)
+
+    @property
+    def attended_width(self) -> int:
+        own = 0 if self.layer_input is None else self.layer_input.width
+        return super().attended_width + own
 
     def placements(self, name: str) -> Iterator[Placement]:
         if self.layer_scalar is not None:
@@ -180,12 +197,18 @@ class NormAfterLayer(DecoderLayer):
             yield Placement(name, (1,), name, constant=1.0)
 
     def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
-        return Attended(self.mixer.mix(_before(self.input_layernorm, stream.x), context), stream.x)
+        heads = self.mixer.mix(_before(self.input_layernorm, stream.x), context)
+        if context.inputs is not None and self.spec.input is not None:
+            heads = torch.cat((heads, context.inputs[self.spec.input.layer]), dim=1)
+        return Attended(heads, stream.x)
 
     def project(self, attended: Attended) -> ResidualStream:
-        product = self.mixer.out.method.product(attended.heads)
+        heads = attended.heads[:, : super().attended_width].contiguous()
+        product = self.mixer.out.method.product(heads)
         x = attended.residual + self.post_attention_layernorm.of_sum(product)
         x = x + self._feed_forward(x)
+        if self.layer_input is not None:
+            x = x + self.layer_input(x, attended.heads[:, heads.shape[1] :])
         return ResidualStream(x if self.layer_scalar is None else x.mul_(self.layer_scalar))
 
     def _feed_forward(self, x: Tensor) -> Tensor:
@@ -200,6 +223,8 @@ class NormAfterLayer(DecoderLayer):
     def scale_outputs(self, factor: float) -> None:
         self.post_attention_layernorm.weight.mul_(factor)
         self.post_feedforward_layernorm.weight.mul_(factor)
+        if self.layer_input is not None:
+            self.layer_input.post_per_layer_input_norm.weight.mul_(factor)
 
 
 class ExpertsBesideLayer(NormAfterLayer):

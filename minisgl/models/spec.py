@@ -5,6 +5,8 @@ from typing import NamedTuple
 import msgspec
 
 from minisgl.attention.base import AttentionRule
+from minisgl.distributed.comm import TPInfo
+from minisgl.kernel.activation import Activation
 from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.attention import AttentionSpec
 from minisgl.layers.delta import DeltaSpec
@@ -13,6 +15,7 @@ from minisgl.layers.mamba import MambaSpec
 from minisgl.layers.mixer import StateSpec
 from minisgl.layers.mlp import DenseSpec
 from minisgl.layers.rotary import QueryScale, Rope
+from minisgl.layers.shards import Shard, split_evenly
 from minisgl.models.encoder_spec import EncoderSpec
 from minisgl.models.hf_config import ModelSettings
 from minisgl.moe.spec import ExpertsSpec
@@ -40,6 +43,27 @@ class NormsSpec(NamedTuple):
     scaled: bool = False
 
 
+class LayerInputSpec(NamedTuple):
+    """The input of a layer beside the stream (layer_input.py). Those of all layers are equal but
+    for `layer`.
+
+    layer       the index of the layer.
+    width       the elements of the input for a token.
+    activation  of the gate.
+    embedding_factor
+                on the rows of the embedding of inputs.
+    """
+
+    layer: int
+    width: int
+    activation: Activation
+    embedding_factor: float
+
+    def share(self, tp: TPInfo) -> Shard:
+        """Return a rank's share of the elements."""
+        return split_evenly("", self.width, tp.rank, tp.size)
+
+
 class LayerSpec(NamedTuple):
     """One decoder layer.
 
@@ -47,6 +71,7 @@ class LayerSpec(NamedTuple):
     tap     the part of an image token's features that joins the stream before the layer
             (DeepStack); 0 is the embedding. None: no part.
     beside  experts that compute the same stream as the MLP, between norms of their own (Gemma 4).
+    input   None: the layer has no input beside the stream.
     """
 
     mixer: MixerSpec
@@ -54,6 +79,7 @@ class LayerSpec(NamedTuple):
     norms: NormsSpec = NormsSpec()
     tap: int | None = None
     beside: ExpertsSpec | None = None
+    input: LayerInputSpec | None = None
 
     @property
     def mlps(self) -> tuple[DenseSpec | ExpertsSpec, ...]:

@@ -8,11 +8,19 @@ three starts on one H200. The pages follow from both by the engine's own rule (e
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import torch
 
 from minisgl.core import EngineConfig, OutOfMemory
 from minisgl.core.batch import WindowLayers
-from minisgl.cost.floor import MEASURED_TP, cost_of, step_s, weight_format, with_weights
+from minisgl.cost.floor import (
+    MEASURED_TP,
+    cost_of,
+    read_keys,
+    step_s,
+    weight_format,
+    with_weights,
+)
 from minisgl.cost.gpus import Gpu
 from minisgl.cost.memory import remainder_bytes
 from minisgl.distributed.comm import TPInfo
@@ -121,13 +129,14 @@ def make_plan(
         most = WindowLayers(model.window, 0).reserve(size)
         return min(tokens // length, window_pages // min(most, -(-length // size)))
 
-    cost = with_weights(cost_of(model, tp.size), model, config.quantization, tp.size)
+    cost = cost_of(model, tp.size, fp8_kv)
+    cost = with_weights(cost, model, config.quantization, tp.size)
     # All-reduces over a number of GPUs that was not measured count as no time.
     reduces = cost.reduces if tp.size in MEASURED_TP else 0
     typical = min(context, _TYPICAL_TOKENS)
     # The bytes of a window, spread over all keys of a context.
-    read = window_bytes * min(model.window or 0, typical) // typical
-    cost = cost._replace(kv_bytes=token_bytes + read, reduces=reduces)
+    read = read_keys(model, np.array([typical])) / typical
+    cost = cost._replace(kv_bytes=int(cost.kv_bytes * read), reduces=reduces)
     floor_ms: dict[int, float | None] = {}
     if gpu.ceilings is not None:
         most = config.max_running_reqs

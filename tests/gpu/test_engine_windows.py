@@ -44,6 +44,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma-4": SHAPES["gemma-4-26b-a4b"]
     | _SMALL
     | {"num_experts": 4, "top_k_experts": 4, "moe_intermediate_size": 128, "sliding_window": 300},
+    "gemma-4-e2b": SHAPES["gemma-4-e2b"]
+    | _SMALL
+    | {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
+    | {"num_kv_shared_layers": 4, "vocab_size_per_layer_input": 1511, "sliding_window": 300},
     "olmo-3": _SMALL
     | {"architectures": ["Olmo3ForCausalLM"], "head_dim": 128, "sliding_window": 40},
 }

@@ -5,7 +5,7 @@ from typing import Any
 
 import transformers
 
-from tests.parity.configs import BASE, EXPERTS, YARN
+from tests.parity.configs import BASE, EXPERTS, VOCAB_SIZE, YARN
 
 _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 
@@ -66,14 +66,38 @@ def _gemma4(**kwargs: Any) -> Any:
     return transformers.Gemma4TextConfig(**BASE | sizes | layers | kwargs)
 
 
+def _gemma4_shared(kinds: str, shared: int, **kwargs: Any) -> Any:
+    """kinds: the first letters of layer_types. shared: num_kv_shared_layers."""
+    names = {"s": "sliding_attention", "f": "full_attention"}
+    layers = {"layer_types": [names[kind] for kind in kinds], "num_hidden_layers": len(kinds)}
+    inputs = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE}
+    settings = {"num_kv_shared_layers": shared, "tie_word_embeddings": True}
+    return _gemma4(**layers | inputs | settings | kwargs)
+
+
 RECENT_CONFIGS: dict[str, Callable[[], Any]] = {
-    "gemma4": lambda: _gemma4(tie_word_embeddings=True),
     "gemma4-keys-as-values": lambda: _gemma4(
         attention_k_eq_v=True,
         num_global_key_value_heads=1,
         final_logit_softcapping=3.0,
         num_key_value_heads=4,
         use_bidirectional_attention="vision",
+    ),
+    "gemma4-shared": lambda: _gemma4_shared("sfsssf", 3, use_double_wide_mlp=True),
+    "gemma4-shared-odd": lambda: _gemma4_shared(
+        *("sfsf", 2),
+        num_key_value_heads=1,
+        attention_k_eq_v=True,
+        final_logit_softcapping=3.0,
+        tie_word_embeddings=False,
+    ),
+    "gemma4-shared-experts": lambda: _gemma4_shared(
+        *("fssff", 3),
+        hidden_size_per_layer_input=11,  # two ranks pad it
+        enable_moe_block=True,
+        num_experts=6,
+        top_k_experts=2,
+        moe_intermediate_size=39,
     ),
     "gemma4-experts": lambda: _gemma4(
         enable_moe_block=True,

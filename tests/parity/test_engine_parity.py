@@ -216,7 +216,7 @@ def test_nan_of_one_request_reaches_no_other_request(kv: str, model_path: ModelP
 @pytest.mark.parametrize("context", [8, 10])
 def test_a_window_may_be_as_long_as_the_context(context: int, model_path: ModelPath) -> None:
     """The layers with a window of 9 tokens have a pool of their own in both cases."""
-    path, prompt = model_path("gemma4"), prompt_of(3)
+    path, prompt = model_path("gemma4-shared"), prompt_of(3)
     memory = {"num_pages": None, "cpu_kv_bytes": 10**6, "max_running_reqs": 1, "page_size": 4}
     engine = make_engine(path, max_seq_len=context, **memory)
     assert Driver(engine).generate(0, prompt, 5, chunk=2) == transformers_greedy(path, prompt, 5)

@@ -97,7 +97,7 @@ WINDOWS = [
     "olmo3-yarn-tied",
     "gpt-oss",
     "muse-glimmer",
-    "gemma4-experts",
+    "gemma4-shared-experts",
 ]
 OTHERS = (2, 4, 5)
 # The FP8 cache alternates: each of the first families and each case has both kinds of cache.

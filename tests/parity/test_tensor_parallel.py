@@ -73,7 +73,7 @@ FAMILIES = [
     "glm4-moe-biases-tied",
     "minimax-m2-odd-tied",
     "muse-glimmer",
-    "gemma4-experts",
+    "gemma4-shared-experts",
 ]
 FOUR = [  # more ranks than KV heads; 151 ids, 97 columns and experts of 39 are padded
     RankCase("qwen3", 7, "radix", overlap=True, crowded=True, aborts=True),

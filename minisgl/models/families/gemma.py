@@ -56,12 +56,12 @@ def _multipliers(config: HfConfig) -> Multipliers:
     query, scalar = 1.0, config.query_pre_attn_scalar
     if scalar is not None:
         query = math.sqrt(config.width_of_heads / scalar)
-    return Multipliers(embedding_factor(config), query)
+    return Multipliers(embedding_factor(config.hidden_size, config), query)
 
 
-def embedding_factor(config: HfConfig) -> float:
-    """Return the square root of the hidden size, as a number of the embedding's dtype.
+def embedding_factor(width: int, config: HfConfig) -> float:
+    """Return the square root of an embedding's width, as a number of the checkpoint's dtype.
 
     The authors' code rounds the factor.
     """
-    return float(torch.tensor(config.hidden_size**0.5).to(getattr(torch, dtype_of(config))))
+    return float(torch.tensor(width**0.5).to(getattr(torch, dtype_of(config))))

@@ -83,6 +83,8 @@ def test_the_weights_of_gated_delta_nets_are_counted(
         ("granite-4.0-h-micro", 3.19),
         ("granite-4.0-h-tiny", 6.94),
         ("granite-4.0-h-small", 32.2),
+        ("gemma-4-e2b", 4.629 - 2.349),  # has an embedding for each layer
+        ("gemma-4-e4b", 7.463 - 2.819),
         ("gemma-4-31b", 30.7 + 0.11),  # keys stand for values too, and count twice
         ("gemma-4-26b-a4b", 25.2 + 0.01),
         ("nemotron-3-nano-30b-a3b", 31.58 - 0.35),  # has an embedding beside the output head

@@ -40,8 +40,9 @@ KINDS = ["mamba", "attention"] * 2
         *(
             ("Gemma4ForCausalLM", {"hidden_size_per_layer_input": 0} | changes, says)
             for changes, says in (
-                ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input 256 is not"),
-                ({"num_kv_shared_layers": 2}, "num_kv_shared_layers 2 is not supported"),
+                ({"hidden_size_per_layer_input": 9}, "vocab_size_per_layer_input 262144 is not"),
+                ({"num_kv_shared_layers": 1}, "layer 3 shares keys and values"),
+                ({"num_kv_shared_layers": 9}, "layer 0 shares keys and values"),
                 ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention 'all' is"),
                 ({"per_layer_config": {"0": {"head_dim": 64}}}, "per_layer_config .* is supported"),
                 ({"per_layer_config": {"3": {"sliding_window": 9}}}, "per_layer_config .* is"),
@@ -144,3 +145,20 @@ def test_gemma_4_has_a_shape_of_kv_heads_for_each_pool() -> None:
     of_layer = {"3": {"head_dim": 512, "num_key_value_heads": 1}}
     listed = {"attention_k_eq_v": True, "sliding_window": 9, "per_layer_config": of_layer}
     assert model_spec_from({**given, **listed}) == model
+
+
+def test_late_layers_of_gemma_4_read_the_keys_of_earlier_layers() -> None:
+    """The shared layers own no pages, and each reads the last earlier layer of its kind."""
+    kinds = ["sliding_attention"] * 4 + ["full_attention"]
+    shared = {"num_hidden_layers": 15, "layer_types": kinds * 3, "num_kv_shared_layers": 9}
+    given = {**BASE, **shared, "architectures": ["Gemma4ForCausalLM"], "sliding_window": 9}
+    model = model_spec_from({**given, "vocab_size": 262_144, "use_double_wide_mlp": True})
+    assert model.pools == ((4,), (0, 1, 2, 3, 5))
+    read = [mixer.kv_layer for mixer in model.attention]
+    assert read == [*range(6), 5, 5, 5, 4, 5, 5, 5, 5, 4]
+    assert [mixer.stores for mixer in model.attention] == [True] * 6 + [False] * 9
+    assert [layer.mlps[0].features for layer in model.layers] == [96] * 6 + [192] * 9
+    assert "model.layers.6.self_attn.k_proj." in model.unread
+    assert model.stored_name("model.layers.2.layer_input.post_per_layer_input_norm.weight") == (
+        "model.layers.2.post_per_layer_input_norm.weight"
+    )
