@@ -54,6 +54,7 @@ def fail(spec: ChildSpec, error: Exception) -> NoReturn:
 
 
 def _api(spec: ChildSpec) -> None:
+    gc.disable()  # imports leave no garbage; run_api enables the collector again
     from minisgl.server.process import run_api
 
     run_api(spec)

@@ -19,7 +19,6 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
-import zmq.asyncio
 
 from minisgl.core import InvalidRequest
 from minisgl.utils import SOCKET_KEY, log_event
@@ -89,14 +88,15 @@ def close_queues() -> None:
 class _Reader(Generic[T]):
     """The receiving end of a queue. It binds the address."""
 
-    _context: type[zmq.Context[Any]] = zmq.Context
-
     def __init__(self, address: str, union: type[T] | UnionType) -> None:
-        self._socket = self._context.instance().socket(zmq.PULL)
+        self._socket = self._context().socket(zmq.PULL)
         self._socket.set_hwm(0)
         self._socket.bind(address)
         self._decoder = msgspec.msgpack.Decoder(union)
         self._key = _key_of(address)
+
+    def _context(self) -> zmq.Context[Any]:
+        return zmq.Context.instance()
 
     def _decode(self, frame: bytes) -> T | None:
         """Return the message. If the key is wrong or decoding fails, log this and return None."""
@@ -140,7 +140,10 @@ class Receiver(_Reader[T]):
 class AsyncReceiver(_Reader[T]):
     """The receiving end in a process with an asyncio event loop."""
 
-    _context = zmq.asyncio.Context
+    def _context(self) -> zmq.Context[Any]:
+        import zmq.asyncio  # imports asyncio, which no other process needs
+
+        return zmq.asyncio.Context.instance()
 
     async def recv(self) -> T:
         """Wait for the next message that can be decoded."""

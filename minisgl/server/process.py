@@ -322,6 +322,7 @@ def run_api(spec: ChildSpec) -> None:
     """The main of the API server process: serve on the inherited socket until drained."""
     assert spec.listen_fds, "the API server must have a socket; this is a bug"
     gc.freeze()  # imports leave no garbage, so the collection at "ready" may skip their objects
+    gc.enable()
     others = SPARE_CONNECTIONS + MOST_PROBE_CONNECTIONS
     others += _FILES_PER_TOKENIZER * spec.config.num_tokenizers
     limits = allow_open_files(spec.config.limits, others)

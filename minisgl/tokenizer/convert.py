@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from importlib import metadata
 from pathlib import Path
 
 from minisgl.core import ConfigError
@@ -54,6 +53,8 @@ def tokenizer_folder(folder: str | Path) -> Path:
 
 def _hash(folder: Path) -> str:
     """Return a hash of the files of the tokenizer and of the versions of the libraries."""
+    from importlib import metadata  # slow to import, not always needed
+
     digest = hashlib.sha256()
     for library in _LIBRARIES:
         digest.update(f"{library} {metadata.version(library)}\n".encode())
