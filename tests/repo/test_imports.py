@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,14 +31,15 @@ def modules_loaded_by(*names: str) -> set[str]:
     return set(done.stdout.split("\n"))
 
 
-@pytest.mark.parametrize("name", PRESENT)
-def test_front_end_package_loads_no_torch(name):
-    assert "torch" not in modules_loaded_by(name)
-
-
 def test_front_end_packages_together_load_neither_torch_nor_numpy():
     """Numpy takes a quarter of the imports of a tokenizer process, which does not use it."""
     assert not modules_loaded_by(*PRESENT) & {"torch", "numpy"}
+
+
+def test_workers_load_no_event_loop():
+    """Asyncio takes a tenth of the imports of a worker. Only the API server has an event loop."""
+    names = ("launch.worker_main", "images", "tokenizer", "tool_calls.detect", "structured.service")
+    assert "asyncio" not in modules_loaded_by(*(f"minisgl.{name}" for name in names))
 
 
 def test_launcher_loads_no_large_library():
