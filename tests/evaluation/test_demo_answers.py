@@ -1,8 +1,8 @@
 """transformers, `LLM` and the server answer the demo model's held-out prompts equally well.
 
-Caching and chunking are on: conversations share prefixes, and the long look-ups (up to 3,000
+Caching and chunking are on: the last look-up is asked twice, and the long look-ups (up to 3,000
 tokens) are cut into chunks of 512. The answers of transformers are kept in a file. Proofs compute
-them again, and ask all prompts. `make test` asks 4 prompts of each task, and 2 with an FP8 cache.
+them again, and ask all prompts. `make test` asks 2 prompts of each task, and 1 with an FP8 cache.
 """
 
 import json
@@ -59,6 +59,7 @@ def some(
         by_task[prompt.task].append(index)
     # The last look-ups are the longest.
     chosen = [index for indices in by_task.values() for index in indices[-request.param :]]
+    chosen.append(by_task["lookup"][-1])  # again, from the cache
     found = [prompts[index] for index in chosen]
     return found, accuracy_by_task(found, [answers[index] for index in chosen])
 
@@ -74,7 +75,7 @@ def test_transformers_still_give_the_kept_answers() -> None:
 
 
 @pytest.mark.slow
-@number_of_prompts(4)
+@number_of_prompts(2)
 def test_the_offline_engine_scores_as_transformers_do(
     some: tuple[list[Prompt], dict[str, Score]],
 ) -> None:
@@ -85,14 +86,14 @@ def test_the_offline_engine_scores_as_transformers_do(
         completions = llm.generate(ids, greedy, progress=False)
         totals = llm.worker.scheduler.totals
     assert isinstance(completions, list)
-    assert totals.cached_tokens_total > 0
+    assert totals.cached_tokens_total > 2 * 512
     assert totals.overlapped_steps_total > 0
     assert max(c.prompt_tokens for c in completions) > 2 * 512
     assert accuracy_by_task(prompts, [c.text for c in completions]) == reference
 
 
 @pytest.mark.slow
-@number_of_prompts(2)
+@number_of_prompts(1)
 def test_an_fp8_kv_cache_answers_as_well(some: tuple[list[Prompt], dict[str, Score]]) -> None:
     """Some look-ups find one fact in 3,000 tokens."""
     prompts, reference = some
@@ -121,7 +122,7 @@ def _text(message: ChatCompletionMessage) -> str:
 
 @pytest.mark.slow
 @pytest.mark.process
-@number_of_prompts(4)
+@number_of_prompts(2)
 def test_the_server_scores_as_transformers_do(
     some: tuple[list[Prompt], dict[str, Score]],
 ) -> None:
@@ -144,5 +145,5 @@ def test_the_server_scores_as_transformers_do(
 
         with ThreadPoolExecutor(CLIENTS) as pool:
             answers = list(pool.map(ask, prompts))
-    assert sum(cached for _, cached in answers) > 0
+    assert answers[-1][1] > 2 * 512
     assert accuracy_by_task(prompts, [text for text, _ in answers]) == reference
