@@ -57,9 +57,13 @@ def thinking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def keyed_server(
     thinking_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ServerProcess]:
-    """A server with a key. It answers "attack" with all injections, and "hello" after thinking."""
+    """A server with a key. It answers "attack" with injections, and "hello" after thinking.
+
+    The page renders each text of an answer again with each token, so this answer has a third of
+    the injections. Stored messages have all.
+    """
     folder = tmp_path_factory.mktemp("keyed")
-    rules = [["attack", "\n\n".join(INJECTIONS)], ["hello", "<think>A greeting.</think>Hi."]]
+    rules = [["attack", "\n\n".join(INJECTIONS[::3])], ["hello", "<think>A greeting.</think>Hi."]]
     (folder / "script.json").write_text(json.dumps(rules))
     (folder / "keys").write_text(f"reader: {KEY}\n")
     flags = ["--model", str(thinking_model), "--api-key-file", str(folder / "keys")]

@@ -26,6 +26,7 @@ __all__ = ["JSON_BODY", "ServerProcess", "run_server", "wait_for"]
 _PROBE_URL = re.compile(r"listening for probes on (https?://\S+)")
 # The headers that a request with a body needs, for tests that write to a socket.
 JSON_BODY = b"host: localhost\r\ncontent-type: application/json\r\n"
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 0.1
 _URL = re.compile(r"listening on (https?://\S+)")
 
 T = TypeVar("T")
@@ -35,13 +36,13 @@ def wait_for(
     condition: Callable[[], T],
     goal: str | Callable[[], str],
     seconds: float = 90.0,
-    pause_s: float = 0.02,
 ) -> T:
     """Wait for a true value of `condition` and return it. Fail with `goal`; see `patience`.
 
-    pause_s: time between two looks at `condition`.
+    The time between two looks at `condition` grows, because a look often makes an HTTP request,
+    which takes 3 ms of CPU time.
     """
-    started = time.monotonic()
+    started, pause_s = time.monotonic(), _FIRST_PAUSE_S
     while True:
         value = condition()
         if value:
@@ -49,6 +50,7 @@ def wait_for(
         if time.monotonic() - started > patience(seconds):
             raise AssertionError(f"gave up waiting for {goal if isinstance(goal, str) else goal()}")
         time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
 
 
 class ServerProcess:
@@ -105,10 +107,7 @@ class ServerProcess:
             return 0
 
     def wait_ready(self) -> "ServerProcess":
-        # A start takes seconds, and a request takes 3 ms of CPU time.
-        wait_for(
-            lambda: self.status("/readyz") == 200, lambda: f"readiness: {self.stderr}", pause_s=0.1
-        )
+        wait_for(lambda: self.status("/readyz") == 200, lambda: f"readiness: {self.stderr}")
         return self
 
     def child_pids(self) -> dict[str, int]:

@@ -147,7 +147,7 @@ def all_pages_returned(server: ServerProcess) -> bool:
 @pytest.mark.parametrize(
     ("duration_s", "growth"),
     [
-        (20, 1.2),  # in its first seconds a process still fills its caches
+        (10, 1.2),  # in its first seconds a process still fills its caches
         pytest.param(1800, 1.05, marks=pytest.mark.proof),
     ],
 )

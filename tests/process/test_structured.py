@@ -189,28 +189,33 @@ TEMPLATE = """
 {%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif -%}"""
 
 
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    folder = tmp_path_factory.mktemp("thinking") / "tiny"
+    folder.mkdir()
+    build_reciting_model(folder, RECITAL, ["<think>", "</think>"])
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    with run_server("--model", str(folder), "--num-pages", "64") as found:
+        yield found.wait_ready()
+
+
 @pytest.mark.parametrize(
     ("options", "reasoning"),
     [({}, " word code"), ({"thinking": True}, " word code"), ({"enable_thinking": False}, None)],
 )
 def test_grammar_begins_after_the_thinking(
-    tmp_path_factory: pytest.TempPathFactory, options: dict[str, bool], reasoning: str | None
+    thinking: ServerProcess, options: dict[str, bool], reasoning: str | None
 ) -> None:
-    folder = tmp_path_factory.mktemp("thinking") / "tiny"
-    folder.mkdir()
-    build_reciting_model(folder, RECITAL, ["<think>", "</think>"])
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with run_server("--model", str(folder), "--num-pages", "64") as thinking:
-        answer = post(
-            thinking.wait_ready(),
-            "/v1/chat/completions",
-            model="tiny",
-            temperature=0,
-            messages=[{"role": "user", "content": "hi"}],
-            chat_template_kwargs=options,
-            regex=" (letter|word) [a-z]+",
-            max_tokens=12,
-        )
+    answer = post(
+        thinking,
+        "/v1/chat/completions",
+        model="tiny",
+        temperature=0,
+        messages=[{"role": "user", "content": "hi"}],
+        chat_template_kwargs=options,
+        regex=" (letter|word) [a-z]+",
+        max_tokens=12,
+    )
     message = answer.json()["choices"][0]["message"]
     assert message.get("reasoning_content") == reasoning
     assert re.match(" letter ?" if reasoning else " (letter|word)", message["content"])

@@ -189,7 +189,7 @@ SMALL = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("answers", [100, pytest.param(1000, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("answers", [50, pytest.param(1000, marks=pytest.mark.proof)])
 def test_random_weights_call_tools_when_they_must(
     answers: int, tools_server: ServerProcess
 ) -> None:
