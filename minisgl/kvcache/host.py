@@ -16,8 +16,8 @@ All decisions depend on replicated state alone. Rank 0 announces the ends of job
 every rank applies them in the same iteration.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import chain, product
 from typing import TYPE_CHECKING
 
@@ -54,14 +54,11 @@ class CopyJob:
     loads: bool
 
 
-@dataclass(slots=True, eq=False)
 class HostTier:
     """The host blocks, the jobs, and the nodes in host memory.
 
     copier       copies pages.
     tree         the prefix cache.
-    allocate     returns as many pages of the GPU pool, which no step reads.
-    num_free     the number of free pages of the GPU pool.
     target       the number of pages of the GPU pool that stores keep free or copied.
     clean_pages  the number of pages that are copied (H5).
     blocks       the host blocks. No step uses one, so they are released with the fence 0.
@@ -82,22 +79,19 @@ class HostTier:
         pages, and the GPU can evict all of them that are not fenced.
     """
 
-    copier: PageCopier
-    tree: "RadixCache"
-    allocate: Callable[[int], Int32Array]
-    num_free: Callable[[], int]
-    target: int
-    clean_pages: int = 0
-    jobs: dict[int, CopyJob] = field(default_factory=dict)
-    totals: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TOTALS, 0))
-    num_open: int = 0
-    _last_job: int = 0
-    _store_open: bool = False  # one store at a time
-    blocks: FencedPool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.blocks = FencedPool(self.copier.num_blocks, Steps())
-        self.blocks.allocate(self.copier.num_blocks)  # until `open_blocks`
+    def __init__(self, copier: PageCopier, tree: "RadixCache", pool: FencedPool) -> None:
+        """pool: the GPU pool. The blocks become usable from now on (PageCopier.start_opening)."""
+        self.copier, self.tree, self._pool = copier, tree, pool
+        self.target = max(pool.size // _CLEAN_SHARE, 1)
+        self.clean_pages = self.num_open = 0
+        self.jobs: dict[int, CopyJob] = {}
+        self.totals = dict.fromkeys(TOTALS, 0)
+        self.blocks = FencedPool(copier.num_blocks, Steps())
+        self.blocks.allocate(copier.num_blocks)  # until `open_blocks`
+        self._last_job = 0
+        self._store_open = False  # one store at a time
+        tree.tier = self
+        copier.start_opening()
 
     @property
     def locked_pages(self) -> int:
@@ -146,7 +140,7 @@ class HostTier:
         kinds, counts = self.tree.kinds, [kind.load_pages(end) for kind in self.tree.kinds]
         position = sum(len(node.pages) for node in nodes)
         self.totals["hit_pages"] += position
-        pages = self.allocate(position + sum(counts))
+        pages = self._pool.allocate(position + sum(counts))  # no step reads them
         parts = np.split(pages[position:], np.cumsum(counts)[:-1]) if kinds else []
         for kind, part in zip(kinds, parts, strict=True):
             for node in nodes:
@@ -162,7 +156,8 @@ class HostTier:
 
     def store(self) -> None:
         """Copy nodes of the cold end of the GPU pool, if too few of its pages are clean."""
-        lacking = self.target - self.clean_pages - self.num_free()
+        lacking = self.target - self.clean_pages
+        lacking -= self._pool.num_free + self._pool.num_quarantined
         nodes: list[RadixNode] = []
         # A copy of nodes that only an ended session has used is of no use.
         order = [each for each in self.tree.eviction_order() if each in _STORED]
@@ -364,19 +359,3 @@ def blocks_of(node: RadixNode) -> Int32Array:
 def path_has(path: Iterable[RadixNode], job: CopyJob) -> bool:
     """The job copies a node of the path."""
     return any(node.job is job for node in path)
-
-
-def host_tier(
-    copier: PageCopier,
-    tree: "RadixCache",
-    num_pages: int,
-    allocate: Callable[[int], Int32Array],
-    num_free: Callable[[], int],
-) -> HostTier:
-    """Return the host tier of a prefix cache. num_pages: of the GPU pool.
-
-    Its blocks become usable from now on (PageCopier.start_opening).
-    """
-    copier.start_opening()
-    tree.tier = HostTier(copier, tree, allocate, num_free, max(num_pages // _CLEAN_SHARE, 1))
-    return tree.tier

@@ -1,6 +1,6 @@
 """`Memory`: moves KV pages between the page pool, the prefix cache and the running requests."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from minisgl.core.batch import EngineLike, Int32Array
 from minisgl.core.rows import Rows
 from minisgl.kvcache.fenced_pool import FencedPool
-from minisgl.kvcache.host import MIN_LOAD_PAGES, CopyJob, HostTier, host_tier
+from minisgl.kvcache.host import MIN_LOAD_PAGES, CopyJob, HostTier
 from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
 from minisgl.kvcache.node import CacheListener, Hit, RadixNode
 from minisgl.kvcache.page_table import PageTable
@@ -71,14 +71,8 @@ class Memory:
         parts = [kind.parts for kind in self.kinds]
         self.tree = RadixCache(self.page_size, rows.steps, listeners, parts)
         self.tier: HostTier | None = None
-        # Copies to or from host memory. Their ends make pages available.
-        self.jobs: Mapping[int, CopyJob] = {}
-        # The scheduler calls these after each step.
-        self.after_step: tuple[Callable[[], None], ...] = ()
         if engine.copier is not None:
-            pool, tree, size = self.pool, self.tree, engine.num_pages
-            self.tier = host_tier(engine.copier, tree, size, pool.allocate, self._unused)
-            self.jobs, self.after_step = self.tier.jobs, (self.tier.store,)
+            self.tier = HostTier(engine.copier, self.tree, self.pool)
         self.shared: Int32Array = np.zeros(len(rows.known), dtype=np.int32)
         self.caches = caches
         self._nodes: dict[int, RadixNode] = {}  # by row: the locked end of its cached prefix
@@ -118,8 +112,10 @@ class Memory:
         locked = 0 if self.tier is None else self.tier.locked_pages
         return self.pool.num_quarantined + self.tree.fenced_pages + parts + locked
 
-    def _unused(self) -> int:
-        return self.pool.num_free + self.pool.num_quarantined
+    @property
+    def jobs(self) -> Mapping[int, CopyJob]:
+        """The copies to or from host memory. Their ends make pages available."""
+        return {} if self.tier is None else self.tier.jobs
 
     def loads(self, hit: Hit) -> bool:
         """The host tier has so many further pages of the prefix that a load is worth its time."""

@@ -88,8 +88,8 @@ def _with_chunks(plan: StepPlan) -> tuple[Int32Array, Int32Array]:
 
 def _check_progress(view: View, plan: StepPlan) -> None:
     """A plan without a step must wait for a result, for an edit, or for the preempted request."""
-    jobs = view.memory.jobs  # their ends make pages available
-    if view.waiting and not (view.in_flight or view.paused or jobs) and plan.preempt is None:
+    waits = view.in_flight or view.paused or view.memory.jobs or plan.preempt is not None
+    if view.waiting and not waits:
         raise InvariantBroken(
             "no request runs, but no waiting request can be admitted; this is a bug"
         )
@@ -141,7 +141,7 @@ def end_copies(view: View, message: CopiesEnded) -> None:
 
 def end_loading(view: View) -> None:
     """Enqueue the requests again whose jobs have ended, by themselves or by a flush."""
-    open_jobs = {} if view.memory.tier is None else view.memory.tier.jobs
+    open_jobs = view.memory.jobs
     for req in [req for req, job in view.loading.items() if job not in open_jobs]:
         del view.loading[req]
         enqueue(view, req)

@@ -156,8 +156,8 @@ class Scheduler:
         if step.preempt is not None:
             self._results.end_when_resolved(step.preempt)
         self.drain_in_flight(keep=int(self._config.overlap and batch is not None))
-        for work in self.memory.after_step:
-            work()
+        if self.memory.tier is not None:
+            self.memory.tier.store()
         for reporter in self._reporters:
             reporter.flush()
 

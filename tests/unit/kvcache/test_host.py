@@ -8,7 +8,8 @@ import numpy as np
 from minisgl.core.batch import Int32Array
 from minisgl.core.rows import Steps
 from minisgl.kvcache import host
-from minisgl.kvcache.host import TOTALS, HostTier, host_tier
+from minisgl.kvcache.fenced_pool import FencedPool
+from minisgl.kvcache.host import TOTALS, HostTier
 from minisgl.kvcache.kinds import NodeParts
 from minisgl.kvcache.node import Place, RadixNode
 from minisgl.kvcache.radix import RadixCache
@@ -41,12 +42,22 @@ def ids(count: int, first: int = 0) -> Int32Array:
     return np.arange(first, first + count, dtype=np.int32)
 
 
+class NoPool(FencedPool):
+    """A pool without free pages, in which an allocation gets pages of the tree."""
+
+    def __init__(self) -> None:
+        super().__init__(0, Steps())
+
+    def allocate(self, count: int) -> Int32Array:
+        return ids(count)
+
+
 def tree_of(
     num_blocks: int, target: int, kinds: Sequence[NodeParts] = ()
 ) -> tuple[RadixCache, HostTier]:
     """Return a tree with pages of one token. Stores keep `target` pages copied."""
     tree = RadixCache(1, Steps(), kinds=kinds)
-    tier = host_tier(NoCopier(num_blocks), tree, 1, ids, lambda: 0)
+    tier = HostTier(NoCopier(num_blocks), tree, NoPool())
     tier.target = target
     tier.open_blocks(num_blocks)
     return tree, tier
