@@ -47,8 +47,9 @@ SAMPLING_COLUMNS: tuple[Column, ...] = (
 )
 
 
-def sampling_arrays(
-    params: Sequence[SamplingParams], columns: Sequence[Column] = SAMPLING_COLUMNS
-) -> SamplingArrays:
+def sampling_arrays(params: Sequence[SamplingParams]) -> SamplingArrays:
     """Return the columns of these requests, one value for each request. Every seed must be set."""
-    return {c.name: np.array([c.read(one) for one in params], dtype=c.dtype) for c in columns}
+    return {
+        column.name: np.array([column.read(one) for one in params], dtype=column.dtype)
+        for column in SAMPLING_COLUMNS
+    }

@@ -141,13 +141,11 @@ def warmup_batch(
     params: SamplingParams = GREEDY,
     *,
     logprobs: bool = False,
-    num_ids: int = 1,
 ) -> Batch | None:
     """Return a batch of that shape; None if the engine has too few rows or too short a context.
 
     logprobs: run the code path of requests with edited logits or log-probabilities. The step
-    reports no log-probabilities. num_ids: the ids of the chunk count from 0 to num_ids - 1,
-    repeatedly.
+    reports no log-probabilities.
     """
     longest = max(engine.max_seq_len - shape.context, 1)
     num_chunks = -(-shape.chunk // longest)
@@ -173,7 +171,7 @@ def warmup_batch(
         start=np.full(num_reqs, shape.context, dtype=np.int32),
         lengths=lengths,
         samples=np.ones(num_reqs, dtype=np.bool_),
-        chunk_ids=np.arange(shape.chunk, dtype=np.int32) % num_ids,
+        chunk_ids=np.zeros(shape.chunk, dtype=np.int32),
         page_updates=updates,
         sampling=sampling_arrays([params] * num_reqs),
         logprobs=(LogprobsRequest(0, -1, -1, lengths[:0]),) if logprobs else (),
