@@ -55,6 +55,13 @@ FEATURES = {
         "engine/host_lock.py",
         "kvcache/host.py",
     ),
+    "sessions": ("kvcache/sessions.py",),
+    "later families": (
+        "models/families/gemma4.py",
+        "models/families/glm4_moe.py",
+        "models/families/minimax_m2.py",
+        "models/families/muse_glimmer.py",
+    ),
 }
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _WITHOUT_CODE = {
