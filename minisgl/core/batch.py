@@ -168,7 +168,8 @@ class Batch:
                   next one; 0 without a draft head.
     made          int32 [num_decode]; drafts that the draft head has made for each decode request
                   before this step. None without `drafting`. The engine counts them on the device.
-    images        the images that the engine encodes before the layers, in this order.
+    images        the images that the engine encodes before the layers, whole or in part, in this
+                  order.
     rope          None if no request of the step has images.
     """
 
@@ -214,6 +215,7 @@ class Batch:
         updates = self.page_updates
         arrays = [self.rows, self.start, self.lengths, updates.cols, updates.ids]
         arrays += self.states or ()
+        arrays += [np.array((*image.grid, image.first, image.end)) for image in self.images]
         arrays += [image.rows for image in self.images]
         data = b"".join(array.tobytes() for array in arrays) + bytes([self.next_drafts])
         return zlib.crc32(data, self.step_id)

@@ -19,6 +19,8 @@ class ImageLimits(NamedTuple):
     patch_price  the time that the encoder takes for a patch, beside attention, in prompt tokens
                  that the layers compute in the same time.
     pair_price   the same for a pair of patches of one image, for the attention between patches.
+    layers       of the encoder. A step may compute a part of them.
+    layer_price  the least price of a layer. The host takes this time to queue its kernels.
     """
 
     rows: int
@@ -27,6 +29,8 @@ class ImageLimits(NamedTuple):
     token: int
     patch_price: float
     pair_price: float
+    layers: int
+    layer_price: float
 
     def tokens(self, grid: Grid) -> int:
         """Return the number of tokens of an image."""
@@ -40,24 +44,40 @@ class ImageLimits(NamedTuple):
         """
         return self.rows // 3
 
-    def price(self, grid: Grid) -> int:
-        """Return the prompt tokens that the layers compute in the time of an image; at least 1."""
+    def price(self, grid: Grid, layers: int | None = None) -> int:
+        """Return the prompt tokens that the model computes in the time of an image; at least 1.
+
+        layers: of the encoder, from the first on; None: all of them.
+        """
         patches = grid[0] * grid[1]
-        return max(round(patches * (self.patch_price + patches * self.pair_price)), 1)
+        whole = patches * (self.patch_price + patches * self.pair_price)
+        price = max(round(max(whole, self.layers * self.layer_price)), 1)
+        return price if layers is None else price * layers // self.layers
+
+    def layers_within(self, grid: Grid, budget: int) -> int:
+        """Return how many of the first layers have at most this price."""
+        within = ((max(budget, 0) + 1) * self.layers - 1) // self.price(grid)
+        return min(within, self.layers)
 
 
 class EncodeImage(NamedTuple):
-    """An image that a step encodes before its layers.
+    """The layers `first` to `end` - 1 of the encoding of an image, computed before those of a step.
+
+    The part with the first layer reads the pixels. The part with the last layer writes the rows. At
+    most one image of a step has layers left. The next step continues it, or else drops it.
 
     pixels  uint8 [rows * patch, columns * patch, 3] of the grid, as in message.PromptImage.
-    rows    int32 [n]; the rows of the buffer for the n tokens of the image.
-    price   as ImageLimits.price.
+    rows    int32 [n]; the rows of the buffer for the n tokens of the image. Empty if layers are
+            left.
+    price   of these layers, as ImageLimits.price.
     """
 
     grid: Grid
     pixels: bytes
     rows: NDArray[np.int32]
     price: int
+    first: int
+    end: int
 
 
 class RopePositions(NamedTuple):

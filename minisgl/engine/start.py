@@ -156,7 +156,8 @@ class Start:
             )
             for kv, layers, count in zip(self.resolved.kv_specs, spec.pools, counts, strict=True)
         )
-        rows, images = config.max_running_reqs + 1, image_limits(config, spec, self._comm.tp)
+        rows = config.max_running_reqs + 1
+        images = image_limits(config, spec, self._comm.tp, device)
         # A draft may stand after the last position of a context. Its results are dropped.
         drafts = MAX_DRAFTS if self.drafting else 0
         max_pages = -(-max_seq_len // config.page_size) + -(-drafts // config.page_size)

@@ -112,8 +112,8 @@ def run_every_size(engine: EngineLike, max_chunk_tokens: int) -> None:
 def run_largest(engine: EngineLike, max_chunk_tokens: int, drafting: bool = False) -> None:
     """Run the step that takes the most memory: all rows, the longest chunk, random sampling.
 
-    drafting: also run the largest step with drafts. An engine that takes images encodes the largest
-    one in each step.
+    drafting: also run the largest step with drafts. An engine that takes images runs each step
+    twice, and encodes a half of the largest image in each.
     """
     chunks = -(-max_chunk_tokens // engine.max_seq_len)
     num_decode = max(engine.max_running_reqs - chunks, 0)
@@ -125,9 +125,11 @@ def run_largest(engine: EngineLike, max_chunk_tokens: int, drafting: bool = Fals
     for shape in shapes:
         batch = warmup_batch(engine, shape, FILTERED)
         assert batch is not None, "the engine must have room for the largest step; this is a bug"
-        if engine.images is not None:
-            batch = replace(batch, images=(largest_image(engine.images),))
-        _run(engine, batch)
+        parts = () if engine.images is None else largest_image(engine.images)
+        for part in parts:
+            _run(engine, replace(batch, images=(part,)))
+        if not parts:
+            _run(engine, batch)
 
 
 def _run(engine: EngineLike, batch: Batch | None) -> None:

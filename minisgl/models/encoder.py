@@ -1,7 +1,7 @@
 """The image encoder of Qwen3-VL, Qwen3.5 and later: a vision transformer and its mergers."""
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -160,8 +160,21 @@ class Merger(EncoderMlp):
         return super().forward(self.norm(x).view(-1, self.merged))
 
 
+class Encoding(NamedTuple):
+    """An image between two blocks of the encoder.
+
+    x         [N, hidden], the N patches, square after square.
+    angles    float32 [N, D], as ImageEncoder._angles.
+    features  of each tap of DeepStack so far, [tokens, size].
+    """
+
+    x: Tensor
+    angles: Tensor
+    features: tuple[Tensor, ...] = ()
+
+
 class ImageEncoder(nn.Module):
-    """The image encoder. Each rank holds it whole and computes the same features."""
+    """The image encoder. Rank 0 holds it whole."""
 
     def __init__(self, spec: EncoderSpec) -> None:
         super().__init__()
@@ -173,24 +186,36 @@ class ImageEncoder(nn.Module):
         self.deepstack_merger_list = nn.ModuleList(Merger(spec, whole=True) for _ in spec.taps)
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Return the features of an image's tokens, row after row: [tokens, spec.width].
+        """Return the features of an image, as `finish`. pixels: as for `begin`."""
+        return self.finish(self.advance(self.begin(pixels), 0, self.spec.depth))
 
-        The first `size` features are the embedding. Those of each tap of DeepStack follow.
+    def begin(self, pixels: Tensor) -> Encoding:
+        """Return an image before the first block. No host sync.
 
         pixels: uint8 [rows * patch, columns * patch, 3] on the device of the weights. Rows and
-        columns are multiples of `merge`. The result has the dtype of the weights. No host sync.
+        columns are multiples of `merge`.
         """
-        spec = self.spec
-        rows, cols = (size // spec.patch for size in pixels.shape[:2])
+        rows, cols = (size // self.spec.patch for size in pixels.shape[:2])
         x = self.patch_embed(self._patches(pixels, rows, cols))
         x = x + self._in_squares(self.pos_embed(rows, cols)).to(x.dtype)
-        angles, features = self._angles(rows, cols), []
-        for number, block in enumerate(self.blocks):
-            x = block(x, angles)
-            if number in spec.taps:
-                merger: Any = self.deepstack_merger_list[spec.taps.index(number)]
-                features.append(merger(x))
-        return torch.cat((self.merger(x), *features), dim=1)
+        return Encoding(x, self._angles(rows, cols))
+
+    def advance(self, encoding: Encoding, first: int, end: int) -> Encoding:
+        """Return the image after the blocks `first` to `end` - 1."""
+        (x, angles, features), taps = encoding, self.spec.taps
+        for number in range(first, end):
+            x = self.blocks[number](x, angles)
+            if number in taps:
+                features += (self.deepstack_merger_list[taps.index(number)](x),)
+        return Encoding(x, angles, features)
+
+    def finish(self, encoding: Encoding) -> Tensor:
+        """Return the features of an image's tokens, row after row: [tokens, spec.width].
+
+        The first `size` features are the embedding. Those of each tap of DeepStack follow. The
+        result has the dtype of the weights. encoding: after all blocks.
+        """
+        return torch.cat((self.merger(encoding.x), *encoding.features), dim=1)
 
     def _patches(self, pixels: Tensor, rows: int, cols: int) -> Tensor:
         """Return the normalised pixels of each patch, [N, 3 * patch * patch]."""

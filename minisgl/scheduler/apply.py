@@ -76,7 +76,7 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
     leaving = table.computed[rows] >= table.max_total_tokens[rows] - 1
     leaving |= table.slow[rows] & (table.last_step[rows] == steps.launched)
     view.decode_rows = rows[~leaving]
-    return view.images.complete(batch) if table.has_images[batch.rows].any() else batch
+    return view.images.complete(batch, plan.encode)
 
 
 def _with_chunks(plan: StepPlan) -> tuple[Int32Array, Int32Array]:

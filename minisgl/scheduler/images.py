@@ -1,12 +1,13 @@
 """`Images`: which steps encode which images, and the rows of the image buffer that hold them.
 
-A step encodes an image if one of its chunks has tokens of the image, and the buffer does not have
-their features. No request waits for its images before it is admitted: the engine encodes the images
-of a step before the layers, on one stream. No request holds rows either. If a later chunk needs an
-image that other images have replaced meanwhile, its step encodes the image again.
+An image is encoded before the first chunk with its tokens, or in the step of this chunk. If the
+step has no time for all layers of the encoder, it computes some of them, and the chunk ends before
+the image. The next steps compute the others. No request waits for its images before it is
+admitted, and the engine encodes on the stream of the layers. No request holds rows either. If a
+later chunk needs an image that other images have replaced meanwhile, it is encoded again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,10 +24,20 @@ from minisgl.scheduler.request_table import RequestTable
 _Key = tuple[bytes, tuple[int, int]]
 
 
+class EncodePart(NamedTuple):
+    """The layers `first` to `end` - 1 of the encoding of an image."""
+
+    image: PromptImage
+    first: int
+    end: int
+
+
 class Images:
     """The rows of the image buffer, least recently used images first. Each rank has an equal one.
 
     totals: counts the images.
+    opened: the image of which the newest step has computed some layers, but not the last one. The
+    engine keeps it until the next step. None: there is none.
 
     I1  A step never overwrites rows that it reads itself. Steps run in order, so it may overwrite
         the rows that a step in flight reads.
@@ -35,29 +46,35 @@ class Images:
     def __init__(self, limits: ImageLimits | None, table: RequestTable) -> None:
         """limits: of the engine; None: no request has images."""
         if limits is None:
-            limits = ImageLimits(rows=0, patch=1, merge=1, token=0, patch_price=0.0, pair_price=0.0)
+            limits = ImageLimits(0, 1, 1, 0, 0.0, 0.0, 1, 0.0)
         self.limits = limits
         self._table = table
         self._rows: dict[_Key, Int32Array] = {}
         self._free = np.arange(self.limits.rows, dtype=np.int32)
+        self.opened: EncodePart | None = None
         self.totals = ImageTotals(rows=self.limits.rows)
 
     def has(self, key: _Key) -> bool:
         """The buffer has the features of this image."""
         return key in self._rows
 
-    def complete(self, batch: Batch) -> Batch:
-        """Return `batch`, in which a request has images, with images and positions.
+    def complete(self, batch: Batch, encode: Sequence[EncodePart]) -> Batch:
+        """Return `batch` with the images of `encode`, and with positions if it needs them.
 
-        Rows of the buffer replace the pads in its chunks. Elsewhere the id of an image token does.
-        Decode requests have no pads: their part takes no time for each image.
+        encode: as in StepPlan. Rows of the buffer replace the pads in the chunks. Elsewhere the id
+        of an image token does. Decode requests have no pads: their part takes no time for each
+        image.
         """
+        last = self.limits.layers
+        self.opened = next((part for part in encode if part.end < last), None)
+        if not self._table.has_images[batch.rows].any():
+            return replace(batch, images=self._place((), encode)) if encode else batch
         all_chunks = [*self._chunks(batch)]
         rope = RopePositions(self._table.rope_delta[batch.rows], self._positions(all_chunks))
         chunks = [chunk for chunk in all_chunks if chunk.req.images]
+        batch = replace(batch, images=self._place(chunks, encode), rope=rope)
         if not chunks:
-            return replace(batch, rope=rope)
-        encoded = self._place(chunks)
+            return batch
         ids = batch.chunk_ids.copy()
         for chunk in chunks:
             for image in self._touched(chunk):
@@ -68,8 +85,6 @@ class Images:
         return replace(
             batch,
             chunk_ids=ids,
-            images=tuple(encoded),
-            rope=rope,
             logit_edits=tuple(
                 edit if edit.history is None else replace(edit, history=self._ids(edit.history))
                 for edit in batch.logit_edits
@@ -100,29 +115,35 @@ class Images:
             if image.start < chunk.end and self._end(image) > chunk.start:
                 yield image
 
-    def _place(self, chunks: Sequence["_ChunkOf"]) -> list[EncodeImage]:
-        """Give rows to the images of these chunks, and return those that have to be encoded."""
-        needed = {_key(image): image for chunk in chunks for image in self._touched(chunk)}
-        for key in needed:
-            if key in self._rows:
-                self._rows[key] = self._rows.pop(key)  # the most recently used
-                self.totals.reused += 1
-        encoded = []
-        for key, image in needed.items():
-            if key in self._rows:
-                continue
-            count = self.limits.tokens(image.grid)
-            while len(self._free) < count:
-                oldest = next(key for key in self._rows if key not in needed)
-                self._free = np.concatenate([self._free, self._rows.pop(oldest)])
-            rows, self._free = self._free[:count], self._free[count:]
-            self._rows[key] = rows
-            price = self.limits.price(image.grid)
-            encoded.append(EncodeImage(image.grid, image.pixels, rows, price))
-            self.totals.encoded += 1
-            self.totals.patches += image.grid[0] * image.grid[1]
-        self.totals.used = self.limits.rows - len(self._free)
-        return encoded
+    def _place(
+        self, chunks: Sequence["_ChunkOf"], encode: Sequence[EncodePart]
+    ) -> tuple[EncodeImage, ...]:
+        """Give rows to the images that are complete after this step. Returns Batch.images."""
+        limits = self.limits
+        touched = {_key(image) for chunk in chunks for image in self._touched(chunk)}
+        needed = {*touched, *(_key(part.image) for part in encode)}
+        for key in [key for key in self._rows if key in touched]:
+            self._rows[key] = self._rows.pop(key)  # the most recently used
+            self.totals.reused += 1
+        images = []
+        for image, first, end in encode:
+            rows = self._free[:0]
+            if end == limits.layers:
+                rows = self._rows[_key(image)] = self._take(limits.tokens(image.grid), needed)
+                self.totals.encoded += 1
+                self.totals.patches += image.grid[0] * image.grid[1]
+            price = limits.price(image.grid, end) - limits.price(image.grid, first)
+            images.append(EncodeImage(image.grid, image.pixels, rows, price, first, end))
+        self.totals.used = limits.rows - len(self._free)
+        return tuple(images)
+
+    def _take(self, count: int, needed: Collection[_Key]) -> Int32Array:
+        """Return free rows. Images that are not in `needed` are replaced, the oldest ones first."""
+        while len(self._free) < count:
+            oldest = next(key for key in self._rows if key not in needed)
+            self._free = np.concatenate([self._free, self._rows.pop(oldest)])
+        rows, self._free = self._free[:count], self._free[count:]
+        return rows
 
     def _positions(self, chunks: Sequence["_ChunkOf"]) -> Int32Array | None:
         """Return RopePositions.chunks."""
@@ -150,15 +171,49 @@ class ImageRoom:
     """The images that one plan adds to its step. The counters belong to the plan.
 
     The images of a step and its prompt tokens share the budget of prompt tokens, since both delay
-    the decoding requests (ImageLimits.price). The images in the first `least` tokens of one chunk
-    may exceed the budget, if the step encodes no others before: no image is encoded in parts.
+    the decoding requests (ImageLimits.price). If the budget has no room for all layers of an image,
+    the step computes some of them, at least one. At most one image has layers left after a step,
+    because the engine keeps the state of one. The next step continues it first if an admitted
+    prompt needs it, so that each image comes to its end. The others wait meanwhile.
+
+    A step without decoding requests delays no stream, and it must have a chunk. The images in the
+    first `least` tokens of one chunk are therefore encoded whole there, if the step encodes no
+    others before.
     """
 
-    def __init__(self, images: Images, least: int) -> None:
-        """least: tokens of the smallest chunk."""
-        self._images, self._least, self._left = images, least, images.limits.rows
+    def __init__(self, images: Images, least: int, divides: bool) -> None:
+        """least: tokens of the smallest chunk. divides: requests decode in the step."""
+        self._images, self._least, self._divides = images, least, divides
+        self._limits, self._left = images.limits, images.limits.rows
         self._counted: set[_Key] = set()
-        self._encodes = False
+        self._opened: _Key | None = None
+        self._parts: dict[_Key, EncodePart] = {}
+
+    @property
+    def parts(self) -> tuple[EncodePart, ...]:
+        """The encodings of the step."""
+        return tuple(self._parts.values())
+
+    def resume(self, reqs: Iterable[tuple[Req, int]], budget: int) -> int:
+        """Continue the image that the newest step left, if a request needs it.
+
+        reqs: admitted requests, and the number of tokens that each has computed. Returns the budget
+        that is left.
+        """
+        opened = self._images.opened
+        if opened is None:
+            return budget
+        image, key = opened.image, _key(opened.image)
+        needed = any(
+            _key(each) == key and each.start + self._limits.tokens(each.grid) > start
+            for req, start in reqs
+            for each in req.images
+        )
+        if not needed:
+            return budget
+        if self._divides:
+            return budget - self._advance(image, budget, least=1)
+        return max(budget - self._advance(image, self._rest(image)), self._least)
 
     def limit(self, req: Req, start: int, end: int, budget: int) -> int:
         """Return the most tokens of a chunk. Changes nothing.
@@ -170,7 +225,7 @@ class ImageRoom:
             before = max(image.start - start, 0)
             if before >= tokens:
                 break
-            may_exceed = before < self._least and not self._encodes
+            may_exceed = before < self._least and not (self._divides or self._parts)
             if count > left or (cost > budget - price - before and not may_exceed):
                 return before
             left, price = left - count, price + cost
@@ -178,35 +233,97 @@ class ImageRoom:
         return tokens
 
     def wait(self, req: Req, start: int, budget: int) -> bool:
-        """Images leave less than the smallest chunk to a waiting request. As in `limit`."""
-        end = len(req.tokens)
-        return self.limit(req, start, end, budget) < min(self._least, budget, end - start)
+        """Images leave less than the smallest chunk to a waiting request. As in `limit`.
 
-    def add(self, req: Req, start: int, tokens: int) -> int:
-        """Count the images of a chunk. Returns the price of those that it adds to the step."""
+        The request does not wait if the step can begin to encode the image after this chunk.
+        """
+        end = len(req.tokens)
+        tokens = self.limit(req, start, end, budget)
+        if tokens >= min(self._least, budget, end - start):
+            return False
+        image = self._following(req, start, tokens)
+        if image is None:
+            return True
+        return tokens > 0 and not self._limits.layers_within(image.grid, budget - tokens)
+
+    def add(self, req: Req, start: int, tokens: int, budget: int) -> int:
+        """Count the images of a chunk, and encode a part of the image after it.
+
+        budget: what the tokens of the chunk leave. Returns the price of the encoding.
+        """
         price = 0
         for image, count, cost in self._new(req, start):
-            if image.start < start + tokens:
-                self._counted.add(_key(image))
-                self._left -= count
-                price += cost
-        self._encodes = self._encodes or price > 0
+            if max(image.start - start, 0) >= tokens:
+                break
+            if cost:
+                price += self._advance(image, cost)
+            else:
+                self._count(image, count)
+        following = self._following(req, start, tokens)
+        if following is not None:
+            begins = not tokens and _key(following) not in self._parts
+            price += self._advance(following, budget - price, least=int(begins))
         return price
-
-    def _new(self, req: Req, start: int) -> Iterator[tuple[PromptImage, int, int]]:
-        """Yield the images of `req` with tokens from `start` on that the plan has not counted.
-
-        Each has the number of its tokens and its price, which is 0 if the buffer has it.
-        """
-        limits = self._images.limits
-        for image in req.images:
-            key, count = _key(image), limits.tokens(image.grid)
-            if image.start + count > start and key not in self._counted:
-                yield image, count, 0 if self._images.has(key) else limits.price(image.grid)
 
     def price(self, req: Req, start: int) -> int:
         """Return the price of the images from token `start` on."""
         return sum(price for _, _, price in self._new(req, start))
+
+    def _new(self, req: Req, start: int) -> Iterator[tuple[PromptImage, int, int]]:
+        """Yield the images of `req` with tokens from `start` on that the plan has not counted.
+
+        Each has the number of its tokens and the price of its layers that are left.
+        """
+        for image in req.images:
+            count = self._limits.tokens(image.grid)
+            if image.start + count > start and _key(image) not in self._counted:
+                yield image, count, self._rest(image)
+
+    def _rest(self, image: PromptImage) -> int:
+        """Return the price of the layers that are left, 0 if the buffer has the image."""
+        if self._images.has(_key(image)):
+            return 0
+        price = self._limits.price
+        return price(image.grid) - price(image.grid, self._done(image))
+
+    def _done(self, image: PromptImage) -> int:
+        """Return the number of layers of an image that this step or those before it compute."""
+        part = self._parts.get(_key(image), self._images.opened)
+        return 0 if part is None or _key(part.image) != _key(image) else part.end
+
+    def _following(self, req: Req, start: int, tokens: int) -> PromptImage | None:
+        """Return the image right after a chunk, if the step may compute a part of its layers."""
+        for image, _, cost in self._new(req, start):
+            before = max(image.start - start, 0)
+            if before >= tokens:
+                free = self._opened in (None, _key(image))
+                return image if before == tokens and cost and free else None
+        return None
+
+    def _advance(self, image: PromptImage, budget: int, least: int = 0) -> int:
+        """Compute the further layers of an image for which the budget has room.
+
+        least: of these layers. The last layer also needs rows of the buffer. Returns the price.
+        """
+        limits, key, first = self._limits, _key(image), self._done(image)
+        count, price = limits.tokens(image.grid), limits.price(image.grid, first)
+        end = max(limits.layers_within(image.grid, price + budget), first + least)
+        end = min(end, limits.layers if count <= self._left else limits.layers - 1)
+        if end <= first:
+            return 0
+        begun = self._parts.get(key)
+        self._parts[key] = EncodePart(image, first if begun is None else begun.first, end)
+        if end == limits.layers:
+            self._count(image, count)
+            self._opened = None if self._opened == key else self._opened
+        else:
+            self._opened = key
+        return limits.price(image.grid, end) - price
+
+    def _count(self, image: PromptImage, count: int) -> None:
+        """Reserve the rows of an image, which the step reads or writes."""
+        self._counted.add(_key(image))
+        self._left -= count
 
 
 def _key(image: PromptImage) -> _Key:

@@ -63,9 +63,9 @@ def plan(view: View) -> StepPlan:
     decode, short = decoding(view, room)
     if short is None and not (view.prefilling or view.waiting.uncached):  # no Python loop
         return StepPlan(decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))
-    fill = Filling(view, room, short)
+    fill = Filling(view, room, short, divides=len(decode.rows) > 0)
     beside = fill.beside_urgent(decode)
-    left = prompt_tokens(view, fill.prefilling, beside, fill.urgent)
+    left = fill.resume(prompt_tokens(view, fill.prefilling, beside, fill.urgent))
     fill.limit_further(beside)
     admit = short is None
     own = fill.of_new_clients(decode, left, admit) if len(view.waiting.clients) > 1 else None
@@ -168,9 +168,11 @@ def shortage(
 class Filling:
     """Fills one step with prompts. All counters are local to a plan."""
 
-    def __init__(self, view: View, room: Room, short: Shortage | None) -> None:
+    def __init__(self, view: View, room: Room, short: Shortage | None, divides: bool) -> None:
+        """divides: as for ImageRoom."""
         self._view, self._room = view, room
-        self._images = ImageRoom(view.images, max(MIN_CHUNK_TOKENS, view.memory.page_size))
+        least = max(MIN_CHUNK_TOKENS, view.memory.page_size)
+        self._images = ImageRoom(view.images, least, divides)
         self._victim = None if short is None else short.victim
         self.prefilling = [req for req in view.prefilling if req is not self._victim]
         self.urgent = view.has_urgent(self.prefilling)
@@ -190,6 +192,11 @@ class Filling:
         # The calls whose further choices get fewer tokens, and the tokens of a step with them.
         self._decoding_calls: set[int] = set()
         self._further_tokens = 0
+
+    def resume(self, budget: int) -> int:
+        """Continue the image that the newest step left. Returns the prompt tokens that are left."""
+        reqs = ((req, int(self._view.table.computed[req.row])) for req in self.prefilling)
+        return self._images.resume(reqs, budget)
 
     def limit_further(self, decode: Decode) -> None:
         """Limit the tokens of further choices beside these decoding rows, if others may wait."""
@@ -299,7 +306,8 @@ class Filling:
                 if deferred == MAX_DEFERRED:
                     break
                 continue
-            if self.chunks and not loads and self._images.wait(req, hit.tokens, left):
+            busy = bool(self.chunks or self._images.parts)
+            if busy and not loads and self._images.wait(req, hit.tokens, left):
                 break
             if not self._room.open(placeholder_row(req), req, hit, loads):
                 self._block(req, within)
@@ -348,13 +356,16 @@ class Filling:
             self.chunks.pop(victim, None)
         carry = Carry(self._overtakes, paused_steps)
         found = StepPlan(decode, self._room.grown, self._room.counts, self.chunks, self._admit)
-        return found._replace(seen=self._seen, preempt=victim, carry=carry, load=self._load)
+        found = found._replace(seen=self._seen, preempt=victim, carry=carry, load=self._load)
+        return found._replace(encode=self._images.parts)
 
     def _add_chunk(self, req: Req, budget: int) -> int:
         """Add up to `budget` tokens to the chunk of an admitted request.
 
-        Returns their number and the price of their images.
+        Returns their number and the price of the images that the step encodes for the request.
         """
+        if budget <= 0:
+            return 0
         table, chosen, row = self._view.table, self.chunks.get(req, 0), req.row
         if req in self._admit:
             row, start, end = placeholder_row(req), self._admit[req].tokens, len(req.tokens)
@@ -362,10 +373,9 @@ class Filling:
             start, end = int(table.computed[row]), int(table.prefill_end[row])
         most = self._images.limit(req, start, end, chosen + budget)
         tokens = self._room.cut(row, start, most) - chosen
-        if not tokens:
-            return 0
-        self.chunks[req] = chosen + tokens
-        return tokens + self._images.add(req, start, chosen + tokens)
+        if tokens:
+            self.chunks[req] = chosen + tokens
+        return tokens + self._images.add(req, start, chosen + tokens, budget - tokens)
 
     def _make_room(self, req: Req) -> Req | None:
         """Choose a request of a later priority or of a client above its share, so that `req` runs.

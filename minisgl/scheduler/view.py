@@ -11,7 +11,7 @@ from minisgl.core.batch import DraftLengths, EngineLike, Int32Array
 from minisgl.core.config import MAX_DRAFTS
 from minisgl.engine import Extensions
 from minisgl.kvcache import CacheListener, Hit, Memory, common_prefix
-from minisgl.scheduler.images import Images
+from minisgl.scheduler.images import EncodePart, Images
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.waiting import Shares, WaitingQueue
@@ -55,6 +55,7 @@ class StepPlan(NamedTuple):
     admit    waiting requests that get a row, in order, each with its cached prefix.
     seen     the requests whose cached prefix was looked up, in order.
     preempt  a request that loses its row and its pages, because others need them.
+    encode   images of which the step computes layers of the encoder first.
     load     waiting requests whose cached prefixes are loaded from host memory first.
     """
 
@@ -67,6 +68,7 @@ class StepPlan(NamedTuple):
     preempt: Req | None = None
     carry: Carry = NO_CARRY
     load: Sequence[Req] = ()
+    encode: Sequence[EncodePart] = ()
 
 
 MIN_SHARED_TOKENS = 64  # a request does not wait a step for a shorter shared prefix

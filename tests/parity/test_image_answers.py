@@ -71,6 +71,8 @@ def test_answers_equal_those_of_transformers(name: str, case: Case, folder: Path
     outputs, scheduler, recorder = run(path, case, [SAMPLING], None, None, *given, **SMALL)
     assert outputs == wanted * 2
     assert scheduler.stats().images.encoded >= 4, "the buffer is too small for all images"
+    divided = {image.first > 0 for batch in recorder.batches for image in batch.images}
+    assert True in divided or case.chunk > 1
     if name == "qwen3-vl":  # prompts of a hybrid model are cached from 64 tokens on
         prove(case, scheduler, recorder)
 

@@ -212,8 +212,7 @@ class FakeEngine:
         stacked[updates.rows, updates.cols] = updates.ids
         if batch.states is not None:
             self.states.copy(batch.states, self.slots.reshape(-1, self.page_size))
-        for image in batch.images:
-            self.image_rows.encode(image)
+        self.image_rows.begin_step(batch.images)
         finite = np.ones(len(batch.rows), dtype=np.bool_)
         starts = batch.start.copy()
         if batch.drafting:

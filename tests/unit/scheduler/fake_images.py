@@ -11,13 +11,12 @@ from minisgl.images.pads import pad_ids
 from minisgl.message.messages import PromptImage
 
 PATCH, MERGE = 2, 1
+LAYERS = 4  # of the encoder
 
 
 def image_limits(rows: int, token: int = 7, price: float = 1.0) -> ImageLimits:
     """Return a buffer of that many rows. A token is one patch. price: of a patch, in tokens."""
-    return ImageLimits(
-        rows=rows, patch=PATCH, merge=MERGE, token=token, patch_price=price, pair_price=0.0
-    )
+    return ImageLimits(rows, PATCH, MERGE, token, price, 0.0, LAYERS, 0.0)
 
 
 def prompt_with(
@@ -44,8 +43,23 @@ class FakeImages:
     def __init__(self, limits: ImageLimits | None) -> None:
         self._rows = np.zeros(0 if limits is None else limits.rows, dtype=np.int32)
         self.encoded = 0
+        self._open: EncodeImage | None = None
 
-    def encode(self, image: EncodeImage) -> None:
+    def begin_step(self, images: Sequence[EncodeImage]) -> None:
+        opened, self._open = self._open, None
+        for image in images:
+            assert 0 <= image.first < image.end <= LAYERS
+            if image.first:
+                assert opened is not None, "the image has no first layers"
+                assert (image.pixels, image.first) == (opened.pixels, opened.end)
+            if image.end == LAYERS:
+                self._write(image)
+            else:
+                assert self._open is None, "two images have layers left"
+                assert not len(image.rows)
+                self._open = image
+
+    def _write(self, image: EncodeImage) -> None:
         digest, count = hashlib.sha256(image.pixels).digest(), image.grid[0] * image.grid[1]
         pads = pad_ids(digest, image.grid, count)
         assert len({*image.rows.tolist()}) == len(pads)

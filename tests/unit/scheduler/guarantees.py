@@ -152,7 +152,7 @@ class PlanChecks:
         if view.memory.kinds or plan.preempt is not None or own_clients(view, plan):
             return
         if view.images.limits.rows:  # a chunk may end before an image
-            assert plan.chunks or not view.prefilling
+            assert plan.chunks or plan.encode or not view.prefilling
             return
         table, config = view.table, view.config
         rest = sum(int(table.prefill_end[r.row] - table.computed[r.row]) for r in view.prefilling)
@@ -215,6 +215,7 @@ def state_of(view: View) -> bytes:
         add(memory.tier.blocks.num_free, memory.tier.clean_pages, [*memory.tier.jobs])
     for reqs in (view.waiting, view.loading, view.prefilling, view.uncached, view.paused):
         add([(req.uid, req.priority, req.state, req.row, req.admitted) for req in reqs])
+    add(view.images.opened, [*view.images._rows])
     add(view.waiting.first_priority, dict(view.waiting.uncached), view.waiting._queues.keys())
     for states in states_of(memory):
         add([vars(states)[name] for name in ("_savings", "_due", "_saves", "_loads")])

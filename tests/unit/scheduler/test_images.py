@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from minisgl.core import InvalidRequest, SamplingParams, SchedulerConfig
+from minisgl.core import InvalidRequest, SamplingParams, SchedulerConfig, StepCost, StepWork
 from minisgl.images.positions import rotary_delta, rotary_positions
 from minisgl.message.messages import AddReq, PromptImage
 from minisgl.scheduler.image_check import check_images
@@ -90,14 +90,111 @@ def test_an_image_above_the_budget_waits_for_the_beginning_of_a_chunk() -> None:
     assert sizes == [([40], 0), ([5], 1)]
 
 
-def test_a_prompt_whose_image_does_not_fit_the_step_stays_in_the_queue() -> None:
+def test_one_prompt_whose_image_does_not_fit_the_step_is_admitted() -> None:
     """Regression: each waiting prompt took a row and pages for the few tokens before its image."""
     harness = harness_with(16, budget=128, price=11.25)  # an image of 4 patches as 45 tokens
     for seed in range(4):
         prompt, images = prompt_with([1, 2, (seed, (2, 2)), *range(3, 40)])
         harness.add(prompt, images=images, ignore_eos=True, max_tokens=1)
     harness.run()
-    assert [batch.lengths.tolist() for batch in harness.engine.batches] == [[43]] * 4
+    steps = [
+        (batch.lengths.tolist(), [(image.first, image.end) for image in batch.images])
+        for batch in harness.engine.batches
+    ]
+    assert steps == [
+        ([43, 2], [(0, 4), (0, 3)]),
+        ([41, 34], [(3, 4), (0, 4)]),
+        ([9, 43], [(0, 4)]),
+    ]
+
+
+def beside_streams(overlap: bool = True, rows: int = 60) -> Harness:
+    """Three streams, and a target of 15 ms. Their step takes 4 ms, a layer of 4 patches 2.5 ms."""
+    config = SchedulerConfig(target_step_ms=15.0, overlap=overlap)
+    harness = Harness(FakeEngine(200, PAGE, images=image_limits(rows, TOKEN, 100.0)), config)
+    harness.scheduler.view.cost = StepCost(
+        tokens=(1, 3, 2003), seconds=(0.004, 0.004, 0.054), per_decode_key_s=0, per_prefill_pair_s=0
+    )
+    for first in (1, 2, 3):
+        harness.add([first], ignore_eos=True, max_tokens=40)
+    while len(harness.scheduler.view.decode_rows) < 3:
+        harness.step()
+    return harness
+
+
+def encodings(harness: Harness) -> list[list[tuple[int, int]]]:
+    """The layers of each image of the steps so far. Steps without images are left out."""
+    batches = [batch for batch in harness.engine.batches if batch.images]
+    return [[(image.first, image.end) for image in batch.images] for batch in batches]
+
+
+def ask_for(
+    harness: Harness, seed: int, rows: int = 2, **settings: object
+) -> tuple[int, list[int]]:
+    """Send a prompt with an image of rows * 2 patches. Returns its uid and the expected tokens."""
+    prompt, images = prompt_with([9, (seed, (rows, 2)), 5])
+    uid = harness.add(prompt, images=images, ignore_eos=True, max_tokens=4, **settings)  # type: ignore[arg-type]
+    return uid, expected_output(prompt, 4, ignore_eos=True)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_image_beside_streams_is_divided_so_that_no_step_exceeds_the_target(
+    overlap: bool,
+) -> None:
+    harness = beside_streams(overlap)
+    asked = [ask_for(harness, seed, rows) for seed, rows in ((0, 4), (1, 2), (2, 2), (3, 1))]
+    harness.run()
+    assert all(harness.answers[uid].tokens == tokens for uid, tokens in asked)
+    cost = harness.scheduler.view.cost
+    steps = [batch for batch in harness.engine.batches if batch.num_decode]
+    assert max(cost.predict_s(batch.work()) for batch in steps) <= 0.015
+    assert cost.predict_s(StepWork(3 + 800)) > 0.02, "the time of the first image"
+    assert encodings(harness)[:5] == [[(0, 1)], [(1, 2)], [(2, 3)], [(3, 4), (0, 1)], [(1, 4)]]
+
+
+def test_an_image_whose_layer_exceeds_the_budget_gets_a_layer_a_step() -> None:
+    harness = beside_streams()
+    uid, tokens = ask_for(harness, 0, 10)
+    harness.run()
+    assert harness.answers[uid].tokens == tokens
+    assert encodings(harness) == [[(0, 1)], [(1, 2)], [(2, 3)], [(3, 4)]]
+
+
+def test_an_image_that_no_request_needs_any_more_is_dropped() -> None:
+    harness = beside_streams()
+    first, _ = ask_for(harness, 0, 4)
+    while not encodings(harness):
+        harness.step()
+    harness.abort(first)
+    second, tokens = ask_for(harness, 1, 4)
+    harness.run()
+    assert harness.answers[second].tokens == tokens
+    assert encodings(harness) == [[(0, 1)], *[[(n, n + 1)] for n in range(4)]]
+
+
+def test_an_image_that_another_request_needs_too_is_continued() -> None:
+    harness = beside_streams()
+    first, _ = ask_for(harness, 0, 4)
+    second, tokens = ask_for(harness, 0, 4)
+    while not encodings(harness):
+        harness.step()
+    harness.abort(first)
+    harness.run()
+    assert harness.answers[second].tokens == tokens
+    assert encodings(harness) == [[(n, n + 1)] for n in range(4)]
+
+
+def test_an_image_in_progress_does_not_wait_for_prompts_of_an_earlier_priority() -> None:
+    """The image of the earlier priority waits for the end of the encoding, so this must come."""
+    harness = beside_streams()
+    ask_for(harness, 0, 4, priority=1)
+    while not encodings(harness):
+        harness.step()
+    second, tokens = ask_for(harness, 1, 4, priority=0)
+    harness.add([*range(1, 60)] * 3, ignore_eos=True, max_tokens=2)
+    harness.run()
+    assert harness.answers[second].tokens == tokens
+    assert encodings(harness) == [[(n, n + 1)] for n in range(4)] * 2
 
 
 def test_a_decode_step_reads_no_images_of_its_requests() -> None:
