@@ -102,6 +102,12 @@ def as_prompt(prompt: Prompt, add_special: bool = True) -> Any:
         raise InvalidRequest(NOT_A_PROMPT, param="prompt") from None
 
 
+def check_count(n: Any) -> None:
+    """Raise InvalidRequest unless `n` is a number of answers."""
+    if type(n) is not int or n < 1:
+        raise InvalidRequest(f"n must be an integer of at least 1, not {str(n)[:80]}", param="n")
+
+
 def priority_list(priority: Any, count: int) -> list[int]:
     """Return the priority of each of `count` prompts. Raises InvalidRequest."""
     is_list = isinstance(priority, Sequence)

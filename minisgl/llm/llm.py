@@ -124,6 +124,7 @@ class LLM:
         self._engine = LocalEngine(self.worker, path, self.tokenizer, self._decoder)
         self._requests = RequestMaker(engine_config, scheduler_config, self._engine)
         self._closed = False
+        self._streams = False  # a stream is open
 
     def default_sampling(self) -> SamplingParams:
         """The sampling parameters that the model's generation config recommends."""
@@ -134,6 +135,7 @@ class LLM:
         prompts: inputs.Prompt | Sequence[inputs.Prompt],
         sampling: inputs.Sampling = None,
         *,
+        n: int = 1,
         stop: inputs.Stop = (),
         progress: bool = True,
         priority: inputs.Priority = 0,
@@ -145,6 +147,8 @@ class LLM:
         Returns one Completion for one prompt, and a list in the order of the prompts for a list.
         sampling: the parameters for all prompts, a list with one entry for each prompt, or None for
         the model's defaults.
+        n: answers to each prompt, each with a seed of its own. If n is above 1, the result is a
+        list with the n completions of the first prompt, then those of the second, and so on.
         stop: strings that end a text. progress: show a progress bar if stderr is a terminal.
         priority: prompts with a lower number are computed first; one number, or one for each
         prompt.
@@ -158,14 +162,15 @@ class LLM:
         """
         single, listed = inputs.as_list(prompts, (int, np.integer), inputs.NOT_A_PROMPT)
         params = self._params(sampling, len(listed), parameters)
-        requests = self._requests.prompts(listed, params, stop, priority, prediction, not stop)
-        return _collect(self._stream(requests), len(listed), single, progress)
+        requests = self._requests.prompts(listed, params, n, stop, priority, prediction, not stop)
+        return _collect(self._stream(requests), len(listed) * n, single and n == 1, progress)
 
     def chat(
         self,
         conversations: inputs.Conversation | Sequence[inputs.Conversation],
         sampling: inputs.Sampling = None,
         *,
+        n: int = 1,
         stop: inputs.Stop = (),
         progress: bool = True,
         template_options: dict[str, Any] | None = None,
@@ -186,15 +191,16 @@ class LLM:
         single, listed = inputs.as_list(conversations, dict, inputs.NOT_A_CONVERSATION)
         params = self._params(sampling, len(listed), parameters)
         requests = self._requests.chats(
-            listed, params, stop, prediction, template_options, tools, tool_choice
+            listed, params, n, stop, prediction, template_options, tools, tool_choice
         )
-        return _collect(self._stream(requests), len(listed), single, progress)
+        return _collect(self._stream(requests), len(listed) * n, single and n == 1, progress)
 
     def stream(
         self,
         prompts: inputs.Prompt | Sequence[inputs.Prompt],
         sampling: inputs.Sampling = None,
         *,
+        n: int = 1,
         stop: inputs.Stop = (),
         **parameters: Any,
     ) -> Iterator[Piece]:
@@ -205,7 +211,7 @@ class LLM:
         """
         _, listed = inputs.as_list(prompts, (int, np.integer), inputs.NOT_A_PROMPT)
         params = self._params(sampling, len(listed), parameters)
-        return self._stream(self._requests.prompts(listed, params, stop))
+        return self._stream(self._requests.prompts(listed, params, n, stop))
 
     def close(self) -> None:
         """Free the model and the KV pool. A second call does nothing."""
@@ -226,15 +232,16 @@ class LLM:
         """Run these requests, each with one prompt, and yield their new text."""
         self._check_open()
         engine, pending = self._engine, dict[int, Pending]()
-        if engine.has_calls():
+        if self._streams:
             raise InvalidRequest("one call at a time: read the open stream to its end or close it")
         # A second Ctrl-C may have left requests of the last call running.
-        engine.close()
+        engine.abort_all()
         for request in requests:  # A wrong constraint is refused before any request runs.
             if request.grammar is not None:
                 engine.ask(Question(request.grammar.message, request.grammar.param))
         most = [request.sampling.max_tokens or inf for request in requests]
         try:
+            self._streams = True
             # `stream` explains this order.
             for index in sorted(range(len(requests)), key=lambda i: -most[i]):
                 call = engine.open(requests[index])
@@ -243,34 +250,35 @@ class LLM:
                     fitted = call.fit(answers, self.facts, LIMITS)
                 except RequestError as error:
                     call.fail(error)
-                    pending[call.uid] = Pending(index, ())
-                    refused = self._piece(pending[call.uid], call, call.choices[0])
-                    if refused is not None:
-                        yield refused
+                    for choice in call.choices:
+                        refused = Pending(index * len(call.choices) + choice.index, ())
+                        yield from self._pieces(refused, call, choice)
                     continue
                 (submission,) = fitted.submissions
                 ids = array("i", submission.add.token_ids)
-                pending[call.uid] = Pending(index, ids)
+                for choice in call.choices:
+                    position = index * len(call.choices) + choice.index
+                    pending[choice.uid] = Pending(position, ids)
                 engine.submit(call, submission)
             while engine.has_calls():
                 for call, choice in engine.receive():
-                    piece = self._piece(pending[call.uid], call, choice)
-                    if piece is not None:
-                        yield piece
+                    yield from self._pieces(pending[choice.uid], call, choice)
                 self._check_open()
         finally:
+            self._streams = False
             if not self._closed:
-                engine.close()
+                engine.abort_all()
 
-    def _piece(self, pending: Pending, call: Call, choice: Choice) -> Piece | None:
-        """The new text of a choice; None if there is none and the choice has not ended."""
+    def _pieces(self, pending: Pending, call: Call, choice: Choice) -> Iterator[Piece]:
+        """Yield the new text of a choice, if there is some or the choice has ended."""
         output = call.take(choice.index)
         pending.add(output)
-        if choice.finish is None:
-            return Piece(pending.index, output.text) if output.text else None
-        scores = self._engine.scores.pop(choice.uid, Scores([], []))
-        vocabulary = self.tokenizer.vocabulary
-        return Piece(pending.index, output.text, pending.complete(choice, vocabulary, scores))
+        completion = None
+        if choice.finish is not None:
+            scores = self._engine.scores.pop(choice.uid, Scores([], []))
+            completion = pending.complete(choice, self.tokenizer.vocabulary, scores)
+        if output.text or completion is not None:
+            yield Piece(pending.index, output.text, completion)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -298,7 +306,7 @@ class LLM:
 def _collect(
     pieces: Generator[Piece, None, None], count: int, single: bool, progress: bool
 ) -> Completion | list[Completion]:
-    """Return the completion of a single prompt, or those of `count` prompts in their order."""
+    """Return the one completion of a single prompt, or all `count` completions in their order."""
     done: dict[int, Completion] = {}
     with closing(pieces), Progress(total=count, unit="req", disable=not progress) as bar:
         for piece in pieces:

@@ -134,13 +134,16 @@ class LocalEngine:
                     del self._running[update.uid]
                 yield call, choice
 
-    def close(self) -> None:
-        """Abort the running calls, and return when every request has ended."""
-        uids, self._running = [*self._running], {}
+    def abort_all(self) -> None:
+        """Abort the running calls, and return when every request has ended.
+
+        After an interrupt the calls still run, and the next call of this method aborts them.
+        """
+        self.worker.abort_and_wait(self._running)
+        self._running.clear()
         self.scores.clear()
         # The outputs of aborted requests are not read. A new detokenizer holds none of their state.
         self._detokenizer = Detokenizer(self._tokenizer.vocabulary, self._open_parser)
-        self.worker.abort_and_wait(uids)
 
     def _without_scores(self, output: StepOutput) -> StepOutput:
         """Keep the log-probabilities of a step, and return its other outputs.

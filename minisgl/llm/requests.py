@@ -24,6 +24,7 @@ _PATHS = Paths({field: name for name, field in inputs.CONSTRAINT_FIELDS.items()}
 # A program may send itself as much as the memory holds.
 LIMITS = Limits(
     max_prompt_chars=sys.maxsize,
+    max_choices=sys.maxsize,
     max_messages=sys.maxsize,
     max_call_tokens=sys.maxsize,
     max_images=sys.maxsize,
@@ -33,7 +34,7 @@ LIMITS = Limits(
 
 
 class RequestMaker:
-    """Makes requests with one prompt and one answer each."""
+    """Makes requests with one prompt and n answers each."""
 
     def __init__(
         self, engine_config: EngineConfig, scheduler: SchedulerConfig, engine: LocalEngine
@@ -50,12 +51,14 @@ class RequestMaker:
         self,
         prompts: Sequence[inputs.Prompt],
         params: Sequence[SamplingParams],
+        n: int,
         stop: inputs.Stop,
         priority: inputs.Priority = 0,
         prediction: inputs.Prediction = None,
         at_end: bool = False,
     ) -> list[CallRequest]:
         """The requests for these prompts. at_end: as in TextOptions. Raises InvalidRequest."""
+        inputs.check_count(n)
         stops = inputs.stop_list(stop)
         priorities = inputs.priority_list(priority, len(prompts))
         predictions = self._predictions(prediction, len(prompts))
@@ -68,7 +71,7 @@ class RequestMaker:
                 route=COMPLETIONS,
                 model=_MODEL,
                 prompts=(("prompt", inputs.as_prompt(prompt)),),
-                n=1,
+                n=n,
                 sampling=_free(sampling),
                 grammar=grammars[id(sampling)],
                 prediction=expected,
@@ -88,6 +91,7 @@ class RequestMaker:
         self,
         chats: Sequence[inputs.Conversation],
         params: Sequence[SamplingParams],
+        n: int,
         stop: inputs.Stop,
         prediction: inputs.Prediction,
         template_options: Any,
@@ -95,6 +99,7 @@ class RequestMaker:
         tool_choice: str | dict[str, Any] | None,
     ) -> list[CallRequest]:
         """The requests for these chats. Raises InvalidRequest or Unsupported."""
+        inputs.check_count(n)
         stops, options = inputs.stop_list(stop), inputs.checked_options(template_options)
         predictions = self._predictions(prediction, len(chats))
         requests = []
@@ -103,6 +108,7 @@ class RequestMaker:
             given: dict[str, Any] = {
                 "model": _MODEL,
                 "messages": with_data_urls([*chat]),
+                "n": n,
                 "tools": list(tools),
             }
             if tool_choice is not None:

@@ -44,7 +44,7 @@ class Completion:
                      long. The other prompts of the call are not affected.
     logprobs         one entry for each of token_ids, if the sampling parameters ask for them.
     prompt_logprobs  one entry for each prompt token except the first, if the sampling parameters
-                     ask for them.
+                     ask for them. Of the n answers to a prompt, the first has them.
     reasoning        of the answer to a chat: the thinking before the text, which does not have it.
     tool_calls       of the answer to a chat with tools. The text does not have them.
     """
@@ -65,7 +65,9 @@ class Completion:
 class Piece:
     """New text of one generation of a stream.
 
-    index: position of its prompt in the call. completion: set in the last piece of a generation.
+    index: position of its completion in the list that `generate` returns for the same arguments:
+    that of its prompt, times n, plus the number of the answer. completion: set in the last piece of
+    a generation.
     """
 
     index: int
@@ -82,7 +84,7 @@ class Scores(NamedTuple):
 
 @dataclass(slots=True)
 class Pending:
-    """The output of a generation that is not complete yet. index: position of its prompt."""
+    """The output of a generation that is not complete yet. index: as in Piece."""
 
     index: int
     prompt_ids: Sequence[int]

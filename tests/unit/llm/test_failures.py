@@ -1,4 +1,6 @@
-"""An unexpected error in a step of an LLM."""
+"""Failures and interrupts of an LLM."""
+
+from typing import Any
 
 import pytest
 
@@ -29,3 +31,23 @@ def test_a_failed_step_ends_the_call_and_the_llm_can_only_be_closed(
             llm.generate("a", max_tokens=9, ignore_eos=True)
         with pytest.raises(EngineError, match="an earlier step"):
             llm.generate("a", max_tokens=2)
+
+
+def test_the_next_call_aborts_the_requests_of_an_interrupted_abort(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: the requests ran to their end, and the next call waited for them."""
+
+    def interrupted(uids: Any) -> None:
+        raise KeyboardInterrupt
+
+    with LLM(device="cpu", num_pages=64, max_seq_len=512) as llm:
+        stream = llm.stream([5, 6], temperature=0.0, max_tokens=300, ignore_eos=True)
+        next(stream)
+        with monkeypatch.context() as patched:
+            patched.setattr(llm.worker, "abort_and_wait", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                stream.close()  # type: ignore[attr-defined]
+        before = llm.worker.scheduler.totals.output_tokens_total
+        llm.generate([7], max_tokens=2, progress=False)
+        assert llm.worker.scheduler.totals.output_tokens_total - before < 50
