@@ -76,7 +76,7 @@ class CompileThreads:
         """Run jobs until only clients with all their threads have some. These threads run them."""
         while True:
             with self._lock:
-                future = self._turns.take(lambda client: self._running[client] < self._of_client)
+                future = self._turns.take(lambda client, _: self._running[client] < self._of_client)
                 if future is None:
                     return
                 job = self._waiting.pop(future)

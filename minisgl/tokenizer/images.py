@@ -1,11 +1,21 @@
 """The images of a chat: their pixels, and their places in the ids of the prompt."""
 
+import array
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from minisgl.core import ImageRefused
 from minisgl.images import DecodedImage, ImageDecoder, ImageSpec, pad_ids
-from minisgl.message.messages import PromptImage, SourceImage
+from minisgl.message.messages import (
+    PromptImage,
+    SourceImage,
+    TokenizeChat,
+    TokenizeRequest,
+    TokenizeResult,
+)
 from minisgl.tokenizer.renderer import TemplateError
 
 
@@ -21,14 +31,46 @@ class PlacedImages(NamedTuple):
     images: tuple[PromptImage, ...]
 
 
-def decode_images(
-    images: Sequence[SourceImage], ids: list[int], decoder: ImageDecoder
-) -> PlacedImages:
-    """Decode the images of a chat. ids: of the chat, with one image token for each image.
+def packed(ids: list[int]) -> bytes:
+    """Return ids as in TokenizeResult."""
+    return array.array("i", ids).tobytes()
+
+
+def images_of(message: TokenizeRequest) -> Sequence[SourceImage]:
+    """The images of a message: those of a chat."""
+    return message.images if isinstance(message, TokenizeChat) else ()
+
+
+def with_images(
+    result: TokenizeResult, images: Sequence[SourceImage], decoder: ImageDecoder | None
+) -> TokenizeResult:
+    """Return the result of a chat with its images.
+
+    result: of the chat, with one image token for each image. decoder: of a model with images.
 
     Raises ImageRefused for an image that cannot be decoded, and TemplateError if the ids have not
     one token for each image.
     """
+    assert decoder is not None, "the server accepts no image without a tower; this is a bug"
+    started_s = time.perf_counter()
+    ids = array.array("i", result.token_ids).tolist()
+    placed = _decode_all(images, ids, decoder)
+    stable, first = result.prefixes  # the generation prompt, behind `stable`, has no image
+    added = len(placed.ids) - len(ids) if stable else 0
+    return msgspec.structs.replace(
+        result,
+        token_ids=packed(placed.ids),
+        prefixes=(stable + added, first),
+        images=placed.images,
+        padded=packed(placed.padded),
+        decode_s=time.perf_counter() - started_s,
+    )
+
+
+def _decode_all(
+    images: Sequence[SourceImage], ids: list[int], decoder: ImageDecoder
+) -> PlacedImages:
+    """Decode the images, and place them in the ids."""
     rendered = ids.count(decoder.spec.image_token)
     if rendered != len(images):
         raise TemplateError(

@@ -1,17 +1,18 @@
 """The two worker processes of this package: the tokenizer and the detokenizer.
 
-Each process reads one queue and sends its results to the API server. A tokenizer works on one
-request at a time. An exception that the data of a request causes becomes an error result of that
-request, and never ends the process.
+Each process reads one queue and sends its results to the API server. A tokenizer works on one text
+or chat at a time, while another process decodes the images of an earlier chat. An exception that
+the data of a request causes becomes an error result of that request, and never ends the process.
 """
 
 import array
 import json
 import logging
 import os
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from functools import partial
+from queue import SimpleQueue
 from types import UnionType
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from minisgl.images import ImageDecoder, ImageSpec, image_spec
 from minisgl.message import messages
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.tokenizer.detokenizer import Detokenizer, OpenCallParser
-from minisgl.tokenizer.images import decode_images
+from minisgl.tokenizer.images import images_of, packed, with_images
 from minisgl.tokenizer.template import MAX_TEMPLATE_CHARS
 from minisgl.tokenizer.tokenizer import TextTokenizer, load_vocabulary
 from minisgl.tokenizer.vocab import Vocabulary
@@ -62,9 +63,12 @@ def run_tokenizer(
         template_variables=tokenizer.template_variables,
         tokenizer=tokenizer.info,
     )
-    _serve_queue(
-        ready, socket_dir, messages.ToTokenizer, partial(tokenize, tokenizer, decoder=decoder)
-    )
+    handle: Callable[[Any], messages.TokenizeResult | None] = partial(tokenize, tokenizer)
+    if decoder is not None:
+        # A socket of ZMQ belongs to one thread.
+        results: Sender[messages.ToApi] = Sender(endpoint(socket_dir, "api"))
+        handle = ImageThread(tokenizer, decoder, results.send).handle
+    _serve_queue(ready, socket_dir, messages.ToTokenizer, handle)
 
 
 def run_detokenizer(
@@ -89,67 +93,96 @@ def tokenize(
 
     decoder: None if the model has no images.
     """
+    result = _answered(message.uid, partial(_encode, tokenizer, message))
+    if (images := images_of(message)) and result.error is None:
+        result = _answered(message.uid, partial(with_images, result, images, decoder))
+    return result
+
+
+class ImageThread:
+    """Tokenizes the chats with images of one process, beside the texts that follow them.
+
+    The caller's thread makes the ids. Another thread waits for the process that decodes the images,
+    for one chat after the other. Meanwhile the caller goes on with the messages of its queue.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        decoder: ImageDecoder,
+        send: Callable[[messages.TokenizeResult], object],
+    ) -> None:
+        """Start the thread, which ends with the process.
+
+        send: sends the result of a chat with images. Only the thread of this object calls it.
+        """
+        self._tokenizer, self._decoder, self._send = tokenizer, decoder, send
+        self._chats: SimpleQueue[tuple[messages.TokenizeResult, Sequence[messages.SourceImage]]]
+        self._chats = SimpleQueue()
+        threading.Thread(target=self._run, name="images", daemon=True).start()
+
+    def handle(self, message: messages.TokenizeRequest) -> messages.TokenizeResult | None:
+        """Return the result of one message. None: the thread sends it after the decoding."""
+        images = images_of(message)
+        result = _answered(message.uid, partial(_encode, self._tokenizer, message))
+        if not images or result.error is not None:
+            return result
+        self._chats.put((result, images))
+        return None
+
+    def _run(self) -> None:
+        while True:
+            result, images = self._chats.get()
+            self._send(_answered(result.uid, partial(with_images, result, images, self._decoder)))
+
+
+def _answered(uid: int, work: Callable[[], messages.TokenizeResult]) -> messages.TokenizeResult:
+    """Return the result of `work`, or a result with the error that it raises."""
     try:
-        if isinstance(message, messages.DecodeIds):
-            ids = array.array("i", message.token_ids).tolist()
-            vocabulary, skip = tokenizer.vocabulary, message.skip_special
-            if message.each:
-                pieces = tuple(vocabulary.token_bytes(token_id, skip) for token_id in ids)
-                return messages.TokenizeResult(uid=message.uid, pieces=pieces)
-            text = vocabulary.decode(ids, skip)
-            return messages.TokenizeResult(uid=message.uid, text=text)
-        if isinstance(message, messages.TokenizeText):
-            ids = tokenizer.encode_text(message.text, message.add_special)
-            return messages.TokenizeResult(uid=message.uid, token_ids=_packed(ids))
-        return _tokenize_chat(tokenizer, decoder, message)
+        return work()
     except ImageRefused as error:
         return messages.TokenizeResult(
-            uid=message.uid,
+            uid=uid,
             error=error.message,
             param=error.param,
             refused=error.reason,
             limit=error.limit,
         )
     except InvalidRequest as error:
-        return messages.TokenizeResult(uid=message.uid, error=error.message, limit=error.limit)
+        return messages.TokenizeResult(uid=uid, error=error.message, limit=error.limit)
     except RecursionError:
-        return messages.TokenizeResult(uid=message.uid, error="the chat is nested too deeply")
+        return messages.TokenizeResult(uid=uid, error="the chat is nested too deeply")
     # The tokenizers library raises the class Exception. The worker must send a result for this
     # request, and must stay alive: without it, every later request would hang.
     except Exception:
-        logger.exception("tokenizing failed uid=%d", message.uid)
+        logger.exception("tokenizing failed uid=%d", uid)
         reason = "the prompt could not be tokenized"
-        return messages.TokenizeResult(uid=message.uid, error=reason, internal=True)
+        return messages.TokenizeResult(uid=uid, error=reason, internal=True)
 
 
-def _tokenize_chat(
-    tokenizer: TextTokenizer, decoder: ImageDecoder | None, message: messages.TokenizeChat
-) -> messages.TokenizeResult:
+def _encode(tokenizer: TextTokenizer, message: messages.TokenizeRequest) -> messages.TokenizeResult:
+    """The result of a message. A chat has one image token for each image."""
+    if isinstance(message, messages.DecodeIds):
+        ids = array.array("i", message.token_ids).tolist()
+        vocabulary, skip = tokenizer.vocabulary, message.skip_special
+        if message.each:
+            pieces = tuple(vocabulary.token_bytes(token_id, skip) for token_id in ids)
+            return messages.TokenizeResult(uid=message.uid, pieces=pieces)
+        text = vocabulary.decode(ids, skip)
+        return messages.TokenizeResult(uid=message.uid, text=text)
+    if isinstance(message, messages.TokenizeText):
+        ids = tokenizer.encode_text(message.text, message.add_special)
+        return messages.TokenizeResult(uid=message.uid, token_ids=packed(ids))
     chat = json.loads(message.messages_json)
     options = json.loads(message.template_kwargs_json)
     options["tools"] = json.loads(message.tools_json)
     ids = tokenizer.encode_chat(chat, options)
-    thinks = tokenizer.thinks(ids, options)
-    padded, images, decode_s = b"", tuple[messages.PromptImage, ...](), 0.0
-    if message.images:
-        assert decoder is not None, "the server accepts no image without an encoder; this is a bug"
-        started_s = time.perf_counter()
-        placed = decode_images(message.images, ids, decoder)
-        decode_s = time.perf_counter() - started_s
-        ids, padded, images = placed.ids, _packed(placed.padded), placed.images
     return messages.TokenizeResult(
         uid=message.uid,
-        token_ids=_packed(ids),
-        thinks=thinks,
+        token_ids=packed(ids),
+        thinks=tokenizer.thinks(ids, options),
         prefixes=tokenizer.prefixes.find(ids, chat, options),
-        images=images,
-        padded=padded,
-        decode_s=decode_s,
     )
-
-
-def _packed(ids: list[int]) -> bytes:
-    return array.array("i", ids).tobytes()
 
 
 def _serve_queue(

@@ -29,11 +29,14 @@ class Turns(Generic[T]):
         """Withdraw an item. Does nothing if it is not in the queue."""
         self._items.get(client, {}).pop(item, None)
 
-    def take(self, allows: Callable[[str], bool] = lambda client: True) -> T | None:
-        """Take out the next item of the clients that `allows` accepts. Returns None without one."""
+    def take(self, allows: Callable[[str, T], bool] = lambda client, item: True) -> T | None:
+        """Take out the next item that `allows` accepts. Returns None without one.
+
+        An item passes those of its client that `allows` does not accept.
+        """
         for client, items in self._items.items():
-            if items and allows(client):
-                item = next(iter(items))
+            item = next((item for item in items if allows(client, item)), None)
+            if item is not None:
                 del items[item]
                 self._items[client] = self._items.pop(client)  # behind the other clients
                 return item

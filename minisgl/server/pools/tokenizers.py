@@ -3,79 +3,110 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from minisgl.message.messages import TokenizeChat, TokenizeRequest, TokenizeResult, ToTokenizer
+from minisgl.utils.turns import Turns
 
 # A request that has been sent to a tokenizer process cannot be withdrawn. A process therefore gets
 # new requests only while its unfinished ones have fewer bytes than this. The other requests wait in
 # the pool, which removes a request when its call ends. A request with more bytes is long; a process
-# that works on one has no room. A request with images is long, because decoding takes CPU time.
+# that works on one has no room.
 _QUEUED_BYTES = 2**16
 
 Result = asyncio.Future[TokenizeResult]
 
 
-class TokenizerPool:
-    """The tokenizer processes, each with the number of bytes of its unfinished requests.
+@dataclass(eq=False, frozen=True, slots=True)
+class _Job:
+    """A request of a client, with its size in bytes and its result."""
 
-    Clients take turns. Within a client, requests are sent in order, except that a short request
-    passes long ones that wait for a process. If there are several processes, the last one gets no
-    long requests, so that a short request never waits behind a long one.
+    request: TokenizeRequest
+    size: int
+    result: Result
+
+
+class _Line:
+    """The requests of one kind: those that wait, and the bytes of those sent to each process.
+
+    Within a client, requests are sent in order, except that a short request passes long ones that
+    wait for a process. If there are several processes, the last one gets no long requests, so that
+    a short request never waits behind a long one.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        self.waiting: Turns[_Job] = Turns()
+        self.sent = [0] * num_processes
+
+    def take(self) -> tuple[_Job, int] | None:
+        """Take out the next request for which a process has room, with the least busy process."""
+        if min(self.sent) >= _QUEUED_BYTES:
+            return None
+        job = self.waiting.take(self._has_room)
+        return None if job is None else (job, self._process(job))
+
+    def _has_room(self, client: str, job: _Job) -> bool:
+        # If the call has ended, the event loop has yet to run the callback that removes the job.
+        return not job.result.done() and self.sent[self._process(job)] < _QUEUED_BYTES
+
+    def _process(self, job: _Job) -> int:
+        """The least busy process that may have a request."""
+        is_long = job.size > _QUEUED_BYTES
+        allowed = (self.sent[:-1] or self.sent) if is_long else self.sent
+        return allowed.index(min(allowed))
+
+
+class TokenizerPool:
+    """The tokenizer processes, with a line of texts and one of chats with images.
+
+    A process makes the ids of a text while it waits for the images of a chat, so texts do not wait
+    for images. It decodes the images of one chat at a time: each of these chats counts as long,
+    because the size of a file does not bound the time of its decoding.
 
     Each send function queues a message to one process and returns its size in bytes.
-    _waiting  the requests of each client; a client that was served goes behind all others.
     """
 
     def __init__(self, send_functions: Sequence[Callable[[ToTokenizer], int]]) -> None:
         self._send_functions = send_functions
         self._uids = itertools.count(1)
-        self._waiting: dict[str, dict[Result, TokenizeRequest]] = {}
-        self._sent: dict[int, tuple[int, int, Result]] = {}  # By uid: worker, bytes, result.
-        self._outstanding_bytes = [0] * len(send_functions)
+        self._texts, self._images = (_Line(len(send_functions)) for _ in range(2))
+        # By uid: line, process, bytes, result.
+        self._sent: dict[int, tuple[_Line, int, int, Result]] = {}
 
     def submit(self, request: TokenizeRequest, client: str) -> Result:
         """Queue a request of a client. Cancelling the returned future withdraws it."""
         result: Result = asyncio.get_running_loop().create_future()
-        if client not in self._waiting:
-            self._waiting = {client: {}, **self._waiting}
-        self._waiting[client][result] = request
-        result.add_done_callback(lambda done: self._waiting[client].pop(done, None))
-        self._dispatch()
+        line = self._images if _has_images(request) else self._texts
+        job = _Job(request, _size(request), result)
+        line.waiting.add(client, job)
+        result.add_done_callback(lambda done: line.waiting.remove(client, job))
+        self._dispatch(line)
         return result
 
     def receive(self, message: TokenizeResult) -> int:
-        """Complete the future of this result, unless its call has ended. Returns the worker."""
-        worker, size, result = self._sent.pop(message.uid)
-        self._outstanding_bytes[worker] -= size
-        self._dispatch()
+        """Complete the future of this result, unless its call has ended. Returns the process."""
+        line, process, size, result = self._sent.pop(message.uid)
+        line.sent[process] -= size
+        self._dispatch(line)
         if not result.done():
             result.set_result(message)
-        return worker
+        return process
 
-    def _dispatch(self) -> None:
-        """Send waiting requests while a process has room for one."""
-        while (found := self._next()) is not None:
-            client, result, worker = found
-            requests = self._waiting.pop(client)
-            request, uid = requests.pop(result), next(self._uids)
-            self._waiting[client] = requests  # behind the other clients
-            size = self._send_functions[worker](msgspec.structs.replace(request, uid=uid))
-            self._outstanding_bytes[worker] += size
-            self._sent[uid] = worker, size, result
+    def _dispatch(self, line: _Line) -> None:
+        """Send waiting requests of a line while a process has room for one."""
+        while (found := line.take()) is not None:
+            job, process = found
+            uid = next(self._uids)
+            message = msgspec.structs.replace(job.request, uid=uid)
+            size = max(self._send_functions[process](message), job.size)
+            line.sent[process] += size
+            self._sent[uid] = line, process, size, job.result
 
-    def _next(self) -> tuple[str, Result, int] | None:
-        """The client that is served next, its request, and the least busy process for it."""
-        loads = self._outstanding_bytes
-        for client, requests in self._waiting.items() if min(loads) < _QUEUED_BYTES else ():
-            for result, request in requests.items():
-                if result.done():  # The call has ended. The event loop has yet to run the callback.
-                    continue
-                allowed = (loads[:-1] or loads) if _size(request) > _QUEUED_BYTES else loads
-                if min(allowed) < _QUEUED_BYTES:
-                    return client, result, allowed.index(min(allowed))
-        return None
+
+def _has_images(request: TokenizeRequest) -> bool:
+    return isinstance(request, TokenizeChat) and bool(request.images)
 
 
 def _size(request: TokenizeRequest) -> int:

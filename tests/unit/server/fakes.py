@@ -92,12 +92,12 @@ class World:
     @property
     def is_empty(self) -> bool:
         engine = self.engine
+        lines = (engine._tokenizers._texts, engine._tokenizers._images)
         return (
             not engine.open_calls
             and not any(engine.open_choices.values())
-            and not any(engine._tokenizers._waiting.values())
+            and not any(line.waiting or any(line.sent) for line in lines)
             and not engine._tokenizers._sent
-            and not any(engine._tokenizers._outstanding_bytes)
             and not any(engine._grammars._waiting.values())
             and not engine._grammars._sent
             and all(load == ClientLoad() for load in engine.loads.values())

@@ -3,7 +3,13 @@
 import asyncio
 
 from minisgl.core import DeadlineExceeded
-from minisgl.message.messages import TokenizeResult, TokenizeText, ToTokenizer
+from minisgl.message.messages import (
+    SourceImage,
+    TokenizeChat,
+    TokenizeResult,
+    TokenizeText,
+    ToTokenizer,
+)
 from minisgl.request.call import Call
 from minisgl.request.question import Answer, Question
 from minisgl.server.pools.tokenizers import TokenizerPool
@@ -75,5 +81,29 @@ def test_request_that_ends_as_a_process_becomes_free_is_not_sent() -> None:
             "busy",
             "next",
         ]
+
+    asyncio.run(main())
+
+
+def test_a_process_has_one_chat_with_images_and_texts_pass_it() -> None:
+    """Regression: texts waited in the pool until the images of all chats before were decoded."""
+
+    async def main() -> None:
+        sent: list[ToTokenizer] = []
+
+        def send(message: ToTokenizer) -> int:
+            sent.append(message)
+            return 100
+
+        pool = TokenizerPool([send])
+        image = SourceImage(data=b"A" * 8, media_type="image/png", path="here")
+        chat = TokenizeChat(messages_json=b"[]", images=(image,))
+        for client in ("a", "a", "b"):
+            pool.submit(chat, client)
+        pool.submit(TokenizeText(text="text"), "a")
+        kinds = [type(message) for message in sent]
+        assert kinds == [TokenizeChat, TokenizeText]
+        pool.receive(TokenizeResult(uid=sent[0].uid))  # type: ignore[union-attr]
+        assert [type(message) for message in sent[2:]] == [TokenizeChat]
 
     asyncio.run(main())

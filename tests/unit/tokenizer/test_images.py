@@ -6,15 +6,21 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event
 from typing import Any
+from unittest.mock import ANY
 
+import msgspec
 import pytest
 from PIL import Image
 from tokenizers import AddedToken
 
 from minisgl.images import ImageDecoder, ImageSpec, pad_ids
-from minisgl.message.messages import SourceImage, TokenizeChat, TokenizeResult
+from minisgl.message.messages import SourceImage, TokenizeChat, TokenizeResult, TokenizeText
 from minisgl.tokenizer import TextTokenizer, tokenize
+from minisgl.tokenizer.worker import ImageThread
+from tests.patience import patience
 from tests.unit.tokenizer.conftest import byte_level
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,3 +161,45 @@ def test_template_that_leaves_out_an_image_refuses_the_chat(answer: Any) -> None
     assert "renders 0 of the 1 images" in found.error
     found = answer([{"role": "system", "content": [IMAGE]}], source("red", (32, 32)))
     assert "System message cannot contain images" in found.error
+
+
+def test_texts_do_not_wait_for_the_images_of_a_chat(
+    tokenizer: TextTokenizer, decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a process tokenized nothing while it waited for the process for images."""
+    decode, may_decode = decoder.decode, Event()
+
+    def delayed(*arguments: Any) -> Any:
+        assert may_decode.wait(patience(60))
+        return decode(*arguments)
+
+    monkeypatch.setattr(decoder, "decode", delayed)
+    sent: SimpleQueue[TokenizeResult] = SimpleQueue()
+    thread = ImageThread(tokenizer, decoder, sent.put)
+    content = [text("one"), IMAGE]
+    chat = TokenizeChat(
+        uid=1,
+        messages_json=json.dumps([{"role": "user", "content": content}]).encode(),
+        images=(source("red", (64, 64)),),
+    )
+    assert thread.handle(chat) is None
+    broken = thread.handle(msgspec.structs.replace(chat, uid=2, messages_json=b"[]"))
+    assert broken is not None
+    assert broken.error
+    found = thread.handle(TokenizeText(uid=3, text="two", add_special=False))
+    assert found is not None
+    assert ids_of(found.token_ids) == tokenizer.encode_text("two", False)
+    assert sent.empty()
+    may_decode.set()
+    assert sent.get(timeout=patience(60)) == msgspec.structs.replace(
+        tokenize(tokenizer, chat, decoder), decode_s=ANY
+    )
+
+
+def test_prefix_of_the_next_turn_ends_behind_the_pads(
+    answer: Any, tokenizer: TextTokenizer
+) -> None:
+    chat = [{"role": "user", "content": [IMAGE, text("one")]}]
+    stable, _ = answer(chat, source("red", (64, 64))).prefixes
+    plain, _ = tokenizer.prefixes.find(tokenizer.encode_chat(chat), chat, {})
+    assert stable == plain + 3 > 3, "four pads stand for one image token"

@@ -27,5 +27,13 @@ def test_items_can_be_withdrawn_and_clients_left_out() -> None:
     turns.add("b", "b1")
     turns.remove("a", "a1")
     turns.remove("c", "c1")
-    assert turns.take(lambda client: client != "b") is None
+    assert turns.take(lambda client, _: client != "b") is None
     assert turns.take() == "b1"
+
+
+def test_an_item_passes_those_of_its_client_that_must_wait() -> None:
+    turns: Turns[str] = Turns()
+    for item in ("long 1", "long 2", "short"):
+        turns.add("a", item)
+    assert turns.take(lambda _, item: item == "short") == "short"
+    assert [turns.take(), turns.take()] == ["long 1", "long 2"]
