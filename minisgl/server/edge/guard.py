@@ -10,11 +10,12 @@ rules are:
 - A response may come before the end of the body, such as a 404. The rest of the body and the next
   request may then arrive together.
 - A handler begins in each iteration of the event loop, so that probes wait for one handler only.
+- Refused connections close one after the other. The clients of an attack open new ones at once, and
+  the loop would otherwise accept, read and refuse hundreds of them in one iteration.
 """
 
 import asyncio
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from http.client import responses
 from typing import Any, ClassVar
@@ -26,6 +27,7 @@ from uvicorn.server import ServerState
 
 from minisgl.core import Overloaded, RequestError
 from minisgl.server.edge.framer import Framer
+from minisgl.server.edge.loop_queue import LoopQueue
 from minisgl.server.edge.middleware import PROBE_PATHS
 from minisgl.server.errors import error_reply
 from minisgl.settings.config import Limits
@@ -37,40 +39,9 @@ logger = logging.getLogger(__name__)
 # to send the 503, and aborts further connections without a response.
 SPARE_CONNECTIONS = 128
 MAX_HELD_BYTES = 2**24  # of all incomplete heads together
+_END_PAUSE_S = 0.001  # between the ends of two refused connections; a refusal takes 0.2 ms
 # Keys in the state of a request: its connection, and whether this carried an earlier request.
 CONNECTION, KEPT = "connection", "kept"
-
-
-class _StartQueue:
-    """Starts the handler of one request in each iteration of the event loop, in order of arrival.
-
-    Between two handlers, the loop accepts and reads other connections, so that hundreds of
-    connections with requests do not delay a probe by hundreds of handlers.
-    """
-
-    def __init__(self) -> None:
-        self._starts: OrderedDict[object, Callable[[], None]] = OrderedDict()
-        self._has_started = False  # True if this iteration of the loop has started a handler
-
-    def add(self, connection: object, start: Callable[[], None]) -> None:
-        """Call `start` at once, or in a later iteration if another request comes first."""
-        if self._has_started:
-            self._starts[connection] = start
-        else:
-            self._has_started = True
-            asyncio.get_running_loop().call_soon(self._start_next)
-            start()
-
-    def remove(self, connection: object) -> None:
-        """Drop the request of a connection that has closed."""
-        self._starts.pop(connection, None)
-
-    def _start_next(self) -> None:
-        self._has_started = bool(self._starts)
-        if self._has_started:
-            asyncio.get_running_loop().call_soon(self._start_next)
-            _, start = self._starts.popitem(last=False)
-            start()
 
 
 class Guard:
@@ -78,13 +49,15 @@ class Guard:
 
     exceeded   receives the name of each limit that a connection exceeds
     idle_s     a connection without a request closes after this time
+    starts     the requests whose handler has not begun
+    ends       the refused connections that have not closed
     """
 
     def __init__(self, limits: Limits, exceeded: Callable[[str], None], idle_s: float) -> None:
         self.limits = limits
         self.exceeded = exceeded
         self.idle_s = idle_s
-        self.queue = _StartQueue()
+        self.starts, self.ends = LoopQueue(), LoopQueue(_END_PAUSE_S)
         self.connections = 0
         self.held_bytes = 0
 
@@ -103,6 +76,7 @@ class GuardedConnection(asyncio.Protocol):
     _responding  a request has a complete head and an incomplete response
     _answered    the response to the last request has begun
     _closes      the connection closes after the response
+    _refused     the connection closes at its turn, and reads nothing more
     _dropped     bytes that arrived between the end of a request and the end of its response
     _delayed     the bytes of a request that has not started
     """
@@ -110,7 +84,7 @@ class GuardedConnection(asyncio.Protocol):
     guard: ClassVar[Guard]
     _transport: asyncio.Transport
     _timer: asyncio.TimerHandle | None = None
-    _is_idle = _responding = _answered = _closes = False
+    _is_idle = _responding = _answered = _closes = _refused = False
     _dropped = _held_size = 0
 
     def __init__(
@@ -140,7 +114,8 @@ class GuardedConnection(asyncio.Protocol):
         self._stop_timer()
         if isinstance(exc, TimeoutError):  # TCP_USER_TIMEOUT of `run_api`
             self.guard.exceeded("read_timeout_s")
-        self.guard.queue.remove(self)
+        self.guard.starts.remove(self)
+        self.guard.ends.remove(self)
         self._count_held(0)
         self._inner.connection_lost(exc)
         self._state.clear()  # a reference to this connection
@@ -155,7 +130,7 @@ class GuardedConnection(asyncio.Protocol):
         self._inner.resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        if self._transport.is_closing():
+        if self._refused or self._transport.is_closing():
             return
         framer = self._framer
         try:
@@ -183,7 +158,7 @@ class GuardedConnection(asyncio.Protocol):
         if self._framer.path in PROBE_PATHS:
             self._start()
             return
-        self.guard.queue.add(self, self._start)
+        self.guard.starts.add(self, self._start)
         if self._delayed:
             self._transport.pause_reading()
 
@@ -213,7 +188,7 @@ class GuardedConnection(asyncio.Protocol):
         """Send the error and close. A response that has begun is cut instead."""
         if error.limit is not None:
             self.guard.exceeded(error.limit)
-        self.guard.queue.remove(self)
+        self.guard.starts.remove(self)
         if not (self._answered and (self._responding or self._framer.in_request)):
             reply = error_reply(error, self._framer.path)
             log_event(logger, logging.INFO, "call refused", reason=error.message)
@@ -226,7 +201,13 @@ class GuardedConnection(asyncio.Protocol):
             lines = [f"HTTP/1.1 {reply.status} {phrase}"]
             lines += [f"{name}: {value}" for name, value in headers.items()]
             self._transport.write("\r\n".join([*lines, "", ""]).encode() + reply.body)
-        self._transport.close()
+        if self._responding:  # A handler must not write behind the error.
+            self._transport.close()
+        else:
+            self._refused = True
+            self._stop_timer()
+            self._transport.pause_reading()
+            self.guard.ends.add(self, self._transport.close)
 
     def response_begins(self, message: Message) -> None:
         """Called with the start of a response before it is sent."""
@@ -248,7 +229,7 @@ class GuardedConnection(asyncio.Protocol):
 
         Only a complete head stops a timer of head_timeout_s.
         """
-        if self._transport.is_closing():
+        if self._refused or self._transport.is_closing():
             return
         is_idle = self._state[KEPT] and not self._framer.in_request and not self._held_size
         if self._responding:

@@ -1,6 +1,7 @@
 """Limits of all connections of a server together, and the order of their requests."""
 
 import asyncio
+import contextlib
 import ssl
 from typing import Any
 
@@ -10,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from minisgl.server.edge.guard import MAX_HELD_BYTES, SPARE_CONNECTIONS
 from minisgl.server.edge.server import TlsContext
 from minisgl.settings.config import Limits
+from tests.unit.server.test_connection import Clock
 from tests.unit.server.wires import LIMITS, Wire, connections, echo
 
 
@@ -96,6 +98,32 @@ def test_one_handler_begins_in_each_iteration_of_the_loop_and_probes_at_once() -
         assert most <= 2, "a probe and another request"
 
     asyncio.run(main())
+
+
+def test_refused_connections_close_one_after_the_other() -> None:
+    """Regression: 700 clients of refused heads opened new connections at once, and a probe waited
+    until the loop had accepted, read and refused all of them."""
+
+    async def main(clock: Clock) -> None:
+        opened = Opened()
+        connections = [opened.deliver(b"no HTTP\r\n\r\n") for _ in range(5)]
+        wires = [each._transport for each in connections]
+        assert all(wire.written.startswith(b"HTTP/1.1 400") for wire in wires)
+        written = wires[1].written
+        connections[1].data_received(b"more")
+        connections[3].connection_lost(None)
+        closed = []
+        for _ in range(4):
+            closed.append([wire.is_closing() for wire in wires])
+            await clock.move(0.001)
+        lost = wires.index(connections[3]._transport)
+        assert [sum(each) - each[lost] for each in closed] == [1, 2, 3, 4]
+        assert wires[1].written == written
+        for each in connections:
+            each.connection_lost(None)
+
+    with contextlib.closing(Clock()) as clock:
+        clock.run_until_complete(main(clock))
 
 
 def test_unfinished_heads_of_all_connections_hold_16_mib_at_most() -> None:
