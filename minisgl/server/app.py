@@ -1,4 +1,4 @@
-"""Builds the FastAPI application: routes, error responses, OpenAPI document and middleware.
+"""Builds the ASGI application: routes, error responses, OpenAPI document and middleware.
 
     client -> RequestContextMiddleware   request id, HTTP metrics
            -> CORSMiddleware             only with --allow-origin
@@ -6,26 +6,23 @@
                                          keys: 401 and 403
                                          Host, Origin, Content-Type: 403 and 415
                                          limits of connections and body bytes
-           -> FastAPI                    routes
+           -> Starlette                  routes
 
 The middleware wraps the application from outside, so that the response to an unexpected exception
 passes through it as well. All layers are plain ASGI. No layer buffers a response or hides a
 disconnect.
 """
 
-import warnings
 from collections.abc import Mapping
 from functools import partial
 
-from fastapi import FastAPI
-from fastapi.routing import APIRoute
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
-import minisgl
 from minisgl.core import RequestError
 from minisgl.request.convert import RequestConverter
 from minisgl.server.context import Service
@@ -34,7 +31,7 @@ from minisgl.server.edge.middleware import GateMiddleware, RequestContextMiddlew
 from minisgl.server.edge.origins import check_headers
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
 from minisgl.server.openapi import openapi_document
-from minisgl.server.routes import router
+from minisgl.server.routes import table
 from minisgl.utils import near_names
 
 _MAX_PATH_CHARS = 128  # in an error message
@@ -58,8 +55,8 @@ def build_app(service: Service) -> ASGIApp:
 
 def _route_of(path: str) -> str:
     """The pattern of the route that has this path; "other" without one."""
-    routes = (route for route in router.routes if isinstance(route, APIRoute))
-    return next((one.path for one in routes if one.path_regex.fullmatch(path)), "other")
+    found = (route.path for route in table.routes if route.path_regex.fullmatch(path))
+    return next(found, "other")
 
 
 def _check_path(scope: Scope) -> None:
@@ -72,26 +69,17 @@ def _check_path(scope: Scope) -> None:
         raise RouteNotFound("no path ends with a newline; /docs lists all paths")
 
 
-def _routed_app(service: Service) -> FastAPI:
-    """FastAPI with our routes. Its document describes the bodies that msgspec decodes."""
-    app = FastAPI(
-        title="minisgl",
-        version=minisgl.__version__,
-        # `routes` serves /openapi.json and /docs without files from other hosts.
-        openapi_url=None,
-        redirect_slashes=False,
-        generate_unique_id_function=lambda route: route.name,
+def _routed_app(service: Service) -> Starlette:
+    """Starlette with our routes, and the OpenAPI document of the bodies that msgspec decodes."""
+    app = Starlette(
+        routes=table.routes,
         exception_handlers=dict.fromkeys((RequestError, HTTPException, Exception), _on_error),
     )
+    app.router.redirect_slashes = False
     app.state.service = service
     app.state.converter = converter = RequestConverter(service.config)
-    app.include_router(router)
-    # A route for GET and HEAD has one operation id for both methods. FastAPI warns about the
-    # duplicate id, which is intended here.
-    with warnings.catch_warnings(action="ignore"):
-        document = app.openapi()
     has_keys = bool(service.config.api_key_hashes)
-    app.openapi_schema = openapi_document(document, converter, has_keys)
+    app.state.document = openapi_document(table.routes, converter, has_keys)
     return app
 
 
@@ -108,7 +96,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
             reason = "this server has no embeddings, because its models only generate text"
             error = RouteNotFound(f"{call} does not exist: {reason}")
         else:
-            paths = [route.path for route in router.routes if isinstance(route, APIRoute)]
+            paths = [route.path for route in table.routes]
             near = near_names(path, [path for path in paths if "{" not in path])
             error = RouteNotFound(f"{call} does not exist{near or ';'} /docs lists all paths")
     return error_response(error, request.scope, **headers)

@@ -1,16 +1,12 @@
-"""The context of one HTTP request. A route asks for it by an annotation, and FastAPI passes it in:
-
-    @router.get("/server_info")
-    async def server_info(context: ContextDep) -> Response: ...
+"""The context of one HTTP request, which each handler gets.
 
 Bodies are not declared in signatures: `CallContext` reads the raw bytes and msgspec decodes them.
 """
 
 import asyncio
-from typing import Annotated, Protocol
+from typing import Protocol
 
-from fastapi import Depends, Request
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 
 from minisgl import core
 from minisgl.core import ModelFacts
@@ -102,10 +98,3 @@ class CallContext:
         except TimeoutError:
             message = f"the body did not arrive within {max_wait_s:g} s"
             raise core.DeadlineExceeded(message, limit="max_wait_s") from None
-
-
-async def _call(request: Request) -> CallContext:  # FastAPI runs plain functions in a thread.
-    return CallContext(request)
-
-
-ContextDep = Annotated[CallContext, Depends(_call)]

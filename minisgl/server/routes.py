@@ -5,10 +5,8 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from functools import partial
 
 import msgspec
-from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
@@ -36,51 +34,51 @@ from minisgl.server.answer.messages import MessagesWriter
 from minisgl.server.answer.openai import ResponseWriter, text_of_token
 from minisgl.server.answer.responses import ResponsesWriter
 from minisgl.server.answer.stream import EventStream, Writer
-from minisgl.server.context import CallContext, ContextDep
+from minisgl.server.context import CallContext
 from minisgl.server.edge import probes
 from minisgl.server.edge.middleware import json_response
 from minisgl.server.pages import find_page
+from minisgl.server.route_table import RouteTable
 
-router = APIRouter(redirect_slashes=False)
-_get = partial(router.api_route, methods=["GET", "HEAD"])
+table = RouteTable()
 
 _STARTED_AT = int(time.time())
 _ANTHROPIC = "anthropic-version"  # the header that Anthropic's clients send with each request
 _MAX_TOKEN_STRS = 2**17  # A thread makes their texts in 150 ms.
 
 
-@router.post("/v1/chat/completions", tags=["generation"])
-async def chat_completions(context: ContextDep) -> Response:
+@table.post("/v1/chat/completions", tag="generation")
+async def chat_completions(context: CallContext) -> Response:
     """Answer a chat, whole or as a stream of server-sent events."""
     return await _generate(CHAT, context)
 
 
-@router.post("/v1/completions", tags=["generation"])
-async def completions(context: ContextDep) -> Response:
+@table.post("/v1/completions", tag="generation")
+async def completions(context: CallContext) -> Response:
     """Complete one prompt or a list of prompts; a prompt is text or a list of token ids."""
     return await _generate(COMPLETIONS, context)
 
 
-@router.post("/generate", tags=["generation"])
-async def generate(context: ContextDep) -> Response:
+@table.post("/generate", tag="generation")
+async def generate(context: CallContext) -> Response:
     """Complete a list of token ids; the answer holds the ids of the new tokens too."""
     return await _generate(GENERATE, context)
 
 
-@router.post("/v1/responses", tags=["generation"])
-async def create_response(context: ContextDep) -> Response:
+@table.post("/v1/responses", tag="generation")
+async def create_response(context: CallContext) -> Response:
     """Answer a list of items in the format of OpenAI's Responses API. Nothing is stored."""
     return await _generate(RESPONSES, context)
 
 
-@router.post("/v1/messages", tags=["generation"])
-async def create_message(context: ContextDep) -> Response:
+@table.post("/v1/messages", tag="generation")
+async def create_message(context: CallContext) -> Response:
     """Answer a chat in the format of Anthropic's Messages API."""
     return await _generate(MESSAGES, context)
 
 
-@router.post("/v1/sessions/{session_id:path}/end", tags=["generation"])
-async def end_session(context: ContextDep, session_id: str) -> Response:
+@table.post("/v1/sessions/{session_id:path}/end", tag="generation")
+async def end_session(context: CallContext, session_id: str) -> Response:
     """Let evictions begin with the pages that only this session has used.
 
     session_id: the name that the requests sent with the same API key. It may contain slashes.
@@ -93,14 +91,14 @@ async def end_session(context: ContextDep, session_id: str) -> Response:
     return json_response(responses.StatusResponse("ok"))
 
 
-@router.post("/v1/messages/count_tokens", tags=["tokens"])
-async def count_tokens(context: ContextDep) -> Response:
+@table.post("/v1/messages/count_tokens", tag="tokens")
+async def count_tokens(context: CallContext) -> Response:
     """The number of prompt tokens of a chat in the format of Anthropic's Messages API."""
     return json_response(TokenCount(await _prompt_tokens(COUNT_TOKENS, context)))
 
 
-@router.post("/v1/responses/input_tokens", tags=["tokens"])
-async def input_tokens(context: ContextDep) -> Response:
+@table.post("/v1/responses/input_tokens", tag="tokens")
+async def input_tokens(context: CallContext) -> Response:
     """The number of prompt tokens of a request in the format of OpenAI's Responses API."""
     return json_response(InputTokens(input_tokens=await _prompt_tokens(INPUT_TOKENS, context)))
 
@@ -145,15 +143,15 @@ async def _generate(route: str, context: CallContext) -> Response:
         engine.close(call)
 
 
-@router.post("/v1/chat/completions/render", tags=["tokens"])
-async def render_chat_completion(context: ContextDep) -> Response:
+@table.post("/v1/chat/completions/render", tag="tokens")
+async def render_chat_completion(context: CallContext) -> Response:
     """The token ids of the prompt of a chat completion, in the format of vLLM."""
     (rendered,) = await _render(CHAT, context)
     return json_response(rendered)
 
 
-@router.post("/v1/completions/render", tags=["tokens"])
-async def render_completion(context: ContextDep) -> Response:
+@table.post("/v1/completions/render", tag="tokens")
+async def render_completion(context: CallContext) -> Response:
     """The token ids of each prompt of a completion, in the format of vLLM."""
     return json_response(await _render(COMPLETIONS, context))
 
@@ -177,8 +175,8 @@ async def _render(route: str, context: CallContext) -> list[responses.RenderedPr
     ]
 
 
-@router.post("/tokenize", tags=["tokens"])
-async def tokenize(context: ContextDep) -> Response:
+@table.post("/tokenize", tag="tokens")
+async def tokenize(context: CallContext) -> Response:
     """The token ids of a prompt or of a chat, in the format of vLLM."""
     raw, facts = await context.read()
     question, with_texts = context.converter.read_tokenize(raw, facts)
@@ -198,8 +196,8 @@ async def tokenize(context: ContextDep) -> Response:
     return json_response(answer)
 
 
-@router.post("/detokenize", tags=["tokens"])
-async def detokenize(context: ContextDep) -> Response:
+@table.post("/detokenize", tag="tokens")
+async def detokenize(context: CallContext) -> Response:
     """The text of token ids, in the format of vLLM."""
     raw, facts = await context.read()
     (found,) = await _ask(context, context.converter.read_detokenize(raw, facts))
@@ -221,21 +219,21 @@ async def _ask(context: CallContext, *questions: Question) -> list[TokenizeResul
         engine.close(call)
 
 
-@_get("/tokenizer_info", tags=["tokens"])
-async def tokenizer_info(context: ContextDep) -> Response:
+@table.get("/tokenizer_info", tag="tokens")
+async def tokenizer_info(context: CallContext) -> Response:
     """The special tokens, the chat template and the vocabulary size, in the format of vLLM."""
     context.service.lifecycle.require_accepting()
     return json_response(context.service.lifecycle.tokenizer)
 
 
-@_get("/version", tags=["models"])
-async def version(context: ContextDep) -> Response:
+@table.get("/version", tag="models")
+async def version(context: CallContext) -> Response:
     """The version of minisgl."""
     return json_response(responses.VersionResponse(minisgl.__version__))
 
 
-@_get("/v1/models", tags=["models"])
-async def list_models(context: ContextDep) -> Response:
+@table.get("/v1/models", tag="models")
+async def list_models(context: CallContext) -> Response:
     """Every name under which the model is served.
 
     With the header anthropic-version, the answer has the form of Anthropic's API.
@@ -247,8 +245,8 @@ async def list_models(context: ContextDep) -> Response:
     return json_response(responses.ModelList(data=[_model_card(context, name) for name in names]))
 
 
-@_get("/v1/models/{model_id:path}", tags=["models"])
-async def get_model(context: ContextDep, model_id: str) -> Response:
+@table.get("/v1/models/{model_id:path}", tag="models")
+async def get_model(context: CallContext, model_id: str) -> Response:
     """One served name. Model ids may contain slashes. The header is as in /v1/models."""
     context.converter.check_model(model_id)
     in_anthropics_form = _ANTHROPIC in context.request.headers
@@ -279,8 +277,8 @@ def _model_info(context: CallContext, name: str) -> ModelInfo:
 
 
 # `check_key` lets only the admin keys pass to the three admin paths.
-@_get("/server_info", tags=["admin"])
-async def server_info(context: ContextDep) -> Response:
+@table.get("/server_info", tag="admin")
+async def server_info(context: CallContext) -> Response:
     """Version, limits, the model's facts and the live state. It holds no paths and no secrets."""
     service = context.service
     return json_response(
@@ -297,16 +295,16 @@ async def server_info(context: ContextDep) -> Response:
     )
 
 
-@router.post("/abort", tags=["admin"])
-async def abort(context: ContextDep) -> Response:
+@table.post("/abort", tag="admin")
+async def abort(context: CallContext) -> Response:
     """End every open call whose x-request-id equals `request_id`."""
     request_id = context.converter.read_abort(await context.read_body())
     error = Cancelled("this request was aborted by an operator")
     return json_response(responses.AbortResponse(context.engine.end_by_id(request_id, error)))
 
 
-@router.post("/flush_cache", tags=["admin"])
-async def flush_cache(context: ContextDep) -> Response:
+@table.post("/flush_cache", tag="admin")
+async def flush_cache(context: CallContext) -> Response:
     """Forget the cached prefixes that no running request uses.
 
     Requests that arrive after the answer find none of them.
@@ -317,22 +315,22 @@ async def flush_cache(context: ContextDep) -> Response:
     return json_response(responses.StatusResponse("ok"))
 
 
-@_get("/livez", tags=["probes"])
-async def livez(context: ContextDep) -> Response:
+@table.get("/livez", tag="probes")
+async def livez(context: CallContext) -> Response:
     """200 while every process runs and makes progress; otherwise 503."""
     return probes.answer(context.service.lifecycle, context.request.scope["path"])
 
 
-@_get("/readyz", tags=["probes"])
-@_get("/health", name="health", tags=["probes"])
-@_get("/ping", name="ping", tags=["probes"])
-async def readyz(context: ContextDep) -> Response:
+@table.get("/readyz", tag="probes")
+@table.get("/health", name="health", tag="probes")
+@table.get("/ping", name="ping", tag="probes")
+async def readyz(context: CallContext) -> Response:
     """200 while the model is loaded and the server does not drain; otherwise 503."""
     return probes.answer(context.service.lifecycle, context.request.scope["path"])
 
 
-@_get("/metrics", tags=["probes"])
-async def metrics(context: ContextDep) -> Response:
+@table.get("/metrics", tag="probes")
+async def metrics(context: CallContext) -> Response:
     """All metrics in the text format of Prometheus, or in OpenMetrics if the client accepts it."""
     engine, accept = context.engine, context.request.headers.get("accept", "")
     lifecycle, choices = context.service.lifecycle, engine.open_choices
@@ -341,18 +339,18 @@ async def metrics(context: ContextDep) -> Response:
     return Response(body, headers={"content-type": media_type})
 
 
-@_get("/openapi.json", include_in_schema=False)
-async def openapi_document(context: ContextDep) -> Response:
+@table.get("/openapi.json")
+async def openapi_document(context: CallContext) -> Response:
     """The OpenAPI document of this server."""
-    return json_response(context.request.app.openapi())
+    return json_response(context.request.app.state.document)
 
 
-@_get("/", include_in_schema=False)
-@_get("/playground/{name}", include_in_schema=False)
-@_get("/docs", include_in_schema=False)
-@_get("/docs/{name}", include_in_schema=False)
-async def web_page(context: ContextDep) -> Response:
-    """A page, or a script or style sheet of a page."""
+@table.get("/")
+@table.get("/playground/{name}")
+@table.get("/docs")
+@table.get("/docs/{name}")
+async def web_page(context: CallContext, name: str = "") -> Response:
+    """A page, or a script or style sheet of one, by the whole path. name: the end of the path."""
     path = context.request.scope["path"]
     config = context.service.config
     page = find_page(path, with_playground=not (config.no_playground or config.render_only))
