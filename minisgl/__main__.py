@@ -93,7 +93,8 @@ def _end_download(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def _compile(arguments: Sequence[str]) -> int:
-    from minisgl.settings.resolve import ArgumentParser, resolve
+    from minisgl.settings.command_line import ArgumentParser
+    from minisgl.settings.resolve import resolve
 
     parser = ArgumentParser(
         prog="minisgl compile",

@@ -22,7 +22,8 @@ from minisgl.engine import resolve_device
 from minisgl.llm import LLM
 from minisgl.llm.results import Completion
 from minisgl.llm.workers import LocalWorker
-from minisgl.settings.resolve import ArgumentParser, resolve
+from minisgl.settings.command_line import ArgumentParser
+from minisgl.settings.resolve import resolve
 from minisgl.utils import setup_logging
 
 _ANSWER_TOKENS = 32

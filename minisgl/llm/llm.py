@@ -4,11 +4,9 @@ import weakref
 from array import array
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
-from functools import partial
 from math import inf
 from typing import Any, Self
 
-import msgspec
 import numpy as np
 
 from minisgl.core import (
@@ -21,21 +19,19 @@ from minisgl.core import (
     SchedulerConfig,
     StepCost,
 )
-from minisgl.demo import model_path as demo_model_path
 from minisgl.engine import DEFAULT_EXTENSIONS, Extensions
 from minisgl.images import ImageDecoder, image_spec
 from minisgl.llm import inputs
 from minisgl.llm.local import LocalEngine
-from minisgl.llm.requests import LIMITS, RequestMaker
+from minisgl.llm.requests import LIMITS, RequestMaker, offline_config
 from minisgl.llm.results import Completion, Pending, Piece, Scores
 from minisgl.llm.workers import LocalWorker, RankWorkers
 from minisgl.request.call import Call
 from minisgl.request.choice import Choice
 from minisgl.request.convert import CallRequest
 from minisgl.request.question import Question
-from minisgl.settings.child import check_before_weights
 from minisgl.settings.config import resized_tokens
-from minisgl.settings.hub import resolve_model
+from minisgl.settings.model_folder import with_model
 from minisgl.tokenizer import TextTokenizer
 from minisgl.utils import near_names
 from minisgl.utils.startup import Progress
@@ -88,12 +84,9 @@ class LLM:
         # A wrong value raises an error here, before the download of a model.
         engine_config = EngineConfig(model_path="", tp_size=tp, **settings)
         scheduler_config = SchedulerConfig(**policy)
-        if model is None:
-            path = str(demo_model_path())
-        else:
-            check = partial(check_before_weights, engine_config)
-            path = resolve_model(model, revision, not engine_config.dummy_weight, check)
-        engine_config = msgspec.structs.replace(engine_config, model_path=path)
+        engine_config = with_model(engine_config, model, revision, weights=True)
+        config = offline_config(engine_config, scheduler_config)
+        path = engine_config.model_path
         spec = None if engine_config.no_images else image_spec(path)
         self._decoder: ImageDecoder | None = None
         if spec is not None:
@@ -115,14 +108,14 @@ class LLM:
         elif step_cost is not None:
             raise ConfigError(f"step_cost needs tp=1, not {tp}; leave step_cost out")
         elif extensions is DEFAULT_EXTENSIONS:
-            self.worker = RankWorkers(engine_config, scheduler_config)
+            self.worker = RankWorkers(config)
         else:
             raise ConfigError(
                 f"extensions need tp=1, not {tp}: start the ranks with scheduler.run_scheduler"
             )
         self.facts: ModelFacts = self.worker.facts
         self._engine = LocalEngine(self.worker, path, self.tokenizer, self._decoder)
-        self._requests = RequestMaker(engine_config, scheduler_config, self._engine)
+        self._requests = RequestMaker(config, self._engine)
         self._closed = False
         self._streams = False  # a stream is open
 

@@ -33,19 +33,24 @@ LIMITS = Limits(
 )
 
 
+def offline_config(engine: EngineConfig, scheduler: SchedulerConfig) -> ServerConfig:
+    """Return the configuration of an LLM, as its ranks and the server's converter take it."""
+    return ServerConfig(
+        engine=engine,
+        scheduler=scheduler,
+        served_names=(_MODEL,),
+        limits=LIMITS,
+        log_level="warning",
+    )
+
+
 class RequestMaker:
     """Makes requests with one prompt and n answers each."""
 
-    def __init__(
-        self, engine_config: EngineConfig, scheduler: SchedulerConfig, engine: LocalEngine
-    ) -> None:
-        """engine: has the facts of the model."""
+    def __init__(self, config: ServerConfig, engine: LocalEngine) -> None:
+        """config: of `offline_config`. engine: has the facts of the model."""
         self._engine = engine
-        self._converter = RequestConverter(
-            ServerConfig(
-                engine=engine_config, scheduler=scheduler, served_names=(_MODEL,), limits=LIMITS
-            )
-        )
+        self._converter = RequestConverter(config)
 
     def prompts(
         self,

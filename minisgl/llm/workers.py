@@ -134,7 +134,7 @@ class RankWorkers:
     this object is garbage-collected. On Linux they also end with the thread that created the LLM.
     """
 
-    def __init__(self, engine: EngineConfig, config: SchedulerConfig) -> None:
+    def __init__(self, config: ServerConfig) -> None:
         """Start the ranks and wait until all are ready.
 
         Raises ConfigError or WorkerDied when a rank ends before it is ready.
@@ -149,18 +149,14 @@ class RankWorkers:
         self._requests: Sender[messages.ToScheduler] = Sender(endpoint(folder, "scheduler"))
         self._reasons, reason_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._clean_up = weakref.finalize(self, _clean_up, self.children, self._reasons, own_folder)
-        names = (engine.model_path,)
-        server = ServerConfig(
-            engine=engine, scheduler=config, served_names=names, log_level="warning"
-        )
         try:
-            for rank in range(engine.tp_size):
+            for rank in range(config.engine.tp_size):
                 spec = ChildSpec(
                     role="scheduler",
                     index=rank,
                     socket_dir=folder,
                     reason_fd=reason_fd,
-                    config=server,
+                    config=config,
                 )
                 self.children.append(spec.spawn())
             self.facts = self._await_ready()

@@ -14,8 +14,9 @@ from minisgl.models.config import engine_model
 from minisgl.models.spec import ModelSpec
 from minisgl.planning.plan import Plan, make_plan, planned_weights
 from minisgl.quantization import with_quantizations
+from minisgl.settings.command_line import ArgumentParser
 from minisgl.settings.places import command_line
-from minisgl.settings.resolve import ArgumentParser, resolve
+from minisgl.settings.resolve import resolve
 from minisgl.utils import setup_logging
 
 _GIB = 2**30

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from minisgl.settings.resolve import build_parser
+from minisgl.settings.command_line import build_parser
 from tests.chart.helm import Object, pick, selects
 from tests.chart.test_objects import env_of
 from tests.chart.test_pod import container_of

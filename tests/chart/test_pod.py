@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from minisgl import __version__
-from minisgl.settings.resolve import build_parser
+from minisgl.settings.command_line import build_parser
 from tests.chart.helm import CHART, KUBE_VERSION, ChartError, Object, pick
 
 

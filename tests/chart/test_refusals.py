@@ -9,7 +9,7 @@ import jsonschema
 import pytest
 import yaml
 
-from minisgl.settings.resolve import build_parser
+from minisgl.settings.command_line import build_parser
 from tests.chart.helm import CHART, ChartError, pick
 from tests.chart.table import rows
 from tests.chart.test_pod import container_of, flags_of

@@ -27,7 +27,7 @@ from minisgl.request.convert import RequestConverter
 from minisgl.server.errors import status_table
 from minisgl.server.openapi import component_schemas
 from minisgl.settings import ServerConfig
-from minisgl.settings.resolve import build_parser
+from minisgl.settings.command_line import build_parser
 
 __all__ = ["PAGE", "with_tables"]
 

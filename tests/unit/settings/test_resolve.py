@@ -9,8 +9,9 @@ import pytest
 from minisgl.core import ConfigError
 from minisgl.demo import model_path
 from minisgl.settings import ServerConfig
+from minisgl.settings.command_line import build_parser
 from minisgl.settings.hub import Check
-from minisgl.settings.resolve import build_parser, resolve
+from minisgl.settings.resolve import resolve
 
 
 def config(*flags: str, **environ: str) -> ServerConfig:
