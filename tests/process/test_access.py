@@ -287,11 +287,18 @@ def test_requests_above_max_connections_are_refused_and_probes_are_not(
     wait_for(lambda: client(keyed).get("/v1/models").status_code == 200, "the end of the streams")
 
 
-def test_probe_port_answers_while_the_main_port_is_full(tiny_model: Path) -> None:
+def test_probe_port_serves_only_the_probes_and_answers_while_the_main_port_is_full(
+    tiny_model: Path,
+) -> None:
     """Regression: 200 idle connections, --max-connections and some more, kept all probes out."""
     flags = ("--max-connections", "3", "--probe-port", "0")
     with run_server("--model", str(tiny_model), *flags, stub="echo") as server:
         server.wait_ready()
+        for path in ("/livez", "/readyz", "/health"):
+            assert httpx.get(server.probe_url + path, timeout=patience()).status_code == 200
+            assert server.status(path) == 200
+        for path in ("/metrics", "/v1/models", "/docs", "/server_info"):
+            assert httpx.get(server.probe_url + path, timeout=patience()).status_code == 404
         full = select.poll()
         with contextlib.ExitStack() as stack:
             for _ in range(300):
@@ -325,17 +332,6 @@ def test_probe_port_answers_beside_more_connections_than_open_files(tiny_model: 
             assert "ERROR" not in server.stderr
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_probe_port_serves_only_the_probes(tiny_model: Path) -> None:
-    with run_server("--model", str(tiny_model), "--probe-port", "0", stub="echo") as server:
-        server.wait_ready()
-        url = server.probe_url
-        for path in ("/livez", "/readyz", "/health"):
-            assert httpx.get(url + path, timeout=patience()).status_code == 200
-            assert server.status(path) == 200
-        for path in ("/metrics", "/v1/models", "/docs", "/server_info"):
-            assert httpx.get(url + path, timeout=patience()).status_code == 404
 
 
 def test_client_that_does_not_read_is_disconnected(keyed: ServerProcess) -> None:

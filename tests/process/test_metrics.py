@@ -1,7 +1,6 @@
 """The demo server with known prompts: the value of every counter is known."""
 
 import json
-import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,7 +49,8 @@ def complete(server: ServerProcess, prompt: list[int], max_tokens: int, **more: 
 @pytest.fixture(scope="module")
 def used() -> Iterator[tuple[ServerProcess, Scrape]]:
     """A server that has given four answers to three calls and is now idle, and its scrape."""
-    with run_server("--num-pages", "256", "--max-queued-requests", "2") as server:
+    flags = ("--num-pages", "256", "--max-queued-requests", "2", "--log-format", "json")
+    with run_server(*flags) as server:
         server.wait_ready()
         complete(server, LONG, 5)
         complete(server, LONG, 5, stream=True)
@@ -193,21 +193,19 @@ def test_prometheus_itself_scrapes_and_answers(
             wait_for(answered, f"{wanted} from {query}")
 
 
-def test_json_logs_are_one_object_per_line_with_the_request_id() -> None:
+def test_json_logs_are_one_object_per_line_with_the_request_id(
+    used: tuple[ServerProcess, Scrape],
+) -> None:
+    server, _ = used
     secret = "xylophone"
-    with run_server("--log-format", "json", "--num-pages", "256") as server:
-        server.wait_ready()
-        header = {"x-request-id": "abc-1"}
-        body = {"model": MODEL, "messages": [{"role": "user", "content": secret}], "max_tokens": 3}
-        for text in (body, {**body, "model": secret}):
-            httpx.post(
-                server.url + "/v1/chat/completions", json=text, headers=header, timeout=patience()
-            )
-        server.signal(signal.SIGINT)
-        assert server.wait_exit() == 0
-        lines = [json.loads(line) for line in server.stderr.splitlines()]
-        assert server.stdout == ""
-        assert secret not in server.stderr
+    body = {"model": MODEL, "messages": [{"role": "user", "content": secret}], "max_tokens": 3}
+    for text in (body, {**body, "model": secret}):
+        url, header = server.url + "/v1/chat/completions", {"x-request-id": "abc-1"}
+        httpx.post(url, json=text, headers=header, timeout=patience())
+    wait_for(lambda: server.stderr.count('"abc-1"') == 2, "the log lines of both requests")
+    lines = [json.loads(line) for line in server.stderr.splitlines()]
+    assert server.stdout == ""
+    assert secret not in server.stderr
     assert all({"time", "level", "role", "message"} <= line.keys() for line in lines)
     ended, refused = (line for line in lines if line.get("request_id") == "abc-1")
     assert ended["message"].startswith("call ended ")

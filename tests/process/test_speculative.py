@@ -109,8 +109,8 @@ def test_predictions_change_no_answer_and_are_counted(servers: list[ServerProces
         ("x" + text + other, "x" + text + other, "right"),
         (other, other, "wrong"),
     ]
+    assert counts_of(expected["usage"]) == counts_of(chat(plain, text)["usage"]) == (0, 0)
     for prediction, whole, kind in cases:
-        assert counts_of(chat(plain, prediction)["usage"]) == (0, 0)
         size = tokens_of(drafting, whole) if whole else 0
         for n in (1, 2):
             answer = chat(drafting, prediction, n=n)
