@@ -25,15 +25,16 @@ from starlette.types import ASGIApp, Scope
 
 from minisgl.core import RequestError
 from minisgl.request.convert import RequestConverter
+from minisgl.server import about, routes
 from minisgl.server.context import Service
 from minisgl.server.edge.auth import check_key
 from minisgl.server.edge.middleware import GateMiddleware, RequestContextMiddleware, error_response
 from minisgl.server.edge.origins import check_headers
 from minisgl.server.errors import MethodNotAllowed, RouteNotFound
 from minisgl.server.openapi import openapi_document
-from minisgl.server.routes import table
 from minisgl.utils import near_names
 
+_ROUTES = (*routes.table.routes, *about.table.routes)
 _MAX_PATH_CHARS = 128  # in an error message
 
 
@@ -55,7 +56,7 @@ def build_app(service: Service) -> ASGIApp:
 
 def _route_of(path: str) -> str:
     """The pattern of the route that has this path; "other" without one."""
-    found = (route.path for route in table.routes if route.path_regex.fullmatch(path))
+    found = (route.path for route in _ROUTES if route.path_regex.fullmatch(path))
     return next(found, "other")
 
 
@@ -72,14 +73,14 @@ def _check_path(scope: Scope) -> None:
 def _routed_app(service: Service) -> Starlette:
     """Starlette with our routes, and the OpenAPI document of the bodies that msgspec decodes."""
     app = Starlette(
-        routes=table.routes,
+        routes=_ROUTES,
         exception_handlers=dict.fromkeys((RequestError, HTTPException, Exception), _on_error),
     )
     app.router.redirect_slashes = False
     app.state.service = service
     app.state.converter = converter = RequestConverter(service.config)
     has_keys = bool(service.config.api_key_hashes)
-    app.state.document = openapi_document(table.routes, converter, has_keys)
+    app.state.document = openapi_document(_ROUTES, converter, has_keys)
     return app
 
 
@@ -96,7 +97,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
             reason = "this server has no embeddings, because its models only generate text"
             error = RouteNotFound(f"{call} does not exist: {reason}")
         else:
-            paths = [route.path for route in table.routes]
+            paths = [route.path for route in _ROUTES]
             near = near_names(path, [path for path in paths if "{" not in path])
             error = RouteNotFound(f"{call} does not exist{near or ';'} /docs lists all paths")
     return error_response(error, request.scope, **headers)
