@@ -1,4 +1,4 @@
-"""Compiles the kernels of five models for one GPU architecture, and prints them as JSON.
+"""Compiles the kernels of six models for one GPU architecture, and prints them as JSON.
 
 python -m tests.proof.chip_kernels ARCH FOLDER, with ARCH 90 for compute capability 9.0. Needs
 Triton, a C compiler, a libcuda.so.1, and a package with the name flashinfer, which may be empty.
