@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from minisgl.core.errors import ImageRefused
+from minisgl.images.frames import MAX_FRAMES, has_too_many_frames
 from minisgl.images.spec import ImageSpec
 from minisgl.utils.bounded import BoundedProcess, Bounds
 from minisgl.utils.supervise import describe_exit
 
 MAX_ASPECT = 200  # of the longer to the shorter side, as in the processor of Qwen-VL
-MAX_FRAMES = 10_000
 LOW_PIXELS = 512 * 512  # of an image with the detail `low`
 _MEMORY_BYTES = 2**30
 _LARGE_BYTES = 2**22  # The frames at the beginning of a larger file are counted first.
@@ -34,8 +34,6 @@ _BEGINNINGS = {
     "jpeg": (b"\xff\xd8\xff",),
     "gif": (b"GIF87a", b"GIF89a"),
 }
-# Bytes that stand before each frame of an animation.
-_FRAMES = {"png": b"fcTL", "gif": b"\x21\xf9\x04", "webp": b"ANMF"}
 
 
 class DecodedImage(msgspec.Struct, frozen=True, array_like=True):
@@ -261,7 +259,7 @@ def _file(data: bytes, kind: str) -> bytes:
 
 
 def _check_frames(file: bytes, kind: str) -> None:
-    if kind in _FRAMES and file.count(_FRAMES[kind]) > MAX_FRAMES:
+    if has_too_many_frames(file, kind):
         text = f"has more than {MAX_FRAMES} frames; send one of them"
         raise ImageRefused(text, "size", limit="max_image_frames")
 
