@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.parity.hybrid_models import BASE, EXPERTS
+from tests.parity.hybrid_models import BASE, EXPERTS, Heads
 from tests.parity.image_logits import Prompt
 
 PATCH, MERGE = 16, 2
@@ -71,6 +72,26 @@ def save(name: str, folder: Path) -> tuple[Any, str]:
     settings = {"image_mean": MEAN, "image_std": STD}
     (folder / name / "preprocessor_config.json").write_text(json.dumps(settings))
     return model, path
+
+
+def add_draft_head(model: Any, path: str) -> None:
+    """Add a head to a model that `save` saved. Most of its drafts are right (Heads.agrees)."""
+    text = transformers.AutoModelForCausalLM.from_config(
+        model.config.text_config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    text.model.load_state_dict(model.model.language_model.state_dict())
+    text.lm_head.load_state_dict(model.lm_head.state_dict())
+    text.save_pretrained(f"{path}-text")
+    Heads(text, f"{path}-text", agrees=True)
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.save_pretrained(path)
+    stored = load_file(f"{path}-text/model.safetensors")
+    head = {name: tensor for name, tensor in stored.items() if name.startswith("mtp.")}
+    save_file(load_file(f"{path}/model.safetensors") | head, f"{path}/model.safetensors")
+    file = Path(path) / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["mtp_num_hidden_layers"] = 1
+    file.write_text(json.dumps(config))
 
 
 def picture(rows: int, cols: int, seed: int = 0) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.image_models import IMAGE, processed, save
+from tests.parity.image_models import IMAGE, add_draft_head, processed, save
 from tests.parity.image_requests import (
     SAMPLING,
     SMALL,
@@ -87,6 +87,21 @@ def test_drafts_do_not_change_answers_to_images(name: str, folder: Path) -> None
     outputs, _, recorder = run(path, case, [SAMPLING], drafts, wanted * 2, *given, **SMALL)
     assert outputs == wanted * 2
     assert recorder.predicted > 0
+
+
+def test_drafts_of_a_head_do_not_change_answers_to_images(tmp_path: Path) -> None:
+    model, path = save("qwen3_5", tmp_path)
+    add_draft_head(model, path)
+    requests = [as_request(parts) for parts in prompts()]
+    given = [ids for ids, _ in requests], [images for _, images in requests]
+    found = []
+    for drafts, method in ((None, None), (ChangingDrafts(3, head=True), "mtp")):
+        case = Case(32, "radix", overlap=True, crowded=False, page_size=16, speculative=method)
+        outputs, scheduler, _ = run(path, case, [SAMPLING], drafts, None, *given, **SMALL)
+        found.append(outputs)
+    assert found[0] == found[1]
+    drafts_of = scheduler.stats().drafts
+    assert sum(drafts_of.accepted) > sum(drafts_of.drafted) / 2 > 0, drafts_of
 
 
 def test_two_ranks_give_the_answers_of_one(folder: Path, tmp_path: Path) -> None:
