@@ -2,7 +2,9 @@
 
 import time
 from datetime import UTC, datetime
+from functools import partial
 
+from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, Response
 
@@ -10,33 +12,33 @@ import minisgl
 from minisgl.core import Cancelled
 from minisgl.protocol import responses
 from minisgl.protocol.messages_api import ModelInfo, ModelPage
-from minisgl.server.context import CallContext
+from minisgl.server.context import CallContext, ContextDep
 from minisgl.server.edge import probes
 from minisgl.server.edge.middleware import json_response
 from minisgl.server.pages import find_page
-from minisgl.server.route_table import RouteTable
 
-table = RouteTable()
+router = APIRouter(redirect_slashes=False)
+_get = partial(router.api_route, methods=["GET", "HEAD"])
 
 _STARTED_AT = int(time.time())
 _ANTHROPIC = "anthropic-version"  # the header that Anthropic's clients send with each request
 
 
-@table.get("/tokenizer_info", tag="tokens")
-async def tokenizer_info(context: CallContext) -> Response:
+@_get("/tokenizer_info", tags=["tokens"])
+async def tokenizer_info(context: ContextDep) -> Response:
     """The special tokens, the chat template and the vocabulary size, in the format of vLLM."""
     context.service.lifecycle.require_accepting()
     return json_response(context.service.lifecycle.tokenizer)
 
 
-@table.get("/version", tag="models")
-async def version(context: CallContext) -> Response:
+@_get("/version", tags=["models"])
+async def version(context: ContextDep) -> Response:
     """The version of minisgl."""
     return json_response(responses.VersionResponse(minisgl.__version__))
 
 
-@table.get("/v1/models", tag="models")
-async def list_models(context: CallContext) -> Response:
+@_get("/v1/models", tags=["models"])
+async def list_models(context: ContextDep) -> Response:
     """Every name under which the model is served.
 
     With the header anthropic-version, the answer has the form of Anthropic's API.
@@ -48,8 +50,8 @@ async def list_models(context: CallContext) -> Response:
     return json_response(responses.ModelList(data=[_model_card(context, name) for name in names]))
 
 
-@table.get("/v1/models/{model_id:path}", tag="models")
-async def get_model(context: CallContext, model_id: str) -> Response:
+@_get("/v1/models/{model_id:path}", tags=["models"])
+async def get_model(context: ContextDep, model_id: str) -> Response:
     """One served name. Model ids may contain slashes. The header is as in /v1/models."""
     context.converter.check_model(model_id)
     in_anthropics_form = _ANTHROPIC in context.request.headers
@@ -80,8 +82,8 @@ def _model_info(context: CallContext, name: str) -> ModelInfo:
 
 
 # `check_key` lets only the admin keys pass to the three admin paths.
-@table.get("/server_info", tag="admin")
-async def server_info(context: CallContext) -> Response:
+@_get("/server_info", tags=["admin"])
+async def server_info(context: ContextDep) -> Response:
     """Version, limits, the model's facts and the live state. It holds no paths and no secrets."""
     service = context.service
     return json_response(
@@ -98,16 +100,16 @@ async def server_info(context: CallContext) -> Response:
     )
 
 
-@table.post("/abort", tag="admin")
-async def abort(context: CallContext) -> Response:
+@router.post("/abort", tags=["admin"])
+async def abort(context: ContextDep) -> Response:
     """End every open call whose x-request-id equals `request_id`."""
     request_id = context.converter.read_abort(await context.read_body())
     error = Cancelled("this request was aborted by an operator")
     return json_response(responses.AbortResponse(context.engine.end_by_id(request_id, error)))
 
 
-@table.post("/flush_cache", tag="admin")
-async def flush_cache(context: CallContext) -> Response:
+@router.post("/flush_cache", tags=["admin"])
+async def flush_cache(context: ContextDep) -> Response:
     """Forget the cached prefixes that no running request uses.
 
     Requests that arrive after the answer find none of them.
@@ -118,22 +120,22 @@ async def flush_cache(context: CallContext) -> Response:
     return json_response(responses.StatusResponse("ok"))
 
 
-@table.get("/livez", tag="probes")
-async def livez(context: CallContext) -> Response:
+@_get("/livez", tags=["probes"])
+async def livez(context: ContextDep) -> Response:
     """200 while every process runs and makes progress; otherwise 503."""
     return probes.answer(context.service.lifecycle, context.request.scope["path"])
 
 
-@table.get("/readyz", tag="probes")
-@table.get("/health", name="health", tag="probes")
-@table.get("/ping", name="ping", tag="probes")
-async def readyz(context: CallContext) -> Response:
+@_get("/readyz", tags=["probes"])
+@_get("/health", name="health", tags=["probes"])
+@_get("/ping", name="ping", tags=["probes"])
+async def readyz(context: ContextDep) -> Response:
     """200 while the model is loaded and the server does not drain; otherwise 503."""
     return probes.answer(context.service.lifecycle, context.request.scope["path"])
 
 
-@table.get("/metrics", tag="probes")
-async def metrics(context: CallContext) -> Response:
+@_get("/metrics", tags=["probes"])
+async def metrics(context: ContextDep) -> Response:
     """All metrics in the text format of Prometheus, or in OpenMetrics if the client accepts it."""
     engine, accept = context.engine, context.request.headers.get("accept", "")
     lifecycle, choices = context.service.lifecycle, engine.open_choices
@@ -142,17 +144,17 @@ async def metrics(context: CallContext) -> Response:
     return Response(body, headers={"content-type": media_type})
 
 
-@table.get("/openapi.json")
-async def openapi_document(context: CallContext) -> Response:
+@_get("/openapi.json", include_in_schema=False)
+async def openapi_document(context: ContextDep) -> Response:
     """The OpenAPI document of this server."""
-    return json_response(context.request.app.state.document)
+    return json_response(context.request.app.openapi_schema)
 
 
-@table.get("/")
-@table.get("/playground/{name}")
-@table.get("/docs")
-@table.get("/docs/{name}")
-async def web_page(context: CallContext, name: str = "") -> Response:
+@_get("/", include_in_schema=False)
+@_get("/playground/{name}", include_in_schema=False)
+@_get("/docs", include_in_schema=False)
+@_get("/docs/{name}", include_in_schema=False)
+async def web_page(context: ContextDep, name: str = "") -> Response:
     """A page, or a script or style sheet of one, by the whole path. name: the end of the path."""
     path = context.request.scope["path"]
     config = context.service.config

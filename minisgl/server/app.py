@@ -1,4 +1,4 @@
-"""Builds the ASGI application: routes, error responses, OpenAPI document and middleware.
+"""Builds the FastAPI application: routes, error responses, OpenAPI document and middleware.
 
     client -> RequestContextMiddleware   request id, HTTP metrics
            -> CORSMiddleware             only with --allow-origin
@@ -6,23 +6,26 @@
                                          keys: 401 and 403
                                          Host, Origin, Content-Type: 403 and 415
                                          limits of connections and body bytes
-           -> Starlette                  routes
+           -> FastAPI                    routes
 
 The middleware wraps the application from outside, so that the response to an unexpected exception
 passes through it as well. All layers are plain ASGI. No layer buffers a response or hides a
 disconnect.
 """
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 
-from starlette.applications import Starlette
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
+import minisgl
 from minisgl.core import RequestError
 from minisgl.request.convert import RequestConverter
 from minisgl.server import about, routes
@@ -34,7 +37,12 @@ from minisgl.server.errors import MethodNotAllowed, RouteNotFound
 from minisgl.server.openapi import openapi_document
 from minisgl.utils import near_names
 
-_ROUTES = (*routes.table.routes, *about.table.routes)
+_ROUTES = [
+    route
+    for router in (routes.router, about.router)
+    for route in router.routes
+    if isinstance(route, APIRoute)
+]
 _MAX_PATH_CHARS = 128  # in an error message
 
 
@@ -56,8 +64,7 @@ def build_app(service: Service) -> ASGIApp:
 
 def _route_of(path: str) -> str:
     """The pattern of the route that has this path; "other" without one."""
-    found = (route.path for route in _ROUTES if route.path_regex.fullmatch(path))
-    return next(found, "other")
+    return next((one.path for one in _ROUTES if one.path_regex.fullmatch(path)), "other")
 
 
 def _check_path(scope: Scope) -> None:
@@ -70,17 +77,27 @@ def _check_path(scope: Scope) -> None:
         raise RouteNotFound("no path ends with a newline; /docs lists all paths")
 
 
-def _routed_app(service: Service) -> Starlette:
-    """Starlette with our routes, and the OpenAPI document of the bodies that msgspec decodes."""
-    app = Starlette(
-        routes=_ROUTES,
+def _routed_app(service: Service) -> FastAPI:
+    """FastAPI with our routes. Its document describes the bodies that msgspec decodes."""
+    app = FastAPI(
+        title="minisgl",
+        version=minisgl.__version__,
+        # `routes` serves /openapi.json and /docs without files from other hosts.
+        openapi_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.name,
         exception_handlers=dict.fromkeys((RequestError, HTTPException, Exception), _on_error),
     )
-    app.router.redirect_slashes = False
     app.state.service = service
     app.state.converter = converter = RequestConverter(service.config)
+    app.include_router(routes.router)
+    app.include_router(about.router)
+    # A route for GET and HEAD has one operation id for both methods. FastAPI warns about the
+    # duplicate id, which is intended here.
+    with warnings.catch_warnings(action="ignore"):
+        document = app.openapi()
     has_keys = bool(service.config.api_key_hashes)
-    app.state.document = openapi_document(_ROUTES, converter, has_keys)
+    app.openapi_schema = openapi_document(document, converter, has_keys)
     return app
 
 

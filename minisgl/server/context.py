@@ -1,12 +1,16 @@
-"""The context of one HTTP request, which each handler gets.
+"""The context of one HTTP request. A route asks for it by an annotation, and FastAPI passes it in:
+
+    @router.get("/server_info")
+    async def server_info(context: ContextDep) -> Response: ...
 
 Bodies are not declared in signatures: `CallContext` reads the raw bytes and msgspec decodes them.
 """
 
 import asyncio
-from typing import Protocol
+from typing import Annotated, Protocol
 
-from starlette.requests import ClientDisconnect, Request
+from fastapi import Depends, Request
+from starlette.requests import ClientDisconnect
 
 from minisgl import core
 from minisgl.core import ModelFacts
@@ -98,3 +102,10 @@ class CallContext:
         except TimeoutError:
             message = f"the body did not arrive within {max_wait_s:g} s"
             raise core.DeadlineExceeded(message, limit="max_wait_s") from None
+
+
+async def _call(request: Request) -> CallContext:  # FastAPI runs plain functions in a thread.
+    return CallContext(request)
+
+
+ContextDep = Annotated[CallContext, Depends(_call)]

@@ -1,22 +1,19 @@
-"""The OpenAPI document, with the bodies that msgspec decodes and encodes.
+"""Completes FastAPI's OpenAPI document with the bodies that msgspec decodes and encodes.
 
-The routes have their descriptions. The schemas come from the structs of `protocol`, with the bounds
-and model names of this server, and the errors from the status table.
+FastAPI knows the routes and their descriptions. The schemas come from the structs of `protocol`,
+with the bounds and model names of this server, and the errors from the status table.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-import minisgl
 from minisgl.core import TokenizerInfo
 from minisgl.protocol import messages_api, requests, responses, responses_api
 from minisgl.request.convert import RequestConverter
 from minisgl.server.edge.auth import ADMIN_PATHS
 from minisgl.server.edge.middleware import OPEN_PATHS
 from minisgl.server.errors import is_messages, messages_status, status_table
-from minisgl.server.route_table import ApiRoute
 
 Schema = dict[str, Any]
 
@@ -70,27 +67,22 @@ _CONFIGURED = {
 }
 
 
-def openapi_document(
-    routes: Sequence[ApiRoute], converter: RequestConverter, has_keys: bool
-) -> Schema:
-    """The document of one configured server. has_keys: the server asks for API keys."""
+def openapi_document(base: Schema, converter: RequestConverter, has_keys: bool) -> Schema:
+    """The document of one configured server. base: FastAPI's document, which is changed in place.
+
+    has_keys: the server asks for API keys.
+    """
     schemes: Schema = {}
-    paths: dict[str, Schema] = {}
-    for route in routes:
-        if not route.tag:
-            continue
-        path = route.path_format
-        operation = route.operation() | _operation(path)
+    for path, operations in base["paths"].items():
+        operations.pop("head", None)  # the same as GET, without a body
         scheme = "admin" if path in ADMIN_PATHS else "key" if has_keys else None
-        if scheme is not None and path not in OPEN_PATHS:
-            schemes[scheme] = {"type": "http", "scheme": "bearer"}
-            operation["security"] = [{scheme: []}]
-        # A route of GET serves HEAD too, which the document leaves out.
-        paths[path] = {"post" if "POST" in (route.methods or ()) else "get": operation}
+        for operation in operations.values():
+            operation |= _operation(path)
+            if scheme is not None and path not in OPEN_PATHS:
+                schemes[scheme] = {"type": "http", "scheme": "bearer"}
+                operation["security"] = [{scheme: []}]
     return {
-        "openapi": "3.1.0",
-        "info": {"title": "minisgl", "version": minisgl.__version__},
-        "paths": paths,
+        **base,
         "components": {"schemas": component_schemas(converter), "securitySchemes": schemes},
     }
 

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 import msgspec
+from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -31,47 +32,46 @@ from minisgl.server.answer.messages import MessagesWriter
 from minisgl.server.answer.openai import ResponseWriter, text_of_token
 from minisgl.server.answer.responses import ResponsesWriter
 from minisgl.server.answer.stream import EventStream, Writer
-from minisgl.server.context import CallContext
+from minisgl.server.context import CallContext, ContextDep
 from minisgl.server.edge.middleware import json_response
-from minisgl.server.route_table import RouteTable
 
-table = RouteTable()
+router = APIRouter(redirect_slashes=False)
 
 _MAX_TOKEN_STRS = 2**17  # A thread makes their texts in 150 ms.
 
 
-@table.post("/v1/chat/completions", tag="generation")
-async def chat_completions(context: CallContext) -> Response:
+@router.post("/v1/chat/completions", tags=["generation"])
+async def chat_completions(context: ContextDep) -> Response:
     """Answer a chat, whole or as a stream of server-sent events."""
     return await _generate(CHAT, context)
 
 
-@table.post("/v1/completions", tag="generation")
-async def completions(context: CallContext) -> Response:
+@router.post("/v1/completions", tags=["generation"])
+async def completions(context: ContextDep) -> Response:
     """Complete one prompt or a list of prompts; a prompt is text or a list of token ids."""
     return await _generate(COMPLETIONS, context)
 
 
-@table.post("/generate", tag="generation")
-async def generate(context: CallContext) -> Response:
+@router.post("/generate", tags=["generation"])
+async def generate(context: ContextDep) -> Response:
     """Complete a list of token ids; the answer holds the ids of the new tokens too."""
     return await _generate(GENERATE, context)
 
 
-@table.post("/v1/responses", tag="generation")
-async def create_response(context: CallContext) -> Response:
+@router.post("/v1/responses", tags=["generation"])
+async def create_response(context: ContextDep) -> Response:
     """Answer a list of items in the format of OpenAI's Responses API. Nothing is stored."""
     return await _generate(RESPONSES, context)
 
 
-@table.post("/v1/messages", tag="generation")
-async def create_message(context: CallContext) -> Response:
+@router.post("/v1/messages", tags=["generation"])
+async def create_message(context: ContextDep) -> Response:
     """Answer a chat in the format of Anthropic's Messages API."""
     return await _generate(MESSAGES, context)
 
 
-@table.post("/v1/sessions/{session_id:path}/end", tag="generation")
-async def end_session(context: CallContext, session_id: str) -> Response:
+@router.post("/v1/sessions/{session_id:path}/end", tags=["generation"])
+async def end_session(context: ContextDep, session_id: str) -> Response:
     """Let evictions begin with the pages that only this session has used.
 
     session_id: the name that the requests sent with the same API key. It may contain slashes.
@@ -84,14 +84,14 @@ async def end_session(context: CallContext, session_id: str) -> Response:
     return json_response(responses.StatusResponse("ok"))
 
 
-@table.post("/v1/messages/count_tokens", tag="tokens")
-async def count_tokens(context: CallContext) -> Response:
+@router.post("/v1/messages/count_tokens", tags=["tokens"])
+async def count_tokens(context: ContextDep) -> Response:
     """The number of prompt tokens of a chat in the format of Anthropic's Messages API."""
     return json_response(TokenCount(await _prompt_tokens(COUNT_TOKENS, context)))
 
 
-@table.post("/v1/responses/input_tokens", tag="tokens")
-async def input_tokens(context: CallContext) -> Response:
+@router.post("/v1/responses/input_tokens", tags=["tokens"])
+async def input_tokens(context: ContextDep) -> Response:
     """The number of prompt tokens of a request in the format of OpenAI's Responses API."""
     return json_response(InputTokens(input_tokens=await _prompt_tokens(INPUT_TOKENS, context)))
 
@@ -136,15 +136,15 @@ async def _generate(route: str, context: CallContext) -> Response:
         engine.close(call)
 
 
-@table.post("/v1/chat/completions/render", tag="tokens")
-async def render_chat_completion(context: CallContext) -> Response:
+@router.post("/v1/chat/completions/render", tags=["tokens"])
+async def render_chat_completion(context: ContextDep) -> Response:
     """The token ids of the prompt of a chat completion, in the format of vLLM."""
     (rendered,) = await _render(CHAT, context)
     return json_response(rendered)
 
 
-@table.post("/v1/completions/render", tag="tokens")
-async def render_completion(context: CallContext) -> Response:
+@router.post("/v1/completions/render", tags=["tokens"])
+async def render_completion(context: ContextDep) -> Response:
     """The token ids of each prompt of a completion, in the format of vLLM."""
     return json_response(await _render(COMPLETIONS, context))
 
@@ -168,8 +168,8 @@ async def _render(route: str, context: CallContext) -> list[responses.RenderedPr
     ]
 
 
-@table.post("/tokenize", tag="tokens")
-async def tokenize(context: CallContext) -> Response:
+@router.post("/tokenize", tags=["tokens"])
+async def tokenize(context: ContextDep) -> Response:
     """The token ids of a prompt or of a chat, in the format of vLLM."""
     raw, facts = await context.read()
     question, with_texts = context.converter.read_tokenize(raw, facts)
@@ -189,8 +189,8 @@ async def tokenize(context: CallContext) -> Response:
     return json_response(answer)
 
 
-@table.post("/detokenize", tag="tokens")
-async def detokenize(context: CallContext) -> Response:
+@router.post("/detokenize", tags=["tokens"])
+async def detokenize(context: ContextDep) -> Response:
     """The text of token ids, in the format of vLLM."""
     raw, facts = await context.read()
     (found,) = await _ask(context, context.converter.read_detokenize(raw, facts))
