@@ -178,6 +178,7 @@ class TemplateOptions(RequestBody, kw_only=True, omit_defaults=True):
     thinking: bool | None = None
     preserve_thinking: bool | None = None
     reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    reasoning_strength: Annotated[str, Meta(max_length=32)] | None = None
     thinking_budget: TokenId | None = None
     date_string: ShortText | None = None
     builtin_tools: Annotated[list[ShortText], Meta(max_length=16)] | None = None

@@ -17,7 +17,7 @@ from minisgl.request.paths import Paths
 _EFFORTS = ("low", "medium", "high")
 THINKING = ("enable_thinking", "thinking")  # the names of this switch in templates
 # The templates of these formats render each argument with its name. Others render any JSON value.
-_NAMES_ARGUMENTS = ("gemma4", "glm", "minimax", "pythonic", "qwen3-coder")
+_NAMES_ARGUMENTS = ("atem", "gemma4", "glm", "minimax", "pythonic", "qwen3-coder")
 
 
 def set_thinking(body: requests.ChatBody, known: Sequence[str]) -> list[str]:
@@ -57,7 +57,7 @@ def _thinking_options(body: requests.ChatBody) -> dict[str, dict[str, Any]]:
     return {
         "enable_thinking": dict.fromkeys(THINKING, thinks),
         "thinking_budget": {"thinking_budget": budget},
-        "reasoning_effort": {"reasoning_effort": effort, **stops},
+        "reasoning_effort": {"reasoning_effort": effort, "reasoning_strength": effort, **stops},
     }
 
 
@@ -218,4 +218,19 @@ def harmony_chat(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             results = [result for result in results if result not in own]
             chat += own
         chat += results
+    return chat
+
+
+def atem_chat(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the messages as the template of Muse Glimmer renders them.
+
+    The template leaves out content beside calls, so the content becomes a message before them.
+    """
+    chat: list[dict[str, Any]] = []
+    for message in messages:
+        if message.get("tool_calls") and message.get("content"):
+            calls = {"role": message["role"], "tool_calls": message.pop("tool_calls")}
+            chat += [{**message, "end_turn": False}, calls]
+        else:
+            chat.append(message)
     return chat

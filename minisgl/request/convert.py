@@ -23,7 +23,14 @@ from minisgl.core.sampling import CONSTRAINTS, RANGES
 from minisgl.message.messages import DecodeIds, TextOptions, TokenizeChat, TokenizeText
 from minisgl.protocol import messages_api, requests, responses_api
 from minisgl.request import from_messages, from_responses
-from minisgl.request.chat import check_effort, ending, harmony_chat, prepare_messages, set_thinking
+from minisgl.request.chat import (
+    atem_chat,
+    check_effort,
+    ending,
+    harmony_chat,
+    prepare_messages,
+    set_thinking,
+)
 from minisgl.request.constraints import ConstraintRequest, constraint_of
 from minisgl.request.decode import body_of, decode, nesting_limit, reject
 from minisgl.request.images import check_source_images
@@ -295,6 +302,8 @@ class RequestConverter:
         if facts.tool_format == "harmony":
             check_effort(options.reasoning_effort, paths)
             written = msgspec.json.encode(harmony_chat(msgspec.json.decode(written)))
+        elif facts.tool_format == "atem":
+            written = msgspec.json.encode(atem_chat(msgspec.json.decode(written)))
         return TokenizeChat(
             messages_json=written,
             template_kwargs_json=msgspec.json.encode(msgspec.to_builtins(options) | end),

@@ -17,9 +17,9 @@ from minisgl.tool_calls.grammar import ToolGrammar
 from minisgl.tool_calls.schema import parameter_types
 
 # A model with one of these formats uses it in all answers, also in chats without tools.
-ANSWER_FORMATS = ("harmony",)
+ANSWER_FORMATS = ("atem", "harmony")
 # The formats whose parsers need the types of parameters, because the answers have raw texts.
-TYPED_FORMATS = ("glm", "minimax", "qwen3-coder")
+TYPED_FORMATS = ("atem", "glm", "minimax", "qwen3-coder")
 _ID_CHARS = 9
 _ANY_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # of the schema {}
 # The arguments of a tool without `parameters` are an empty object.
@@ -52,7 +52,7 @@ class ToolRequest(NamedTuple):
         if not self.tools:
             return b"null"
         functions = [msgspec.structs.replace(tool, strict=None) for tool in self.tools]
-        if self.has_sections:  # The template of gpt-oss refuses a tool without a description.
+        if self.has_sections:  # Their templates refuse a tool without a description.
             for function in functions:
                 function.description = function.description or ""
         return msgspec.json.encode([{"type": "function", "function": f} for f in functions])

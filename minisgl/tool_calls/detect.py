@@ -13,7 +13,7 @@ from minisgl.tokenizer import TextTokenizer
 from minisgl.tokenizer.renderer import TemplateError
 from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.formats import FORMATS
-from minisgl.tool_calls.formats.harmony import HARMONY, Harmony
+from minisgl.tool_calls.formats.messages import MessageFormat
 from minisgl.tool_calls.schema import parameter_types
 
 # Renders messages with template options, as TextTokenizer.render_chat.
@@ -41,9 +41,10 @@ def detect_format(tokenizer: TextTokenizer, given: str) -> str:
     --tool-format has no effect on a model whose template does not render tools.
     """
     found = detect(tokenizer.render_chat)
-    if found == HARMONY.name:
-        ids = tokenizer.vocabulary.special_ids(HARMONY.markers)
-        if set(ids.values()) != set(HARMONY.markers):  # the parser finds messages by these tokens
+    format = FORMATS.get(found)
+    if isinstance(format, MessageFormat):
+        ids = tokenizer.vocabulary.special_ids(format.markers)
+        if set(ids.values()) != set(format.markers):  # the parser finds messages by these tokens
             found = ModelFacts.UNKNOWN_TOOL_FORMAT
     return found if given == "auto" or found == ModelFacts.NO_TOOLS else given
 
@@ -80,7 +81,7 @@ def answer_in(chat: str, prompt: str) -> str:
     return chat[len(prefix) :]
 
 
-def _reads(format: Format | Harmony, answer: str) -> bool:
+def _reads(format: Format | MessageFormat, answer: str) -> bool:
     """True if the parser of this format reads the probe's call to its end, and no text before."""
     parser = format.open(parameter_types({_NAME: _PARAMETERS}), {})
     content = ""

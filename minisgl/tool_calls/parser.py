@@ -113,6 +113,7 @@ class ToolCallParser:
         parser.take()      # "Let me see.", [ToolCallDelta(0, "", "call_...", "now"), ...]
 
     marker_ids  the special tokens that are markers, with their texts.
+    calls       the content and the calls.
     failures    number of markers without a call, and of calls that began and were not completed.
     """
 
@@ -127,8 +128,8 @@ class ToolCallParser:
         special = marker_ids.values()
         # A start that is a special token counts only as this token, and not as text.
         self._starts = tuple(start for start in format.starts if start not in special)
-        self._calls = Calls(parameters, format.id_chars)
-        self.take = self._calls.take
+        self.calls = Calls(parameters, format.id_chars)
+        self.take = self.calls.take
         self._withheld = ""
         self._may_be_bare = bool(format.bare)
         self._steps: Steps[None] | None = None
@@ -149,8 +150,8 @@ class ToolCallParser:
     def finish(self) -> None:
         """End the answer: withheld text becomes content."""
         self._end_call()
-        if not (self._calls.is_last and self._withheld.isspace()):
-            self._calls.text(self._withheld)
+        if not (self.calls.is_last and self._withheld.isspace()):
+            self.calls.text(self._withheld)
         self._withheld = ""
 
     def _feed(self, text: str) -> None:
@@ -159,13 +160,13 @@ class ToolCallParser:
             if self._steps is None:
                 rest = self._find_start(rest)
             else:
-                self._calls.reader.feed(rest)
+                self.calls.reader.feed(rest)
                 rest = self._advance(self._steps)
 
     def _end_call(self) -> None:
         """End the open call, if there is one, as if the answer ended here."""
         while self._steps is not None:
-            self._calls.reader.ended = True
+            self.calls.reader.ended = True
             self._feed(self._advance(self._steps))
 
     def _find_start(self, text: str) -> str:
@@ -189,17 +190,17 @@ class ToolCallParser:
         content = certain.rstrip()
         if len(certain) - len(content) > _MAX_SPACE:
             content = certain
-        self._calls.text(content)
+        self.calls.text(content)
         self._withheld = text[len(content) :]
         return ""
 
     def _open(self, before: str, start: str, rest: str) -> str:
         """Begin to read calls after this text. Returns the part of `rest` that follows them."""
         content = before.rstrip()
-        self._calls.text(content)
+        self.calls.text(content)
         self._may_be_bare = False
-        reader = self._calls.reader = Reader(before[len(content) :] + start, is_bare=not start)
-        self._steps = self._format.read(reader, self._calls, start)
+        reader = self.calls.reader = Reader(before[len(content) :] + start, is_bare=not start)
+        self._steps = self._format.read(reader, self.calls, start)
         reader.feed(rest)
         return self._advance(self._steps)
 
@@ -212,13 +213,13 @@ class ToolCallParser:
         except NotACall:
             is_call = False
         self._steps = None
-        reader = self._calls.reader
+        reader = self.calls.reader
         held, rest = reader.split()
         if not is_call:
-            self.failures += self._calls.is_open or not reader.is_bare
+            self.failures += self.calls.is_open or not reader.is_bare
             # At least the marker becomes content, so that the search cannot find it again.
             certain = len(reader.prefix) if len(held) <= _SEARCHED_CHARS else len(held)
-            self._calls.text(held[:certain])
+            self.calls.text(held[:certain])
             held = held[certain:]
-        self._calls.is_open = False
+        self.calls.is_open = False
         return held + rest

@@ -9,10 +9,12 @@ from minisgl.message.messages import ToolOptions
 from minisgl.tokenizer import Vocabulary
 from minisgl.tokenizer.detokenizer import CallParser
 from minisgl.tool_calls.format import Format
+from minisgl.tool_calls.formats.atem import ATEM
 from minisgl.tool_calls.formats.gemma4 import GEMMA4
 from minisgl.tool_calls.formats.glm import GLM
-from minisgl.tool_calls.formats.harmony import HARMONY, Harmony
+from minisgl.tool_calls.formats.harmony import HARMONY
 from minisgl.tool_calls.formats.json_calls import HERMES, LLAMA3, MISTRAL, MISTRAL_V11
+from minisgl.tool_calls.formats.messages import MessageFormat
 from minisgl.tool_calls.formats.minimax import MINIMAX
 from minisgl.tool_calls.formats.pythonic import PYTHONIC
 from minisgl.tool_calls.formats.qwen3_coder import QWEN3_CODER
@@ -21,8 +23,9 @@ from minisgl.tool_calls.grammar import ToolGrammar, WrittenGrammar
 __all__ = ["FORMATS", "ToolCallParsers", "ToolGrammarWriter"]
 
 # In the order in which `detect` tries them.
-_ALL: tuple[Format | Harmony, ...] = (
+_ALL: tuple[Format | MessageFormat, ...] = (
     HARMONY,
+    ATEM,
     HERMES,
     QWEN3_CODER,
     GLM,
@@ -33,7 +36,7 @@ _ALL: tuple[Format | Harmony, ...] = (
     LLAMA3,
     PYTHONIC,
 )
-FORMATS: Mapping[str, Format | Harmony] = MappingProxyType({one.name: one for one in _ALL})
+FORMATS: Mapping[str, Format | MessageFormat] = MappingProxyType({one.name: one for one in _ALL})
 
 
 class ToolCallParsers:

@@ -175,6 +175,23 @@ def test_calls_of_a_history_get_the_order_that_harmony_needs() -> None:
     assert (last["content"], "reasoning_content" in last) == ("Done.", False)
 
 
+def test_chats_of_muse_glimmer_have_the_form_of_its_template() -> None:
+    facts = msgspec.structs.replace(
+        FACTS, tool_format="atem", template_variables=("reasoning_strength",)
+    )
+    request = read(facts, messages=HISTORY, tools=TOOLS, reasoning_effort="low")
+    prompt = prompt_of(request)
+    _, text, calls, *_ = json.loads(prompt.messages_json)
+    assert (text["reasoning_content"], text["content"], text["end_turn"]) == (
+        *("Hm.", "I look."),
+        False,
+    )
+    assert ([call["id"] for call in calls["tool_calls"]], "content" in calls) == (["f", "g"], False)
+    assert json.loads(prompt.template_kwargs_json) == {"reasoning_strength": "low"}
+    assert request.text.tools.parameters["weather"] == {"city": ["string"]}
+    assert read(facts).text.tools.format == "atem"
+
+
 def test_all_answers_of_harmony_have_its_format() -> None:
     plain = read(HARMONY)
     assert plain.text.tools is not None

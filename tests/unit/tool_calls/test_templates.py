@@ -32,6 +32,7 @@ PUBLISHED = {
     "mistralai-Ministral-3-14B-Reasoning-2512": "mistral-v11",
     "openai-gpt-oss-20b": "harmony",
     "google-gemma-4": "gemma4",
+    "meta-models-Muse-Glimmer-30B": "atem",
 }
 DATA = Path(__file__).parents[2] / "data" / "templates"
 GIVEN = {path.stem: path for path in sorted(Path(os.environ.get("TOOL_TEMPLATES", "-")).glob("*"))}
@@ -99,6 +100,8 @@ def is_exact(format_name: str, template: str, value: Any) -> bool:
         return all(is_exact(format_name, template, v) for v in value.values())
     if isinstance(value, list):
         return all(is_exact(format_name, template, v) for v in value)
+    if format_name == "atem" and isinstance(value, str):
+        return "</atem:parameter>" not in value
     if format_name in ("minimax", "qwen3-coder") and isinstance(value, str):
         return "</parameter>" not in value
     if format_name == "glm" and isinstance(value, str):
