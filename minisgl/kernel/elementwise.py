@@ -30,12 +30,12 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Divide x by the root mean square of its last dimension, then multiply by `weight`.
 
     x: [..., H]; weight: [H], the dtype of x; None means ones. Returns a new [..., H] of x's dtype.
-    Squares and their mean are in float32; the quotient is rounded before it is multiplied.
+    All is computed in float32, and the product is rounded once.
     Source: Zhang and Sennrich 2019.
     """
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
-    return wide.to(x.dtype) if weight is None else wide.to(x.dtype) * weight
+    return (wide if weight is None else wide * weight).to(x.dtype)
 
 
 def add_rms_norm(

@@ -55,11 +55,11 @@ def _norm(
         tl.store(at, value, mask=mask)
     wide = value.to(tl.float32)
     mean = tl.sum(wide * wide, axis=1) / width
-    normed = (wide * tl.rsqrt(mean + eps)[:, None]).to(value.dtype)
+    normed = wide * tl.rsqrt(mean + eps)[:, None]
     if SCALE:
-        normed = (normed.to(tl.float32) * scale.to(tl.float32)[None, :]).to(value.dtype)
+        normed = normed * scale.to(tl.float32)[None, :]
     at = out + rows[:, None] * out_stride + cols[None, :]
-    tl.store(at, normed, mask=mask)
+    tl.store(at, normed.to(value.dtype), mask=mask)
 
 
 _launcher = Launcher(_norm, current_device)

@@ -150,8 +150,7 @@ def _reduce_norm(
         tl.store(residual + row * stride + cols, value, mask=mask)
         wide = value.to(tl.float32)
         mean = tl.sum(wide * wide, axis=0) / width
-        normed = (wide * tl.rsqrt(mean + eps)).to(value.dtype).to(tl.float32)
-        scaled = (normed * scale).to(value.dtype)
+        scaled = (wide * tl.rsqrt(mean + eps) * scale).to(value.dtype)
         if TWO_SHOTS:
             for step in tl.static_range(RANKS):
                 peer = (rank + 1 + step) % RANKS

@@ -23,9 +23,8 @@ _TILE_ELEMENTS = 512  # of each half: 8 per thread with 64 threads
 
 @triton.jit
 def scaled(x, rstd, weight):
-    """x * rstd * weight, rounded after each product, as the reference does."""
-    normed = (x.to(tl.float32) * rstd).to(x.dtype)
-    return (normed.to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
+    """x * rstd * weight, rounded once, as the reference does."""
+    return (x.to(tl.float32) * rstd * weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions", "slots"])

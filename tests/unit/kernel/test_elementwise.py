@@ -28,7 +28,14 @@ def test_rms_norm_equals_its_definition(generator: torch.Generator) -> None:
     wide = x.double()
     expected = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected.float())
-    assert rms_norm(x.bfloat16(), weight.bfloat16(), 1e-5).dtype == torch.bfloat16
+
+
+def test_rms_norm_rounds_its_result_once(generator: torch.Generator) -> None:
+    x, weight = torch.randn(64, 96, generator=generator), torch.rand(96, generator=generator)
+    x, weight = x.bfloat16(), weight.bfloat16()
+    wide = x.double()
+    exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    assert torch.equal(rms_norm(x, weight, 1e-5), exact.bfloat16())
 
 
 def test_add_rms_norm_returns_norm_and_sum(generator: torch.Generator) -> None:
