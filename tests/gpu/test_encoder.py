@@ -28,5 +28,9 @@ def test_features_are_those_of_the_cpu() -> None:
         expected = encoders[0].encode(pixels)
         found = encoders[1].encode(pixels.cuda())
         assert found.shape == (rows * cols // 4, SPEC.width)
+        parts = encoders[1].begin(pixels.cuda())
+        for layer in range(SPEC.depth):  # as several steps encode an image
+            parts = encoders[1].advance(parts, layer, layer + 1)
+        assert torch.equal(encoders[1].finish(parts), found)
         error = (found.float().cpu() - expected).norm() / expected.norm()
         assert error < 2e-2

@@ -197,6 +197,16 @@ def test_an_image_in_progress_does_not_wait_for_prompts_of_an_earlier_priority()
     assert encodings(harness) == [[(n, n + 1)] for n in range(4)] * 2
 
 
+def test_the_price_of_an_image_is_that_of_its_layers_but_no_less_than_their_launches() -> None:
+    limits = image_limits(16, price=10.0)
+    assert limits.price((2, 3)) == 60
+    assert [limits.price((2, 3), layers) for layers in range(5)] == [0, 15, 30, 45, 60]
+    assert [limits.layers_within((2, 3), n) for n in (-1, 0, 14, 15, 59, 60, 99)] == [
+        *(0, 0, 0, 1, 3, 4, 4)
+    ]
+    assert limits._replace(layer_price=20.0).price((2, 3)) == 80
+
+
 def test_a_decode_step_reads_no_images_of_its_requests() -> None:
     """Regression: each decode step computed the positions after all images again."""
     harness = harness_with(18)
