@@ -1,5 +1,6 @@
 """Reasoning is separated from the answer: a real engine with a model that recites both."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -115,3 +116,28 @@ def test_thinking_blocks_of_messages(server: ServerProcess, stream: bool) -> Non
     thinking = {"type": "adaptive"}
     assert ask(thinking=thinking) == [("thinking", REASONING), ("text", ANSWER)]
     assert ask(thinking={"type": "disabled"}) == [("text", ANSWER)]
+
+
+@pytest.mark.parametrize(
+    ("options", "reasoning"),
+    [({}, REASONING), ({"thinking": True}, REASONING), ({"enable_thinking": False}, None)],
+)
+def test_grammar_begins_after_the_thinking(
+    server: ServerProcess, options: dict[str, bool], reasoning: str | None
+) -> None:
+    more = {"chat_template_kwargs": options, "regex": " (letter|word) [a-z]+"}
+    (choice,) = (
+        server.client()
+        .chat.completions.create(
+            model="tiny",
+            temperature=0,
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=12,
+            extra_body=more,
+        )
+        .choices
+    )
+    message = choice.message
+    assert (message.model_extra or {}).get("reasoning_content") == reasoning
+    assert message.content is not None
+    assert re.match(" letter ?" if reasoning else " (letter|word)", message.content)

@@ -14,7 +14,6 @@ from pydantic import BaseModel, Field
 
 from tests.patience import patience
 from tests.process.harness import ServerProcess, run_server
-from tests.process.tiny_model import build_reciting_model
 
 pytestmark = pytest.mark.process
 
@@ -180,42 +179,3 @@ def test_requests_are_counted_by_kind(server: ServerProcess) -> None:
     assert post(server, path, **PROMPTS[path], regex="[a-c]", n=3).status_code == 200
     assert post(server, path, **PROMPTS[path], regex="[a-c").status_code == 400
     assert server.metrics()[name] == before + 1
-
-
-RECITAL = ["Ċ", "<think>", "Ġword", "Ġcode", "</think>", "Ġletter", "Ġlocker", "<|im_end|>"]
-TEMPLATE = """
-{%- for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor -%}
-{%- if thinking %}<think>{% endif -%}
-{%- if enable_thinking is defined and not enable_thinking %}<think></think>{% endif -%}"""
-
-
-@pytest.fixture(scope="module")
-def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    folder = tmp_path_factory.mktemp("thinking") / "tiny"
-    folder.mkdir()
-    build_reciting_model(folder, RECITAL, ["<think>", "</think>"])
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    with run_server("--model", str(folder), "--num-pages", "64") as found:
-        yield found.wait_ready()
-
-
-@pytest.mark.parametrize(
-    ("options", "reasoning"),
-    [({}, " word code"), ({"thinking": True}, " word code"), ({"enable_thinking": False}, None)],
-)
-def test_grammar_begins_after_the_thinking(
-    thinking: ServerProcess, options: dict[str, bool], reasoning: str | None
-) -> None:
-    answer = post(
-        thinking,
-        "/v1/chat/completions",
-        model="tiny",
-        temperature=0,
-        messages=[{"role": "user", "content": "hi"}],
-        chat_template_kwargs=options,
-        regex=" (letter|word) [a-z]+",
-        max_tokens=12,
-    )
-    message = answer.json()["choices"][0]["message"]
-    assert message.get("reasoning_content") == reasoning
-    assert re.match(" letter ?" if reasoning else " (letter|word)", message["content"])
