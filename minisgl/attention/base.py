@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minisgl.build import AttentionKernel
 from minisgl.core.batch import Int32Array
+from minisgl.core.images import ImageSpan
 from minisgl.kvcache.pool import KVPool
 
 
@@ -99,6 +100,7 @@ class AttentionStep(NamedTuple):
                      Entries of pages behind the window are undefined too.
     device_deltas    int32 [B] on the device: added to the positions of a request's new tokens for
                      the rotary embedding. None: 0.
+    spans            as in Batch. Backends attend causally; registry.PhasedAttention adds the rest.
     """
 
     num_decode: int
@@ -110,6 +112,7 @@ class AttentionStep(NamedTuple):
     page_table: Tensor
     window_table: Tensor | None = None
     device_deltas: Tensor | None = None
+    spans: tuple[ImageSpan, ...] = ()
 
     def part(self, first: int, end: int) -> "AttentionStep":
         """Return the step of the requests first to end - 1 alone."""
@@ -121,6 +124,7 @@ class AttentionStep(NamedTuple):
             device_start=self.device_start[first:end],
             device_lengths=self.device_lengths[first:end],
             device_deltas=None if self.device_deltas is None else self.device_deltas[first:end],
+            spans=tuple(s._replace(at=s.at - first) for s in self.spans if first <= s.at < end),
         )
 
 

@@ -1,11 +1,12 @@
 """Attention in plain torch. It supports every device and dtype, and is the backend for CPUs.
 
 Tests of the GPU kernels compare with it. Decode requests run as one padded batch; prefill chunks
-run one after the other, in blocks of queries.
+run one after the other, in blocks of queries. Attention within images runs here on all devices.
 """
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -53,6 +54,19 @@ class TorchAttention(AttentionBackend):
             for row, start, end in zip(pages, step.start.tolist(), contexts.tolist(), strict=True)
         ]
         return _PrefillStep(self._pool, self._rule, step.lengths.tolist(), slots)
+
+    def within_images(self, step: AttentionStep, causal: StepAttention) -> StepAttention:
+        """Plan a prefill step whose images attend in both directions (AttentionStep.spans).
+
+        causal: the attention of the step without this rule.
+        """
+        before, images = np.cumsum(step.lengths) - step.lengths - step.start, list[_Image]()
+        for at, first, end in step.spans:
+            begin = 0 if self._rule.window is None else max(0, first - self._rule.window + 1)
+            pages = step.page_table[step.device_rows[at : at + 1]][0]
+            slots = self._slots(pages, torch.arange(begin, end, device=pages.device))
+            images.append(_Image(int(before[at]) + first, int(before[at]) + end, slots))
+        return _WithImages(self._pool, self._rule, causal, images)
 
     def _prepare_decode(self, step: AttentionStep, longest: int) -> StepAttention:
         """Plan a step of contexts with at most `longest` tokens."""
@@ -123,12 +137,47 @@ class _PrefillStep(NamedTuple):
             _attend_chunk(chunk, *self.pool.read(layer, slots), self.rule, sinks, result)
 
 
-def _attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None, out: Tensor
-) -> None:
-    """Causal attention of one chunk: q [n, Hq, D], the last n tokens of the context k, v.
+class _Image(NamedTuple):
+    """The tokens of an image in a step.
 
-    k, v: [C, Hkv, D]. sinks: [Hq] or None. out: [n, Hq, D], overwritten.
+    first, end: the tokens first to end - 1 of the step. slots: of the keys to which they attend,
+    from the first one that the window of the first token holds.
+    """
+
+    first: int
+    end: int
+    slots: Tensor
+
+
+class _WithImages(NamedTuple):
+    """Implements StepAttention: the results of `causal`, with those of images overwritten."""
+
+    pool: KVPool
+    rule: AttentionRule
+    causal: StepAttention
+    images: list[_Image]
+
+    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
+        self.causal.forward(layer, q, out, sinks)
+        for first, end, slots in self.images:
+            tokens, keys = slice(first, end), self.pool.read(layer, slots)
+            _attend_chunk(q[tokens], *keys, self.rule, sinks, out[tokens], causal=False)
+
+
+def _attend_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: AttentionRule,
+    sinks: Tensor | None,
+    out: Tensor,
+    *,
+    causal: bool = True,
+) -> None:
+    """Attention of one chunk: q [n, Hq, D], the last n tokens of the context k, v.
+
+    k, v: [C, Hkv, D]. sinks: [Hq] or None. out: [n, Hq, D], overwritten. causal: no token attends
+    to a later one; otherwise a window ends with the context.
     """
     start, window = len(k) - len(q), rule.window or len(k)
     queries, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -137,10 +186,10 @@ def _attend_chunk(
     for first in range(0, len(q), _QUERY_BLOCK):
         last = min(first + _QUERY_BLOCK, len(q))
         # No query of the block attends to a key at or past `end`, or before `begin`.
-        begin, end = max(0, start + first - window + 1), start + last
+        begin, end = max(0, start + first - window + 1), start + last if causal else len(k)
         ones = torch.ones(last - first, end - begin, dtype=torch.bool, device=q.device)
         own = start + first - begin
-        mask = ones.tril(own).triu(own - window + 1)
+        mask = (ones.tril(own) if causal else ones).triu(own - window + 1)
         parts = queries[:, :, first:last], keys[:, :, begin:end], values[:, :, begin:end]
         block = _attend(*parts, mask, rule.soft_cap, sinks)
         out[first:last] = block.squeeze(0).transpose(0, 1)

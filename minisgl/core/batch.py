@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from minisgl.core.columns import SamplingArrays
 from minisgl.core.config import DRAFT_WIDTHS
-from minisgl.core.images import EncodeImage, ImageLimits, RopePositions
+from minisgl.core.images import EncodeImage, ImageLimits, ImageSpan, RopePositions
 from minisgl.core.step_cost import StepCost, StepWork
 
 Int32Array = NDArray[np.int32]
@@ -170,7 +170,8 @@ class Batch:
                   before this step. None without `drafting`. The engine counts them on the device.
     images        the images that the engine encodes before the layers, whole or in part, in this
                   order.
-    rope          None if no request of the step has images.
+    rope          None if no request of the step has images, or if their positions have one axis.
+    spans         the images in the chunks whose tokens attend to each other (ImageLimits.mutual).
     """
 
     step_id: int
@@ -191,6 +192,7 @@ class Batch:
     made: Int32Array | None = None
     images: tuple[EncodeImage, ...] = ()
     rope: RopePositions | None = None
+    spans: tuple[ImageSpan, ...] = ()
 
     @property
     def width(self) -> int:
@@ -329,12 +331,12 @@ class WindowLayers(NamedTuple):
         """The pages before the page of a token that its window can reach."""
         return -(-(self.tokens - 1) // page_size)
 
-    def reserve(self, page_size: int) -> int:
+    def reserve(self, page_size: int, largest_span: int = 1) -> int:
         """The pages that a request needs to continue: its window, one more, and one in quarantine.
 
-        See kvcache.window.
+        largest_span: as in Rows. See kvcache.window.
         """
-        return self.span(page_size) + 2
+        return self.span(page_size) + 2 - (1 - largest_span) // page_size
 
 
 class PageCopier(Protocol):

@@ -1,5 +1,6 @@
 """The images of a step: the part of the contract between scheduler and engine (core.batch)."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,10 @@ class ImageLimits(NamedTuple):
     pair_price   the same for a pair of patches of one image, for the attention between patches.
     layers       of the encoder. A step may compute a part of them.
     layer_price  the least price of a layer. The host takes this time to queue its kernels.
+    mixed        the positions of image tokens have three axes (RopePositions).
+    mutual       the tokens of an image attend to each other in both directions. A chunk never ends
+                 within an image, since the keys of a token depend on all tokens of its image.
+    grid         of every image; None: their sizes differ.
     """
 
     rows: int
@@ -31,10 +36,17 @@ class ImageLimits(NamedTuple):
     pair_price: float
     layers: int
     layer_price: float
+    mixed: bool = True
+    mutual: bool = False
+    grid: Grid | None = None
 
     def tokens(self, grid: Grid) -> int:
         """Return the number of tokens of an image."""
         return grid[0] * grid[1] // self.merge**2
+
+    def largest_span(self, grids: Iterable[Grid]) -> int:
+        """Return the most tokens of these images that one chunk must have together."""
+        return max(map(self.tokens, grids), default=1) if self.mutual else 1
 
     @property
     def most_tokens(self) -> int:
@@ -76,6 +88,18 @@ class EncodeImage(NamedTuple):
     pixels: bytes
     rows: NDArray[np.int32]
     price: int
+    first: int
+    end: int
+
+
+class ImageSpan(NamedTuple):
+    """Tokens of one image in a chunk, which attend to each other in both directions.
+
+    at          index of the request in the batch.
+    first, end  positions in the request: the tokens first to end - 1.
+    """
+
+    at: int
     first: int
     end: int
 

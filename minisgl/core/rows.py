@@ -56,6 +56,8 @@ class Rows:
     prefill_end       int32 [R]; number of tokens to forward as chunks. Later tokens are decoded. It
                       grows when forced tokens are appended.
     max_total_tokens  int32 [R]; limit of prompt and output tokens together.
+    largest_span      int32 [R]; the most tokens that one chunk must have together, those of an
+                      image; 1: the row has no such tokens.
     last_step         int64 [R]; the last launched step that contains the row.
     prefixes          [R]; where other requests may leave the tokens of the row.
     state_at          int32 [R]; the recurrent state of the row ends at the start of the page of
@@ -70,6 +72,7 @@ class Rows:
         self.computed: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.prefill_end: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.max_total_tokens: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.largest_span: Int32Array = np.ones(num_rows, dtype=np.int32)
         self.last_step = np.zeros(num_rows, dtype=np.int64)
         self.prefixes = [Prefixes(0, 0, [])] * num_rows
         self.state_at: Int32Array = np.zeros(num_rows, dtype=np.int32)

@@ -43,7 +43,8 @@ def remainder_bytes(
     tp, rows, item = config.tp_size, config.max_running_reqs + 1, spec.dtype.itemsize
     page_table = len(model.pools) * rows * -(-context // config.page_size)
     token_pool = rows * (context + 1)
-    mixed = 0 if model.encoder is None else max_chunk_tokens  # rows of image tokens
+    has_mixed = model.encoder is not None and model.encoder.sections is not None
+    mixed = max_chunk_tokens if has_mixed else 0  # rows of image tokens
     rotary = sum(model.rope_widths.values()) * (context + mixed)
     tables = 4 * (page_table + token_pool + rotary)
     shapes, sizes = memory.graph_sizes(

@@ -48,6 +48,9 @@ def image_limits(
         pair_price=pair,
         layers=encoder.depth,
         layer_price=_LAUNCH_FLOPS / token_flops if device.type == "cuda" else 0.0,
+        mixed=encoder.sections is not None,
+        mutual=encoder.siglip,
+        grid=(encoder.side, encoder.side) if encoder.siglip else None,
     )
 
 
@@ -124,8 +127,8 @@ def largest_image(limits: ImageLimits) -> tuple[EncodeImage, EncodeImage]:
     The step with the first part keeps the image in memory while it computes its own layers.
     """
     side = max(isqrt(limits.most_tokens), 1)
-    grid = side * limits.merge, side * limits.merge
-    rows = np.arange(side**2, dtype=np.int32)
+    grid = limits.grid or (side * limits.merge, side * limits.merge)
+    rows = np.arange(limits.tokens(grid), dtype=np.int32)
     pixels = bytes(3 * limits.patch**2 * grid[0] * grid[1])
     half = EncodeImage(grid, pixels, rows[:0], price=1, first=0, end=limits.layers // 2)
     return half, half._replace(rows=rows, first=half.end, end=limits.layers)

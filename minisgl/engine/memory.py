@@ -236,10 +236,12 @@ def pages_that_fit(
     max_seq_len: int,
     window: int | None,
     snapshot_pages: int = 0,
+    largest_span: int = 1,
 ) -> list[int]:
     """Return the pages of each KV pool in `available` bytes; no more than all requests can fill.
 
     snapshot_pages: as EngineLike.snapshot_pages. A request may also fill the pages of one snapshot.
+    largest_span: as ModelSpec.
 
     page_bytes: of one page of each pool. window: tokens of a window; None: all layers have full
     attention, and there is one pool. The pages of two pools hold the same number of requests of
@@ -251,12 +253,22 @@ def pages_that_fit(
     if window is None:
         return [min(available // page_bytes[0], useful)]
     full = -(-min(config.kv_request_tokens, max_seq_len) // size)
-    least = WindowLayers(window, 0).reserve(size)
+    least = WindowLayers(window, 0).reserve(size, largest_span)
     windows = min(least, full)
     request_bytes = full * page_bytes[0] + windows * page_bytes[1]
     pages = min(available * full // request_bytes, useful) if page_bytes[0] else useful
     # A window that is nearly as long as the context reserves more pages than the context has.
     return [pages, min((available - pages * page_bytes[0]) // page_bytes[1], max(pages, least))]
+
+
+def largest_chunk(model: ModelSpec, max_chunk_tokens: int, page_size: int) -> int:
+    """Return the most prompt tokens of a step with at most `max_chunk_tokens`.
+
+    An image that lies in one chunk may exceed the limit, with the tokens of the smallest chunk
+    before it: 32 tokens or a page.
+    """
+    span = model.largest_span
+    return max(max_chunk_tokens, span + max(32, page_size)) if span > 1 else max_chunk_tokens
 
 
 def window_pages_for(

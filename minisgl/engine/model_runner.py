@@ -109,8 +109,9 @@ class ModelRunner:
     ) -> AttentionStep:
         """Return the metadata of a step. start, lengths: int32 [N] on the host."""
         views, on_device = columns.views, columns.forwarded_lengths()
-        reqs = views.rows, views.start, on_device
-        step = AttentionStep(columns.num_decode, start, lengths, *reqs, *self.page_tables)
+        reqs, tables = (views.rows, views.start, on_device), self.page_tables
+        windows = tables[1] if len(tables) > 1 else None
+        step = AttentionStep(columns.num_decode, start, lengths, *reqs, tables[0], windows)
         return step if self.angles is None else step._replace(device_deltas=views.deltas)
 
     def stage(

@@ -63,7 +63,7 @@ class Start:
         device: torch.device,
     ) -> None:
         """Resolve the configuration. Raises ConfigError."""
-        self.config, self.max_chunk_tokens, self.device = config, max_chunk_tokens, device
+        self.config, self.device = config, device
         self._comm, self._extensions = comm, extensions
         self.drafting = extensions.draft_lengths is not None
         method = draft_method(config)
@@ -74,6 +74,7 @@ class Start:
             )
         model = engine_model(config)
         self.resolved = memory.resolve(config, model, comm.tp, device)
+        self.max_chunk_tokens = memory.largest_chunk(model, max_chunk_tokens, config.page_size)
         if self.resolved.model.states and max_chunk_tokens < config.page_size:
             raise ConfigError(
                 f"--max-prefill-length {max_chunk_tokens} is too small for a model with recurrent "
@@ -163,7 +164,7 @@ class Start:
         max_pages = -(-max_seq_len // config.page_size) + -(-drafts // config.page_size)
         positions = max_seq_len + drafts + 1
         mixed, angles, widths = 0, None, spec.rope_widths
-        if spec.encoder is not None:
+        if spec.encoder is not None and spec.encoder.sections is not None:
             mixed, first = self.max_chunk_tokens, max_seq_len + drafts
             (width,) = widths.values()
             angles = MixedAngles.of(spec.encoder.sections, width, first, device)
@@ -291,9 +292,10 @@ class Start:
         page_bytes = self.resolved.page_bytes(size)
         words = states.row_words(model.states, build)
         snapshot = states.snapshot_pages(words, specs[0], len(model.pools[0]), size)
-        fitting = memory.pages_that_fit(config, available, page_bytes, length, window, snapshot)
+        sizes, span = (page_bytes, length, window, snapshot), model.largest_span
+        fitting = memory.pages_that_fit(config, available, *sizes, span)
         found = [self._comm.agree_min(count) for count in fitting]
-        least = 1 if window is None else WindowLayers(window, 0).reserve(size)
+        least = 1 if window is None else WindowLayers(window, 0).reserve(size, span)
         if found[0] < 1 or found[-1] < least:
             raise OutOfMemory(
                 f"one KV page of {size} tokens takes {sum(page_bytes)} bytes, and at least "

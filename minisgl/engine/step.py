@@ -106,6 +106,7 @@ class EagerStep:
         for stage in self._parts.stages:
             stage.captured(columns)
         step = runner.attention_step(columns, x.packed.start, x.packed.lengths)
+        step = step._replace(spans=x.batch.spans)
         tokens, attended = self._attend(x, runner.attention.prepare(step))
         model, sampled = runner.model, columns.views.first + step.device_lengths - 1
         if columns.width > 1:

@@ -142,13 +142,15 @@ class ImageDecoder:
 
 
 def resized(height: int, width: int, spec: ImageSpec, max_pixels: int) -> tuple[int, int]:
-    """Return height and width of a resized image, as the processor of Qwen-VL computes them.
+    """Return height and width of a resized image: spec.side, or as the processor of Qwen-VL.
 
-    Both are multiples of spec.unit, and their product is at most max_pixels, which is at least
-    spec.min_pixels. It is at least spec.min_pixels where a multiple allows it. Their ratio changes
-    as little as possible, except that the longer side of a narrow image may be cut shorter: the
-    rule of Qwen-VL makes images of more than max_pixels from some of them.
+    Without spec.side, both are multiples of spec.unit. Their product is at most max_pixels, which
+    is at least spec.min_pixels. It is at least spec.min_pixels where a multiple allows it. Their
+    ratio changes as little as possible, except that the longer side of a narrow image may be cut
+    shorter: the rule of Qwen-VL makes images of more than max_pixels from some of them.
     """
+    if spec.side is not None:
+        return spec.side, spec.side
     unit = spec.unit
     new_height, new_width = round(height / unit) * unit, round(width / unit) * unit
     if new_height * new_width < spec.min_pixels:
@@ -204,7 +206,7 @@ def _handler(spec: ImageSpec, max_pixels: int, most: int) -> Callable[[bytes], b
             image = Image.alpha_composite(white, image)
         wanted = max(spec.min_pixels, min(most, LOW_PIXELS)) if low else most
         height, width = resized(image.height, image.width, spec, wanted)
-        image = image.convert("RGB").resize((width, height), Image.Resampling.BICUBIC)
+        image = image.convert("RGB").resize((width, height), Image.Resampling(spec.resample))
         pixels = image.tobytes()
         digest = hashlib.sha256(pixels).digest()
         return DecodedImage(pixels, height, width, digest, time.process_time() - started_s)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Wanted(Protocol):
-    """A request that waits for memory, or has some. max_total_tokens: as in Rows.
+    """A request that waits for memory, or has some. max_total_tokens, largest_span: as in Rows.
 
     tokens       int32; all tokens so far.
     matchable    number of leading tokens that a cached prefix may cover.
@@ -32,6 +32,7 @@ class Wanted(Protocol):
     cache_salt: str
     session: str
     max_total_tokens: int
+    largest_span: int
     prefixes: Prefixes
 
     @property

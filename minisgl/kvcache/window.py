@@ -53,8 +53,9 @@ class Windows(CacheKind):
     tokens only.
 
     Each row has a reserve of span + 2 pages: span + 1 pages as above, and one page that waits for
-    its fence. A request needs no more to continue, so no request is preempted for want of window
-    pages. Larger chunks and drafts use pages that are in no reserve.
+    its fence. Tokens that one chunk must have together (Rows.largest_span) add their pages. A
+    request needs no more to continue, so no request is preempted for want of window pages. Larger
+    chunks and drafts use pages that are in no reserve.
 
     A request may match more cached pages than it can use, because their window is absent. It then
     keeps the window at the end of these pages until its prompt is published, so that the next
@@ -78,7 +79,7 @@ class Windows(CacheKind):
         self.totals: dict[str, int] = {}
         num_rows, self._page_size = len(rows.known), engine.page_size
         self.span = window.span(self._page_size)
-        self._full_reserve = window.reserve(self._page_size)
+        self._window = window
         self.parts = self.pages = WindowPages(window.num_pages, self.span, rows.steps, index)
         allocate, dummy_page = self.pages.allocate, window.num_pages
         self.table = PageTable(engine, allocate, dummy_page, memory.spare_tokens)
@@ -119,7 +120,8 @@ class Windows(CacheKind):
         first = max(hit.pages - self.span, 0)
         self.table.open_row(row, self.pages.at_end(hit.node, hit.pages))
         self.table.sent[row] = self.first[row] = first
-        self._reserve[row] = self.reserve_of(int(self._rows.max_total_tokens[row]))
+        most, largest_span = self._rows.max_total_tokens[row], self._rows.largest_span[row]
+        self._reserve[row] = self.reserve_of(int(most), int(largest_span))
         if hit.known_pages > hit.pages:
             self._kept_first[row] = max(hit.known_pages - self.span, first)
             self._kept_end[row] = hit.known_pages
@@ -185,9 +187,10 @@ class Windows(CacheKind):
         """Return Rows.computed of these rows."""
         return self._rows.computed[rows]
 
-    def reserve_of(self, max_total_tokens: int) -> int:
+    def reserve_of(self, max_total_tokens: int, largest_span: int) -> int:
         """Return the reserve of a request with this many tokens at most."""
-        return min(self._full_reserve, -(-max_total_tokens // self._page_size))
+        full = self._window.reserve(self._page_size, largest_span)
+        return min(full, -(-max_total_tokens // self._page_size))
 
     def holding(self, row: int) -> "Holding":
         """Return the window pages and the reserve of a row."""
@@ -242,12 +245,12 @@ class WindowRoom(KindRoom):
 
     def fits(self, wanted: Wanted, hit: Hit) -> bool:
         """The reserve of a new row is left, and the window of its cached prefix."""
-        reserve = self._windows.reserve_of(wanted.max_total_tokens)
+        reserve = self._windows.reserve_of(wanted.max_total_tokens, wanted.largest_span)
         return reserve <= self._spare and len(self._idle(hit)) <= self._available
 
     def open(self, row: int, wanted: Wanted, hit: Hit) -> None:
         """Count a new row."""
-        reserve = self._windows.reserve_of(wanted.max_total_tokens)
+        reserve = self._windows.reserve_of(wanted.max_total_tokens, wanted.largest_span)
         window = self._windows.window_of(hit)
         self._available -= len(self._idle(hit))
         self._used |= {*window.tolist()}

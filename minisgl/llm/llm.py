@@ -98,8 +98,7 @@ class LLM:
                 timeout_s=LIMITS.image_timeout_s,
             )
             weakref.finalize(self, self._decoder.close)
-        token = None if spec is None else spec.image_token
-        self.tokenizer = TextTokenizer(path, image_token=token)
+        self.tokenizer = TextTokenizer(path, images=spec)
         # The tokenizer is part of reference cycles, so it outlives a dropped LLM.
         weakref.finalize(self, self.tokenizer.close)
         self.worker: LocalWorker | RankWorkers

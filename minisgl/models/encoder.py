@@ -1,6 +1,10 @@
-"""The image encoder of Qwen3-VL, Qwen3.5 and later: a vision transformer and its mergers."""
+"""The image encoder: a vision transformer, and the mergers that make image tokens of patches.
 
-from collections.abc import Iterator
+Qwen3-VL, Qwen3.5 and later have mergers with an MLP. Gemma 3 has SigLIP and averages patches.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -12,14 +16,17 @@ from minisgl.kernel import qk_norm_rope_store
 from minisgl.layers.shards import Placement
 from minisgl.models.encoder_spec import EncoderSpec
 
-ENCODER_TENSORS = "model.visual."  # the beginning of their names in a checkpoint
+# The beginning of the names of tensors in a checkpoint, unless ModelSpec.names has others.
+_STORED = "model.visual."
+# The beginnings of the names of all encoders' tensors in a checkpoint (text_part.encoder_name).
+ENCODER_TENSORS = (_STORED, "model.vision_tower.", "model.multi_modal_projector.")
 _EPS = 1e-6
 _THETA = 10_000.0  # the base of the rotary embedding
 
 
 def _stored(name: str) -> str:
     """Return the name in a checkpoint of a parameter of CausalLM.encoder."""
-    return ENCODER_TENSORS + name.removeprefix("encoder.")
+    return _STORED + name.removeprefix("encoder.")
 
 
 class _Whole(nn.Module):
@@ -34,6 +41,20 @@ class _Whole(nn.Module):
 
 class EncoderLinear(_Whole, nn.Linear):
     """A linear layer with a bias."""
+
+
+class SplitQkv(EncoderLinear):
+    """A linear layer whose rows are those of q_proj, k_proj and v_proj in the checkpoint."""
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        """See Sharded."""
+        for placement in super().placements(name):
+            rows, *others = placement.shape
+            parameter = placement.target.rpartition(".")[2]
+            for nth, part in enumerate(("q_proj", "k_proj", "v_proj")):
+                source = _stored(f"{name.rpartition('.')[0]}.{part}.{parameter}")
+                shape, offset = (rows // 3, *others), nth * rows // 3
+                yield placement._replace(source=source, shape=shape, offset=offset)
 
 
 class EncoderNorm(_Whole, nn.LayerNorm):
@@ -80,12 +101,14 @@ class PatchEmbedding(nn.Module):
     def placements(self, name: str) -> Iterator[Placement]:
         """See Sharded."""
         source = _stored(f"{name}.proj")
-        yield Placement(f"{source}.weight", self.stored, f"{name}.weight", convert=_sum_of_frames)
+        convert = partial(_sum_of_frames, shape=self.stored)
+        yield Placement(f"{source}.weight", self.stored, f"{name}.weight", convert=convert)
         yield Placement(f"{source}.bias", self.stored[:1], f"{name}.bias")
 
 
-def _sum_of_frames(weight: Tensor) -> Tensor:
-    return weight.float().sum(2).flatten(1)
+def _sum_of_frames(weight: Tensor, shape: Sequence[int]) -> Tensor:
+    """shape: of the weight, in which a checkpoint may leave out a single frame."""
+    return weight.float().view(shape).sum(2).flatten(1)
 
 
 class EncoderAttention(nn.Module):
@@ -94,7 +117,8 @@ class EncoderAttention(nn.Module):
     def __init__(self, spec: EncoderSpec) -> None:
         super().__init__()
         self.heads = spec.heads
-        self.qkv = EncoderLinear(spec.hidden, 3 * spec.hidden)
+        linear = SplitQkv if spec.siglip else EncoderLinear
+        self.qkv = linear(spec.hidden, 3 * spec.hidden)
         self.proj = EncoderLinear(spec.hidden, spec.hidden)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
@@ -173,6 +197,43 @@ class Encoding(NamedTuple):
     features: tuple[Tensor, ...] = ()
 
 
+class Projection(nn.Module):
+    """The projector of Gemma 3: an RMSNorm and a linear layer, as ImageEncoder calls the merger.
+
+    It makes the features of an image token from the average of the patches of a square.
+    scale: [hidden], of the norm. weight: [size, hidden].
+    """
+
+    def __init__(self, spec: EncoderSpec) -> None:
+        super().__init__()
+        self.squares, self.divisor = spec.merge**2, spec.divisor
+        self.norm = EncoderNorm(spec.hidden, _EPS)
+        self.scale = nn.Parameter(torch.empty(spec.hidden))
+        self.weight = nn.Parameter(torch.empty(spec.size, spec.hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [N / merge / merge, size]. x: [N, hidden], square after square."""
+        mean = self.norm(x).view(-1, self.squares, x.shape[1]).mean(1)
+        normed = functional.rms_norm(mean.float(), mean.shape[1:], self.scale.float(), _EPS)
+        return functional.linear(normed.to(x.dtype), self.weight)
+
+    def placements(self, name: str) -> Iterator[Placement]:
+        """See Sharded. The checkpoint stores the scale less 1."""
+        source, (size, hidden) = "model.multi_modal_projector", self.weight.shape
+        names = f"{source}.mm_soft_emb_norm.weight", f"{source}.mm_input_projection_weight"
+        yield Placement(names[0], (hidden,), f"{name}.scale", convert=_plus_one, constant=0.0)
+        convert = partial(_transposed, divisor=self.divisor)
+        yield Placement(names[1], (hidden, size), f"{name}.weight", convert=convert)
+
+
+def _plus_one(scale: Tensor) -> Tensor:
+    return scale.float() + 1
+
+
+def _transposed(weight: Tensor, divisor: float) -> Tensor:
+    return weight.float().t() / divisor
+
+
 class ImageEncoder(nn.Module):
     """The image encoder. Rank 0 holds it whole."""
 
@@ -182,7 +243,7 @@ class ImageEncoder(nn.Module):
         self.patch_embed = PatchEmbedding(spec)
         self.pos_embed = PositionTable(spec)
         self.blocks = nn.ModuleList(EncoderBlock(spec) for _ in range(spec.depth))
-        self.merger = Merger(spec, whole=False)
+        self.merger = Projection(spec) if spec.siglip else Merger(spec, whole=False)
         self.deepstack_merger_list = nn.ModuleList(Merger(spec, whole=True) for _ in spec.taps)
 
     def encode(self, pixels: Tensor) -> Tensor:
@@ -240,7 +301,8 @@ class ImageEncoder(nn.Module):
         """
         device, quarter = self.pos_embed.weight.device, self.spec.hidden // self.spec.heads // 4
         exponents = torch.arange(quarter, dtype=torch.float32, device=device) / quarter
-        frequencies = 1.0 / _THETA**exponents
+        # SigLIP does not rotate: all angles are 0.
+        frequencies = (0.0 if self.spec.siglip else 1.0) / _THETA**exponents
         row, col = (torch.arange(n, device=device).outer(frequencies) for n in (rows, cols))
         row, col = row[:, None].expand(-1, cols, -1), col.expand(rows, -1, -1)
         angles = self._in_squares(torch.cat((row, col), dim=-1))

@@ -3,7 +3,7 @@
 from typing import NamedTuple, cast
 
 from minisgl.core import ConfigError
-from minisgl.images.spec import CHANNELS, HfVision
+from minisgl.images.spec import CHANNELS, HfSiglip, HfVision
 from minisgl.models.hf_config import Raw, check_supported, read_fields
 
 
@@ -20,8 +20,12 @@ class EncoderSpec(NamedTuple):
     taps      the blocks whose outputs DeepStack adds to the stream, after the first layers of the
               language model, in this order. Empty: none.
     sections  rotary frequencies of the language model that follow the frame, the row and the column
-              of an image token (MixedAngles.axes).
+              of an image token (MixedAngles.axes). None: its position is its index.
     mean, std of each channel: the encoder reads (pixel / 255 - mean) / std.
+    siglip    the encoder of Gemma 3, SigLIP: patches have no rotary embedding, and a token is the
+              projected average of its patches. All images have side * side patches, and the tokens
+              of one image attend to each other in both directions.
+    divisor   of the embedding, because the residual stream is divided (Multipliers.embedding).
     """
 
     depth: int
@@ -34,9 +38,11 @@ class EncoderSpec(NamedTuple):
     side: int
     size: int
     taps: tuple[int, ...]
-    sections: tuple[int, int, int]
+    sections: tuple[int, int, int] | None
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    siglip: bool = False
+    divisor: float = 1.0
 
     @property
     def width(self) -> int:
@@ -49,6 +55,8 @@ class EncoderSpec(NamedTuple):
         merged = self.hidden * self.merge**2
         block = 4 * self.hidden**2 + 2 * self.hidden * self.inner + 9 * self.hidden + self.inner
         merger = merged * (merged + 1) + (merged + 1) * self.size
+        if self.siglip:
+            merger = self.hidden * (1 + self.size)
         norms = 2 * self.hidden + 2 * merged * len(self.taps)
         patches = (CHANNELS * self.patch**2 + 1 + self.side**2) * self.hidden
         return patches + self.depth * block + (1 + len(self.taps)) * merger + norms
@@ -58,7 +66,73 @@ class EncoderSpec(NamedTuple):
         patches, merged = grid[0] * grid[1], self.hidden * self.merge**2
         block = 4 * self.hidden**2 + 2 * self.hidden * self.inner + 2 * patches * self.hidden
         merger = (1 + len(self.taps)) * merged * (merged + self.size) // self.merge**2
+        if self.siglip:
+            merger = self.hidden * self.size // self.merge**2
         return 2 * patches * (CHANNELS * self.patch**2 * self.hidden + self.depth * block + merger)
+
+    @property
+    def largest_span(self) -> int:
+        """The most tokens that one chunk must have together (ImageLimits.mutual)."""
+        return (self.side // self.merge) ** 2 if self.siglip else 1
+
+
+def siglip_spec_of(raw: Raw, size: int, divisor: float) -> EncoderSpec | None:
+    """Read vision_config of a Gemma 3; None if the file has none. Raises ConfigError.
+
+    size: the width of the language model's stream. divisor: as in EncoderSpec.
+    """
+    given = raw.get("vision_config")
+    if not isinstance(given, dict):
+        return None
+    where = "vision_config"
+    fields = read_fields(given, HfSiglip, where)
+    check_supported(f"{where}.model_type", fields.model_type, ["siglip_vision_model"])
+    check_supported(f"{where}.hidden_act", fields.hidden_act, ["gelu_pytorch_tanh"])
+    check_supported(f"{where}.num_channels", fields.num_channels, [CHANNELS])
+    check_supported(f"{where}.layer_norm_eps", fields.layer_norm_eps, [1e-6])
+    if fields.hidden_size % (4 * fields.num_attention_heads):
+        raise ConfigError(
+            f"{where}: hidden_size {fields.hidden_size} is not supported: expected a multiple of "
+            f"4 * num_attention_heads {fields.num_attention_heads}"
+        )
+    tokens = raw.get("mm_tokens_per_image")
+    return EncoderSpec(
+        fields.num_hidden_layers,
+        fields.hidden_size,
+        fields.intermediate_size,
+        fields.num_attention_heads,
+        fields.patch_size,
+        1,
+        fields.merge(256 if tokens is None else tokens),
+        fields.side,
+        size,
+        (),
+        None,
+        siglip=True,
+        divisor=divisor,
+    )
+
+
+def siglip_names(depth: int) -> dict[str, str]:
+    """Return the checkpoint's names of the modules of SigLIP (ModelSpec.names)."""
+    ours, theirs = "model.visual", "model.vision_tower"
+    names = {
+        f"{ours}.patch_embed.proj": f"{theirs}.embeddings.patch_embedding",
+        f"{ours}.pos_embed": f"{theirs}.embeddings.position_embedding",
+        f"{ours}.merger.norm": f"{theirs}.post_layernorm",
+    }
+    parts = {
+        "norm1": "layer_norm1",
+        "norm2": "layer_norm2",
+        "attn": "self_attn",
+        "attn.proj": "self_attn.out_proj",
+        "mlp.linear_fc1": "mlp.fc1",
+        "mlp.linear_fc2": "mlp.fc2",
+    }
+    for block in range(depth):
+        layer = f"{theirs}.encoder.layers.{block}"
+        names |= {f"{ours}.blocks.{block}.{our}": f"{layer}.{its}" for our, its in parts.items()}
+    return names
 
 
 def encoder_spec_of(

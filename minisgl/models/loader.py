@@ -21,7 +21,7 @@ from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import Placement, Sharded
 from minisgl.models.decoder import CausalLM
 from minisgl.models.encoder import ENCODER_TENSORS
-from minisgl.models.text_part import TEXT_PREFIXES
+from minisgl.models.text_part import TEXT_PREFIXES, encoder_name
 from minisgl.moe.block import MoeBlock
 from minisgl.moe.experts import ExpertsMethod
 from minisgl.utils.startup import Progress
@@ -144,7 +144,7 @@ def load_weights(
     files, placements = _tensor_files(Path(folder)), placements_of(model)
     beside = [_DRAFTS]
     if any(placement.source.startswith(ENCODER_TENSORS) for placement in placements):
-        beside.append(ENCODER_TENSORS)
+        beside += ENCODER_TENSORS
     stored = text_tensors(files, tuple(beside))
     by_file: dict[Path, list[Placement]] = defaultdict(list)
     for i, placement in enumerate(placements):
@@ -212,7 +212,7 @@ def text_tensors(names: Iterable[str], beside: tuple[str, ...] = (_DRAFTS,)) -> 
         if any(name.startswith(prefix) for name in stored):
             found = {text + n.removeprefix(prefix): n for n in stored if n.startswith(prefix)}
             heads = [name for name in stored if name.endswith(_HEAD)]
-            others = {name: name for name in stored if name.startswith(beside)}
+            others = {encoder_name(n): n for n in stored if encoder_name(n).startswith(beside)}
             return found | others | dict(zip([_HEAD], heads, strict=False))
     return stored
 

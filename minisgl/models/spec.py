@@ -137,6 +137,11 @@ class ModelSpec(ModelSettings, frozen=True, kw_only=True):
     sampling_defaults: dict[str, int | float] = {}
 
     @property
+    def largest_span(self) -> int:
+        """As EncoderSpec; 1 without an image encoder."""
+        return 1 if self.encoder is None else self.encoder.largest_span
+
+    @property
     def num_layers(self) -> int:
         return len(self.layers)
 

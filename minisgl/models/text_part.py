@@ -27,6 +27,23 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
 TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."))
 
 
+# Old beginnings of the names of an encoder's tensors, with those in the new spelling.
+_ENCODER_PREFIXES = (
+    ("vision_tower.vision_model.", "model.vision_tower."),
+    ("vision_tower.", "model.vision_tower."),
+    ("model.vision_tower.vision_model.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
+
+
+def encoder_name(name: str) -> str:
+    """Return the name of a tensor of an image encoder in the new spelling of transformers."""
+    for prefix, new in _ENCODER_PREFIXES:
+        if name.startswith(prefix):
+            return new + name.removeprefix(prefix)
+    return name
+
+
 def text_name(name: str) -> str:
     """Return the name of a tensor or module in a checkpoint without an image encoder."""
     for prefix, text in TEXT_PREFIXES:

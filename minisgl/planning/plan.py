@@ -112,7 +112,8 @@ def make_plan(
     state_bytes = row_bytes * (rows + 1) if row_bytes else 0
     token_bytes, *of_windows = resolved.page_bytes(1)
     window_bytes = sum(of_windows)
-    remainder = remainder_bytes(config, model, gpu, context, spec, max_chunk_tokens)
+    chunk = memory.largest_chunk(model, max_chunk_tokens, config.page_size)
+    remainder = remainder_bytes(config, model, gpu, context, spec, chunk)
     # The remainder includes the memory that is not free when the engine starts.
     taken = weights + state_bytes + remainder
     available = memory.kv_bytes_left(config, gpu.memory_bytes, taken)
@@ -126,7 +127,7 @@ def make_plan(
         """The number of requests of `length` tokens that fit."""
         if model.window is None:
             return tokens // length
-        most = WindowLayers(model.window, 0).reserve(size)
+        most = WindowLayers(model.window, 0).reserve(size, model.largest_span)
         return min(tokens // length, window_pages // min(most, -(-length // size)))
 
     cost = cost_of(model, tp.size, fp8_kv)
@@ -197,9 +198,11 @@ def _pages(
     size, given, window = config.page_size, config.num_pages, model.window
     page_bytes = [size * each for each in token_bytes]
     available = max(available, 0)
-    found = memory.pages_that_fit(config, available, page_bytes, context, window, snapshot_pages)
+    found = memory.pages_that_fit(
+        config, available, page_bytes, context, window, snapshot_pages, model.largest_span
+    )
     pages, windows = found[0], sum(found[1:])
-    if window is not None and windows < WindowLayers(window, 0).reserve(size):
+    if window is not None and windows < WindowLayers(window, 0).reserve(size, model.largest_span):
         return 0, 0
     return min(pages, given or pages), min(windows, given or windows)
 

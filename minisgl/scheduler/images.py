@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.core.batch import Batch, Int32Array
-from minisgl.core.images import EncodeImage, ImageLimits, RopePositions
+from minisgl.core.images import EncodeImage, ImageLimits, ImageSpan, RopePositions
 from minisgl.images.positions import rotary_positions
 from minisgl.message.messages import PromptImage
 from minisgl.message.stats import ImageTotals
@@ -69,22 +69,25 @@ class Images:
         self.opened = next((part for part in encode if part.end < last), None)
         if not self._table.has_images[batch.rows].any():
             return replace(batch, images=self._place((), encode)) if encode else batch
-        all_chunks = [*self._chunks(batch)]
-        rope = RopePositions(self._table.rope_delta[batch.rows], self._positions(all_chunks))
+        all_chunks, rope = [*self._chunks(batch)], None
+        if self.limits.mixed:
+            rope = RopePositions(self._table.rope_delta[batch.rows], self._positions(all_chunks))
         chunks = [chunk for chunk in all_chunks if chunk.req.images]
         batch = replace(batch, images=self._place(chunks, encode), rope=rope)
         if not chunks:
             return batch
-        ids = batch.chunk_ids.copy()
+        ids, spans = batch.chunk_ids.copy(), list[ImageSpan]()
         for chunk in chunks:
             for image in self._touched(chunk):
                 rows, to_chunk = self._rows[_key(image)], chunk.at - chunk.start
                 first, end = max(image.start, chunk.start), min(self._end(image), chunk.end)
                 inputs = ~rows[first - image.start : end - image.start]
                 ids[first + to_chunk : end + to_chunk] = inputs
+                spans.append(ImageSpan(chunk.nth, first, end))
         return replace(
             batch,
             chunk_ids=ids,
+            spans=tuple(spans) if self.limits.mutual else (),
             logit_edits=tuple(
                 edit if edit.history is None else replace(edit, history=self._ids(edit.history))
                 for edit in batch.logit_edits
@@ -103,8 +106,8 @@ class Images:
             batch.lengths[first:].tolist(),
             strict=True,
         )
-        for row, start, length in columns:
-            yield _ChunkOf(self._table.req_at(row), start, start + length, at)
+        for nth, (row, start, length) in enumerate(columns, first):
+            yield _ChunkOf(nth, self._table.req_at(row), start, start + length, at)
             at += length
 
     def _end(self, image: PromptImage) -> int:
@@ -159,8 +162,12 @@ class Images:
 
 
 class _ChunkOf(NamedTuple):
-    """Tokens `start` to `end` - 1 of a request. The first is at place `at` of Batch.chunk_ids."""
+    """Tokens `start` to `end` - 1 of a request. The first is at place `at` of Batch.chunk_ids.
 
+    nth: index of the request in the batch.
+    """
+
+    nth: int
     req: Req
     start: int
     end: int
@@ -179,6 +186,9 @@ class ImageRoom:
     A step without decoding requests delays no stream, and it must have a chunk. The images in the
     first `least` tokens of one chunk are therefore encoded whole there, if the step encodes no
     others before.
+
+    Images whose tokens attend to each other lie in one chunk each (ImageLimits.mutual). Their
+    tokens may exceed the budget in the same place, if no other request has a chunk in the step.
     """
 
     def __init__(self, images: Images, least: int, divides: bool) -> None:
@@ -188,6 +198,7 @@ class ImageRoom:
         self._counted: set[_Key] = set()
         self._opened: _Key | None = None
         self._parts: dict[_Key, EncodePart] = {}
+        self._first: Req | None = None  # the request of the first chunk
 
     @property
     def parts(self) -> tuple[EncodePart, ...]:
@@ -226,10 +237,26 @@ class ImageRoom:
             if before >= tokens:
                 break
             may_exceed = before < self._least and not (self._divides or self._parts)
-            if count > left or (cost > budget - price - before and not may_exceed):
+            if count > left or (cost > max(budget - price - before, 0) and not may_exceed):
                 return before
             left, price = left - count, price + cost
-            tokens = min(tokens, max(budget - price, before + self._least))
+            least = before + self._least
+            if self._limits.mutual:
+                least = image.start + self._limits.tokens(image.grid) - start
+                may_exceed = before < self._least and self._first in (None, req)
+                if least > budget and not may_exceed:
+                    return before
+                tokens = max(tokens, least)
+            tokens = min(tokens, max(budget - price, least))
+        return tokens
+
+    def whole(self, req: Req, start: int, tokens: int) -> int:
+        """Return the tokens of a chunk, without those of an image that the chunk does not end."""
+        if self._limits.mutual:
+            for image in req.images:
+                end = image.start + self._limits.tokens(image.grid)
+                if image.start < start + tokens < end:
+                    return max(image.start - start, 0)
         return tokens
 
     def wait(self, req: Req, start: int, budget: int) -> bool:
@@ -252,6 +279,8 @@ class ImageRoom:
         budget: what the tokens of the chunk leave. Returns the price of the encoding.
         """
         price = 0
+        if tokens and self._first is None:
+            self._first = req
         for image, count, cost in self._new(req, start):
             if max(image.start - start, 0) >= tokens:
                 break
@@ -270,14 +299,16 @@ class ImageRoom:
         return sum(price for _, _, price in self._new(req, start))
 
     def _new(self, req: Req, start: int) -> Iterator[tuple[PromptImage, int, int]]:
-        """Yield the images of `req` with tokens from `start` on that the plan has not counted.
+        """Yield the images of `req` with tokens from `start` on.
 
-        Each has the number of its tokens and the price of its layers that are left.
+        Each has the number of its rows that the plan has not counted, and the price of its layers
+        that are left.
         """
         for image in req.images:
             count = self._limits.tokens(image.grid)
-            if image.start + count > start and _key(image) not in self._counted:
-                yield image, count, self._rest(image)
+            if image.start + count > start:
+                new = _key(image) not in self._counted
+                yield image, count * new, self._rest(image)
 
     def _rest(self, image: PromptImage) -> int:
         """Return the price of the layers that are left, 0 if the buffer has the image."""

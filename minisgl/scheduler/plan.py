@@ -372,7 +372,7 @@ class Filling:
         else:
             start, end = int(table.computed[row]), int(table.prefill_end[row])
         most = self._images.limit(req, start, end, chosen + budget)
-        tokens = self._room.cut(row, start, most) - chosen
+        tokens = max(self._images.whole(req, start, self._room.cut(row, start, most)) - chosen, 0)
         if tokens:
             self.chunks[req] = chosen + tokens
         return tokens + self._images.add(req, start, chosen + tokens, budget - tokens)

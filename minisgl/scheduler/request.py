@@ -82,6 +82,7 @@ class Req:
     held_logprobs     log-probabilities of the prompt that wait for the PrefillDone message.
     images            those of the prompt, in their order. They are kept until the request ends,
                       because a preempted request computes its prompt again.
+    largest_span      as in Rows.
     prediction        int32; the output that the client expects, the source of drafts. Empty if
                       there is none, or after the admission of a request that may not draft.
     """
@@ -115,6 +116,7 @@ class Req:
     prompt_reported: int = 0
     held_logprobs: list[TokenLogprobs] = field(default_factory=list)
     images: tuple[PromptImage, ...] = ()
+    largest_span: int = 1
     prediction: Int32Array = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
     @property
@@ -168,6 +170,8 @@ def accept_requests(
     # The API server draws a seed for a request without one. The uid is the fallback for other
     # senders: every rank must use the same seed.
     first_seed = message.uid if sampling.seed is None else sampling.seed
+    grids = [image.grid for image in message.images]
+    largest_span = 1 if images is None else images.largest_span(grids)
     reqs = []
     for index in range(message.count):
         params = _of_choice(sampling, first_seed, index)
@@ -188,6 +192,7 @@ def accept_requests(
             logit_states=states,
             constraint=next((s for s in states if isinstance(s, Constraint)), UNCONSTRAINED),
             images=message.images,
+            largest_span=largest_span,
             prediction=prediction,
         )
         reqs.append(req)

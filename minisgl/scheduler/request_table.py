@@ -87,7 +87,9 @@ class RequestTable(Rows):
         self.has_logprobs = np.zeros(num_rows, dtype=np.bool_)
         self.has_images = np.zeros(num_rows, dtype=np.bool_)
         self.rope_delta: Int32Array = np.zeros(num_rows, dtype=np.int32)
-        self._merge = 1 if engine.images is None else engine.images.merge
+        images = engine.images
+        self._merge = 1 if images is None else images.merge
+        self._has_mixed = images is not None and images.mixed
         self.may_draft = np.zeros(num_rows, dtype=np.bool_)
         self.made: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.slow = np.zeros(num_rows, dtype=np.bool_)
@@ -115,6 +117,7 @@ class RequestTable(Rows):
         self.known[row] = self.prefill_end[row] = length
         self.computed[row] = computed
         self.max_total_tokens[row] = req.max_total_tokens
+        self.largest_span[row] = req.largest_span
         self.prefixes[row] = req.prefixes
         self.stop_from[row] = min(req.prompt_len + sampling.min_tokens, req.max_total_tokens)
         # With a grammar, EOS ends the request even if ignore_eos is set: the grammar then masks EOS
@@ -124,7 +127,7 @@ class RequestTable(Rows):
         self.edits_logits[row] = bool(req.logit_states)
         self.has_logprobs[row] = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
         self.has_images[row] = bool(req.images)
-        self.rope_delta[row] = rotary_delta(req.images, self._merge)
+        self.rope_delta[row] = rotary_delta(req.images, self._merge) if self._has_mixed else 0
         states = [state for state in req.logit_states if state is not None]
         masks_drafts = all(isinstance(s, Constraint) and s.masks_drafts for s in states)
         self.may_draft[row] = masks_drafts and not self.has_logprobs[row]

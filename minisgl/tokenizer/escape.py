@@ -22,11 +22,12 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import tokenizers
 
+from minisgl.images import ImageSpec
 from minisgl.tokenizer.renderer import TemplateError
 from minisgl.tokenizer.template import ChatTemplate
 
@@ -39,22 +40,30 @@ class SpecialTokenEscaper:
     """Renders and encodes the chats of one model. No text of a chat becomes a special token.
 
     The special tokens are those of `_escaped_tokens`. Other added tokens, such as <think>, stay
-    tokens in all texts, because templates look for them in histories.
+    tokens in all texts, because templates look for them in histories. The sequence of an image
+    (ImageSpec) replaces the token that the template renders for it.
     """
 
     def __init__(
         self,
         tokenizer: tokenizers.Tokenizer,
         template: ChatTemplate,
-        only: int | None = None,
+        images: ImageSpec | None = None,
+        *,
+        images_only: bool = False,
     ) -> None:
-        """only: the id of the special token that no text becomes; None: all of them."""
+        """images: of a model with images; no text becomes an image. images_only: text may become
+        any other special token."""
         self._template = template
-        name = None if only is None else tokenizer.id_to_token(only)
-        escaped = _escaped_tokens(tokenizer, template) if name is None else {name}
+        escaped = set[str]() if images_only else _escaped_tokens(tokenizer, template)
+        ids = () if images is None else (images.rendered_token, images.image_token)
+        escaped |= {*filter(None, map(tokenizer.id_to_token, ids))}
         nonce = secrets.token_hex(16)  # All names have one length: no name contains another.
-        self._names = {text: f"{nonce}{n:06x}" for n, text in enumerate(sorted(escaped))}
-        self._tokens = re.compile(_any_of(self._names))
+        names = {text: f"{nonce}{n:06x}" for n, text in enumerate(sorted(escaped))}
+        self._tokens, self._written = re.compile(_any_of(names)), names
+        if images is not None:
+            text = _text_of(images.sequence, tokenizer, names)
+            self._written = {**names, str(tokenizer.id_to_token(images.rendered_token)): text}
         # The first character of a special token. The end of the text may cut the token off, because
         # the next text of the client may complete it.
         firsts = {text[0] for text in escaped}
@@ -63,12 +72,12 @@ class SpecialTokenEscaper:
             f"{re.escape(first)}(?={_any_of(words, _OR_END)})" for first, words in rests.items()
         ]
         self._beginnings = re.compile("|".join(beginnings) or _NOTHING)
-        self._tokenizer = _renamed(tokenizer, self._names)
+        self._tokenizer = _renamed(tokenizer, names)
 
     def encode(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         """The ids of a chat. Raises TemplateError if the template cannot render it."""
         text = self._template.render(self._marked(messages), self._marked(options))
-        text = self._tokens.sub(lambda token: self._names[token[0]], text).replace(_MARK, "")
+        text = self._tokens.sub(lambda token: self._written[token[0]], text).replace(_MARK, "")
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def _marked(self, value: Any) -> Any:
@@ -81,6 +90,14 @@ class SpecialTokenEscaper:
             case dict():
                 return {self._marked(key): self._marked(item) for key, item in value.items()}
         return value
+
+
+def _text_of(
+    sequence: Sequence[str | int], tokenizer: tokenizers.Tokenizer, names: dict[str, str]
+) -> str:
+    """Return a sequence of texts and ids as a text for the second tokenizer."""
+    texts = (part if isinstance(part, str) else tokenizer.id_to_token(part) for part in sequence)
+    return "".join(names.get(text, text) for text in texts if text is not None)
 
 
 def _escaped_tokens(tokenizer: tokenizers.Tokenizer, template: ChatTemplate) -> set[str]:

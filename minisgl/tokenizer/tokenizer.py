@@ -13,6 +13,7 @@ import tokenizers
 
 from minisgl.core import ConfigError, InvalidRequest, TokenizerInfo
 from minisgl.core.files import read_json
+from minisgl.images import ImageSpec
 from minisgl.tokenizer.convert import tokenizer_folder
 from minisgl.tokenizer.escape import SpecialTokenEscaper
 from minisgl.tokenizer.prefixes import ChatPrefixes
@@ -38,13 +39,14 @@ class TextTokenizer:
         max_template_chars: float = math.inf,
         escape_special_tokens: bool = False,
         template_timeout_s: float = TIMEOUT_S,
-        image_token: int | None = None,
+        images: ImageSpec | None = None,
     ) -> None:
         """Read the folder. Raises ConfigError that names the wrong file.
 
         template_timeout_s: the CPU time for loading the chat template, and for rendering a chat.
         escape_special_tokens: `encode_chat` encodes special tokens in the texts of a chat as text.
-        image_token: the id of an image. It is always encoded so, because no text is an image.
+        images: of a model with images. Special tokens of images in the texts of a chat are always
+        encoded as text, because no text is an image.
         """
         folder = tokenizer_folder(folder)
         tokenizer = _read(folder)
@@ -68,9 +70,10 @@ class TextTokenizer:
         self._prepends_bos = bos_id is not None and tokenizer.encode("").ids[:1] == [bos_id]
         self.vocabulary = Vocabulary.of(tokenizer)
         self._escaper = None
-        if (escape_special_tokens or image_token is not None) and self._template is not None:
-            only = None if escape_special_tokens else image_token
-            self._escaper = SpecialTokenEscaper(tokenizer, self._template, only)
+        if (escape_special_tokens or images is not None) and self._template is not None:
+            self._escaper = SpecialTokenEscaper(
+                tokenizer, self._template, images, images_only=not escape_special_tokens
+            )
         self.prefixes = ChatPrefixes(self.encode_chat)
 
     @property

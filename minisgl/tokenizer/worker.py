@@ -54,7 +54,7 @@ def run_tokenizer(
         MAX_TEMPLATE_CHARS,
         escape_special_tokens,
         template_timeout_s,
-        None if spec is None else spec.image_token,
+        spec,
     )
     on_checked()
     ready = messages.Ready(

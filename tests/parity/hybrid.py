@@ -9,6 +9,7 @@ from torch import Tensor
 from minisgl.attention.base import AttentionStep
 from minisgl.attention.registry import create_attention_backend
 from minisgl.core import EngineConfig
+from minisgl.core.images import ImageSpan
 from minisgl.distributed.comm import Communicator
 from minisgl.engine.states import allocate_states
 from minisgl.kernel.states import StateStep, begin_states
@@ -38,12 +39,17 @@ class Runner:
             comm=comm,
             extensions=with_quantizations(),
         )
-        (kv,) = local_kv_specs(spec, comm, torch.float32)
-        layers = range(len(spec.attention))
-        self.pool = KVPool(kv, layers=layers, num_pages=PAGES, page_size=PAGE, device=CPU)
-        self.tables = tuple(rope_table(r, kv.head_dim, PAGE * PAGES, CPU) for r in spec.ropes)
+        kvs = local_kv_specs(spec, comm, torch.float32)
+        self.pools = tuple(
+            KVPool(kv, layers=layers, num_pages=PAGES, page_size=PAGE, device=CPU)
+            for kv, layers in zip(kvs, spec.pools, strict=True)
+        )
+        widths = spec.rope_widths.items()
+        self.tables = tuple(rope_table(rope, dim, PAGE * PAGES, CPU) for rope, dim in widths)
         heads = spec.q_heads // comm.tp.size
-        self.attention = create_attention_backend("torch", self.pool, heads, spec.rules)
+        self.attention = create_attention_backend(
+            "torch", self.pools[0], heads, spec.rules, (), *self.pools[1:]
+        )
         build = StateBuild(2, PAGE, False, comm.tp, torch.float32, CPU)
         self.states = allocate_states(spec.states, build)
         # Poisoned memory: a value that is read before it is written reaches the output.
@@ -57,10 +63,12 @@ class Runner:
         decode: bool,
         turns: Tensor | None = None,
         images: ImageFeatures | None = None,
+        spans: tuple[ImageSpan, ...] = (),
     ) -> Tensor:
         """Return the logits [len(ids), V] of this rank.
 
         turns: as ForwardContext.positions; None: the positions from `start` on. images: as there.
+        spans: as AttentionStep.spans.
         """
         one = [torch.tensor([n], dtype=torch.int32) for n in (1, start, len(ids), 0)]
         row, begin, length, _ = one
@@ -78,13 +86,14 @@ class Runner:
             device_start=begin,
             device_lengths=length,
             page_table=torch.arange(PAGES, dtype=torch.int32).repeat(2, 1),
+            spans=spans,
         )
         places = torch.arange(start, start + len(ids), dtype=torch.int32)
         context = ForwardContext(
             places if turns is None else turns,
-            (places,),
+            (places,) * len(self.pools),
             self.tables,
-            (self.pool,),
+            self.pools,
             self.attention.prepare(step),
             states=layers,
             state_step=states,

@@ -15,13 +15,13 @@ MAX_FILE_LINES = 400
 WORD_BUDGETS = (
     ("README.md", 800),
     ("CONTRIBUTING.md", 300),
-    ("docs/*.md", 32_400),
+    ("docs/*.md", 32_460),
     ("docs/README.md", 3_000),
     ("docs/architecture.md", 2_650),
     ("docs/benchmarks.md", 3_000),
     ("docs/development.md", 1_800),
     ("docs/operations.md docs/capacity.md docs/security.md", 10_400),
-    ("docs/api.md docs/models.md docs/llm.md docs/playground.md", 11_260),
+    ("docs/api.md docs/models.md docs/llm.md docs/playground.md", 11_330),
 )
 
 MACHINE_PATH = re.compile(r"(?<![\w./:])/(?:work|farm|home|Users|root)/")

@@ -8,6 +8,7 @@ import torch
 
 from minisgl.layers.attention import QkNorm
 from minisgl.models.compose import dtype_of, transformer, windows_by_interval
+from minisgl.models.encoder_spec import siglip_names, siglip_spec_of
 from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.rope import rope_of
 from minisgl.models.spec import ModelSpec, Multipliers, NormsSpec
@@ -42,7 +43,12 @@ def spec_2(config: HfConfig, raw: Raw) -> ModelSpec:
 
 def spec_3(config: HfConfig, raw: Raw) -> ModelSpec:
     rope, windows = rope_of(config, plain_windows=True), windows_by_interval(config, 6)
-    return _spec(config, windows, rope=rope, qk_norm=QkNorm.PER_HEAD)
+    model = _spec(config, windows, rope=rope, qk_norm=QkNorm.PER_HEAD)
+    encoder = siglip_spec_of(raw, config.hidden_size, model.multipliers.embedding)
+    if encoder is None:
+        return model
+    names, unread = siglip_names(encoder.depth), ("model.vision_tower.head.",)
+    return msgspec.structs.replace(model, encoder=encoder, names=names, unread=unread)
 
 
 def _spec(config: HfConfig, windows: list[int | None], **traits: Any) -> ModelSpec:

@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 from PIL import Image, ImageOps
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from minisgl.core import ImageRefused
@@ -107,6 +108,30 @@ def test_every_mode_of_a_file_is_decoded(decoder, mode, kind, options):
     file = file_of(picture(mode), kind, **options)
     expected = processed(Image.open(io.BytesIO(file)))
     assert np.array_equal(decoded(decoder, file, kind), expected)
+
+
+@pytest.fixture(scope="module")
+def square_decoder():
+    """For the images of Gemma 3."""
+    spec = msgspec.structs.replace(
+        SPEC, patch=14, min_pixels=112**2, max_pixels=112**2, side=112, resample=2
+    )
+    with closing(ImageDecoder(spec, **LIMITS)) as decoder:
+        yield decoder
+
+
+@pytest.mark.parametrize("size", [(90, 60), (112, 112), (1, 190), (1000, 700)])
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("RGB", "png"), ("L", "png"), ("CMYK", "jpeg"), ("RGBA", "png")]
+)
+def test_images_of_one_size_equal_those_of_gemma_3(square_decoder, size, mode, kind):
+    file = file_of(picture(mode, size), kind)
+    processor = Gemma3ImageProcessorPil(
+        size={"height": 112, "width": 112}, do_rescale=False, do_normalize=False
+    )
+    expected = processor(Image.open(io.BytesIO(file)), return_tensors="np")["pixel_values"][0]
+    found = decoded(square_decoder, file, kind, low=True)
+    assert np.array_equal(found.transpose(2, 0, 1), expected)
 
 
 def test_sixteen_bits_of_grey_keep_their_high_byte(decoder):

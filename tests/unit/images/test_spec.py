@@ -71,3 +71,47 @@ def test_model_without_an_encoder_has_no_spec(tmp_path, architectures):
 def test_wrong_value_is_refused_with_the_file(tmp_path, config, processor, named):
     with pytest.raises(ConfigError, match=named):
         image_spec(folder_with(tmp_path, {**CONFIG, **config}, processor))
+
+
+GEMMA = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "mm_tokens_per_image": 256,
+    "vision_config": {"image_size": 896, "patch_size": 14, "model_type": "siglip_vision_model"},
+}
+PROCESSOR = {"size": {"height": 896, "width": 896}, "resample": 2, "do_pan_and_scan": None}
+
+
+def test_gemma_3_has_images_of_one_size_between_two_tokens(tmp_path):
+    """As published: config.json leaves out the ids of the tokens."""
+    found = image_spec(folder_with(tmp_path, GEMMA, PROCESSOR))
+    assert found == ImageSpec(
+        patch=14,
+        merge=4,
+        min_pixels=896 * 896,
+        max_pixels=896 * 896,
+        mean=(0.5,) * 3,
+        std=(0.5,) * 3,
+        image_token=262144,
+        around=(255999, 256000),
+        side=896,
+        resample=2,
+    )
+    assert found.rendered_token == 255999
+    assert image_spec(folder_with(tmp_path, {**GEMMA, "vision_config": None})) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "processor", "named"),
+    [
+        ({}, {"do_pan_and_scan": True}, "do_pan_and_scan"),
+        ({}, {"resample": 0}, "resample"),
+        ({}, {"size": {"height": 896, "width": 448}}, "896 x 448 pixels are not supported"),
+        ({"mm_tokens_per_image": 255}, {}, "mm_tokens_per_image 255"),
+        ({"mm_tokens_per_image": 9}, {}, "mm_tokens_per_image 9"),
+        ({"vision_config": {"image_size": 900}}, {"size": None}, "images of 900 pixels"),
+    ],
+)
+def test_other_images_of_gemma_3_are_refused_by_name(tmp_path, config, processor, named):
+    folder = folder_with(tmp_path, {**GEMMA, **config}, {**PROCESSOR, **processor})
+    with pytest.raises(ConfigError, match=named):
+        image_spec(folder)

@@ -14,9 +14,15 @@ PATCH, MERGE = 2, 1
 LAYERS = 4  # of the encoder
 
 
-def image_limits(rows: int, token: int = 7, price: float = 1.0) -> ImageLimits:
-    """Return a buffer of that many rows. A token is one patch. price: of a patch, in tokens."""
-    return ImageLimits(rows, PATCH, MERGE, token, price, 0.0, LAYERS, 0.0)
+def image_limits(
+    rows: int, token: int = 7, price: float = 1.0, *, mutual: bool = False
+) -> ImageLimits:
+    """Return a buffer of that many rows. A token is one patch. price: of a patch, in tokens.
+
+    mutual: as in ImageLimits. Positions then have one axis.
+    """
+    of_images = rows, PATCH, MERGE, token, price, 0.0, LAYERS, 0.0
+    return ImageLimits(*of_images, mixed=not mutual, mutual=mutual)
 
 
 def prompt_with(

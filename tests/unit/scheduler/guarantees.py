@@ -1,6 +1,6 @@
 """The guarantees of every plan, checked around each call of `plan`.
 
-The names F1 to F11 are those of docs/decisions/28-plan-and-apply.md. test_fairness.py has F8,
+The names F1 to F12 are those of docs/decisions/28-plan-and-apply.md. test_fairness.py has F8,
 and F1 with its real limit.
 """
 
@@ -45,6 +45,7 @@ class PlanChecks:
         self.f9_something_runs_while_requests_wait(view, plan)
         self.f10_prompts_go_on_in_every_step(view, plan)
         self.f11_a_step_ends_the_first_prompts_of_its_own_clients(view, plan)
+        self.f12_no_chunk_ends_within_an_image_that_lies_in_one_chunk(view, plan)
         return plan
 
     def f1_one_plan_skips_few_requests_of_a_client(
@@ -176,6 +177,17 @@ class PlanChecks:
             if mine and mine[0] is not plan.preempt and not limited:
                 rest = view.table.prefill_end[mine[0].row] - view.table.computed[mine[0].row]
                 assert chunks[mine[0]] == rest
+
+    def f12_no_chunk_ends_within_an_image_that_lies_in_one_chunk(
+        self, view: View, plan: StepPlan
+    ) -> None:
+        limits = view.images.limits
+        for req, tokens in plan.chunks.items():
+            hit = plan.admit.get(req)
+            start = int(view.table.computed[req.row]) if hit is None else hit.tokens
+            for image in req.images if limits.mutual else ():
+                end = image.start + limits.tokens(image.grid)
+                assert not image.start < start + tokens < end
 
 
 def own_clients(view: View, plan: StepPlan) -> set[str]:

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from minisgl.core import InvalidRequest, SamplingParams, SchedulerConfig, StepCost, StepWork
+from minisgl.core.batch import WindowLayers
+from minisgl.core.images import ImageSpan
 from minisgl.images.positions import rotary_delta, rotary_positions
 from minisgl.message.messages import AddReq, PromptImage
 from minisgl.scheduler.image_check import check_images
@@ -19,10 +21,16 @@ PAGE, TOKEN = 4, 7
 
 
 def harness_with(
-    rows: int, *, budget: int = 64, price: float = 1.0, cache: str = "radix"
+    rows: int,
+    *,
+    budget: int = 64,
+    price: float = 1.0,
+    cache: str = "radix",
+    mutual: bool = False,
+    window: WindowLayers | None = None,
 ) -> Harness:
-    memory = image_limits(rows, TOKEN, price)
-    engine = FakeEngine(80, PAGE, images=memory)
+    memory = image_limits(rows, TOKEN, price, mutual=mutual)
+    engine = FakeEngine(80, PAGE, images=memory, window=window)
     config = SchedulerConfig(prefill_budget_tokens=budget, target_step_ms=None, cache_type=cache)
     return Harness(engine, config)
 
@@ -258,6 +266,47 @@ def test_positions_of_a_chunk_are_those_of_the_whole_prompt() -> None:
     assert whole[:, -1].tolist() == [11 + rotary_delta(images, 2)] * 3
     for first in range(12):
         assert np.array_equal(rotary_positions(images, 2, first, 12), whole[:, first:])
+
+
+def test_an_image_that_attends_both_ways_lies_in_one_chunk() -> None:
+    """It exceeds the budget if it is near the beginning of the first chunk of a step."""
+    harness = harness_with(27, budget=2, mutual=True)
+    ask(harness, [1, (0, (3, 3)), 5, 6, 7])
+    chunks = [batch for batch in harness.engine.batches if len(batch.chunk_ids)]
+    assert [batch.lengths.tolist() for batch in chunks] == [[10], [2], [1]]
+    assert [batch.spans for batch in chunks] == [(ImageSpan(0, 1, 10),), (), ()]
+    assert all(batch.rope is None for batch in chunks), "its positions have one axis"
+
+
+def test_a_hit_may_end_within_an_image_whose_rest_is_one_chunk() -> None:
+    harness = harness_with(27, mutual=True)
+    ask(harness, [1, 2, (0, (3, 3)), 5, 6])
+    begin = len(harness.engine.batches)
+    ask(harness, [1, 2, (0, (3, 3)), 7, 8])
+    assert harness.engine.batches[begin].spans == (ImageSpan(0, 8, 11),)
+
+
+def test_an_image_does_not_exceed_the_budget_beside_other_chunks() -> None:
+    harness = harness_with(27, budget=40, price=0.1, mutual=True)
+    first, (second, images) = [*range(1, 36)], prompt_with([1, (0, (3, 3)), 5])
+    harness.add(first, ignore_eos=True, max_tokens=1)
+    harness.add(second, images=images, ignore_eos=True, max_tokens=1)
+    harness.run()
+    assert [batch.lengths.tolist() for batch in harness.engine.batches] == [[35, 1], [10]]
+
+
+def test_two_clients_with_few_window_pages_compute_their_images() -> None:
+    """Regression: each had the pages of a window, and neither found those of its image."""
+    harness = harness_with(
+        36, mutual=True, window=WindowLayers(5, WindowLayers(5, 0).reserve(PAGE, 12)), budget=16
+    )
+    for seed in range(2):
+        prompt, images = prompt_with([seed + 1, *range(3, 42), (seed, (3, 4)), *range(10, 16)])
+        harness.add(prompt, images=images, client=f"{seed}", ignore_eos=True)
+    for _ in range(60):
+        if not harness.scheduler.idle or harness.inbox.messages:
+            harness.step()
+    assert [len(answer.tokens) for answer in harness.answers.values()] == [8, 8]
 
 
 def refused(images: tuple[PromptImage, ...], ids: list[int], rows: int | None = 100) -> str:

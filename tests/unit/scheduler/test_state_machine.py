@@ -52,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         snapshot_pages=st.sampled_from([0, 2, 3]),
         image_rows=st.sampled_from([0, 0, 16, 30]),
         price=st.sampled_from([0.1, 1.0, 4.0]),
+        mutual=st.booleans(),
     )
     def start(
         self,
@@ -72,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         snapshot_pages: int,
         image_rows: int,
         price: float,
+        mutual: bool,
     ) -> None:
         """seconds: step costs that the scheduler knows; None: it knows none.
 
@@ -79,15 +81,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         window: tokens of a window; None: the model has no window layers.
         snapshot_pages: of a model with recurrent states. A draft then stays within two pages, and a
         chunk has at least a page.
-        image_rows: of the image buffer; 0: the model takes no images. price: as for image_limits.
+        image_rows: of the image buffer; 0: the model takes no images. price, mutual: as for
+        image_limits. No model with recurrent states has images that attend to each other.
         """
+        mutual = mutual and bool(image_rows) and not snapshot_pages
         if snapshot_pages:
             page_size = page_size if most_drafts is None else 8
             budget = max(budget, page_size)
         num_pages = -(-MAX_LEN // page_size) + slack
         layers = None
         if window is not None:
-            layers = WindowLayers(window, 2 - (-(window - 1) // page_size) + window_slack)
+            least = WindowLayers(window, 0).reserve(page_size, 4 if mutual else 1)
+            layers = WindowLayers(window, least + window_slack)
         engine = FakeEngine(
             num_pages,
             page_size,
@@ -97,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             DRAFTERS[drafter],
             layers,
             snapshot_pages,
-            images=image_limits(image_rows, price=price) if image_rows else None,
+            images=image_limits(image_rows, price=price, mutual=mutual) if image_rows else None,
         )
         config = SchedulerConfig(
             prefill_budget_tokens=budget,

@@ -14,7 +14,7 @@ from unittest.mock import ANY
 import msgspec
 import pytest
 from PIL import Image
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from minisgl.images import ImageDecoder, ImageSpec, pad_ids
 from minisgl.message.messages import SourceImage, TokenizeChat, TokenizeResult, TokenizeText
@@ -44,21 +44,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokenizer(folder: Path) -> Iterator[TextTokenizer]:
     with closing(TextTokenizer(folder)) as plain:
         (token,) = plain.encode_text("<|image_pad|>")
-    with closing(TextTokenizer(folder, image_token=token)) as found:
+    with closing(TextTokenizer(folder, images=spec_of(token))) as found:
         yield found
+
+
+def spec_of(token: int, **changes: Any) -> ImageSpec:
+    sizes = {"patch": 16, "merge": 2, "min_pixels": 1024, "max_pixels": 2**20}
+    values = {"mean": (0.5,) * 3, "std": (0.5,) * 3, "image_token": token}
+    return ImageSpec(**sizes | values | changes)
 
 
 @pytest.fixture(scope="module")
 def decoder(tokenizer: TextTokenizer) -> Iterator[ImageDecoder]:
-    spec = ImageSpec(
-        patch=16,
-        merge=2,
-        min_pixels=1024,
-        max_pixels=2**20,
-        mean=(0.5,) * 3,
-        std=(0.5,) * 3,
-        image_token=tokenizer.encode_text("<|image_pad|>")[0],
-    )
+    spec = spec_of(tokenizer.encode_text("<|image_pad|>")[0])
     limits = {"max_pixels": 2**20, "max_tokens": 64, "max_request_pixels": 10_000}
     with closing(ImageDecoder(spec, **limits, timeout_s=60.0)) as found:
         yield found
@@ -203,3 +201,49 @@ def test_prefix_of_the_next_turn_ends_behind_the_pads(
     stable, _ = answer(chat, source("red", (64, 64))).prefixes
     plain, _ = tokenizer.prefixes.find(tokenizer.encode_chat(chat), chat, {})
     assert stable == plain + 3 > 3, "four pads stand for one image token"
+
+
+GEMMA_TEMPLATE = (
+    "{% for m in messages %}<start_of_turn>{{ m.role }}\n{% for p in m.content %}"
+    "{{ '<start_of_image>' if p.type == 'image' else p.text | trim }}{% endfor %}"
+    "<end_of_turn>\n{% endfor %}"
+)
+
+
+def test_an_image_of_gemma_3_has_the_sequence_of_its_processor(tmp_path: Path) -> None:
+    """Line breaks around an image become tokens together with those of the template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: index for index, char in enumerate([*alphabet, "ĊĊ", "ĊĊĊ", "ĊĊĊĊ"])}
+    merges = [("Ċ", "Ċ"), ("ĊĊ", "Ċ"), ("ĊĊĊ", "Ċ")]
+    library = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    library.decoder = decoders.ByteLevel()
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    begin, end, soft = tokens = "<start_of_image>", "<end_of_image>", "<image_soft_token>"
+    library.add_special_tokens([*tokens, "<start_of_turn>", "<end_of_turn>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "chat_template.jinja").write_text(GEMMA_TEMPLATE)
+    ids = [library.token_to_id(token) for token in tokens]
+    changes = {"patch": 4, "around": (ids[0], ids[1]), "side": 16}
+    spec = spec_of(ids[2], min_pixels=256, **changes | {"max_pixels": 256})
+    limits = {"max_pixels": 2**20, "max_tokens": 64, "max_request_pixels": 10_000}
+    typed = f"a{begin}{soft}"
+    chat = [{"role": "user", "content": [IMAGE, text("b"), IMAGE, text(typed)]}]
+    images = source("red", (40, 30)), source("blue", (16, 16))
+    message = TokenizeChat(uid=1, messages_json=json.dumps(chat).encode(), images=images)
+    sequence = f"\n\n{begin}{soft * 4}{end}\n\n"  # an image of 16 x 16 pixels has 4 tokens
+    wanted = f"<start_of_turn>user\n{sequence}b{sequence}"
+    for escapes in (False, True):
+        tokenizer = TextTokenizer(tmp_path, escape_special_tokens=escapes, images=spec)
+        with closing(tokenizer), closing(ImageDecoder(spec, **limits, timeout_s=60.0)) as decoder:
+            found = tokenize(tokenizer, message, decoder)
+        assert found.error is None
+        got, known = ids_of(found.token_ids), library.encode(wanted).ids
+        assert got[: len(known)] == known
+        assert ids[0] not in got[len(known) :], "a text became an image"
+        assert ids[2] not in got[len(known) :], "a text became an image"
+        first, second = found.images
+        assert (first.grid, second.grid) == ((4, 4), (4, 4))
+        padded = ids_of(found.padded)
+        assert padded[first.start : first.start + 4] == pad_ids(first.digest, (4, 4), 4)
+        assert got[second.start : second.start + 5] == [ids[2]] * 4 + [ids[1]]

@@ -1,0 +1,67 @@
+"""The image encoder of Gemma 3 in its config.json."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl.core import ConfigError
+from minisgl.models.config import model_spec_from
+from minisgl.models.encoder import ImageEncoder
+
+# The config.json of the 4B model, which leaves out many values.
+CONFIG: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "mm_tokens_per_image": 256,
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {
+        "hidden_size": 1152,
+        "image_size": 896,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+        "vision_use_head": False,
+    },
+}
+
+
+def test_encoder_of_the_4b_model_has_its_published_size() -> None:
+    spec = model_spec_from(CONFIG, images=True)
+    encoder = spec.encoder
+    assert encoder is not None
+    with torch.device("meta"):
+        sizes = [parameter.numel() for parameter in ImageEncoder(encoder).parameters()]
+    assert sum(sizes) == encoder.weights == 416_866_032 + 1152 + 1152 * 2560
+    assert (spec.largest_span, encoder.side, encoder.merge) == (256, 64, 4)
+    assert encoder.flops((64, 64)) == pytest.approx(5.4e12, rel=0.1)
+    assert model_spec_from(CONFIG).encoder is None
+
+
+@pytest.mark.parametrize(
+    ("outer", "vision", "says"),
+    [
+        ({}, {"model_type": "clip_vision_model"}, "model_type 'clip_vision_model'"),
+        ({}, {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({}, {"num_channels": 4}, "num_channels 4 is not supported"),
+        ({}, {"layer_norm_eps": 1e-5}, "layer_norm_eps 1e-05 is not supported"),
+        ({}, {"num_attention_heads": 7}, "expected a multiple of 4 \\* num_attention_heads 7"),
+        ({}, {"image_size": 897}, "images of 897 pixels"),
+        ({"mm_tokens_per_image": 200}, {}, "mm_tokens_per_image 200"),
+    ],
+)
+def test_other_encoders_are_refused_by_name(
+    outer: dict[str, Any], vision: dict[str, Any], says: str
+) -> None:
+    config = {**CONFIG, **outer, "vision_config": CONFIG["vision_config"] | vision}
+    with pytest.raises(ConfigError, match=says):
+        model_spec_from(config, images=True)
