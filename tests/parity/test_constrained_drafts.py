@@ -45,7 +45,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def tasks_of(seed: int) -> list[Task]:
-    return [*random_tasks(12, seed), *repeated_tasks() * 2]
+    return [*random_tasks(9, seed), *repeated_tasks()]
 
 
 @cache
@@ -72,7 +72,7 @@ def test_drafts_change_no_constrained_answer(
     drafted = run_tasks(SingleCommunicator(), str(tmp_path), path, run, tasks, find)
     assert drafted.tokens == plain.tokens
     assert drafted.ends == plain.ends
-    assert check_answers(path, run, tasks, drafted) >= 10
+    assert check_answers(path, run, tasks, drafted) >= 6
     assert drafted.errors == plain.errors
     dead_ends = name == "stopped"  # some texts can go on only with the stop token
     assert (FinishReason.ERROR in drafted.ends) == dead_ends
@@ -134,7 +134,7 @@ def test_withheld_masks_change_no_answer(
     assert found.tokens == plain.tokens
     assert found.ends == plain.ends
     assert found.errors == plain.errors
-    assert found.totals.constraints.withheld > 50
+    assert found.totals.constraints.withheld > 30
     assert found.totals.nonfinite_rows_total == 0
 
 
@@ -153,4 +153,4 @@ def test_two_ranks_that_withhold_other_masks_give_the_answers_of_one(
     for outcome in outcomes:
         assert outcome.tokens == plain.tokens
         assert outcome.ends == plain.ends
-        assert outcome.totals.constraints.withheld > 50
+        assert outcome.totals.constraints.withheld > 30

@@ -154,7 +154,7 @@ def test_drafts_change_no_token(
             ids = runner.token_pool[row, : newest + count].tolist()
             found.append((ids[:newest], ids[newest:]))
 
-    expected = without_drafts(heads.path, kind)
+    expected = without_drafts(heads.path, kind) * case.waves
     picked = emulate_decode_graphs(monkeypatch) if by_graph else []
     monkeypatch.setattr(HeadDrafts, "after", record)
     outputs, scheduler, recorder = run(heads.path, case, KINDS[kind], drafts, texts=texts())
@@ -186,7 +186,7 @@ def test_two_ranks_give_the_tokens_of_transformers(heads: Heads, tmp_path: Path)
     (first,), (second,) = run_on(2, [case], {"heads": heads.path}, tmp_path)
     assert first == second
     rank_cases.prove(case, first)
-    for prompt, tokens in zip(rank_cases.prompts() * 2, first.tokens, strict=True):
+    for prompt, tokens in zip(rank_cases.prompts(), first.tokens, strict=True):
         assert tokens == transformers_greedy(heads.path, prompt, len(tokens), guess=tokens)
 
 
@@ -199,7 +199,7 @@ def test_constraints_give_the_same_answers_without_drafts(tmp_path: Path) -> Non
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(path)
     Heads(model, path, agrees=True)
-    tasks = random_tasks(8, 3)  # every third request is free: most of its drafts are accepted
+    tasks = random_tasks(5, 3)  # every third request is free: most of its drafts are accepted
     plain = Run(engine={"page_size": 16}, free=True)
     drafting = replace(plain, engine={"page_size": 16, "speculative": "mtp"}, drafts=True)
     first, second = (run_tasks(SingleCommunicator(), "", path, r, tasks) for r in (plain, drafting))

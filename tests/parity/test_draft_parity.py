@@ -60,7 +60,11 @@ def alternating(
 
 @pytest.mark.parametrize(
     ("index", "drafter", "kind"),
-    alternating([1, 2, 4, 5, 6], ["n-gram", *DRAFTERS], ["greedy", "drawn", "mixed"]),
+    [
+        (1, "n-gram", "greedy"),  # chunks of one token
+        (1, "half right", "mixed"),
+        *alternating([2, 4, 5, 6], ["n-gram", *DRAFTERS], ["greedy", "drawn", "mixed"]),
+    ],
 )
 def test_drafts_change_no_token(
     index: int,
@@ -76,9 +80,9 @@ def check_drafts(
     path: str, case: Case, drafter: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compare the tokens of a run with drafts with those of another run without."""
-    expected = without_drafts(path, kind)
+    expected = without_drafts(path, kind) * case.waves
     if drafter != "n-gram":
-        sequences = [p + o for p, o in zip(prompts() * 2, expected, strict=True)]
+        sequences = [p + o for p, o in zip(prompts() * case.waves, expected, strict=True)]
         monkeypatch.setattr(ngram, "find_drafts", drafts_of(sequences, drafter))
     drafts = ChangingDrafts(7)
     outputs, scheduler, recorder = run(path, case, KINDS[kind], drafts)
@@ -86,7 +90,7 @@ def check_drafts(
     if kind != "mixed":
         prove(case, scheduler, recorder)
     widths = {batch.width for batch in recorder.batches}
-    assert widths == {1, 2, 4, 8}
+    assert {1, 4, 8} <= widths <= {1, 2, 4, 8}
     if drafter != "n-gram" and kind != "mixed":
         assert (drafts.agreed > 0) == (drafter != "wrong")
         assert (drafts.agreed == drafts.drafted) == (drafter == "right")
@@ -121,7 +125,7 @@ def test_predictions_change_no_token(
 ) -> None:
     """Predictions fill the room for the output, or more; preempted requests keep theirs."""
     path, case = model_path("qwen3"), CASES[index]
-    expected = without_drafts(path, kind)
+    expected = without_drafts(path, kind) * case.waves
     predictions = [PREDICTIONS[prediction](output) for output in expected]
     outputs, scheduler, recorder = run(path, case, KINDS[kind], ChangingDrafts(7), predictions)
     assert outputs == expected

@@ -42,7 +42,9 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_complete_answer_matches_its_grammar(name: str, path: str, tmp_path: Path) -> None:
-    run, tasks = RUNS[name], random_tasks(45, seed=len(name))
+    run = RUNS[name]
+    # More requests than rows, and more again where the pages have to run out.
+    tasks = random_tasks(45 if run.crowded else 24, seed=len(name))
     outcome = run_tasks(SingleCommunicator(), str(tmp_path), path, run, tasks)
     complete = check_answers(path, run, tasks, outcome)
     constrained = len(tasks) * (2 if run.free else 3) // 3
@@ -73,12 +75,12 @@ def test_a_failed_grammar_ends_its_request_alone(path: str, tmp_path: Path) -> N
         for i in range(200)
     ]
     bad = [Task({"$ref": "#"}), Task({"anyOf": wide})]
-    tasks = [*bad, *random_tasks(20, seed=4)]
+    tasks = [*bad, *random_tasks(10, seed=4)]
     outcome = run_tasks(SingleCommunicator(), str(tmp_path), path, Run(), tasks)
     assert outcome.ends[:2] == [FinishReason.ERROR] * 2
     assert "no token is left" in outcome.errors[0]
     assert "too complex" in outcome.errors[1]
-    assert check_answers(path, Run(), tasks, outcome) >= 16
+    assert check_answers(path, Run(), tasks, outcome) >= 8
     totals = outcome.totals
     assert totals.constraints.failures == {"grammar_dead_end": 1, "grammar_too_complex": 1}
     assert totals.nonfinite_rows_total == 0
@@ -89,11 +91,11 @@ def test_a_failed_grammar_ends_its_request_alone(path: str, tmp_path: Path) -> N
 
 
 def test_forced_tokens_are_the_tokens_that_would_be_sampled(path: str, tmp_path: Path) -> None:
-    tasks = random_tasks(30, seed=6)
+    tasks = random_tasks(16, seed=6)
     single = SingleCommunicator()
     forced = run_tasks(single, str(tmp_path), path, Run(), tasks)
     sampled = run_tasks(single, str(tmp_path), path, Run(forced=False), tasks)
-    assert forced.totals.constraints.forced_tokens > 30
+    assert forced.totals.constraints.forced_tokens > 15
     assert sampled.totals.constraints.forced_tokens == 0
     assert forced.totals.step_id <= sampled.totals.step_id
     assert forced.tokens == sampled.tokens
