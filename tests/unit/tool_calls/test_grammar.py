@@ -126,7 +126,7 @@ def test_random_answers_under_required_are_calls_that_validate(
     matcher = matcher_of(tokenizer, write(name, parallel=parallel))
     draws = random.Random(0)
     complete = 0
-    for _ in range(100):
+    for _ in range(40):
         text = random_answer(matcher, vocabulary, draws)
         if text is None or "�" in text:  # too long, or bytes that are no character
             continue
@@ -138,7 +138,7 @@ def test_random_answers_under_required_are_calls_that_validate(
         for called, arguments in answer.calls:
             schema = is_plain(SCHEMAS[called]) if name in TYPED_FORMATS else SCHEMAS[called]
             jsonschema.validate(arguments, schema)
-    assert complete >= 25
+    assert complete >= 10
 
 
 CALLS = {

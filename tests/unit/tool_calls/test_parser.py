@@ -4,10 +4,11 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minisgl.tool_calls.formats import FORMATS
+from tests.examples import examples
 from tests.unit.tool_calls.answers import TEXT_FORMATS, cut, parse
 
 CITY: dict[str, Any] = {
@@ -92,6 +93,7 @@ def test_two_calls_are_found_and_have_different_ids(name: str) -> None:
 
 
 @every_format
+@settings(max_examples=examples(45))
 @given(st.lists(st.integers(0, 200)))
 def test_every_split_gives_the_same_answer(name: str, borders: list[int]) -> None:
     whole = parse(name, [TWO_CALLS[name]], TOOLS)
@@ -326,6 +328,7 @@ FRAGMENTS = st.sampled_from(
 
 
 @every_format
+@settings(max_examples=examples(45))
 @given(st.lists(FRAGMENTS, max_size=40), st.lists(st.integers(0, 300)))
 @example(["<tool_call>"] * 3, [])
 def test_hostile_text_is_never_lost_and_its_split_does_not_matter(

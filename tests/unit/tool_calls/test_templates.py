@@ -20,6 +20,7 @@ from minisgl.tokenizer.renderer import TemplateError
 from minisgl.tokenizer.template import ChatTemplate
 from minisgl.tool_calls.detect import answer_in, detect
 from minisgl.tool_calls.formats import FORMATS
+from tests.examples import examples
 from tests.unit.tool_calls.answers import TEMPLATES, cut, load_template, parse
 
 OWN = {path.stem: path for path in sorted(TEMPLATES.glob("*.jinja"))}
@@ -123,7 +124,7 @@ def test_the_formats_of_published_templates_are_detected() -> None:
 
 
 @pytest.mark.parametrize("name", PATHS)
-@settings(suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=examples(45), suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.data())
 def test_a_rendered_call_is_read_back(name: str, data: st.DataObject) -> None:
     template, format_name = template_of(name)
