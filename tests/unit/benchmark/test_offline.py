@@ -33,7 +33,7 @@ def test_the_result_names_the_dtypes_of_weights_and_cache(
 
 def test_a_workload_beyond_the_context_gives_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"cannot run the workload: .* context length is 4096"):
-        main([*DEMO, "--prompt-tokens", "4000", "4000", "--output-tokens", "200", "200"])
+        main([*DEMO, "--prompt-tokens", "8", "8", "--output-tokens", "4095", "4095"])
 
 
 def test_the_default_workload_is_that_of_the_readme() -> None:

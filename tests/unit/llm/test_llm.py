@@ -70,12 +70,14 @@ def test_stream_concatenates_to_the_whole_text(llm: LLM) -> None:
     assert sorted(ends) == [(0, "p-l-a-n-e-t"), (1, "42")]
 
 
+Unequal = tuple[list[list[int]], list[SamplingParams], list[list[int]]]
 UNEQUAL = [5, None, 1, 30, 12, None, 30, 2]
 """max_tokens of the prompts. Sorting them moves almost every prompt."""
 
 
-def unequal(llm: LLM) -> tuple[list[list[int]], list[SamplingParams], list[list[int]]]:
-    """Return prompts without shared prefixes, their parameters, and the answer to each alone."""
+@pytest.fixture(scope="module")
+def unequal(llm: LLM) -> Unequal:
+    """Prompts without shared prefixes, their parameters, and the answer to each alone."""
     room = llm.facts.max_seq_len
     prompts = [
         [20 + 3 * i, 7, 5 + i] * (room // 3 - 5 if max_tokens is None else i + 1)
@@ -92,9 +94,9 @@ def unequal(llm: LLM) -> tuple[list[list[int]], list[SamplingParams], list[list[
     return prompts, params, alone
 
 
-def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:
+def test_results_are_in_the_order_of_the_prompts(llm: LLM, unequal: Unequal) -> None:
     """The LLM submits prompts with the highest max_tokens first, and sorts the results."""
-    prompts, params, alone = unequal(llm)
+    prompts, params, alone = unequal
     results = llm.generate(prompts, params, progress=False)
     assert isinstance(results, list)
     assert [result.token_ids for result in results] == alone
@@ -104,8 +106,8 @@ def test_results_are_in_the_order_of_the_prompts(llm: LLM) -> None:
         assert len(tokens) == (room - len(prompt) if max_tokens is None else max_tokens)
 
 
-def test_pieces_have_the_index_of_their_prompt(llm: LLM) -> None:
-    prompts, params, alone = unequal(llm)
+def test_pieces_have_the_index_of_their_prompt(llm: LLM, unequal: Unequal) -> None:
+    prompts, params, alone = unequal
     texts, ends = [""] * len(prompts), {}
     for piece in llm.stream(prompts, params):
         texts[piece.index] += piece.text
@@ -294,8 +296,8 @@ def test_stop_token_ids_may_be_a_list(llm: LLM) -> None:
 
 def test_a_call_during_an_open_stream_is_refused(llm: LLM) -> None:
     """Regression: the call failed with a KeyError, and then the stream waited forever."""
-    endless = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
-    stream = llm.stream([5, 6], endless)
+    long = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
+    stream = llm.stream([5, 6], long)
     next(stream)
     with pytest.raises(InvalidRequest, match="one call at a time"):
         llm.generate([7], GREEDY, progress=False)

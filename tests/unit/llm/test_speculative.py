@@ -31,8 +31,8 @@ ASKED: list[SamplingParams] = [
 ROWS = '[{"name": "one", "n": 1}, {"name": "two", "n": 2}, {"name": "three", "n": 3}, '
 SCHEMA = {
     "type": "array",
-    "minItems": 3,
-    "maxItems": 4,
+    "minItems": 2,
+    "maxItems": 3,
     "items": {
         "type": "object",
         "properties": {
@@ -92,15 +92,15 @@ def test_drafts_change_no_answer(overlap: bool, monkeypatch: pytest.MonkeyPatch)
 def test_predictions_change_no_constrained_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The predictions are the answers themselves, and answers of other prompts."""
     monkeypatch.setattr(PricedLengths, "best", lambda self, step: min(7, step.limit))
-    prompts = [f"Rows {seed}" for seed in range(5)]
-    plain, _ = answers(prompts, CONSTRAINED[:5])
+    prompts = [f"Rows {seed}" for seed in range(3)]
+    plain, _ = answers(prompts, CONSTRAINED[:3])
     ids = [answer.token_ids for answer in plain]
     for predictions in (ids, [*ids[1:], ids[0]]):
         with LLM(
             device="cpu", num_pages=256, max_running_reqs=10, max_seq_len=512, speculative="ngram"
         ) as llm:
             drafted = llm.generate(
-                prompts, CONSTRAINED[:5], stop=("zz", "+ b\n\n", "two two"), prediction=predictions
+                prompts, CONSTRAINED[:3], stop=("zz", "+ b\n\n", "two two"), prediction=predictions
             )
             accepted = sum(llm.worker.scheduler.totals.drafts.accepted)
         check(drafted, plain)

@@ -163,13 +163,13 @@ class CountingEngine(VirtualEngine):
 def test_simulated_overload_delays_another_client_by_few_steps(
     prompt_tokens: int, output_tokens: int
 ) -> None:
-    """One client has 1,000 requests open, about 100 times the load of the other one.
+    """One client has 400 requests open, more than the rows, and the other one has eight.
 
     Costs of an 8B model on one H200. At most three steps start between the arrival of the other
     client's request and its first token: one makes room, one computes its prompt, and one starts
     before the result of the second is read.
     """
-    hostile = [(0.001 * i, prompt_tokens, output_tokens, "hostile") for i in range(1000)]
+    hostile = [(0.001 * i, prompt_tokens, output_tokens, "hostile") for i in range(400)]
     other = [(5 + 0.7771 * i, 256, 8, "other") for i in range(8)]
     reqs = sorted([*hostile, *other, (0.0, 16, 1, "other")])
     prompts = [

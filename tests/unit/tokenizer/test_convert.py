@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "hub"
 
 
+@pytest.fixture(scope="module")
+def shared_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of huggingface_hub for all tests that convert the same files."""
+    path = tmp_path_factory.mktemp("hub")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("huggingface_hub.constants.HF_HOME", str(path))
+        yield path
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A byte-level BPE in the two files of GPT-2."""
@@ -39,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_two_files_of_bpe_give_the_ids_of_transformers(hub: Path, folder: Path) -> None:
+def test_two_files_of_bpe_give_the_ids_of_transformers(shared_hub: Path, folder: Path) -> None:
     found, expected = TextTokenizer(folder), AutoTokenizer.from_pretrained(folder)
     for text in TEXTS:
         ids = found.encode_text(text)
@@ -49,17 +59,25 @@ def test_two_files_of_bpe_give_the_ids_of_transformers(hub: Path, folder: Path) 
 
 
 def test_a_conversion_is_kept_until_a_file_changes(
-    hub: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    shared_hub: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The process that asks for the second conversion does not load torch."""
     converted = tokenizer_folder(folder)
-    assert converted.parent == hub / "minisgl" / "tokenizers"
+    assert converted.parent == shared_hub / "minisgl" / "tokenizers"
     assert [path.name for path in converted.parent.iterdir()] == [converted.name], "no leftovers"
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "run", None)
         assert tokenizer_folder(folder) == converted
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    changed = tokenizer_folder(folder)
-    assert changed != converted
+    program = (
+        "import sys; from minisgl.tokenizer import TextTokenizer;"
+        f"import huggingface_hub.constants as c; c.HF_HOME = {str(shared_hub)!r};"
+        f"TextTokenizer({str(folder)!r}); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", None)
+        assert tokenizer_folder(folder) != converted
     assert TextTokenizer(folder).render_chat([]) == "[]"
 
 
@@ -90,12 +108,3 @@ def test_a_cache_that_cannot_be_written_is_named(folder: Path, hub: Path) -> Non
     hub.write_text("a file")
     with pytest.raises(ConfigError, match="set HF_HOME to a folder that this user may write"):
         TextTokenizer(folder)
-
-
-def test_the_tokenizer_process_does_not_load_torch(hub: Path, folder: Path) -> None:
-    program = (
-        "import sys; from minisgl.tokenizer import TextTokenizer;"
-        f"import huggingface_hub.constants as c; c.HF_HOME = {str(hub)!r};"
-        f"TextTokenizer({str(folder)!r}); assert 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
