@@ -98,7 +98,7 @@ def test_answers_equal_those_of_transformers(name: str, case: Case, folder: Path
     reserve = WindowLayers(20, 0).reserve(case.page_size, COUNT)
     with patch.object(test_scheduler_parity, "few_window_pages", lambda *_: 3 * reserve):
         outputs, scheduler, recorder = run(path, case, [SAMPLING], None, None, *given, **SMALL)
-    assert outputs == wanted * 2
+    assert outputs == wanted * case.waves
     if case.chunk < UNLIMITED:  # else the buffer of images divides prompts
         prove(case, scheduler, recorder)
     check_spans(recorder, case)
