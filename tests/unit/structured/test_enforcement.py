@@ -28,7 +28,7 @@ RUNS = {
     "chunked": Run(chunk=7),
     "crowded": Run(crowded=True, cache_type="naive"),
     "aborted": Run(aborts=True, chunk=16, crowded=True),
-    "plain": Run(overlap=False, crowded=True),
+    "plain": Run(overlap=False, crowded=True, engine={"num_pages": 60}),
     "mixed": Run(free=True),
     "filtered": Run(params={"top_k": 30, "top_p": 0.9}),
     "penalised": Run(params={"presence_penalty": 1.0, "logit_bias": {9: 5.0}, "min_tokens": 2}),
