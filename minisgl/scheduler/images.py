@@ -288,7 +288,8 @@ class ImageRoom:
                 price += self._advance(image, cost)
             else:
                 self._count(image, count)
-        following = self._following(req, start, tokens)
+        # Without decoding rows and without a chunk, it would take the budget of the first chunk.
+        following = self._following(req, start, tokens) if tokens or self._divides else None
         if following is not None:
             begins = not tokens and _key(following) not in self._parts
             price += self._advance(following, budget - price, least=int(begins))

@@ -309,6 +309,22 @@ def test_two_clients_with_few_window_pages_compute_their_images() -> None:
     assert [len(answer.tokens) for answer in harness.answers.values()] == [8, 8]
 
 
+def test_an_image_does_not_take_the_budget_of_the_first_chunk() -> None:
+    """Regression: half of the budget is less than a page of states, so it began with an image.
+
+    The other half was then less than a page too, and no request had a chunk.
+    """
+    memory = image_limits(16, TOKEN, price=4.0)
+    engine = FakeEngine(80, 8, images=memory, snapshot_pages=2)
+    config = SchedulerConfig(prefill_budget_tokens=8, target_step_ms=None)
+    harness = Harness(engine, config)
+    prompt, images = prompt_with([(0, (2, 2)), *range(1, 12)])
+    uid = harness.add(prompt, images=images, client="a", ignore_eos=True)
+    harness.add([*range(20, 30)], client="b", ignore_eos=True)
+    harness.run()
+    assert harness.answers[uid].tokens == expected_output(prompt, 8, ignore_eos=True)
+
+
 def refused(images: tuple[PromptImage, ...], ids: list[int], rows: int | None = 100) -> str:
     message = AddReq(uid=1, token_ids=b"", sampling=SamplingParams(), images=images)
     memory = None if rows is None else image_limits(rows)
