@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.parity.configs import BASE
+from tests.parity.image_models import random_model
 
 PATCH, SIDE = 4, 8  # pixels of a patch; rows and columns of patches of an image
 IMAGE, BEGIN, END = 140, 141, 142  # token ids
@@ -57,18 +58,15 @@ MODELS = {
 
 def save(name: str, folder: Path) -> tuple[Any, str]:
     """Save a random model whose norms and biases have no default values."""
-    torch.manual_seed(0)
-    path = str(folder / name)
-    model = transformers.AutoModelForImageTextToText.from_config(
-        MODELS[name](), dtype=torch.float32, attn_implementation="eager"
-    ).eval()
-    with torch.no_grad():
-        for tensor, parameter in model.named_parameters():
-            if tensor.endswith("bias") or "norm" in tensor:
-                is_layer_norm = "vision_tower" in tensor and tensor.endswith("weight")
-                parameter.normal_(float(is_layer_norm), 0.3)
-            elif "vision_tower" in tensor or "projection" in tensor:
-                parameter.normal_(0.0, 0.2)
+
+    def fill(tensor: str, parameter: Tensor) -> None:
+        if tensor.endswith("bias") or "norm" in tensor:
+            is_layer_norm = "vision_tower" in tensor and tensor.endswith("weight")
+            parameter.normal_(float(is_layer_norm), 0.3)
+        elif "vision_tower" in tensor or "projection" in tensor:
+            parameter.normal_(0.0, 0.2)
+
+    model, path = random_model(MODELS[name](), fill), str(folder / name)
     model.save_pretrained(path)
     file = folder / name / "model.safetensors"
     tensors = load_file(file)

@@ -55,19 +55,28 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
-def save(name: str, folder: Path) -> tuple[Any, str]:
-    """Save a random model whose norms and biases have no default values."""
+def random_model(config: Any, fill: Callable[[str, Tensor], None]) -> Any:
+    """Return a random model. fill: gives values to a parameter with this name, in place."""
     torch.manual_seed(0)
-    path = str(folder / name)
     model = transformers.AutoModelForImageTextToText.from_config(
-        MODELS[name](), dtype=torch.float32, attn_implementation="eager"
+        config, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     with torch.no_grad():
-        for tensor, parameter in model.named_parameters():
-            if tensor.endswith(("norm.weight", "norm1.weight", "norm2.weight", ".bias", "A_log")):
-                around_one = "norm" in tensor and tensor.endswith("weight")
-                offset = name != "qwen3-vl" and "visual" not in tensor and "linear" not in tensor
-                parameter.normal_(1.0 if around_one and not offset else 0.0, 0.3)
+        for name, parameter in model.named_parameters():
+            fill(name, parameter)
+    return model
+
+
+def save(name: str, folder: Path) -> tuple[Any, str]:
+    """Save a random model whose norms and biases have no default values."""
+
+    def fill(tensor: str, parameter: Tensor) -> None:
+        if tensor.endswith(("norm.weight", "norm1.weight", "norm2.weight", ".bias", "A_log")):
+            around_one = "norm" in tensor and tensor.endswith("weight")
+            offset = name != "qwen3-vl" and "visual" not in tensor and "linear" not in tensor
+            parameter.normal_(1.0 if around_one and not offset else 0.0, 0.3)
+
+    model, path = random_model(MODELS[name](), fill), str(folder / name)
     model.save_pretrained(path)
     settings = {"image_mean": MEAN, "image_std": STD}
     (folder / name / "preprocessor_config.json").write_text(json.dumps(settings))

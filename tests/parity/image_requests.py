@@ -2,7 +2,8 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +21,15 @@ SMALL = {"image_cache_tokens": 36}  # an image has at most a third of them
 SAMPLING = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 Part = int | tuple[int, tuple[int, int]]
 Prompt = tuple[list[int], tuple[PromptImage, ...]]
+P = TypeVar("P")
+
+
+class PixelsOf(NamedTuple):
+    """An image: its pixels, its grid of patches, and the number of its tokens."""
+
+    pixels: Tensor
+    grid: tuple[int, int]
+    tokens: int
 
 
 def picture_of(seed: int, grid: tuple[int, int]) -> Tensor:
@@ -42,26 +52,39 @@ def prompts() -> list[list[Part]]:
     ]
 
 
-def as_request(parts: Sequence[Part]) -> Prompt:
+def request_of(parts: Sequence[P], image: Callable[[P], PixelsOf]) -> Prompt:
+    """Return the ids and images of a prompt. image: gives those of a part that is no id."""
     ids: list[int] = []
     images = []
     for part in parts:
         if isinstance(part, int):
             ids.append(part)
             continue
-        pixels, grid = picture_of(*part).numpy().tobytes(), part[1]
-        digest = hashlib.sha256(pixels).digest()
-        images.append(PromptImage(start=len(ids), grid=grid, digest=digest, pixels=pixels))
-        ids += pad_ids(digest, grid, grid[0] * grid[1] // MERGE**2)
+        pixels, grid, count = image(part)
+        data = pixels.numpy().tobytes()
+        digest = hashlib.sha256(data).digest()
+        images.append(PromptImage(start=len(ids), grid=grid, digest=digest, pixels=data))
+        ids += pad_ids(digest, grid, count)
     return ids, tuple(images)
 
 
-def answers(comm: Communicator, path: str) -> list[list[int]]:
-    """Return the tokens of all prompts, computed by the scheduler of this rank.
+def as_request(parts: Sequence[Part]) -> Prompt:
+    def image(part: Part) -> PixelsOf:
+        assert isinstance(part, tuple)
+        height, width = part[1]
+        return PixelsOf(picture_of(*part), part[1], height * width // MERGE**2)
+
+    return request_of(parts, image)
+
+
+def answers(
+    comm: Communicator, path: str, requests: list[Prompt], settings: dict[str, int]
+) -> list[list[int]]:
+    """Return the tokens of all requests, computed by the scheduler of this rank.
 
     All ranks get the same messages in the same order, but only rank 0 gets pixels and encodes.
     """
-    engine = make_engine(path, comm, tp_size=comm.tp.size, page_size=16, **SMALL)
+    engine = make_engine(path, comm, tp_size=comm.tp.size, page_size=16, **settings)
     runner, encodes = engine._launcher.runner, comm.tp.rank == 0
     assert (runner.images is not None, runner.model.encoder is not None) == (encodes, encodes)
     inbox, outbox = LocalInbox(), deque[StepOutput]()
@@ -74,8 +97,7 @@ def answers(comm: Communicator, path: str) -> list[list[int]]:
         send=outbox.append,
         extensions=engine.extensions,
     )
-    for uid, parts in enumerate(prompts()):
-        ids, images = as_request(parts)
+    for uid, (ids, images) in enumerate(requests):
         if not encodes:
             images = tuple(image.without_pixels() for image in images)
         tokens = np.array(ids, dtype="<i4").tobytes()
@@ -83,7 +105,7 @@ def answers(comm: Communicator, path: str) -> list[list[int]]:
     while inbox.messages or not scheduler.idle:
         scheduler.iterate()
     engine.close()
-    found: list[list[int]] = [[] for _ in prompts()]
+    found: list[list[int]] = [[] for _ in requests]
     for output in outbox:
         for uid, token in zip(output.uids, output.token_ids, strict=True):
             found[uid].append(token)

@@ -3,8 +3,6 @@
 Hits inside images, chunks smaller than an image, preemption, a small image buffer and two ranks.
 """
 
-import hashlib
-from collections import deque
 from functools import cache
 from pathlib import Path
 from unittest.mock import patch
@@ -12,22 +10,22 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from minisgl.core import SamplingParams, SchedulerConfig
 from minisgl.core.batch import WindowLayers
-from minisgl.distributed.comm import Communicator
-from minisgl.images.pads import pad_ids
-from minisgl.message.messages import AddReq, PromptImage, StepOutput
-from minisgl.scheduler import LocalInbox, Scheduler
 from tests.parity import test_scheduler_parity
-from tests.parity.driver import make_engine
 from tests.parity.gemma3_models import BEGIN, END, IMAGE, SIDE, logits_of, picture, save
+from tests.parity.image_requests import (
+    SAMPLING,
+    TOKENS,
+    PixelsOf,
+    Prompt,
+    answers,
+    request_of,
+)
 from tests.parity.test_scheduler_parity import UNLIMITED, Case, Recorder, prove, run
 from tests.unit.distributed.ranks import run_ranks
 
-TOKENS = 12
 COUNT = 16  # tokens of an image
 SMALL = {"image_cache_tokens": 3 * COUNT}  # room for three images
-SAMPLING = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
 Part = int | tuple[int]  # an id, or the seed of an image
 
 
@@ -47,18 +45,12 @@ def prompts() -> list[list[Part]]:
     ]
 
 
-def as_request(parts: list[Part]) -> tuple[list[int], tuple[PromptImage, ...]]:
-    ids: list[int] = []
-    images = []
-    for part in parts:
-        if isinstance(part, int):
-            ids.append(part)
-            continue
-        pixels, grid = picture(*part).numpy().tobytes(), (SIDE, SIDE)
-        digest = hashlib.sha256(pixels).digest()
-        images.append(PromptImage(start=len(ids), grid=grid, digest=digest, pixels=pixels))
-        ids += pad_ids(digest, grid, COUNT)
-    return ids, tuple(images)
+def as_request(parts: list[Part]) -> Prompt:
+    def image(part: Part) -> PixelsOf:
+        assert isinstance(part, tuple)
+        return PixelsOf(picture(*part), (SIDE, SIDE), COUNT)
+
+    return request_of(parts, image)
 
 
 @cache
@@ -119,35 +111,7 @@ def check_spans(recorder: Recorder, case: Case) -> None:
     assert bool(partial) == (case.cache_type == "radix" and case.page_size > 1)
 
 
-def answers(comm: Communicator, path: str) -> list[list[int]]:
-    """Return the tokens of all prompts, computed by the scheduler of this rank."""
-    engine = make_engine(path, comm, tp_size=comm.tp.size, page_size=16, **SMALL)
-    inbox, outbox = LocalInbox(), deque[StepOutput]()
-    scheduler = Scheduler(
-        engine,
-        SchedulerConfig(target_step_ms=None, prefill_budget_tokens=16),
-        vocab_size=engine.facts().vocab_size,
-        eos_token_ids=engine.facts().eos_token_ids,
-        inbox=inbox,
-        send=outbox.append,
-        extensions=engine.extensions,
-    )
-    for uid, parts in enumerate(prompts()):
-        ids, images = as_request(parts)
-        if comm.tp.rank:
-            images = tuple(image.without_pixels() for image in images)
-        tokens = np.array(ids, dtype="<i4").tobytes()
-        inbox.messages.append(AddReq(uid=uid, token_ids=tokens, sampling=SAMPLING, images=images))
-    while inbox.messages or not scheduler.idle:
-        scheduler.iterate()
-    engine.close()
-    found: list[list[int]] = [[] for _ in prompts()]
-    for output in outbox:
-        for uid, token in zip(output.uids, output.token_ids, strict=True):
-            found[uid].append(token)
-    return found
-
-
 def test_two_ranks_give_the_answers_of_one(folder: Path, tmp_path: Path) -> None:
     path, wanted = expected("window-20", folder)
-    assert run_ranks(2, tmp_path, answers, path) == [wanted] * 2
+    requests = [as_request(parts) for parts in prompts()]
+    assert run_ranks(2, tmp_path, answers, path, requests, SMALL) == [wanted] * 2

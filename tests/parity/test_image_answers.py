@@ -106,4 +106,5 @@ def test_drafts_of_a_head_do_not_change_answers_to_images(tmp_path: Path) -> Non
 
 def test_two_ranks_give_the_answers_of_one(folder: Path, tmp_path: Path) -> None:
     path, wanted = expected("qwen3-vl", folder)
-    assert run_ranks(2, tmp_path, answers, path) == [wanted] * 2
+    requests = [as_request(parts) for parts in prompts()]
+    assert run_ranks(2, tmp_path, answers, path, requests, SMALL) == [wanted] * 2
