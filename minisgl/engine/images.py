@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from minisgl.core import EngineConfig
+from minisgl.core import ConfigError, EngineConfig
 from minisgl.core.images import EncodeImage, ImageLimits
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine.logits_processing import upload
@@ -21,7 +21,7 @@ from minisgl.models.encoder import Encoding, ImageEncoder
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.spec import ExpertsSpec
 
-# An H200 computes about so many operations while the host queues the kernels of an encoder layer:
+# An H200 computes about this many operations while the host queues the kernels of an encoder layer:
 # 0.43 ms at 686 TFLOP/s.
 _LAUNCH_FLOPS = 3e11
 
@@ -31,7 +31,8 @@ def image_limits(
 ) -> ImageLimits | None:
     """Return the limits of an engine that takes images; None for a model without an encoder.
 
-    A step computes the encoder on rank 0, and its layers on all ranks together.
+    A step computes the encoder on rank 0, and its layers on all ranks together. Raises ConfigError
+    if all images have one size and the buffer is too small for it.
     """
     encoder, processing = model.encoder, image_spec(config.model_path)
     if encoder is None or processing is None:
@@ -39,7 +40,7 @@ def image_limits(
     token_flops = _token_flops(model) / tp.size
     one, two = encoder.flops((1, 1)) / token_flops, encoder.flops((2, 1)) / token_flops
     pair = (two - 2 * one) / 2  # flops(n patches) is n * a + n * n * b
-    return ImageLimits(
+    limits = ImageLimits(
         rows=config.image_cache_tokens,
         patch=encoder.patch,
         merge=encoder.merge,
@@ -52,6 +53,14 @@ def image_limits(
         mutual=encoder.siglip,
         grid=(encoder.side, encoder.side) if encoder.siglip else None,
     )
+    tokens = 0 if limits.grid is None else limits.tokens(limits.grid)
+    if tokens > limits.most_tokens:
+        raise ConfigError(
+            f"--image-cache-tokens is {limits.rows}, but each image of this model has {tokens} "
+            f"tokens: expected at least {3 * tokens}, the tokens of three images; raise the flag, "
+            "or leave the images out with --no-images"
+        )
+    return limits
 
 
 def buffer_bytes(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> int:
@@ -103,16 +112,25 @@ class EncodeImages(Stage):
         self._open: Encoding | None = None
 
     def before(self, x: StepTensors) -> None:
-        opened, self._open = self._open, None
+        kept, self._open = [] if self._open is None else [self._open], None
         for image in x.batch.images:
-            encoding = self._begin(image) if image.first == 0 else opened
-            assert encoding is not None, "no step has begun the image; this is a bug"
-            encoding = self._encoder.advance(encoding, image.first, image.end)
-            if image.end < self._encoder.spec.depth:
-                self._open = encoding
+            if image.first == 0:
+                self._encode(image, self._begin(image))
             else:
-                rows = upload({"rows": image.rows}, self._buffer.device)["rows"]
-                self._buffer.index_copy_(0, rows.long(), self._encoder.finish(encoding))
+                assert kept, "no step has begun the image; this is a bug"
+                self._encode(image, kept.pop())
+
+    def _encode(self, image: EncodeImage, encoding: Encoding) -> None:
+        """Compute a part of an image, and keep it or write its rows.
+
+        No caller holds the encoding, so its memory is free before the next image begins.
+        """
+        encoding = self._encoder.advance(encoding, image.first, image.end)
+        if image.end < self._encoder.spec.depth:
+            self._open = encoding
+            return
+        rows = upload({"rows": image.rows}, self._buffer.device)["rows"]
+        self._buffer.index_copy_(0, rows.long(), self._encoder.finish(encoding))
 
     def _begin(self, image: EncodeImage) -> Encoding:
         height, width = (size * self._encoder.spec.patch for size in image.grid)

@@ -1,11 +1,16 @@
 """The image encoder of Gemma 3 in its config.json."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from minisgl.core import ConfigError
+from minisgl.core import ConfigError, EngineConfig
+from minisgl.core.images import ImageLimits
+from minisgl.distributed.comm import TPInfo
+from minisgl.engine.images import image_limits
 from minisgl.models.config import model_spec_from
 from minisgl.models.encoder import ImageEncoder
 
@@ -45,6 +50,21 @@ def test_encoder_of_the_4b_model_has_its_published_size() -> None:
     assert (spec.largest_span, encoder.side, encoder.merge) == (256, 64, 4)
     assert encoder.flops((64, 64)) == pytest.approx(5.4e12, rel=0.1)
     assert model_spec_from(CONFIG).encoder is None
+
+
+def test_a_buffer_without_room_for_three_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    spec, one, cpu = model_spec_from(CONFIG, images=True), TPInfo(0, 1), torch.device("cpu")
+
+    def limits(rows: int) -> ImageLimits | None:
+        config = EngineConfig(model_path=str(tmp_path), image_cache_tokens=rows)
+        return image_limits(config, spec, one, cpu)
+
+    found = limits(768)
+    assert found is not None
+    assert found.most_tokens == 256
+    with pytest.raises(ConfigError, match=r"--image-cache-tokens is 767, .* at least 768"):
+        limits(767)
 
 
 @pytest.mark.parametrize(
