@@ -114,7 +114,7 @@ def cost_of(model: ModelSpec, tp: int = 1, fp8_kv: bool = False) -> Cost:
         operations=total.operations // tp,
         kv_bytes=sum(kv.token_bytes // min(tp, kv.kv_heads) for kv in kinds),
         expert_bytes=total.expert_bytes // tp,
-        reduces=1 + sum(1 + len(layer.mlps) for layer in model.layers),
+        reduces=1 + sum(1 + len(one.mlps) + (one.input is not None) for one in model.layers),
         reduce_bytes=2 * model.hidden_size,
         state_bytes=sum(spec.step_bytes(_PAGE_SIZE) for spec in model.states) // tp,
         draft_bytes=total.draft_bytes // tp,

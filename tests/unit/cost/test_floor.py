@@ -47,6 +47,13 @@ def test_an_all_reduce_takes_its_measured_time_or_an_interpolated_one() -> None:
         reduce_s(8, row)
 
 
+def test_each_sum_over_the_ranks_is_counted(tmp_path: Path) -> None:
+    _, dense = load_shape("qwen3-8b", tmp_path / "dense")
+    assert cost_of(dense, 2).reduces == 1 + 2 * 36
+    _, with_inputs = load_shape("gemma-4-e2b", tmp_path / "inputs")
+    assert cost_of(with_inputs, 2).reduces == 1 + 3 * 35, "attention, MLP and input of each layer"
+
+
 def test_fp8_weights_halve_the_linears_and_the_experts(tmp_path: Path) -> None:
     """The output head and the routers stay bf16."""
     _, dense = load_shape("qwen3-8b", tmp_path / "dense")
