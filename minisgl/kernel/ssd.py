@@ -57,9 +57,9 @@ def selective_scan(
 def gated_group_norm(x: Tensor, weight: Tensor, gate: Tensor, groups: int, eps: float) -> Tensor:
     """Return RMSNorm(x * silu(gate)) * weight, of x's dtype, a new tensor [T, N].
 
-    x: [T, N]. weight: [N]. gate: [T, N]. The norm is over each of `groups` equal parts of N. No
-    host sync; graph-capturable.
+    x: [T, N]. weight: [N]. gate: [T, N]. The norm is over each of `groups` equal parts of N. The
+    product is float32 and rounded once. No host sync; graph-capturable.
     """
     opened = (x.float() * functional.silu(gate.float())).view(len(x), groups, -1)
     factor = (opened.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (opened * factor).flatten(1).to(x.dtype) * weight
+    return ((opened * factor).flatten(1) * weight.float()).to(x.dtype)

@@ -52,8 +52,7 @@ def _norm(
     value *= opens / (1.0 + tl.exp(-opens))
     value *= tl.rsqrt(tl.sum(value * value, 0) / SIZE + eps)
     factor = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    value = value.to(out.dtype.element_ty).to(tl.float32) * factor
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, (value * factor).to(out.dtype.element_ty), mask=inside)
 
 
 _norm_launcher = Launcher(_norm, current_device)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional
 
 from minisgl.kernel import (
     add_linear,
@@ -16,6 +17,7 @@ from minisgl.kernel import (
     silu_and_mul,
     store_kv,
 )
+from minisgl.kernel.ssd import gated_group_norm
 
 
 @pytest.fixture
@@ -36,6 +38,14 @@ def test_rms_norm_rounds_its_result_once(generator: torch.Generator) -> None:
     wide = x.double()
     exact = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
     assert torch.equal(rms_norm(x, weight, 1e-5), exact.bfloat16())
+
+
+def test_gated_group_norm_rounds_its_result_once(generator: torch.Generator) -> None:
+    x, gate, weight = torch.randn(3, 64, 96, generator=generator).bfloat16()
+    opened = (x.double() * functional.silu(gate.double())).view(64, 4, 24)
+    normed = opened * (opened.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    exact = normed.flatten(1) * weight[0].double()
+    assert torch.equal(gated_group_norm(x, weight[0], gate, 4, 1e-5), exact.bfloat16())
 
 
 def test_add_rms_norm_returns_norm_and_sum(generator: torch.Generator) -> None:
