@@ -1,6 +1,7 @@
 """`ImageSpec`: how the images of one model are resized, normalised and cut into patches."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -69,8 +70,11 @@ class ImageSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def sequence(self) -> tuple[str | int, ...]:
-        """What stands in the prompt for each image: texts and ids, image_token once for all of its
-        tokens. The line breaks become tokens together with the text around them."""
+        """The texts and ids that replace the rendered token of an image.
+
+        image_token stands once and is repeated for each token of the image. The line breaks become
+        tokens together with the text around them.
+        """
         if self.around is None:
             return (self.image_token,)
         return ("\n\n", self.around[0], self.image_token, self.around[1], "\n\n")
@@ -116,11 +120,13 @@ class HfSiglip(msgspec.Struct, frozen=True):
         """Rows and columns of patches."""
         return self.image_size // self.patch_size
 
-    def merge(self, tokens: object) -> int:
+    def merge(self, config: Mapping[str, Any]) -> int:
         """Return the side of the square of patches that becomes a token. Raises ConfigError.
 
-        tokens: of an image, mm_tokens_per_image.
+        config: config.json, whose mm_tokens_per_image is the number of tokens of an image.
         """
+        given = config.get("mm_tokens_per_image")
+        tokens = 256 if given is None else given
         per_side = math.isqrt(tokens) if isinstance(tokens, int) and tokens > 0 else 0
         whole = per_side and self.side % per_side == 0 and per_side**2 == tokens
         if not whole or self.image_size % self.patch_size:
@@ -136,7 +142,6 @@ class _GemmaConfig(msgspec.Struct, frozen=True):
     """config.json of Gemma 3."""
 
     vision_config: HfSiglip
-    mm_tokens_per_image: int = 256
     image_token_index: _TokenId = 262_144
     boi_token_index: _TokenId = 255_999
     eoi_token_index: _TokenId = 256_000
@@ -235,7 +240,7 @@ def _gemma_spec(config: dict[str, Any], config_path: Path, path: Path) -> ImageS
         )
     return ImageSpec(
         patch=model.vision_config.patch_size,
-        merge=model.vision_config.merge(model.mm_tokens_per_image),
+        merge=model.vision_config.merge(config),
         min_pixels=side**2,
         max_pixels=side**2,
         mean=processor.image_mean,

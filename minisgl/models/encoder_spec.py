@@ -95,7 +95,6 @@ def siglip_spec_of(raw: Raw, size: int, divisor: float) -> EncoderSpec | None:
             f"{where}: hidden_size {fields.hidden_size} is not supported: expected a multiple of "
             f"4 * num_attention_heads {fields.num_attention_heads}"
         )
-    tokens = raw.get("mm_tokens_per_image")
     return EncoderSpec(
         fields.num_hidden_layers,
         fields.hidden_size,
@@ -103,7 +102,7 @@ def siglip_spec_of(raw: Raw, size: int, divisor: float) -> EncoderSpec | None:
         fields.num_attention_heads,
         fields.patch_size,
         1,
-        fields.merge(256 if tokens is None else tokens),
+        fields.merge(raw),
         fields.side,
         size,
         (),
