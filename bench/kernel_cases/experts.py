@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from minisgl.kernel import silu_and_mul
+from minisgl.kernel.activation import ClampedSwiglu
 from minisgl.kernel.mxfp4_weights import num_chunks
 from minisgl.moe.base import (
     ExpertFormat,
@@ -16,7 +17,7 @@ from minisgl.moe.base import (
     Router,
     route,
 )
-from minisgl.moe.spec import ClampedSwiglu, ExpertsSpec
+from minisgl.moe.spec import ExpertsSpec
 from minisgl.moe.triton_backend import TritonMoe
 
 _HIDDEN, _INNER, _EXPERTS, _TOP_K = 2048, 768, 128, 8
@@ -34,7 +35,11 @@ class GroupedMm(MoeBackend):
 
     @classmethod
     def refusal(cls, spec: ExpertsSpec, form: ExpertFormat) -> str | None:
-        return None if form is ExpertFormat.UNQUANTISED else f"{form} experts"
+        if form is not ExpertFormat.UNQUANTISED:
+            return f"{form} experts"
+        sizes = spec.num_experts, spec.top_k, spec.inner, spec.renormalise
+        plain = ExpertsSpec(*sizes, scale=spec.scale, names=spec.names)
+        return None if spec == plain else "experts unlike those of Qwen3"
 
     def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
         top_k = router.top_k

@@ -1,6 +1,7 @@
 """The activations of MLPs."""
 
 from enum import StrEnum
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,3 +34,24 @@ class Activation(StrEnum):
             return torch.relu(product).square_()
         gate, up = product.chunk(2, dim=-1)
         return functional.gelu(gate, approximate="tanh") * up
+
+
+class ClampedSwiglu(NamedTuple):
+    """The gate of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), after a clamp to `limit`.
+
+    The clamp bounds the gate from above, and the up projection on both sides.
+    """
+
+    alpha: float
+    limit: float
+
+    @property
+    def products(self) -> int:
+        """As Activation.products."""
+        return 2
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        """gate_up: [..., 2I], the gate first. Returns [..., I]."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel import fp8_weights, linear, mxfp4_weights, packed_order, packed_weights
-from minisgl.kernel.activation import Activation
-from minisgl.moe.spec import ClampedSwiglu, ExpertsSpec
+from minisgl.kernel.activation import Activation, ClampedSwiglu
+from minisgl.moe.spec import ExpertsSpec
 
 
 class ExpertFormat(StrEnum):

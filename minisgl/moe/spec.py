@@ -2,26 +2,7 @@
 
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from minisgl.kernel.activation import Activation
-
-
-class ClampedSwiglu(NamedTuple):
-    """The gate of gpt-oss: (up + 1) * gate * sigmoid(alpha * gate), after a clamp to `limit`.
-
-    The clamp bounds the gate from above, and the up projection on both sides.
-    """
-
-    alpha: float
-    limit: float
-
-    def __call__(self, gate_up: Tensor) -> Tensor:
-        """gate_up: [..., 2I], the gate first. Returns [..., I]."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+from minisgl.kernel.activation import Activation, ClampedSwiglu
 
 
 class ExpertNames(NamedTuple):
@@ -88,7 +69,7 @@ class ExpertsSpec(NamedTuple):
     @property
     def products(self) -> int:
         """As Activation.products."""
-        return self.activation.products if isinstance(self.activation, Activation) else 2
+        return self.activation.products
 
     @property
     def features(self) -> int:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from minisgl.kernel.activation import ClampedSwiglu
 from minisgl.kernel.mxfp4_weights import by_chunks, dequantise, recode
 from minisgl.moe.base import ExpertMatrix, ExpertWeights, Router, route
-from minisgl.moe.spec import ClampedSwiglu
 from minisgl.moe.torch_backend import TorchMoe
 from minisgl.moe.triton_backend import TritonMoe
 from tests.gpu.logprobs import divergences, logprobs_of_chunks

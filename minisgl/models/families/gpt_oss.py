@@ -1,9 +1,10 @@
 """gpt-oss: windows in every other layer, attention sinks, and stacked experts."""
 
+from minisgl.kernel.activation import ClampedSwiglu
 from minisgl.models.compose import read_experts, transformer, windows_by_interval
 from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.spec import ModelSpec
-from minisgl.moe.spec import ClampedSwiglu, ExpertNames, ExpertsSpec
+from minisgl.moe.spec import ExpertNames, ExpertsSpec
 
 DEFAULTS: Raw = {
     "attention_bias": True,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from minisgl.kernel.activation import ClampedSwiglu
 from minisgl.models.config import load_model_spec, model_spec_from
-from minisgl.moe.spec import ClampedSwiglu
 
 CONFIG: dict[str, Any] = {
     "architectures": ["GptOssForCausalLM"],
