@@ -61,6 +61,7 @@ FEATURES = {
         "models/families/glm4_moe.py",
         "models/families/minimax_m2.py",
         "models/families/muse_glimmer.py",
+        "models/layer_input.py",
     ),
 }
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
