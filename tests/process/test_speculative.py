@@ -109,7 +109,10 @@ def test_predictions_change_no_answer_and_are_counted(servers: list[ServerProces
         ("x" + text + other, "x" + text + other, "right"),
         (other, other, "wrong"),
     ]
-    assert counts_of(expected["usage"]) == counts_of(chat(plain, text)["usage"]) == (0, 0)
+    for prediction in (None, text, other):
+        answer = chat(plain, prediction)
+        assert answer["choices"][0]["message"]["content"] == text
+        assert counts_of(answer["usage"]) == (0, 0)
     for prediction, whole, kind in cases:
         size = tokens_of(drafting, whole) if whole else 0
         for n in (1, 2):
