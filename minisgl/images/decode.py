@@ -24,6 +24,7 @@ from minisgl.utils.supervise import describe_exit
 MAX_ASPECT = 200  # of the longer to the shorter side, as in the processor of Qwen-VL
 LOW_PIXELS = 512 * 512  # of an image with the detail `low`
 _MEMORY_BYTES = 2**30
+_BLOCKED_S = 60.0  # for waiting in one call, as for a disk
 _LARGE_BYTES = 2**22  # The frames at the beginning of a larger file are counted first.
 _NAME = "the process for images"
 _KINDS = {"image/png": "png", "image/jpeg": "jpeg", "image/jpg": "jpeg"}
@@ -86,7 +87,9 @@ class ImageDecoder:
         self._timeout_s = timeout_s
         most = max(spec.min_pixels, min(spec.max_pixels, max_tokens * spec.unit**2))
         handle = _handler(spec, max_pixels, most)
-        self._process = BoundedProcess(_NAME, handle, Bounds(timeout_s, _MEMORY_BYTES))
+        wall_s = _BLOCKED_S + 10 * timeout_s  # a busy machine may give it a tenth of a core
+        bounds = Bounds(timeout_s, _MEMORY_BYTES, wall_s=wall_s)
+        self._process = BoundedProcess(_NAME, handle, bounds)
 
     def decode(
         self,

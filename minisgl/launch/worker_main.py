@@ -82,6 +82,7 @@ def _tokenizer(spec: ChildSpec) -> None:
         None if config.engine.no_images else new_decoder,
         partial(detect_format, given=config.tool_format),
         spec.report_checked,
+        partial(fail, spec),
     )
 
 

@@ -51,7 +51,9 @@ def with_images(
     Raises ImageRefused for an image that cannot be decoded, and TemplateError if the ids have not
     one token for each image.
     """
-    assert decoder is not None, "the server accepts no image without a tower; this is a bug"
+    assert decoder is not None, (
+        "the server accepts no image without an image encoder; this is a bug"
+    )
     started_s = time.perf_counter()
     ids = array.array("i", result.token_ids).tolist()
     placed = _decode_all(images, ids, decoder)

@@ -38,12 +38,14 @@ def run_tokenizer(
     new_decoder: Callable[[ImageSpec], ImageDecoder] | None,
     detect_tools: Callable[[TextTokenizer], str],
     on_checked: Callable[[], None],
+    fail: Callable[[Exception], object],
 ) -> NoReturn:
     """Serve the queue `name` until the process ends. Raises ConfigError for an unusable folder.
 
     new_decoder: makes the decoder of a model with images. None: the server takes no images.
     detect_tools: returns the tool_format of ModelFacts.
     on_checked: called when the tokenizer of the model has loaded.
+    fail: ends the process after an error of another thread.
     """
     # The worker encodes one message at a time. The library's threads would compete for the cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -67,7 +69,7 @@ def run_tokenizer(
     if decoder is not None:
         # A socket of ZMQ belongs to one thread.
         results: Sender[messages.ToApi] = Sender(endpoint(socket_dir, "api"))
-        handle = ImageThread(tokenizer, decoder, results.send).handle
+        handle = ImageThread(tokenizer, decoder, results.send, fail).handle
     _serve_queue(ready, socket_dir, messages.ToTokenizer, handle)
 
 
@@ -111,12 +113,15 @@ class ImageThread:
         tokenizer: TextTokenizer,
         decoder: ImageDecoder,
         send: Callable[[messages.TokenizeResult], object],
+        fail: Callable[[Exception], object],
     ) -> None:
         """Start the thread, which ends with the process.
 
         send: sends the result of a chat with images. Only the thread of this object calls it.
+        fail: ends the process after an error of `send`. Otherwise all later chats would hang.
         """
-        self._tokenizer, self._decoder, self._send = tokenizer, decoder, send
+        self._tokenizer, self._decoder = tokenizer, decoder
+        self._send, self._fail = send, fail
         self._chats: SimpleQueue[tuple[messages.TokenizeResult, Sequence[messages.SourceImage]]]
         self._chats = SimpleQueue()
         threading.Thread(target=self._run, name="images", daemon=True).start()
@@ -131,9 +136,14 @@ class ImageThread:
         return None
 
     def _run(self) -> None:
-        while True:
-            result, images = self._chats.get()
-            self._send(_answered(result.uid, partial(with_images, result, images, self._decoder)))
+        try:
+            while True:
+                result, images = self._chats.get()
+                work = partial(with_images, result, images, self._decoder)
+                self._send(_answered(result.uid, work))
+        # The outermost handler of the thread. A thread that ends does not end its process.
+        except Exception as error:  # noqa: BLE001
+            self._fail(error)
 
 
 def _answered(uid: int, work: Callable[[], messages.TokenizeResult]) -> messages.TokenizeResult:

@@ -28,12 +28,14 @@ class Bounds(NamedTuple):
     memory_bytes  bytes of additional address space.
     stack_bytes   bytes of stack. None: the limit of the owner.
     niceness      added to the niceness of the owner.
+    wall_s        seconds until a call that uses little CPU time is given up. None: no limit.
     """
 
     cpu_s: float
     memory_bytes: int
     stack_bytes: int | None = None
     niceness: int = 0
+    wall_s: float | None = None
 
 
 class BoundedProcess:
@@ -66,17 +68,24 @@ class BoundedProcess:
         """Return the reply of `handle`, or the signal that ended the call.
 
         The signal is SIGPROF for the CPU time, SIGABRT for the memory and SIGSEGV for the stack.
-        Raises EOFError if the processes have ended in another way. The next call starts new ones.
+        Raises EOFError if the processes have ended in another way, and TimeoutError after
+        Bounds.wall_s, which kills them. The next call starts new ones.
         """
         with self._lock:
             pipe = self._pipe or self._start()
             try:
                 pipe.send_bytes(request)
+                if not pipe.poll(self._bounds.wall_s):
+                    os.kill(self._pid, signal.SIGKILL)  # the process that works dies with it
+                    raise TimeoutError(
+                        f"{self._name} has not replied for {self._bounds.wall_s:g} s, although it "
+                        "has CPU time left"
+                    )
                 reply = pipe.recv_bytes()
             except (EOFError, ConnectionError):
                 self.close()
                 raise EOFError(f"{self._name} has ended; the cause is on stderr") from None
-            except BaseException:  # an interrupt: the pipe may hold a part of a message
+            except BaseException:  # such as an interrupt: the pipe may hold a part of a message
                 self.close()
                 raise
         return reply[1:] if reply[:1] == _REPLIED else signal.Signals(reply[0])
@@ -98,7 +107,8 @@ class BoundedProcess:
                 os.closerange(pipe.fileno() + 1, last_fd + 1)
                 _supervise(self._handle, self._bounds, pipe)
         pipe.close()
-        self._pipe, self._end = ours, weakref.finalize(self, _close, ours, pid)
+        self._pid, self._pipe = pid, ours
+        self._end = weakref.finalize(self, _close, ours, pid)
         return ours
 
 

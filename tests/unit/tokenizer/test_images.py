@@ -3,11 +3,13 @@
 import base64
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -18,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from minisgl.images import ImageDecoder, ImageSpec, pad_ids
 from minisgl.message.messages import SourceImage, TokenizeChat, TokenizeResult, TokenizeText
-from minisgl.tokenizer import TextTokenizer, tokenize
+from minisgl.tokenizer import TextTokenizer, run_tokenizer, tokenize, worker
 from minisgl.tokenizer.worker import ImageThread
 from tests.patience import patience
 from tests.unit.tokenizer.conftest import byte_level
@@ -173,7 +175,7 @@ def test_texts_do_not_wait_for_the_images_of_a_chat(
 
     monkeypatch.setattr(decoder, "decode", delayed)
     sent: SimpleQueue[TokenizeResult] = SimpleQueue()
-    thread = ImageThread(tokenizer, decoder, sent.put)
+    thread = ImageThread(tokenizer, decoder, sent.put, pytest.fail)
     content = [text("one"), IMAGE]
     chat = TokenizeChat(
         uid=1,
@@ -192,6 +194,47 @@ def test_texts_do_not_wait_for_the_images_of_a_chat(
     assert sent.get(timeout=patience(60)) == msgspec.structs.replace(
         tokenize(tokenizer, chat, decoder), decode_s=ANY
     )
+
+
+def test_a_tokenizer_process_with_images_sends_their_chats_or_ends(
+    folder: Path,
+    tokenizer: TextTokenizer,
+    decoder: ImageDecoder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: an error in the thread of the images left a process that answered no such chat
+    any more. The thread is the one that `run_tokenizer` starts."""
+    path = tmp_path / "model"
+    shutil.copytree(folder, path)
+    token = tokenizer.encode_text("<|image_pad|>")[0]
+    config = {"image_token_id": token, "vision_config": {}}
+    config["architectures"] = ["Qwen3VLForConditionalGeneration"]
+    (path / "config.json").write_text(json.dumps(config))
+    handles: list[Any] = []
+    sent: SimpleQueue[TokenizeResult] = SimpleQueue()
+    failures: SimpleQueue[Exception] = SimpleQueue()
+
+    def send(message: TokenizeResult) -> None:
+        sent.put(message)
+        if message.uid == 2:
+            raise OSError("closed")
+
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr(worker, "Sender", lambda address: SimpleNamespace(send=send))
+    monkeypatch.setattr(worker, "_serve_queue", lambda *given: handles.append(given[-1]))
+    options = (0.5, False, lambda spec: decoder, lambda found: "none", lambda: None)
+    run_tokenizer("tokenizer-0", str(path), str(tmp_path), *options, failures.put)  # type: ignore[misc]
+    chat = TokenizeChat(
+        uid=1,
+        messages_json=json.dumps([{"role": "user", "content": [IMAGE]}]).encode(),
+        images=(source("red", (64, 64)),),
+    )
+    for uid in (1, 2):
+        assert handles[0](msgspec.structs.replace(chat, uid=uid)) is None
+        found = sent.get(timeout=patience(60))
+        assert (found.uid, len(found.images), found.error) == (uid, 1, None)
+    assert str(failures.get(timeout=patience(60))) == "closed"
 
 
 def test_prefix_of_the_next_turn_ends_behind_the_pads(

@@ -86,6 +86,21 @@ def test_death_of_an_idle_process_does_not_shift_the_replies() -> None:
     process.close()
 
 
+def test_call_that_waits_without_cpu_time_is_given_up_and_the_next_one_works() -> None:
+    """Regression: a blocked process for images held all later chats with images, without an end."""
+
+    def wait(raw: bytes) -> bytes:
+        if raw == b"wait":
+            signal.pause()
+        return raw
+
+    process = BoundedProcess("wait", wait, FREE._replace(wall_s=patience(1.0)))
+    with pytest.raises(TimeoutError, match="wait has not replied for"):
+        process.call(b"wait")
+    assert process.call(b"next") == b"next"
+    process.close()
+
+
 def test_death_of_the_parent_is_an_error_and_the_next_call_works() -> None:
     process = BoundedProcess("the process of pids", pids, FREE)
     first = process.call(b"first")
