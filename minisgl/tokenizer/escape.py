@@ -56,7 +56,7 @@ class SpecialTokenEscaper:
         any other special token."""
         self._template = template
         escaped = set[str]() if images_only else _escaped_tokens(tokenizer, template)
-        ids = () if images is None else (images.rendered_token, images.image_token)
+        ids = () if images is None else (images.image_token, *(images.around or ()))
         escaped |= {*filter(None, map(tokenizer.id_to_token, ids))}
         nonce = secrets.token_hex(16)  # All names have one length: no name contains another.
         names = {text: f"{nonce}{n:06x}" for n, text in enumerate(sorted(escaped))}
