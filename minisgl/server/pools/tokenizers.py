@@ -20,7 +20,7 @@ Result = asyncio.Future[TokenizeResult]
 
 
 @dataclass(eq=False, frozen=True, slots=True)
-class _Job:
+class _Waiting:
     """A request of a client, with its size in bytes and its result."""
 
     request: TokenizeRequest
@@ -32,34 +32,38 @@ class _Line:
     """The requests of one kind: those that wait, and the bytes of those sent to each process.
 
     Within a client, requests are sent in order, except that a short request passes long ones that
-    wait for a process. If there are several processes, the last one gets no long requests, so that
-    a short request never waits behind a long one.
+    wait for a process.
     """
 
-    def __init__(self, num_processes: int) -> None:
-        self.waiting: Turns[_Job] = Turns()
+    def __init__(self, num_processes: int, num_long: int) -> None:
+        """num_long: the processes that may have long requests, from the first one on."""
+        self.waiting: Turns[_Waiting] = Turns()
         self.sent = [0] * num_processes
+        self._num_long = num_long
 
-    def take(self) -> tuple[_Job, int] | None:
+    def take(self) -> tuple[_Waiting, int] | None:
         """Take out the next request for which a process has room, with the least busy process."""
         if min(self.sent) >= _QUEUED_BYTES:
             return None
-        job = self.waiting.take(self._has_room)
-        return None if job is None else (job, self._process(job))
+        entry = self.waiting.take(self._has_room)
+        return None if entry is None else (entry, self._process(entry))
 
-    def _has_room(self, client: str, job: _Job) -> bool:
-        # If the call has ended, the event loop has yet to run the callback that removes the job.
-        return not job.result.done() and self.sent[self._process(job)] < _QUEUED_BYTES
+    def _has_room(self, client: str, entry: _Waiting) -> bool:
+        # If the call has ended, the event loop has yet to run the callback that removes the entry.
+        return not entry.result.done() and self.sent[self._process(entry)] < _QUEUED_BYTES
 
-    def _process(self, job: _Job) -> int:
+    def _process(self, entry: _Waiting) -> int:
         """The least busy process that may have a request."""
-        is_long = job.size > _QUEUED_BYTES
-        allowed = (self.sent[:-1] or self.sent) if is_long else self.sent
+        is_long = entry.size > _QUEUED_BYTES
+        allowed = self.sent[: self._num_long] if is_long else self.sent
         return allowed.index(min(allowed))
 
 
 class TokenizerPool:
     """The tokenizer processes, with a line of texts and one of chats with images.
+
+    If there are several processes, the last one gets no long texts, so that a short text never
+    waits behind a long one.
 
     A process makes the ids of a text while it waits for the images of a chat, so texts do not wait
     for images. It decodes the images of one chat at a time: each of these chats counts as long,
@@ -71,7 +75,8 @@ class TokenizerPool:
     def __init__(self, send_functions: Sequence[Callable[[ToTokenizer], int]]) -> None:
         self._send_functions = send_functions
         self._uids = itertools.count(1)
-        self._texts, self._images = (_Line(len(send_functions)) for _ in range(2))
+        count = len(send_functions)
+        self._texts, self._images = _Line(count, max(1, count - 1)), _Line(count, count)
         # By uid: line, process, bytes, result.
         self._sent: dict[int, tuple[_Line, int, int, Result]] = {}
 
@@ -79,9 +84,9 @@ class TokenizerPool:
         """Queue a request of a client. Cancelling the returned future withdraws it."""
         result: Result = asyncio.get_running_loop().create_future()
         line = self._images if _has_images(request) else self._texts
-        job = _Job(request, _size(request), result)
-        line.waiting.add(client, job)
-        result.add_done_callback(lambda done: line.waiting.remove(client, job))
+        entry = _Waiting(request, _size(request), result)
+        line.waiting.add(client, entry)
+        result.add_done_callback(lambda done: line.waiting.remove(client, entry))
         self._dispatch(line)
         return result
 
@@ -97,12 +102,12 @@ class TokenizerPool:
     def _dispatch(self, line: _Line) -> None:
         """Send waiting requests of a line while a process has room for one."""
         while (found := line.take()) is not None:
-            job, process = found
+            entry, process = found
             uid = next(self._uids)
-            message = msgspec.structs.replace(job.request, uid=uid)
-            size = max(self._send_functions[process](message), job.size)
+            message = msgspec.structs.replace(entry.request, uid=uid)
+            size = max(self._send_functions[process](message), entry.size)
             line.sent[process] += size
-            self._sent[uid] = line, process, size, job.result
+            self._sent[uid] = line, process, size, entry.result
 
 
 def _has_images(request: TokenizeRequest) -> bool:

@@ -153,12 +153,12 @@ def test_refusal_of_a_tokenizer_keeps_its_reason_and_its_place() -> None:
 
 
 def test_request_with_an_image_is_long_for_the_pool() -> None:
-    """The first of two tokenizers gets one at a time, because a small file may take seconds."""
+    """Each of two tokenizers gets one at a time, because a small file may take seconds."""
 
     async def main() -> None:
         world = World(tokenizers=2)
-        tasks = [await begin(world, 4) for _ in range(2)]
-        assert [len(box.sent) for box in world.tokenizers] == [1, 0]
+        tasks = [await begin(world, 4) for _ in range(3)]
+        assert [len(box.sent) for box in world.tokenizers] == [1, 1]
         for task in tasks:
             task.cancel()
 

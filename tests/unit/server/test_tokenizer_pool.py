@@ -1,6 +1,7 @@
 """The tokenizer pool: which process gets a tokenize request, and when."""
 
 import asyncio
+from collections.abc import Callable
 
 from minisgl.core import DeadlineExceeded
 from minisgl.message.messages import (
@@ -81,6 +82,27 @@ def test_request_that_ends_as_a_process_becomes_free_is_not_sent() -> None:
             "busy",
             "next",
         ]
+
+    asyncio.run(main())
+
+
+def test_all_processes_decode_images_and_the_last_one_has_no_long_text() -> None:
+    """Regression: with two processes, only one decoded images."""
+
+    async def main() -> None:
+        sent: list[list[ToTokenizer]] = [[], []]
+
+        def sender(box: list[ToTokenizer]) -> Callable[[ToTokenizer], int]:
+            return lambda message: box.append(message) or 100  # type: ignore[func-returns-value]
+
+        pool = TokenizerPool([sender(box) for box in sent])
+        image = SourceImage(data=b"A" * 8, media_type="image/png", path="here")
+        for client in ("a", "b", "c"):
+            pool.submit(TokenizeChat(messages_json=b"[]", images=(image,)), client)
+        assert [len(box) for box in sent] == [1, 1]
+        for client in ("a", "b"):
+            pool.submit(TokenizeText(text="x" * (2**16 + 1)), client)
+        assert [len(box) for box in sent] == [2, 1]
 
     asyncio.run(main())
 
