@@ -11,7 +11,8 @@ rules are:
   request may then arrive together.
 - A handler begins in each iteration of the event loop, so that probes wait for one handler only.
 - Refused connections close one after the other. The clients of an attack open new ones at once, and
-  the loop would otherwise accept, read and refuse hundreds of them in one iteration.
+  the loop would otherwise accept, read and refuse hundreds of them in one iteration. If more than
+  max_connections are open, each new one takes the place of the refused one that has waited longest.
 """
 
 import asyncio
@@ -57,7 +58,8 @@ class Guard:
         self.limits = limits
         self.exceeded = exceeded
         self.idle_s = idle_s
-        self.starts, self.ends = LoopQueue(), LoopQueue(_END_PAUSE_S)
+        self.starts = LoopQueue[GuardedConnection]()
+        self.ends = LoopQueue[GuardedConnection](_END_PAUSE_S)
         self.connections = 0
         self.held_bytes = 0
 
@@ -77,6 +79,7 @@ class GuardedConnection(asyncio.Protocol):
     _answered    the response to the last request has begun
     _closes      the connection closes after the response
     _refused     the connection closes at its turn, and reads nothing more
+    _counts      the connection is one of those that max_connections bounds
     _dropped     bytes that arrived between the end of a request and the end of its response
     _delayed     the bytes of a request that has not started
     """
@@ -84,7 +87,7 @@ class GuardedConnection(asyncio.Protocol):
     guard: ClassVar[Guard]
     _transport: asyncio.Transport
     _timer: asyncio.TimerHandle | None = None
-    _is_idle = _responding = _answered = _closes = _refused = False
+    _is_idle = _responding = _answered = _closes = _refused = _counts = False
     _dropped = _held_size = 0
 
     def __init__(
@@ -103,14 +106,27 @@ class GuardedConnection(asyncio.Protocol):
         self._transport = transport
         self._inner.connection_made(transport)
         self.guard.connections += 1
-        if self.guard.connections > self.guard.limits.max_connections + SPARE_CONNECTIONS:
+        self._counts = True
+        limit = self.guard.limits.max_connections
+        if self.guard.connections > limit and (refused := self.guard.ends.take_first()) is not None:
+            refused.leave()
+        if self.guard.connections > limit + SPARE_CONNECTIONS:
             self.guard.exceeded("max_connections")
             transport.abort()
         else:
             self._set_timer()
 
+    def leave(self) -> None:
+        """Close now. The place of this connection is free at once, also if its client is slow."""
+        self._uncount()
+        self._transport.abort()
+
+    def _uncount(self) -> None:
+        self.guard.connections -= self._counts
+        self._counts = False
+
     def connection_lost(self, exc: Exception | None) -> None:
-        self.guard.connections -= 1
+        self._uncount()
         self._stop_timer()
         if isinstance(exc, TimeoutError):  # TCP_USER_TIMEOUT of `run_api`
             self.guard.exceeded("read_timeout_s")

@@ -126,6 +126,31 @@ def test_refused_connections_close_one_after_the_other() -> None:
         clock.run_until_complete(main(clock))
 
 
+def test_refused_connections_keep_no_other_client_off() -> None:
+    """Regression: of 2,500 refused connections at once, 324 took the place of other clients."""
+
+    async def main() -> None:
+        opened = Opened(Limits(max_connections=2))
+        count = SPARE_CONNECTIONS + 10
+        refused = [opened.deliver(b"no HTTP\r\n\r\n") for _ in range(count)]
+        wires = [each._transport for each in refused]
+        assert all(wire.written.startswith(b"HTTP/1.1 400") for wire in wires)
+        assert [wire.is_closing() for wire in wires] == [True] * (count - 1) + [False]
+        client = opened.request("/served")
+        assert not client._transport.is_closing()
+        assert not opened.exceeded
+        for each in [*refused, client]:
+            each.connection_lost(None)
+        held = [opened.deliver(b"GET /") for _ in range(SPARE_CONNECTIONS + 2)]
+        assert not opened.exceeded
+        opened.deliver(b"GET /")
+        assert opened.exceeded == ["max_connections"]
+        for each in held:
+            each.connection_lost(None)
+
+    asyncio.run(main())
+
+
 def test_unfinished_heads_of_all_connections_hold_16_mib_at_most() -> None:
     """Regression: 300 TLS connections with unfinished heads of 64 KiB held 263 MiB."""
 
