@@ -20,6 +20,8 @@ from minisgl.tool_calls.schema import parameter_types
 ANSWER_FORMATS = ("atem", "harmony")
 # The formats whose parsers need the types of parameters, because the answers have raw texts.
 TYPED_FORMATS = ("atem", "glm", "minimax", "qwen3-coder")
+# By format: the recipients of messages that are no calls. No tool may have such a name.
+_RESERVED_NAMES = {"atem": ("self", "user")}
 _ID_CHARS = 9
 _ANY_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}  # of the schema {}
 # The arguments of a tool without `parameters` are an empty object.
@@ -125,6 +127,10 @@ def tools_of(body: requests.AnyBody, facts: ModelFacts, paths: Paths) -> ToolReq
         return ToolRequest([], False, False, True, facts.tool_format) if has_format else None
     if facts.tool_format in (ModelFacts.NO_TOOLS, ModelFacts.UNKNOWN_TOOL_FORMAT):
         raise Unsupported(_UNSUPPORTED[facts.tool_format], param=paths["tools"])
+    for name in _RESERVED_NAMES.get(facts.tool_format, ()):
+        if name in allowed:
+            param = paths[f"tools[{names.index(name)}].function.name"]
+            raise reject(param, f"must not be {name!r}, which is no tool in answers of this model")
     for tool in tools:
         if tool.parameters is None:
             tool.parameters = _NO_PARAMETERS

@@ -192,6 +192,19 @@ def test_chats_of_muse_glimmer_have_the_form_of_its_template() -> None:
     assert read(facts).text.tools.format == "atem"
 
 
+@pytest.mark.parametrize("name", ["self", "user"])
+def test_tools_of_muse_glimmer_have_no_name_of_another_recipient(name: str) -> None:
+    """Regression: the calls of such a tool became reasoning or content."""
+    facts = msgspec.structs.replace(FACTS, tool_format="atem")
+    tools = [*TOOLS, {"type": "function", "function": {"name": name}}]
+    with pytest.raises(InvalidRequest, match=f"must not be '{name}'") as error:
+        read(facts, tools=tools, tool_choice="required")
+    assert error.value.param == f"tools[{len(TOOLS)}].function.name"
+    named = {"type": "function", "function": {"name": "now"}}
+    assert read(facts, tools=tools, tool_choice=named).grammar is not None
+    assert read(HARMONY, tools=tools).text.tools is not None
+
+
 def test_all_answers_of_harmony_have_its_format() -> None:
     plain = read(HARMONY)
     assert plain.text.tools is not None
