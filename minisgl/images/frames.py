@@ -1,7 +1,7 @@
 """The number of frames of an animation, counted before a decoder reads the file."""
 
 MAX_FRAMES = 10_000
-_MAX_PARTS = 2**16  # of a GIF that are counted; a decoder reads the first frame only
+_MAX_PARTS = 2**16  # of a GIF that are counted: a large GIF of one frame has more
 # Bytes that stand before each frame of an animation.
 _MARKS = {"png": b"fcTL", "webp": b"ANMF"}
 # The first byte of a block of a GIF.

@@ -55,7 +55,8 @@ FIXED_LIMITS = (
     "| none | 64 | `max_grammar_depth` | Nested objects and lists of a schema. |",
     "| none | 10,000 | `max_enum_entries` | Entries of all enums of a schema. |",
     "| none | 200 | `max_image_aspect` | Ratio of the longer to the shorter side of an image. |",
-    "| none | 10,000 | `max_image_frames` | Frames of an image. The first one is read. |",
+    "| none | 10,000 | `max_image_frames` | Frames of an image (GIF: of 65,536 blocks). The first "
+    "one is read. |",
     "| none | 1 GiB | `max_image_memory` | Address space for decoding one image. |",
     "| none | 0.09 s and 512 MiB | `max_grammar_seconds` | CPU time and memory of checking and "
     "compiling a grammar or the tools of a request. |",
