@@ -16,12 +16,12 @@ from minisgl.core import FinishReason, ModelFacts, SamplingParams, TokenizerInfo
 from minisgl.core.step_cost import StepCost
 from minisgl.message.images import PromptImage as PromptImage
 from minisgl.message.images import SourceImage as SourceImage
-from minisgl.message.questions import CompileGrammar as CompileGrammar
-from minisgl.message.questions import DecodeIds as DecodeIds
-from minisgl.message.questions import GrammarResult as GrammarResult
-from minisgl.message.questions import TokenizeChat as TokenizeChat
-from minisgl.message.questions import TokenizeResult as TokenizeResult
-from minisgl.message.questions import TokenizeText as TokenizeText
+from minisgl.message.preparation import CompileGrammar as CompileGrammar
+from minisgl.message.preparation import DecodeIds as DecodeIds
+from minisgl.message.preparation import GrammarResult as GrammarResult
+from minisgl.message.preparation import TokenizeChat as TokenizeChat
+from minisgl.message.preparation import TokenizeResult as TokenizeResult
+from minisgl.message.preparation import TokenizeText as TokenizeText
 from minisgl.message.stats import SchedulerStats as SchedulerStats
 from minisgl.message.text import TextOptions as TextOptions
 from minisgl.message.text import TokenLogprob as TokenLogprob

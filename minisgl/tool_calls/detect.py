@@ -13,7 +13,7 @@ from minisgl.tokenizer import TextTokenizer
 from minisgl.tokenizer.renderer import TemplateError
 from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.formats import FORMATS
-from minisgl.tool_calls.formats.messages import MessageFormat
+from minisgl.tool_calls.formats.message_format import MessageFormat
 from minisgl.tool_calls.schema import parameter_types
 
 # Renders messages with template options, as TextTokenizer.render_chat.

@@ -14,7 +14,7 @@ from minisgl.tool_calls.formats.gemma4 import GEMMA4
 from minisgl.tool_calls.formats.glm import GLM
 from minisgl.tool_calls.formats.harmony import HARMONY
 from minisgl.tool_calls.formats.json_calls import HERMES, LLAMA3, MISTRAL, MISTRAL_V11
-from minisgl.tool_calls.formats.messages import MessageFormat
+from minisgl.tool_calls.formats.message_format import MessageFormat
 from minisgl.tool_calls.formats.minimax import MINIMAX
 from minisgl.tool_calls.formats.pythonic import PYTHONIC
 from minisgl.tool_calls.formats.qwen3_coder import QWEN3_CODER

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.formats.invoke import Invocations
-from minisgl.tool_calls.formats.messages import (
+from minisgl.tool_calls.formats.message_format import (
     MESSAGE,
     RECIPIENT,
     START,

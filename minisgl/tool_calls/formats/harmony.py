@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from minisgl.tool_calls.formats.messages import (
+from minisgl.tool_calls.formats.message_format import (
     MESSAGE,
     RECIPIENT,
     START,
