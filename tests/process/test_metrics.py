@@ -1,6 +1,7 @@
 """The demo server with known prompts: the value of every counter is known."""
 
 import json
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,7 @@ def complete(server: ServerProcess, prompt: list[int], max_tokens: int, **more: 
 def used() -> Iterator[tuple[ServerProcess, Scrape]]:
     """A server that has given four answers to three calls and is now idle, and its scrape."""
     flags = ("--num-pages", "256", "--max-queued-requests", "2", "--log-format", "json")
+    flags += ("--drain-grace", "0")
     with run_server(*flags) as server:
         server.wait_ready()
         complete(server, LONG, 5)
@@ -62,6 +64,10 @@ def used() -> Iterator[tuple[ServerProcess, Scrape]]:
             return found if is_idle and found["prefix_cache_query_tokens_total"] == 100 else None
 
         yield server, wait_for(settled, "the scheduler's last stats")
+        server.signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+        last = [json.loads(line) for line in server.stderr.splitlines()][-1]
+        assert {"time", "level", "role", "message"} <= last.keys(), "also at the shutdown"
 
 
 def test_tokens_of_known_prompts(used: tuple[ServerProcess, Scrape]) -> None:
@@ -203,7 +209,8 @@ def test_json_logs_are_one_object_per_line_with_the_request_id(
         url, header = server.url + "/v1/chat/completions", {"x-request-id": "abc-1"}
         httpx.post(url, json=text, headers=header, timeout=patience())
     wait_for(lambda: server.stderr.count('"abc-1"') == 2, "the log lines of both requests")
-    lines = [json.loads(line) for line in server.stderr.splitlines()]
+    written = server.stderr.splitlines(keepends=True)
+    lines = [json.loads(line) for line in written if line.endswith("\n")]
     assert server.stdout == ""
     assert secret not in server.stderr
     assert all({"time", "level", "role", "message"} <= line.keys() for line in lines)
