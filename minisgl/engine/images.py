@@ -50,8 +50,8 @@ def image_limits(
         layers=encoder.depth,
         layer_price=_LAUNCH_FLOPS / token_flops if device.type == "cuda" else 0.0,
         mixed=encoder.sections is not None,
-        mutual=encoder.siglip,
-        grid=(encoder.side, encoder.side) if encoder.siglip else None,
+        mutual=encoder.mutual,
+        grid=(encoder.side, encoder.side) if encoder.fixed else None,
     )
     tokens = 0 if limits.grid is None else limits.tokens(limits.grid)
     if tokens > limits.most_tokens:

@@ -3,8 +3,9 @@
 Qwen3-VL, Qwen3.5 and later have mergers with an MLP. Gemma 3 has SigLIP and averages patches.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import NamedTuple, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional
 from minisgl.images.spec import CHANNELS
 from minisgl.kernel import qk_norm_rope_store
 from minisgl.layers.shards import Placement
-from minisgl.models.encoder_spec import EncoderSpec
+from minisgl.models.encoder_spec import EncoderSpec, MergerKind
 
 # The beginning of the names of tensors in a checkpoint, unless ModelSpec.names has others.
 _STORED = "model.visual."
@@ -117,7 +118,7 @@ class EncoderAttention(nn.Module):
     def __init__(self, spec: EncoderSpec) -> None:
         super().__init__()
         self.heads = spec.heads
-        linear = SplitQkv if spec.siglip else EncoderLinear
+        linear = SplitQkv if spec.split_qkv else EncoderLinear
         self.qkv = linear(spec.hidden, 3 * spec.hidden)
         self.proj = EncoderLinear(spec.hidden, spec.hidden)
 
@@ -171,7 +172,7 @@ class Merger(EncoderMlp):
     whole: the norm is over the merged patches, as in DeepStack, and not over each patch.
     """
 
-    def __init__(self, spec: EncoderSpec, whole: bool) -> None:
+    def __init__(self, spec: EncoderSpec, whole: bool = False) -> None:
         merged = spec.hidden * spec.merge**2
         super().__init__(merged, merged, spec.size, "none")
         self.norm = EncoderNorm(merged if whole else spec.hidden, _EPS)
@@ -234,6 +235,11 @@ def _transposed(weight: Tensor, divisor: float) -> Tensor:
     return weight.float().t() / divisor
 
 
+_MERGERS: Mapping[MergerKind, Callable[[EncoderSpec], nn.Module]] = MappingProxyType(
+    {MergerKind.MLP: Merger, MergerKind.AVERAGE: Projection}
+)
+
+
 class ImageEncoder(nn.Module):
     """The image encoder. Rank 0 holds it whole."""
 
@@ -243,7 +249,7 @@ class ImageEncoder(nn.Module):
         self.patch_embed = PatchEmbedding(spec)
         self.pos_embed = PositionTable(spec)
         self.blocks = nn.ModuleList(EncoderBlock(spec) for _ in range(spec.depth))
-        self.merger = Projection(spec) if spec.siglip else Merger(spec, whole=False)
+        self.merger = _MERGERS[spec.merger](spec)
         self.deepstack_merger_list = nn.ModuleList(Merger(spec, whole=True) for _ in spec.taps)
 
     def encode(self, pixels: Tensor) -> Tensor:
@@ -301,8 +307,8 @@ class ImageEncoder(nn.Module):
         """
         device, quarter = self.pos_embed.weight.device, self.spec.hidden // self.spec.heads // 4
         exponents = torch.arange(quarter, dtype=torch.float32, device=device) / quarter
-        # SigLIP does not rotate: all angles are 0.
-        frequencies = (0.0 if self.spec.siglip else 1.0) / _THETA**exponents
+        # Without a rotary embedding all angles are 0, since one kernel stores keys and values.
+        frequencies = float(self.spec.rotary) / _THETA**exponents
         row, col = (torch.arange(n, device=device).outer(frequencies) for n in (rows, cols))
         row, col = row[:, None].expand(-1, cols, -1), col.expand(rows, -1, -1)
         angles = self._in_squares(torch.cat((row, col), dim=-1))

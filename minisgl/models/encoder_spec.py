@@ -1,10 +1,22 @@
 """The description of an image encoder, and its reader."""
 
+from enum import StrEnum
 from typing import NamedTuple, cast
 
 from minisgl.core import ConfigError
 from minisgl.images.spec import CHANNELS, HfSiglip, HfVision
 from minisgl.models.hf_config import Raw, check_supported, read_fields
+
+
+class MergerKind(StrEnum):
+    """How the patches of a square become an image token.
+
+    MLP      a norm over each patch, and an MLP of the patches of the square.
+    AVERAGE  a norm over each patch, their average, an RMSNorm and a linear layer (Gemma 3).
+    """
+
+    MLP = "mlp"
+    AVERAGE = "average"
 
 
 class EncoderSpec(NamedTuple):
@@ -22,9 +34,11 @@ class EncoderSpec(NamedTuple):
     sections  rotary frequencies of the language model that follow the frame, the row and the column
               of an image token (MixedAngles.axes). None: its position is its index.
     mean, std of each channel: the encoder reads (pixel / 255 - mean) / std.
-    siglip    the encoder of Gemma 3, SigLIP: patches have no rotary embedding, and a token is the
-              projected average of its patches. All images have side * side patches, and the tokens
-              of one image attend to each other in both directions.
+    rotary    queries and keys rotate by the row and the column of their patch.
+    merger    the module that makes an image token of the patches of a square.
+    split_qkv the checkpoint has q_proj, k_proj and v_proj in place of one linear.
+    fixed     all images have side * side patches.
+    mutual    the tokens of one image attend to each other in both directions.
     divisor   of the embedding, because the residual stream is divided (Multipliers.embedding).
     """
 
@@ -41,7 +55,11 @@ class EncoderSpec(NamedTuple):
     sections: tuple[int, int, int] | None
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
-    siglip: bool = False
+    rotary: bool = True
+    merger: MergerKind = MergerKind.MLP
+    split_qkv: bool = False
+    fixed: bool = False
+    mutual: bool = False
     divisor: float = 1.0
 
     @property
@@ -55,7 +73,7 @@ class EncoderSpec(NamedTuple):
         merged = self.hidden * self.merge**2
         block = 4 * self.hidden**2 + 2 * self.hidden * self.inner + 9 * self.hidden + self.inner
         merger = merged * (merged + 1) + (merged + 1) * self.size
-        if self.siglip:
+        if self.merger is MergerKind.AVERAGE:
             merger = self.hidden * (1 + self.size)
         norms = 2 * self.hidden + 2 * merged * len(self.taps)
         patches = (CHANNELS * self.patch**2 + 1 + self.side**2) * self.hidden
@@ -66,14 +84,14 @@ class EncoderSpec(NamedTuple):
         patches, merged = grid[0] * grid[1], self.hidden * self.merge**2
         block = 4 * self.hidden**2 + 2 * self.hidden * self.inner + 2 * patches * self.hidden
         merger = (1 + len(self.taps)) * merged * (merged + self.size) // self.merge**2
-        if self.siglip:
+        if self.merger is MergerKind.AVERAGE:
             merger = self.hidden * self.size // self.merge**2
         return 2 * patches * (CHANNELS * self.patch**2 * self.hidden + self.depth * block + merger)
 
     @property
     def largest_span(self) -> int:
         """The most tokens that one chunk must have together (ImageLimits.mutual)."""
-        return (self.side // self.merge) ** 2 if self.siglip else 1
+        return (self.side // self.merge) ** 2 if self.mutual else 1
 
 
 def siglip_spec_of(raw: Raw, size: int, divisor: float) -> EncoderSpec | None:
@@ -107,7 +125,11 @@ def siglip_spec_of(raw: Raw, size: int, divisor: float) -> EncoderSpec | None:
         size,
         (),
         None,
-        siglip=True,
+        rotary=False,
+        merger=MergerKind.AVERAGE,
+        split_qkv=True,
+        fixed=True,
+        mutual=True,
         divisor=divisor,
     )
 

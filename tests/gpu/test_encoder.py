@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minisgl.models.encoder import ImageEncoder
-from minisgl.models.encoder_spec import EncoderSpec
+from minisgl.models.encoder_spec import EncoderSpec, MergerKind
 from minisgl.models.loader import materialise
 
 pytestmark = [
@@ -13,7 +13,9 @@ pytestmark = [
 ]
 # Heads of 72 elements, as in published encoders.
 SPEC = EncoderSpec(3, 288, 640, 4, 16, 2, 2, 48, 512, (0, 2), (24, 20, 20))
-SIGLIP = EncoderSpec(3, 288, 640, 4, 14, 1, 4, 32, 512, (), None, siglip=True, divisor=22.6)
+SIGLIP = EncoderSpec(3, 288, 640, 4, 14, 1, 4, 32, 512, (), None, divisor=22.6)._replace(
+    rotary=False, merger=MergerKind.AVERAGE, split_qkv=True, fixed=True, mutual=True
+)
 
 
 @pytest.mark.parametrize(
