@@ -15,7 +15,7 @@ from minisgl.core import InvariantBroken
 from minisgl.core.batch import Batch, Int32Array
 from minisgl.kvcache import Hit
 from minisgl.message.messages import CopiesEnded
-from minisgl.scheduler.plan import MAX_DEFERRED
+from minisgl.scheduler.filling import MAX_DEFERRED
 from minisgl.scheduler.request import Req, ReqState
 from minisgl.scheduler.view import StepPlan, View
 

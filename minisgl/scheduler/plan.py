@@ -4,8 +4,6 @@ A plan is a function of the View, and changes nothing. All tensor-parallel ranks
 same steps, and a test can compare the state before and after a plan. `apply` carries a plan out.
 """
 
-from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -13,17 +11,13 @@ import numpy as np
 from minisgl.core import InvariantBroken
 from minisgl.core.batch import DecodeLoad, Int32Array
 from minisgl.core.config import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
-from minisgl.kvcache import Hit, Room
-from minisgl.scheduler.budget import MIN_CHUNK_TOKENS, further_tokens, prompt_tokens
-from minisgl.scheduler.images import ImageRoom
+from minisgl.kvcache import Room
+from minisgl.scheduler.budget import prompt_tokens
+from minisgl.scheduler.filling import Filling
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Carry, Decode, StepPlan, View
 
-MAX_DEFERRED = 64  # requests of a client that one round of a plan skips at most, to limit its time
 MAX_PAUSES = 8  # steps in a row that leave decoding requests of later priorities out
-FURTHER_SHARE = 1.1  # a step with further choices takes this many times the step without, or more
-MAX_LOADING = 4  # requests whose prefixes are loaded from host memory at a time
-RESERVED_ROWS = 16  # one of this many rows stays free for the first priority in use
 
 
 class Shortage(NamedTuple):
@@ -63,7 +57,8 @@ def plan(view: View) -> StepPlan:
     decode, short = decoding(view, room)
     if short is None and not (view.prefilling or view.waiting.uncached):  # no Python loop
         return StepPlan(decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))
-    fill = Filling(view, room, short, divides=len(decode.rows) > 0)
+    victim = None if short is None else short.victim
+    fill = Filling(view, room, victim, divides=len(decode.rows) > 0)
     beside = fill.beside_urgent(decode)
     left = fill.resume(prompt_tokens(view, fill.prefilling, beside, fill.urgent))
     fill.limit_further(beside)
@@ -163,238 +158,3 @@ def shortage(
         raise InvariantBroken("no page is left for the only running request; this is a bug")
     victim = max(running, key=shares.age)
     return decode.only(decode.rows != victim.row), Shortage(victim)
-
-
-class Filling:
-    """Fills one step with prompts. All counters are local to a plan."""
-
-    def __init__(self, view: View, room: Room, short: Shortage | None, divides: bool) -> None:
-        """divides: as for ImageRoom."""
-        self._view, self._room = view, room
-        least = max(MIN_CHUNK_TOKENS, view.memory.page_size)
-        self._images = ImageRoom(view.images, least, divides)
-        self._victim = None if short is None else short.victim
-        self.prefilling = [req for req in view.prefilling if req is not self._victim]
-        self.urgent = view.has_urgent(self.prefilling)
-        self._shares = view.shares()
-        rows, priority = view.table.rows, view.table.priority
-        self._last_priority = priority.max(where=rows.allocated, initial=-(2**31))
-        self._rows_left, self._reserved_rows = rows.num_free, rows.size // RESERVED_ROWS
-        self._delayed = view.waiting.longest_delayed(view.prefilling)
-        self._overtakes = view.carry.overtakes
-        self.chunks: dict[Req, int] = {}
-        self._admit: dict[Req, Hit] = {}
-        self._load: list[Req] = []
-        self._seen: list[Req] = []
-        # The first request that found no room, although its client is within its share or a
-        # request of a later priority runs.
-        self._blocked: Req | None = None
-        # The calls whose further choices get fewer tokens, and the tokens of a step with them.
-        self._decoding_calls: set[int] = set()
-        self._further_tokens = 0
-
-    def resume(self, budget: int) -> int:
-        """Continue the image that the newest step left. Returns the prompt tokens that are left."""
-        reqs = ((req, int(self._view.table.computed[req.row])) for req in self.prefilling)
-        return self._images.resume(reqs, budget)
-
-    def limit_further(self, decode: Decode) -> None:
-        """Limit the tokens of further choices beside these decoding rows, if others may wait."""
-        if len(self._view.waiting.clients) > 1:
-            reqs = map(self._view.table.req_at, decode.rows.tolist())
-            self._decoding_calls = {req.call for req in chain(reqs, self._view.paused)}
-            self._further_tokens = further_tokens(self._view, self.prefilling, decode)
-
-    def beside_urgent(self, decode: Decode) -> Decode:
-        """The decoding rows that run beside prompts of the first priority."""
-        waiting = self._view.waiting
-        if not (waiting.several_priorities and self.urgent):
-            return decode
-        return decode.only(self._view.table.priority[decode.rows] <= waiting.first_priority)
-
-    def of_new_clients(self, decode: Decode, budget: int, admit: bool) -> StepPlan | None:
-        """Return a step of the first prompts of clients that receive no tokens.
-
-        Returns None if it would leave nothing out, if the budget does not suffice for their ends,
-        or if the step before was such a step.
-        """
-        view, req_at = self._view, self._view.table.req_at
-        decoding = map(req_at, view.decode_rows.tolist())
-        served = {req.client for req in chain(decoding, view.paused)}
-        keys = self._prompts()
-        first = {key: self._first_tokens(*key) for key in keys if key[1] not in served}
-        needed = sum(first.values())
-        if not 0 < needed <= budget or view.waiting.several_priorities or view.carry.paused_steps:
-            return None
-        calls = [req_at(row).call for row in decode.rows.tolist()]
-        kept = np.zeros(len(calls), dtype=np.bool_)
-        kept[np.unique(calls, return_index=True)[1]] = True
-        fewer = decode.only(kept)
-        works = view.work(decode), view.work(fewer)
-        whole_s, fewer_s = (
-            view.cost.predict_s(work._replace(tokens=needed + work.tokens)) for work in works
-        )
-        beside = fewer if whole_s > FURTHER_SHARE * fewer_s else decode
-        if beside is decode and len(first) == len(keys):
-            return None
-        for level, clients in self.levels():
-            for client in clients:
-                self.take(level, client, first.get((level, client), 0), admit)
-        return self.plan(beside, 1) if self.chunks else None
-
-    def _first_tokens(self, level: int, client: str) -> int:
-        """The prompt tokens that the first prompt of this client and priority has left.
-
-        The price of its images is added.
-        """
-        table = self._view.table
-        for req in self.prefilling:
-            if (req.priority, req.client) == (level, client):
-                start, end = int(table.computed[req.row]), int(table.prefill_end[req.row])
-                return end - start + self._images.price(req, start)
-        req = next(self._view.waiting.of(client, level))
-        start = len(req.tokens) - req.uncached_tokens
-        return req.uncached_tokens + self._images.price(req, start)
-
-    def _prompts(self) -> set[tuple[int, str]]:
-        """The priorities and clients with prompts."""
-        return {*self._view.waiting.uncached, *((r.priority, r.client) for r in self.prefilling)}
-
-    def levels(self) -> Iterator[tuple[int, list[str]]]:
-        """The priorities with prompts in their order, each with its clients in their order."""
-        keys = self._prompts()
-        for level in sorted({level for level, _ in keys}):
-            yield level, self._shares.in_order(client for of, client in keys if of == level)
-
-    def waits(self, level: int, clients: Iterable[str]) -> bool:
-        """A request of this priority stays in the queue."""
-        waiting, admitted = self._view.waiting, [*self._admit]
-        return any(True for client in clients for _ in waiting.of(client, level, admitted))
-
-    def take(self, level: int, client: str, budget: int, admit: bool) -> int:
-        """Add up to `budget` prompt tokens of one client and priority to the step.
-
-        While a request of another client is blocked, only requests within their client's share are
-        admitted. A request waits too if images leave it less than the smallest chunk: it would hold
-        a row and pages. Returns the number of tokens.
-        """
-        left, deferred = budget, 0
-        for req in self.prefilling:
-            if left > 0 and (req.client, req.priority) == (client, level):
-                left -= self._add_chunk(req, self._most(req, left))
-        queue = self._view.waiting.of(client, level, [*self._admit])
-        for req in queue if admit and left > 0 else ():
-            if self._most(req, left) <= 0:
-                break
-            pages = self._view.memory.pages_for(len(req.tokens))
-            within = self._shares.is_within(req, pages)
-            reserved = 0 if self._view.waiting.is_first(req) else self._reserved_rows
-            if self._rows_left <= reserved or not (within or self._blocked is None):
-                self._block(req, within)
-                break
-            hit = self._view.memory.hit(req)
-            self._seen.append(req)
-            others = (r for r in chain(self._view.uncached, self._admit) if r is not self._victim)
-            if self._view.shared_with_older(req, hit.tokens, others)[0]:
-                deferred += 1
-                if deferred == MAX_DEFERRED:
-                    break
-                continue
-            loads = not req.loaded and self._view.memory.loads(hit)
-            if loads and len(self._view.loading) + len(self._load) == MAX_LOADING:
-                deferred += 1
-                if deferred == MAX_DEFERRED:
-                    break
-                continue
-            busy = bool(self.chunks or self._images.parts)
-            if busy and not loads and self._images.wait(req, hit.tokens, left):
-                break
-            if not self._room.open(placeholder_row(req), req, hit, loads):
-                self._block(req, within)
-                break
-            if loads:
-                self._load.append(req)
-                continue
-            self._shares.record_admitted(req, pages)
-            self._overtakes += self._delayed is not None and self._delayed.priority > level
-            self._rows_left -= 1
-            self._last_priority = max(self._last_priority, level)
-            self._admit[req] = hit
-            self.prefilling.append(req)
-            left -= self._add_chunk(req, self._most(req, left))
-            if left <= 0:
-                break
-        return budget - left
-
-    def _most(self, req: Req, left: int) -> int:
-        """Return the most tokens of `left` that the request may use.
-
-        Further choices may use as many as the other prompts, so that these do not stop them.
-        """
-        if not self._is_further(req):
-            return left
-        used = sum(tokens for other, tokens in self.chunks.items() if self._is_further(other))
-        first = sum(self.chunks.values()) - used
-        most = max(self._further_tokens - first, first) - used
-        return max(min(left, most), 0)
-
-    def _is_further(self, req: Req) -> bool:
-        """The request has prompt tokens of a call that decodes.
-
-        Forced tokens are none. A preempted request computes a part of its tokens again.
-        """
-        again = req.row < 0 or req in self._view.uncached
-        return req.call in self._decoding_calls and (again or not req.prefill_done)
-
-    def plan(self, decode: Decode, paused_steps: int = 0) -> StepPlan:
-        """Return the step. paused_steps: as in Carry."""
-        victim = self._victim
-        if victim is None and self._blocked is not None:
-            victim = self._make_room(self._blocked)
-        if victim is not None:
-            decode = decode.only(decode.rows != victim.row)
-            self.chunks.pop(victim, None)
-        carry = Carry(self._overtakes, paused_steps)
-        found = StepPlan(decode, self._room.grown, self._room.counts, self.chunks, self._admit)
-        found = found._replace(seen=self._seen, preempt=victim, carry=carry, load=self._load)
-        return found._replace(encode=self._images.parts)
-
-    def _add_chunk(self, req: Req, budget: int) -> int:
-        """Add up to `budget` tokens to the chunk of an admitted request.
-
-        Returns their number and the price of the images that the step encodes for the request.
-        """
-        if budget <= 0:
-            return 0
-        table, chosen, row = self._view.table, self.chunks.get(req, 0), req.row
-        if req in self._admit:
-            row, start, end = placeholder_row(req), self._admit[req].tokens, len(req.tokens)
-        else:
-            start, end = int(table.computed[row]), int(table.prefill_end[row])
-        most = self._images.limit(req, start, end, chosen + budget)
-        tokens = max(self._images.whole(req, start, self._room.cut(row, start, most)) - chosen, 0)
-        if tokens:
-            self.chunks[req] = chosen + tokens
-        return tokens + self._images.add(req, start, chosen + tokens, budget - tokens)
-
-    def _make_room(self, req: Req) -> Req | None:
-        """Choose a request of a later priority or of a client above its share, so that `req` runs.
-
-        Returns None if there is none, or if the rows that end with the step in flight may suffice.
-        """
-        table = self._view.table
-        running = self._view.running(self.prefilling)
-        allocated = int(table.rows.allocated.sum()) + len(self._admit)
-        if table.rows.num_quarantined or allocated > len(running):
-            return None
-        return self._shares.victim(req, running, self._rows_left)
-
-    def _block(self, req: Req, is_within: bool) -> None:
-        """Remember `req`, which found no room, if another request may be preempted for it."""
-        if is_within or self._last_priority > req.priority:
-            self._blocked = self._blocked or req
-
-
-def placeholder_row(req: Req) -> int:
-    """Return a number in place of the row of a request that the plan admits."""
-    return ~req.arrival_index

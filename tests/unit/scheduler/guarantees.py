@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 
 from minisgl.kvcache import FencedPool, Memory
-from minisgl.scheduler import budget, scheduler
+from minisgl.scheduler import budget, filling, scheduler
 from minisgl.scheduler import plan as planning
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import StepPlan, View
@@ -58,7 +58,7 @@ class PlanChecks:
         rounds = 2 * len({level for level, _ in view.waiting.uncached}) + 1
         admitted = Counter(req.client for req in plan.admit)
         for client, count in hits.items():
-            assert count - admitted[client] <= rounds * (planning.MAX_DEFERRED + 1)
+            assert count - admitted[client] <= rounds * (filling.MAX_DEFERRED + 1)
 
     def f2_overtakes_are_bounded(self, view: View, plan: StepPlan) -> None:
         """The step before a plan raises a request that was overtaken too often."""
@@ -88,7 +88,7 @@ class PlanChecks:
         rows = view.table.rows
         later = [i for i, req in enumerate(plan.admit) if not view.waiting.is_first(req)]
         if later:
-            assert rows.num_free - later[-1] > rows.size // planning.RESERVED_ROWS
+            assert rows.num_free - later[-1] > rows.size // filling.RESERVED_ROWS
 
     def f5_the_last_request_of_a_client_is_not_preempted_for_another_client(
         self, view: View, plan: StepPlan

@@ -3,7 +3,7 @@
 import pytest
 
 from minisgl.kvcache import Memory
-from minisgl.scheduler.plan import MAX_DEFERRED
+from minisgl.scheduler.filling import MAX_DEFERRED
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.test_scheduler import config, prompt_of

@@ -14,7 +14,7 @@ from minisgl.core import FinishReason, SchedulerConfig, StepCost
 from minisgl.core.batch import WindowLayers
 from minisgl.kvcache import snapshots, states
 from minisgl.message.messages import EndSession, FlushCache
-from minisgl.scheduler import budget, plan, scheduler, view
+from minisgl.scheduler import budget, filling, plan, scheduler, view
 from tests.examples import examples
 from tests.unit.scheduler.drafts import DRAFTERS, PREDICTIONS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
@@ -267,5 +267,5 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
         self.enterContext(patch.object(scheduler, "MAX_OVERTAKES", 3))
         self.enterContext(patch.multiple(states, MIN_NEW_TOKENS=4, MIN_BRANCH_TOKENS=1))
         self.enterContext(patch.object(snapshots, "MAX_GAP", 1))
-        limits = {"MAX_PAUSES": 3, "RESERVED_ROWS": 3, "MAX_DEFERRED": 2}
-        self.enterContext(patch.multiple(plan, **limits))
+        self.enterContext(patch.object(plan, "MAX_PAUSES", 3))
+        self.enterContext(patch.multiple(filling, RESERVED_ROWS=3, MAX_DEFERRED=2))
