@@ -14,6 +14,7 @@ from minisgl.scheduler.view import Carry, Decode, StepPlan, View
 MAX_DEFERRED = 64  # requests of a client that one round of a plan skips at most, to limit its time
 FURTHER_SHARE = 1.1  # a step with further choices takes this many times the step without, or more
 MAX_LOADING = 4  # requests whose prefixes are loaded from host memory at a time
+MAX_PASSED = 8  # steps in a row that pass a request over, because its image exceeds their budget
 RESERVED_ROWS = 16  # one of this many rows stays free for the first priority in use
 
 
@@ -48,7 +49,31 @@ class Filling:
     def resume(self, budget: int) -> int:
         """Continue the image that the newest step left. Returns the prompt tokens that are left."""
         reqs = ((req, int(self._view.table.computed[req.row])) for req in self.prefilling)
-        return self._images.resume(reqs, budget)
+        others = len(self.prefilling) > 1 or bool(self._view.waiting)
+        return self._images.resume(reqs, budget, others)
+
+    def finish(self, budget: int) -> None:
+        """Give the prompt tokens that no prompt uses to the image of `resume`."""
+        self._images.finish(budget)
+
+    @property
+    def passed_too_often(self) -> Req | None:
+        """The request that MAX_PASSED steps in a row passed over."""
+        carry = self._view.carry
+        return carry.passed if carry.passed_steps >= MAX_PASSED else None
+
+    def take_passed(self, req: Req, budget: int, admit: bool) -> int:
+        """Add the first chunk of the step for this request. Returns its tokens and price."""
+        if req in self.prefilling:
+            return self._add_chunk(req, budget)
+        return self._admit_from(req.priority, req.client, budget) if admit else 0
+
+    def has_urgent_work(self) -> bool:
+        """The step has a chunk, or layers of an image, of the first priority in use."""
+        is_first = self._view.waiting.is_first
+        return any(map(is_first, self.chunks)) or any(
+            is_first(req) and self._images.encodes(req) for req in self.prefilling
+        )
 
     def limit_further(self, decode: Decode) -> None:
         """Limit the tokens of further choices beside these decoding rows, if others may wait."""
@@ -64,11 +89,11 @@ class Filling:
             return decode
         return decode.only(self._view.table.priority[decode.rows] <= waiting.first_priority)
 
-    def of_new_clients(self, decode: Decode, budget: int, admit: bool) -> StepPlan | None:
+    def of_new_clients(self, decode: Decode, budget: int, admit: bool) -> StepPlan | int:
         """Return a step of the first prompts of clients that receive no tokens.
 
-        Returns None if it would leave nothing out, if the budget does not suffice for their ends,
-        or if the step before was such a step.
+        Returns a number if the step would leave nothing out, if the budget does not suffice for
+        their ends, or if the step before was such a step: the prompt tokens that are used.
         """
         view, req_at = self._view, self._view.table.req_at
         decoding = map(req_at, view.decode_rows.tolist())
@@ -77,7 +102,7 @@ class Filling:
         first = {key: self._first_tokens(*key) for key in keys if key[1] not in served}
         needed = sum(first.values())
         if not 0 < needed <= budget or view.waiting.several_priorities or view.carry.paused_steps:
-            return None
+            return 0
         calls = [req_at(row).call for row in decode.rows.tolist()]
         kept = np.zeros(len(calls), dtype=np.bool_)
         kept[np.unique(calls, return_index=True)[1]] = True
@@ -88,11 +113,12 @@ class Filling:
         )
         beside = fewer if whole_s > FURTHER_SHARE * fewer_s else decode
         if beside is decode and len(first) == len(keys):
-            return None
+            return 0
+        used = 0
         for level, clients in self.levels():
             for client in clients:
-                self.take(level, client, first.get((level, client), 0), admit)
-        return self.plan(beside, 1) if self.chunks else None
+                used += self.take(level, client, first.get((level, client), 0), admit)
+        return self.plan(beside, 1) if self.chunks else used
 
     def _first_tokens(self, level: int, client: str) -> int:
         """The prompt tokens that the first prompt of this client and priority has left.
@@ -126,16 +152,24 @@ class Filling:
     def take(self, level: int, client: str, budget: int, admit: bool) -> int:
         """Add up to `budget` prompt tokens of one client and priority to the step.
 
-        While a request of another client is blocked, only requests within their client's share are
-        admitted. A request waits too if images leave it less than the smallest chunk: it would hold
-        a row and pages. Returns the number of tokens.
+        Returns the number of tokens.
         """
-        left, deferred = budget, 0
+        left = budget
         for req in self.prefilling:
             if left > 0 and (req.client, req.priority) == (client, level):
                 left -= self._add_chunk(req, self._most(req, left))
-        queue = self._view.waiting.of(client, level, [*self._admit])
-        for req in queue if admit and left > 0 else ():
+        used = self._admit_from(level, client, left) if admit and left > 0 else 0
+        return budget - left + used
+
+    def _admit_from(self, level: int, client: str, budget: int) -> int:
+        """Admit requests of one client and priority, as `take`.
+
+        While a request of another client is blocked, only requests within their client's share are
+        admitted. A request waits too if images leave it less than the smallest chunk: it would hold
+        a row and pages.
+        """
+        left, deferred = budget, 0
+        for req in self._view.waiting.of(client, level, [*self._admit]):
             if self._most(req, left) <= 0:
                 break
             pages = self._view.memory.pages_for(len(req.tokens))
@@ -206,10 +240,19 @@ class Filling:
         if victim is not None:
             decode = decode.only(decode.rows != victim.row)
             self.chunks.pop(victim, None)
-        carry = Carry(self._overtakes, paused_steps)
+        carry = Carry(self._overtakes, paused_steps, *self._passed())
         found = StepPlan(decode, self._room.grown, self._room.counts, self.chunks, self._admit)
         found = found._replace(seen=self._seen, preempt=victim, carry=carry, load=self._load)
         return found._replace(encode=self._images.parts)
+
+    def _passed(self) -> tuple[Req | None, int]:
+        """Carry.passed and passed_steps."""
+        before, steps = self._view.carry.passed, self._view.carry.passed_steps
+        prompts = chain(self.prefilling, self._view.waiting)
+        if before is not None and before not in self.chunks and before in prompts:
+            return before, steps + 1
+        passed = next((req for req in self._images.passed if req not in self.chunks), None)
+        return passed, int(passed is not None)
 
     def _add_chunk(self, req: Req, budget: int) -> int:
         """Add up to `budget` tokens to the chunk of an admitted request.

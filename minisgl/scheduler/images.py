@@ -181,7 +181,8 @@ class ImageRoom:
     the decoding requests (ImageLimits.price). If the budget has no room for all layers of an image,
     the step computes some of them, at least one. At most one image has layers left after a step,
     because the engine keeps the state of one. The next step continues it first if an admitted
-    prompt needs it, so that each image comes to its end. The others wait meanwhile.
+    prompt needs it, so that each image comes to its end. Other images wait meanwhile. Other prompts
+    get the smallest chunk at least.
 
     A step without decoding requests delays no stream, and it must have a chunk. The images in the
     first `least` tokens of one chunk are therefore encoded whole there, if the step encodes no
@@ -198,18 +199,21 @@ class ImageRoom:
         self._counted: set[_Key] = set()
         self._opened: _Key | None = None
         self._parts: dict[_Key, EncodePart] = {}
-        self._first: Req | None = None  # the request of the first chunk
+        self._reqs: set[Req] = set()  # with chunks
+        self._resumed: PromptImage | None = None  # it shares the step with prompts
+        self.passed: dict[Req, None] = {}  # whose images would exceed the budget beside others
 
     @property
     def parts(self) -> tuple[EncodePart, ...]:
         """The encodings of the step."""
         return tuple(self._parts.values())
 
-    def resume(self, reqs: Iterable[tuple[Req, int]], budget: int) -> int:
+    def resume(self, reqs: Iterable[tuple[Req, int]], budget: int, others: bool) -> int:
         """Continue the image that the newest step left, if a request needs it.
 
-        reqs: admitted requests, and the number of tokens that each has computed. Returns the budget
-        that is left.
+        reqs: admitted requests, and the number of tokens that each has computed. others: there is
+        more than one prompt; the image then leaves the smallest chunk to prompts, and `finish` adds
+        what these do not use. Returns the budget that is left.
         """
         opened = self._images.opened
         if opened is None:
@@ -222,12 +226,24 @@ class ImageRoom:
         )
         if not needed:
             return budget
+        if self._divides and others:
+            self._resumed = image
+            return max(budget - self._advance(image, budget - self._least, least=1), self._least)
         if self._divides:
             return budget - self._advance(image, budget, least=1)
         return max(budget - self._advance(image, self._rest(image)), self._least)
 
+    def finish(self, budget: int) -> None:
+        """Compute further layers of the image of `resume` with the budget that prompts leave."""
+        if self._resumed is not None:
+            self._advance(self._resumed, budget)
+
+    def encodes(self, req: Req) -> bool:
+        """The step computes layers of an image of this request."""
+        return any(_key(image) in self._parts for image in req.images)
+
     def limit(self, req: Req, start: int, end: int, budget: int) -> int:
-        """Return the most tokens of a chunk. Changes nothing.
+        """Return the most tokens of a chunk. Remembers the request in `passed`.
 
         start, end: of the tokens of `req` that are left. budget: limit of tokens and price.
         """
@@ -243,8 +259,9 @@ class ImageRoom:
             least = before + self._least
             if self._limits.mutual:
                 least = image.start + self._limits.tokens(image.grid) - start
-                may_exceed = before < self._least and self._first in (None, req)
+                may_exceed = before < self._least and self._reqs <= {req}
                 if least > budget and not may_exceed:
+                    self.passed[req] = None
                     return before
                 tokens = max(tokens, least)
             tokens = min(tokens, max(budget - price, least))
@@ -279,8 +296,8 @@ class ImageRoom:
         budget: what the tokens of the chunk leave. Returns the price of the encoding.
         """
         price = 0
-        if tokens and self._first is None:
-            self._first = req
+        if tokens:
+            self._reqs.add(req)
         for image, count, cost in self._new(req, start):
             if max(image.start - start, 0) >= tokens:
                 break
@@ -290,8 +307,8 @@ class ImageRoom:
                 self._count(image, count)
         # Without decoding rows and without a chunk, it would take the budget of the first chunk.
         following = self._following(req, start, tokens) if tokens or self._divides else None
-        if following is not None:
-            begins = not tokens and _key(following) not in self._parts
+        if following is not None and following is not self._resumed:
+            begins = not (tokens or self._resumed or _key(following) in self._parts)
             price += self._advance(following, budget - price, least=int(begins))
         return price
 

@@ -26,8 +26,8 @@ class Shortage(NamedTuple):
     victim: Req | None
 
 
-def plan(view: View) -> StepPlan:
-    """Plan the next step.
+def plan(view: View, may_pause: bool = True) -> StepPlan:
+    """Plan the next step. may_pause: it may leave decoding requests of later priorities out.
 
     1. Every decoding request computes its next token, and draft tokens. When pages of full
        attention run short, the step has no drafts, the oldest requests get the free pages, and the
@@ -59,20 +59,27 @@ def plan(view: View) -> StepPlan:
         return StepPlan(decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))
     victim = None if short is None else short.victim
     fill = Filling(view, room, victim, divides=len(decode.rows) > 0)
-    beside = fill.beside_urgent(decode)
+    beside = fill.beside_urgent(decode) if may_pause else decode
     left = fill.resume(prompt_tokens(view, fill.prefilling, beside, fill.urgent))
     fill.limit_further(beside)
     admit = short is None
-    own = fill.of_new_clients(decode, left, admit) if len(view.waiting.clients) > 1 else None
-    if own is not None:
-        return own
+    if (passed := fill.passed_too_often) is not None:
+        left -= fill.take_passed(passed, left, admit)
+    elif len(view.waiting.clients) > 1:
+        own = fill.of_new_clients(decode, left, admit)
+        if isinstance(own, StepPlan):
+            return own
+        left -= own
     for level, clients in fill.levels():
         for part in [left // len(clients), left] if len(clients) > 1 else [left]:
             for client in clients:
                 left -= fill.take(level, client, min(part, left), admit)
         admit = admit and not fill.waits(level, clients)
-    urgent_chunks = any(map(view.waiting.is_first, fill.chunks))
-    if urgent_chunks and beside is not decode and view.carry.paused_steps < MAX_PAUSES:
+    fill.finish(left)
+    pauses = beside is not decode and view.carry.paused_steps < MAX_PAUSES
+    if pauses and fill.has_urgent_work():
+        if not (fill.chunks or len(beside.rows)):  # a step has tokens, so price images beside all
+            return plan(view, may_pause=False)
         return fill.plan(beside, view.carry.paused_steps + 1)
     return fill.plan(decode)
 

@@ -22,10 +22,15 @@ class Carry(NamedTuple):
 
     overtakes     admissions that overtook the longest delayed request.
     paused_steps  steps in a row without the decoding requests of later priorities.
+    passed        a request without a chunk, because its image lies in one chunk, which would exceed
+                  the budget beside the chunks of others. None: there is none.
+    passed_steps  steps in a row without a chunk of `passed`.
     """
 
     overtakes: int = 0
     paused_steps: int = 0
+    passed: Req | None = None
+    passed_steps: int = 0
 
 
 NO_CARRY = Carry()

@@ -1,6 +1,6 @@
 """The guarantees of every plan, checked around each call of `plan`.
 
-The names F1 to F12 are those of docs/decisions/28-plan-and-apply.md. test_fairness.py has F8,
+The names F1 to F14 are those of docs/decisions/28-plan-and-apply.md. test_fairness.py has F8,
 and F1 with its real limit.
 """
 
@@ -46,6 +46,8 @@ class PlanChecks:
         self.f10_prompts_go_on_in_every_step(view, plan)
         self.f11_a_step_ends_the_first_prompts_of_its_own_clients(view, plan)
         self.f12_no_chunk_ends_within_an_image_that_lies_in_one_chunk(view, plan)
+        self.f13_no_step_has_more_prompt_tokens_than_the_warm_up(view, plan)
+        self.f14_an_image_is_passed_over_few_steps_in_a_row(view, plan)
         return plan
 
     def f1_one_plan_skips_few_requests_of_a_client(
@@ -152,11 +154,10 @@ class PlanChecks:
     def f10_prompts_go_on_in_every_step(self, view: View, plan: StepPlan) -> None:
         if view.memory.kinds or plan.preempt is not None or own_clients(view, plan):
             return
-        if view.images.limits.rows:  # a chunk may end before an image
-            assert plan.chunks or plan.encode or not view.prefilling
+        if any(not part.first for part in plan.encode):  # a step that begins an image
             return
-        table, config = view.table, view.config
-        rest = sum(int(table.prefill_end[r.row] - table.computed[r.row]) for r in view.prefilling)
+        config = view.config
+        rest = sum(tokens_before_images(view, req) for req in view.prefilling)
         least = budget.MIN_CHUNK_TOKENS if config.target_step_ms is not None else 1
         got = sum(plan.chunks.values())
         assert got >= min(least, rest, config.prefill_budget_tokens)
@@ -188,6 +189,32 @@ class PlanChecks:
             for image in req.images if limits.mutual else ():
                 end = image.start + limits.tokens(image.grid)
                 assert not image.start < start + tokens < end
+
+    def f13_no_step_has_more_prompt_tokens_than_the_warm_up(
+        self, view: View, plan: StepPlan
+    ) -> None:
+        """An image may exceed the budget, with the tokens of the smallest chunk before it."""
+        most, limits = view.config.prefill_budget_tokens, view.images.limits
+        least = max(budget.MIN_CHUNK_TOKENS, view.memory.page_size)
+        images = [image for req in plan.chunks if limits.mutual for image in req.images]
+        spans = [limits.tokens(image.grid) + least for image in images]
+        assert sum(plan.chunks.values()) <= max([most, least, *spans])
+
+    def f14_an_image_is_passed_over_few_steps_in_a_row(self, view: View, plan: StepPlan) -> None:
+        req = view.carry.passed
+        if req is None or view.carry.passed_steps < filling.MAX_PASSED or view.memory.kinds:
+            return
+        if req in view.prefilling and plan.preempt is not req:
+            assert req in plan.chunks or plan.encode
+
+
+def tokens_before_images(view: View, req: Req) -> int:
+    """The tokens of an admitted prompt up to the next image."""
+    start, end = int(view.table.computed[req.row]), int(view.table.prefill_end[req.row])
+    for image in req.images:
+        if image.start + view.images.limits.tokens(image.grid) > start:
+            return min(end, max(image.start, start)) - start
+    return end - start
 
 
 def own_clients(view: View, plan: StepPlan) -> set[str]:

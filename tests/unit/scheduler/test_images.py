@@ -6,12 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from minisgl.core import InvalidRequest, SamplingParams, SchedulerConfig, StepCost, StepWork
+from minisgl.core import SchedulerConfig, StepCost, StepWork
 from minisgl.core.batch import WindowLayers
 from minisgl.core.images import ImageSpan
 from minisgl.images.positions import rotary_delta, rotary_positions
-from minisgl.message.messages import AddReq, PromptImage
-from minisgl.scheduler.image_check import check_images
 from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.fake_images import image_limits, prompt_with
@@ -116,15 +114,20 @@ def test_one_prompt_whose_image_does_not_fit_the_step_is_admitted() -> None:
     ]
 
 
-def beside_streams(overlap: bool = True, rows: int = 60) -> Harness:
-    """Three streams, and a target of 15 ms. Their step takes 4 ms, a layer of 4 patches 2.5 ms."""
-    config = SchedulerConfig(target_step_ms=15.0, overlap=overlap)
+def beside_streams(
+    overlap: bool = True, rows: int = 60, priority: int = 0, target_step_ms: float = 15.0
+) -> Harness:
+    """Three streams of this priority, and this target.
+
+    Their step takes 4 ms, a layer of 4 patches 2.5 ms.
+    """
+    config = SchedulerConfig(target_step_ms=target_step_ms, overlap=overlap)
     harness = Harness(FakeEngine(200, PAGE, images=image_limits(rows, TOKEN, 100.0)), config)
     harness.scheduler.view.cost = StepCost(
         tokens=(1, 3, 2003), seconds=(0.004, 0.004, 0.054), per_decode_key_s=0, per_prefill_pair_s=0
     )
     for first in (1, 2, 3):
-        harness.add([first], ignore_eos=True, max_tokens=40)
+        harness.add([first], ignore_eos=True, max_tokens=40, priority=priority)
     while len(harness.scheduler.view.decode_rows) < 3:
         harness.step()
     return harness
@@ -295,6 +298,59 @@ def test_an_image_does_not_exceed_the_budget_beside_other_chunks() -> None:
     assert [batch.lengths.tolist() for batch in harness.engine.batches] == [[35, 1], [10]]
 
 
+def test_an_image_does_not_exceed_the_budget_once_two_requests_have_chunks() -> None:
+    """Regression: the first request did so in the second round of a step. The warm-up did not."""
+    harness = harness_with(200, budget=64, price=0.4, mutual=True)
+    harness.add([1], client="stream", ignore_eos=True, max_tokens=30)
+    while not len(harness.scheduler.view.decode_rows):
+        harness.step()
+    prompt, images = prompt_with([*range(3, 13), (1, (8, 8)), 5])
+    harness.add(prompt, images=images, client="image", ignore_eos=True)
+    harness.add([2] * 12, client="text", ignore_eos=True)
+    harness.run()
+    chunks = [batch.lengths[batch.num_decode :].tolist() for batch in harness.engine.batches]
+    assert chunks[1:4] == [[10, 12], [64], [1]]
+
+
+def test_an_image_that_attends_both_ways_runs_beside_prompts_of_ever_new_clients() -> None:
+    """Regression: new clients come first, so its chunk, which exceeds a step, was never first."""
+    harness = harness_with(200, budget=32, price=0.1, mutual=True)
+    prompt, images = prompt_with([1, (0, (8, 8)), 5])
+    uid = harness.add(prompt, images=images, client="image", ignore_eos=True)
+    for nth in range(60):
+        harness.add([nth + 1, *range(2, 40)], client=f"{nth}", ignore_eos=True, max_tokens=1)
+        harness.step()
+    assert harness.answers[uid].tokens
+
+
+def test_other_prompts_go_on_while_steps_continue_images() -> None:
+    """Regression: a client with a text got no prompt token until all images were encoded."""
+    harness = beside_streams()
+    for seed in range(6):
+        ask_for(harness, seed, 10, client=f"{seed}")
+    uid = harness.add([7] * 177, client="text", ignore_eos=True, max_tokens=4)
+    while not harness.answers[uid].tokens:
+        harness.step()
+    batches = [batch for batch in harness.engine.batches if batch.images]
+    continued = [batch for batch in batches if batch.images[0].first]
+    assert sum(batch.lengths[batch.num_decode :].sum() >= 32 for batch in continued) >= 4
+    assert len(batches) < 6 * 4, "images have layers left when the text has ended"
+    assert max(sum(image.end - image.first for image in batch.images) for batch in batches) == 1
+
+
+def test_an_image_of_the_first_priority_is_priced_beside_the_streams_of_its_step() -> None:
+    """Regression: the budget did not count the later priorities, which ran beside the image."""
+    harness = beside_streams(priority=1, target_step_ms=30.0)
+    cost = msgspec.structs.replace(harness.scheduler.view.cost, per_decode_key_s=0.001)
+    harness.scheduler.view.cost = cost
+    prompt, images = prompt_with([(0, (10, 2)), 5])
+    uid = harness.add(prompt, images=images, ignore_eos=True, max_tokens=4, priority=0)
+    harness.run()
+    assert harness.answers[uid].tokens == expected_output(prompt, 4, ignore_eos=True)
+    steps = [batch for batch in harness.engine.batches if batch.images]
+    assert max(cost.predict_s(batch.work()) for batch in steps) <= 0.03
+
+
 def test_two_clients_with_few_window_pages_compute_their_images() -> None:
     """Regression: each had the pages of a window, and neither found those of its image."""
     harness = harness_with(
@@ -323,34 +379,3 @@ def test_an_image_does_not_take_the_budget_of_the_first_chunk() -> None:
     harness.add([*range(20, 30)], client="b", ignore_eos=True)
     harness.run()
     assert harness.answers[uid].tokens == expected_output(prompt, 8, ignore_eos=True)
-
-
-def refused(images: tuple[PromptImage, ...], ids: list[int], rows: int | None = 100) -> str:
-    message = AddReq(uid=1, token_ids=b"", sampling=SamplingParams(), images=images)
-    memory = None if rows is None else image_limits(rows)
-    with pytest.raises(InvalidRequest) as error:
-        check_images(message, np.array(ids, dtype=np.int32), memory)
-    return str(error.value)
-
-
-def test_images_that_do_not_fit_the_prompt_or_the_engine_are_refused() -> None:
-    ids, images = prompt_with([1, (0, (2, 3)), 5, (1, (2, 2))])
-    first, second = images
-    assert "no image encoder" in refused(images, ids, rows=None)
-    assert "not of an image" in refused((first,), ids)
-    assert "not of an image" in refused((), [1, -5], rows=None)
-    assert "tokens of its own" in refused((first, first, second), ids)
-    for wrong in ({"start": 4}, {"start": -1}, {"grid": (0, 3)}, {"pixels": b""}):
-        moved = msgspec.structs.replace(second, **wrong)
-        for sent in (moved, moved.without_pixels()):  # the other ranks refuse it as well
-            assert "tokens of its own" in refused((first, sent), ids)
-    assert "6 tokens, and this server takes images of at most 5" in refused(images, ids, rows=17)
-    accepted = AddReq(uid=1, token_ids=b"", sampling=SamplingParams(), images=images)
-    other = msgspec.structs.replace(accepted, images=[i.without_pixels() for i in images])
-    for message in (accepted, other):
-        check_images(message, np.array(ids, dtype=np.int32), image_limits(100))
-    message = AddReq(
-        uid=1, token_ids=b"", images=images, sampling=SamplingParams(prompt_logprobs=0)
-    )
-    with pytest.raises(InvalidRequest, match="prompt with images"):
-        check_images(message, np.array(ids, dtype=np.int32), image_limits(100))

@@ -268,4 +268,4 @@ class TestSchedulerMachine(SchedulerMachine.TestCase):
         self.enterContext(patch.multiple(states, MIN_NEW_TOKENS=4, MIN_BRANCH_TOKENS=1))
         self.enterContext(patch.object(snapshots, "MAX_GAP", 1))
         self.enterContext(patch.object(plan, "MAX_PAUSES", 3))
-        self.enterContext(patch.multiple(filling, RESERVED_ROWS=3, MAX_DEFERRED=2))
+        self.enterContext(patch.multiple(filling, RESERVED_ROWS=3, MAX_DEFERRED=2, MAX_PASSED=2))
