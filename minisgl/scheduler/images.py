@@ -213,7 +213,7 @@ class ImageRoom:
 
         reqs: admitted requests, and the number of tokens that each has computed. others: there is
         more than one prompt; the image then leaves the smallest chunk to prompts, and `finish` adds
-        what these do not use. Returns the budget that is left.
+        the rest of their budget. Returns the budget that is left.
         """
         opened = self._images.opened
         if opened is None:
