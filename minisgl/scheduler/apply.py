@@ -76,7 +76,10 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
     leaving = table.computed[rows] >= table.max_total_tokens[rows] - 1
     leaving |= table.slow[rows] & (table.last_step[rows] == steps.launched)
     view.decode_rows = rows[~leaving]
-    return view.images.complete(batch, plan.encode)
+    images = view.images
+    if plan.encode or images.opened is not None or table.has_images[batch.rows].any():
+        return images.complete(batch, plan.encode)
+    return batch
 
 
 def _with_chunks(plan: StepPlan) -> tuple[Int32Array, Int32Array]:
