@@ -293,7 +293,7 @@ class ImageRoom:
     def add(self, req: Req, start: int, tokens: int, budget: int) -> int:
         """Count the images of a chunk, and encode a part of the image after it.
 
-        budget: what the tokens of the chunk leave. Returns the price of the encoding.
+        budget: the prompt tokens that the chunk leaves. Returns the price of the encoding.
         """
         price = 0
         if tokens:
