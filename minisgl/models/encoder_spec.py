@@ -1,11 +1,13 @@
 """The description of an image encoder, and its reader."""
 
 from enum import StrEnum
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 from minisgl.core import ConfigError
 from minisgl.images.spec import CHANNELS, HfSiglip, HfVision
 from minisgl.models.hf_config import Raw, check_supported, read_fields
+
+Fields = TypeVar("Fields", HfVision, HfSiglip)
 
 
 class MergerKind(StrEnum):
@@ -94,18 +96,25 @@ class EncoderSpec(NamedTuple):
         return (self.side // self.merge) ** 2 if self.mutual else 1
 
 
+def _vision_config(raw: Raw, kind: type[Fields]) -> Fields | None:
+    """Read vision_config; None if the file has none. Raises ConfigError."""
+    given = raw.get("vision_config")
+    if not isinstance(given, dict):
+        return None
+    fields = read_fields(given, kind, "vision_config")
+    check_supported("vision_config.hidden_act", fields.hidden_act, ["gelu_pytorch_tanh"])
+    return fields
+
+
 def siglip_spec_of(raw: Raw, size: int, divisor: float) -> EncoderSpec | None:
     """Read vision_config of a Gemma 3; None if the file has none. Raises ConfigError.
 
     size: the width of the language model's stream. divisor: as in EncoderSpec.
     """
-    given = raw.get("vision_config")
-    if not isinstance(given, dict):
+    fields, where = _vision_config(raw, HfSiglip), "vision_config"
+    if fields is None:
         return None
-    where = "vision_config"
-    fields = read_fields(given, HfSiglip, where)
     check_supported(f"{where}.model_type", fields.model_type, ["siglip_vision_model"])
-    check_supported(f"{where}.hidden_act", fields.hidden_act, ["gelu_pytorch_tanh"])
     check_supported(f"{where}.num_channels", fields.num_channels, [CHANNELS])
     check_supported(f"{where}.layer_norm_eps", fields.layer_norm_eps, [1e-6])
     if fields.hidden_size % (4 * fields.num_attention_heads):
@@ -164,12 +173,9 @@ def encoder_spec_of(
     size: the width of the language model's stream. sections: the sections of rotary frequencies if
     config.json has none. deepstack: whether the family has DeepStack.
     """
-    given = raw.get("vision_config")
-    if not isinstance(given, dict):
+    fields, where = _vision_config(raw, HfVision), "vision_config"
+    if fields is None:
         return None
-    where = "vision_config"
-    fields = read_fields(given, HfVision, where)
-    check_supported(f"{where}.hidden_act", fields.hidden_act, ["gelu_pytorch_tanh"])
     check_supported(f"{where}.in_channels", fields.in_channels, [CHANNELS])
     side = round(fields.num_position_embeddings**0.5)
     check_supported(f"{where}.num_position_embeddings", fields.num_position_embeddings, [side**2])
