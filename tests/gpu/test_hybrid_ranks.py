@@ -1,4 +1,4 @@
-"""Gated delta nets on two GPUs: float32 gives the tokens of transformers, also after copies."""
+"""Gated delta nets on 2 and 4 GPUs: float32 gives the tokens of transformers, also after hits."""
 
 from pathlib import Path
 
@@ -13,10 +13,8 @@ from tests.parity import hybrid_models
 from tests.parity.driver import Driver, Work, make_engine
 from tests.unit.distributed.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
-]
+pytestmark = pytest.mark.gpu
+GPUS = torch.cuda.device_count()
 
 
 def tokens_of_rank(comm: Communicator, path: str) -> tuple[list[int], list[int]]:
@@ -35,11 +33,18 @@ def tokens_of_rank(comm: Communicator, path: str) -> tuple[list[int], list[int]]
     return chunked, hit
 
 
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(n, marks=pytest.mark.skipif(n > GPUS, reason=f"needs {n} GPUs"), id=f"tp{n}")
+        for n in (2, 4)
+    ],
+)
 @pytest.mark.parametrize("name", MODELS)
-def test_two_gpus_give_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
+def test_ranks_give_the_tokens_of_transformers(size: int, name: str, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hybrid_models, "MODELS", MODELS)
         path = hybrid_models.save(name, tmp_path)[1]
     right = expected(path)
-    found = run_ranks(2, tmp_path, tokens_of_rank, path, device="cuda")
-    assert found == [(right, right)] * 2
+    found = run_ranks(size, tmp_path, tokens_of_rank, path, device="cuda")
+    assert found == [(right, right)] * size
