@@ -1,7 +1,7 @@
 """The images of a step: the part of the contract between scheduler and engine (core.batch)."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,16 +72,37 @@ class ImageLimits(NamedTuple):
         return min(within, self.layers)
 
 
+class EncodingState:
+    """The state of an encoding between two steps that compute layers of the image.
+
+    The scheduler makes one for each encoding, and passes it to every part. It drops the object when
+    no request needs the image. The memory of the state is then free, also if no further step runs.
+
+    value: of the engine. None: no step has computed layers, or a later step has taken the state.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def take(self) -> Any:
+        """Return the value, and keep no reference to it."""
+        value, self.value = self.value, None
+        return value
+
+
 class EncodeImage(NamedTuple):
     """The layers `first` to `end` - 1 of the encoding of an image, computed before those of a step.
 
     The part with the first layer reads the pixels. The part with the last layer writes the rows. At
-    most one image of a step has layers left. The next step continues it, or else drops it.
+    most one image of a step has layers left. The next step continues it, or no step does.
 
     pixels  uint8 [rows * patch, columns * patch, 3] of the grid, as in message.PromptImage.
     rows    int32 [n]; the rows of the buffer for the n tokens of the image. Empty if layers are
             left.
     price   of these layers, as ImageLimits.price.
+    state   the same object in all parts of one encoding.
     """
 
     grid: Grid
@@ -90,6 +111,7 @@ class EncodeImage(NamedTuple):
     price: int
     first: int
     end: int
+    state: EncodingState
 
 
 class ImageSpan(NamedTuple):

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.core import ConfigError, EngineConfig
-from minisgl.core.images import EncodeImage, ImageLimits
+from minisgl.core.images import EncodeImage, EncodingState, ImageLimits
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine.logits_processing import upload
 from minisgl.engine.model_runner import ModelRunner
@@ -102,23 +102,18 @@ def image_stages(runner: ModelRunner) -> list[Stage]:
 
 
 class EncodeImages(Stage):
-    """Encodes the images of a step into the image buffer, before the layers of the step.
-
-    An image with layers left stays here until the next step, which continues or drops it.
-    """
+    """Encodes the images of a step into the image buffer, before the layers of the step."""
 
     def __init__(self, encoder: ImageEncoder, buffer: Tensor) -> None:
         self._encoder, self._buffer = encoder, buffer
-        self._open: Encoding | None = None
 
     def before(self, x: StepTensors) -> None:
-        kept, self._open = [] if self._open is None else [self._open], None
         for image in x.batch.images:
             if image.first == 0:
                 self._encode(image, self._begin(image))
             else:
-                assert kept, "no step has begun the image; this is a bug"
-                self._encode(image, kept.pop())
+                assert image.state.value is not None, "no step has begun the image; this is a bug"
+                self._encode(image, image.state.take())
 
     def _encode(self, image: EncodeImage, encoding: Encoding) -> None:
         """Compute a part of an image, and keep it or write its rows.
@@ -127,7 +122,7 @@ class EncodeImages(Stage):
         """
         encoding = self._encoder.advance(encoding, image.first, image.end)
         if image.end < self._encoder.spec.depth:
-            self._open = encoding
+            image.state.value = encoding
             return
         rows = upload({"rows": image.rows}, self._buffer.device)["rows"]
         self._buffer.index_copy_(0, rows.long(), self._encoder.finish(encoding))
@@ -148,5 +143,6 @@ def largest_image(limits: ImageLimits) -> tuple[EncodeImage, EncodeImage]:
     grid = limits.grid or (side * limits.merge, side * limits.merge)
     rows = np.arange(limits.tokens(grid), dtype=np.int32)
     pixels = bytes(3 * limits.patch**2 * grid[0] * grid[1])
-    half = EncodeImage(grid, pixels, rows[:0], price=1, first=0, end=limits.layers // 2)
+    end, state = limits.layers // 2, EncodingState()
+    half = EncodeImage(grid, pixels, rows[:0], price=1, first=0, end=end, state=state)
     return half, half._replace(rows=rows, first=half.end, end=limits.layers)

@@ -9,7 +9,7 @@ EagerStep      no graph is large enough, or the device is a CPU.
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -337,6 +337,8 @@ class StepLauncher:
             x = step.load(batch)
             for stage in self._stages:
                 stage.before(x)
+            if batch.images:  # only `before` reads them; the launched step keeps no pixels
+                x = x._replace(batch=replace(batch, images=()))
             edits = self._edits(x) if batch.logit_edits or batch.logprobs else NO_EDITS
             out, tokens = step.run(x, edits)
             for stage in self._stages:

@@ -14,7 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.core.batch import Batch, Int32Array
-from minisgl.core.images import EncodeImage, ImageLimits, ImageSpan, RopePositions
+from minisgl.core.images import (
+    EncodeImage,
+    EncodingState,
+    ImageLimits,
+    ImageSpan,
+    RopePositions,
+)
 from minisgl.images.positions import rotary_positions
 from minisgl.message.messages import PromptImage
 from minisgl.message.stats import ImageTotals
@@ -25,19 +31,20 @@ _Key = tuple[bytes, tuple[int, int]]
 
 
 class EncodePart(NamedTuple):
-    """The layers `first` to `end` - 1 of the encoding of an image."""
+    """The layers `first` to `end` - 1 of the encoding of an image. state: as in EncodeImage."""
 
     image: PromptImage
     first: int
     end: int
+    state: EncodingState
 
 
 class Images:
     """The rows of the image buffer, least recently used images first. Each rank has an equal one.
 
     totals: counts the images.
-    opened: the image of which the newest step has computed some layers, but not the last one. The
-    engine keeps it until the next step. None: there is none.
+    opened: the image of which the newest step has computed some layers, but not the last one.
+    None: there is none, or no open request has it.
 
     I1  A step never overwrites rows that it reads itself. Steps run in order, so it may overwrite
         the rows that a step in flight reads.
@@ -57,6 +64,13 @@ class Images:
     def has(self, key: _Key) -> bool:
         """The buffer has the features of this image."""
         return key in self._rows
+
+    def end(self, req: Req, others: Iterable[Req]) -> None:
+        """Release the images of a request that has ended. others: the open requests."""
+        ended, req.images = {_key(image) for image in req.images}, ()
+        opened = None if self.opened is None else _key(self.opened.image)
+        if opened in ended and all(_key(i) != opened for other in others for i in other.images):
+            self.opened = None
 
     def complete(self, batch: Batch, encode: Sequence[EncodePart]) -> Batch:
         """Return `batch` with the images of `encode`, and with positions if it needs them.
@@ -129,14 +143,14 @@ class Images:
             self._rows[key] = self._rows.pop(key)  # the most recently used
             self.totals.reused += 1
         images = []
-        for image, first, end in encode:
+        for image, first, end, state in encode:
             rows = self._free[:0]
             if end == limits.layers:
                 rows = self._rows[_key(image)] = self._take(limits.tokens(image.grid), needed)
                 self.totals.encoded += 1
                 self.totals.patches += image.grid[0] * image.grid[1]
             price = limits.price(image.grid, end) - limits.price(image.grid, first)
-            images.append(EncodeImage(image.grid, image.pixels, rows, price, first, end))
+            images.append(EncodeImage(image.grid, image.pixels, rows, price, first, end, state))
         self.totals.used = limits.rows - len(self._free)
         return tuple(images)
 
@@ -332,13 +346,13 @@ class ImageRoom:
         """Return the price of the layers that are left, 0 if the buffer has the image."""
         if self._images.has(_key(image)):
             return 0
-        price = self._limits.price
-        return price(image.grid) - price(image.grid, self._done(image))
+        price, begun = self._limits.price, self._begun(image)
+        return price(image.grid) - price(image.grid, 0 if begun is None else begun.end)
 
-    def _done(self, image: PromptImage) -> int:
-        """Return the number of layers of an image that this step or those before it compute."""
+    def _begun(self, image: PromptImage) -> EncodePart | None:
+        """Return the newest layers of an image that this step or those before it compute."""
         part = self._parts.get(_key(image), self._images.opened)
-        return 0 if part is None or _key(part.image) != _key(image) else part.end
+        return None if part is None or _key(part.image) != _key(image) else part
 
     def _following(self, req: Req, start: int, tokens: int) -> PromptImage | None:
         """Return the image right after a chunk, if the step may compute a part of its layers."""
@@ -354,14 +368,16 @@ class ImageRoom:
 
         least: of these layers. The last layer also needs rows of the buffer. Returns the price.
         """
-        limits, key, first = self._limits, _key(image), self._done(image)
+        limits, key, begun = self._limits, _key(image), self._begun(image)
+        first, state = (0, EncodingState()) if begun is None else (begun.end, begun.state)
         count, price = limits.tokens(image.grid), limits.price(image.grid, first)
         end = max(limits.layers_within(image.grid, price + budget), first + least)
         end = min(end, limits.layers if count <= self._left else limits.layers - 1)
         if end <= first:
             return 0
-        begun = self._parts.get(key)
-        self._parts[key] = EncodePart(image, first if begun is None else begun.first, end)
+        in_step = self._parts.get(key)
+        first = first if in_step is None else in_step.first
+        self._parts[key] = EncodePart(image, first, end, state)
         if end == limits.layers:
             self._count(image, count)
             self._opened = None if self._opened == key else self._opened

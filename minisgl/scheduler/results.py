@@ -210,6 +210,8 @@ class Results:
             failures[code] = failures.get(code, 0) + 1
         req.state = ReqState.FINISHED
         del self.reqs[req.uid]
+        if req.images:
+            self._view.images.end(req, self.reqs.values())
         self.outputs.finish(req, error)
 
     def _release(self, req: Req, error: MinisglError | None = None) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minisgl.core import SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import Communicator
+from minisgl.engine import Engine
 from minisgl.images.pads import pad_ids
 from minisgl.message.messages import AddReq, PromptImage, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
@@ -77,6 +78,21 @@ def as_request(parts: Sequence[Part]) -> Prompt:
     return request_of(parts, image)
 
 
+def scheduler_of(
+    engine: Engine, inbox: LocalInbox, send: Callable[[StepOutput], object]
+) -> Scheduler:
+    """Return a scheduler whose steps have at most 16 prompt tokens."""
+    return Scheduler(
+        engine,
+        SchedulerConfig(target_step_ms=None, prefill_budget_tokens=16),
+        vocab_size=engine.facts().vocab_size,
+        eos_token_ids=engine.facts().eos_token_ids,
+        inbox=inbox,
+        send=send,
+        extensions=engine.extensions,
+    )
+
+
 def answers(
     comm: Communicator, path: str, requests: list[Prompt], settings: dict[str, int]
 ) -> list[list[int]]:
@@ -88,15 +104,7 @@ def answers(
     runner, encodes = engine._launcher.runner, comm.tp.rank == 0
     assert (runner.images is not None, runner.model.encoder is not None) == (encodes, encodes)
     inbox, outbox = LocalInbox(), deque[StepOutput]()
-    scheduler = Scheduler(
-        engine,
-        SchedulerConfig(target_step_ms=None, prefill_budget_tokens=16),
-        vocab_size=engine.facts().vocab_size,
-        eos_token_ids=engine.facts().eos_token_ids,
-        inbox=inbox,
-        send=outbox.append,
-        extensions=engine.extensions,
-    )
+    scheduler = scheduler_of(engine, inbox, outbox.append)
     for uid, (ids, images) in enumerate(requests):
         if not encodes:
             images = tuple(image.without_pixels() for image in images)

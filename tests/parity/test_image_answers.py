@@ -6,11 +6,17 @@ Chunks through images, preemption, hits inside images, drafts, ranks and a small
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from sys import getrefcount
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
+from minisgl.message.messages import AddReq
+from minisgl.scheduler import LocalInbox
+from tests.parity.driver import make_engine
 from tests.parity.image_models import IMAGE, add_draft_head, processed, save
 from tests.parity.image_requests import (
     SAMPLING,
@@ -21,6 +27,7 @@ from tests.parity.image_requests import (
     as_request,
     picture_of,
     prompts,
+    scheduler_of,
 )
 from tests.parity.test_scheduler_parity import UNLIMITED, Case, prove, run
 from tests.unit.distributed.ranks import run_ranks
@@ -102,6 +109,23 @@ def test_drafts_of_a_head_do_not_change_answers_to_images(tmp_path: Path) -> Non
     assert found[0] == found[1]
     drafts_of = scheduler.stats().drafts
     assert sum(drafts_of.accepted) > sum(drafts_of.drafted) / 2 > 0, drafts_of
+
+
+def test_an_idle_engine_keeps_no_pixels(folder: Path) -> None:
+    """Regression: an engine refers to its last step, which had the pixels of its images."""
+    engine = make_engine(save("qwen3-vl", folder)[1], page_size=16, **SMALL)
+    inbox = LocalInbox()
+    scheduler = scheduler_of(engine, inbox, lambda _: None)
+    ids, (image,) = as_request([(0, (8, 6)), 5])
+    held = getrefcount(image.pixels)
+    one = msgspec.structs.replace(SAMPLING, max_tokens=1)
+    tokens = np.array(ids, dtype="<i4").tobytes()
+    inbox.messages.append(AddReq(uid=0, token_ids=tokens, sampling=one, images=(image,)))
+    while inbox.messages or not scheduler.idle:
+        scheduler.iterate()
+    assert scheduler.stats().images.encoded == 1
+    left = getrefcount(image.pixels)  # outside of the assertion, which keeps references
+    assert left == held
 
 
 def test_two_ranks_give_the_answers_of_one(folder: Path, tmp_path: Path) -> None:

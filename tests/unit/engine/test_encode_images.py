@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core.images import EncodeImage
+from minisgl.core.images import EncodeImage, EncodingState
 from minisgl.engine.images import EncodeImages
 from minisgl.engine.step_tensors import StepTensors
 from minisgl.models.encoder import Encoding
@@ -39,18 +39,19 @@ class OneEncoding:
         return encoding.x
 
 
-def part(value: int, first: int, end: int, rows: list[int]) -> EncodeImage:
+def part(value: int, first: int, end: int, rows: list[int], state: EncodingState) -> EncodeImage:
     taken = np.array(rows if end == LAYERS else [], dtype=np.int32)
-    return EncodeImage((1, 1), bytes([value] * 3), taken, 1, first, end)
+    return EncodeImage((1, 1), bytes([value] * 3), taken, 1, first, end, state)
 
 
 def test_memory_of_an_image_is_free_before_the_next_one_begins() -> None:
     buffer = torch.zeros(3, 3)
     stage = EncodeImages(cast("Any", OneEncoding()), buffer)
+    first, second, third = EncodingState(), EncodingState(), EncodingState()
     steps = [
-        (part(10, 0, 2, []),),
-        (part(10, 2, 4, [1]), part(20, 0, 4, [2]), part(30, 0, 1, [])),
-        (part(30, 1, 4, [0]),),
+        (part(10, 0, 2, [], first),),
+        (part(10, 2, 4, [1], first), part(20, 0, 4, [2], second), part(30, 0, 1, [], third)),
+        (part(30, 1, 4, [0], third),),
     ]
     for images in steps:
         stage.before(cast("StepTensors", SimpleNamespace(batch=SimpleNamespace(images=images))))

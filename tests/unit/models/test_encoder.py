@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.core.images import EncodeImage
+from minisgl.core.images import EncodeImage, EncodingState
 from minisgl.engine.images import EncodeImages
 from minisgl.models.encoder import ImageEncoder
 from minisgl.models.encoder_spec import EncoderSpec
@@ -28,14 +28,13 @@ def encoder() -> ImageEncoder:
     return found
 
 
-def part_of(pixels: torch.Tensor, begin: int, part: Part) -> EncodeImage:
+def part_of(pixels: torch.Tensor, begin: int, part: Part, state: EncodingState) -> EncodeImage:
     """Return a part of an image whose rows of the buffer begin at `begin`."""
     rows, columns = (size // SPEC.patch for size in pixels.shape[:2])
     places = np.arange(begin, begin + rows * columns // SPEC.merge**2, dtype=np.int32)
     last = part[1] == SPEC.depth
-    return EncodeImage(
-        (rows, columns), pixels.numpy().tobytes(), places if last else places[:0], 1, *part
-    )
+    written = places if last else places[:0]
+    return EncodeImage((rows, columns), pixels.numpy().tobytes(), written, 1, *part, state)
 
 
 def run(stage: EncodeImages, *images: EncodeImage) -> None:
@@ -57,18 +56,21 @@ def test_an_image_in_parts_has_the_features_of_the_whole_bit_for_bit(encoder: Im
         [(large, 10, (3, 4)), (dropped, 20, (0, 2))],
         [(dropped, 20, (2, 4))],
     ]
+    states: dict[int, EncodingState] = {}
     for step in steps:
-        run(stage, *(part_of(*each) for each in step))
+        states |= {begin: EncodingState() for _, begin, part in step if part[0] == 0}
+        run(stage, *(part_of(*each, states[each[1]]) for each in step))
     for pixels, begin in ((small, 0), (large, 10), (dropped, 20)):
         wanted = encoder.encode(pixels)
         assert torch.equal(buffer[begin : begin + len(wanted)], wanted)
 
 
 @torch.inference_mode()
-def test_an_image_stays_in_memory_for_one_step_only(encoder: ImageEncoder) -> None:
-    stage = EncodeImages(encoder, torch.zeros((100, SPEC.width)))
+def test_the_state_of_an_image_leaves_with_its_last_part(encoder: ImageEncoder) -> None:
+    stage, state = EncodeImages(encoder, torch.zeros((100, SPEC.width))), EncodingState()
     pixels = torch.zeros((8, 24, 3), dtype=torch.uint8)
-    run(stage, part_of(pixels, 0, (0, 2)))
-    run(stage)
+    run(stage, part_of(pixels, 0, (0, 2), state))
+    run(stage, part_of(pixels, 0, (2, 4), state))
+    assert state.value is None
     with pytest.raises(AssertionError, match="no step has begun"):
-        run(stage, part_of(pixels, 0, (2, 4)))
+        run(stage, part_of(pixels, 0, (2, 4), state))

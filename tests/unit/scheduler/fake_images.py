@@ -49,21 +49,19 @@ class FakeImages:
     def __init__(self, limits: ImageLimits | None) -> None:
         self._rows = np.zeros(0 if limits is None else limits.rows, dtype=np.int32)
         self.encoded = 0
-        self._open: EncodeImage | None = None
 
     def begin_step(self, images: Sequence[EncodeImage]) -> None:
-        opened, self._open = self._open, None
+        opened = [image for image in images if image.end < LAYERS]
+        assert len(opened) <= 1, "two images have layers left"
         for image in images:
             assert 0 <= image.first < image.end <= LAYERS
-            if image.first:
-                assert opened is not None, "the image has no first layers"
-                assert (image.pixels, image.first) == (opened.pixels, opened.end)
+            digest = hashlib.sha256(image.pixels).digest()
+            assert image.state.take() == ((digest, image.first) if image.first else None)
             if image.end == LAYERS:
                 self._write(image)
             else:
-                assert self._open is None, "two images have layers left"
                 assert not len(image.rows)
-                self._open = image
+                image.state.value = digest, image.end
 
     def _write(self, image: EncodeImage) -> None:
         digest, count = hashlib.sha256(image.pixels).digest(), image.grid[0] * image.grid[1]
