@@ -2,6 +2,7 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -84,14 +85,12 @@ def _even_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:
     table, waiting = view.table, view.waiting
     if len(waiting) > table.rows.num_free:
         return budget
-    rows = np.array([req.row for req in prefilling], dtype=np.int32)
-    uncached: list[int] = (table.prefill_end[rows] - table.computed[rows]).tolist()
-    uncached += [req.uncached_tokens for req in waiting]
-    outputs: list[int] = (table.max_total_tokens[rows] - table.prefill_end[rows]).tolist()
-    outputs += [req.max_total_tokens - len(req.tokens) for req in waiting]
+    prompts = [*prefilling, *waiting]
+    start, end = np.array([view.rest(req) for req in prompts]).T
+    outputs = np.array([req.max_total_tokens for req in prompts]) - end
     decode_steps = (table.max_total_tokens[decode.rows] - table.computed[decode.rows]).max()
-    steps_until_start = np.maximum(max(decode_steps, *outputs) - np.array(outputs), 1)
-    needed = min(int((np.cumsum(uncached) // steps_until_start).max()) + 1, budget)
+    steps_until_start = np.maximum(max(decode_steps, outputs.max()) - outputs, 1)
+    needed = min(int((np.cumsum(end - start) // steps_until_start).max()) + 1, budget)
     # Prefill continues even if more requests decode than a step of even size has tokens.
     needed = max(needed, EVEN_STEP_TOKENS // 2)
     size = view.sizes[bisect_left(view.sizes, max(num_decode + needed, EVEN_STEP_TOKENS))]
@@ -132,7 +131,7 @@ def _tokens_within(view: View, prefilling: Sequence[Req], work: StepWork, limit_
 
     work: of the decoding rows. The result is MIN_CHUNK_TOKENS, or a page, or more.
     """
-    sizes, start = view.sizes, view.next_start(prefilling)
+    sizes, (start, _) = view.sizes, view.rest(next(chain(prefilling, view.waiting)))
     num_decode, keys, _, reqs, _ = work
 
     def step_s(tokens: int) -> float:

@@ -6,7 +6,7 @@ from itertools import chain
 import numpy as np
 
 from minisgl.kvcache import Hit, Room
-from minisgl.scheduler.budget import MIN_CHUNK_TOKENS, further_tokens
+from minisgl.scheduler.budget import MIN_CHUNK_TOKENS, further_tokens, prompt_tokens
 from minisgl.scheduler.images import ImageRoom
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Carry, Decode, StepPlan, View
@@ -21,21 +21,17 @@ RESERVED_ROWS = 16  # one of this many rows stays free for the first priority in
 class Filling:
     """Fills one step with prompts. All counters are local to a plan."""
 
-    def __init__(self, view: View, room: Room, victim: Req | None, divides: bool) -> None:
-        """divides: as for ImageRoom."""
-        self._view, self._room = view, room
-        least = max(MIN_CHUNK_TOKENS, view.memory.page_size)
-        self._images = ImageRoom(view.images, least, divides)
-        self._victim = victim
-        self.prefilling = [req for req in view.prefilling if req is not self._victim]
-        self.urgent = view.has_urgent(self.prefilling)
+    def __init__(self, view: View, room: Room, decode: Decode, victim: Req | None) -> None:
+        """decode: the decoding rows with room. victim: a request that the plan preempts."""
+        self._view, self._room, self._victim = view, room, victim
+        self._prefilling = [req for req in view.prefilling if req is not victim]
+        self._urgent = view.has_urgent(self._prefilling)
         self._shares = view.shares()
         rows, priority = view.table.rows, view.table.priority
         self._last_priority = priority.max(where=rows.allocated, initial=-(2**31))
-        self._rows_left, self._reserved_rows = rows.num_free, rows.size // RESERVED_ROWS
-        self._delayed = view.waiting.longest_delayed(view.prefilling)
-        self._overtakes = view.carry.overtakes
         self.chunks: dict[Req, int] = {}
+        least = max(MIN_CHUNK_TOKENS, view.memory.page_size)
+        self.images = ImageRoom(view.images, self.chunks, least, divides=len(decode.rows) > 0)
         self._admit: dict[Req, Hit] = {}
         self._load: list[Req] = []
         self._seen: list[Req] = []
@@ -46,63 +42,63 @@ class Filling:
         self._decoding_calls: set[int] = set()
         self._further_tokens = 0
 
-    def resume(self, budget: int) -> int:
-        """Continue the image that the newest step left. Returns the prompt tokens that are left."""
-        reqs = ((req, int(self._view.table.computed[req.row])) for req in self.prefilling)
-        others = len(self.prefilling) > 1 or bool(self._view.waiting)
-        return self._images.resume(reqs, budget, others)
+    def budget(self, beside: Decode) -> int:
+        """Return the prompt tokens of a step with these decoding rows.
 
-    def finish(self, budget: int) -> None:
-        """Give the prompt tokens that no prompt uses to the image of `resume`."""
-        self._images.finish(budget)
+        The image that the newest step left takes its part first. If other clients may wait for the
+        end of the step, further choices of calls that decode get fewer tokens.
+        """
+        view, prefilling = self._view, self._prefilling
+        if len(view.waiting.clients) > 1:
+            reqs = map(view.table.req_at, beside.rows.tolist())
+            self._decoding_calls = {req.call for req in chain(reqs, view.paused)}
+            self._further_tokens = further_tokens(view, prefilling, beside)
+        starts = ((req, view.rest(req)[0]) for req in prefilling)
+        tokens = prompt_tokens(view, prefilling, beside, self._urgent)
+        return self.images.resume(starts, tokens, len(prefilling) + len(view.waiting) > 1)
 
     @property
     def passed_too_often(self) -> Req | None:
         """The request that MAX_PASSED steps in a row passed over."""
-        carry = self._view.carry
-        return carry.passed if carry.passed_steps >= MAX_PASSED else None
+        passed = self._view.carry.passed
+        return passed.req if passed.steps >= MAX_PASSED else None
 
     def take_passed(self, req: Req, budget: int, admit: bool) -> int:
         """Add the first chunk of the step for this request. Returns its tokens and price."""
-        if req in self.prefilling:
+        if req in self._prefilling:
             return self._add_chunk(req, budget)
         return self._admit_from(req.priority, req.client, budget) if admit else 0
 
     def has_urgent_work(self) -> bool:
         """The step has a chunk, or layers of an image, of the first priority in use."""
-        is_first = self._view.waiting.is_first
-        return any(map(is_first, self.chunks)) or any(
-            is_first(req) and self._images.encodes(req) for req in self.prefilling
-        )
-
-    def limit_further(self, decode: Decode) -> None:
-        """Limit the tokens of further choices beside these decoding rows, if others may wait."""
-        if len(self._view.waiting.clients) > 1:
-            reqs = map(self._view.table.req_at, decode.rows.tolist())
-            self._decoding_calls = {req.call for req in chain(reqs, self._view.paused)}
-            self._further_tokens = further_tokens(self._view, self.prefilling, decode)
+        first = filter(self._view.waiting.is_first, self._prefilling)
+        return any(req in self.chunks or self.images.encodes(req) for req in first)
 
     def beside_urgent(self, decode: Decode) -> Decode:
         """The decoding rows that run beside prompts of the first priority."""
         waiting = self._view.waiting
-        if not (waiting.several_priorities and self.urgent):
+        if not (waiting.several_priorities and self._urgent):
             return decode
         return decode.only(self._view.table.priority[decode.rows] <= waiting.first_priority)
 
-    def of_new_clients(self, decode: Decode, budget: int, admit: bool) -> StepPlan | int:
-        """Return a step of the first prompts of clients that receive no tokens.
+    def of_new_clients(
+        self, decode: Decode, budget: int
+    ) -> tuple[Decode, dict[tuple[int, str], int]]:
+        """Return a step that ends the first prompts of clients that receive no tokens.
 
-        Returns a number if the step would leave nothing out, if the budget does not suffice for
-        their ends, or if the step before was such a step: the prompt tokens that are used.
+        Returns its decoding rows, and the prompt tokens of each priority and client in their order.
+        There are none if the step would leave nothing out, if the budget does not suffice, or if
+        the step before was such a step.
         """
         view, req_at = self._view, self._view.table.req_at
-        decoding = map(req_at, view.decode_rows.tolist())
-        served = {req.client for req in chain(decoding, view.paused)}
-        keys = self._prompts()
+        if len(view.waiting.clients) < 2 or view.waiting.several_priorities:
+            return decode, {}
+        served = {req.client for req in chain(map(req_at, view.decode_rows.tolist()), view.paused)}
+        keys = [(level, client) for level, clients in self.levels() for client in clients]
         first = {key: self._first_tokens(*key) for key in keys if key[1] not in served}
         needed = sum(first.values())
-        if not 0 < needed <= budget or view.waiting.several_priorities or view.carry.paused_steps:
-            return 0
+        if not 0 < needed <= budget or view.carry.paused_steps:
+            return decode, {}
         calls = [req_at(row).call for row in decode.rows.tolist()]
         kept = np.zeros(len(calls), dtype=np.bool_)
         kept[np.unique(calls, return_index=True)[1]] = True
@@ -112,35 +108,25 @@ class Filling:
             view.cost.predict_s(work._replace(tokens=needed + work.tokens)) for work in works
         )
         beside = fewer if whole_s > FURTHER_SHARE * fewer_s else decode
-        if beside is decode and len(first) == len(keys):
-            return 0
-        used = 0
-        for level, clients in self.levels():
-            for client in clients:
-                used += self.take(level, client, first.get((level, client), 0), admit)
-        return self.plan(beside, 1) if self.chunks else used
+        return beside, {} if beside is decode and len(first) == len(keys) else first
 
     def _first_tokens(self, level: int, client: str) -> int:
         """The prompt tokens that the first prompt of this client and priority has left.
 
         The price of its images is added.
         """
-        table = self._view.table
-        for req in self.prefilling:
-            if (req.priority, req.client) == (level, client):
-                start, end = int(table.computed[req.row]), int(table.prefill_end[req.row])
-                return end - start + self._images.price(req, start)
-        req = next(self._view.waiting.of(client, level))
-        start = len(req.tokens) - req.uncached_tokens
-        return req.uncached_tokens + self._images.price(req, start)
+        req = next(chain(self._of(level, client), self._view.waiting.of(client, level)))
+        start, end = self._view.rest(req)
+        return end - start + self.images.price(req, start)
 
-    def _prompts(self) -> set[tuple[int, str]]:
-        """The priorities and clients with prompts."""
-        return {*self._view.waiting.uncached, *((r.priority, r.client) for r in self.prefilling)}
+    def _of(self, level: int, client: str) -> list[Req]:
+        """The admitted prompts of one client and priority."""
+        return [r for r in self._prefilling if (r.priority, r.client) == (level, client)]
 
     def levels(self) -> Iterator[tuple[int, list[str]]]:
         """The priorities with prompts in their order, each with its clients in their order."""
-        keys = self._prompts()
+        admitted = ((req.priority, req.client) for req in self._prefilling)
+        keys = {*self._view.waiting.uncached, *admitted}
         for level in sorted({level for level, _ in keys}):
             yield level, self._shares.in_order(client for of, client in keys if of == level)
 
@@ -155,10 +141,9 @@ class Filling:
         Returns the number of tokens.
         """
         left = budget
-        for req in self.prefilling:
-            if left > 0 and (req.client, req.priority) == (client, level):
-                left -= self._add_chunk(req, self._most(req, left))
-        used = self._admit_from(level, client, left) if admit and left > 0 else 0
+        for req in self._of(level, client):
+            left -= self._add_chunk(req, self._most(req, left))
+        used = self._admit_from(level, client, left) if admit else 0
         return budget - left + used
 
     def _admit_from(self, level: int, client: str, budget: int) -> int:
@@ -168,49 +153,55 @@ class Filling:
         admitted. A request waits too if images leave it less than the smallest chunk: it would hold
         a row and pages.
         """
-        left, deferred = budget, 0
-        for req in self._view.waiting.of(client, level, [*self._admit]):
+        view, left, deferred = self._view, budget, 0
+        for req in view.waiting.of(client, level, [*self._admit]):
             if self._most(req, left) <= 0:
                 break
-            pages = self._view.memory.pages_for(len(req.tokens))
+            pages = view.memory.pages_for(len(req.tokens))
             within = self._shares.is_within(req, pages)
-            reserved = 0 if self._view.waiting.is_first(req) else self._reserved_rows
-            if self._rows_left <= reserved or not (within or self._blocked is None):
+            if not self._has_row(req) or not (within or self._blocked is None):
                 self._block(req, within)
                 break
-            hit = self._view.memory.hit(req)
+            hit = view.memory.hit(req)
             self._seen.append(req)
-            others = (r for r in chain(self._view.uncached, self._admit) if r is not self._victim)
-            if self._view.shared_with_older(req, hit.tokens, others)[0]:
+            loads = not req.loaded and view.memory.loads(hit)
+            if self._waits_for_others(req, hit, loads):
                 deferred += 1
                 if deferred == MAX_DEFERRED:
                     break
                 continue
-            loads = not req.loaded and self._view.memory.loads(hit)
-            if loads and len(self._view.loading) + len(self._load) == MAX_LOADING:
-                deferred += 1
-                if deferred == MAX_DEFERRED:
-                    break
-                continue
-            busy = bool(self.chunks or self._images.parts)
-            if busy and not loads and self._images.wait(req, hit.tokens, left):
+            busy = bool(self.chunks or self.images.parts)
+            if busy and not loads and self.images.wait(req, hit.tokens, left):
                 break
-            if not self._room.open(placeholder_row(req), req, hit, loads):
+            if not self._room.open(row_of(req), req, hit, loads):
                 self._block(req, within)
                 break
             if loads:
                 self._load.append(req)
                 continue
             self._shares.record_admitted(req, pages)
-            self._overtakes += self._delayed is not None and self._delayed.priority > level
-            self._rows_left -= 1
             self._last_priority = max(self._last_priority, level)
             self._admit[req] = hit
-            self.prefilling.append(req)
+            self._prefilling.append(req)
             left -= self._add_chunk(req, self._most(req, left))
-            if left <= 0:
-                break
         return budget - left
+
+    @property
+    def _rows_left(self) -> int:
+        return self._view.table.rows.num_free - len(self._admit)
+
+    def _has_row(self, req: Req) -> bool:
+        """A row is free for a waiting request. Later priorities leave some to the first one."""
+        reserved = self._view.table.rows.size // RESERVED_ROWS
+        return self._rows_left > (0 if self._view.waiting.is_first(req) else reserved)
+
+    def _waits_for_others(self, req: Req, hit: Hit, loads: bool) -> bool:
+        """An older request computes a prefix of `req`, or the host tier loads enough others."""
+        view = self._view
+        others = (r for r in chain(view.uncached, self._admit) if r is not self._victim)
+        if view.shared_with_older(req, hit.tokens, others)[0]:
+            return True
+        return loads and len(view.loading) + len(self._load) == MAX_LOADING
 
     def _most(self, req: Req, left: int) -> int:
         """Return the most tokens of `left` that the request may use.
@@ -240,19 +231,24 @@ class Filling:
         if victim is not None:
             decode = decode.only(decode.rows != victim.row)
             self.chunks.pop(victim, None)
-        carry = Carry(self._overtakes, paused_steps, *self._passed())
-        found = StepPlan(decode, self._room.grown, self._room.counts, self.chunks, self._admit)
-        found = found._replace(seen=self._seen, preempt=victim, carry=carry, load=self._load)
-        return found._replace(encode=self._images.parts)
-
-    def _passed(self) -> tuple[Req | None, int]:
-        """Carry.passed and passed_steps."""
-        before, steps = self._view.carry.passed, self._view.carry.passed_steps
-        prompts = chain(self.prefilling, self._view.waiting)
-        if before is not None and before not in self.chunks and before in prompts:
-            return before, steps + 1
-        passed = next((req for req in self._images.passed if req not in self.chunks), None)
-        return passed, int(passed is not None)
+        view = self._view
+        delayed = view.waiting.longest_delayed(view.prefilling)
+        overtakes = view.carry.overtakes
+        if delayed is not None:
+            overtakes += sum(req.priority < delayed.priority for req in self._admit)
+        passed = self.images.passed_over(view.carry.passed, chain(self._prefilling, view.waiting))
+        return StepPlan(
+            decode,
+            self._room.grown,
+            self._room.counts,
+            self.chunks,
+            self._admit,
+            seen=self._seen,
+            preempt=victim,
+            carry=Carry(overtakes, paused_steps, passed),
+            load=self._load,
+            encode=self.images.parts,
+        )
 
     def _add_chunk(self, req: Req, budget: int) -> int:
         """Add up to `budget` tokens to the chunk of an admitted request.
@@ -261,26 +257,22 @@ class Filling:
         """
         if budget <= 0:
             return 0
-        table, chosen, row = self._view.table, self.chunks.get(req, 0), req.row
-        if req in self._admit:
-            row, start, end = placeholder_row(req), self._admit[req].tokens, len(req.tokens)
-        else:
-            start, end = int(table.computed[row]), int(table.prefill_end[row])
-        most = self._images.limit(req, start, end, chosen + budget)
-        tokens = max(self._images.whole(req, start, self._room.cut(row, start, most)) - chosen, 0)
+        hit, chosen = self._admit.get(req), self.chunks.get(req, 0)
+        start, end = self._view.rest(req) if hit is None else (hit.tokens, len(req.tokens))
+        most = self.images.limit(req, start, end, chosen + budget)
+        tokens = self.images.whole(req, start, self._room.cut(row_of(req), start, most))
+        tokens = max(tokens - chosen, 0)
         if tokens:
             self.chunks[req] = chosen + tokens
-        return tokens + self._images.add(req, start, chosen + tokens, budget - tokens)
+        return tokens + self.images.add(req, start, chosen + tokens, budget - tokens)
 
     def _make_room(self, req: Req) -> Req | None:
         """Choose a request of a later priority or of a client above its share, so that `req` runs.
 
         Returns None if there is none, or if the rows that end with the step in flight may suffice.
         """
-        table = self._view.table
-        running = self._view.running(self.prefilling)
-        allocated = int(table.rows.allocated.sum()) + len(self._admit)
-        if table.rows.num_quarantined or allocated > len(running):
+        rows, running = self._view.table.rows, self._view.running(self._prefilling)
+        if rows.num_quarantined or rows.size - self._rows_left > len(running):
             return None
         return self._shares.victim(req, running, self._rows_left)
 
@@ -290,6 +282,6 @@ class Filling:
             self._blocked = self._blocked or req
 
 
-def placeholder_row(req: Req) -> int:
-    """Return a number in place of the row of a request that the plan admits."""
-    return ~req.arrival_index
+def row_of(req: Req) -> int:
+    """Return the row of a request; a negative number in its place if the plan admits it."""
+    return ~req.arrival_index if req.row < 0 else req.row

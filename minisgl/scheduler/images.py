@@ -7,7 +7,7 @@ admitted, and the engine encodes on the stream of the layers. No request holds r
 later chunk needs an image that other images have replaced meanwhile, it is encoded again.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -28,6 +28,17 @@ from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 
 _Key = tuple[bytes, tuple[int, int]]
+
+
+class Passed(NamedTuple):
+    """A request that steps pass over. Its image lies in one chunk, which would exceed the budget.
+
+    req    None: there is none.
+    steps  steps in a row without a chunk of the request.
+    """
+
+    req: Req | None = None
+    steps: int = 0
 
 
 class EncodePart(NamedTuple):
@@ -206,16 +217,20 @@ class ImageRoom:
     tokens may exceed the budget in the same place, if no other request has a chunk in the step.
     """
 
-    def __init__(self, images: Images, least: int, divides: bool) -> None:
-        """least: tokens of the smallest chunk. divides: requests decode in the step."""
-        self._images, self._least, self._divides = images, least, divides
+    def __init__(
+        self, images: Images, chunks: Mapping[Req, int], least: int, divides: bool
+    ) -> None:
+        """chunks: those of the plan. least: tokens of the smallest chunk.
+
+        divides: requests decode in the step.
+        """
+        self._images, self._chunks, self._least, self._divides = images, chunks, least, divides
         self._limits, self._left = images.limits, images.limits.rows
         self._counted: set[_Key] = set()
         self._opened: _Key | None = None
         self._parts: dict[_Key, EncodePart] = {}
-        self._reqs: set[Req] = set()  # with chunks
         self._resumed: PromptImage | None = None  # it shares the step with prompts
-        self.passed: dict[Req, None] = {}  # whose images would exceed the budget beside others
+        self._exceeding: dict[Req, None] = {}  # whose images exceed the budget beside others
 
     @property
     def parts(self) -> tuple[EncodePart, ...]:
@@ -252,12 +267,19 @@ class ImageRoom:
         if self._resumed is not None:
             self._advance(self._resumed, budget)
 
+    def passed_over(self, before: Passed, prompts: Iterable[Req]) -> Passed:
+        """Return the request that the plan passes over. before: by the plans before it."""
+        if before.req is not None and before.req not in self._chunks and before.req in prompts:
+            return Passed(before.req, before.steps + 1)
+        req = next((req for req in self._exceeding if req not in self._chunks), None)
+        return Passed(req, int(req is not None))
+
     def encodes(self, req: Req) -> bool:
         """The step computes layers of an image of this request."""
         return any(_key(image) in self._parts for image in req.images)
 
     def limit(self, req: Req, start: int, end: int, budget: int) -> int:
-        """Return the most tokens of a chunk. Remembers the request in `passed`.
+        """Return the most tokens of a chunk. Remembers a request for `passed_over`.
 
         start, end: of the tokens of `req` that are left. budget: limit of tokens and price.
         """
@@ -273,9 +295,9 @@ class ImageRoom:
             least = before + self._least
             if self._limits.mutual:
                 least = image.start + self._limits.tokens(image.grid) - start
-                may_exceed = before < self._least and self._reqs <= {req}
+                may_exceed = before < self._least and self._chunks.keys() <= {req}
                 if least > budget and not may_exceed:
-                    self.passed[req] = None
+                    self._exceeding[req] = None
                     return before
                 tokens = max(tokens, least)
             tokens = min(tokens, max(budget - price, least))
@@ -310,8 +332,6 @@ class ImageRoom:
         budget: the prompt tokens that the chunk leaves. Returns the price of the encoding.
         """
         price = 0
-        if tokens:
-            self._reqs.add(req)
         for image, count, cost in self._new(req, start):
             if max(image.start - start, 0) >= tokens:
                 break

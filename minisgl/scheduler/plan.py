@@ -12,7 +12,6 @@ from minisgl.core import InvariantBroken
 from minisgl.core.batch import DecodeLoad, Int32Array
 from minisgl.core.config import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
 from minisgl.kvcache import Room
-from minisgl.scheduler.budget import prompt_tokens
 from minisgl.scheduler.filling import Filling
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Carry, Decode, StepPlan, View
@@ -20,10 +19,14 @@ from minisgl.scheduler.view import Carry, Decode, StepPlan, View
 MAX_PAUSES = 8  # steps in a row that leave decoding requests of later priorities out
 
 
-class Shortage(NamedTuple):
-    """Rows find no pages. victim: the request to preempt; None if the step in flight frees some."""
+class Drafts(NamedTuple):
+    """A step with drafts. ahead: int32; the tokens of each row whose keys need pages.
 
-    victim: Req | None
+    They are those of the step and those of the new drafts.
+    """
+
+    decode: Decode
+    ahead: Int32Array
 
 
 def plan(view: View, may_pause: bool = True) -> StepPlan:
@@ -52,30 +55,27 @@ def plan(view: View, may_pause: bool = True) -> StepPlan:
     its first prompt has no other prompts, and no further choices that decode, if these take long.
     The next step has them.
     """
-    memory, none = view.memory, view.decode_rows[:0]
-    room = Room(memory, memory.available, [kind.room() for kind in memory.kinds], none, none)
-    decode, short = decoding(view, room)
-    if short is None and not (view.prefilling or view.waiting.uncached):  # no Python loop
+    room = view.memory.room()
+    decode, victim, admit = decoding(view, room)
+    if admit and not view.has_prompts:  # the usual step: no Python loop
         return StepPlan(decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))
-    victim = None if short is None else short.victim
-    fill = Filling(view, room, victim, divides=len(decode.rows) > 0)
+    fill = Filling(view, room, decode, victim)
     beside = fill.beside_urgent(decode) if may_pause else decode
-    left = fill.resume(prompt_tokens(view, fill.prefilling, beside, fill.urgent))
-    fill.limit_further(beside)
-    admit = short is None
+    left = fill.budget(beside)
     if (passed := fill.passed_too_often) is not None:
         left -= fill.take_passed(passed, left, admit)
-    elif len(view.waiting.clients) > 1:
-        own = fill.of_new_clients(decode, left, admit)
-        if isinstance(own, StepPlan):
-            return own
-        left -= own
+    else:
+        fewer, first_prompts = fill.of_new_clients(decode, left)
+        for (level, client), tokens in first_prompts.items():
+            left -= fill.take(level, client, tokens, admit)
+        if first_prompts and fill.chunks:
+            return fill.plan(fewer, 1)
     for level, clients in fill.levels():
         for part in [left // len(clients), left] if len(clients) > 1 else [left]:
             for client in clients:
                 left -= fill.take(level, client, min(part, left), admit)
         admit = admit and not fill.waits(level, clients)
-    fill.finish(left)
+    fill.images.finish(left)
     pauses = beside is not decode and view.carry.paused_steps < MAX_PAUSES
     if pauses and fill.has_urgent_work():
         if not (fill.chunks or len(beside.rows)):  # a step has tokens, so price images beside all
@@ -84,28 +84,34 @@ def plan(view: View, may_pause: bool = True) -> StepPlan:
     return fill.plan(decode)
 
 
-def decoding(view: View, room: Room) -> tuple[Decode, Shortage | None]:
-    """Return the decoding rows with pages for their next tokens, and why others have none."""
+def decoding(view: View, room: Room) -> tuple[Decode, Req | None, bool]:
+    """Return the decoding rows with pages for their next tokens.
+
+    Returns the request to preempt too, and whether all rows have pages. If some have none, and no
+    request is preempted for them, the step in flight frees pages. No request is admitted before.
+    """
     rows = view.decode_rows
     # Each row first gets room for its next token in every further kind. Rows without it leave the
     # step. Drafts take the memory that is then left. Without full pages for all of them there are
     # no drafts.
     for kind in room.kinds:
         rows = rows[kind.grow(rows, np.ones(len(rows), dtype=np.int32)) > 0]
-    decode = with_drafts(view, rows) if view.max_drafts else None
-    if decode is not None and not len(room.grow(rows, tokens_ahead(view, decode))):
+    complete = len(rows) == len(view.decode_rows)
+    drafts = with_drafts(view, rows) if view.max_drafts else None
+    if drafts is not None and not len(room.grow(rows, drafts.ahead)):
+        decode = drafts.decode
         for kind in room.kinds:
             decode = decode._replace(tokens=kind.grow(rows, decode.tokens))
-    else:
-        decode = Decode(rows, np.ones(len(rows), dtype=np.int32))
-        growing = room.grow(rows, decode.tokens)
-        if len(growing):
-            return shortage(view, room, decode, growing)
-    return decode, None if len(rows) == len(view.decode_rows) else Shortage(None)
+        return decode, None, complete
+    decode = Decode(rows, np.ones(len(rows), dtype=np.int32))
+    growing = room.grow(rows, decode.tokens)
+    if len(growing):
+        return *shortage(view, room, decode, growing), False
+    return decode, None, complete
 
 
-def with_drafts(view: View, rows: Int32Array) -> Decode | None:
-    """Return these rows with the tokens of each in a step with drafts; None if it has none.
+def with_drafts(view: View, rows: Int32Array) -> Drafts | None:
+    """Return the step of these rows with drafts; None if it has none.
 
     The engine finds and checks the drafts on the device, so the host learns one step later how many
     tokens a step gave to a request. Until then it counts all drafts as accepted: table.computed is
@@ -126,31 +132,25 @@ def with_drafts(view: View, rows: Int32Array) -> Decode | None:
     asked, made = rows[may_draft], int(table.made[rows[may_draft]].max())
     load = DecodeLoad(asked, len(rows), int(computed.sum()), limit, cost, made)
     counts = view.lengths.choose(load)
+    left = table.max_total_tokens[rows] - computed
     tokens: Int32Array = np.where(may_draft, 1 + counts.forwarded, 1).astype(np.int32)
-    tokens = np.minimum(tokens, table.max_total_tokens[rows] - 1 - computed)
-    return Decode(rows, tokens, counts.made) if counts.made or tokens.max() > 1 else None
-
-
-def tokens_ahead(view: View, decode: Decode) -> Int32Array:
-    """Return the tokens of each row whose keys need pages: those of the step and the new drafts."""
-    if not decode.next_drafts:
-        return decode.tokens
-    left = view.table.max_total_tokens[decode.rows] - view.table.computed[decode.rows]
-    tokens: Int32Array = np.minimum(decode.tokens + decode.next_drafts, left)
-    return tokens
+    tokens = np.minimum(tokens, left - 1)
+    if not counts.made and tokens.max() <= 1:
+        return None
+    decode = Decode(rows, tokens, counts.made)
+    return Drafts(decode, np.minimum(tokens + counts.made, left))
 
 
 def shortage(
     view: View, room: Room, decode: Decode, growing: Int32Array
-) -> tuple[Decode, Shortage]:
+) -> tuple[Decode, Req | None]:
     """Give the pages that are left to the oldest requests. The newest one is preempted.
 
     growing: int32; those of the decoding rows that need a page.
     """
     table, shares = view.table, view.shares()
-    ages = {row: shares.age(table.req_at(row)) for row in growing.tolist()}
-    oldest_first: Int32Array = np.array(sorted(ages, key=ages.__getitem__), dtype=np.int32)
-    starved = oldest_first[room.available :]
+    oldest_first = sorted(growing.tolist(), key=lambda row: shares.age(table.req_at(row)))
+    starved = np.array(oldest_first[room.available :], dtype=np.int32)
     decode = decode.only(~np.isin(decode.rows, starved))
     room.grow(decode.rows, decode.tokens)
     # Requests without room in another kind of memory are not in `decode`, but can be preempted.
@@ -160,8 +160,8 @@ def shortage(
     drafted = (table.computed[starved] > table.known[starved]).all()
     waits = view.memory.pending >= len(starved) or drafted
     if waits or (len(running) == 1 and view.in_flight):
-        return decode, Shortage(None)
+        return decode, None
     if len(running) == 1:
         raise InvariantBroken("no page is left for the only running request; this is a bug")
     victim = max(running, key=shares.age)
-    return decode.only(decode.rows != victim.row), Shortage(victim)
+    return decode.only(decode.rows != victim.row), victim

@@ -11,7 +11,7 @@ from minisgl.core.batch import DraftLengths, EngineLike, Int32Array
 from minisgl.core.config import MAX_DRAFTS
 from minisgl.engine import Extensions
 from minisgl.kvcache import CacheListener, Hit, Memory, common_prefix
-from minisgl.scheduler.images import EncodePart, Images
+from minisgl.scheduler.images import EncodePart, Images, Passed
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.waiting import Shares, WaitingQueue
@@ -22,15 +22,13 @@ class Carry(NamedTuple):
 
     overtakes     admissions that overtook the longest delayed request.
     paused_steps  steps in a row without the decoding requests of later priorities.
-    passed        a request without a chunk, because its image lies in one chunk, which would exceed
-                  the budget beside the chunks of others. None: there is none.
-    passed_steps  steps in a row without a chunk of `passed`.
+    passed        a request without a chunk, because its image would exceed the budget beside the
+                  chunks of others.
     """
 
     overtakes: int = 0
     paused_steps: int = 0
-    passed: Req | None = None
-    passed_steps: int = 0
+    passed: Passed = Passed()
 
 
 NO_CARRY = Carry()
@@ -216,9 +214,11 @@ class View:
         keys = self.context_tokens(decode)
         return StepWork(int(decode.tokens.sum()), keys, 0, len(decode.rows))
 
-    def next_start(self, prefilling: Sequence[Req]) -> int:
-        """Return the position of the next prompt token. prefilling: the admitted prompts."""
-        if prefilling:
-            return int(self.table.computed[prefilling[0].row])
-        first = next(iter(self.waiting))
-        return len(first.tokens) - first.uncached_tokens  # the cached part of its prompt
+    def rest(self, req: Req) -> tuple[int, int]:
+        """Return the start and the end of the prompt tokens that `req` has left to compute.
+
+        The start of a waiting request is an estimate (Req.uncached_tokens).
+        """
+        if req.row < 0:
+            return len(req.tokens) - req.uncached_tokens, len(req.tokens)
+        return int(self.table.computed[req.row]), int(self.table.prefill_end[req.row])

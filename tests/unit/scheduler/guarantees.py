@@ -201,8 +201,8 @@ class PlanChecks:
         assert sum(plan.chunks.values()) <= max([most, least, *spans])
 
     def f14_an_image_is_passed_over_few_steps_in_a_row(self, view: View, plan: StepPlan) -> None:
-        req = view.carry.passed
-        if req is None or view.carry.passed_steps < filling.MAX_PASSED or view.memory.kinds:
+        req, steps = view.carry.passed
+        if req is None or steps < filling.MAX_PASSED or view.memory.kinds:
             return
         if req in view.prefilling and plan.preempt is not req:
             assert req in plan.chunks or plan.encode
