@@ -48,6 +48,7 @@ FEATURES = {
         "images/*.py",
         "models/encoder*.py",
         "scheduler/image_check.py",
+        "scheduler/image_room.py",
         "scheduler/images.py",
     ),
     "host tier": (

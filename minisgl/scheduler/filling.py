@@ -7,7 +7,7 @@ import numpy as np
 
 from minisgl.kvcache import Hit, Room
 from minisgl.scheduler.budget import MIN_CHUNK_TOKENS, further_tokens, prompt_tokens
-from minisgl.scheduler.images import ImageRoom
+from minisgl.scheduler.image_room import ImageRoom
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Carry, Decode, StepPlan, View
 

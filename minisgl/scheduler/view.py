@@ -11,7 +11,8 @@ from minisgl.core.batch import DraftLengths, EngineLike, Int32Array
 from minisgl.core.config import MAX_DRAFTS
 from minisgl.engine import Extensions
 from minisgl.kvcache import CacheListener, Hit, Memory, common_prefix
-from minisgl.scheduler.images import EncodePart, Images, Passed
+from minisgl.scheduler.image_room import Passed
+from minisgl.scheduler.images import EncodePart, Images
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
 from minisgl.scheduler.waiting import Shares, WaitingQueue
