@@ -16,12 +16,21 @@ from typing import TypeVar
 import httpx
 import openai
 import psutil
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.server.observe.metrics import CACHED_S
 from tests.patience import patience
 
-__all__ = ["JSON_BODY", "ServerProcess", "run_server", "wait_for"]
+__all__ = [
+    "JSON_BODY",
+    "ServerProcess",
+    "Stream",
+    "assert_told",
+    "run_server",
+    "start_long_stream",
+    "wait_for",
+]
 
 _PROBE_URL = re.compile(r"listening for probes on (https?://\S+)")
 # The headers that a request with a body needs, for tests that write to a socket.
@@ -189,3 +198,29 @@ def run_server(
             if server.process.poll() is None:
                 server.process.kill()
                 server.process.wait()
+
+
+Stream = tuple[httpx.Client, httpx.Response]
+
+
+def start_long_stream(server: ServerProcess) -> Stream:
+    """Start a stream and wait for its status, so that the request decodes."""
+    client = httpx.Client(timeout=patience())
+    body = {"model": "tiny", "prompt": "one two three", "max_tokens": 2000, "stream": True}
+    body |= {"ignore_eos": True}
+    request = client.build_request("POST", server.url + "/v1/completions", json=body)
+    response = client.send(request, stream=True)
+    assert response.status_code == 200
+    return client, response
+
+
+def assert_told(stream: Stream, lost: bool) -> None:
+    """The client of the stream receives an error, or loses its connection."""
+    client, response = stream
+    with contextlib.closing(client):
+        if lost:
+            with pytest.raises(httpx.TransportError):
+                response.read()
+        else:
+            assert '{"error":{"message":"the service has failed' in response.read().decode()
+            assert response.text.endswith("data: [DONE]\n\n")

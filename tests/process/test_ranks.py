@@ -26,7 +26,13 @@ from minisgl.llm.workers import RankWorkers
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.message.queues import Receiver
 from tests.patience import patience
-from tests.process.harness import ServerProcess, run_server, wait_for
+from tests.process.harness import (
+    ServerProcess,
+    assert_told,
+    run_server,
+    start_long_stream,
+    wait_for,
+)
 
 pytestmark = pytest.mark.process
 
@@ -83,12 +89,13 @@ def hang(server: ServerProcess, rank: str) -> None:
     assert_all_end(server, "no progress")
 
 
-def test_only_loopback_is_listened_on_and_a_rank_0_that_hangs_ends_the_service(
+def test_only_loopback_is_listened_on_and_a_rank_1_that_hangs_ends_the_service(
     tiny_model: Path,
 ) -> None:
+    """test_hung_scheduler_turns_livez_503_and_ends_the_service has rank 0."""
     with serving(tiny_model) as server:
         assert_only_loopback(server)
-        hang(server, "scheduler")
+        hang(server, "scheduler-1")
 
 
 def assert_only_loopback(server: ServerProcess) -> None:
@@ -182,14 +189,20 @@ def assert_ended_by(llm: LLM, end: Callable[[int], None], prompt: list[int], beg
     assert not [rank for rank in ranks.values() if rank.is_running()]
 
 
-def test_a_killed_rank_raises_worker_died_and_changes_no_other_ranks(tiny_model: Path) -> None:
-    """The other rank waits for the lost one. A rank 1 that hangs ends the service."""
+def test_a_killed_rank_ends_its_llm_or_its_service_and_changes_no_other_ranks(
+    tiny_model: Path,
+) -> None:
+    """The other rank waits in a collective operation for the lost one, and is ended too."""
     with serving(tiny_model) as server:
         assert ask(server) == 200
         llm = LLM(tp=2, num_pages=256)
         assert_ended_by(llm, lambda pid: os.kill(pid, signal.SIGKILL), [5, 6, 7], begun=True)
         assert ask(server) == 200
-        hang(server, "scheduler-1")
+        streams = [start_long_stream(server) for _ in range(2)]
+        os.kill(server.child_pid("scheduler-1"), signal.SIGKILL)
+        assert_all_end(server, "error: scheduler-1 (pid ")
+        for stream in streams:
+            assert_told(stream, lost=False)
 
 
 def test_a_rank_without_memory_raises_worker_died() -> None:

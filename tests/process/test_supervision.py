@@ -13,25 +13,20 @@ import psutil
 import pytest
 
 from tests.patience import patience
-from tests.process.harness import ServerProcess, run_server, wait_for
+from tests.process.harness import (
+    ServerProcess,
+    Stream,
+    assert_told,
+    run_server,
+    start_long_stream,
+    wait_for,
+)
 
 pytestmark = pytest.mark.process
 
 CHILDREN = ["api", "scheduler", "tokenizer-0", "detokenizer", "grammars"]
 
 
-def _start_long_stream(server: ServerProcess) -> tuple[httpx.Client, httpx.Response]:
-    """Start a stream and wait for its status, so that the request decodes."""
-    client = httpx.Client(timeout=patience())
-    body = {"model": "tiny", "prompt": "one two three", "max_tokens": 2000, "stream": True}
-    body |= {"ignore_eos": True}
-    request = client.build_request("POST", server.url + "/v1/completions", json=body)
-    response = client.send(request, stream=True)
-    assert response.status_code == 200
-    return client, response
-
-
-Stream = tuple[httpx.Client, httpx.Response]
 DRAIN = ("--drain-grace", "600", "--drain-timeout", "600")
 
 
@@ -47,25 +42,16 @@ def _bring_into(server: ServerProcess, phase: str) -> Stream | None:
         assert server.status("/readyz") == 503
         return None
     server.wait_ready()
-    stream = _start_long_stream(server) if phase in ("decode", "draining") else None
+    stream = start_long_stream(server) if phase in ("decode", "draining") else None
     if phase == "draining":
         server.signal(signal.SIGTERM)
         wait_for(lambda: server.status("/readyz") == 503, "unreadiness")
     return stream
 
 
-def _assert_told(stream: Stream | None, name: str) -> None:
-    """The client of the stream receives an error, or loses its connection to a dead API server."""
-    if stream is None:
-        return
-    client, response = stream
-    with contextlib.closing(client):
-        if name == "api":
-            with pytest.raises(httpx.TransportError):
-                response.read()
-        else:
-            assert '{"error":{"message":"the service has failed' in response.read().decode()
-            assert response.text.endswith("data: [DONE]\n\n")
+def _assert_told(stream: Stream | None, lost: bool) -> None:
+    if stream is not None:
+        assert_told(stream, lost)
 
 
 def _assert_all_gone(pids: list[int]) -> None:
@@ -88,10 +74,10 @@ def _assert_ends_when_killed(server: ServerProcess, name: str, phase: str) -> No
     last_line = server.stderr.splitlines()[-1]
     assert f"error: {name} (pid" in last_line
     assert "SIGKILL" in last_line
-    _assert_told(stream, name)
+    _assert_told(stream, lost=name == "api")
 
 
-# Each process but the scheduler ends here, and one process in each phase. The scheduler ends below.
+# Each process ends here in some phase, and while the service is idle. The scheduler is a stub.
 @pytest.mark.parametrize(
     ("name", "phase"),
     [
@@ -99,9 +85,13 @@ def _assert_ends_when_killed(server: ServerProcess, name: str, phase: str) -> No
         ("api", "decode"),
         ("api", "draining"),
         ("tokenizer-0", "loading"),
+        ("tokenizer-0", "idle"),
+        ("tokenizer-0", "decode"),
         ("tokenizer-0", "draining"),
+        ("detokenizer", "idle"),
         ("detokenizer", "decode"),
         ("grammars", "idle"),
+        ("scheduler", "idle"),
     ],
 )
 def test_killed_child_ends_the_service(tiny_model: Path, name: str, phase: str) -> None:
@@ -117,24 +107,26 @@ def test_killed_scheduler_ends_the_service(tiny_model: Path, phase: str) -> None
         _assert_ends_when_killed(server, "scheduler", phase)
 
 
-@pytest.mark.parametrize("phase", ["loading", "draining"])
-def test_killed_launcher_leaves_no_orphans(tiny_model: Path, phase: str) -> None:
-    """A signal ends the children with the launcher. A stream runs during the drain."""
-    stub = "loading" if phase == "loading" else None
+@pytest.mark.parametrize(
+    ("phase", "stub"), [("loading", "loading"), ("decode", "echo"), ("draining", None)]
+)
+def test_killed_launcher_leaves_no_orphans(tiny_model: Path, phase: str, stub: str | None) -> None:
+    """A signal ends the children with the launcher. A stream runs in the last two phases."""
     with run_server("--model", str(tiny_model), *DRAIN, stub=stub) as server:
-        _bring_into(server, phase)
+        stream = _bring_into(server, phase)
         launcher = psutil.Process(server.process.pid)
         pids = [process.pid for process in launcher.children(recursive=True)]
         server.process.kill()
         server.wait_exit()
         _assert_all_gone(pids)
+        _assert_told(stream, lost=True)
 
 
 def test_reason_of_a_crash_is_the_last_line_with_many_open_streams(tiny_model: Path) -> None:
     """Kubernetes keeps the last 2,048 bytes of the log, and each open call logs its own end."""
     with run_server("--model", str(tiny_model), stub="echo") as server:
         server.wait_ready()
-        streams = [_start_long_stream(server) for _ in range(20)]
+        streams = [start_long_stream(server) for _ in range(20)]
         psutil.Process(server.child_pid("scheduler")).kill()
         assert server.wait_exit() == 1
         for client, _ in streams:
