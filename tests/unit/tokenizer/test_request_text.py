@@ -15,7 +15,7 @@ from minisgl.message.messages import (
     TokenLogprobs,
 )
 from minisgl.tokenizer import Vocabulary
-from minisgl.tokenizer.detokenizer import RequestText
+from minisgl.tokenizer.request_text import RequestText
 
 BEGIN, END, EOS = 256, 257, 258
 TABLE = [bytes([byte]) for byte in range(256)] + [b"<think>", b"</think>", b"<eos>"]

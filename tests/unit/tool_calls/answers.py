@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minisgl.tokenizer.detokenizer import CallParser
+from minisgl.tokenizer.request_text import CallParser
 from minisgl.tokenizer.template import ChatTemplate
 from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.formats import FORMATS
