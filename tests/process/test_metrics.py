@@ -202,19 +202,25 @@ def test_prometheus_itself_scrapes_and_answers(
 def test_json_logs_are_one_object_per_line_with_the_request_id(
     used: tuple[ServerProcess, Scrape],
 ) -> None:
+    """The log has one refusal for each reason and second, also of the tests before this one."""
     server, _ = used
     secret = "xylophone"
     body = {"model": MODEL, "messages": [{"role": "user", "content": secret}], "max_tokens": 3}
-    for text in (body, {**body, "model": secret}):
-        url, header = server.url + "/v1/chat/completions", {"x-request-id": "abc-1"}
+
+    def is_logged_as(request_id: str, text: dict[str, object]) -> bool:
+        url, header = server.url + "/v1/chat/completions", {"x-request-id": request_id}
         httpx.post(url, json=text, headers=header, timeout=patience())
-    wait_for(lambda: server.stderr.count('"abc-1"') == 2, "the log lines of both requests")
+        return f'"{request_id}"' in server.stderr
+
+    wait_for(lambda: is_logged_as("abc-1", body), "the line of an answer")
+    wait_for(lambda: is_logged_as("abc-2", {**body, "model": secret}), "the line of a refusal")
     written = server.stderr.splitlines(keepends=True)
     lines = [json.loads(line) for line in written if line.endswith("\n")]
     assert server.stdout == ""
     assert secret not in server.stderr
     assert all({"time", "level", "role", "message"} <= line.keys() for line in lines)
-    ended, refused = (line for line in lines if line.get("request_id") == "abc-1")
+    by_id = {line["request_id"]: line for line in lines if "request_id" in line}
+    ended, refused = by_id["abc-1"], by_id["abc-2"]
     assert ended["message"].startswith("call ended ")
     assert 1 <= ended["completion_tokens"] <= 3
     assert ended["finish"] in ("length", "stop")
