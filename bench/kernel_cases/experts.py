@@ -10,14 +10,12 @@ from minisgl.kernel import silu_and_mul
 from minisgl.kernel.activation import ClampedSwiglu
 from minisgl.kernel.mxfp4_weights import num_chunks
 from minisgl.moe.base import (
-    ExpertFormat,
     ExpertMatrix,
     ExpertWeights,
     MoeBackend,
     Router,
     route,
 )
-from minisgl.moe.spec import ExpertsSpec
 from minisgl.moe.triton_backend import TritonMoe
 
 _HIDDEN, _INNER, _EXPERTS, _TOP_K = 2048, 768, 128, 8
@@ -26,31 +24,20 @@ _GPT_OSS_EXPERTS = {"20b": 32, "120b": 128}
 
 Make = Callable[[], Callable[[], object]]
 Routed = tuple[Router, ExpertWeights]
+Layer = Callable[[Tensor, Router, ExpertWeights], Tensor]
 
 
-class GroupedMm(MoeBackend):
-    """Implements MoeBackend with torch's grouped matrix product, for comparison."""
-
-    name = "torch grouped_mm"
-
-    @classmethod
-    def refusal(cls, spec: ExpertsSpec, form: ExpertFormat) -> str | None:
-        if form is not ExpertFormat.UNQUANTISED:
-            return f"{form} experts"
-        sizes = spec.num_experts, spec.top_k, spec.inner, spec.renormalise
-        plain = ExpertsSpec(*sizes, scale=spec.scale, names=spec.names)
-        return None if spec == plain else "experts unlike those of Qwen3"
-
-    def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
-        top_k = router.top_k
-        scales, experts = route(linear(x, router.weight), router)
-        sorted_experts, order = experts.flatten().sort(stable=True)
-        ids = torch.arange(len(router.weight), device=x.device)
-        ends = torch.searchsorted(sorted_experts, ids, right=True).int()
-        gate_up, down = (one.values.transpose(1, 2) for one in (weights.gate_up, weights.down))
-        both = torch._grouped_mm(x[order // top_k], gate_up, offs=ends)
-        parts = torch._grouped_mm(silu_and_mul(both), down, offs=ends)[order.argsort()]
-        return torch.einsum("tkh,tk->th", parts.view(len(x), top_k, -1), scales.to(x.dtype))
+def grouped_mm(x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
+    """As MoeBackend.forward for experts like those of Qwen3, by torch's grouped matrix product."""
+    top_k = router.top_k
+    scales, experts = route(linear(x, router.weight), router)
+    sorted_experts, order = experts.flatten().sort(stable=True)
+    ids = torch.arange(len(router.weight), device=x.device)
+    ends = torch.searchsorted(sorted_experts, ids, right=True).int()
+    gate_up, down = (one.values.transpose(1, 2) for one in (weights.gate_up, weights.down))
+    both = torch._grouped_mm(x[order // top_k], gate_up, offs=ends)
+    parts = torch._grouped_mm(silu_and_mul(both), down, offs=ends)[order.argsort()]
+    return torch.einsum("tkh,tk->th", parts.view(len(x), top_k, -1), scales.to(x.dtype))
 
 
 def layer_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
@@ -58,14 +45,14 @@ def layer_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
 
     bytes_moved counts the experts to which at least one token is routed.
     """
-    device = torch.device("cuda")
-    backends = (("ours", TritonMoe(device)), (GroupedMm.name, GroupedMm(device)))
+    ours = TritonMoe(torch.device("cuda")).forward
+    layer_of = {"ours": ours, "torch grouped_mm": grouped_mm}
     layers: list[Routed] = []
     for count in tokens:
         used_experts = _EXPERTS * (1 - (1 - _TOP_K / _EXPERTS) ** count)
         moved = int(6 * _HIDDEN * _INNER * used_experts) + 2 * _HIDDEN * (_EXPERTS + 2 * count)
-        for name, backend in backends:
-            yield f"experts {count} tokens, {name}", moved, _maker(backend, count, layers)
+        for name, layer in layer_of.items():
+            yield f"experts {count} tokens, {name}", moved, _maker(layer, count, layers)
 
 
 def gpt_oss_cases(tokens: Sequence[int]) -> Iterator[tuple[str, int, Make]]:
@@ -107,7 +94,7 @@ def _bytes(low: int, high: int, *shape: int) -> Tensor:
     return torch.randint(low, high, shape, device="cuda", dtype=torch.uint8)
 
 
-def _maker(backend: MoeBackend, tokens: int, layers: list[Routed]) -> Make:
+def _maker(layer: Layer, tokens: int, layers: list[Routed]) -> Make:
     """Return Case.make. All cases share one set of weights of 1.2 GB, built on first use."""
 
     def make() -> Callable[[], object]:
@@ -117,7 +104,7 @@ def _maker(backend: MoeBackend, tokens: int, layers: list[Routed]) -> Make:
             down = ExpertMatrix(_normal(_EXPERTS, _HIDDEN, _INNER) * 0.02)
             layers.append((router, ExpertWeights(gate_up, down)))
         x = _normal(tokens, _HIDDEN)
-        return lambda: backend.forward(x, *layers[0])
+        return lambda: layer(x, *layers[0])
 
     return make
 
