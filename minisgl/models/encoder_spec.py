@@ -123,17 +123,17 @@ def siglip_spec_of(raw: Raw, size: int, divisor: float) -> EncoderSpec | None:
             f"4 * num_attention_heads {fields.num_attention_heads}"
         )
     return EncoderSpec(
-        fields.num_hidden_layers,
-        fields.hidden_size,
-        fields.intermediate_size,
-        fields.num_attention_heads,
-        fields.patch_size,
-        1,
-        fields.merge(raw),
-        fields.side,
-        size,
-        (),
-        None,
+        depth=fields.num_hidden_layers,
+        hidden=fields.hidden_size,
+        inner=fields.intermediate_size,
+        heads=fields.num_attention_heads,
+        patch=fields.patch_size,
+        frames=1,
+        merge=fields.merge(raw),
+        side=fields.side,
+        size=size,
+        taps=(),
+        sections=None,
         rotary=False,
         merger=MergerKind.AVERAGE,
         split_qkv=True,
@@ -192,17 +192,17 @@ def encoder_spec_of(
             f"numbers of blocks below depth {fields.depth}"
         )
     return EncoderSpec(
-        fields.depth,
-        fields.hidden_size,
-        fields.intermediate_size,
-        fields.num_heads,
-        fields.patch_size,
-        fields.temporal_patch_size,
-        fields.spatial_merge_size,
-        side,
-        size,
-        taps,
-        _sections(raw, sections),
+        depth=fields.depth,
+        hidden=fields.hidden_size,
+        inner=fields.intermediate_size,
+        heads=fields.num_heads,
+        patch=fields.patch_size,
+        frames=fields.temporal_patch_size,
+        merge=fields.spatial_merge_size,
+        side=side,
+        size=size,
+        taps=taps,
+        sections=_sections(raw, sections),
     )
 
 

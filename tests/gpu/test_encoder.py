@@ -12,9 +12,37 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 # Heads of 72 elements, as in published encoders.
-SPEC = EncoderSpec(3, 288, 640, 4, 16, 2, 2, 48, 512, (0, 2), (24, 20, 20))
-SIGLIP = EncoderSpec(3, 288, 640, 4, 14, 1, 4, 32, 512, (), None, divisor=22.6)._replace(
-    rotary=False, merger=MergerKind.AVERAGE, split_qkv=True, fixed=True, mutual=True
+SPEC = EncoderSpec(
+    depth=3,
+    hidden=288,
+    inner=640,
+    heads=4,
+    patch=16,
+    frames=2,
+    merge=2,
+    side=48,
+    size=512,
+    taps=(0, 2),
+    sections=(24, 20, 20),
+)
+SIGLIP = EncoderSpec(
+    depth=3,
+    hidden=288,
+    inner=640,
+    heads=4,
+    patch=14,
+    frames=1,
+    merge=4,
+    side=32,
+    size=512,
+    taps=(),
+    sections=None,
+    divisor=22.6,
+    rotary=False,
+    merger=MergerKind.AVERAGE,
+    split_qkv=True,
+    fixed=True,
+    mutual=True,
 )
 
 

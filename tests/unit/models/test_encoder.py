@@ -13,7 +13,19 @@ from minisgl.models.encoder import ImageEncoder
 from minisgl.models.encoder_spec import EncoderSpec
 from minisgl.models.loader import materialise
 
-SPEC = EncoderSpec(4, 32, 48, 2, 4, 2, 2, 7, 24, (0, 2), (3, 3, 2))
+SPEC = EncoderSpec(
+    depth=4,
+    hidden=32,
+    inner=48,
+    heads=2,
+    patch=4,
+    frames=2,
+    merge=2,
+    side=7,
+    size=24,
+    taps=(0, 2),
+    sections=(3, 3, 2),
+)
 Part = tuple[int, int]  # the first layer and the end
 
 
