@@ -33,13 +33,17 @@ def test_the_step_time_target_cuts_chunks_only_while_streams_decode() -> None:
 
 
 def mixed_steps(base_s: float, waiting: int, pair_s: float = 0.0) -> list[int]:
+    """Return the prompt tokens of mixed steps in which a token takes 0.1 ms."""
+    return steps_of_cost(linear_cost(base_s, pair_s), waiting)
+
+
+def steps_of_cost(cost: StepCost, waiting: int) -> list[int]:
     """Return the prompt tokens of the mixed steps of 4 streams and 1 + waiting prompts of 600.
 
-    A token takes 0.1 ms, the target is 20 ms, and one prompt is admitted at a time.
+    The target is 20 ms, and one prompt is admitted at a time.
     """
     engine = FakeEngine(2048, 4, max_running_reqs=5, max_seq_len=1024)
     harness = Harness(engine, config(prefill_budget_tokens=512, target_step_ms=20.0))
-    cost = linear_cost(base_s, pair_s)
     harness.scheduler.view.cost = cost
     for stream in range(4):
         harness.add(prompt_of(4, stream), max_tokens=200, ignore_eos=True)
@@ -64,6 +68,20 @@ def test_the_limit_grows_with_a_long_queue() -> None:
     # A queue of 1.3 s: the limit is four times 20 ms. 380 tokens and their pairs take 58 ms; 508
     # tokens would take 82 ms.
     assert mixed_steps(0.005, waiting=20, pair_s=2e-7)[0] == 380
+
+
+def test_a_chunk_is_not_small_where_the_next_tokens_cost_almost_nothing() -> None:
+    """Regression: with experts, a target of 16 ms cut chunks to 52 tokens; 1,024 take 16.4 ms.
+
+    Here 64 tokens take 20.5 ms, a little above the target, and 1,000 take 21.
+    """
+    cost = StepCost(
+        tokens=(1, 64, 1000),
+        seconds=(0.003, 0.0205, 0.021),
+        per_decode_key_s=0.0,
+        per_prefill_pair_s=0.0,
+    )
+    assert steps_of_cost(cost, waiting=0)[:2] == [124, 124], "a quarter of the rate of 512 tokens"
 
 
 def test_further_choices_give_way_to_another_client() -> None:
