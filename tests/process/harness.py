@@ -20,6 +20,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.server.observe.metrics import CACHED_S
+from tests.forks import ForkedProcess
 from tests.patience import patience
 
 __all__ = [
@@ -65,18 +66,23 @@ def wait_for(
 class ServerProcess:
     """A running `minisgl`; its stdout and stderr go to files."""
 
-    def __init__(self, command: list[str], folder: Path, max_files: int | None) -> None:
+    def __init__(self, words: list[str], folder: Path, fresh: bool, max_files: int | None) -> None:
+        """words: the module and its arguments. fresh, max_files: see `run_server`."""
         self._folder = folder
         self._out = folder / "out"
         self._err = folder / "err"
+        # A killed launcher does not remove its socket folder. Removing this folder removes it.
+        environ = {**os.environ, "TMPDIR": str(folder)}
+        self.process: ForkedProcess | subprocess.Popen[bytes]
+        if not fresh:
+            self.process = ForkedProcess(words, self._out, self._err, environ, max_files)
+            return
         with self._out.open("wb") as out, self._err.open("wb") as err:
-            # A killed launcher does not remove its socket folder. Removing this folder removes it.
-            environment = {**os.environ, "TMPDIR": str(folder)}
             self.process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", *words],
                 stdout=out,
                 stderr=err,
-                env=environment,
+                env=environ,
                 preexec_fn=_limit_of_files(max_files),
             )
 
@@ -125,8 +131,10 @@ class ServerProcess:
         for child in psutil.Process(self.pid).children():
             with contextlib.suppress(psutil.Error):
                 words = child.cmdline()
-                if len(words) > 2 and words[-1].isdigit():
+                if "minisgl.launch.worker_main" in words or "tests.process.stub_scheduler" in words:
                     pids[words[-2]] = child.pid
+                else:
+                    pids[child.name()] = child.pid  # a fork
         return pids
 
     def child_pid(self, name: str) -> int:
@@ -182,16 +190,17 @@ def _limit_of_files(count: int | None) -> Callable[[], None] | None:
 
 @contextlib.contextmanager
 def run_server(
-    *flags: str, stub: str | None = None, max_files: int | None = None
+    *flags: str, stub: str | None = None, fresh: bool = False, max_files: int | None = None
 ) -> Iterator[ServerProcess]:
     """Run a server on a free port. `stub`: mode of a stub that replaces the scheduler.
 
+    fresh: start the server as a user does, instead of in a fork (tests/forks.py).
     max_files: hard limit of the open files of each process.
     """
     module = ["minisgl"] if stub is None else ["tests.process.stub_server", stub]
-    command = [sys.executable, "-m", *module, *flags, "--port", "0"]
+    words = [*module, *flags, "--port", "0"]
     with tempfile.TemporaryDirectory(prefix="minisgl-test-") as folder:
-        server = ServerProcess(command, Path(folder), max_files)
+        server = ServerProcess(words, Path(folder), fresh, max_files)
         try:
             yield server
         finally:

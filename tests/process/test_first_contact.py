@@ -203,7 +203,7 @@ def test_model_that_cannot_be_served_is_refused_before_its_weights_are_downloade
     with stub_hub(files) as (endpoint, fetched):
         for name, value in settings_for(endpoint, tmp_path).items():
             monkeypatch.setenv(name, value)
-        with run_server("serve", "owner/good", "--device", "cpu") as server:
+        with run_server("serve", "owner/good", "--device", "cpu", fresh=True) as server:
             assert server.wait_exit() == CONFIG_EXIT, server.stderr
             assert expected in server.stderr.splitlines()[-1]
     assert set(fetched) == {"config.json", "tokenizer.json"}

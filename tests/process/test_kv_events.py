@@ -1,5 +1,6 @@
 """The event stream of a running server, and a server that only renders prompts."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,5 +141,5 @@ def test_a_renderer_refuses_to_generate_by_name(renderer: ServerProcess, path: s
 def test_a_renderer_drains_after_a_signal(tiny_model: Path) -> None:
     with run_server("--model", str(tiny_model), "--render-only", "--drain-grace", "0") as server:
         server.wait_ready()
-        server.process.terminate()
+        server.signal(signal.SIGTERM)
         assert server.wait_exit() == 0

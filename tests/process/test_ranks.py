@@ -68,7 +68,7 @@ def assert_all_end(server: ServerProcess, reason: str) -> None:
 
 def test_rank_0_without_memory_ends_the_service() -> None:
     """test_a_rank_without_memory_raises_worker_died has rank 1."""
-    with run_server(*FLAGS) as server:
+    with run_server(*FLAGS, fresh=True) as server:
         leave_no_memory(server.wait_ready().child_pid("scheduler"))
         assert ask(server, LONG_PROMPT, "minisgl-demo") in (500, 503)
         assert_all_end(server, "error: scheduler: ")
@@ -77,7 +77,7 @@ def test_rank_0_without_memory_ends_the_service() -> None:
 @pytest.mark.parametrize("rank", RANKS)
 def test_a_rank_lost_before_the_ranks_meet_ends_the_service(rank: str) -> None:
     """Without a check, the other rank would wait at the rendezvous for ten minutes."""
-    with run_server(*FLAGS) as server:
+    with run_server(*FLAGS, fresh=True) as server:
         os.kill(server.child_pid(rank), signal.SIGKILL)
         assert_all_end(server, f"error: {rank} (pid ")
 

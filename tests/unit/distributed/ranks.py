@@ -17,13 +17,11 @@ import torch
 from minisgl.distributed.comm import Communicator, TPInfo, connect
 from minisgl.message.queues import close_queues
 from minisgl.utils.process import write_socket_key
+from tests.forks import fork_server
 from tests.patience import patience
 
 __all__ = ["run_ranks"]
 
-# The imports of the functions that tests give to `run_ranks`. The fork server has them once, so
-# each rank starts without seconds of imports.
-_IMPORTS = ["pytest", "tests.parity.rank_cases", "tests.unit.structured.grammars"]
 _OTHERS_S = 5.0  # after the failure of a rank, the time in which others may report theirs
 
 
@@ -62,8 +60,7 @@ def run_ranks(
     rank, and the stacks of each rank that was still running.
     """
     # A process that has CUDA's libraries loaded may not fork.
-    context = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
-    context.set_forkserver_preload(_IMPORTS)
+    context = fork_server() if device == "cpu" else multiprocessing.get_context("spawn")
     write_socket_key(folder)  # For functions that use queues between the ranks.
     processes: list[BaseProcess] = []
     inputs: list[Connection] = []

@@ -1,0 +1,231 @@
+"""Runs `python -m MODULE` in a fork of a process that has imported the large libraries.
+
+Each worker of pytest has one such process, the fork server. The imports take two thirds of the CPU
+time of a server's start: 1.1 s in the scheduler, and 0.4 s in the API server. A test of the start
+itself, of the environment at an import, or of the libraries that a process loads must start a
+process as users do.
+"""
+
+import contextlib
+import ctypes
+import gc
+import logging
+import multiprocessing
+import os
+import resource
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import pytest
+
+from minisgl.utils import supervise
+
+__all__ = ["ForkedProcess", "fork_server"]
+
+# The imports of the ranks of a test, of a server's processes and of their stubs.
+_IMPORTS = [
+    "pytest",
+    "tests.parity.rank_cases",
+    "tests.unit.structured.grammars",
+    "minisgl.drafts",
+    "minisgl.kv_events.publisher",
+    "minisgl.launch.launcher",
+    "minisgl.quantization",
+    "minisgl.scheduler.process",
+    "minisgl.server.process",
+    "minisgl.settings.resolve",
+    "minisgl.structured.service",
+    "minisgl.tool_calls.formats",
+]
+_PR_SET_NAME = 15
+_HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD, signal.SIGHUP)
+
+
+def fork_server() -> ForkServerContext:
+    """Return the context of this worker's fork server, which the first call starts."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTS)
+    with pytest.MonkeyPatch.context() as patch:
+        for (
+            name,
+            value,
+        ) in supervise._CHILD_ENV_DEFAULTS.items():  # libgomp reads them when it loads
+            patch.setenv(name, os.environ.get(name, value))
+        forkserver.ensure_running()
+    return context
+
+
+class ForkedProcess:
+    """`python -m MODULE` in a fork. It has the attributes of subprocess.Popen that tests use.
+
+    The processes that the module starts with `supervise.spawn_child` are forks as well. Their names
+    stand in /proc/PID/comm, because all forks have the command line of the fork server.
+    """
+
+    def __init__(
+        self,
+        words: Sequence[str],
+        out: Path,
+        err: Path,
+        environ: Mapping[str, str],
+        max_files: int | None,
+    ) -> None:
+        """words: the module and its arguments. out, err: files for the output.
+
+        max_files: hard limit of open files of each process; None: that of this process.
+        """
+        for path in (out, err):
+            path.touch()  # The fork opens them later than the caller may read them.
+        folder = os.getcwd()
+        args = (list(words), str(out), str(err), dict(environ), folder, max_files)
+        self.args = [sys.executable, "-m", *words]
+        self._process: BaseProcess = fork_server().Process(target=_main, args=args)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _main(
+    words: list[str],
+    out: str,
+    err: str,
+    environ: dict[str, str],
+    folder: str,
+    max_files: int | None,
+) -> NoReturn:
+    """Run a module in this fork of the fork server."""
+
+    def prepare() -> None:
+        gc.freeze()  # A collection would read, and so copy, the objects of all imports.
+        for path, fd in ((out, 1), (err, 2)):
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, fd)
+            os.close(file)
+        if max_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
+        os.chdir(folder)
+        _set_environ(environ)
+        supervise.spawn_child = _spawn_child
+
+    _run_module(prepare, words)
+
+
+class _Handle:
+    """Stands for subprocess.Popen in `supervise.Child`, whose owner reaps the child."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+
+def _spawn_child(
+    role: str,
+    argv: Sequence[str],
+    payload: bytes,
+    pass_fds: Sequence[int] = (),
+    env_defaults: Mapping[str, str] = MappingProxyType({}),
+) -> supervise.Child:
+    """Do as `supervise.spawn_child`, with a fork instead of a new interpreter."""
+    stdin, pipe = os.pipe()
+    parent = os.getpid()
+    # A signal between the fork and the new handlers would reach the handlers of the parent.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    pid = os.fork()
+    if pid == 0:
+
+        def prepare() -> None:
+            os.setpgid(0, 0)
+            signal.set_wakeup_fd(-1)
+            for number in _HANDLED:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, signal.SIG_DFL)
+            # The thread that writes the lines of the parent's handler is not in this process.
+            logging.root.handlers.clear()
+            logging._handlerList.clear()  # type: ignore[attr-defined]
+            os.dup2(stdin, 0)
+            _close_all_but({0, 1, 2, *pass_fds})
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115 (open as long as the process)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            _set_environ({**supervise._CHILD_ENV_DEFAULTS, **env_defaults, **os.environ})
+            ctypes.CDLL(None).prctl(_PR_SET_NAME, role.encode(), 0, 0, 0)
+
+        _run_module(prepare, [*argv[2:], str(parent)])
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    os.close(stdin)
+    with contextlib.suppress(BrokenPipeError):
+        os.write(pipe, payload + b"\n")
+    os.close(pipe)
+    handle: Any = _Handle(pid)
+    return supervise.Child(role, handle)
+
+
+def _close_all_but(kept: set[int]) -> None:
+    for fd in map(int, os.listdir("/proc/self/fd")):
+        if fd not in kept:
+            with contextlib.suppress(OSError):  # the descriptor of the listing
+                os.close(fd)
+
+
+def _set_environ(environ: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environ)
+    tempfile.tempdir = None  # It may be that of the fork server.
+
+
+def _run_module(prepare: Callable[[], None], words: Sequence[str]) -> NoReturn:
+    """Call `prepare`, do as `python -m`, and end this process.
+
+    The exit handlers of the fork server do not run.
+    """
+    code = 1
+    try:
+        prepare()
+        sys.argv[:] = words
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 (the outermost handler of the process)
+        traceback.print_exc()
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the reader has gone
+            stream.flush()
+    os._exit(code)
