@@ -1,6 +1,6 @@
 """`Filling`: adds prompts to the step that a plan makes."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 
 import numpy as np
@@ -130,10 +130,10 @@ class Filling:
         for level in sorted({level for level, _ in keys}):
             yield level, self._shares.in_order(client for of, client in keys if of == level)
 
-    def waits(self, level: int, clients: Iterable[str]) -> bool:
-        """A request of this priority stays in the queue."""
-        waiting, admitted = self._view.waiting, [*self._admit]
-        return any(True for client in clients for _ in waiting.of(client, level, admitted))
+    def waits(self, level: int) -> bool:
+        """A request of this priority, or of one before it, stays in the queue."""
+        left = (req for req in self._view.waiting if req not in self._admit)
+        return next((req.priority <= level for req in left), False)
 
     def take(self, level: int, client: str, budget: int, admit: bool) -> int:
         """Add up to `budget` prompt tokens of one client and priority to the step.

@@ -74,7 +74,7 @@ def plan(view: View, may_pause: bool = True) -> StepPlan:
         for part in [left // len(clients), left] if len(clients) > 1 else [left]:
             for client in clients:
                 left -= fill.take(level, client, min(part, left), admit)
-        admit = admit and not fill.waits(level, clients)
+        admit = admit and not fill.waits(level)
     fill.images.finish(left)
     pauses = beside is not decode and view.carry.paused_steps < MAX_PAUSES
     if pauses and fill.has_urgent_work():

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from minisgl.message.messages import Prepared
 from minisgl.scheduler.request import Req, ReqState
+from minisgl.scheduler.turns import Turns
 
 # Requests of one client and priority whose preparation has begun and that no step has admitted. A
 # prepared constraint may take megabytes, and a call may have a thousand choices.
@@ -45,14 +46,14 @@ class PreparationQueue:
         queue = self._queues.setdefault((req.client, req.priority), _Queue())
         queue.ahead = [other for other in queue.ahead if _waits(other)]
         is_short = req.constraint.start_s <= MAX_AT_ONCE_S and req.client not in self._served
-        if is_short and not queue.calls and len(queue.ahead) < MAX_AHEAD:
+        if is_short and not queue.turns and len(queue.ahead) < MAX_AHEAD:
             self._served.add(req.client)
             queue.ahead.append(req)
             _start(req, here=True)
             return req.constraint.prepared(None)
         req.state = ReqState.PREPARING
         self.preparing[req.uid] = req
-        queue.calls.setdefault(req.call, {})[req.uid] = req
+        queue.turns.append(req)
         queue.begin()
         return False
 
@@ -95,7 +96,7 @@ class PreparationQueue:
         for key, queue in list(self._queues.items()):
             queue.ahead = [req for req in queue.ahead if _waits(req)]
             queue.begin()
-            if not queue.calls and not queue.ahead:
+            if not queue.turns and not queue.ahead:
                 del self._queues[key]
 
     def withdraw(self, req: Req) -> None:
@@ -106,33 +107,25 @@ class PreparationQueue:
 
     def _take(self, req: Req) -> bool:
         """Take out a request. Returns False if its preparation has begun."""
-        queue = self._queues.get((req.client, req.priority), _Queue())
-        call = queue.calls.get(req.call, {})
-        found = call.pop(req.uid, None)
-        if found is not None and not call:
-            del queue.calls[req.call]
-        return found is not None
+        return self._queues.get((req.client, req.priority), _Queue()).turns.remove(req)
 
 
 @dataclass(eq=False, slots=True)
 class _Queue:
     """The requests of one client and priority.
 
-    calls  by call and uid: the requests whose preparation has not begun.
+    turns  the requests whose preparation has not begun.
     ahead  the requests whose preparation has begun.
     """
 
-    calls: dict[int, dict[int, Req]] = field(default_factory=dict)
+    turns: Turns = field(default_factory=Turns)
     ahead: list[Req] = field(default_factory=list)
 
     def begin(self) -> None:
         """Begin preparations while there is room, one of each call in turn."""
-        while self.calls and len(self.ahead) < MAX_AHEAD:
-            number = next(iter(self.calls))
-            call = self.calls.pop(number)
-            req = call.pop(next(iter(call)))
-            if call:
-                self.calls[number] = call  # behind the other calls
+        while self.turns and len(self.ahead) < MAX_AHEAD:
+            req = next(iter(self.turns))
+            self.turns.remove(req)
             self.ahead.append(req)
             _start(req)
 

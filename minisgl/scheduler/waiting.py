@@ -1,7 +1,7 @@
 """The order of service: the queue of waiting requests, and the shares of the clients."""
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import itemgetter
 
@@ -10,6 +10,7 @@ import numpy as np
 from minisgl.core.batch import Int32Array
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
+from minisgl.scheduler.turns import Turns
 
 RECENT_REQS = 256  # a priority is in use while one of this many last requests has it
 
@@ -18,17 +19,14 @@ class WaitingQueue:
     """The waiting requests. It decides the order of the requests of each client.
 
     Requests with a lower priority number come first. Within one priority, the calls of a client
-    take turns: a call of 128 choices delays a later call of the same client by one choice, not by
-    128. Requests of one call, and calls of one choice, are in order of arrival. A preempted request
-    comes first. Shares decides the order of the clients. An offline run has one client, one
-    priority and one call, so its queue is first in, first out.
+    take turns (Turns). A preempted request comes first. Shares decides the order of the clients. An
+    offline run has one client, one priority and one call, so its queue is first in, first out.
 
     first_priority  the lowest priority number in use.
     several_priorities    several priorities are in use.
     clients        a number for every client so far; the API server has a fixed number of them.
     uncached       by priority and client: the sum of Req.uncached_tokens.
-    _queues   by priority and client, then by call: the waiting requests. The call that is served
-              next is first.
+    _queues   by priority and client: the waiting requests.
     _reqs     all requests in the order in which they began to wait. It is a dict and not a set,
               because it keeps the order.
     """
@@ -38,7 +36,7 @@ class WaitingQueue:
         self.several_priorities = False
         self.clients: dict[str, int] = {}
         self.uncached: Counter[tuple[int, str]] = Counter()
-        self._queues: dict[tuple[int, str], dict[int, deque[Req]]] = {}
+        self._queues: dict[tuple[int, str], Turns] = {}
         self._reqs: dict[Req, None] = {}
         self._recent: deque[int] = deque(maxlen=RECENT_REQS)
 
@@ -70,15 +68,9 @@ class WaitingQueue:
 
         admitted: requests that a plan has taken out already, in this order.
         """
-        calls: Mapping[int, Sequence[Req]] = self._queues.get((level, client), {})
+        turns = self._queues.get((level, client), Turns())
         taken = [req for req in admitted if (req.priority, req.client) == (level, client)]
-        if taken:
-            calls = left = dict(calls)
-            for req in taken:
-                left[req.call] = [other for other in left.pop(req.call) if other is not req]
-        yield from (call[0] for call in calls.values() if call)
-        for nth in range(1, max(map(len, calls.values()), default=0)):
-            yield from (call[nth] for call in calls.values() if nth < len(call))
+        return iter(turns.without(taken) if taken else turns)
 
     def append(self, req: Req) -> None:
         """Add a request to the end of its call.
@@ -110,23 +102,17 @@ class WaitingQueue:
     def _insert(self, req: Req, first: bool) -> None:
         key = req.priority, req.client
         self.uncached[key] += req.uncached_tokens
-        calls = self._queues.setdefault(key, {})
+        turns = self._queues.setdefault(key, Turns())
         if first:
-            call = calls.pop(req.call, deque())
-            call.appendleft(req)
-            self._queues[key] = {req.call: call, **calls}
+            turns.put_first(req)
         else:
-            calls.setdefault(req.call, deque()).append(req)
+            turns.append(req)
 
     def _take(self, req: Req) -> None:
         key = req.priority, req.client
         self.uncached[key] -= req.uncached_tokens
-        calls = self._queues[key]
-        call = calls.pop(req.call)
-        call.remove(req)
-        if call:
-            calls[req.call] = call
-        elif not calls:
+        self._queues[key].remove(req)
+        if not self._queues[key]:
             del self._queues[key], self.uncached[key]
 
 
