@@ -50,8 +50,7 @@ class Filling:
         """
         view, prefilling = self._view, self._prefilling
         if len(view.waiting.clients) > 1:
-            reqs = map(view.table.req_at, beside.rows.tolist())
-            self._decoding_calls = {req.call for req in chain(reqs, view.paused)}
+            self._decoding_calls = {*view.table.call[view.with_paused(beside.rows)].tolist()}
             self._further_tokens = further_tokens(view, prefilling, beside)
         starts = ((req, view.rest(req)[0]) for req in prefilling)
         tokens = prompt_tokens(view, prefilling, beside, self._urgent)
@@ -90,18 +89,18 @@ class Filling:
         There are none if the step would leave nothing out, if the budget does not suffice, or if
         the step before was such a step.
         """
-        view, req_at = self._view, self._view.table.req_at
+        view, table = self._view, self._view.table
         if len(view.waiting.clients) < 2 or view.waiting.several_priorities:
             return decode, {}
-        served = {req.client for req in chain(map(req_at, view.decode_rows.tolist()), view.paused)}
+        served = {*table.client[view.with_paused(view.decode_rows)].tolist()}
+        number = view.waiting.clients
         keys = [(level, client) for level, clients in self.levels() for client in clients]
-        first = {key: self._first_tokens(*key) for key in keys if key[1] not in served}
+        first = {key: self._first_tokens(*key) for key in keys if number[key[1]] not in served}
         needed = sum(first.values())
         if not 0 < needed <= budget or view.carry.paused_steps:
             return decode, {}
-        calls = [req_at(row).call for row in decode.rows.tolist()]
-        kept = np.zeros(len(calls), dtype=np.bool_)
-        kept[np.unique(calls, return_index=True)[1]] = True
+        kept = np.zeros(len(decode.rows), dtype=np.bool_)
+        kept[np.unique(table.call[decode.rows], return_index=True)[1]] = True
         fewer = decode.only(kept)
         works = view.work(decode), view.work(fewer)
         whole_s, fewer_s = (

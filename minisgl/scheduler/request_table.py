@@ -63,6 +63,7 @@ class RequestTable(Rows):
     slow          bool [R]; Req.slow.
     priority      int32 [R]; Req.priority.
     client        int32 [R]; the number of the client (WaitingQueue.clients).
+    call          int64 [R]; Req.call.
     running       bool [R]; the row belongs to a request in state PREFILL or DECODE.
 
     I1  A row is released with its last step as the fence, since that step may still write a token
@@ -95,6 +96,7 @@ class RequestTable(Rows):
         self.slow = np.zeros(num_rows, dtype=np.bool_)
         self.priority: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.client: Int32Array = np.zeros(num_rows, dtype=np.int32)
+        self.call = np.zeros(num_rows, dtype=np.int64)
         self.running = np.zeros(num_rows, dtype=np.bool_)
         self._columns = extensions.sampling_columns
         self._sampling = {c.name: np.zeros(num_rows, dtype=c.dtype) for c in self._columns}
@@ -135,6 +137,7 @@ class RequestTable(Rows):
             req.prediction = req.prediction[:0]
         self.slow[row] = req.slow
         self.priority[row] = req.priority
+        self.call[row] = req.call
         self.running[row] = True
         for column in self._columns:
             self._sampling[column.name][row] = column.read(sampling)

@@ -158,6 +158,11 @@ class View:
         prefilling: Int32Array = np.array([req.row for req in self.prefilling], dtype=np.int32)
         return np.concatenate([self.decode_rows, prefilling])
 
+    def with_paused(self, rows: Int32Array) -> Int32Array:
+        """Return decoding rows, and after them those of paused requests, int32."""
+        paused: Int32Array = np.array([req.row for req in self.paused], dtype=np.int32)
+        return np.concatenate([rows, paused])
+
     def running(self, prefilling: Iterable[Req]) -> list[Req]:
         """Return the requests that may be preempted: `prefilling`, and those that decode."""
         return [*prefilling, *map(self.table.req_at, self.decode_rows.tolist()), *self.paused]
