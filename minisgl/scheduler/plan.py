@@ -60,6 +60,7 @@ def plan(view: View, may_pause: bool = True) -> StepPlan:
     if admit and not view.has_prompts:  # the usual step: no Python loop
         return StepPlan(decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))
     fill = Filling(view, room, decode, victim)
+    may_pause = may_pause and view.carry.paused_steps < MAX_PAUSES
     beside = fill.beside_urgent(decode) if may_pause else decode
     left = fill.budget(beside)
     if (passed := fill.passed_too_often) is not None:
@@ -76,12 +77,11 @@ def plan(view: View, may_pause: bool = True) -> StepPlan:
                 left -= fill.take(level, client, min(part, left), admit)
         admit = admit and not fill.waits(level)
     fill.images.finish(left)
-    pauses = beside is not decode and view.carry.paused_steps < MAX_PAUSES
-    if pauses and fill.has_urgent_work():
-        if not (fill.chunks or len(beside.rows)):  # a step has tokens, so price images beside all
-            return plan(view, may_pause=False)
+    if beside is decode:
+        return fill.plan(decode)
+    if fill.has_urgent_work() and (fill.chunks or len(beside.rows)):  # a step has tokens
         return fill.plan(beside, view.carry.paused_steps + 1)
-    return fill.plan(decode)
+    return plan(view, may_pause=False)  # with the budget beside all rows, since all run
 
 
 def decoding(view: View, room: Room) -> tuple[Decode, Req | None, bool]:

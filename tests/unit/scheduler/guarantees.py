@@ -1,6 +1,6 @@
 """The guarantees of every plan, checked around each call of `plan`.
 
-The names F1 to F14 are those of docs/decisions/28-plan-and-apply.md. test_fairness.py has F8,
+The names F1 to F15 are those of docs/decisions/28-plan-and-apply.md. test_fairness.py has F8,
 and F1 with its real limit.
 """
 
@@ -48,6 +48,7 @@ class PlanChecks:
         self.f12_no_chunk_ends_within_an_image_that_lies_in_one_chunk(view, plan)
         self.f13_no_step_has_more_prompt_tokens_than_the_warm_up(view, plan)
         self.f14_an_image_is_passed_over_few_steps_in_a_row(view, plan)
+        self.f15_prompt_tokens_are_within_the_budget_beside_the_rows_of_the_step(view, plan)
         return plan
 
     def f1_one_plan_skips_few_requests_of_a_client(
@@ -206,6 +207,16 @@ class PlanChecks:
             return
         if req in view.prefilling and plan.preempt is not req:
             assert req in plan.chunks or plan.encode
+
+    def f15_prompt_tokens_are_within_the_budget_beside_the_rows_of_the_step(
+        self, view: View, plan: StepPlan
+    ) -> None:
+        """A preempted request counted in the budget."""
+        if view.images.limits.rows or plan.preempt is not None or own_clients(view, plan):
+            return
+        urgent = view.has_urgent(view.prefilling)
+        most = budget.prompt_tokens(view, view.prefilling, plan.decode, urgent)
+        assert sum(plan.chunks.values()) <= most
 
 
 def tokens_before_images(view: View, req: Req) -> int:

@@ -175,6 +175,35 @@ def test_prompts_of_an_earlier_priority_leave_a_stream_out_of_a_few_steps_in_a_r
     harness.run()
 
 
+def test_a_step_after_the_pauses_has_the_budget_beside_all_streams() -> None:
+    """Regression: its prompt tokens filled the limit of a step without the streams, which ran too.
+
+    The streams take 5 ms of a step, and a prompt token 0.1 ms.
+    """
+    engine = FakeEngine(4096, 4, max_running_reqs=64, max_seq_len=512)
+    harness = Harness(engine, config(target_step_ms=20.0, overlap=False))
+    streams = [
+        harness.add(prompt_of(50, i), max_tokens=40, ignore_eos=True, priority=1) for i in range(2)
+    ]
+    while not all(harness.answers[uid].tokens for uid in streams):
+        harness.step()
+    cost = StepCost(
+        tokens=(1, 1001), seconds=(0.0001, 0.1001), per_decode_key_s=5e-5, per_prefill_pair_s=0.0
+    )
+    harness.scheduler.view.cost = cost
+    begun = len(engine.batches)
+    for i in range(6):
+        harness.add(prompt_of(400, 2 + i), max_tokens=1)
+    for _ in range(MAX_PAUSES + 1):
+        harness.step()
+    *paused, last = engine.batches[begun:]
+    assert {batch.num_decode for batch in paused} == {0}
+    assert last.num_decode == 2
+    assert len(last.chunk_ids) > 32
+    assert max(cost.predict_s(batch.work()) for batch in [*paused, last]) <= 0.02
+    harness.run()
+
+
 def test_a_long_queue_of_a_later_priority_does_not_lengthen_the_steps() -> None:
     """Without priorities, a long queue raises the limit of the step time up to four times."""
     sizes = {}
