@@ -84,6 +84,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     prefill_budget_tokens: int = 8192
     target_step_ms: float | None = 16.0
+    max_slowdown: float = 2.25
     cache_type: str = "radix"
     overlap: bool = True
     check_plans: bool = False
@@ -94,6 +95,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 f"prefill_budget_tokens must be at least 1 token, not {self.prefill_budget_tokens}"
             )
+        if not self.max_slowdown >= 1:
+            raise ConfigError(f"max_slowdown must be at least 1, not {self.max_slowdown}")
         if self.cache_type not in ("radix", "naive"):
             raise ConfigError(f"cache_type {self.cache_type!r} is not known; known: radix, naive")
 

@@ -16,8 +16,8 @@ LEAST_RATE = 0.25
 # No chunk makes a step longer than this. On a CPU, one chunk of a long prompt takes minutes without
 # this limit. A GPU is hardly ever above it. The server counts as stalled after 3 s (Watchdog).
 MAX_STEP_S = 2.0
-MAX_SLOWDOWN = 2.25  # a step with a chunk may take this many times the decode-only step
-LOW_SLOWDOWN = 1.5  # the same for a step with prompts of later priorities only
+# The most that SchedulerConfig.max_slowdown allows a step with prompts of later priorities only.
+LOW_SLOWDOWN = 1.5
 # A queue with n times LONG_QUEUE_S of prefill time multiplies the limit of the step time by n, but
 # at most by MAX_QUEUE_FACTOR. Even then, running streams get about ten tokens per second.
 LONG_QUEUE_S = 0.25
@@ -36,22 +36,17 @@ def prompt_tokens(view: View, prefilling: Sequence[Req], decode: Decode, urgent:
     that prompts do not slow down decoding requests too much:
 
     - With a step-time target (a server), the predicted step time stays below a limit:
-      `_time_limit`.
+      `_limit_s`.
     - Without one (the offline LLM), only the total time counts. Prompts of requests with few
       output tokens are then spread evenly over the decode steps: `_even_tokens`.
     """
-    budget, target_ms = view.config.prefill_budget_tokens, view.config.target_step_ms
-    waiting = view.waiting
-    if not (prefilling or waiting):
+    budget = view.config.prefill_budget_tokens
+    if not (prefilling or view.waiting):
         return budget
-    work, limit_s = view.work(decode), MAX_STEP_S
-    shared = len(waiting.clients) > 1 or waiting.several_priorities
-    if target_ms is not None and (shared or len(decode.rows)):
-        # A request that arrives during step n enters step n + 2, so it waits for two steps.
-        most = MAX_QUEUE_FACTOR / 2 if shared else MAX_QUEUE_FACTOR
-        limit_s = min(limit_s, _time_limit(view, prefilling, work, most, urgent))
+    work = view.work(decode)
+    limit_s = _limit_s(view, prefilling, work, urgent)
     budget = min(budget, _tokens_within(view, prefilling, work, limit_s))
-    if target_ms is None and len(decode.rows):
+    if view.config.target_step_ms is None and len(decode.rows):
         return min(budget, _even_tokens(view, prefilling, decode))
     return budget
 
@@ -64,7 +59,8 @@ def further_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int
     """
     tokens, work = prompt_tokens(view, prefilling, decode, urgent=False), view.work(decode)
     whole_s = view.cost.predict_s(work._replace(tokens=work.tokens + tokens))
-    within = whole_s <= LOW_SLOWDOWN * view.cost.predict_s(work)
+    slowdown = min(view.config.max_slowdown, LOW_SLOWDOWN)
+    within = whole_s <= slowdown * view.cost.predict_s(work)
     return tokens if within else min(tokens, max(MIN_CHUNK_TOKENS, view.memory.page_size))
 
 
@@ -102,17 +98,16 @@ def _even_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:
     return chunk if mixed_s < separate_s else budget
 
 
-def _time_limit(
-    view: View, prefilling: Sequence[Req], work: StepWork, most: float, urgent: bool
-) -> float:
+def _limit_s(view: View, prefilling: Sequence[Req], work: StepWork, urgent: bool) -> float:
     """Return the limit of the predicted time of a step, in seconds. work: of its decoding rows.
 
-    The limit is the larger of the step-time target and MAX_SLOWDOWN times the predicted
-    decode-only step. While a long queue waits, the limit grows with the queue, up to `most`
-    (MAX_QUEUE_FACTOR) times, for two reasons. The clients in the queue wait for their first
-    token, and small chunks make them wait longer. Small chunks also cost throughput: when a
-    step is compute-bound, a decode token takes 45 us next to a chunk and 27 us next to other
-    decode tokens (8B model, H200).
+    It is MAX_STEP_S while no request decodes, except on a server with several clients or several
+    priorities, and in the offline LLM. In all other cases, it is the larger of the step-time target
+    and max_slowdown times the predicted decode-only step, within MAX_STEP_S. While a long queue
+    waits, the limit grows with the queue, up to MAX_QUEUE_FACTOR times, for two reasons. The
+    clients in the queue wait for their first token, and small chunks make them wait longer. Small
+    chunks also cost throughput: when a step is compute-bound, a decode token takes 45 us next to a
+    chunk and 27 us next to other decode tokens (8B model, H200).
 
     If there are several clients or priorities, the limit grows at most half as far. Each client
     has a queue for each priority of its prompts, and the shortest of these queues counts.
@@ -120,12 +115,18 @@ def _time_limit(
     priority in use has no prompts, it counts as an empty queue, since its next request must not
     wait for a long step.
     """
-    slowdown = MAX_SLOWDOWN if urgent else LOW_SLOWDOWN
-    target_s = (view.config.target_step_ms or 0.0) / 1000
-    limit_s = max(target_s, slowdown * view.cost.predict_s(work))
-    queued = {(r.priority, r.client): 0 for r in prefilling} | view.waiting.uncached
+    config, waiting = view.config, view.waiting
+    shared = len(waiting.clients) > 1 or waiting.several_priorities
+    if config.target_step_ms is None or not (shared or work.tokens):
+        return MAX_STEP_S
+    slowdown = config.max_slowdown if urgent else min(config.max_slowdown, LOW_SLOWDOWN)
+    limit_s = max(config.target_step_ms / 1000, slowdown * view.cost.predict_s(work))
+    queued = {(r.priority, r.client): 0 for r in prefilling} | waiting.uncached
     shortest = min(queued.values()) if urgent else 0
-    return limit_s * min(max(view.cost.predict_s(StepWork(shortest)) / LONG_QUEUE_S, 1.0), most)
+    # A request that arrives during step n enters step n + 2, so it waits for two steps.
+    most = MAX_QUEUE_FACTOR / 2 if shared else MAX_QUEUE_FACTOR
+    factor = min(max(view.cost.predict_s(StepWork(shortest)) / LONG_QUEUE_S, 1.0), most)
+    return min(limit_s * factor, MAX_STEP_S)
 
 
 def _tokens_within(view: View, prefilling: Sequence[Req], work: StepWork, limit_s: float) -> int:

@@ -32,18 +32,21 @@ def test_the_step_time_target_cuts_chunks_only_while_streams_decode() -> None:
     assert chunks[:4] == [127] * 4, "20 ms allow 150 tokens; 128 fill a tile"
 
 
-def mixed_steps(base_s: float, waiting: int, pair_s: float = 0.0) -> list[int]:
+def mixed_steps(
+    base_s: float, waiting: int, pair_s: float = 0.0, max_slowdown: float = 2.25
+) -> list[int]:
     """Return the prompt tokens of mixed steps in which a token takes 0.1 ms."""
-    return steps_of_cost(linear_cost(base_s, pair_s), waiting)
+    return steps_of_cost(linear_cost(base_s, pair_s), waiting, max_slowdown)
 
 
-def steps_of_cost(cost: StepCost, waiting: int) -> list[int]:
+def steps_of_cost(cost: StepCost, waiting: int, max_slowdown: float = 2.25) -> list[int]:
     """Return the prompt tokens of the mixed steps of 4 streams and 1 + waiting prompts of 600.
 
     The target is 20 ms, and one prompt is admitted at a time.
     """
     engine = FakeEngine(2048, 4, max_running_reqs=5, max_seq_len=1024)
-    harness = Harness(engine, config(prefill_budget_tokens=512, target_step_ms=20.0))
+    limits = {"target_step_ms": 20.0, "max_slowdown": max_slowdown}
+    harness = Harness(engine, config(prefill_budget_tokens=512, **limits))
     harness.scheduler.view.cost = cost
     for stream in range(4):
         harness.add(prompt_of(4, stream), max_tokens=200, ignore_eos=True)
@@ -58,6 +61,11 @@ def steps_of_cost(cost: StepCost, waiting: int) -> list[int]:
 def test_the_limit_grows_with_the_decode_only_step() -> None:
     # A decode-only step takes 29.6 ms + 4 x 0.1 ms = 30 ms, so the limit is 67 ms: 375 tokens.
     assert mixed_steps(0.0296, waiting=0) == [316, 284], "316 + 4 fill tiles of 64"
+
+
+def test_a_lower_slowdown_bounds_steps_that_take_longer_than_the_target() -> None:
+    # A decode-only step takes 30 ms, so the limit is 39 ms: 94 tokens.
+    assert mixed_steps(0.0296, waiting=0, max_slowdown=1.3)[:2] == [60, 60], "60 + 4 fill a tile"
 
 
 def test_the_limit_grows_with_a_long_queue() -> None:
