@@ -18,7 +18,7 @@ class ImageLimits(NamedTuple):
     token        the id of an image token in the model's vocabulary. It stands for all image tokens
                  where only ids of the vocabulary make sense, such as in penalties.
     patch_price  the time that the encoder takes for a patch, beside attention, in prompt tokens
-                 that the layers compute in the same time.
+                 that the layers compute in the same time in the largest step.
     pair_price   the same for a pair of patches of one image, for the attention between patches.
     layers       of the encoder. A step may compute a part of them.
     layer_price  the least price of a layer. The host takes this time to queue its kernels.
@@ -55,6 +55,12 @@ class ImageLimits(NamedTuple):
         Such a chunk has a page of 64 tokens, and the smallest images have 64 tokens.
         """
         return self.rows // 3
+
+    def scaled(self, factor: float) -> "ImageLimits":
+        """Return these limits with all prices times `factor`."""
+        prices = self.patch_price, self.pair_price, self.layer_price
+        patch, pair, layer = (factor * price for price in prices)
+        return self._replace(patch_price=patch, pair_price=pair, layer_price=layer)
 
     def price(self, grid: Grid, layers: int | None = None) -> int:
         """Return the prompt tokens that the model computes in the time of an image; at least 1.
@@ -101,7 +107,7 @@ class EncodeImage(NamedTuple):
     pixels  uint8 [rows * patch, columns * patch, 3] of the grid, as in message.PromptImage.
     rows    int32 [n]; the rows of the buffer for the n tokens of the image. Empty if layers are
             left.
-    price   of these layers, as ImageLimits.price.
+    price   of these layers, as ImageLimits.price, in prompt tokens of the step.
     state   the same object in all parts of one encoding.
     """
 

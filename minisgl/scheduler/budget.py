@@ -51,6 +51,25 @@ def prompt_tokens(view: View, prefilling: Sequence[Req], decode: Decode, urgent:
     return budget
 
 
+def image_factor(
+    view: View, prefilling: Sequence[Req], decode: Decode, urgent: bool, tokens: int
+) -> float:
+    """Return the factor of the prices of images in a step with this budget of prompt tokens.
+
+    The other arguments are those of prompt_tokens. A price is in tokens of the largest step, where
+    the time of a token is that of its operations (ImageLimits). The kernels of an encoder add their
+    whole time to a step. A step that decodes reads the weights anyway, so its first prompt tokens
+    add less than their operations. With this factor, images as well as prompt tokens may use the
+    whole difference between the limit and the step without them.
+    """
+    cost, work = view.cost, view.work(decode)
+    if view.config.target_step_ms is None or not work.tokens:
+        return 1.0
+    whole_s = cost.predict_s(work._replace(tokens=work.tokens + tokens))
+    added_s = max(_limit_s(view, prefilling, work, urgent), whole_s) - cost.predict_s(work)
+    return tokens * cost.seconds[-1] / cost.tokens[-1] / added_s if added_s > 0 else 1.0
+
+
 def further_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:
     """Return the largest number of prompt tokens of a step with further choices of running calls.
 

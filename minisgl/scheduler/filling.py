@@ -6,7 +6,7 @@ from itertools import chain
 import numpy as np
 
 from minisgl.kvcache import Hit, Room
-from minisgl.scheduler.budget import MIN_CHUNK_TOKENS, further_tokens, prompt_tokens
+from minisgl.scheduler.budget import MIN_CHUNK_TOKENS, further_tokens, image_factor, prompt_tokens
 from minisgl.scheduler.image_room import ImageRoom
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Carry, Decode, StepPlan, View
@@ -45,8 +45,9 @@ class Filling:
     def budget(self, beside: Decode) -> int:
         """Return the prompt tokens of a step with these decoding rows.
 
-        The image that the newest step left takes its part first. If other clients may wait for the
-        end of the step, further choices of calls that decode get fewer tokens.
+        These rows set the prices of images. The image that the newest step left takes its part
+        first. If other clients may wait for the end of the step, further choices of calls that
+        decode get fewer tokens.
         """
         view, prefilling = self._view, self._prefilling
         if len(view.waiting.clients) > 1:
@@ -54,6 +55,9 @@ class Filling:
             self._further_tokens = further_tokens(view, prefilling, beside)
         starts = ((req, view.rest(req)[0]) for req in prefilling)
         tokens = prompt_tokens(view, prefilling, beside, self._urgent)
+        if view.images.limits.rows:
+            factor = image_factor(view, prefilling, beside, self._urgent, tokens)
+            self.images.scale(factor)
         return self.images.resume(starts, tokens, len(prefilling) + len(view.waiting) > 1)
 
     @property

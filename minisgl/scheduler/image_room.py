@@ -59,6 +59,10 @@ class ImageRoom:
         self._resumed: PromptImage | None = None  # it shares the step with prompts
         self._exceeding: dict[Req, None] = {}  # whose images exceed the budget beside others
 
+    def scale(self, factor: float) -> None:
+        """Multiply the prices of all images by `factor`."""
+        self._limits = self._images.limits.scaled(factor)
+
     @property
     def parts(self) -> tuple[EncodePart, ...]:
         """The encodings of the step."""
@@ -224,7 +228,8 @@ class ImageRoom:
             return 0
         in_step = self._parts.get(key)
         first = first if in_step is None else in_step.first
-        self._parts[key] = EncodePart(image, first, end, state)
+        whole = limits.price(image.grid, end) - limits.price(image.grid, first)
+        self._parts[key] = EncodePart(image, first, end, whole, state)
         if end == limits.layers:
             self._count(image, count)
             self._opened = None if self._opened == key else self._opened

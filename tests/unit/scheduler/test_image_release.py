@@ -5,7 +5,8 @@ from sys import getrefcount
 import pytest
 
 from tests.unit.scheduler.fake_images import LAYERS, prompt_with
-from tests.unit.scheduler.test_images import beside_streams, encodings, harness_with
+from tests.unit.scheduler.test_images import harness_with
+from tests.unit.scheduler.test_images_beside_streams import beside_streams, encodings
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -2,11 +2,10 @@
 
 from unittest.mock import patch
 
-import msgspec
 import numpy as np
 import pytest
 
-from minisgl.core import SchedulerConfig, StepCost, StepWork
+from minisgl.core import SchedulerConfig
 from minisgl.core.batch import WindowLayers
 from minisgl.core.images import ImageSpan
 from minisgl.images.positions import rotary_delta, rotary_positions
@@ -112,100 +111,6 @@ def test_one_prompt_whose_image_does_not_fit_the_step_is_admitted() -> None:
         ([41, 34], [(3, 4), (0, 4)]),
         ([9, 43], [(0, 4)]),
     ]
-
-
-def beside_streams(
-    overlap: bool = True, rows: int = 60, priority: int = 0, target_step_ms: float = 15.0
-) -> Harness:
-    """Three streams of this priority, and this target.
-
-    Their step takes 4 ms, a layer of 4 patches 2.5 ms.
-    """
-    config = SchedulerConfig(target_step_ms=target_step_ms, overlap=overlap)
-    harness = Harness(FakeEngine(200, PAGE, images=image_limits(rows, TOKEN, 100.0)), config)
-    harness.scheduler.view.cost = StepCost(
-        tokens=(1, 3, 2003), seconds=(0.004, 0.004, 0.054), per_decode_key_s=0, per_prefill_pair_s=0
-    )
-    for first in (1, 2, 3):
-        harness.add([first], ignore_eos=True, max_tokens=40, priority=priority)
-    while len(harness.scheduler.view.decode_rows) < 3:
-        harness.step()
-    return harness
-
-
-def encodings(harness: Harness) -> list[list[tuple[int, int]]]:
-    """The layers of each image of the steps so far. Steps without images are left out."""
-    batches = [batch for batch in harness.engine.batches if batch.images]
-    return [[(image.first, image.end) for image in batch.images] for batch in batches]
-
-
-def ask_for(
-    harness: Harness, seed: int, rows: int = 2, **settings: object
-) -> tuple[int, list[int]]:
-    """Send a prompt with an image of rows * 2 patches. Returns its uid and the expected tokens."""
-    prompt, images = prompt_with([9, (seed, (rows, 2)), 5])
-    uid = harness.add(prompt, images=images, ignore_eos=True, max_tokens=4, **settings)  # type: ignore[arg-type]
-    return uid, expected_output(prompt, 4, ignore_eos=True)
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_an_image_beside_streams_is_divided_so_that_no_step_exceeds_the_target(
-    overlap: bool,
-) -> None:
-    harness = beside_streams(overlap)
-    asked = [ask_for(harness, seed, rows) for seed, rows in ((0, 4), (1, 2), (2, 2), (3, 1))]
-    harness.run()
-    assert all(harness.answers[uid].tokens == tokens for uid, tokens in asked)
-    cost = harness.scheduler.view.cost
-    steps = [batch for batch in harness.engine.batches if batch.num_decode]
-    assert max(cost.predict_s(batch.work()) for batch in steps) <= 0.015
-    assert cost.predict_s(StepWork(3 + 800)) > 0.02, "the time of the first image"
-    assert encodings(harness)[:5] == [[(0, 1)], [(1, 2)], [(2, 3)], [(3, 4), (0, 1)], [(1, 4)]]
-
-
-def test_an_image_whose_layer_exceeds_the_budget_gets_a_layer_a_step() -> None:
-    harness = beside_streams()
-    uid, tokens = ask_for(harness, 0, 10)
-    harness.run()
-    assert harness.answers[uid].tokens == tokens
-    assert encodings(harness) == [[(0, 1)], [(1, 2)], [(2, 3)], [(3, 4)]]
-
-
-def test_an_image_that_no_request_needs_any_more_is_dropped() -> None:
-    harness = beside_streams()
-    first, _ = ask_for(harness, 0, 4)
-    while not encodings(harness):
-        harness.step()
-    harness.abort(first)
-    second, tokens = ask_for(harness, 1, 4)
-    harness.run()
-    assert harness.answers[second].tokens == tokens
-    assert encodings(harness) == [[(0, 1)], *[[(n, n + 1)] for n in range(4)]]
-
-
-def test_an_image_that_another_request_needs_too_is_continued() -> None:
-    harness = beside_streams()
-    first, _ = ask_for(harness, 0, 4)
-    second, tokens = ask_for(harness, 0, 4)
-    while not encodings(harness):
-        harness.step()
-    harness.abort(first)
-    harness.run()
-    assert harness.answers[second].tokens == tokens
-    assert encodings(harness) == [[(n, n + 1)] for n in range(4)]
-
-
-def test_an_image_in_progress_does_not_wait_for_prompts_of_an_earlier_priority() -> None:
-    """The image of the earlier priority waits for the end of the encoding, so this must come."""
-    harness = beside_streams()
-    ask_for(harness, 0, 4, priority=1)
-    while not encodings(harness):
-        harness.step()
-    second, tokens = ask_for(harness, 1, 4, priority=0)
-    harness.add([*range(1, 60)] * 3, ignore_eos=True, max_tokens=2)
-    harness.run()
-    assert harness.answers[second].tokens == tokens
-    assert encodings(harness) == [[(n, n + 1)] for n in range(4)] * 2
 
 
 def test_the_price_of_an_image_is_that_of_its_layers_but_no_less_than_their_launches() -> None:
@@ -323,34 +228,6 @@ def test_an_image_that_attends_both_ways_runs_beside_prompts_of_ever_new_clients
         harness.add([nth + 1, *range(2, 40)], client=f"{nth}", ignore_eos=True, max_tokens=1)
         harness.step()
     assert harness.answers[uid].tokens
-
-
-def test_other_prompts_go_on_while_steps_continue_images() -> None:
-    """Regression: a client with a text got no prompt token until all images were encoded."""
-    harness = beside_streams()
-    for seed in range(6):
-        ask_for(harness, seed, 10, client=f"{seed}")
-    uid = harness.add([7] * 177, client="text", ignore_eos=True, max_tokens=4)
-    while not harness.answers[uid].tokens:
-        harness.step()
-    batches = [batch for batch in harness.engine.batches if batch.images]
-    continued = [batch for batch in batches if batch.images[0].first]
-    assert sum(batch.lengths[batch.num_decode :].sum() >= 32 for batch in continued) >= 4
-    assert len(batches) < 6 * 4, "images have layers left when the text has ended"
-    assert max(sum(image.end - image.first for image in batch.images) for batch in batches) == 1
-
-
-def test_an_image_of_the_first_priority_is_priced_beside_the_streams_of_its_step() -> None:
-    """Regression: the budget did not count the later priorities, which ran beside the image."""
-    harness = beside_streams(priority=1, target_step_ms=30.0)
-    cost = msgspec.structs.replace(harness.scheduler.view.cost, per_decode_key_s=0.001)
-    harness.scheduler.view.cost = cost
-    prompt, images = prompt_with([(0, (10, 2)), 5])
-    uid = harness.add(prompt, images=images, ignore_eos=True, max_tokens=4, priority=0)
-    harness.run()
-    assert harness.answers[uid].tokens == expected_output(prompt, 4, ignore_eos=True)
-    steps = [batch for batch in harness.engine.batches if batch.images]
-    assert max(cost.predict_s(batch.work()) for batch in steps) <= 0.03
 
 
 def test_two_clients_with_few_window_pages_compute_their_images() -> None:
