@@ -100,13 +100,16 @@ class Bench:
         alone, _ = await self._streams([], num_streams, 1.0)
         return [{"name": f"ITL, {num_streams} streams", **alone}]
 
-    async def beside(self, side: int, num_streams: int, rate: float) -> list[Row]:
-        """Rows of comparison 2 with images. Raises ConfigError when a request fails."""
+    async def beside(self, side: int, num_streams: int, rate: float, alone: Row) -> list[Row]:
+        """Rows of comparison 2 with images. alone: the row without. Raises as `streams`.
+
+        ratio: of the 99th percentiles with and without images.
+        """
         bodies = [self._image(side) for _ in range(max(round(_SECONDS * rate), 1))]
         beside, images = await self._streams(bodies, num_streams, rate)
         name = f"ITL, beside {rate:g} images a second, {side}"
         return [
-            {"name": name, **beside},
+            {"name": name, **beside, "ratio": beside["p99_ms"] / alone["p99_ms"]},
             _first_token_row(f"image beside streams, {side}", images),
         ]
 
@@ -152,7 +155,7 @@ async def _measure(url: str, options: argparse.Namespace) -> list[Row]:
     decode_s = found["minisgl_image_decode_seconds_total"] / found["minisgl_images_total"]
     rows.append({"name": "decoding of an image, mean", "ms": 1e3 * decode_s})
     rows += await bench.streams(options.streams)
-    load = options.streams, options.rate
+    load = options.streams, options.rate, rows[-1]
     return rows + [row for side in options.side for row in await bench.beside(side, *load)]
 
 

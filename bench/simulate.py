@@ -14,6 +14,9 @@ before it. --beside, --flood and --low replay such a trace by its arrival times.
 the start and the end of a run out of its figures. --end-sessions shows the worth of the ends of
 sessions, which the trace names.
 
+With --images, each prompt of the load begins with a new image. With --beside, the output then has
+the ratio of the 99th percentiles of the gaps of the streams, with the load and without it.
+
 With --low, requests of a later priority arrive during the load. The output then also has the times
 to first token of the load alone, and the ratio of the two 99th percentiles.
 """
@@ -23,14 +26,16 @@ import heapq
 import json
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from bench.image_load import encoder_limits, with_images
 from minisgl.benchmark.background_streams import background_load, summarise_streams
 from minisgl.benchmark.client import Answer
-from minisgl.benchmark.flag_types import nonnegative_float
+from minisgl.benchmark.flag_types import nonnegative_float, positive_float
 from minisgl.benchmark.latency import describe, error_lines, latencies, summarise, table
 from minisgl.benchmark.load import add_load_flags, arrivals, load_of
 from minisgl.benchmark.outbox import record_step
@@ -38,23 +43,30 @@ from minisgl.benchmark.trace import Load, Turns, hit_ratios
 from minisgl.benchmark.virtual_engine import VirtualEngine, add_engine_flags, engine_settings
 from minisgl.benchmark.workload import make_workload
 from minisgl.core import ConfigError, SamplingParams, SchedulerConfig, StepCost
-from minisgl.message.messages import AddReq, EndSession, StepOutput, ToScheduler
+from minisgl.message.messages import AddReq, EndSession, PromptImage, StepOutput, ToScheduler
 from minisgl.scheduler import Scheduler
 from minisgl.scheduler.inbox import WaitS
 from minisgl.utils.startup import Progress
 
 _FLOOD_LEAD_S = 5.0  # the load starts this long after the flood
+Images = Mapping[int, tuple[PromptImage, ...]]
+_NO_IMAGES: Images = MappingProxyType({})
 
 
 class _Arrivals:
     """Implements Inbox with the requests of a load. A wait advances the simulated time."""
 
     def __init__(
-        self, load: Load, engine: VirtualEngine, times_s: list[float], ends_sessions: bool
+        self,
+        load: Load,
+        engine: VirtualEngine,
+        times_s: list[float],
+        ends_sessions: bool,
+        images: Images,
     ) -> None:
         """times_s: arrival times of the first requests of `load`. ends_sessions: tell the scheduler
         when the last request of a session has ended."""
-        self._load = load
+        self._load, self._images = load, images
         self._engine = engine
         self._turns = Turns(load, times_s)
         self.due = self._turns.first
@@ -106,6 +118,7 @@ class _Arrivals:
                 priority=priority,
                 prefixes=(stable, 0),
                 session=self._load.sessions[index] if self._load.sessions else "",
+                images=self._images.get(index, ()),
             )
         )
 
@@ -118,15 +131,16 @@ def simulate(
     concurrency: int,
     end_s: float = math.inf,
     ends_sessions: bool = False,
+    images: Images = _NO_IMAGES,
 ) -> list[Answer]:
     """Run `load`, at most until end_s, and return its answers in order.
 
     concurrency: open requests at a time, for a load without arrival times. ends_sessions: as for
-    _Arrivals.
+    _Arrivals. images: of the requests with these indices.
     """
     answers = [Answer(0.0, prompt_tokens=len(prompt)) for prompt in load.prompts]
     times_s = load.arrivals_s or [0.0] * min(concurrency, len(answers))
-    arrivals = _Arrivals(load, engine, times_s, ends_sessions)
+    arrivals = _Arrivals(load, engine, times_s, ends_sessions, images)
     outbox = deque[StepOutput]()
     scheduler = Scheduler(
         engine,
@@ -238,13 +252,25 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="end each session of a trace after its last answer, so that its prefixes go first",
     )
+    parser.add_argument(
+        "--images",
+        type=positive_float,
+        nargs=2,
+        metavar=("SIDE", "MS"),
+        help="put a new image of SIDE x SIDE pixels, which the encoder takes MS to encode, before "
+        "each prompt of the load",
+    )
     add_load_flags(parser)
     options = parser.parse_args(argv)
-    settings = engine_settings(options)
-    cost, config, engine = settings.cost, settings.config, settings.engine()
-    load = load_of(options)
-    background = background_load(options)
-    both = load
+    settings, load = engine_settings(options), load_of(options)
+    background, cost, config = background_load(options), settings.cost, settings.config
+    images: Images = _NO_IMAGES
+    if options.images:
+        side, encoding_ms = options.images
+        settings = settings._replace(images=encoder_limits(encoding_ms / 1000, cost))
+        load, found = with_images(load, int(side))
+        images = dict(enumerate(found, len(background.prompts)))
+    engine, both = settings.engine(), load
     if background.prompts:
         if load.arrivals_s is None:
             raise ConfigError("--beside is simulated only together with --rate or --trace")
@@ -261,7 +287,7 @@ def main(argv: Sequence[str]) -> int:
     if options.flood and options.low:
         raise ConfigError("--flood and --low are alternatives; give one of them")
     if options.flood or options.low:
-        idle = simulate(both, settings.engine(), cost, config, options.concurrency)
+        idle = simulate(both, settings.engine(), cost, config, options.concurrency, images=images)
         both = add_flood(both, options) if options.flood else add_low(both, options)
     begin_s, end_s = options.window_s
     if not begin_s < end_s or ((begin_s, end_s) != (0.0, math.inf) and options.beside):
@@ -270,8 +296,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             "--end-sessions needs a --trace with sessions, and takes no --beside, --flood and --low"
         )
-    answers = simulate(both, engine, cost, config, options.concurrency, end_s, options.end_sessions)
-    answers = answers[:num_reqs]
+    limits = options.concurrency, end_s, options.end_sessions
+    answers = simulate(both, engine, cost, config, *limits, images)[:num_reqs]
     streams, answers = answers[:num_streams], answers[num_streams:]
     summary: dict[str, Any] = summarise(answers)
     if end_s < math.inf:
@@ -279,7 +305,12 @@ def main(argv: Sequence[str]) -> int:
     if streams:
         summary["beside"] = summarise_streams(background, streams, answers)
         summary["failed"] += summary["beside"]["failed"]
+        without = summarise_streams(background, alone, answers)["itl_s"]["p99"]
+        summary["itl_p99_ratio"] = summary["beside"]["itl_s"]["p99"] / without
     print(table(summary), *error_lines([*streams, *answers]), sep="\n")
+    if streams:
+        ratio = summary["itl_p99_ratio"]
+        print(f"streams without the load: ITL p99 {without * 1e3:.2f} ms, ratio {ratio:.3f}")
     if options.low:
         alone_s, beside_s = latencies(idle).ttft_s, latencies(answers).ttft_s
         summary["idle_ttft_s"] = describe(alone_s)

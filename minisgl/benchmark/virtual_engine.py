@@ -135,11 +135,12 @@ class VirtualEngine:
         snapshot_pages: int = 0,
         page_bytes: int = 0,
         host: HostMemory | None = None,
+        images: ImageLimits | None = None,
     ) -> None:
         """mixed_factor: factor for the times of steps that both decode and prefill.
 
-        snapshot_pages: as in EngineLike. page_bytes: of all layers; a step takes the time of its
-        copies of states.
+        snapshot_pages, images: as in EngineLike. page_bytes: of all layers; a step takes the time
+        of its copies of states.
         """
         self._cost = cost
         self._mixed_factor = mixed_factor
@@ -149,7 +150,7 @@ class VirtualEngine:
         self.window: WindowLayers | None = None
         self.snapshot_pages = snapshot_pages
         self.copier: PageCopier | None = None if host is None else _Copier(self, host)
-        self.images: ImageLimits | None = None
+        self.images = images
         self.max_running_reqs = rows
         self.max_seq_len = max_seq_len
         self.now_s = 0.0
@@ -169,6 +170,10 @@ class VirtualEngine:
         if batch.states is not None:
             copied = batch.states.save_pages.size + batch.states.load_pages.size
             seconds += copied * self._page_copy_s
+        if self.images is not None:
+            price, large_s = self.images.price, self._cost.seconds[-1] / self._cost.tokens[-1]
+            tokens = sum(price(i.grid, i.end) - price(i.grid, i.first) for i in batch.images)
+            seconds += tokens * large_s
         self.busy_s += seconds
         self.longest_s = max(self.longest_s, seconds)
         self._free_s = max(self.now_s, self._free_s) + seconds
@@ -187,6 +192,7 @@ class EngineSettings(NamedTuple):
     snapshot_pages: int = 0
     page_bytes: int = 0
     host: HostMemory | None = None
+    images: ImageLimits | None = None
 
     def engine(self) -> VirtualEngine:
         return VirtualEngine(*self[:5], *self[6:])
@@ -240,6 +246,13 @@ def add_engine_flags(parser: argparse.ArgumentParser, mixed_factor: float = 1.0)
         help="step-time target; 0: no target, as in the offline LLM (the server's target)",
     )
     parser.add_argument(
+        "--max-slowdown",
+        type=positive_float,
+        default=SchedulerConfig().max_slowdown,
+        help="a step with prompts takes at most this many times the step without, or the target "
+        "(the server's)",
+    )
+    parser.add_argument(
         "--cache-type", choices=("radix", "naive"), default="radix", help="prefix cache (radix)"
     )
     parser.add_argument(
@@ -259,7 +272,9 @@ def engine_settings(options: argparse.Namespace) -> EngineSettings:
         options.max_seq_len,
         options.mixed_factor,
         SchedulerConfig(
-            target_step_ms=options.target_step_ms or None, cache_type=options.cache_type
+            target_step_ms=options.target_step_ms or None,
+            max_slowdown=options.max_slowdown,
+            cache_type=options.cache_type,
         ),
         options.snapshot_pages,
         _PAGE_SIZE * options.token_bytes,
