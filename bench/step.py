@@ -30,6 +30,7 @@ from minisgl.cost.floor import Ceilings, cost_of, read_keys, reduce_s, with_weig
 from minisgl.distributed.comm import Communicator, SingleCommunicator
 from minisgl.drafts import with_speculation
 from minisgl.engine import Engine
+from minisgl.models.build import stored_weights
 from minisgl.models.spec import ModelSpec
 from minisgl.quantization import with_quantizations
 
@@ -256,7 +257,8 @@ def report(
 ) -> None:
     """Print the results."""
     cost = cost_of(model, options.tp, options.kv_cache_dtype == "fp8")
-    cost = with_weights(cost, model, options.quantization, options.tp)
+    stored = stored_weights(model, options.quantization, with_quantizations())
+    cost = with_weights(cost, model, stored, options.tp)
     contexts = contexts_of(options.batch, options.context, options.ragged)
     read, tokens, of_states = read_keys(model, contexts), options.batch, options.batch
     title = f"{options.batch} requests at {options.context} tokens of context"

@@ -35,8 +35,10 @@ from minisgl.cost.floor import (
     step_s,
     with_weights,
 )
+from minisgl.models.build import stored_weights
 from minisgl.models.config import load_model_spec
 from minisgl.models.spec import ModelSpec
+from minisgl.quantization import with_quantizations
 
 
 class Pinned(NamedTuple):
@@ -76,7 +78,8 @@ def floor_of(
     quantization: as in EngineConfig. fp8_kv: the KV cache is FP8. pinned: the drafts of each step,
     for which the model needs its draft head.
     """
-    cost = with_weights(cost_of(model, tp, fp8_kv), model, quantization, tp)
+    stored = stored_weights(model, quantization, with_quantizations())
+    cost = with_weights(cost_of(model, tp, fp8_kv), model, stored, tp)
     prompts, outputs = workload.prompt_lengths(), workload.output_lengths()
     prompt_tokens = int(prompts.sum())
     chunks = -(-prompt_tokens // budget_tokens)
@@ -155,7 +158,8 @@ def main(argv: Sequence[str]) -> int:
     quantization, fp8_kv = options.quantization, options.kv_cache_dtype == "fp8"
     form = (options.budget, options.tp, quantization, fp8_kv, pinned)
     floor = floor_of(model, workload, ceilings, *form)
-    cost = with_weights(cost_of(model, options.tp, fp8_kv), model, quantization, options.tp)
+    stored = stored_weights(model, quantization, with_quantizations())
+    cost = with_weights(cost_of(model, options.tp, fp8_kv), model, stored, options.tp)
     outputs = int(np.sum(workload.output_lengths()))
     print(
         f"{options.model}: a step of 1 token reads {cost.read_bytes(1) / 1e9:.2f} GB of weights, "

@@ -7,7 +7,6 @@ equal part of the model, and the measured time of the all-reduces is added.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -17,10 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from minisgl.core import ConfigError
-from minisgl.kernel.packed_order import bits_of
-from minisgl.kernel.packed_weights import PackedKind
 from minisgl.layers.attention import AttentionSpec
 from minisgl.layers.mlp import DenseSpec
+from minisgl.models.quantization import StoredWeights
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.spec import ExpertsSpec
 
@@ -156,62 +154,24 @@ def _mlp_weights(mlp: DenseSpec | ExpertsSpec, hidden: int) -> int:
     return (mlp.activation.products + 1) * hidden * mlp.inner
 
 
-def weight_format(model: ModelSpec, quantization: str | None) -> str:
-    """The format of the quantised weights: fp8, int4, nvfp4, mxfp4 or none.
-
-    quantization: as in EngineConfig. Several formats of one checkpoint count as that of the fewest
-    bits.
-    """
-    if quantization is not None or model.quantization is None:
-        return quantization or "none"
-    settings = model.quantization
-    given = {str(settings.get(key)) for key in ("quant_method", "quant_algo")}
-    whole = settings.get("format")
-    given |= {str(group.get("format") or whole) for group in _groups(settings)} or {str(whole)}
-    names = {"mxfp4": "mxfp4", "awq": "int4", "gptq": "int4", "pack-quantized": "int4"}
-    names |= {"nvfp4-pack-quantized": "nvfp4", "NVFP4": "nvfp4"}
-    return next((name for key, name in names.items() if key in given), "fp8")
-
-
-def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The groups of linears of compressed-tensors, each with a format of its own."""
-    return list((settings.get("config_groups") or {}).values())
-
-
-def _int4_bits(settings: Mapping[str, Any]) -> float:
-    """Return the bits of a weight in memory. settings: empty if the weights are rounded at load."""
-    schemes = [group.get("weights") or {} for group in _groups(settings)] or [settings]
-    sizes = [scheme.get("group_size") for scheme in schemes]
-    return max(bits_of(PackedKind.INT4, None if size == -1 else size) for size in sizes)
-
-
-def with_weights(cost: Cost, model: ModelSpec, quantization: str | None, tp: int = 1) -> Cost:
-    """Return the cost with the weights in `weight_format`.
-
-    Drafts read a copy of the output head in FP8. The scales of FP8 are not counted. Weights of
-    4 bits count with their headers, as in kernel/packed_order.py.
-    """
+def with_weights(cost: Cost, model: ModelSpec, stored: StoredWeights, tp: int = 1) -> Cost:
+    """Return the cost with these weights. Drafts read a copy of the output head in FP8."""
+    if stored.name == "none":
+        return cost
+    ratio = stored.bits / 16
+    if not stored.linears:
+        return cost._replace(expert_bytes=int(cost.expert_bytes * ratio))
     kept, kept_of_drafts = _bf16_bytes(model, tp)
     copy = 0 if model.draft_head is None else model.hidden_size * model.vocab_size // tp
-
-    def narrow(bits: float) -> Cost:
-        """The cost with `bits` for each weight of all linears and experts."""
-        of_drafts = cost.draft_bytes - kept_of_drafts - 2 * copy
-        others = cost.weight_bytes - kept, cost.expert_bytes, of_drafts
-        weights, experts, drafts = (int(num_bytes * bits / 16) for num_bytes in others)
-        drafts += kept_of_drafts + copy
-        return cost._replace(weight_bytes=kept + weights, expert_bytes=experts, draft_bytes=drafts)
-
-    match weight_format(model, quantization):
-        case "fp8":  # a bf16 weight of 2 bytes has 2 operations
-            return narrow(8)._replace(fp8_operations=cost.operations - kept)
-        case "int4":
-            return narrow(_int4_bits({} if quantization else model.quantization or {}))
-        case "nvfp4":
-            return narrow(bits_of(PackedKind.NVFP4))
-        case "mxfp4":  # half a byte for each weight, and one for 32 weights
-            return cost._replace(expert_bytes=cost.expert_bytes // 2 * 17 // 32)
-    return cost
+    of_drafts = cost.draft_bytes - kept_of_drafts - 2 * copy
+    cost = cost._replace(
+        weight_bytes=kept + int((cost.weight_bytes - kept) * ratio),
+        expert_bytes=int(cost.expert_bytes * ratio),
+        draft_bytes=int(of_drafts * ratio) + kept_of_drafts + copy,
+    )
+    # A weight of 2 bytes has 2 operations, so `kept` is also the number of the bf16 operations.
+    is_fp8 = stored.name == "fp8"
+    return cost._replace(fp8_operations=cost.operations - kept) if is_fp8 else cost
 
 
 def _bf16_bytes(model: ModelSpec, tp: int) -> tuple[int, int]:

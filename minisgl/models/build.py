@@ -14,7 +14,12 @@ from minisgl.models.decoder import CausalLM
 from minisgl.models.hf_config import check_supported
 from minisgl.models.layer import ModelParts
 from minisgl.models.loader import fill_random, finish, load_weights, materialise
-from minisgl.models.quantization import UNQUANTIZED, Quantization, QuantizationFactory
+from minisgl.models.quantization import (
+    UNQUANTIZED,
+    Quantization,
+    QuantizationFactory,
+    StoredWeights,
+)
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.base import MoeBackend
 from minisgl.moe.experts import UnquantizedExperts
@@ -100,6 +105,13 @@ def empty_model(
         )
         model = CausalLM(parts)
     return model, (*methods.unused, *config.unread)
+
+
+def stored_weights(
+    config: ModelSpec, quantization: str | None, extensions: ModelExtensions
+) -> StoredWeights:
+    """Return the storage of the model's weights. Arguments and errors as of `empty_model`."""
+    return _quantization(config.quantization, quantization, extensions).stored
 
 
 def _quantization(

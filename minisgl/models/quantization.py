@@ -8,6 +8,19 @@ from minisgl.moe.experts import ExpertsFactory, UnquantizedExperts
 from minisgl.moe.stacked_experts import UnquantizedStackedExperts
 
 
+class StoredWeights(NamedTuple):
+    """The quantised weights of a model in memory, for the time that a step needs at least.
+
+    name     of the format, such as fp8 or int4. none: no weight is quantised.
+    bits     of a weight, with its share of the scales that are stored beside the weights.
+    linears  the linears and the routed experts are quantised. False: the routed experts only.
+    """
+
+    name: str = "none"
+    bits: float = 16
+    linears: bool = True
+
+
 class Quantization(NamedTuple):
     """The methods of one format.
 
@@ -20,6 +33,7 @@ class Quantization(NamedTuple):
              creates the method of a second copy of the language-model head, from its unquantised
              weight. Only drafts read it, so its rounding changes no output. None: drafts read the
              head itself.
+    stored   the weights in memory. Of several formats it is the one with the fewest bits.
     unused   endings of the names of tensors that a checkpoint of this format may have and that the
              model does not read, such as scales of activations.
     """
@@ -29,6 +43,7 @@ class Quantization(NamedTuple):
     unused: tuple[str, ...] = ()
     stacked_experts: ExpertsFactory | None = None
     draft_logits: LinearMethodFactory | None = None
+    stored: StoredWeights = StoredWeights()
 
 
 UNQUANTIZED = Quantization(

@@ -8,7 +8,6 @@ from functools import partial
 import msgspec
 
 from minisgl.core import ConfigError, EngineConfig
-from minisgl.cost.floor import weight_format
 from minisgl.cost.gpus import GPUS, Gpu, find_gpu
 from minisgl.models.config import engine_model
 from minisgl.models.spec import ModelSpec
@@ -63,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         lines = _as_text(name, plans[0], gpus[0])
         if not plans[0].tokens:
             lines.append(_remedy(config.engine, model, partial(plan_on, gpu=gpus[0])))
-    if not options.json and weight_format(model, engine.quantization) == "none":
+    if not options.json and plans[0].quantization == "none":
         lines += _by_weights(plans, engine, plans_with)
     sys.stdout.write("\n".join([*lines, ""]))
     return 0 if any(plan.tokens for plan in plans) else 1

@@ -18,7 +18,6 @@ from minisgl.cost.floor import (
     cost_of,
     read_keys,
     step_s,
-    weight_format,
     with_weights,
 )
 from minisgl.cost.gpus import Gpu
@@ -27,6 +26,7 @@ from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory, states
 from minisgl.engine.check import weight_bytes
 from minisgl.engine.images import buffer_bytes
+from minisgl.models.build import stored_weights
 from minisgl.models.spec import ModelSpec
 from minisgl.quantization import with_quantizations
 
@@ -131,7 +131,8 @@ def make_plan(
         return min(tokens // length, window_pages // min(most, -(-length // size)))
 
     cost = cost_of(model, tp.size, fp8_kv)
-    cost = with_weights(cost, model, config.quantization, tp.size)
+    stored = stored_weights(model, config.quantization, with_quantizations())
+    cost = with_weights(cost, model, stored, tp.size)
     # All-reduces over a number of GPUs that was not measured count as no time.
     reduces = cost.reduces if tp.size in MEASURED_TP else 0
     typical = min(context, _TYPICAL_TOKENS)
@@ -150,7 +151,7 @@ def make_plan(
         gpu_bytes=gpu.memory_bytes,
         tp=config.tp_size,
         dtype=str(dtype).removeprefix("torch."),
-        quantization=weight_format(model, config.quantization),
+        quantization=stored.name,
         kv_cache_dtype="fp8" if fp8_kv else str(dtype).removeprefix("torch."),
         context=context,
         weight_bytes=weights,

@@ -22,7 +22,7 @@ from minisgl.kernel.mxfp4_weights import (
 )
 from minisgl.layers.linear import UnquantizedLinear
 from minisgl.layers.shards import Placement, Shard
-from minisgl.models.quantization import Quantization
+from minisgl.models.quantization import Quantization, StoredWeights
 from minisgl.moe.base import ExpertWeights
 from minisgl.moe.experts import ExpertShards
 from minisgl.moe.stacked_experts import StackedExperts, gate_then_up
@@ -33,7 +33,9 @@ _RANDOM_SCALE = 120  # 2^-7 as a byte: random weights then have the deviation of
 
 def mxfp4(settings: Mapping[str, Any]) -> Quantization:
     """The methods of a checkpoint whose quant_method is mxfp4."""
-    return Quantization(UnquantizedLinear, stacked_experts=Mxfp4Experts)
+    bits = 8 * (BLOCK_BYTES + 1) / BLOCK  # a block has a scale of one byte
+    stored = StoredWeights("mxfp4", bits, linears=False)
+    return Quantization(UnquantizedLinear, stacked_experts=Mxfp4Experts, stored=stored)
 
 
 class Mxfp4Experts(StackedExperts):

@@ -7,9 +7,10 @@ from fnmatch import translate
 import torch
 
 from minisgl.core import ConfigError
+from minisgl.kernel.packed_order import bits_of
 from minisgl.layers.linear import LinearMethod, UnquantizedLinear
 from minisgl.layers.shards import LinearShards
-from minisgl.models.quantization import Quantization
+from minisgl.models.quantization import Quantization, StoredWeights
 from minisgl.models.text_part import text_name
 from minisgl.moe.experts import ExpertShards, ExpertsMethod, UnquantizedExperts
 from minisgl.quantization.experts import Fp8Experts
@@ -75,7 +76,16 @@ def quantization(*groups: Group, unused: Sequence[str] = ()) -> Quantization:
                 return PackedExperts(shards, dtype, form)
         return UnquantizedExperts(shards, dtype)
 
-    return Quantization(linear, experts, (*_UNUSED, *unused), draft_logits=_converted)
+    forms = [form for _, form in groups if form is not None]
+    stored = min(map(_stored, forms), key=lambda each: each.bits, default=StoredWeights())
+    return Quantization(linear, experts, (*_UNUSED, *unused), None, _converted, stored)
+
+
+def _stored(form: Fp8Format | PackedFormat) -> StoredWeights:
+    """The scales of FP8 are not counted."""
+    if isinstance(form, Fp8Format):
+        return StoredWeights("fp8", 8)
+    return StoredWeights(form.kind, bits_of(form.kind, form.group))
 
 
 def _converted(shards: LinearShards, dtype: torch.dtype) -> LinearMethod:

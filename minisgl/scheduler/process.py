@@ -23,6 +23,7 @@ from minisgl.engine import (
 )
 from minisgl.message.messages import LeaderStep, Ready, SchedulerStats, StepOutput, ToScheduler
 from minisgl.message.queues import Receiver, Sender, close_queues, endpoint
+from minisgl.models.build import stored_weights
 from minisgl.scheduler.cost_fit import CostFit
 from minisgl.scheduler.inbox import FollowerInbox, Inbox, QueueInbox
 from minisgl.scheduler.scheduler import Scheduler
@@ -132,7 +133,8 @@ def _first_cost(engine: Engine, config: SchedulerConfig, timed: Sequence[TimedSt
     """Return the estimated step cost of an engine, from its device and the steps of its warm-up."""
     model, tp = engine.model, engine.config.tp_size
     fp8_kv = engine.facts().kv_dtype == "fp8"
-    cost = with_weights(cost_of(model, tp, fp8_kv), model, engine.config.quantization, tp)
+    stored = stored_weights(model, engine.config.quantization, engine.extensions)
+    cost = with_weights(cost_of(model, tp, fp8_kv), model, stored, tp)
     most = config.prefill_budget_tokens + engine.max_running_reqs
     return roofline(model, cost, tp, engine.device_name, timed, most)
 

@@ -9,6 +9,7 @@ from minisgl.benchmark.floor import NO_DRAFTS, Pinned, floor_of, load_shape
 from minisgl.benchmark.workload import Workload
 from minisgl.cost.floor import Ceilings, cost_of, reduce_s, step_s, with_weights
 from minisgl.models.config import load_model_spec, model_spec_from
+from minisgl.models.quantization import StoredWeights
 
 CHECKPOINTS = Path(__file__).parents[2] / "data" / "checkpoints"
 
@@ -56,7 +57,8 @@ def test_fp8_products_run_at_their_own_rate(tmp_path: Path) -> None:
     work = Workload([[5] * 1000] * 8, [1] * 8)
     rates = Ceilings(bytes_per_s=1e30, operations_per_s=1e12, fp8_operations_per_s=2e12)
     plain, fp8 = (floor_of(model, work, rates, quantization=q) for q in (None, "fp8"))
-    saved = 8000 * with_weights(cost_of(model), model, "fp8").fp8_operations / 2e12
+    cost = with_weights(cost_of(model), model, StoredWeights("fp8", 8))
+    saved = 8000 * cost.fp8_operations / 2e12
     assert plain.prefill_s - fp8.prefill_s == pytest.approx(saved)
 
 
@@ -132,7 +134,7 @@ def test_a_draft_reads_the_head_of_the_model_and_one_layer(
     assert model.draft_head is not None
     routed = getattr(model.draft_head.mlp, "num_experts", 0)
     kept = 2 * model.hidden_size * (2 * model.hidden_size + routed)
-    fp8 = with_weights(cost, model, "fp8")
+    fp8 = with_weights(cost, model, StoredWeights("fp8", 8))
     assert fp8.draft_bytes == kept + (cost.draft_bytes - kept) // 2
 
 
