@@ -12,10 +12,20 @@ from minisgl.core.errors import ConfigError
 DRAFT_WIDTHS = (1, 2, 4, 8)
 MAX_DRAFTS = DRAFT_WIDTHS[-1] - 1
 MAX_DRAFT_TOKENS = 256  # tokens of all decode requests together in a step with drafts
+DRAFT_METHODS = ("ngram", "mtp", "auto")  # of EngineConfig.speculative
+MIN_CHUNK_TOKENS = 32  # of smallest_chunk
 
 T = TypeVar("T")
 
-DRAFT_METHODS = ("ngram", "mtp", "auto")  # of EngineConfig.speculative
+
+def draft_width(length: int) -> int:
+    """Return the tokens that a step forwards of each decode request, if one has `length` tokens."""
+    return next(width for width in DRAFT_WIDTHS if width >= length)
+
+
+def smallest_chunk(page_size: int) -> int:
+    """Return the prompt tokens for which each step has room, also above the limit of its time."""
+    return max(MIN_CHUNK_TOKENS, page_size)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ import torch
 from minisgl.attention.base import AttentionNeeds
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory, step_sizes
 from minisgl.core.batch import WindowLayers
-from minisgl.core.config import MAX_DRAFT_TOKENS
+from minisgl.core.config import MAX_DRAFT_TOKENS, smallest_chunk
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine.graphs import DecodeShape, graph_shapes
 from minisgl.kvcache.pool import KVSpec, kv_page_bytes
@@ -265,10 +265,10 @@ def largest_chunk(model: ModelSpec, max_chunk_tokens: int, page_size: int) -> in
     """Return the most prompt tokens of a step with at most `max_chunk_tokens`.
 
     An image that lies in one chunk may exceed the limit, with the tokens of the smallest chunk
-    before it: 32 tokens or a page.
+    before it.
     """
     span = model.largest_span
-    return max(max_chunk_tokens, span + max(32, page_size)) if span > 1 else max_chunk_tokens
+    return max(max_chunk_tokens, span + smallest_chunk(page_size)) if span > 1 else max_chunk_tokens
 
 
 def window_pages_for(

@@ -7,10 +7,10 @@ from itertools import chain
 import numpy as np
 
 from minisgl.core import StepWork
+from minisgl.core.config import smallest_chunk
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Decode, View
 
-MIN_CHUNK_TOKENS = 32  # the smallest chunk; prefill continues even in steps above the time limit
 # Chunks add tokens to a step at no less than this share of the rate of the largest step.
 LEAST_RATE = 0.25
 # No chunk makes a step longer than this. On a CPU, one chunk of a long prompt takes minutes without
@@ -80,7 +80,7 @@ def further_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int
     whole_s = view.cost.predict_s(work._replace(tokens=work.tokens + tokens))
     slowdown = min(view.config.max_slowdown, LOW_SLOWDOWN)
     within = whole_s <= slowdown * view.cost.predict_s(work)
-    return tokens if within else min(tokens, max(MIN_CHUNK_TOKENS, view.memory.page_size))
+    return tokens if within else min(tokens, smallest_chunk(view.memory.page_size))
 
 
 def _even_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:
@@ -151,7 +151,7 @@ def _limit_s(view: View, prefilling: Sequence[Req], work: StepWork, urgent: bool
 def _tokens_within(view: View, prefilling: Sequence[Req], work: StepWork, limit_s: float) -> int:
     """Return the prompt tokens of the largest step below this predicted time.
 
-    work: of the decoding rows. The result is MIN_CHUNK_TOKENS, or a page, or more.
+    work: of the decoding rows. The result is at least the smallest chunk.
 
     A larger step is taken if the chunk adds its tokens at less than LEAST_RATE. This happens with
     experts: 64 tokens read almost all weights, and 1,024 take hardly longer. In a limit a little
@@ -169,7 +169,7 @@ def _tokens_within(view: View, prefilling: Sequence[Req], work: StepWork, limit_
         added_s = cost.predict_s(StepWork(tokens, keys, 0, reqs)) - cost.predict_s(work)
         return (tokens - num_decode) * cost.predict_s(StepWork(most)) < LEAST_RATE * most * added_s
 
-    smallest = bisect_left(sizes, num_decode + max(MIN_CHUNK_TOKENS, view.memory.page_size))
+    smallest = bisect_left(sizes, num_decode + smallest_chunk(view.memory.page_size))
     chosen = max(bisect_right(sizes, limit_s, lo=smallest, key=step_s) - 1, smallest)
     for larger in sizes[chosen + 1 :]:
         if not is_slow(sizes[chosen]) or step_s(larger) > MAX_STEP_S:

@@ -5,8 +5,9 @@ from itertools import chain
 
 import numpy as np
 
+from minisgl.core.config import smallest_chunk
 from minisgl.kvcache import Hit, Room
-from minisgl.scheduler.budget import MIN_CHUNK_TOKENS, further_tokens, image_factor, prompt_tokens
+from minisgl.scheduler.budget import further_tokens, image_factor, prompt_tokens
 from minisgl.scheduler.image_room import ImageRoom
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Carry, Decode, StepPlan, View
@@ -30,7 +31,7 @@ class Filling:
         rows, priority = view.table.rows, view.table.priority
         self._last_priority = priority.max(where=rows.allocated, initial=-(2**31))
         self.chunks: dict[Req, int] = {}
-        least = max(MIN_CHUNK_TOKENS, view.memory.page_size)
+        least = smallest_chunk(view.memory.page_size)
         self.images = ImageRoom(view.images, self.chunks, least, divides=len(decode.rows) > 0)
         self._admit: dict[Req, Hit] = {}
         self._load: list[Req] = []

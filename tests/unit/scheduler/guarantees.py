@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 
+from minisgl.core.config import MIN_CHUNK_TOKENS, smallest_chunk
 from minisgl.kvcache import FencedPool, Memory
 from minisgl.scheduler import budget, filling, scheduler
 from minisgl.scheduler import plan as planning
@@ -159,7 +160,7 @@ class PlanChecks:
             return
         config = view.config
         rest = sum(tokens_before_images(view, req) for req in view.prefilling)
-        least = budget.MIN_CHUNK_TOKENS if config.target_step_ms is not None else 1
+        least = MIN_CHUNK_TOKENS if config.target_step_ms is not None else 1
         got = sum(plan.chunks.values())
         assert got >= min(least, rest, config.prefill_budget_tokens)
 
@@ -196,7 +197,7 @@ class PlanChecks:
     ) -> None:
         """An image may exceed the budget, with the tokens of the smallest chunk before it."""
         most, limits = view.config.prefill_budget_tokens, view.images.limits
-        least = max(budget.MIN_CHUNK_TOKENS, view.memory.page_size)
+        least = smallest_chunk(view.memory.page_size)
         images = [image for req in plan.chunks if limits.mutual for image in req.images]
         spans = [limits.tokens(image.grid) + least for image in images]
         assert sum(plan.chunks.values()) <= max([most, least, *spans])

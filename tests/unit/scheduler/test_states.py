@@ -7,9 +7,9 @@ import pytest
 
 from minisgl.core import FinishReason, SchedulerConfig, StepCost
 from minisgl.core.batch import Int32Array, StateCopies
+from minisgl.core.config import MIN_CHUNK_TOKENS
 from minisgl.kvcache import states
 from minisgl.kvcache.states import States
-from minisgl.scheduler import budget
 from tests.unit.scheduler.drafts import DRAFTERS, ChangingDrafts
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.fake_states import FakeStates
@@ -156,7 +156,7 @@ def test_a_preempted_request_computes_less_than_two_pages_again(
 
 def test_prompts_go_on_although_a_page_has_more_tokens_than_the_smallest_chunk() -> None:
     """A chunk ends at the end of a page, and the time of a step allows the smallest chunk only."""
-    engine = FakeEngine(100, 2 * budget.MIN_CHUNK_TOKENS, 2, 512, snapshot_pages=2)
+    engine = FakeEngine(100, 2 * MIN_CHUNK_TOKENS, 2, 512, snapshot_pages=2)
     harness = Harness(engine, SchedulerConfig(target_step_ms=1.0))
     costs = {"per_decode_key_s": 0.0, "per_prefill_pair_s": 0.0}
     slow = StepCost(tokens=(1, 256), seconds=(0.01, 10.0), **costs)
