@@ -5,6 +5,7 @@ weights are dequantised in parts for torch's product. CPU tensors, and all other
 reference: the weights are dequantised for the call.
 """
 
+from collections.abc import Iterator
 from typing import Final
 
 import torch
@@ -17,7 +18,10 @@ from minisgl.kernel.packed_tilings import MOST_ROWS, loading_tile_for, packed_ti
 from minisgl.kernel.packed_weights import PackedWeights, dequantise
 from minisgl.kernel.slow import log_slow
 
-_PART_BYTES: Final = 64 << 20  # of dequantised weights at once
+_PART_BYTES: Final = 64 << 20  # of dequantised weights at once, about
+# The rows of a part are a multiple of this. A part computes as many columns of `out`, and the fast
+# kernels of cuBLAS need the address of these columns to be a multiple of 16 bytes.
+_PART_ROWS: Final = 256
 
 
 def prepare(weights: PackedWeights, dtype: torch.dtype) -> PackedWeights | OrderedWeights:
@@ -87,10 +91,19 @@ def _by_kernel(
 def _by_torch(x: Tensor, weights: OrderedWeights, bias: Tensor | None) -> Tensor:
     from minisgl.kernel.triton import packed_linear as kernels
 
-    height, step = weights.height, max(_PART_BYTES // (2 * weights.columns), 1)
-    out = x.new_empty((len(x), height))
-    for first in range(0, height, step):
-        end = min(first + step, height)
+    out = x.new_empty((len(x), weights.height))
+    for first, end in parts_of(weights.height, weights.columns):
         part = kernels.dequantise(weights, x.dtype, first, end)
         torch.mm(x, part.t(), out=out[:, first:end])
     return out if bias is None else out.add_(bias)
+
+
+def parts_of(height: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Yield the first and the end row of each part of a matrix that is dequantised at once.
+
+    The parts have about _PART_BYTES of bfloat16 weights and equally many rows, apart from the last.
+    """
+    count = max(round(2 * height * columns / _PART_BYTES), 1)
+    step = -(-height // (count * _PART_ROWS)) * _PART_ROWS
+    for first in range(0, height, step):
+        yield first, min(first + step, height)

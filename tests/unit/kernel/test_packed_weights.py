@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minisgl.kernel.packed_order import in_order
-from minisgl.kernel.packed_products import packed_linear
+from minisgl.kernel.packed_products import packed_linear, parts_of
 from minisgl.kernel.packed_tilings import MOST_ROWS, num_splits, packed_tile_for
 from minisgl.kernel.packed_weights import PackedKind, PackedWeights
 
@@ -89,3 +89,15 @@ def test_gpus_with_less_shared_memory_use_small_tiles_for_many_rows() -> None:
         tile = packed_tile_for(rows, height, large=False)
         assert tile.stages * (64 * tile.height + 256 * tile.rows) <= 99 * 1024
         assert packed_tile_for(rows, height).rows >= min(rows, 64)
+
+
+def test_parts_of_dequantised_weights_are_whole_tiles_of_the_product() -> None:
+    """A part of 1,927 rows (17,408 columns in 64 MiB) left the next columns of out unaligned."""
+    shapes = ((34816, 5120), (5120, 17408), (5120, 6144), (4096, 12288), (80, 640), (300, 1 << 20))
+    for height, columns in shapes:
+        parts = list(parts_of(height, columns))
+        assert [first for first, _ in parts[1:]] == [end for _, end in parts[:-1]]
+        assert (parts[0][0], parts[-1][1]) == (0, height)
+        assert all(first % 256 == 0 for first, _ in parts)
+        most = max(3 << 25, 512 * columns)  # one and a half times 64 MiB, or 256 rows
+        assert all(2 * columns * (end - first) <= most + 512 * columns for first, end in parts)
