@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minisgl.core.columns import SamplingArrays
-from minisgl.core.config import draft_width
+from minisgl.core.config import DRAFT_WIDTHS
 from minisgl.core.images import EncodeImage, ImageLimits, ImageSpan, RopePositions
 from minisgl.core.step_cost import StepCost, StepWork
 
@@ -197,7 +197,8 @@ class Batch:
     @property
     def width(self) -> int:
         """The smallest of DRAFT_WIDTHS that is no smaller than the length of any decode request."""
-        return draft_width(int(self.lengths[: self.num_decode].max(initial=1)))
+        longest = self.lengths[: self.num_decode].max(initial=1)
+        return next(width for width in DRAFT_WIDTHS if width >= longest)
 
     def work(self) -> StepWork:
         """Return the work of the step. An image counts as the tokens of its price.

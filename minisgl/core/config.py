@@ -18,11 +18,6 @@ MIN_CHUNK_TOKENS = 32  # of smallest_chunk
 T = TypeVar("T")
 
 
-def draft_width(length: int) -> int:
-    """Return the tokens that a step forwards of each decode request, if one has `length` tokens."""
-    return next(width for width in DRAFT_WIDTHS if width >= length)
-
-
 def smallest_chunk(page_size: int) -> int:
     """Return the prompt tokens for which each step has room, also above the limit of its time."""
     return max(MIN_CHUNK_TOKENS, page_size)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minisgl.attention.base import DecodeGraphAttention, StepAttention
 from minisgl.core.batch import Batch, PageCopier
-from minisgl.core.config import draft_width
+from minisgl.core.config import DRAFT_WIDTHS
 from minisgl.core.images import ImageLimits
 from minisgl.engine.last_layer import LastLayer, LogitsGraph
 from minisgl.engine.launched import LaunchedStep
@@ -325,7 +325,7 @@ class StepLauncher:
         self._decode: dict[tuple[int, int], GraphStep] = {}
         for step in reversed(graphs.decode):
             width = step.columns.width
-            lengths = [n for n in range(1, width + 1) if width == draft_width(n)]
+            lengths = [n for n in range(1, width + 1) if width == _width_of(n)]
             for reqs in range(1, step.layout.reqs + 1):
                 self._decode |= {(reqs, length): step for length in lengths}
 
@@ -380,3 +380,8 @@ class StepLauncher:
             logits = torch.zeros((1, 32), dtype=dtype, device=weight.device)
             words = torch.zeros((1, 1), dtype=torch.int32, device=weight.device)
             apply_token_mask(logits, words[0], words, 0)
+
+
+def _width_of(length: int) -> int:
+    """Return the number of tokens that the engine forwards of a request with `length` tokens."""
+    return next(width for width in DRAFT_WIDTHS if width >= length)

@@ -105,11 +105,6 @@ class Memory:
         parts, tree = sum(kind.evictable()[0] for kind in self.kinds), self.tree
         return self.pool.num_free + tree.evictable_pages - tree.fenced_pages + parts
 
-    def room(self) -> "Room":
-        """Return the counters of one plan."""
-        none = np.empty(0, dtype=np.int32)
-        return Room(self, self.available, [kind.room() for kind in self.kinds], none, none)
-
     @property
     def pending(self) -> int:
         """The number of pages that become available when the steps in flight and jobs end."""

@@ -55,9 +55,10 @@ def plan(view: View, may_pause: bool = True) -> StepPlan:
     its first prompt has no other prompts, and no further choices that decode, if these take long.
     The next step has them.
     """
-    room = view.memory.room()
+    memory, none = view.memory, view.decode_rows[:0]
+    room = Room(memory, memory.available, [kind.room() for kind in memory.kinds], none, none)
     decode, victim, admit = decoding(view, room)
-    if admit and not view.has_prompts:  # the usual step: no Python loop
+    if admit and not (view.prefilling or view.waiting.uncached):  # no Python loop
         return StepPlan(decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))
     fill = Filling(view, room, decode, victim)
     may_pause = may_pause and view.carry.paused_steps < MAX_PAUSES
