@@ -2,13 +2,15 @@
 
 A decoder of images is a library in C that reads data of a client. A file of some KB may unpack to
 gigabytes or take minutes, and a fault of the library may end its process. The decoding therefore
-runs in a bounded process. The size in the header is checked before any pixel is decoded.
+runs in a bounded process. The size in the header is checked before any pixel is decoded. The
+pixels return in memory that both processes share: two pipes would take several times the decoding.
 """
 
 import binascii
 import hashlib
 import io
 import math
+import mmap
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +19,7 @@ import msgspec
 
 from minisgl.core.errors import ImageRefused
 from minisgl.images.frames import MAX_FRAMES, has_too_many_frames
-from minisgl.images.spec import ImageSpec
+from minisgl.images.spec import CHANNELS, ImageSpec
 from minisgl.utils.bounded import BoundedProcess, Bounds
 from minisgl.utils.supervise import describe_exit
 
@@ -37,7 +39,7 @@ _BEGINNINGS = {
 }
 
 
-class DecodedImage(msgspec.Struct, frozen=True, array_like=True):
+class DecodedImage(msgspec.Struct, frozen=True):
     """An image that is resized for the model.
 
     pixels         uint8 [height, width, 3], red, green and blue.
@@ -62,11 +64,16 @@ class _Refusal(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class _Decoded(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    image: DecodedImage
+    """The fields of a DecodedImage without its pixels, which are in the shared memory."""
+
+    height: int
+    width: int
+    digest: bytes
+    cpu_s: float
 
 
 class ImageDecoder:
-    """Decodes images for one model, one after the other, in a process of its own."""
+    """Decodes images for one model in a process of its own. One thread calls `decode`."""
 
     def __init__(
         self,
@@ -86,7 +93,8 @@ class ImageDecoder:
         self._max_request_pixels = max_request_pixels
         self._timeout_s = timeout_s
         most = max(spec.min_pixels, min(spec.max_pixels, max_tokens * spec.unit**2))
-        handle = _handler(spec, max_pixels, most)
+        self._shared = mmap.mmap(-1, CHANNELS * most)  # the pixels of the newest image
+        handle = _handler(spec, max_pixels, most, self._shared)
         wall_s = _BLOCKED_S + 10 * timeout_s  # a busy machine may give it a tenth of a core
         bounds = Bounds(timeout_s, _MEMORY_BYTES, wall_s=wall_s)
         self._process = BoundedProcess(_NAME, handle, bounds)
@@ -107,20 +115,31 @@ class ImageDecoder:
         left_s = self._timeout_s - sum(image.cpu_s for image in before)
         if left_s <= 0:
             raise self._ended(signal.SIGPROF)
-        reply = self._process.call(msgspec.msgpack.encode((data, kind, low, left_s)))
-        if isinstance(reply, signal.Signals):
-            raise self._ended(reply)
-        found: _Refusal | _Decoded = msgspec.msgpack.decode(reply, type=_Refusal | _Decoded)
+        found = self._call(msgspec.msgpack.encode((data, kind, low, left_s)))
         if isinstance(found, _Refusal):
             raise ImageRefused(found.message, found.reason, limit=found.limit)
-        pixels = sum(image.height * image.width for image in (*before, found.image))
+        pixels = sum(image.height * image.width for image in (*before, found))
         if pixels > self._max_request_pixels:
             text = (
                 f"and those before it have {pixels} pixels, as resized for the model; at most "
                 f"{self._max_request_pixels} are accepted; send fewer or smaller images"
             )
             raise ImageRefused(text, "size", limit="max_request_pixels")
-        return found.image
+        return found
+
+    def _call(self, request: bytes) -> DecodedImage | _Refusal:
+        """Return the image or the refusal of the process. Raises ImageRefused for a call that ends.
+
+        The next call overwrites the shared memory.
+        """
+        reply = self._process.call(request)
+        if isinstance(reply, signal.Signals):
+            raise self._ended(reply)
+        found: _Refusal | _Decoded = msgspec.msgpack.decode(reply, type=_Refusal | _Decoded)
+        if isinstance(found, _Refusal):
+            return found
+        pixels = self._shared[: CHANNELS * found.height * found.width]
+        return DecodedImage(pixels, found.height, found.width, found.digest, found.cpu_s)
 
     def close(self) -> None:
         """End the process. A second call does nothing."""
@@ -174,10 +193,12 @@ def file_kind(file: bytes) -> str | None:
     return next((kind for kind, starts in _BEGINNINGS.items() if file.startswith(starts)), None)
 
 
-def _handler(spec: ImageSpec, max_pixels: int, most: int) -> Callable[[bytes], bytes]:
+def _handler(
+    spec: ImageSpec, max_pixels: int, most: int, shared: mmap.mmap
+) -> Callable[[bytes], bytes]:
     """Return the function of the process. Pillow is loaded here, before the fork.
 
-    most: pixels of a resized image.
+    most: pixels of a resized image. shared: memory that gets these pixels.
     """
     from PIL import (
         GifImagePlugin,
@@ -196,11 +217,11 @@ def _handler(spec: ImageSpec, max_pixels: int, most: int) -> Callable[[bytes], b
         "webp": WebPImagePlugin.WebPImageFile,
     }
 
-    def decoded(file: bytes, kind: str, low: bool, started_s: float) -> DecodedImage:
+    def decoded(file: bytes, kind: str, low: bool, started_s: float) -> _Decoded:
         image = readers[kind](io.BytesIO(file))
         _check_size(image.width, image.height, max_pixels)
         image.load()
-        image = ImageOps.exif_transpose(image)
+        ImageOps.exif_transpose(image, in_place=True)
         if image.mode == "I;16":  # `convert` would cut all values above 255
             image = Image.frombytes("L", image.size, image.tobytes()[1::2])
         if "A" in image.getbands() or image.info.get("transparency") is not None:
@@ -209,10 +230,15 @@ def _handler(spec: ImageSpec, max_pixels: int, most: int) -> Callable[[bytes], b
             image = Image.alpha_composite(white, image)
         wanted = max(spec.min_pixels, min(most, LOW_PIXELS)) if low else most
         height, width = resized(image.height, image.width, spec, wanted)
-        image = image.convert("RGB").resize((width, height), Image.Resampling(spec.resample))
+        # Pillow copies an image that has the mode or the size already.
+        if image.mode != "RGB":
+            image = image.convert("RGB")
+        if image.size != (width, height):
+            image = image.resize((width, height), Image.Resampling(spec.resample))
         pixels = image.tobytes()
         digest = hashlib.sha256(pixels).digest()
-        return DecodedImage(pixels, height, width, digest, time.process_time() - started_s)
+        shared[: len(pixels)] = pixels
+        return _Decoded(height, width, digest, time.process_time() - started_s)
 
     def handle(request: bytes) -> bytes:
         started_s = time.process_time()
@@ -223,7 +249,7 @@ def _handler(spec: ImageSpec, max_pixels: int, most: int) -> Callable[[bytes], b
         signal.setitimer(signal.ITIMER_PROF, left_s)
         reply: _Refusal | _Decoded
         try:
-            reply = _Decoded(decoded(_file(data, kind), kind, low, started_s))
+            reply = decoded(_file(data, kind), kind, low, started_s)
         except ImageRefused as error:
             reply = _Refusal(error.message, error.reason, error.limit)
         except MemoryError:  # a limit of the process, which ends
