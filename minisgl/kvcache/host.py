@@ -17,7 +17,6 @@ every rank applies them in the same iteration.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import chain, product
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,7 @@ from minisgl.core.batch import Int32Array, PageCopier
 from minisgl.core.rows import Steps
 from minisgl.kvcache.eviction import IN_HOST
 from minisgl.kvcache.fenced_pool import FencedPool
-from minisgl.kvcache.node import NodeClass, Place, RadixNode
+from minisgl.kvcache.node import CopyJob, NodeClass, Place, RadixNode
 
 if TYPE_CHECKING:
     from minisgl.kvcache.radix import RadixCache
@@ -38,20 +37,6 @@ _MAX_NODES = 256  # of a store: it must not delay a step
 _STORED = (NodeClass.NEW, NodeClass.REUSED)
 TOTALS = ("bytes_to_host", "bytes_to_gpu", "hit_pages", "evicted_pages")
 _CLEAN_SHARE = 8  # stores keep one of this many pages of the GPU pool free or copied
-
-
-@dataclass(slots=True, eq=False)
-class CopyJob:
-    """One copy between the GPU pool and host memory.
-
-    nodes   the nodes with the pages, each after its children.
-    locked  the ends of the paths that the job has locked. The paths contain all nodes of the job.
-    loads   the copy goes to the GPU.
-    """
-
-    nodes: list[RadixNode]
-    locked: list[RadixNode]
-    loads: bool
 
 
 class HostTier:

@@ -8,9 +8,9 @@ import numpy as np
 from minisgl.core.batch import EngineLike, Int32Array
 from minisgl.core.rows import Rows
 from minisgl.kvcache.fenced_pool import FencedPool
-from minisgl.kvcache.host import MIN_LOAD_PAGES, CopyJob, HostTier
+from minisgl.kvcache.host import MIN_LOAD_PAGES, HostTier
 from minisgl.kvcache.kinds import CacheKind, KindRoom, NewKind, Wanted
-from minisgl.kvcache.node import CacheListener, Hit, RadixNode
+from minisgl.kvcache.node import CacheListener, CopyJob, Hit, RadixNode
 from minisgl.kvcache.page_table import PageTable
 from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.states import state_kinds

@@ -3,14 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from minisgl.core.batch import Int32Array
-
-if TYPE_CHECKING:
-    from minisgl.kvcache.host import CopyJob
 
 
 class Place(StrEnum):
@@ -29,6 +26,20 @@ class NodeClass(IntEnum):
     ENDED = 0  # only a session that has ended has used the node
     NEW = 1  # no request has matched the node since its insertion
     REUSED = 2  # a request has
+
+
+@dataclass(slots=True, eq=False)
+class CopyJob:
+    """One copy between the GPU pool and host memory.
+
+    nodes   the nodes with the pages, each after its children.
+    locked  the ends of the paths that the job has locked. The paths contain all nodes of the job.
+    loads   the copy goes to the GPU.
+    """
+
+    nodes: "list[RadixNode]"
+    locked: "list[RadixNode]"
+    loads: bool
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -68,7 +79,7 @@ class RadixNode:
     session: str = ""
     place: Place = Place.GPU
     blocks: Int32Array | None = None
-    job: "CopyJob | None" = None
+    job: CopyJob | None = None
 
     @property
     def on_gpu(self) -> bool:
