@@ -25,7 +25,7 @@ from minisgl.cost.floor import Ceilings
 from minisgl.llm import LLM
 
 
-def run_workload(llm: LLM, workload: Workload, temperature: float, progress: bool) -> float:
+def run_workload(llm: LLM, workload: Workload, temperature: float) -> float:
     """Run the workload and return its seconds. Raises ConfigError when a prompt is refused."""
     sampling = [
         SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True, seed=index)
@@ -33,7 +33,7 @@ def run_workload(llm: LLM, workload: Workload, temperature: float, progress: boo
     ]
     begin = time.perf_counter()
     try:
-        completions = llm.generate(workload.prompts, sampling, progress=progress)
+        completions = llm.generate(workload.prompts, sampling, progress=True)
     except InvalidRequest as error:
         raise ConfigError(error.message) from None
     seconds = time.perf_counter() - begin
@@ -105,9 +105,9 @@ def main(argv: Sequence[str]) -> int:
     runs: list[dict[str, Any]] = []
     with llm:
         short = Workload(workload.prompts[:8], [8] * len(workload.prompts[:8]))
-        run_workload(llm, short, options.temperature, progress=True)
+        run_workload(llm, short, options.temperature)
         for index in range(options.repeat):
-            seconds = run_workload(llm, workload, options.temperature, progress=True)
+            seconds = run_workload(llm, workload, options.temperature)
             rate, fraction = outputs / seconds, floor.total_s / seconds
             print(table.row(index + 1, seconds, rate, fraction), flush=True)
             runs.append({"seconds": seconds, "tokens_per_s": rate, "of_floor": fraction})

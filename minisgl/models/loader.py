@@ -54,7 +54,7 @@ def materialise(model: nn.Module, device: torch.device, dtype: torch.dtype) -> N
             setattr(module, name, allocated[parameter])
 
 
-def fill_random(model: CausalLM, seed: int = 0, *, show_progress: bool = False) -> None:
+def fill_random(model: CausalLM, *, show_progress: bool = False) -> None:
     """Fill with seeded values: norms with 1, biases with 0, and all else from a normal
     distribution, unless the placement gives a constant. The biases of gpt-oss's experts are drawn
     too. Packed weights get random bits.
@@ -69,12 +69,12 @@ def fill_random(model: CausalLM, seed: int = 0, *, show_progress: bool = False) 
         if placement.target.endswith("norm.weight"):
             placement = placement._replace(constant=1.0)
         if placement.constant is not None or not placement.source.endswith(".bias"):
-            whole = _random(placement, target, seed)
+            whole = _random(placement, target)
             _write(target, placement, _cut(placement, whole))
     _free_temporaries()
 
 
-def _random(placement: Placement, target: Tensor, seed: int) -> Tensor:
+def _random(placement: Placement, target: Tensor) -> Tensor:
     """Return the whole source of a placement, with random values or its constant."""
     packed = {"U8": torch.uint8, "I32": torch.int32}.get(placement.stored[0])
     # torch draws no normal numbers in 8-bit types; copy_ converts them.
@@ -83,7 +83,7 @@ def _random(placement: Placement, target: Tensor, seed: int) -> Tensor:
     if placement.constant is not None:
         return whole.fill_(placement.constant)
     generator = torch.Generator(target.device)
-    generator.manual_seed(seed + zlib.crc32(placement.source.encode()))
+    generator.manual_seed(zlib.crc32(placement.source.encode()))
     if packed is not None:
         info = torch.iinfo(packed)
         return whole.random_(info.min, info.max + 1, generator=generator)

@@ -2,11 +2,10 @@
 
 from minisgl.utils.logging import log_event, setup_logging
 from minisgl.utils.naming import near_names
-from minisgl.utils.process import SOCKET_KEY, cache_folder, process_age_s, socket_folder
+from minisgl.utils.process import SOCKET_KEY, process_age_s, socket_folder
 
 __all__ = [
     "SOCKET_KEY",
-    "cache_folder",
     "log_event",
     "near_names",
     "process_age_s",

@@ -13,8 +13,6 @@ import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from minisgl.utils.process import cache_folder
-
 logger = logging.getLogger(__name__)
 
 _PACKAGES = ("torch", "transformers", "flashinfer")  # the largest imports of a start
@@ -25,17 +23,20 @@ _HASH_BASED = 1  # bit 0 of the flags in the header
 def keep_bytecode() -> None:
     """Let this process and its children keep bytecode in the folder minisgl/bytecode of the cache.
 
+    The cache is $XDG_CACHE_HOME or ~/.cache, if that is an absolute path.
+
     Changes nothing if the installation has the bytecode, if Python may write it there, if the user
     has set PYTHONPYCACHEPREFIX, or if the folder cannot be written. With that variable, Python
     ignores the bytecode of the installation; the folder mirrors the paths of all sources.
     """
-    folder = cache_folder("bytecode")
-    if sys.pycache_prefix is not None or folder is None:
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if sys.pycache_prefix is not None or not os.path.isabs(cache):
         return
     specs = [importlib.util.find_spec(package) for package in _PACKAGES]
     lacking = [spec.name for spec in specs if spec is not None and not _needs_no_folder(spec)]
     if not lacking:
         return
+    folder = Path(cache) / "minisgl" / "bytecode"
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
     if os.access(folder, os.W_OK):

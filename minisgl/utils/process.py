@@ -62,15 +62,6 @@ def _remove_unlocked(folder: Path) -> None:
         os.close(lock)
 
 
-def cache_folder(name: str) -> Path | None:
-    """Return minisgl's folder `name` in the user's cache folder; None without an absolute path.
-
-    The user's cache folder is $XDG_CACHE_HOME or ~/.cache. The returned folder may not exist.
-    """
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "minisgl" / name if os.path.isabs(base) else None
-
-
 def write_socket_key(folder: str | Path) -> None:
     """Write a new key for the queues in this folder."""
     (Path(folder) / SOCKET_KEY).write_bytes(secrets.token_bytes(16))
