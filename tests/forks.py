@@ -2,8 +2,8 @@
 
 Each worker of pytest has one such process, the fork server. The imports take two thirds of the CPU
 time of a server's start: 1.1 s in the scheduler, and 0.4 s in the API server. A test of the start
-itself, of the environment at an import, or of the libraries that a process loads must start a
-process as users do.
+itself, of the environment at an import, or of the libraries or the memory of a process must start
+it as users do.
 """
 
 import contextlib

@@ -20,6 +20,7 @@ from tests.process.prometheus import needs_prometheus, prometheus_on
 
 pytestmark = [pytest.mark.process, pytest.mark.slow, needs_prometheus]
 MODEL = "minisgl-demo"
+PAUSE_S = 0.1  # between two requests of a client
 
 
 @contextlib.contextmanager
@@ -36,7 +37,8 @@ def load_on(server: ServerProcess) -> Iterator[None]:
 
     def work(kind: int) -> None:
         with httpx.Client(timeout=patience()) as client:
-            while not stop.is_set():
+            # Without a pause the load would take all CPU time between two scrapes.
+            while not stop.wait(PAUSE_S):
                 if kind == 0:
                     client.post(url, json=body(60, 10))
                 elif kind == 1:

@@ -26,12 +26,12 @@ needs_prometheus = pytest.mark.skipif(
 class Prometheus:
     """A running Prometheus, by its HTTP API."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
+    def __init__(self, client: httpx.Client) -> None:
+        self._client = client
 
     def get(self, path: str, **parameters: str) -> Any:
         """The `data` of a response. Fails with the text of an error."""
-        answer = httpx.get(f"{self._url}/api/v1/{path}", params=parameters, timeout=patience())
+        answer = self._client.get(f"/api/v1/{path}", params=parameters)
         assert answer.is_success, answer.text
         return answer.json()["data"]
 
@@ -66,10 +66,9 @@ def prometheus_on(
 
     try:
         url = f"http://{wait_for(address, 'the address of Prometheus')[1]}"
-        wait_for(
-            lambda: httpx.get(f"{url}/-/ready", timeout=patience()).is_success, "its readiness"
-        )
-        yield Prometheus(url)
+        with httpx.Client(base_url=url, timeout=patience()) as client:
+            wait_for(lambda: client.get("/-/ready").is_success, "its readiness")
+            yield Prometheus(client)
     finally:
         process.kill()
         process.wait()

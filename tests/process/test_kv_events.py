@@ -92,7 +92,7 @@ def test_a_taken_address_ends_the_start_with_a_reason(tiny_model: Path, tmp_path
 
 @pytest.fixture(scope="module")
 def renderer(tiny_model: Path) -> Iterator[ServerProcess]:
-    with run_server("--model", str(tiny_model), "--render-only") as server:
+    with run_server("--model", str(tiny_model), "--render-only", fresh=True) as server:
         yield server.wait_ready()
 
 

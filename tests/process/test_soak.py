@@ -156,7 +156,7 @@ def test_soak(duration_s: int, growth: float, tmp_path: Path) -> None:
     keys.write_text("a: one\nb: two\nhostile: three\n")
     flags = ("--num-pages", str(TOTAL_PAGES), "--max-running-requests", "8")
     flags += ("--api-key-file", str(keys), "--key-metrics")
-    with run_server(*flags, "--admin-api-key", "root") as server:
+    with run_server(*flags, "--admin-api-key", "root", fresh=True) as server:
         server.wait_ready()
         end_s = time.monotonic() + duration_s
         with Load(server) as load:
