@@ -32,6 +32,20 @@ _GPU = _TESTS / "gpu"
 _PROOF = HangLimits(idle_s=3600.0, total_s=3600.0)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def shared_models(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[None]:
+    """Name the folder in which all workers of a run build their models (tests/parity/models.py)."""
+    of_worker = tmp_path_factory.getbasetemp()
+    of_run = of_worker.parent if hasattr(request.config, "workerinput") else of_worker
+    folder = of_run / "models"
+    folder.mkdir(exist_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINISGL_TEST_MODELS", str(folder))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """Undo the logging set-up of a command that a test runs in its own process."""

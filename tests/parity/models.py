@@ -3,7 +3,10 @@
 With kv="fp8" the attention of transformers rounds every key and value to FP8 and back.
 """
 
+import fcntl
+import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -20,6 +23,7 @@ from tests.parity.recent_configs import RECENT_CONFIGS
 
 __all__ = ["FAMILIES", "VOCAB_SIZE", "build_model", "transformers_greedy", "transformers_logits"]
 
+MODELS = "MINISGL_TEST_MODELS"  # variable that tests/conftest.py sets
 FAMILIES = CONFIGS | RECENT_CONFIGS
 
 
@@ -34,29 +38,47 @@ def _auto_class(config: Any) -> Any:
 
 
 def build_model(family: str, folder: Path, seed: int = 0) -> str:
-    """Save a random model of `family` in a subfolder of `folder`, and return its path."""
+    """Save a random model of `family` in a subfolder of `folder`, and return its path.
+
+    The workers of a run build each model once, in the folder of the variable MODELS, and copy it.
+    """
     path = folder / family
-    if not path.exists():
-        torch.manual_seed(seed)
-        config = FAMILIES[family]()
-        model = _auto_class(config).from_config(
-            config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
-        )
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if re.search(r"norm(_\d)?\.weight$|bias$|\.sinks$|scale$", name):
-                    offset = family.startswith(("gemma2", "gemma3"))
-                    around_one = ("norm" in name and not offset) or "scale" in name
-                    parameter.normal_(1.0 if around_one else 0.0, 0.2)
-            for name, buffer in model.named_buffers():
-                if name.endswith("e_score_correction_bias"):
-                    buffer.normal_(0.0, 0.5)
-                elif name.endswith("layer_scalar"):
-                    buffer.normal_(1.0, 0.2)
-        model.save_pretrained(path)
-        if family.startswith("qwen3-vl-moe"):
-            _transpose_experts(path / "model.safetensors")
+    if path.exists():
+        return str(path)
+    if MODELS not in os.environ:
+        _build(family, path, seed)
+        return str(path)
+    built = Path(os.environ[MODELS]) / f"{family}-{seed}"
+    with built.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not built.exists():
+            unfinished = built.with_suffix(".unfinished")
+            _build(family, unfinished, seed)
+            unfinished.rename(built)
+    shutil.copytree(built, path)
     return str(path)
+
+
+def _build(family: str, path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    config = FAMILIES[family]()
+    model = _auto_class(config).from_config(
+        config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if re.search(r"norm(_\d)?\.weight$|bias$|\.sinks$|scale$", name):
+                offset = family.startswith(("gemma2", "gemma3"))
+                around_one = ("norm" in name and not offset) or "scale" in name
+                parameter.normal_(1.0 if around_one else 0.0, 0.2)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.5)
+            elif name.endswith("layer_scalar"):
+                buffer.normal_(1.0, 0.2)
+    model.save_pretrained(path)
+    if family.startswith("qwen3-vl-moe"):
+        _transpose_experts(path / "model.safetensors")
 
 
 def _transpose_experts(file: Path) -> None:
