@@ -1,6 +1,6 @@
 """The config of the language model in a checkpoint with an image encoder. Loads without torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minisgl.core import ConfigError
@@ -38,18 +38,18 @@ _ENCODER_PREFIXES = (
 
 def encoder_name(name: str) -> str:
     """Return the name of a tensor of an image encoder in the new spelling of transformers."""
-    for prefix, new in _ENCODER_PREFIXES:
-        if name.startswith(prefix):
-            return new + name.removeprefix(prefix)
-    return name
+    return _renamed(name, _ENCODER_PREFIXES)
 
 
 def text_name(name: str) -> str:
     """Return the name of a tensor or module in a checkpoint without an image encoder."""
-    for prefix, text in TEXT_PREFIXES:
-        if name.startswith(prefix):
-            return text + name.removeprefix(prefix)
-    return name
+    return _renamed(name, TEXT_PREFIXES)
+
+
+def _renamed(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+    """Return `name` with the first of the prefixes that it has replaced by the new one."""
+    found = (new + name.removeprefix(old) for old, new in prefixes if name.startswith(old))
+    return next(found, name)
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
