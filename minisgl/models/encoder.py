@@ -128,13 +128,14 @@ class EncoderAttention(nn.Module):
         self.qkv = linear(spec.hidden, 3 * spec.hidden)
         self.proj = EncoderLinear(spec.hidden, spec.hidden)
 
-    def forward(self, x: Tensor, angles: Tensor, places: Tensor) -> Tensor:
-        """Return [N, hidden]. x: [N, hidden]. angles, places: as in Encoding."""
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        """Return [N, hidden]. x: [N, hidden]. angles: float32 [N, D], as ImageEncoder._angles."""
         count, qkv = len(x), self.qkv(x)
         # The kernel of the language model rotates queries and keys in one launch. The keys and
         # values go to pages of one token each, so that one compiled kernel serves all images.
         dim = qkv.shape[1] // (3 * self.heads)
         k, v = qkv.new_empty((2, count, 1, self.heads, dim))
+        places = torch.arange(count, dtype=torch.int32, device=x.device)
         rotation = (None, None, 0.0, angles, places, places)
         q = qk_norm_rope_store(qkv, *rotation, k, v, self.heads, self.heads, dim)
         q, k, v = (part.view(1, count, self.heads, dim).transpose(1, 2) for part in (q, k, v))
@@ -169,15 +170,13 @@ class EncoderBlock(nn.Module):
         self.attn = EncoderAttention(spec)
         self.mlp = EncoderMlp(spec.hidden, spec.inner, spec.hidden, "tanh")
 
-    def forward(
-        self, x: Tensor, branch: Tensor | None, angles: Tensor, places: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, branch: Tensor | None, angles: Tensor) -> tuple[Tensor, Tensor]:
         """Return the stream x, [N, hidden], and the branch of this block to add to it.
 
-        branch: of the block before; None: x has it. angles, places: as in Encoding.
+        branch: of the block before; None: x has it.
         """
         normed, x = self.norm1.after(x, branch)
-        normed, x = self.norm2.after(x, self.attn(normed, angles, places))
+        normed, x = self.norm2.after(x, self.attn(normed, angles))
         return x, self.mlp(normed)
 
 
@@ -205,13 +204,11 @@ class Encoding(NamedTuple):
 
     x         [N, hidden], the N patches, square after square.
     angles    float32 [N, D], as ImageEncoder._angles.
-    places    int32 [N]; the numbers from 0 on.
     features  of each tap of DeepStack so far, [tokens, size].
     """
 
     x: Tensor
     angles: Tensor
-    places: Tensor
     features: tuple[Tensor, ...] = ()
 
 
@@ -282,18 +279,17 @@ class ImageEncoder(nn.Module):
         rows, cols = (size // self.spec.patch for size in pixels.shape[:2])
         x = self.patch_embed(self._patches(pixels, rows, cols))
         x = x + self._in_squares(self.pos_embed(rows, cols)).to(x.dtype)
-        places = torch.arange(rows * cols, dtype=torch.int32, device=x.device)
-        return Encoding(x, self._angles(rows, cols), places)
+        return Encoding(x, self._angles(rows, cols))
 
     def advance(self, encoding: Encoding, first: int, end: int) -> Encoding:
         """Return the image after the blocks `first` to `end` - 1."""
-        (x, angles, places, features), taps, branch = encoding, self.spec.taps, None
+        (x, angles, features), taps, branch = encoding, self.spec.taps, None
         for number in range(first, end):
-            x, branch = self.blocks[number](x, branch, angles, places)
+            x, branch = self.blocks[number](x, branch, angles)
             if number in taps:
                 x, branch = x + branch, None
                 features += (self.deepstack_merger_list[taps.index(number)](x),)
-        return Encoding(x if branch is None else x + branch, angles, places, features)
+        return Encoding(x if branch is None else x + branch, angles, features)
 
     def finish(self, encoding: Encoding) -> Tensor:
         """Return the features of an image's tokens, row after row: [tokens, spec.width].

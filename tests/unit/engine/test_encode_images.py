@@ -28,12 +28,12 @@ class OneEncoding:
         assert all(each() is None for each in self.patches)
         x = pixels.view(-1, 3).float()
         self.patches.append(weakref.ref(x))
-        return Encoding(x, x, x)
+        return Encoding(x, x)
 
     def advance(self, encoding: Encoding, first: int, end: int) -> Encoding:
         x = encoding.x + (end - first)
         self.patches.append(weakref.ref(x))
-        return Encoding(x, encoding.angles, x)
+        return Encoding(x, encoding.angles)
 
     def finish(self, encoding: Encoding) -> Tensor:
         return encoding.x
