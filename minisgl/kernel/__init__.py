@@ -11,7 +11,6 @@ from minisgl.kernel.contexts import ContextCopy
 from minisgl.kernel.decode import DecodeScratch, decode_scratch
 from minisgl.kernel.dispatch import (
     accept_drafts,
-    add_layer_norm,
     add_linear,
     add_rms_norm,
     add_sinks,
@@ -64,7 +63,6 @@ __all__ = [
     "StepViews",
     "accept_drafts",
     "add_bias",
-    "add_layer_norm",
     "add_linear",
     "add_rms_norm",
     "add_sinks",

@@ -57,7 +57,6 @@ def _by_device(
 
 rms_norm = _by_device(elementwise.rms_norm, "norm")
 add_rms_norm = _by_device(elementwise.add_rms_norm, "norm")
-add_layer_norm = _by_device(elementwise.add_layer_norm, "layer_norm")
 silu_and_mul = _by_device(elementwise.silu_and_mul, "elementwise")
 multiply_sigmoid = _by_device(elementwise.multiply_sigmoid, "elementwise")
 add_sinks = _by_device(elementwise.add_sinks, "elementwise")

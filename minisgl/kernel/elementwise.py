@@ -50,18 +50,6 @@ def add_rms_norm(
     return rms_norm(residual, weight, eps), residual
 
 
-def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Return the LayerNorm of residual + x, and the sum.
-
-    x, residual: [N, H]; weight, bias: [H], all of one dtype. The sum is rounded before the norm.
-    Source: Ba, Kiros and Hinton 2016.
-    """
-    total = residual + x
-    return functional.layer_norm(total, total.shape[1:], weight, bias, eps), total
-
-
 def add_linear(
     residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from minisgl.images.spec import CHANNELS
-from minisgl.kernel import add_layer_norm, qk_norm_rope_store
+from minisgl.kernel import qk_norm_rope_store
 from minisgl.layers.shards import Placement
 from minisgl.models.encoder_spec import EncoderSpec, MergerKind
 
@@ -66,12 +66,6 @@ class EncoderNorm(_Whole, nn.LayerNorm):
         for placement in super().placements(name):
             is_weight = placement.target.endswith("weight")
             yield placement._replace(constant=1.0) if is_weight else placement
-
-    def after(self, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Add a branch to the stream x, [N, hidden]. Returns the norm of the sum, and the sum."""
-        if branch is None:
-            return self(x), x
-        return add_layer_norm(branch, x, self.weight, self.bias, self.eps)
 
 
 class PositionTable(_Whole):
@@ -158,10 +152,7 @@ class EncoderMlp(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention and an MLP, each after a norm and added to its input.
-
-    The next norm adds the output of the MLP, in the kernel that also adds that of attention.
-    """
+    """Attention and an MLP, each after a norm and added to its input."""
 
     def __init__(self, spec: EncoderSpec) -> None:
         super().__init__()
@@ -170,14 +161,9 @@ class EncoderBlock(nn.Module):
         self.attn = EncoderAttention(spec)
         self.mlp = EncoderMlp(spec.hidden, spec.inner, spec.hidden, "tanh")
 
-    def forward(self, x: Tensor, branch: Tensor | None, angles: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the stream x, [N, hidden], and the branch of this block to add to it.
-
-        branch: of the block before; None: x has it.
-        """
-        normed, x = self.norm1.after(x, branch)
-        normed, x = self.norm2.after(x, self.attn(normed, angles))
-        return x, self.mlp(normed)
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x), angles)
+        return cast("Tensor", x + self.mlp(self.norm2(x)))
 
 
 class Merger(EncoderMlp):
@@ -283,13 +269,12 @@ class ImageEncoder(nn.Module):
 
     def advance(self, encoding: Encoding, first: int, end: int) -> Encoding:
         """Return the image after the blocks `first` to `end` - 1."""
-        (x, angles, features), taps, branch = encoding, self.spec.taps, None
+        (x, angles, features), taps = encoding, self.spec.taps
         for number in range(first, end):
-            x, branch = self.blocks[number](x, branch, angles)
+            x = self.blocks[number](x, angles)
             if number in taps:
-                x, branch = x + branch, None
                 features += (self.deepstack_merger_list[taps.index(number)](x),)
-        return Encoding(x if branch is None else x + branch, angles, features)
+        return Encoding(x, angles, features)
 
     def finish(self, encoding: Encoding) -> Tensor:
         """Return the features of an image's tokens, row after row: [tokens, spec.width].

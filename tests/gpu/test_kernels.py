@@ -74,26 +74,6 @@ def test_add_rms_norm_updates_the_residual(dtype: torch.dtype, rows: int, width:
 
 
 @DTYPES
-@pytest.mark.parametrize(("rows", "width"), [(1, 1024), (9, 1152), (3, 80), (0, 64)])
-def test_add_layer_norm(dtype: torch.dtype, rows: int, width: int) -> None:
-    from minisgl.kernel.triton import layer_norm
-
-    x, residual = normal(rows, width, dtype=dtype), 3 + normal(rows, width, dtype=dtype)
-    weight, bias = normal(width, dtype=dtype), normal(width, dtype=dtype)
-    kept = residual.clone()
-    out, total = layer_norm.add_layer_norm(x, residual, weight, bias, 1e-6)
-    assert torch.equal(residual, kept)
-    assert out.shape == total.shape == (rows, width)
-    if not rows:
-        return
-    assert error(total, x + residual) < TOLERANCE[dtype]
-    wide = (x + residual).double(), weight.double(), bias.double()
-    zeros = torch.zeros_like(wide[0])
-    expected, _ = elementwise.add_layer_norm(zeros, *wide, 1e-6)
-    assert error(out, expected) < TOLERANCE[dtype]
-
-
-@DTYPES
 @pytest.mark.parametrize(("rows", "width"), [(1, 3072), (5, 12288), (3, 100)])
 def test_silu_and_mul(dtype: torch.dtype, rows: int, width: int) -> None:
     from minisgl.kernel.triton import elementwise as kernels

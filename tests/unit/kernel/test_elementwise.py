@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional
 
 from minisgl.kernel import (
-    add_layer_norm,
     add_linear,
     add_rms_norm,
     add_sinks,
@@ -57,16 +56,6 @@ def test_add_rms_norm_returns_norm_and_sum(generator: torch.Generator) -> None:
     assert total is residual
     assert torch.equal(total, expected)
     assert torch.equal(normed, rms_norm(expected, weight, 1e-6))
-
-
-def test_add_layer_norm_returns_norm_and_sum(generator: torch.Generator) -> None:
-    x, residual = torch.randn(2, 4, 8, generator=generator)
-    weight, bias = torch.randn(2, 8, generator=generator)
-    normed, total = add_layer_norm(x, residual, weight, bias, 1e-6)
-    assert torch.equal(total, x + residual)
-    wide = total.double()
-    expected = (wide - wide.mean(-1, keepdim=True)) / wide.std(-1, correction=0, keepdim=True)
-    torch.testing.assert_close(normed.double(), expected * weight + bias, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("biased", [False, True])
