@@ -12,7 +12,7 @@ from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Decode, View
 
 # Chunks add tokens to a step at no less than this share of the rate of the largest step.
-LEAST_RATE = 0.25
+LEAST_RATE = 0.5
 # No chunk makes a step longer than this. On a CPU, one chunk of a long prompt takes minutes without
 # this limit. A GPU is hardly ever above it. The server counts as stalled after 3 s (Watchdog).
 MAX_STEP_S = 2.0

@@ -89,7 +89,7 @@ def test_a_chunk_is_not_small_where_the_next_tokens_cost_almost_nothing() -> Non
         per_decode_key_s=0.0,
         per_prefill_pair_s=0.0,
     )
-    assert steps_of_cost(cost, waiting=0)[:2] == [124, 124], "a quarter of the rate of 512 tokens"
+    assert steps_of_cost(cost, waiting=0)[:2] == [252, 252], "half of the rate of 512 tokens"
 
 
 def test_further_choices_give_way_to_another_client() -> None:
