@@ -2,7 +2,8 @@
 
 Caching and chunking are on: the last look-up is asked twice, and the long look-ups (up to 3,000
 tokens) are cut into chunks of 512. The answers of transformers are kept in a file. Proofs compute
-them again, and ask all prompts. `make test` asks 2 prompts of each task, and 1 with an FP8 cache.
+them again, and ask all prompts. `make test` asks `LLM` 2 prompts of each task; 1 with an FP8 cache,
+and 1 of the server.
 """
 
 import json
@@ -122,7 +123,7 @@ def _text(message: ChatCompletionMessage) -> str:
 
 @pytest.mark.slow
 @pytest.mark.process
-@number_of_prompts(2)
+@number_of_prompts(1)
 def test_the_server_scores_as_transformers_do(
     some: tuple[list[Prompt], dict[str, Score]],
 ) -> None:

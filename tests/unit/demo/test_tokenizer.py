@@ -191,5 +191,6 @@ def test_only_answers_and_their_end_are_produced() -> None:
     assert [tokenizer.id_to_token(i) for i in answers[-4:]] == ["t", "a", "c", TURN_END]
 
 
+@pytest.mark.proof
 def test_the_shipped_tokenizer_is_the_trained_one() -> None:
     assert train_tokenizer().to_str() == load_tokenizer().to_str()
