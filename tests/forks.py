@@ -32,7 +32,7 @@ import pytest
 
 from minisgl.utils import supervise
 
-__all__ = ["ForkedProcess", "fork_server"]
+__all__ = ["ForkedProcess", "fork_server", "run_forked"]
 
 # The imports of the ranks of a test, of a server's processes and of their stubs.
 _IMPORTS = [
@@ -40,6 +40,7 @@ _IMPORTS = [
     "tests.parity.rank_cases",
     "tests.unit.structured.grammars",
     "minisgl.drafts",
+    "minisgl.llm",
     "minisgl.kv_events.publisher",
     "minisgl.launch.launcher",
     "minisgl.quantization",
@@ -119,6 +120,23 @@ class ForkedProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def run_forked(
+    words: Sequence[str], timeout: float, environ: Mapping[str, str] = MappingProxyType({})
+) -> "subprocess.CompletedProcess[str]":
+    """Do as subprocess.run for `python -m`, with standard input at its end.
+
+    words: the module and its arguments. environ: variables in addition to those of this process.
+    """
+    with tempfile.TemporaryDirectory(prefix="minisgl-test-") as folder:
+        out, err = Path(folder) / "out", Path(folder) / "err"
+        process = ForkedProcess(words, out, err, {**os.environ, **environ}, None)
+        try:
+            code = process.wait(timeout)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(process.args, code, out.read_text(), err.read_text())
 
 
 def _main(

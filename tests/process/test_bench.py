@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from minisgl.demo import model_path
+from tests.forks import run_forked
 from tests.patience import patience
 from tests.process.harness import ServerProcess
 
@@ -18,8 +19,7 @@ LOAD = ["--largest-id", "1200", "--quiet"]
 
 
 def bench(*flags: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "minisgl", "bench", "online", *LOAD, *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=patience(120))
+    return run_forked(["minisgl", "bench", "online", *LOAD, *flags], timeout=patience(120))
 
 
 def test_one_command_starts_a_server_and_measures_it(tmp_path: Path) -> None:
@@ -43,14 +43,9 @@ def test_one_command_starts_a_server_and_measures_it(tmp_path: Path) -> None:
 
 
 def test_bench_server_measures_the_api_process() -> None:
-    command = [sys.executable, "-m", "bench", "server", "--streams", "4"]
-    done = subprocess.run(
-        [*command, "--tokens", "5"],
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-        check=True,
-    )
+    words = ["bench", "server", "--streams", "4", "--tokens", "5"]
+    done = run_forked(words, timeout=patience(120))
+    assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["streams"] == 4
     assert 4 <= found["events"] <= 20, "a busy machine puts the tokens of several steps in an event"
@@ -66,9 +61,9 @@ def test_a_server_that_does_not_start_gives_one_error_with_its_reason() -> None:
 
 def test_prompts_have_ids_that_the_server_knows(real_server: ServerProcess) -> None:
     """Regression: ids beyond the vocabulary of a small model made every request fail."""
-    command = [sys.executable, "-m", "minisgl", "bench", "online", "--url", real_server.url]
+    words = ["minisgl", "bench", "online", "--url", real_server.url]
     load = ["--requests", "2", "--prompt-tokens", "8", "8", "--output-tokens", "2", "2"]
-    done = subprocess.run([*command, *load], capture_output=True, text=True, timeout=patience(120))
+    done = run_forked([*words, *load], timeout=patience(120))
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["failed"], summary["output_tokens"]) == (0, 4)

@@ -1,8 +1,6 @@
 """`minisgl check` on the demo model."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -12,20 +10,15 @@ from minisgl import parity
 from minisgl.benchmark.models import write_model
 from minisgl.core import ConfigError, EngineConfig, FinishReason
 from minisgl.llm.results import Completion
+from tests.forks import run_forked
 from tests.patience import patience
 
 pytestmark = pytest.mark.process
 
 
 def test_check_of_the_demo_model_agrees_with_transformers() -> None:
-    command = [sys.executable, "-m", "minisgl", "check", "--json"]
-    done = subprocess.run(
-        [*command, "--dtype", "float32", "--device", "cpu"],
-        capture_output=True,
-        text=True,
-        timeout=patience(300),
-        check=False,
-    )
+    words = ["minisgl", "check", "--json", "--dtype", "float32", "--device", "cpu"]
+    done = run_forked(words, timeout=patience(300))
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["passed"]

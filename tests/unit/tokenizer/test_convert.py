@@ -6,14 +6,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
 from transformers import AutoTokenizer
 
 from minisgl.core import ConfigError
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer import TextTokenizer, convert
 from minisgl.tokenizer.convert import tokenizer_folder
+from tests.forks import run_forked
+from tests.patience import patience
 from tests.unit.tokenizer.conftest import byte_level
 
 TEXTS = ["hello", "  two  spaces\n\ttab", "é 你好 🙂", "<eos>inside", ""]
@@ -33,6 +36,16 @@ def shared_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("huggingface_hub.constants.HF_HOME", str(path))
         yield path
+
+
+@pytest.fixture
+def in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let conversions run in forks. The first test of this file starts one as a user does."""
+
+    def run(command: list[str], env: dict[str, str], **_: bool) -> object:
+        return run_forked(command[2:], patience(), env)
+
+    monkeypatch.setattr(convert, "subprocess", SimpleNamespace(run=run))
 
 
 @pytest.fixture
@@ -59,14 +72,14 @@ def test_two_files_of_bpe_give_the_ids_of_transformers(shared_hub: Path, folder:
 
 
 def test_a_conversion_is_kept_until_a_file_changes(
-    shared_hub: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    shared_hub: Path, folder: Path, in_forks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process that asks for the second conversion does not load torch."""
     converted = tokenizer_folder(folder)
     assert converted.parent == shared_hub / "minisgl" / "tokenizers"
     assert [path.name for path in converted.parent.iterdir()] == [converted.name], "no leftovers"
     with monkeypatch.context() as patched:
-        patched.setattr(subprocess, "run", None)
+        patched.setattr(convert, "subprocess", None)
         assert tokenizer_folder(folder) == converted
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     program = (
@@ -76,12 +89,14 @@ def test_a_conversion_is_kept_until_a_file_changes(
     )
     subprocess.run([sys.executable, "-c", program], check=True)
     with monkeypatch.context() as patched:
-        patched.setattr(subprocess, "run", None)
+        patched.setattr(convert, "subprocess", None)
         assert tokenizer_folder(folder) != converted
     assert TextTokenizer(folder).render_chat([]) == "[]"
 
 
-def test_a_vocabulary_that_transformers_cannot_read_is_one_line(hub: Path, folder: Path) -> None:
+def test_a_vocabulary_that_transformers_cannot_read_is_one_line(
+    hub: Path, folder: Path, in_forks: None
+) -> None:
     (folder / "vocab.json").write_text("{")
     with pytest.raises(ConfigError, match=r"cannot convert .*minisgl\[tokenizers\]") as caught:
         TextTokenizer(folder)
