@@ -58,7 +58,7 @@ class AttentionNeeds(NamedTuple):
     """The requirements of a model.
 
     dtype: of queries, and of keys and values as attention reads them. fp8_kv: whether the pool
-    stores them as FP8 (KVSpec.fp8). rules: those of all layers.
+    stores them as FP8 (KVSpec.fp8). rules: those of all layers. page_size: tokens of a page.
     """
 
     device: torch.device
@@ -66,6 +66,7 @@ class AttentionNeeds(NamedTuple):
     head_dim: int
     rules: frozenset[AttentionRule] = frozenset({PLAIN})
     fp8_kv: bool = False
+    page_size: int = 16
 
 
 class Capabilities(NamedTuple):
@@ -74,12 +75,14 @@ class Capabilities(NamedTuple):
     devices    torch device types.
     dtypes     of queries, keys and values.
     head_dims  sizes of a head.
+    page_sizes tokens of a page.
     features   an empty set means none. With FP8_KV, the backend reads KVPool.scales.
     """
 
     devices: tuple[str, ...] = ()
     dtypes: tuple[torch.dtype, ...] = ()
     head_dims: tuple[int, ...] = ()
+    page_sizes: tuple[int, ...] = ()
     features: frozenset[AttentionFeature] = frozenset()
 
 
@@ -232,6 +235,8 @@ class AttentionBackend(ABC):
             return f"it supports {supported}, not {_dtype_name(dtype)}"
         if able.head_dims and needs.head_dim not in able.head_dims:
             return f"it supports head_dim {able.head_dims}, not {needs.head_dim}"
+        if able.page_sizes and needs.page_size not in able.page_sizes:
+            return f"it supports page_size {able.page_sizes}, not {needs.page_size}"
         wanted = {AttentionFeature.FP8_KV} if needs.fp8_kv else set[AttentionFeature]()
         if missing := wanted.union(*(rule.features for rule in needs.rules)) - able.features:
             return f"it does not support {min(missing)}"

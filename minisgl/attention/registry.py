@@ -18,8 +18,10 @@ from minisgl.attention.base import (
     NormRope,
     StepAttention,
 )
+from minisgl.attention.flash_attention import FlashAttention
 from minisgl.attention.flashinfer import FlashInferAttention, FlashInferFa2, FlashInferFa3
 from minisgl.attention.torch import TorchAttention
+from minisgl.attention.trtllm import TrtllmAttention
 from minisgl.build import AttentionKernel
 from minisgl.core.config import select_backend
 from minisgl.kvcache.pool import KVPool
@@ -32,6 +34,8 @@ ATTENTION_BACKENDS: tuple[type[AttentionBackend], ...] = (
     TorchAttention,
     FlashInferFa2,
     FlashInferFa3,
+    TrtllmAttention,
+    FlashAttention,
 )
 
 
@@ -83,7 +87,8 @@ def _phases_over(
 ) -> tuple[type[AttentionBackend], type[AttentionBackend]]:
     """The backends of prefill and of decode for the layers of a pool. Raises ConfigError."""
     spec = pool.spec
-    needs = AttentionNeeds(pool.device, spec.dtype, spec.head_dim, frozenset(rules), spec.fp8)
+    shape = (spec.dtype, spec.head_dim, frozenset(rules), spec.fp8, pool.page_size)
+    needs = AttentionNeeds(pool.device, *shape)
     reason = ATTENTION_BACKENDS[0].obstacle(needs)
     if "auto" in name and reason is not None and pool.device.type != "cpu":
         logger.warning("attention runs on torch and is slow; flashinfer cannot run: %s", reason)

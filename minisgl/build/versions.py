@@ -1,4 +1,4 @@
-"""The differences between the supported versions of FlashInfer.
+"""The versions of optional packages, and the differences between those of FlashInfer.
 
 No other file asks for a version or for a name that only some versions have. The supported versions
 are in pyproject.toml; docs/support.md tells which of them ran. The code in this file that
@@ -15,7 +15,24 @@ minisgl meets.
 """
 
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+from packaging.version import Version  # transformers requires packaging
+
+
+def package_obstacle(package: str, oldest: str, remedy: str) -> str | None:
+    """Return the reason why `package` cannot be used: absent, or older than `oldest`. None: it can.
+
+    oldest: such as 0.7 or 4.0.0b36. remedy: the command that installs the package.
+    """
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        return f"the package {package} is not installed ({remedy})"
+    if Version(found) < Version(oldest):
+        return f"it needs {package} {oldest} or later, not {found} ({remedy})"
+    return None
 
 
 def prefill_generator(variant: str) -> Callable[..., Any]:

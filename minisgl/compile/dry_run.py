@@ -61,7 +61,7 @@ def dry_run(
     tp: the rank. extensions: the extensions of the server; its attention backends are ignored.
     Reads the model's config and no weights. Raises ConfigError as Engine does.
     """
-    attention = without_flashinfer(config.attention_backend, attention_needs(config))
+    attention = on_meta(config.attention_backend, attention_needs(config))
     config = msgspec.structs.replace(
         config, attention_backend=attention, num_pages=1, dummy_weight=True, kernel_cache=None
     )
@@ -117,10 +117,11 @@ class MetaCommunicator(SingleCommunicator):
 
 
 class MetaAttention(AttentionBackend):
-    """FlashInferAttention without FlashInfer's kernels: launches minisgl's kernels only.
+    """The backends of GPUs without the kernels of other packages: launches minisgl's kernels only.
 
-    Pools of heads that FlashInfer does not take run torch, as in a server. FlashInfer's kernels
-    cannot take meta tensors. `minisgl compile` builds their modules by name (attention_kernels).
+    Pools of heads that FlashInfer does not take run torch, as in a server. The kernels of other
+    packages cannot take meta tensors. `minisgl compile` builds the modules of FlashInferAttention
+    by name (attention_kernels).
     """
 
     name = "meta"
@@ -154,14 +155,14 @@ def _run_nothing(q: Tensor, *keys_and_values: object, out: Tensor, return_lse: b
     return (out, q.new_empty(q.shape[:2], dtype=torch.float32)) if return_lse else out
 
 
-def without_flashinfer(name: str, needs: Sequence[AttentionNeeds]) -> str:
-    """Return the setting for the backends of `name`, with MetaAttention in place of FlashInfer.
+def on_meta(name: str, needs: Sequence[AttentionNeeds]) -> str:
+    """Return the setting for the backends of `name`, with MetaAttention in place of those of GPUs.
 
-    needs: as Resolved.attention_needs. MetaAttention takes all pools if FlashInfer takes one.
+    needs: as Resolved.attention_needs. MetaAttention takes all pools if it takes one.
     """
     names = []
     for backends in zip(*(resolve_phases(name, each) for each in needs), strict=True):
-        replaced = any(issubclass(backend, FlashInferAttention) for backend in backends)
+        replaced = any("cuda" in backend.capabilities.devices for backend in backends)
         names.append(MetaAttention.name if replaced else backends[0].name)
     return ",".join(names)
 

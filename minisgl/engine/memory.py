@@ -111,7 +111,14 @@ def resolve(
     fp8 = _resolve_fp8_kv(config, dtype, device)
     specs = local_kv_specs(model, SingleCommunicator(tp), dtype, fp8)
     needs = tuple(
-        AttentionNeeds(device, dtype, spec.head_dim, frozenset(model.rules[i] for i in pool), fp8)
+        AttentionNeeds(
+            device,
+            dtype,
+            spec.head_dim,
+            frozenset(model.rules[i] for i in pool),
+            fp8,
+            config.page_size,
+        )
         for spec, pool in zip(specs, model.pools, strict=True)
     )
     return Resolved(model, length, specs, needs)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minisgl.build.flashinfer_jit import AttentionKernel
-from minisgl.build.versions import prefill_generator
+from minisgl.build.versions import package_obstacle, prefill_generator
 from minisgl.compile import flashinfer as compiler
 
 
@@ -68,3 +68,30 @@ def test_both_versions_of_flashinfer_find_the_compiled_modules(
     assert (second.modules, second.cuda_architectures) == (["second"], ["sm100a", "sm90a"])
     assert first.version == second.version == package.__version__ == "0.7.2"
     assert first.jit_cache_dir == str(folder)
+
+
+@pytest.mark.parametrize(
+    ("found", "oldest", "reason"),
+    [
+        ("0.7.2", "0.7", None),
+        ("0.7", "0.7", None),
+        ("0.6.18", "0.7", "it needs some-kernels 0.7 or later, not 0.6.18 (pip install them)"),
+        ("4.0.0b36", "4.0.0b36", None),
+        ("4.0.0", "4.0.0b36", None),
+        (
+            "4.0.0b7",
+            "4.0.0b36",
+            "it needs some-kernels 4.0.0b36 or later, not 4.0.0b7 (pip install them)",
+        ),
+    ],
+)
+def test_a_package_that_is_too_old_is_refused(
+    found: str, oldest: str, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("minisgl.build.versions.version", lambda package: found)
+    assert package_obstacle("some-kernels", oldest, "pip install them") == reason
+
+
+def test_a_package_that_is_missing_is_refused() -> None:
+    reason = package_obstacle("no-such-kernels", "1", "pip install them")
+    assert reason == "the package no-such-kernels is not installed (pip install them)"

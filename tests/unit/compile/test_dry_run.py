@@ -19,7 +19,7 @@ from minisgl.compile.dry_run import (
     MetaAttention,
     MetaCommunicator,
     attention_needs,
-    without_flashinfer,
+    on_meta,
 )
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.demo import model_path
@@ -57,16 +57,18 @@ def test_a_dry_run_rank_has_peer_memory_if_a_gpu_rank_may_have_it(size: int, pee
         ("flashinfer", ("MetaAttention", "MetaAttention")),
         ("torch,flashinfer", ("TorchAttention", "MetaAttention")),
         ("torch", ("TorchAttention", "TorchAttention")),
+        ("trtllm,flash-attention", ("MetaAttention", "MetaAttention")),
     ],
 )
-def test_a_dry_run_replaces_flashinfer_alone(
+def test_a_dry_run_replaces_the_backends_of_gpus_alone(
     name: str, kinds: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module: module)
+    monkeypatch.setattr("minisgl.build.versions.version", lambda package: "4.1")
     spec = KVSpec(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
     pool = KVPool(spec, layers=(0,), num_pages=1, page_size=16, device=META)
     needs = AttentionNeeds(torch.device("cuda"), spec.dtype, spec.head_dim)
-    resolved = without_flashinfer(name, [needs])
+    resolved = on_meta(name, [needs])
     backend = create_attention_backend(resolved, pool, 4, added=(MetaAttention,))
     assert isinstance(backend, PhasedAttention)
     assert (type(backend.prefill).__name__, type(backend.decode).__name__) == kinds
