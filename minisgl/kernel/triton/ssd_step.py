@@ -76,9 +76,13 @@ def _apply(
     rows, start, lengths, first, base, target, dt_stride,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     SPAN: tl.constexpr, DELTA_RING: tl.constexpr, STATE_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNKS: tl.constexpr, ONE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS: whether kernels of chunks have moved states in this step."""
+    """CHUNKS: whether kernels of chunks have moved states in this step.
+
+    ONE: whether each request has one token at most. The history then is no state of a loop, which
+    takes a third of the registers, and a multiprocessor runs twice as many programs.
+    """
     WIDTH: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
     OF_KEY: tl.constexpr = HEADS // KEY_HEADS
     block, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -125,7 +129,7 @@ def _apply(
     total = tl.sum(tl.where(past == count - 1, g_past, 0.0), 0)
     d_at = deltas + ((boundary + past) % DELTA_RING)[:, None] * (HEADS * DV)
     d_past = tl.load(d_at + tl.arange(0, BLOCK)[None, :], mask=known[:, None], other=0.0)
-    for token in range(skip, length):
+    for token in range(skip, skip + 1 if ONE else length):
         index, position = token_zero + token, begin + token
         here = x + index * WIDTH
         q = tl.load(here + key_head * DK + column)
@@ -146,9 +150,10 @@ def _apply(
             tl.store(decays + ring * HEADS, g)
             if head % OF_KEY == 0:
                 tl.store(keys + ring * (KEY_HEADS * DK) + column, k)
-        k_past = tl.where(new[:, None], k[None, :], k_past)
-        g_past = tl.where(new, total, g_past)
-        d_past = tl.where(new[:, None], d[None, :], d_past)
+        if not ONE:
+            k_past = tl.where(new[:, None], k[None, :], k_past)
+            g_past = tl.where(new, total, g_past)
+            d_past = tl.where(new[:, None], d[None, :], d_past)
 
 
 _inputs_launcher = Launcher(_inputs, current_device)
@@ -191,16 +196,17 @@ def run_tokens(
     sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": dk, "DV": dv, "SPAN": span}
     values = channel_block(dv, _BLOCK)
     state = memory.state, memory.keys, memory.deltas, memory.decays
+    one = chunks == 0 and history == span  # a step with drafts has a longer history
     _apply_launcher(
         (dv // values, heads, reqs),
         (x, dt, weights.a_log, weights.dt_bias, weights.skip, *state, out, *requests),
         (),
         (dt.stride(0),),
-        (*sizes.values(), history, state_stride, chunks > 0),
+        (*sizes.values(), history, state_stride, chunks > 0, one),
         lambda: Constants(
             sizes
             | {"DELTA_RING": history, "STATE_STRIDE": state_stride, "BLOCK": values}
-            | {"CHUNKS": chunks > 0, "OVERLAP": overlaps()},
+            | {"CHUNKS": chunks > 0, "ONE": one, "OVERLAP": overlaps()},
             {"num_warps": 4, "launch_pdl": overlaps()},
         ),
     )
