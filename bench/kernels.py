@@ -19,6 +19,7 @@ from bench.kernel_cases.drafts import draft_cases
 from bench.kernel_cases.experts import gpt_oss_cases, layer_cases
 from bench.kernel_cases.packed import packed_cases
 from bench.kernel_cases.paged import paged_cases
+from bench.kernel_cases.scan import scan_cases
 from bench.timer import graph_seconds
 from minisgl import kernel
 from minisgl.benchmark.flag_types import positive_int
@@ -76,7 +77,8 @@ def cases(tokens: Sequence[int], rows: Sequence[int]) -> Iterator[Case]:
             yield _qk_norm_rope_store(count, q_heads, kv_heads)
     yield from (Case(*case) for case in layer_cases(sorted({*tokens, 16})))
     yield from (Case(*case) for case in gpt_oss_cases(sorted({*tokens, 16})))
-    others = attention_cases(), draft_cases(), delta_cases(), packed_cases(), paged_cases()
+    states = delta_cases(), scan_cases()
+    others = attention_cases(), draft_cases(), *states, packed_cases(), paged_cases()
     yield from (Case(*case) for case in itertools.chain(*others))
     for count in rows:
         for dtype in (torch.float32, torch.bfloat16):
