@@ -1,8 +1,9 @@
 """Products of activations with 4-bit weights, as linear layers call them.
 
-On a GPU, our kernel multiplies bfloat16 activations of up to MOST_ROWS rows. With more rows, the
-weights are dequantised in parts for torch's product. CPU tensors, and all other products, run the
-reference: the weights are dequantised for the call.
+On a GPU, our kernels multiply bfloat16 activations of up to MOST_ROWS rows, or MOST_LOADING_ROWS of
+them on Hopper (packed_tilings.py). With more rows, the weights are dequantised in parts for torch's
+product. CPU tensors, and all other products, run the reference: the weights are dequantised for the
+call.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,12 @@ from torch.nn import functional
 
 from minisgl.kernel.dispatch import silu_and_mul
 from minisgl.kernel.packed_order import OrderedWeights, has_order, in_order
-from minisgl.kernel.packed_tilings import MOST_ROWS, loading_tile_for, packed_tile_for
+from minisgl.kernel.packed_tilings import (
+    MOST_LOADING_ROWS,
+    MOST_ROWS,
+    loading_tile_for,
+    packed_tile_for,
+)
 from minisgl.kernel.packed_weights import PackedWeights, dequantise
 from minisgl.kernel.slow import log_slow
 
@@ -49,7 +55,7 @@ def packed_linear(
     """
     if isinstance(weights, PackedWeights):
         return functional.linear(x, dequantise(weights, x.dtype), bias)
-    if 0 < len(x) <= MOST_ROWS:
+    if 0 < len(x) <= _most_rows(weights):
         return _by_kernel(x, weights, bias, semaphores, gated=False)
     return _by_torch(x, weights, bias)
 
@@ -61,9 +67,21 @@ def packed_gated_linear(
     semaphores: Tensor | None = None,
 ) -> Tensor:
     """Return silu_and_mul of `packed_linear`, [T, N / 2]. The rows of gate come first."""
-    if isinstance(weights, OrderedWeights) and 0 < len(x) <= MOST_ROWS:
+    if isinstance(weights, OrderedWeights) and 0 < len(x) <= _most_rows(weights):
         return _by_kernel(x, weights, bias, semaphores, gated=True)
     return silu_and_mul(packed_linear(x, weights, bias, semaphores))
+
+
+def _most_rows(weights: OrderedWeights) -> int:
+    """The most rows of x that a kernel multiplies with the weights."""
+    return MOST_LOADING_ROWS if _has_loading_kernel(weights) else MOST_ROWS
+
+
+def _has_loading_kernel(weights: OrderedWeights) -> bool:
+    from minisgl.kernel.triton import packed_tiles
+    from minisgl.kernel.triton.overlap import is_hopper
+
+    return is_hopper() and packed_tiles.takes(weights)
 
 
 def _by_kernel(
@@ -74,16 +92,15 @@ def _by_kernel(
     gated: bool,
 ) -> Tensor:
     from minisgl.kernel.triton import packed_linear as kernels
-    from minisgl.kernel.triton.overlap import has_large_tiles, is_hopper
+    from minisgl.kernel.triton import packed_tiles
+    from minisgl.kernel.triton.overlap import has_large_tiles
 
     # The kernels load 16 bytes at once.
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     x = x if aligned else x.contiguous()
-    if is_hopper() and (loading := loading_tile_for(len(x))) is not None:
-        from minisgl.kernel.triton import packed_tiles
-
-        if packed_tiles.takes(weights):
-            return packed_tiles.linear(x, weights, bias, semaphores, loading, gated)
+    if _has_loading_kernel(weights):
+        tile = loading_tile_for(len(x), weights.height)
+        return packed_tiles.linear(x, weights, bias, semaphores, tile, gated)
     tile = packed_tile_for(len(x), weights.height, has_large_tiles())
     return kernels.linear(x, weights, bias, semaphores, tile, gated)
 

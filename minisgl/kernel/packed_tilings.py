@@ -4,10 +4,10 @@ Each is the fastest of 4 to 18 tiles, with 1 to 6 programs for each multiprocess
 of Qwen3-8B in int4 with groups of 128, on one H200 (2026-11-28, torch 2.11, Triton 3.6). A layer
 takes 53 us with 1 and 16 rows, 60 with 32, 81 with 64, 128 with 128 and 230 with 256. The kernels
 of bfloat16 take 102, 104, 107, 107, 121 and 157. From 512 rows on, the weights are dequantised as
-fast as our kernel computes the product.
+fast as this kernel computes the product.
 """
 
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 
 class PackedTile(NamedTuple):
@@ -21,6 +21,7 @@ class PackedTile(NamedTuple):
                     chunk. Otherwise it multiplies the weights, which are then rounded.
     registers       of a thread when a program starts, in the kernel with a loading warp, which
                     takes registers from the loading warps. 0: as the compiler likes.
+    pairs           with scaled_sums: whether that kernel multiplies two chunks at once.
     """
 
     rows: int
@@ -30,6 +31,7 @@ class PackedTile(NamedTuple):
     resident: int
     scaled_sums: bool
     registers: int = 0
+    pairs: bool = False
 
     @property
     def height(self) -> int:
@@ -38,20 +40,29 @@ class PackedTile(NamedTuple):
 
 
 # The most rows of x for which tiles are used, the tile, and that of tall weights.
-TILES: Final = (
+Tiles: TypeAlias = tuple[tuple[int, PackedTile, PackedTile], ...]
+TILES: Final[Tiles] = (
     (16, PackedTile(16, 4, 1, 6, 4, True), PackedTile(16, 4, 2, 4, 3, True)),
     (32, PackedTile(32, 4, 1, 6, 3, True), PackedTile(32, 4, 1, 6, 3, True)),
     (64, PackedTile(64, 4, 1, 3, 3, True), PackedTile(64, 4, 1, 3, 3, True)),
     (128, PackedTile(64, 4, 2, 3, 2, False), PackedTile(128, 4, 2, 3, 2, False)),
     (256, PackedTile(128, 4, 1, 3, 2, False), PackedTile(128, 4, 1, 3, 2, False)),
 )
-# Those of the kernel with a loading warp: Hopper, int4, one scale for a chunk. The fastest of 10
-# tiles in the same layer, which takes 43 us with 1 row and 45 with 16.
-LOADING_TILES: Final = (
-    (8, PackedTile(8, 4, 1, 8, 3, True, 80)),
-    (16, PackedTile(16, 4, 1, 8, 3, True, 80)),
+# Those of the kernel with a loading warp: Hopper, int4, one scale for a chunk. The fastest of 5 to
+# 24 tiles in the same layer (2026-11-28), which takes 38 us with 1 row, 76 with 64, 126 with 128
+# and 211 with 256. From 1,024 rows on, dequantised weights are faster.
+LOADING_TILES: Final[Tiles] = (
+    (8, *2 * (PackedTile(8, 4, 1, 6, 3, True, 80, True),)),
+    (16, PackedTile(16, 4, 1, 8, 3, True, 80), PackedTile(16, 4, 1, 8, 3, True, 80, True)),
+    (32, PackedTile(32, 4, 1, 8, 2, True, 56), PackedTile(32, 8, 1, 6, 2, True, 80)),
+    (64, PackedTile(64, 4, 1, 4, 2, False, 80), PackedTile(64, 4, 1, 3, 3, False, 80)),
+    (128, *2 * (PackedTile(64, 4, 1, 3, 3, False, 80),)),
+    (256, *2 * (PackedTile(64, 4, 2, 4, 2, False, 120),)),
+    (512, *2 * (PackedTile(64, 8, 1, 4, 2, False, 80),)),
 )
-MOST_ROWS: Final = TILES[-1][0]  # with more, the weights are dequantised for torch's product
+# With more rows, the weights are dequantised for torch's product.
+MOST_ROWS: Final = TILES[-1][0]
+MOST_LOADING_ROWS: Final = LOADING_TILES[-1][0]
 _SMALL_ROWS: Final = 64  # the tiles for more rows do not fit into 99 KiB
 _MULTIPROCESSORS: Final = 132
 _LEAST_CHUNKS: Final = 2  # of a split
@@ -60,22 +71,22 @@ _LEAST_CHUNKS: Final = 2  # of a split
 def packed_tile_for(num_rows: int, height: int, large: bool = True) -> PackedTile:
     """The tile for x with 1 to MOST_ROWS rows and a weight with `height` rows.
 
-    A weight is tall if 64 rows of it for each multiprocessor are not all of them. large: whether a
-    program may have the shared memory of a program on Hopper; without, the loads of a tile fit into
-    99 KiB. Those tiles are not measured.
+    large: whether a program may have the shared memory of a program on Hopper; without, the loads
+    of a tile fit into 99 KiB. Those tiles are not measured.
     """
-    tile, tall = next(
-        tiles for most, *tiles in TILES if num_rows <= most or (most == _SMALL_ROWS and not large)
-    )
+    small = num_rows > _SMALL_ROWS and not large
+    return _tile_in(TILES, _SMALL_ROWS if small else num_rows, height)
+
+
+def loading_tile_for(num_rows: int, height: int) -> PackedTile:
+    """The tile of the kernel with a loading warp for x with 1 to MOST_LOADING_ROWS rows."""
+    return _tile_in(LOADING_TILES, num_rows, height)
+
+
+def _tile_in(table: Tiles, num_rows: int, height: int) -> PackedTile:
+    """A weight is tall if 64 rows of it for each multiprocessor are not all of them."""
+    tile, tall = next(tiles for most, *tiles in table if num_rows <= most)
     return tall if height > 64 * _MULTIPROCESSORS else tile
-
-
-def loading_tile_for(num_rows: int) -> PackedTile | None:
-    """The tile of the kernel with a loading warp for x with 1 to MOST_ROWS rows.
-
-    None: the other kernel is faster.
-    """
-    return next((tile for most, tile in LOADING_TILES if num_rows <= most), None)
 
 
 def num_splits(tile: PackedTile, programs: int, chunks: int) -> int:

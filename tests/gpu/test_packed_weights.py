@@ -10,7 +10,13 @@ from torch import Tensor
 from minisgl.kernel import silu_and_mul
 from minisgl.kernel.packed_order import in_order
 from minisgl.kernel.packed_products import packed_gated_linear, packed_linear
-from minisgl.kernel.packed_tilings import LOADING_TILES, MOST_ROWS, TILES, PackedTile
+from minisgl.kernel.packed_tilings import (
+    LOADING_TILES,
+    MOST_LOADING_ROWS,
+    MOST_ROWS,
+    TILES,
+    PackedTile,
+)
 from minisgl.kernel.packed_weights import PackedKind, PackedWeights, dequantise
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
@@ -26,7 +32,7 @@ FORMS = [
     (PackedKind.INT4, 384, 384),
     (PackedKind.NVFP4, 16, 416),
 ]
-ROWS = [1, 5, 16] if INTERPRETED else [1, 5, 16, 33, 64, 100, MOST_ROWS]
+ROWS = [1, 5, 16] if INTERPRETED else [1, 5, 16, 33, 64, 100, MOST_ROWS, MOST_LOADING_ROWS]
 
 
 def random_weights(kind: PackedKind, height: int, width: int, group: int) -> PackedWeights:
@@ -84,14 +90,16 @@ def test_tiles(tile: PackedTile, splits: int) -> None:
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter does not run Gluon")
-@pytest.mark.parametrize("tile", [tile for _, tile in LOADING_TILES], ids=str)
+@pytest.mark.parametrize(
+    "tile", sorted({tile for _, *tiles in LOADING_TILES for tile in tiles}), ids=str
+)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("gated", [False, True])
 def test_tiles_with_a_loading_warp(tile: PackedTile, splits: int, gated: bool) -> None:
-    """Also rows that fill no tile, rows of the weight that fill none, and a short ring."""
+    """Also rows that fill no tile, rows of the weight that fill none, and odd numbers of chunks."""
     from minisgl.kernel.triton import packed_tiles as kernels
 
-    height, width = 656, 2816
+    height, width = 656, 2688
     weights = random_weights(PackedKind.INT4, height, width, 128)
     bias = normal(height, dtype=DTYPE)
     semaphores = torch.zeros(height, dtype=torch.int32, device=DEVICE)
@@ -109,7 +117,7 @@ def test_tiles_with_a_loading_warp(tile: PackedTile, splits: int, gated: bool) -
 @pytest.mark.parametrize(("kind", "group", "width"), FORMS)
 def test_many_rows_multiply_dequantised_weights(kind: PackedKind, group: int, width: int) -> None:
     weights = random_weights(kind, 80, width, group)
-    x, bias = normal(MOST_ROWS + 1, width, dtype=DTYPE), normal(80, dtype=DTYPE)
+    x, bias = normal(MOST_LOADING_ROWS + 1, width, dtype=DTYPE), normal(80, dtype=DTYPE)
     with poisoned():
         found = packed_linear(x, in_order(weights), bias)
     assert error(found, exact_product(x, weights, bias, gated=False)) < LIMIT

@@ -160,7 +160,24 @@ def _multiply(buffers, barriers, outputs, place, N, num_rows, steps, VARIANT: gl
         gdc_wait()
     total = gl.zeros([ROWS, BM], gl.float32, PRODUCT)
     zeros = gl.zeros([ROWS, BM], gl.float32, PRODUCT)
-    for step in range(steps):
+    single = 0  # the first chunk that is multiplied alone
+    if VARIANT[9]:  # Two chunks at once: their decoding and their products overlap.
+        single = steps // 2 * 2
+        for step in range(0, single, 2):
+            i, j = step % STAGES, (step + 1) % STAGES
+            mbarrier.wait(full.index(i), step // STAGES & 1)
+            mbarrier.wait(full.index(j), (step + 1) // STAGES & 1)
+            w, s = _weights(words.index(i), heads.index(i), BM, WARPS, REPEATS, False)
+            w2, s2 = _weights(words.index(j), heads.index(j), BM, WARPS, REPEATS, False)
+            v, v2 = rows.index(i).permute([1, 0]), rows.index(j).permute([1, 0])
+            part = warpgroup_mma(w, v, zeros, use_acc=False, is_async=True)
+            part2 = warpgroup_mma(w2, v2, zeros, use_acc=False, is_async=True)
+            part, part2, w, w2 = warpgroup_mma_wait(0, deps=(part, part2, w, w2))
+            total += part * s[:, None]
+            total += part2 * s2[:, None]
+            mbarrier.arrive(empty.index(i), count=1)
+            mbarrier.arrive(empty.index(j), count=1)
+    for step in range(single, steps):
         i = step % STAGES
         mbarrier.wait(full.index(i), step // STAGES & 1)
         w, s = _weights(words.index(i), heads.index(i), BM, WARPS, REPEATS, SCALED)
@@ -185,7 +202,14 @@ def _multiply(buffers, barriers, outputs, place, N, num_rows, steps, VARIANT: gl
         if is_last:
             gl.store(semaphores + program, 0)
             total = gl.load(part_at, cache_modifier=".cg")
-            for other in gl.static_range(1, SPLITS):  # without branches, so that all loads overlap
+            # As many parts at once as registers hold; without branches, so that the loads overlap.
+            EACH: gl.constexpr = ROWS * BM // (32 * WARPS)  # registers of a part
+            AT_ONCE: gl.constexpr = min(SPLITS - 1, max((64 if WARPS == 4 else 32) // EACH, 1))
+            for group in range((SPLITS - 1) // AT_ONCE):
+                part_group = part_at + (1 + group * AT_ONCE) * (ROWS * BM)
+                for other in gl.static_range(AT_ONCE):
+                    total += gl.load(part_group + other * (ROWS * BM), cache_modifier=".cg")
+            for other in gl.static_range((SPLITS - 1) // AT_ONCE * AT_ONCE + 1, SPLITS):
                 total += gl.load(part_at + other * (ROWS * BM), cache_modifier=".cg")
     if is_last:
         _store(total, bias, out, tile, first_row, N, num_rows, VARIANT)
@@ -198,7 +222,6 @@ def _store(total, bias, out, tile, first_row, N, num_rows, VARIANT: gl.constexpr
     GATED: gl.constexpr = VARIANT[6]
     ROWS: gl.constexpr = 16 * WARPS * VARIANT[2]
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
-    GATE: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [WARPS, 1], [0, 1])
     HALVES: gl.constexpr = 2 if GATED else 1
     OUT: gl.constexpr = ROWS // HALVES
     r = gl.arange(0, ROWS, gl.SliceLayout(1, PRODUCT))
@@ -208,16 +231,21 @@ def _store(total, bias, out, tile, first_row, N, num_rows, VARIANT: gl.constexpr
     if VARIANT[7]:
         n_bias = tile * OUT + n % OUT + n // OUT * (N // 2)
         total += gl.load(bias + n_bias, n_bias < N, 0.0).to(gl.float32)[:, None]
+    width, m = N // HALVES, first_row + m
     if GATED:
-        pairs = gl.permute(gl.reshape(total, [ROWS // 16, 2, 8, BM]), (0, 2, 3, 1))
-        gate, up = gl.split(pairs)
-        total = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, [OUT, BM])
-        total = gl.convert_layout(total, GATE)
-        n = gl.arange(0, OUT, gl.SliceLayout(1, GATE))
-        m = gl.arange(0, BM, gl.SliceLayout(0, GATE))
-    width, n, m = N // HALVES, tile * OUT + n, first_row + m
-    at = out + m[None, :].to(gl.int64) * width + n[:, None]
-    gl.store(at, total.to(out.dtype.element_ty), (m < num_rows)[None, :] & (n < width)[:, None])
+        # A lane has gate and up of a pair, and so the place of both.
+        n = tile * OUT + n % OUT
+        inside = (m < num_rows)[None, :] & (n < width)[:, None]
+        place = gl.where(inside, m[None, :] * width + n[:, None], -1)
+        gate, up = gl.split(gl.permute(gl.reshape(total, [ROWS // 16, 2, 8, BM]), (0, 2, 3, 1)))
+        place, _ = gl.split(gl.permute(gl.reshape(place, [ROWS // 16, 2, 8, BM]), (0, 2, 3, 1)))
+        value = gate / (1.0 + gl.exp(-gate)) * up
+        gl.store(out + place, value.to(out.dtype.element_ty), place >= 0)
+    else:
+        n = tile * OUT + n
+        at = out + m[None, :].to(gl.int64) * width + n[:, None]
+        inside = (m < num_rows)[None, :] & (n < width)[:, None]
+        gl.store(at, total.to(out.dtype.element_ty), inside)
 
 
 @gluon.jit(do_not_specialize=["chunks", "num_rows"])
@@ -241,6 +269,7 @@ def _linear(
     GATED: gl.constexpr,
     BIAS: gl.constexpr,
     LOADING_REGISTERS: gl.constexpr,
+    PAIRS: gl.constexpr,
     EARLY: gl.constexpr,
 ):
     """One tile of the product, or one split of a tile. x, codes, headers: TMA descriptors."""
@@ -266,7 +295,7 @@ def _linear(
         gdc_launch_dependents()
     buffers, barriers = (words, heads, rows), (full, empty)
     place = program, tile, first_row
-    variant: gl.constexpr = (BM, WARPS, REPEATS, STAGES, SCALED, SPLITS, GATED, BIAS, EARLY)
+    variant: gl.constexpr = (BM, WARPS, REPEATS, STAGES, SCALED, SPLITS, GATED, BIAS, EARLY, PAIRS)
     outputs = bias, out, parts, semaphores
     inputs = x, codes, headers
     gl.warp_specialize(
@@ -334,6 +363,7 @@ def _constants(tile: PackedTile, splits: int, gated: bool, bias: bool) -> Consta
         "GATED": gated,
         "BIAS": bias,
         "LOADING_REGISTERS": _LOADING_REGISTERS,
+        "PAIRS": tile.pairs,
         "EARLY": early,
     }
     options = {"num_warps": tile.warps, "maxnreg": tile.registers, "launch_pdl": early}

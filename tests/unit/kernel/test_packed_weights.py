@@ -7,7 +7,13 @@ import torch
 
 from minisgl.kernel.packed_order import in_order
 from minisgl.kernel.packed_products import packed_linear, parts_of
-from minisgl.kernel.packed_tilings import MOST_ROWS, num_splits, packed_tile_for
+from minisgl.kernel.packed_tilings import (
+    MOST_LOADING_ROWS,
+    MOST_ROWS,
+    loading_tile_for,
+    num_splits,
+    packed_tile_for,
+)
 from minisgl.kernel.packed_weights import PackedKind, PackedWeights
 
 CODES = torch.tensor([[0x10, 0x32, 0xFE, 0x98]], dtype=torch.uint8)  # 0, 1, 2, 3, 14, 15, 8, 9
@@ -89,6 +95,16 @@ def test_gpus_with_less_shared_memory_use_small_tiles_for_many_rows() -> None:
         tile = packed_tile_for(rows, height, large=False)
         assert tile.stages * (64 * tile.height + 256 * tile.rows) <= 99 * 1024
         assert packed_tile_for(rows, height).rows >= min(rows, 64)
+
+
+def test_tiles_with_a_loading_warp_fit_into_a_multiprocessor() -> None:
+    """A stage has 68 bytes a row of the weight, with the header. Triton adds a group of 4 warps."""
+    for rows, height in itertools.product(range(1, MOST_LOADING_ROWS + 1), (4096, 24576)):
+        tile = loading_tile_for(rows, height)
+        assert tile.stages * (68 * tile.height + 256 * tile.rows) <= 227 * 1024 - 1024
+        assert tile.registers % 8 == 0
+        assert 0 < tile.registers * 32 * (tile.warps + 4) <= 65_536
+        assert tile.scaled_sums or not tile.pairs
 
 
 def test_parts_of_dequantised_weights_are_whole_tiles_of_the_product() -> None:
