@@ -20,7 +20,13 @@ from tests.gpu.test_mxfp4_moe import DTYPE, LIMIT, router_of
 from tests.gpu.test_packed_weights import random_weights
 
 # Tokens, experts, the widths of tokens and of experts, and the columns of a group.
-SHAPES = [(1, 4, 128, 64, 32), (3, 5, 384, 128, 128), (5, 8, 160, 96, 32), (20, 4, 256, 128, 128)]
+SHAPES = [
+    (1, 4, 128, 64, 32),
+    (2, 3, 128, 640, 128),
+    (3, 5, 384, 128, 128),
+    (5, 8, 160, 96, 32),
+    (20, 4, 256, 128, 128),
+]
 if not INTERPRETED:
     SHAPES += [(1, 64, 2048, 512, 128), (64, 32, 2048, 512, 128), (600, 8, 1024, 768, 64)]
     SHAPES += [(4000, 4, 512, 512, 128)]

@@ -4,7 +4,8 @@ The counterpart of moe_few.py for packed weights: MXFP4 with the biases and the 
 gpt-oss, and int4 without them. The experts of a token are products with one vector. The matrix unit
 computes them, so that the other units have time to decode the weights (mxfp4.py, packed.py). The
 vector fills the 8 columns of the narrow operand. While a program of `_down` waits for the kernel
-before it, the program prefetches its weights into the L2 cache.
+before it, the program prefetches its weights into the L2 cache. `_down` is that of MXFP4;
+packed_down.py has that of int4.
 
 Bytes read: 2 H E for the router, 1.6 H I for each of T * A assignments, where A = top_k + shared.
 """
@@ -26,6 +27,7 @@ from minisgl.kernel.triton.mxfp4 import is_fast, operand, rescale_factor
 from minisgl.kernel.triton.overlap import overlaps
 from minisgl.kernel.triton.packed import decode_int4
 from minisgl.kernel.triton.packed_blocks import swiglu_of
+from minisgl.kernel.triton.packed_down import down_of_few
 
 # The weights that a program loads at once: 16 rows. A lane makes _CHUNKS loads of 32 weights for a
 # row. A row has _SPLITS parts, and each part has a warp of its own. The stages are the loads in
@@ -33,6 +35,9 @@ from minisgl.kernel.triton.packed_blocks import swiglu_of
 # of gpt-oss-20b, 2026-11-23.
 _CHUNKS, _SPLITS = 2, 2
 _GATE_UP_STAGES, _DOWN_STAGES = 3, 4
+# The parts and stages of gate and up in int4, the fastest of 5 choices for 1 token, on one H200
+# with the shapes of Qwen3.6-35B-A3B, 2026-11-28.
+_INT4_SPLITS, _INT4_STAGES = 4, 2
 _MOST_WARPS = 16  # of `_down`, unless a token has more experts
 
 
@@ -209,12 +214,11 @@ def _down(
     CHUNKS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    HEADERS: tl.constexpr,
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
     PREFETCHED: tl.constexpr,
 ):
-    """Compute 16 rows of down for the expert at each place of a token, and the sum over experts.
+    """MXFP4: 16 rows of down for the expert at each place of a token, and the sum over experts.
 
     Places without an expert repeat the last expert's product, which the sum leaves out.
     """
@@ -247,7 +251,7 @@ def _down(
         CHUNKS,
         SPLITS,
         STAGES,
-        HEADERS,
+        0,
         FAST,
         EARLY,
     )
@@ -258,9 +262,8 @@ def _down(
     expert = tl.load(experts + first + place, mask=kept, other=0).to(tl.int64)
     factor = tl.load(factors + first + place, mask=kept, other=0.0)
     read = kept[:, None] & inside[None, :]
-    if HEADERS == 0:
-        at = bias + expert[:, None] * width + n[None, :]
-        total += tl.load(at, mask=read, other=0.0).to(tl.float32)
+    at = bias + expert[:, None] * width + n[None, :]
+    total += tl.load(at, mask=read, other=0.0).to(tl.float32)
     value = tl.sum(tl.where(read, total * factor[:, None], 0.0), axis=0)
     tl.store(out + token * width + n, value.to(out.dtype.element_ty), mask=inside)
 
@@ -290,6 +293,7 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
     weights, experts = route_few(x, router, len(down) - router[4], semaphores)
     hidden = x.new_empty((num_tokens * each, inner))
     scales, headers = _scales(gate_up_scales)
+    splits, stages = (_INT4_SPLITS, _INT4_STAGES) if headers else (_SPLITS, _GATE_UP_STAGES)
     _gate_up[(triton.cdiv(inner, 8), num_tokens * each)](
         x,
         gate_up.view(int32),
@@ -305,23 +309,24 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
         rescale,
         EACH=each,
         CHUNKS=_CHUNKS,
-        SPLITS=_SPLITS,
-        STAGES=_GATE_UP_STAGES,
+        SPLITS=splits,
+        STAGES=stages,
         HEADERS=headers,
         FAST=fast,
         EARLY=early,
-        num_warps=_SPLITS,
+        num_warps=splits,
         launch_pdl=early,
     )
+    if isinstance(down_scales, OrderedWeights):
+        return down_of_few(hidden, down_scales, experts, weights)
     places = triton.next_power_of_2(each)
     splits = min(_SPLITS, max(_MOST_WARPS // places, 1))
     out = x.new_empty((num_tokens, width))
-    scales, headers = _scales(down_scales)
     _down[(triton.cdiv(width, 16), num_tokens)](
         hidden,
         down.view(int32),
-        scales,
-        x if down_bias is None else down_bias,
+        down_scales,
+        down_bias,
         out,
         experts,
         weights,
@@ -334,7 +339,6 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
         CHUNKS=_CHUNKS,
         SPLITS=splits,
         STAGES=_DOWN_STAGES,
-        HEADERS=headers,
         FAST=fast,
         EARLY=early,
         PREFETCHED=triton.next_power_of_2(chunks[1]),
