@@ -42,7 +42,7 @@ def shared_models(
     folder = of_run / "models"
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MINISGL_TEST_MODELS", str(folder))
+        patch.setenv("TEST_MODELS_FOLDER", str(folder))
         yield
 
 
