@@ -11,12 +11,15 @@ from minisgl.core.config import smallest_chunk
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Decode, View
 
-# Chunks add tokens to a step at no less than this share of the rate of the largest step.
+# A chunk of the first priority adds its tokens at no less than LEAST_RATE times the rate of the
+# largest step, in a step of at most STRETCH times the limit.
 LEAST_RATE = 0.5
+STRETCH = 2.0
 # No chunk makes a step longer than this. On a CPU, one chunk of a long prompt takes minutes without
 # this limit. A GPU is hardly ever above it. The server counts as stalled after 3 s (Watchdog).
 MAX_STEP_S = 2.0
-# The most that SchedulerConfig.max_slowdown allows a step with prompts of later priorities only.
+# A step whose prompts are all of later priorities takes at most this many times the decode-only
+# step, or max_slowdown times if that is less.
 LOW_SLOWDOWN = 1.5
 # A queue with n times LONG_QUEUE_S of prefill time multiplies the limit of the step time by n, but
 # at most by MAX_QUEUE_FACTOR. Even then, running streams get about ten tokens per second.
@@ -35,8 +38,8 @@ def prompt_tokens(view: View, prefilling: Sequence[Req], decode: Decode, urgent:
     clients or several priorities, and within MAX_STEP_S. In all other cases the limit is lower, so
     that prompts do not slow down decoding requests too much:
 
-    - With a step-time target (a server), the predicted step time stays below a limit:
-      `_limit_s`.
+    - With a step-time target (a server), the predicted step time has a limit (`_limit_s`), above
+      the smallest chunk. Prompts of the first priority may stretch it (STRETCH).
     - Without one (the offline LLM), only the total time counts. Prompts of requests with few
       output tokens are then spread evenly over the decode steps: `_even_tokens`.
     """
@@ -45,7 +48,7 @@ def prompt_tokens(view: View, prefilling: Sequence[Req], decode: Decode, urgent:
         return budget
     work = view.work(decode)
     limit_s = _limit_s(view, prefilling, work, urgent)
-    budget = min(budget, _tokens_within(view, prefilling, work, limit_s))
+    budget = min(budget, _tokens_within(view, prefilling, work, limit_s, urgent))
     if view.config.target_step_ms is None and len(decode.rows):
         return min(budget, _even_tokens(view, prefilling, decode))
     return budget
@@ -120,13 +123,15 @@ def _even_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:
 def _limit_s(view: View, prefilling: Sequence[Req], work: StepWork, urgent: bool) -> float:
     """Return the limit of the predicted time of a step, in seconds. work: of its decoding rows.
 
-    It is MAX_STEP_S while no request decodes, except on a server with several clients or several
-    priorities, and in the offline LLM. In all other cases, it is the larger of the step-time target
-    and max_slowdown times the predicted decode-only step, within MAX_STEP_S. While a long queue
-    waits, the limit grows with the queue, up to MAX_QUEUE_FACTOR times, for two reasons. The
-    clients in the queue wait for their first token, and small chunks make them wait longer. Small
-    chunks also cost throughput: when a step is compute-bound, a decode token takes 45 us next to a
-    chunk and 27 us next to other decode tokens (8B model, H200).
+    The offline LLM has MAX_STEP_S. A server has it too while no request decodes, unless it has
+    several clients or several priorities. In all other cases, the limit is the larger of two times
+    within MAX_STEP_S: the step-time target, and the predicted decode-only step times max_slowdown,
+    or times LOW_SLOWDOWN if all prompts are of later priorities.
+
+    While a long queue waits, the limit grows with the queue, up to MAX_QUEUE_FACTOR times, for two
+    reasons. The clients in the queue wait for their first token, and small chunks make them wait
+    longer. Small chunks also cost throughput: when a step is compute-bound, a decode token takes
+    45 us next to a chunk and 27 us next to other decode tokens (8B model, H200).
 
     If there are several clients or priorities, the limit grows at most half as far. Each client
     has a queue for each priority of its prompts, and the shortest of these queues counts.
@@ -148,14 +153,16 @@ def _limit_s(view: View, prefilling: Sequence[Req], work: StepWork, urgent: bool
     return min(limit_s * factor, MAX_STEP_S)
 
 
-def _tokens_within(view: View, prefilling: Sequence[Req], work: StepWork, limit_s: float) -> int:
-    """Return the prompt tokens of the largest step below this predicted time.
+def _tokens_within(
+    view: View, prefilling: Sequence[Req], work: StepWork, limit_s: float, urgent: bool
+) -> int:
+    """Return the prompt tokens of the largest step with at most this predicted time.
 
     work: of the decoding rows. The result is at least the smallest chunk.
 
-    A larger step is taken if the chunk adds its tokens at less than LEAST_RATE. This happens with
-    experts: 64 tokens read almost all weights, and 1,024 take hardly longer. In a limit a little
-    below this time, prompts would wait for seconds to spare the streams a tenth of a step.
+    Prompts of the first priority (urgent) may stretch the limit while they add tokens slowly
+    (LEAST_RATE). This happens with experts: 64 tokens read almost all weights, and 1,024 take
+    hardly longer. In a limit between the two times, prompts would wait for seconds.
     """
     sizes, (start, _) = view.sizes, view.rest(next(chain(prefilling, view.waiting)))
     num_decode, keys, _, reqs, _ = work
@@ -171,8 +178,9 @@ def _tokens_within(view: View, prefilling: Sequence[Req], work: StepWork, limit_
 
     smallest = bisect_left(sizes, num_decode + smallest_chunk(view.memory.page_size))
     chosen = max(bisect_right(sizes, limit_s, lo=smallest, key=step_s) - 1, smallest)
+    last_s = min(STRETCH * limit_s, MAX_STEP_S) if urgent else 0.0
     for larger in sizes[chosen + 1 :]:
-        if not is_slow(sizes[chosen]) or step_s(larger) > MAX_STEP_S:
+        if not is_slow(sizes[chosen]) or step_s(larger) > last_s:
             break
         chosen += 1
     return sizes[chosen] - num_decode

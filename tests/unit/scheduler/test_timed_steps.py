@@ -39,10 +39,12 @@ def mixed_steps(
     return steps_of_cost(linear_cost(base_s, pair_s), waiting, max_slowdown)
 
 
-def steps_of_cost(cost: StepCost, waiting: int, max_slowdown: float = 2.25) -> list[int]:
+def steps_of_cost(
+    cost: StepCost, waiting: int, max_slowdown: float = 2.25, priority: int = 0
+) -> list[int]:
     """Return the prompt tokens of the mixed steps of 4 streams and 1 + waiting prompts of 600.
 
-    The target is 20 ms, and one prompt is admitted at a time.
+    The target is 20 ms, and one prompt is admitted at a time. priority: of the prompts.
     """
     engine = FakeEngine(2048, 4, max_running_reqs=5, max_seq_len=1024)
     limits = {"target_step_ms": 20.0, "max_slowdown": max_slowdown}
@@ -53,7 +55,7 @@ def steps_of_cost(cost: StepCost, waiting: int, max_slowdown: float = 2.25) -> l
     harness.step()
     engine.batches.clear()
     for index in range(1 + waiting):
-        harness.add(prompt_of(600, 10 + index), max_tokens=1, ignore_eos=True)
+        harness.add(prompt_of(600, 10 + index), max_tokens=1, ignore_eos=True, priority=priority)
     harness.run()
     return [len(b.chunk_ids) for b in engine.batches if b.num_decode and len(b.chunk_ids)]
 
@@ -78,18 +80,35 @@ def test_the_limit_grows_with_a_long_queue() -> None:
     assert mixed_steps(0.005, waiting=20, pair_s=2e-7)[0] == 380
 
 
-def test_a_chunk_is_not_small_where_the_next_tokens_cost_almost_nothing() -> None:
-    """Regression: with experts, a target of 16 ms cut chunks to 52 tokens; 1,024 take 16.4 ms.
-
-    Here 64 tokens take 20.5 ms, a little above the target, and 1,000 take 21.
-    """
-    cost = StepCost(
+def experts_cost(pair_s: float = 0.0) -> StepCost:
+    """64 tokens take 20.5 ms, a little above the target of 20, and 1,000 take 21."""
+    return StepCost(
         tokens=(1, 64, 1000),
         seconds=(0.003, 0.0205, 0.021),
         per_decode_key_s=0.0,
-        per_prefill_pair_s=0.0,
+        per_prefill_pair_s=pair_s,
     )
-    assert steps_of_cost(cost, waiting=0)[:2] == [252, 252], "half of the rate of 512 tokens"
+
+
+def test_a_chunk_is_not_small_where_the_next_tokens_cost_almost_nothing() -> None:
+    """Regression: with experts, a target of 16 ms cut chunks to 52 tokens; 1,024 take 16.4 ms."""
+    chunks = steps_of_cost(experts_cost(), waiting=0)
+    assert chunks[:2] == [252, 252], "half of the rate of 512 tokens"
+
+
+def test_a_stretched_step_takes_at_most_twice_the_limit() -> None:
+    """Regression: each larger chunk added its pairs with a long context to the step."""
+    cost = experts_cost(pair_s=3e-7)
+    chunks = steps_of_cost(cost, waiting=0)
+    assert chunks[0] > 60, "the first chunk has few pairs"
+    for index, chunk in enumerate(chunks):
+        pairs = chunk * (sum(chunks[:index]) + chunk // 2)
+        assert cost.predict_s(StepWork(4 + chunk, 0, pairs)) <= 2 * 0.02
+
+
+def test_prompts_of_a_later_priority_stretch_no_step() -> None:
+    chunks = steps_of_cost(experts_cost(), waiting=0, priority=1)
+    assert chunks[0] == 60, "the smallest step size above 32 tokens"
 
 
 def test_further_choices_give_way_to_another_client() -> None:
