@@ -50,10 +50,12 @@ def build_model(family: str, folder: Path, seed: int = 0) -> str:
         _build(family, path, seed)
         return str(path)
     built = Path(os.environ[MODELS]) / f"{family}-{seed}"
-    with built.with_suffix(".lock").open("w") as lock:
+    # The name of a family may have a dot, where with_suffix would cut it.
+    with built.with_name(f"{built.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
-            unfinished = built.with_suffix(".unfinished")
+            unfinished = built.with_name(f"{built.name}.unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)  # left by a worker that was killed
             _build(family, unfinished, seed)
             unfinished.rename(built)
     shutil.copytree(built, path)
