@@ -16,9 +16,9 @@ from minisgl.utils import near_names
 # The structs inside ServerConfig, by the section of `to` in flags.toml. All other fields of
 # ServerConfig belong to the section "server".
 _SECTIONS = {field.name: field.type for field in msgspec.structs.fields(ServerConfig)}
-# The largest value of a flag without `high`, by type. Each float flag without `high` is a time in
-# seconds. Its limit is 1e6 s (12 days), because --read-timeout goes to Linux as milliseconds in 31
-# bits.
+# The largest value of a flag without `high`, by type. Each float flag without `high` is a time. The
+# limit of those in seconds is 1e6 s (12 days), because --read-timeout goes to Linux as milliseconds
+# in 31 bits. Those in milliseconds have the same number.
 _HIGHEST: Mapping[type, float] = {int: math.inf, float: 1e6}
 
 _EXAMPLES = """examples:

@@ -11,6 +11,7 @@ from minisgl.demo import model_path
 from minisgl.settings import ServerConfig
 from minisgl.settings.command_line import build_parser
 from minisgl.settings.hub import Check
+from minisgl.settings.places import read_flags
 from minisgl.settings.resolve import resolve
 
 
@@ -67,6 +68,7 @@ def test_local_folder_is_served_by_its_name_alone(tmp_path: Path) -> None:
         (["--max-wait", "inf"], "at most 1e+06"),
         (["--read-timeout", "1e10"], "at most 1e+06"),
         (["--target-step-ms", "inf"], "at most 1e+06"),
+        (["--max-slowdown", "101"], "at most 100"),
         (["--mod", "x"], "unknown argument --mod"),
         (["one", "two"], "give one model, not one and two"),
         (["--no-enable-prefix-caching"], "; use --cache-type naive; see"),
@@ -87,6 +89,12 @@ def test_wrong_flag_is_one_line(
     assert caught.value.code == 2
     assert expected in error
     assert len(error.strip().splitlines()) == 1
+
+
+def test_each_float_flag_that_is_no_time_has_a_limit_of_its_own() -> None:
+    flags = [flag for section in read_flags().values() for flag in section.values()]
+    without = [each for each in flags if each.get("type") == "float" and "high" not in each]
+    assert {each["unit"] for each in without} == {"SECONDS", "MS"}
 
 
 def test_flags_of_earlier_versions_are_obeyed_or_ignored_with_a_warning(
