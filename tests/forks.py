@@ -59,10 +59,8 @@ def fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTS)
     with pytest.MonkeyPatch.context() as patch:
-        for (
-            name,
-            value,
-        ) in supervise._CHILD_ENV_DEFAULTS.items():  # libgomp reads them when it loads
+        # libgomp reads these variables when it loads.
+        for name, value in supervise.CHILD_ENV_DEFAULTS.items():
             patch.setenv(name, os.environ.get(name, value))
         forkserver.ensure_running()
     return context
@@ -200,7 +198,7 @@ def _spawn_child(
             _close_all_but({0, 1, 2, *pass_fds})
             sys.stdin = open(0, closefd=False)  # noqa: SIM115 (open as long as the process)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            _set_environ({**supervise._CHILD_ENV_DEFAULTS, **env_defaults, **os.environ})
+            _set_environ({**supervise.CHILD_ENV_DEFAULTS, **env_defaults, **os.environ})
             ctypes.CDLL(None).prctl(_PR_SET_NAME, role.encode(), 0, 0, 0)
 
         _run_module(prepare, [*argv[2:], str(parent)])

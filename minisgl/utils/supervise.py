@@ -23,7 +23,7 @@ from types import FrameType, MappingProxyType
 CONFIG_EXIT = 2  # the exit code after a ConfigError, as after a wrong command line
 _PR_SET_PDEATHSIG = 1
 _MAX_REASON_BYTES = 1500  # less than PIPE_BUF (one atomic write) and Kubernetes' limit of 2,048
-_CHILD_ENV_DEFAULTS: Mapping[str, str] = {
+CHILD_ENV_DEFAULTS: Mapping[str, str] = {
     # Threads of libgomp otherwise spin at each barrier. On cores that other processes use too, a
     # step of the demo model then takes 60 ms instead of 4 ms.
     "OMP_WAIT_POLICY": "PASSIVE",
@@ -123,14 +123,14 @@ def spawn_child(
     The payload is the first line of the child's standard input. A line needs no end of file, which
     would not arrive while another process holds a copy of the pipe.
     The child has its own process group, so that Ctrl-C in a terminal reaches only the parent.
-    Variables of the environment that are not set get the values of _CHILD_ENV_DEFAULTS and of
+    Variables of the environment that are not set get the values of CHILD_ENV_DEFAULTS and of
     `env_defaults`.
     """
     process = subprocess.Popen(
         [*argv, str(os.getpid())],
         pass_fds=pass_fds,
         stdin=subprocess.PIPE,
-        env={**_CHILD_ENV_DEFAULTS, **env_defaults, **os.environ},
+        env={**CHILD_ENV_DEFAULTS, **env_defaults, **os.environ},
         process_group=0,
     )
     assert process.stdin is not None, "the child must have a pipe; this is a bug"
