@@ -6,25 +6,12 @@ import torch
 from minisgl.models.encoder import ImageEncoder
 from minisgl.models.encoder_spec import EncoderSpec, MergerKind
 from minisgl.models.loader import materialise
+from tests.unit.models.encoders import SPEC
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-# Heads of 72 elements, as in published encoders.
-SPEC = EncoderSpec(
-    depth=3,
-    hidden=288,
-    inner=640,
-    heads=4,
-    patch=16,
-    frames=2,
-    merge=2,
-    side=48,
-    size=512,
-    taps=(0, 2),
-    sections=(24, 20, 20),
-)
 SIGLIP = EncoderSpec(
     depth=3,
     hidden=288,

@@ -10,22 +10,9 @@ import torch
 from minisgl.core.images import EncodeImage, EncodingState
 from minisgl.engine.images import EncodeImages
 from minisgl.models.encoder import ImageEncoder
-from minisgl.models.encoder_spec import EncoderSpec
 from minisgl.models.loader import materialise
+from tests.unit.models.encoders import SPEC
 
-SPEC = EncoderSpec(
-    depth=4,
-    hidden=32,
-    inner=48,
-    heads=2,
-    patch=4,
-    frames=2,
-    merge=2,
-    side=7,
-    size=24,
-    taps=(0, 2),
-    sections=(3, 3, 2),
-)
 Part = tuple[int, int]  # the first layer and the end
 
 
@@ -57,16 +44,16 @@ def run(stage: EncodeImages, *images: EncodeImage) -> None:
 @torch.inference_mode()
 def test_an_image_in_parts_has_the_features_of_the_whole_bit_for_bit(encoder: ImageEncoder) -> None:
     """Small images are encoded whole in the steps between. A dropped image leaves no trace."""
-    images = [torch.randint(0, 256, (8 * n, 24, 3), dtype=torch.uint8) for n in (1, 2, 3)]
+    images = [torch.randint(0, 256, (32 * n, 96, 3), dtype=torch.uint8) for n in (1, 2, 3)]
     small, large, dropped = images
     buffer = torch.zeros((100, SPEC.width))
     stage = EncodeImages(encoder, buffer)
     steps: list[list[tuple[torch.Tensor, int, Part]]] = [
-        [(dropped, 20, (0, 3))],
+        [(dropped, 20, (0, 2))],
         [(large, 10, (0, 1))],
-        [(small, 0, (0, 4)), (large, 10, (1, 3))],
-        [(large, 10, (3, 4)), (dropped, 20, (0, 2))],
-        [(dropped, 20, (2, 4))],
+        [(small, 0, (0, 3)), (large, 10, (1, 2))],
+        [(large, 10, (2, 3)), (dropped, 20, (0, 1))],
+        [(dropped, 20, (1, 3))],
     ]
     states: dict[int, EncodingState] = {}
     for step in steps:
@@ -80,9 +67,9 @@ def test_an_image_in_parts_has_the_features_of_the_whole_bit_for_bit(encoder: Im
 @torch.inference_mode()
 def test_the_state_of_an_image_leaves_with_its_last_part(encoder: ImageEncoder) -> None:
     stage, state = EncodeImages(encoder, torch.zeros((100, SPEC.width))), EncodingState()
-    pixels = torch.zeros((8, 24, 3), dtype=torch.uint8)
+    pixels = torch.zeros((32, 96, 3), dtype=torch.uint8)
     run(stage, part_of(pixels, 0, (0, 2), state))
-    run(stage, part_of(pixels, 0, (2, 4), state))
+    run(stage, part_of(pixels, 0, (2, 3), state))
     assert state.value is None
     with pytest.raises(AssertionError, match="no step has begun"):
-        run(stage, part_of(pixels, 0, (2, 4), state))
+        run(stage, part_of(pixels, 0, (2, 3), state))
