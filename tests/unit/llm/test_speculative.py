@@ -16,13 +16,18 @@ PROMPTS = [
     "Repeat: a b c d e f. a b c d",
     CODE + "def",
     "x = 1\n" * 9,
+    *["one two three one two three one two "] * 3,
 ]
+WORDS = "((one|two|three) )+"
 ASKED: list[SamplingParams] = [
     SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True),
     SamplingParams(temperature=0.7, seed=3, max_tokens=33),
     SamplingParams(temperature=0.0, max_tokens=40, stop_token_ids=(101,)),
     SamplingParams(temperature=0.5, seed=9, max_tokens=12, presence_penalty=0.5, ignore_eos=True),
     SamplingParams(temperature=0.5, seed=9, max_tokens=12, logprobs=2, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=7, max_tokens=31, regex=WORDS, logprobs=2),
+    SamplingParams(temperature=0.7, seed=8, max_tokens=31, regex=WORDS, presence_penalty=0.5),
+    SamplingParams(temperature=0.7, seed=9, max_tokens=31, regex=WORDS, min_tokens=20),
 ]
 
 
