@@ -130,10 +130,11 @@ def test_a_hub_that_cannot_be_reached_gives_a_one_line_error(hub: Hub) -> None:
     assert line.startswith("ERROR model owner/good is not in the local cache")
 
 
-def test_a_configuration_in_the_cache_is_no_model(hub: Hub) -> None:
+def test_offline_an_empty_cache_or_one_with_only_the_configuration_is_no_model(hub: Hub) -> None:
+    empty = hub.resolve("owner/good", HF_HUB_OFFLINE="1")
     hub.resolve("owner/good", weights=False)
-    line = hub.resolve("owner/good", HF_HUB_OFFLINE="1")
-    assert line.startswith("ERROR model owner/good is not in the local cache")
+    for line in (empty, hub.resolve("owner/good", HF_HUB_OFFLINE="1")):
+        assert line.startswith("ERROR model owner/good is not in the local cache")
 
 
 def test_model_that_cannot_be_served_is_refused_before_its_weights_are_read(
