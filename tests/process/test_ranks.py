@@ -89,13 +89,13 @@ def hang(server: ServerProcess, rank: str) -> None:
     assert_all_end(server, "no progress")
 
 
-def test_only_loopback_is_listened_on_and_a_rank_1_that_hangs_ends_the_service(
-    tiny_model: Path,
+@pytest.mark.parametrize("rank", RANKS)
+def test_only_loopback_is_listened_on_and_a_rank_that_hangs_ends_the_service(
+    rank: str, tiny_model: Path
 ) -> None:
-    """test_hung_scheduler_turns_livez_503_and_ends_the_service has rank 0."""
     with serving(tiny_model) as server:
         assert_only_loopback(server)
-        hang(server, "scheduler-1")
+        hang(server, rank)
 
 
 def assert_only_loopback(server: ServerProcess) -> None:
