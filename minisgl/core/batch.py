@@ -201,16 +201,16 @@ class Batch:
         return next(width for width in DRAFT_WIDTHS if width >= longest)
 
     def work(self) -> StepWork:
-        """Return the work of the step. An image counts as the tokens of its price.
-
-        A decode request that may have drafts counts as `start`.
-        """
+        """Return the work without images. A request that may have drafts counts as `start`."""
         first = self.num_decode
         chunks = zip(self.start[first:].tolist(), self.lengths[first:].tolist(), strict=True)
         pairs = sum(length * (start + length // 2) for start, length in chunks)
         tokens, keys = int(self.lengths.sum()), int(self.start[:first].sum())
-        tokens += sum(image.price for image in self.images)
         return StepWork(tokens, keys, pairs, first, self.next_drafts)
+
+    def predict_s(self, cost: StepCost) -> float:
+        """Return the predicted seconds of the step, with those of its images."""
+        return cost.predict_s(self.work()) + sum(image.seconds for image in self.images)
 
     def plan_hash(self) -> int:
         """Return a checksum of requests, lengths and pages: equal on all tensor-parallel ranks."""

@@ -56,12 +56,6 @@ class ImageLimits(NamedTuple):
         """
         return self.rows // 3
 
-    def scaled(self, factor: float) -> "ImageLimits":
-        """Return these limits with all prices times `factor`."""
-        prices = self.patch_price, self.pair_price, self.layer_price
-        patch, pair, layer = (factor * price for price in prices)
-        return self._replace(patch_price=patch, pair_price=pair, layer_price=layer)
-
     def price(self, grid: Grid, layers: int | None = None) -> int:
         """Return the prompt tokens that the model computes in the time of an image; at least 1.
 
@@ -104,17 +98,17 @@ class EncodeImage(NamedTuple):
     The part with the first layer reads the pixels. The part with the last layer writes the rows. At
     most one image of a step has layers left. The next step continues it, or no step does.
 
-    pixels  uint8 [rows * patch, columns * patch, 3] of the grid, as in message.PromptImage.
-    rows    int32 [n]; the rows of the buffer for the n tokens of the image. Empty if layers are
-            left.
-    price   of these layers, as ImageLimits.price, in prompt tokens of the step.
-    state   the same object in all parts of one encoding.
+    pixels   uint8 [rows * patch, columns * patch, 3] of the grid, as in message.PromptImage.
+    rows     int32 [n]; the rows of the buffer for the n tokens of the image. Empty if layers are
+             left.
+    seconds  the predicted time of these layers.
+    state    the same object in all parts of one encoding.
     """
 
     grid: Grid
     pixels: bytes
     rows: NDArray[np.int32]
-    price: int
+    seconds: float
     first: int
     end: int
     state: EncodingState

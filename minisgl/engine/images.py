@@ -148,5 +148,5 @@ def largest_image(limits: ImageLimits) -> tuple[EncodeImage, EncodeImage]:
     rows = np.arange(limits.tokens(grid), dtype=np.int32)
     pixels = bytes(3 * limits.patch**2 * grid[0] * grid[1])
     end, state = limits.layers // 2, EncodingState()
-    half = EncodeImage(grid, pixels, rows[:0], price=1, first=0, end=end, state=state)
+    half = EncodeImage(grid, pixels, rows[:0], seconds=0.0, first=0, end=end, state=state)
     return half, half._replace(rows=rows, first=half.end, end=limits.layers)

@@ -8,6 +8,7 @@ import numpy as np
 
 from minisgl.core import StepWork
 from minisgl.core.config import smallest_chunk
+from minisgl.scheduler.image_prices import ImagePrices
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Decode, View
 
@@ -54,23 +55,28 @@ def prompt_tokens(view: View, prefilling: Sequence[Req], decode: Decode, urgent:
     return budget
 
 
-def image_factor(
+def image_prices(
     view: View, prefilling: Sequence[Req], decode: Decode, urgent: bool, tokens: int
-) -> float:
-    """Return the factor of the prices of images in a step with this budget of prompt tokens.
+) -> ImagePrices:
+    """Return the prices of images in a step with this budget of prompt tokens.
 
-    The other arguments are those of prompt_tokens. A price is in tokens of the largest step, where
-    the time of a token is that of its operations (ImageLimits). The kernels of an encoder add their
-    whole time to a step. A step that decodes reads the weights anyway, so its first prompt tokens
-    add less than their operations. With this factor, images as well as prompt tokens may use the
-    whole difference between the limit and the step without them.
+    The other arguments are those of prompt_tokens. Images may use the whole difference between the
+    limit and the time of the step without them. If the budget exceeds the limit, they may use the
+    time of the budget.
     """
     cost, work = view.cost, view.work(decode)
-    if view.config.target_step_ms is None or not work.tokens:
-        return 1.0
-    whole_s = cost.predict_s(work._replace(tokens=work.tokens + tokens))
-    added_s = max(_limit_s(view, prefilling, work, urgent), whole_s) - cost.predict_s(work)
-    return tokens * cost.seconds[-1] / cost.tokens[-1] / added_s if added_s > 0 else 1.0
+    prices = ImagePrices(tokens, cost.seconds[-1] / cost.tokens[-1])
+    first = next(chain(prefilling, view.waiting), None)
+    if view.config.target_step_ms is None or not work.tokens or first is None:
+        return prices
+    start, _ = view.rest(first)
+
+    def step_s(chunk: int) -> float:
+        pairs = chunk * (start + chunk // 2)
+        return cost.predict_s(work._replace(tokens=work.tokens + chunk, prefill_pairs=pairs))
+
+    most_s = max(_limit_s(view, prefilling, work, urgent), step_s(tokens))
+    return prices._replace(spare_s=lambda chunk: most_s - step_s(chunk))
 
 
 def further_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:

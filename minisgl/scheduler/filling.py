@@ -7,7 +7,7 @@ import numpy as np
 
 from minisgl.core.config import smallest_chunk
 from minisgl.kvcache import Hit, Room
-from minisgl.scheduler.budget import further_tokens, image_factor, prompt_tokens
+from minisgl.scheduler.budget import further_tokens, image_prices, prompt_tokens
 from minisgl.scheduler.image_room import ImageRoom
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Carry, Decode, StepPlan, View
@@ -43,12 +43,12 @@ class Filling:
         self._decoding_calls: set[int] = set()
         self._further_tokens = 0
 
-    def budget(self, beside: Decode) -> int:
-        """Return the prompt tokens of a step with these decoding rows.
+    def open_step(self, beside: Decode) -> int:
+        """Begin a step with these decoding rows. Returns its prompt tokens.
 
-        These rows set the prices of images. The image that the newest step left takes its part
-        first. If other clients may wait for the end of the step, further choices of calls that
-        decode get fewer tokens.
+        The rows set the prices of images. The image that the newest step left takes its part first.
+        If other clients may wait for the end of the step, further choices of calls that decode get
+        fewer tokens.
         """
         view, prefilling = self._view, self._prefilling
         if len(view.waiting.clients) > 1:
@@ -56,10 +56,10 @@ class Filling:
             self._further_tokens = further_tokens(view, prefilling, beside)
         starts = ((req, view.rest(req)[0]) for req in prefilling)
         tokens = prompt_tokens(view, prefilling, beside, self._urgent)
-        if view.images.limits.rows:
-            factor = image_factor(view, prefilling, beside, self._urgent, tokens)
-            self.images.scale(factor)
-        return self.images.resume(starts, tokens, len(prefilling) + len(view.waiting) > 1)
+        if not view.images.limits.rows:
+            return tokens
+        prices = image_prices(view, prefilling, beside, self._urgent, tokens)
+        return self.images.resume(starts, prices, len(prefilling) + len(view.waiting) > 1)
 
     @property
     def passed_too_often(self) -> Req | None:
@@ -68,7 +68,7 @@ class Filling:
         return passed.req if passed.steps >= MAX_PASSED else None
 
     def take_passed(self, req: Req, budget: int, admit: bool) -> int:
-        """Add the first chunk of the step for this request. Returns its tokens and price."""
+        """Add the first chunk of the step for this request. Returns the tokens that it uses."""
         if req in self._prefilling:
             return self._add_chunk(req, budget)
         return self._admit_from(req.priority, req.client, budget) if admit else 0
@@ -117,11 +117,11 @@ class Filling:
     def _first_tokens(self, level: int, client: str) -> int:
         """The prompt tokens that the first prompt of this client and priority has left.
 
-        The price of its images is added.
+        Those that its images take are added.
         """
         req = next(chain(self._of(level, client), self._view.waiting.of(client, level)))
         start, end = self._view.rest(req)
-        return end - start + self.images.price(req, start)
+        return end - start + self.images.tokens(req, start)
 
     def _of(self, level: int, client: str) -> list[Req]:
         """The admitted prompts of one client and priority."""
@@ -257,7 +257,7 @@ class Filling:
     def _add_chunk(self, req: Req, budget: int) -> int:
         """Add up to `budget` tokens to the chunk of an admitted request.
 
-        Returns their number and the price of the images that the step encodes for the request.
+        Returns their number and the tokens that the images take which the step encodes for it.
         """
         if budget <= 0:
             return 0

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from minisgl.core.images import EncodingState
 from minisgl.message.messages import PromptImage
+from minisgl.scheduler.image_prices import ImagePrices
 from minisgl.scheduler.images import EncodePart, ImageKey, Images, image_key
 from minisgl.scheduler.request import Req
 
@@ -30,7 +31,7 @@ class ImageRoom:
     """The images that one plan adds to its step. The counters belong to the plan.
 
     The images of a step and its prompt tokens share the budget of prompt tokens, since both delay
-    the decoding requests (ImageLimits.price). If the budget has no room for all layers of an image,
+    the decoding requests (ImagePrices). If the budget has no room for all layers of an image,
     the step computes some of them, at least one. At most one image has layers left after a step,
     because the engine keeps the state of one. The next step continues it first if an admitted
     prompt needs it, so that each image comes to its end. Other images wait meanwhile. Other prompts
@@ -53,28 +54,26 @@ class ImageRoom:
         """
         self._images, self._chunks, self._least, self._divides = images, chunks, least, divides
         self._limits, self._left = images.limits, images.limits.rows
+        self._prices, self._price = ImagePrices(0, 0.0), 0  # of the encodings so far
         self._counted: set[ImageKey] = set()
         self._opened: ImageKey | None = None
         self._parts: dict[ImageKey, EncodePart] = {}
         self._resumed: PromptImage | None = None  # it shares the step with prompts
         self._exceeding: dict[Req, None] = {}  # whose images exceed the budget beside others
 
-    def scale(self, factor: float) -> None:
-        """Multiply the prices of all images by `factor`."""
-        self._limits = self._images.limits.scaled(factor)
-
     @property
     def parts(self) -> tuple[EncodePart, ...]:
         """The encodings of the step."""
         return tuple(self._parts.values())
 
-    def resume(self, reqs: Iterable[tuple[Req, int]], budget: int, others: bool) -> int:
+    def resume(self, reqs: Iterable[tuple[Req, int]], prices: ImagePrices, others: bool) -> int:
         """Continue the image that the newest step left, if a request needs it.
 
-        reqs: admitted requests, and the number of tokens that each has computed. others: there is
-        more than one prompt; the image then leaves the smallest chunk to prompts, and `finish` adds
-        the rest of their budget. Returns the budget that is left.
+        reqs: admitted requests, and the number of tokens that each has computed. prices: of the
+        step. others: there is more than one prompt; the image then leaves the smallest chunk to
+        prompts, and `finish` adds the rest of their budget. Returns the budget that is left.
         """
+        self._prices, budget = prices, prices.budget
         opened = self._images.opened
         if opened is None:
             return budget
@@ -91,7 +90,7 @@ class ImageRoom:
             return max(budget - self._advance(image, budget - self._least, least=1), self._least)
         if self._divides:
             return budget - self._advance(image, budget, least=1)
-        return max(budget - self._advance(image, self._rest(image)), self._least)
+        return max(budget - self._advance(image, 0, self._limits.layers), self._least)
 
     def finish(self, budget: int) -> None:
         """Compute further layers of the image of `resume` with the budget that prompts leave."""
@@ -112,7 +111,7 @@ class ImageRoom:
     def limit(self, req: Req, start: int, end: int, budget: int) -> int:
         """Return the most tokens of a chunk. Remembers a request for `passed_over`.
 
-        start, end: of the tokens of `req` that are left. budget: limit of tokens and price.
+        start, end: of the tokens of `req` that are left. budget: for the tokens and the images.
         """
         tokens, price, left = min(budget, end - start), 0, self._left
         for image, count, cost in self._new(req, start):
@@ -120,7 +119,8 @@ class ImageRoom:
             if before >= tokens:
                 break
             may_exceed = before < self._least and not (self._divides or self._parts)
-            if count > left or (cost > max(budget - price - before, 0) and not may_exceed):
+            taken, with_it = self._tokens(price), self._tokens(price + cost)
+            if count > left or (with_it > max(budget - before, taken) and not may_exceed):
                 return before
             left, price = left - count, price + cost
             least = before + self._least
@@ -131,7 +131,7 @@ class ImageRoom:
                     self._exceeding[req] = None
                     return before
                 tokens = max(tokens, least)
-            tokens = min(tokens, max(budget - price, least))
+            tokens = min(tokens, max(budget - with_it, least))
         return tokens
 
     def whole(self, req: Req, start: int, tokens: int) -> int:
@@ -155,31 +155,40 @@ class ImageRoom:
         image = self._following(req, start, tokens)
         if image is None:
             return True
-        return tokens > 0 and not self._limits.layers_within(image.grid, budget - tokens)
+        most = self._within(budget - tokens)
+        return tokens > 0 and not self._limits.layers_within(image.grid, most)
 
     def add(self, req: Req, start: int, tokens: int, budget: int) -> int:
         """Count the images of a chunk, and encode a part of the image after it.
 
-        budget: the prompt tokens that the chunk leaves. Returns the price of the encoding.
+        budget: the prompt tokens that the chunk leaves. Returns those that the images take.
         """
-        price = 0
+        taken = 0
         for image, count, cost in self._new(req, start):
             if max(image.start - start, 0) >= tokens:
                 break
             if cost:
-                price += self._advance(image, cost)
+                taken += self._advance(image, 0, self._limits.layers)
             else:
                 self._count(image, count)
         # Without decoding rows and without a chunk, it would take the budget of the first chunk.
         following = self._following(req, start, tokens) if tokens or self._divides else None
         if following is not None and following is not self._resumed:
             begins = not (tokens or self._resumed or image_key(following) in self._parts)
-            price += self._advance(following, budget - price, least=int(begins))
-        return price
+            taken += self._advance(following, budget - taken, least=int(begins))
+        return taken
 
-    def price(self, req: Req, start: int) -> int:
-        """Return the price of the images from token `start` on."""
-        return sum(price for _, _, price in self._new(req, start))
+    def tokens(self, req: Req, start: int) -> int:
+        """Return the prompt tokens that the images from token `start` on take."""
+        return self._tokens(sum(price for _, _, price in self._new(req, start)))
+
+    def _tokens(self, price: int) -> int:
+        """Return the prompt tokens that further encodings of this price take."""
+        return self._prices.tokens(self._price + price) - self._prices.tokens(self._price)
+
+    def _within(self, budget: int) -> int:
+        """Return the highest price of further encodings that take these prompt tokens."""
+        return self._prices.price(self._prices.tokens(self._price) + budget) - self._price
 
     def _new(self, req: Req, start: int) -> Iterator[tuple[PromptImage, int, int]]:
         """Yield the images of `req` with tokens from `start` on.
@@ -217,25 +226,28 @@ class ImageRoom:
     def _advance(self, image: PromptImage, budget: int, least: int = 0) -> int:
         """Compute the further layers of an image for which the budget has room.
 
-        least: of these layers. The last layer also needs rows of the buffer. Returns the price.
+        least: of these layers. The last layer also needs rows of the buffer. Returns the prompt
+        tokens that they take.
         """
         limits, key, begun = self._limits, image_key(image), self._begun(image)
         first, state = (0, EncodingState()) if begun is None else (begun.end, begun.state)
         count, price = limits.tokens(image.grid), limits.price(image.grid, first)
-        end = max(limits.layers_within(image.grid, price + budget), first + least)
+        end = max(limits.layers_within(image.grid, price + self._within(budget)), first + least)
         end = min(end, limits.layers if count <= self._left else limits.layers - 1)
         if end <= first:
             return 0
-        in_step = self._parts.get(key)
+        whole, in_step = limits.price(image.grid, end), self._parts.get(key)
         first = first if in_step is None else in_step.first
-        whole = limits.price(image.grid, end) - limits.price(image.grid, first)
-        self._parts[key] = EncodePart(image, first, end, whole, state)
+        seconds = self._prices.token_s * (whole - limits.price(image.grid, first))
+        self._parts[key] = EncodePart(image, first, end, seconds, state)
         if end == limits.layers:
             self._count(image, count)
             self._opened = None if self._opened == key else self._opened
         else:
             self._opened = key
-        return limits.price(image.grid, end) - price
+        taken = self._tokens(whole - price)
+        self._price += whole - price
+        return taken
 
     def _count(self, image: PromptImage, count: int) -> None:
         """Reserve the rows of an image, which the step reads or writes."""

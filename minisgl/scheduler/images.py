@@ -30,13 +30,13 @@ ImageKey = tuple[bytes, tuple[int, int]]
 class EncodePart(NamedTuple):
     """The layers `first` to `end` - 1 of the encoding of an image.
 
-    price, state: as in EncodeImage.
+    seconds, state: as in EncodeImage.
     """
 
     image: PromptImage
     first: int
     end: int
-    price: int
+    seconds: float
     state: EncodingState
 
 
@@ -145,13 +145,13 @@ class Images:
             self._rows[key] = self._rows.pop(key)  # the most recently used
             self.totals.reused += 1
         images = []
-        for image, first, end, price, state in encode:
+        for image, first, end, seconds, state in encode:
             rows = self._free[:0]
             if end == limits.layers:
                 rows = self._rows[image_key(image)] = self._take(limits.tokens(image.grid), needed)
                 self.totals.encoded += 1
                 self.totals.patches += image.grid[0] * image.grid[1]
-            images.append(EncodeImage(image.grid, image.pixels, rows, price, first, end, state))
+            images.append(EncodeImage(image.grid, image.pixels, rows, seconds, first, end, state))
         self.totals.used = limits.rows - len(self._free)
         return tuple(images)
 

@@ -63,7 +63,7 @@ def plan(view: View, may_pause: bool = True) -> StepPlan:
     fill = Filling(view, room, decode, victim)
     may_pause = may_pause and view.carry.paused_steps < MAX_PAUSES
     beside = fill.beside_urgent(decode) if may_pause else decode
-    left = fill.budget(beside)
+    left = fill.open_step(beside)
     if (passed := fill.passed_too_often) is not None:
         left -= fill.take_passed(passed, left, admit)
     else:

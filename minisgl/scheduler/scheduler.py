@@ -204,7 +204,7 @@ class Scheduler:
         step = self._in_flight[0]
         if step.pending.done():
             return 0.0
-        predicted_s = self.view.cost.predict_s(step.batch.work())
+        predicted_s = step.batch.predict_s(self.view.cost)
         remaining_s = self._meter.remaining_s(predicted_s, not self.view.has_prompts)
         # The next step must be launched before the device runs out of work. A launch with token
         # masks returns later, so the scheduler notices the end of the previous step later.

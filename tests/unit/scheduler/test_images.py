@@ -82,7 +82,9 @@ def test_an_image_counts_as_prompt_tokens_of_its_step() -> None:
     first, second = harness.engine.batches[:2]
     assert len(first.images) == 1
     assert first.lengths.tolist() == [2 + 32], "the image leaves 8 tokens, a chunk has at least 32"
-    assert first.work().tokens == 34 + 40
+    cost = harness.scheduler.view.cost
+    image_s = 40 * cost.seconds[-1] / cost.tokens[-1]
+    assert first.predict_s(cost) == pytest.approx(cost.predict_s(first.work()) + image_s)
     assert second.lengths.tolist() == [9, 20]
 
 
