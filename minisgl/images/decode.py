@@ -73,7 +73,7 @@ class _Decoded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ImageDecoder:
-    """Decodes images for one model in a process of its own. One thread calls `decode`."""
+    """Decodes images for one model in a process of its own, one after the other."""
 
     def __init__(
         self,
@@ -130,15 +130,16 @@ class ImageDecoder:
     def _call(self, request: bytes) -> DecodedImage | _Refusal:
         """Return the image or the refusal of the process. Raises ImageRefused for a call that ends.
 
-        The next call overwrites the shared memory.
+        The next call overwrites the shared memory, so the lock also covers the read.
         """
-        reply = self._process.call(request)
-        if isinstance(reply, signal.Signals):
-            raise self._ended(reply)
-        found: _Refusal | _Decoded = msgspec.msgpack.decode(reply, type=_Refusal | _Decoded)
-        if isinstance(found, _Refusal):
-            return found
-        pixels = self._shared[: CHANNELS * found.height * found.width]
+        with self._process.lock:
+            reply = self._process.call(request)
+            if isinstance(reply, signal.Signals):
+                raise self._ended(reply)
+            found: _Refusal | _Decoded = msgspec.msgpack.decode(reply, type=_Refusal | _Decoded)
+            if isinstance(found, _Refusal):
+                return found
+            pixels = self._shared[: CHANNELS * found.height * found.width]
         return DecodedImage(pixels, found.height, found.width, found.digest, found.cpu_s)
 
     def close(self) -> None:

@@ -52,6 +52,9 @@ class BoundedProcess:
     ends the working process, the parent replies in its place and forks the next one, which has all
     data of `handle` as it was when this object was made. Both processes end when the owner of this
     object ends, calls `close` or drops the object, even if `handle` is at work.
+
+    lock: one thread holds it during a call. A thread that reads memory which `handle` writes holds
+    it from before the call until it has read the memory.
     """
 
     def __init__(self, name: str, handle: Callable[[bytes], bytes], bounds: Bounds) -> None:
@@ -60,7 +63,7 @@ class BoundedProcess:
         Such an exception goes to stderr and ends both processes.
         """
         self._name, self._handle, self._bounds = name, handle, bounds
-        self._lock = threading.Lock()
+        self.lock = threading.RLock()
         self._pipe: Connection | None = None
         self._start()
 
@@ -71,7 +74,7 @@ class BoundedProcess:
         Raises EOFError if the processes have ended in another way, and TimeoutError after
         Bounds.wall_s, which kills them. The next call starts new ones.
         """
-        with self._lock:
+        with self.lock:
             pipe = self._pipe or self._start()
             try:
                 pipe.send_bytes(request)
