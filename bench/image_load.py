@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Sequence
+from math import isqrt
 from typing import NamedTuple
 
 import numpy as np
 
 from minisgl.benchmark.trace import Load
-from minisgl.core import EngineConfig, StepCost
+from minisgl.core import ConfigError, EngineConfig, StepCost
 from minisgl.core.images import ImageLimits
 from minisgl.images import pad_ids
 from minisgl.message.messages import PromptImage
@@ -30,10 +31,20 @@ def encoder_limits(seconds: float, cost: StepCost) -> ImageLimits:
     return ImageLimits(rows, _PATCH, _MERGE, _TOKEN, 0.0, 0.0, _LAYERS, tokens / _LAYERS)
 
 
-def with_images(load: Load, side: int) -> ImageLoad:
-    """Put a new image of side x side pixels before each prompt."""
-    edge = side // _PATCH // _MERGE * _MERGE
-    grid, pixels = (edge, edge), bytes(3 * (edge * _PATCH) ** 2)
+def with_images(load: Load, side: int, limits: ImageLimits) -> ImageLoad:
+    """Put a new image of side x side pixels before each prompt. limits: of encoder_limits.
+
+    Raises ConfigError if the image has no token, or more than ImageLimits.most_tokens.
+    """
+    unit = _PATCH * _MERGE
+    edge = side // unit * _MERGE
+    grid = (edge, edge)
+    if not 0 < limits.tokens(grid) <= limits.most_tokens:
+        raise ConfigError(
+            f"--images: an image of {side} x {side} pixels has {limits.tokens(grid)} tokens; give "
+            f"a SIDE of {unit} to {(isqrt(limits.most_tokens) + 1) * unit - 1}"
+        )
+    pixels = bytes(3 * (edge * _PATCH) ** 2)
     prompts, images = [], []
     for index, prompt in enumerate(load.prompts):
         digest = hashlib.sha256(b"%d" % index).digest()

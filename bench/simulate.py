@@ -49,8 +49,8 @@ from minisgl.scheduler.inbox import WaitS
 from minisgl.utils.startup import Progress
 
 _FLOOD_LEAD_S = 5.0  # the load starts this long after the flood
-Images = Mapping[int, tuple[PromptImage, ...]]
-_NO_IMAGES: Images = MappingProxyType({})
+ImagesByReq = Mapping[int, tuple[PromptImage, ...]]
+_NO_IMAGES: ImagesByReq = MappingProxyType({})
 
 
 class _Arrivals:
@@ -62,7 +62,7 @@ class _Arrivals:
         engine: VirtualEngine,
         times_s: list[float],
         ends_sessions: bool,
-        images: Images,
+        images: ImagesByReq,
     ) -> None:
         """times_s: arrival times of the first requests of `load`. ends_sessions: tell the scheduler
         when the last request of a session has ended."""
@@ -131,7 +131,7 @@ def simulate(
     concurrency: int,
     end_s: float = math.inf,
     ends_sessions: bool = False,
-    images: Images = _NO_IMAGES,
+    images: ImagesByReq = _NO_IMAGES,
 ) -> list[Answer]:
     """Run `load`, at most until end_s, and return its answers in order.
 
@@ -264,11 +264,12 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     settings, load = engine_settings(options), load_of(options)
     background, cost, config = background_load(options), settings.cost, settings.config
-    images: Images = _NO_IMAGES
+    images: ImagesByReq = _NO_IMAGES
     if options.images:
         side, encoding_ms = options.images
-        settings = settings._replace(images=encoder_limits(encoding_ms / 1000, cost))
-        load, found = with_images(load, int(side))
+        limits_of_images = encoder_limits(encoding_ms / 1000, cost)
+        settings = settings._replace(images=limits_of_images)
+        load, found = with_images(load, int(side), limits_of_images)
         images = dict(enumerate(found, len(background.prompts)))
     engine, both = settings.engine(), load
     if background.prompts:

@@ -57,6 +57,14 @@ def test_long_prompts_hardly_slow_down_streams(
     assert 0.206 / found["ttft_s"]["max"] >= 0.54
 
 
+@pytest.mark.parametrize(("side", "tokens"), [(16, 0), (5000, 24336)])
+def test_an_image_that_no_server_takes_is_refused(side: int, tokens: int) -> None:
+    """Regression: an image without tokens, or with more than the buffer has room for, ended the
+    simulation with an error of the scheduler."""
+    with pytest.raises(ConfigError, match=f"has {tokens} tokens; give a SIDE of 32 to 2367"):
+        main(["--images", f"{side}", "5", "--requests", "1"])
+
+
 def test_a_lower_slowdown_bounds_the_gaps_of_streams_beside_images(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
