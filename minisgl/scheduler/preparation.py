@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from minisgl.message.messages import Prepared
+from minisgl.scheduler.call_order import CallOrder
 from minisgl.scheduler.request import Req, ReqState
-from minisgl.scheduler.turns import Turns
 
 # Requests of one client and priority whose preparation has begun and that no step has admitted. A
 # prepared constraint may take megabytes, and a call may have a thousand choices.
@@ -118,7 +118,7 @@ class _Queue:
     ahead  the requests whose preparation has begun.
     """
 
-    turns: Turns = field(default_factory=Turns)
+    turns: CallOrder = field(default_factory=CallOrder)
     ahead: list[Req] = field(default_factory=list)
 
     def begin(self) -> None:

@@ -8,9 +8,9 @@ from operator import itemgetter
 import numpy as np
 
 from minisgl.core.batch import Int32Array
+from minisgl.scheduler.call_order import CallOrder
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.request_table import RequestTable
-from minisgl.scheduler.turns import Turns
 
 RECENT_REQS = 256  # a priority is in use while one of this many last requests has it
 
@@ -19,8 +19,9 @@ class WaitingQueue:
     """The waiting requests. It decides the order of the requests of each client.
 
     Requests with a lower priority number come first. Within one priority, the calls of a client
-    take turns (Turns). A preempted request comes first. Shares decides the order of the clients. An
-    offline run has one client, one priority and one call, so its queue is first in, first out.
+    take turns (CallOrder). A preempted request comes first. Shares decides the order of the
+    clients. An offline run has one client, one priority and one call, so its queue is first in,
+    first out.
 
     first_priority  the lowest priority number in use.
     several_priorities    several priorities are in use.
@@ -36,7 +37,7 @@ class WaitingQueue:
         self.several_priorities = False
         self.clients: dict[str, int] = {}
         self.uncached: Counter[tuple[int, str]] = Counter()
-        self._queues: dict[tuple[int, str], Turns] = {}
+        self._queues: dict[tuple[int, str], CallOrder] = {}
         self._reqs: dict[Req, None] = {}
         self._recent: deque[int] = deque(maxlen=RECENT_REQS)
 
@@ -68,7 +69,7 @@ class WaitingQueue:
 
         admitted: requests that a plan has taken out already, in this order.
         """
-        turns = self._queues.get((level, client), Turns())
+        turns = self._queues.get((level, client), CallOrder())
         taken = [req for req in admitted if (req.priority, req.client) == (level, client)]
         return iter(turns.without(taken) if taken else turns)
 
@@ -102,7 +103,7 @@ class WaitingQueue:
     def _insert(self, req: Req, first: bool) -> None:
         key = req.priority, req.client
         self.uncached[key] += req.uncached_tokens
-        turns = self._queues.setdefault(key, Turns())
+        turns = self._queues.setdefault(key, CallOrder())
         if first:
             turns.put_first(req)
         else:

@@ -1,4 +1,4 @@
-"""`Turns`: the order in which the calls of one client are served."""
+"""`CallOrder`: the order in which the calls of one client are served."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from minisgl.scheduler.request import Req
 
 
-class Turns:
+class CallOrder:
     """Requests of one client and priority. Iterating yields them in their order.
 
     The calls of the client take turns: a call of 128 choices delays a later call by one choice, not
@@ -51,9 +51,9 @@ class Turns:
             self._calls[req.call] = call
         return True
 
-    def without(self, taken: Iterable[Req]) -> "Turns":
+    def without(self, taken: Iterable[Req]) -> "CallOrder":
         """Return the order after `taken` are taken out one after the other. This one stays."""
-        left = Turns()
+        left = CallOrder()
         left._calls = dict(self._calls)
         for req in taken:
             left._calls[req.call] = left._calls[req.call].copy()
