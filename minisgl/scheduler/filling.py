@@ -26,6 +26,10 @@ class Filling:
         """decode: the decoding rows with room. victim: a request that the plan preempts."""
         self._view, self._room, self._victim = view, room, victim
         self._prefilling = [req for req in view.prefilling if req is not victim]
+        # _prefilling by priority and client.
+        self._prompts: dict[tuple[int, str], list[Req]] = {}
+        for req in self._prefilling:
+            self._prompts.setdefault((req.priority, req.client), []).append(req)
         self._urgent = view.has_urgent(self._prefilling)
         self._shares = view.shares()
         rows, priority = view.table.rows, view.table.priority
@@ -119,18 +123,14 @@ class Filling:
 
         Those that its images take are added.
         """
-        req = next(chain(self._of(level, client), self._view.waiting.of(client, level)))
+        admitted = self._prompts.get((level, client), ())
+        req = next(chain(admitted, self._view.waiting.of(client, level)))
         start, end = self._view.rest(req)
         return end - start + self.images.tokens(req, start)
 
-    def _of(self, level: int, client: str) -> list[Req]:
-        """The admitted prompts of one client and priority."""
-        return [r for r in self._prefilling if (r.priority, r.client) == (level, client)]
-
     def levels(self) -> Iterator[tuple[int, list[str]]]:
         """The priorities with prompts in their order, each with its clients in their order."""
-        admitted = ((req.priority, req.client) for req in self._prefilling)
-        keys = {*self._view.waiting.uncached, *admitted}
+        keys = {*self._view.waiting.uncached, *self._prompts}
         for level in sorted({level for level, _ in keys}):
             yield level, self._shares.in_order(client for of, client in keys if of == level)
 
@@ -144,8 +144,10 @@ class Filling:
 
         Returns the number of tokens.
         """
+        if budget <= 0:
+            return 0
         left = budget
-        for req in self._of(level, client):
+        for req in self._prompts.get((level, client), ()):
             left -= self._add_chunk(req, self._most(req, left))
         used = self._admit_from(level, client, left) if admit else 0
         return budget - left + used
@@ -187,6 +189,7 @@ class Filling:
             self._last_priority = max(self._last_priority, level)
             self._admit[req] = hit
             self._prefilling.append(req)
+            self._prompts.setdefault((level, client), []).append(req)
             left -= self._add_chunk(req, self._most(req, left))
         return budget - left
 
@@ -257,7 +260,7 @@ class Filling:
     def _add_chunk(self, req: Req, budget: int) -> int:
         """Add up to `budget` tokens to the chunk of an admitted request.
 
-        Returns their number and the tokens that the images take which the step encodes for it.
+        Returns the tokens that the chunk and its images take of the budget.
         """
         if budget <= 0:
             return 0
