@@ -29,6 +29,20 @@ class Drafts(NamedTuple):
     ahead: Int32Array
 
 
+class Decoding(NamedTuple):
+    """The decoding rows of a step.
+
+    decode  those with pages for their next tokens.
+    victim  the request to preempt for their pages, if there is one.
+    admit   all rows have pages. If some have none and `victim` is None, the step in flight frees
+            pages. No request is admitted until the rows have them.
+    """
+
+    decode: Decode
+    victim: Req | None
+    admit: bool
+
+
 def plan(view: View, may_pause: bool = True) -> StepPlan:
     """Plan the next step. may_pause: it may leave decoding requests of later priorities out.
 
@@ -85,12 +99,8 @@ def plan(view: View, may_pause: bool = True) -> StepPlan:
     return plan(view, may_pause=False)  # with the budget beside all rows, since all run
 
 
-def decoding(view: View, room: Room) -> tuple[Decode, Req | None, bool]:
-    """Return the decoding rows with pages for their next tokens.
-
-    Returns the request to preempt too, and whether all rows have pages. If some have none, and no
-    request is preempted for them, the step in flight frees pages. No request is admitted before.
-    """
+def decoding(view: View, room: Room) -> Decoding:
+    """Give the decoding rows memory for their next tokens, and for drafts."""
     rows = view.decode_rows
     # Each row first gets room for its next token in every further kind. Rows without it leave the
     # step. Drafts take the memory that is then left. Without full pages for all of them there are
@@ -103,12 +113,12 @@ def decoding(view: View, room: Room) -> tuple[Decode, Req | None, bool]:
         decode = drafts.decode
         for kind in room.kinds:
             decode = decode._replace(tokens=kind.grow(rows, decode.tokens))
-        return decode, None, complete
+        return Decoding(decode, None, complete)
     decode = Decode(rows, np.ones(len(rows), dtype=np.int32))
     growing = room.grow(rows, decode.tokens)
     if len(growing):
-        return *shortage(view, room, decode, growing), False
-    return decode, None, complete
+        return Decoding(*shortage(view, room, decode, growing), admit=False)
+    return Decoding(decode, None, complete)
 
 
 def with_drafts(view: View, rows: Int32Array) -> Drafts | None:
