@@ -67,6 +67,25 @@ def test_a_buffer_without_room_for_three_images_is_refused(tmp_path: Path) -> No
         limits(767)
 
 
+def test_prices_on_a_gpu_count_slower_operations_and_the_launch_of_each_layer(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    spec, config = model_spec_from(CONFIG, images=True), EngineConfig(model_path=str(tmp_path))
+    cpu, gpu = (
+        image_limits(config, spec, TPInfo(0, 1), torch.device(device)) for device in ("cpu", "cuda")
+    )
+    assert cpu is not None
+    assert gpu is not None
+    assert spec.encoder is not None
+    large, small = (128, 128), (4, 4)
+    assert gpu.price(large) == pytest.approx(1.45 * cpu.price(large), rel=1e-3)
+    launches_flops, large_flops = 27 * 3e11, spec.encoder.flops(large)
+    launches = cpu.price(large) * launches_flops / large_flops
+    assert gpu.price(small) == pytest.approx(launches, rel=1e-3)
+    assert cpu.price(small) < launches / 100
+
+
 @pytest.mark.parametrize(
     ("outer", "vision", "says"),
     [
