@@ -76,7 +76,8 @@ class EncodingState:
     """The state of an encoding between two steps that compute layers of the image.
 
     The scheduler makes one for each encoding, and passes it to every part. It drops the object when
-    no request needs the image. The memory of the state is then free, also if no further step runs.
+    the next step does not continue the image, or when the last request with the image ends. The
+    memory of the state is then free, also if no further step runs.
 
     value: of the engine. None: no step has computed layers, or a later step has taken the state.
     """
@@ -96,7 +97,7 @@ class EncodeImage(NamedTuple):
     """The layers `first` to `end` - 1 of the encoding of an image, computed before those of a step.
 
     The part with the first layer reads the pixels. The part with the last layer writes the rows. At
-    most one image of a step has layers left. The next step continues it, or no step does.
+    most one image of a step has layers left. Only the next step may continue it.
 
     pixels   uint8 [rows * patch, columns * patch, 3] of the grid, as in message.PromptImage.
     rows     int32 [n]; the rows of the buffer for the n tokens of the image. Empty if layers are

@@ -45,7 +45,7 @@ class Images:
 
     totals: counts the images.
     opened: the image of which the newest step has computed some layers, but not the last one.
-    None: there is none, or no open request has it.
+    None: there is none, or the last request with the image has ended.
 
     I1  A step never overwrites rows that it reads itself. Steps run in order, so it may overwrite
         the rows that a step in flight reads.
