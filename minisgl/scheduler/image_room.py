@@ -119,8 +119,11 @@ class ImageRoom:
             if before >= tokens:
                 break
             may_exceed = before < self._least and not (self._divides or self._parts)
-            taken, with_it = self._tokens(price), self._tokens(price + cost)
-            if count > left or (with_it > max(budget - before, taken) and not may_exceed):
+            taken = self._tokens(price + cost)
+            # A chunk with tokens of the image continues to its smallest size.
+            after = min(self._least, end - start - before) if self._divides else 0
+            is_over = cost > 0 and taken + before + after > budget
+            if count > left or (is_over and not may_exceed):
                 return before
             left, price = left - count, price + cost
             least = before + self._least
@@ -131,7 +134,7 @@ class ImageRoom:
                     self._exceeding[req] = None
                     return before
                 tokens = max(tokens, least)
-            tokens = min(tokens, max(budget - with_it, least))
+            tokens = min(tokens, max(budget - taken, least))
         return tokens
 
     def whole(self, req: Req, start: int, tokens: int) -> int:

@@ -76,6 +76,14 @@ CHEAP_FIRST = {1: 4.0, 3: 4.0, 203: 5.0, 2003: 54.0}
 DEAR_FIRST = {1: 4.0, 3: 4.0, 67: 10.0, 131: 12.0, 259: 12.5, 2003: 54.0}
 
 
+def cost_of(milliseconds: dict[int, float]) -> StepCost:
+    """The cost of steps without attention. milliseconds: by the number of tokens."""
+    seconds = tuple(ms / 1000 for ms in milliseconds.values())
+    return StepCost(
+        tokens=tuple(milliseconds), seconds=seconds, per_decode_key_s=0, per_prefill_pair_s=0
+    )
+
+
 @pytest.mark.parametrize(
     ("cost_ms", "target_step_ms", "max_slowdown", "limit_s"),
     [
@@ -92,12 +100,7 @@ def test_prompt_tokens_and_layers_of_a_step_keep_its_limit(
     Regression: half of the budget counted as half of the time. With DEAR_FIRST, a step of 53 prompt
     tokens and three layers took 17.3 ms, and its prediction was 14 ms.
     """
-    cost = StepCost(
-        tokens=tuple(cost_ms),
-        seconds=tuple(ms / 1000 for ms in cost_ms.values()),
-        per_decode_key_s=0,
-        per_prefill_pair_s=0,
-    )
+    cost = cost_of(cost_ms)
     harness = beside_streams(cost=cost, target_step_ms=target_step_ms, max_slowdown=max_slowdown)
     asked = [ask_for(harness, seed) for seed in range(4)]
     text = harness.add([*range(1, 60)] * 3, ignore_eos=True, max_tokens=2)
@@ -113,6 +116,19 @@ def test_prompt_tokens_and_layers_of_a_step_keep_its_limit(
         if batch.num_decode > 2:
             beside.append(seconds)
     assert 0.8 * limit_s < max(beside) <= limit_s
+
+
+def test_the_smallest_chunk_after_an_image_keeps_the_limit_of_its_step() -> None:
+    """Regression: the image left 1.9 ms of 14 ms, and the chunk of 32 tokens took 3 ms."""
+    cost = cost_of(DEAR_FIRST)
+    harness = beside_streams(cost=cost)
+    prompt, images = prompt_with([(0, (3, 1)), *range(1, 60)])
+    uid = harness.add(prompt, images=images, ignore_eos=True, max_tokens=4)
+    harness.run()
+    assert harness.answers[uid].tokens == expected_output(prompt, 4, ignore_eos=True)
+    beside = [batch for batch in harness.engine.batches if batch.num_decode]
+    assert max(batch.predict_s(cost) for batch in beside) <= 0.014
+    assert encodings(harness) == [[(0, 4)]]
 
 
 def test_an_image_whose_layer_exceeds_the_budget_gets_a_layer_a_step() -> None:
