@@ -78,10 +78,13 @@ def _most_rows(weights: OrderedWeights) -> int:
 
 
 def _has_loading_kernel(weights: OrderedWeights) -> bool:
-    from minisgl.kernel.triton import packed_tiles
     from minisgl.kernel.triton.overlap import is_hopper
 
-    return is_hopper() and packed_tiles.takes(weights)
+    if not is_hopper():
+        return False
+    from minisgl.kernel.triton import packed_tiles
+
+    return packed_tiles.takes(weights)
 
 
 def _by_kernel(
@@ -92,13 +95,14 @@ def _by_kernel(
     gated: bool,
 ) -> Tensor:
     from minisgl.kernel.triton import packed_linear as kernels
-    from minisgl.kernel.triton import packed_tiles
     from minisgl.kernel.triton.overlap import has_large_tiles
 
     # The kernels load 16 bytes at once.
     aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     x = x if aligned else x.contiguous()
     if _has_loading_kernel(weights):
+        from minisgl.kernel.triton import packed_tiles
+
         tile = loading_tile_for(len(x), weights.height)
         return packed_tiles.linear(x, weights, bias, semaphores, tile, gated)
     tile = packed_tile_for(len(x), weights.height, has_large_tiles())

@@ -39,8 +39,9 @@ class PackedTile(NamedTuple):
         return 16 * self.warps * self.repeats
 
 
-# The most rows of x for which tiles are used, the tile, and that of tall weights.
+# For each entry: the most rows of x, the tile, and the tile of tall weights.
 Tiles: TypeAlias = tuple[tuple[int, PackedTile, PackedTile], ...]
+
 TILES: Final[Tiles] = (
     (16, PackedTile(16, 4, 1, 6, 4, True), PackedTile(16, 4, 2, 4, 3, True)),
     (32, PackedTile(32, 4, 1, 6, 3, True), PackedTile(32, 4, 1, 6, 3, True)),

@@ -84,8 +84,8 @@ def _apply(
 ):  # fmt: skip
     """CHUNKS: whether kernels of chunks have moved states in this step.
 
-    ONE: whether each request has one token at most. The history then is no state of a loop, which
-    takes a third of the registers, and a multiprocessor runs twice as many programs.
+    ONE: whether each request has one token at most. The kernel then keeps no history across tokens,
+    and the compiler gives it two thirds of the registers.
     """
     WIDTH: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
     OF_KEY: tl.constexpr = HEADS // KEY_HEADS
