@@ -25,7 +25,8 @@ class BlockTables:
     tables    int32 [n, P]: the pages of each context. The entries after the last page are
               undefined.
     contexts  int32 [n]: the tokens in these pages.
-    longest   the largest number of tokens of a context for which the tables have room.
+    longest   the largest number of tokens of a context for which the tables have room: P pages.
+              Always whole pages: XQA derives the row stride of the table from it.
     """
 
     def __init__(

@@ -36,6 +36,14 @@ def test_tables_have_the_pages_of_each_context() -> None:
     assert blocks.longest == 12
 
 
+@pytest.mark.parametrize("window", [None, 2, 5])
+def test_the_longest_context_fills_the_last_column(window: int | None) -> None:
+    step = make_step([2, 0], [1, 8], [1, 1])  # 9 tokens: the third page has one token
+    for captured in (False, True):
+        blocks = BlockTables(make_pool(), step, window, captured=captured)
+        assert blocks.longest == blocks.tables.shape[1] * PAGE
+
+
 @pytest.mark.parametrize(
     ("start", "length", "window", "tokens", "pages"),
     [
