@@ -50,15 +50,15 @@ class BlockTables:
         """Fill both tensors from the page table, the starts and the lengths of the step."""
         step, columns = self._step, self.tables.shape[1]
         torch.add(step.device_start, step.device_lengths, out=self.contexts)
-        pages = step.page_table.index_select(0, step.device_rows)
         if self._window is None:
-            self.tables.copy_(pages[:, :columns])
+            pages = step.page_table[:, :columns]
+            torch.index_select(pages, 0, step.device_rows, out=self.tables)
             return
         first = first_pages(step.device_start, self._window, self._size)
         self.contexts -= first * self._size
         places = first.unsqueeze(1) + torch.arange(columns, device=first.device)
-        places = places.clamp(max=pages.shape[1] - 1).long()
-        torch.gather(pages, 1, places, out=self.tables)
+        places = places.clamp(max=step.page_table.shape[1] - 1)
+        self.tables.copy_(step.page_table[step.device_rows.unsqueeze(1), places])
 
 
 def chip_obstacle(device: torch.device, majors: Sequence[int]) -> str | None:
