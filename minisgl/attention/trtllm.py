@@ -33,6 +33,8 @@ from minisgl.build.versions import package_obstacle
 from minisgl.kvcache.pool import KVPool
 
 _OLDEST = "0.7"
+# The extra gpu allows FlashInfer 0.6 too, so pip would keep an installed 0.6.
+_REMEDY = f"pip install 'flashinfer-python>={_OLDEST},<0.8'"
 _COMPILED_MAJOR = 10  # the compute capability of which FlashInfer has compiled kernels
 _MAJORS = (9, _COMPILED_MAJOR, 12)
 _WORKSPACE_BYTES = 128 * 2**20  # the size that FlashInfer's documentation recommends
@@ -56,7 +58,7 @@ class TrtllmAttention(AttentionBackend):
     def obstacle(cls, needs: AttentionNeeds) -> str | None:
         return (
             super().obstacle(needs)
-            or package_obstacle("flashinfer-python", _OLDEST, "pip install minisgl[gpu]")
+            or package_obstacle("flashinfer-python", _OLDEST, _REMEDY)
             or chip_obstacle(needs.device, _MAJORS)
         )
 

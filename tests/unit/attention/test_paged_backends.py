@@ -4,6 +4,7 @@ The stand-ins compute in torch the functions that FlashInfer 0.7 and flash-attn-
 arguments that the backends pass. tests/gpu runs the packages themselves.
 """
 
+import re
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packaging.requirements import Requirement
 from torch import Tensor
 
 from minisgl.attention.base import (
@@ -317,6 +319,21 @@ def test_models_that_a_backend_cannot_run_are_refused(
     resolve_phases(name, GPU)
     with pytest.raises(ConfigError, match=says):
         resolve_phases(name, GPU._replace(**needs))
+
+
+def test_the_remedy_of_an_old_flashinfer_excludes_it(
+    arch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip keeps an installed version that the remedy allows."""
+    monkeypatch.setattr("minisgl.build.versions.version", lambda package: "0.6.18")
+    with pytest.raises(ConfigError, match=r"0\.7 or later, not 0\.6\.18") as refused:
+        resolve_phases("trtllm", GPU)
+    remedy = re.search(r"pip install '(.+?)'", str(refused.value))
+    assert remedy is not None
+    requirement = Requirement(remedy[1])
+    assert requirement.name == "flashinfer-python"
+    versions = ["0.6.13", "0.6.18", "0.7.0", "0.7.2", "0.8.0"]
+    assert list(requirement.specifier.filter(versions)) == ["0.7.0", "0.7.2"]
 
 
 def test_a_cpu_and_other_gpus_are_refused(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
