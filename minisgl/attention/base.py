@@ -57,16 +57,16 @@ PLAIN = AttentionRule()
 class AttentionNeeds(NamedTuple):
     """The requirements of a model.
 
-    dtype: of queries, and of keys and values as attention reads them. fp8_kv: whether the pool
-    stores them as FP8 (KVSpec.fp8). rules: those of all layers. page_size: tokens of a page.
+    dtype: of queries, and of keys and values as attention reads them. page_size: tokens of a page.
+    rules: those of all layers. fp8_kv: whether the pool stores keys and values as FP8 (KVSpec.fp8).
     """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
+    page_size: int
     rules: frozenset[AttentionRule] = frozenset({PLAIN})
     fp8_kv: bool = False
-    page_size: int = 16
 
 
 class Capabilities(NamedTuple):

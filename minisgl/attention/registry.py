@@ -87,8 +87,8 @@ def _phases_over(
 ) -> tuple[type[AttentionBackend], type[AttentionBackend]]:
     """The backends of prefill and of decode for the layers of a pool. Raises ConfigError."""
     spec = pool.spec
-    shape = (spec.dtype, spec.head_dim, frozenset(rules), spec.fp8, pool.page_size)
-    needs = AttentionNeeds(pool.device, *shape)
+    shape = (spec.dtype, spec.head_dim, pool.page_size)
+    needs = AttentionNeeds(pool.device, *shape, frozenset(rules), spec.fp8)
     reason = ATTENTION_BACKENDS[0].obstacle(needs)
     if "auto" in name and reason is not None and pool.device.type != "cpu":
         logger.warning("attention runs on torch and is slow; flashinfer cannot run: %s", reason)

@@ -115,9 +115,9 @@ def resolve(
             device,
             dtype,
             spec.head_dim,
+            config.page_size,
             frozenset(model.rules[i] for i in pool),
             fp8,
-            config.page_size,
         )
         for spec, pool in zip(specs, model.pools, strict=True)
     )

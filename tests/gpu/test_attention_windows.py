@@ -32,7 +32,7 @@ def modules(request: pytest.FixtureRequest) -> None:
     }
     kernels = set()
     for dim, _, rule in (CASES[case] for case in chosen):
-        needs = AttentionNeeds(CUDA, torch.bfloat16, dim, frozenset({rule}))
+        needs = AttentionNeeds(CUDA, torch.bfloat16, dim, 16, frozenset({rule}))
         kernels |= set(
             attention_kernels("flashinfer", [needs], [10 * capability[0] + capability[1]])
         )

@@ -34,7 +34,7 @@ DECODING = [(0, 1), (700, 1), (4500, 1), (15, 1), (63, 1), (64, 1), (17, 1), (90
 def make_scene(name: str, case: str, page_size: int, reqs: list[tuple[int, int]]) -> Scene:
     """The scene of a case, with its keys stored. Skips a case that the backend refuses."""
     dim, _, rule = (CASES | PLAIN_CASES)[case]
-    needs = AttentionNeeds(CUDA, torch.bfloat16, dim, frozenset({rule}), page_size=page_size)
+    needs = AttentionNeeds(CUDA, torch.bfloat16, dim, page_size, frozenset({rule}))
     reason = BACKENDS[name].obstacle(needs)
     if reason is not None:
         pytest.skip(f"{name}: {reason}")

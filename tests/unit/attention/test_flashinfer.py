@@ -39,7 +39,7 @@ from tests.examples import examples
 
 CPU = torch.device("cpu")
 Q_HEADS, KV_HEADS, DIM, ROWS = 4, 2, 64, 6
-GPU = AttentionNeeds(torch.device("cuda"), torch.bfloat16, 64)
+GPU = AttentionNeeds(torch.device("cuda"), torch.bfloat16, 64, page_size=16)
 
 
 class Wrapper:

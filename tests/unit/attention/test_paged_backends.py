@@ -41,7 +41,7 @@ from minisgl.kvcache.pool import KVPool, KVSpec
 from tests.examples import examples
 
 CPU = torch.device("cpu")
-GPU = AttentionNeeds(torch.device("cuda"), torch.bfloat16, 128)
+GPU = AttentionNeeds(torch.device("cuda"), torch.bfloat16, 128, page_size=16)
 Q_HEADS, KV_HEADS, DIM, ROWS, LONGEST = 4, 2, 64, 6, 400
 
 

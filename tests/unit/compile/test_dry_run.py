@@ -67,7 +67,7 @@ def test_a_dry_run_replaces_the_backends_of_gpus_alone(
     monkeypatch.setattr("minisgl.build.versions.version", lambda package: "4.1")
     spec = KVSpec(kv_heads=2, head_dim=64, dtype=torch.bfloat16)
     pool = KVPool(spec, layers=(0,), num_pages=1, page_size=16, device=META)
-    needs = AttentionNeeds(torch.device("cuda"), spec.dtype, spec.head_dim)
+    needs = AttentionNeeds(torch.device("cuda"), spec.dtype, spec.head_dim, pool.page_size)
     resolved = on_meta(name, [needs])
     backend = create_attention_backend(resolved, pool, 4, added=(MetaAttention,))
     assert isinstance(backend, PhasedAttention)
