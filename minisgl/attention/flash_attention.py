@@ -1,8 +1,10 @@
 """Attention by flash-attn-4: FlashAttention in the CuTe DSL, a beta, over the pages of the pool.
 
-It compiles a kernel at the first call with new options: one for prefill and one for each number of
-new tokens of decode requests, so the warm-up compiles them all. The kernels of Hopper do not split
-a context, so long contexts of few decode requests leave most of the GPU idle.
+It compiles a kernel at the first call with new options. On Hopper it compiles one for prefill and
+one for each number of new tokens of decode requests, so the warm-up compiles them all. On Blackwell
+the kernel also depends on the numbers of new tokens and requests of a step, so a step after the
+warm-up may compile one. The kernels of Hopper do not split a context, so long contexts of few
+decode requests leave most of the GPU idle.
 Source: https://github.com/Dao-AILab/flash-attention, flash_attn/cute.
 """
 
@@ -133,7 +135,7 @@ class _Prompts(_Paged):
     ) -> None:
         super().__init__(pool, rule, run, BlockTables(pool, step, rule.window))
         self.blocks.compute()
-        # Without a maximum of the query lengths, all steps run the same compiled kernel.
+        # Without a maximum of the query lengths, all steps on Hopper run the same compiled kernel.
         self.options["cu_seqlens_q"] = prefix_sums(step.device_lengths)
 
     def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:

@@ -117,11 +117,17 @@ class MetaCommunicator(SingleCommunicator):
 
 
 class MetaAttention(AttentionBackend):
-    """The backends of GPUs without the kernels of other packages: launches minisgl's kernels only.
+    """Replaces the backends of GPUs. It launches the kernels of minisgl only.
 
-    Pools of heads that FlashInfer does not take run torch, as in a server. The kernels of other
-    packages cannot take meta tensors. `minisgl compile` builds the modules of FlashInferAttention
-    by name (attention_kernels).
+    The kernels of other packages cannot take meta tensors. `minisgl compile` builds the modules of
+    FlashInferAttention by name (attention_kernels). A server compiles the kernels of trtllm and
+    flash-attention itself, at their first call.
+
+    Decode steps launch minisgl's decode kernel, which also normalises, rotates and stores the new
+    tokens. Decode by trtllm or flash-attention needs another kernel for this, qk_norm_rope_store.
+    Only the prefill steps of the dry run launch it. Its compiled code is the same in both phases.
+
+    If FlashInfer does not support the head size of a pool, torch attends, as in a server.
     """
 
     name = "meta"
@@ -158,7 +164,8 @@ def _run_nothing(q: Tensor, *keys_and_values: object, out: Tensor, return_lse: b
 def on_meta(name: str, needs: Sequence[AttentionNeeds]) -> str:
     """Return the setting for the backends of `name`, with MetaAttention in place of those of GPUs.
 
-    needs: as Resolved.attention_needs. MetaAttention takes all pools if it takes one.
+    needs: as Resolved.attention_needs. If one pool has a backend of GPUs, MetaAttention takes all
+    pools of that phase.
     """
     names = []
     for backends in zip(*(resolve_phases(name, each) for each in needs), strict=True):
