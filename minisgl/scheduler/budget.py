@@ -2,11 +2,12 @@
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain
 
 import numpy as np
 
-from minisgl.core import StepWork
+from minisgl.core import StepCost, StepWork
 from minisgl.core.config import smallest_chunk
 from minisgl.scheduler.image_prices import ImagePrices
 from minisgl.scheduler.request import Req
@@ -70,13 +71,9 @@ def image_prices(
     if view.config.target_step_ms is None or not work.tokens or first is None:
         return prices
     start, _ = view.rest(first)
-
-    def step_s(chunk: int) -> float:
-        pairs = chunk * (start + chunk // 2)
-        return cost.predict_s(work._replace(tokens=work.tokens + chunk, prefill_pairs=pairs))
-
-    most_s = max(_limit_s(view, prefilling, work, urgent), step_s(tokens))
-    return prices._replace(spare_s=lambda chunk: most_s - step_s(chunk))
+    most_s = max(_limit_s(view, prefilling, work, urgent), _step_s(cost, work, start, tokens))
+    # A plan calls it for each waiting client, mostly with the same chunks.
+    return prices._replace(spare_s=cache(lambda chunk: most_s - _step_s(cost, work, start, chunk)))
 
 
 def further_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:
@@ -171,15 +168,13 @@ def _tokens_within(
     hardly longer. In a limit between the two times, prompts would wait for seconds.
     """
     sizes, (start, _) = view.sizes, view.rest(next(chain(prefilling, view.waiting)))
-    num_decode, keys, _, reqs, _ = work
-    most, cost = view.config.prefill_budget_tokens, view.cost
+    num_decode, most, cost = work.tokens, view.config.prefill_budget_tokens, view.cost
 
     def step_s(tokens: int) -> float:
-        chunk = tokens - num_decode
-        return cost.predict_s(StepWork(tokens, keys, chunk * (start + chunk // 2), reqs))
+        return _step_s(cost, work, start, tokens - num_decode)
 
     def is_slow(tokens: int) -> bool:
-        added_s = cost.predict_s(StepWork(tokens, keys, 0, reqs)) - cost.predict_s(work)
+        added_s = cost.predict_s(work._replace(tokens=tokens)) - cost.predict_s(work)
         return (tokens - num_decode) * cost.predict_s(StepWork(most)) < LEAST_RATE * most * added_s
 
     smallest = bisect_left(sizes, num_decode + smallest_chunk(view.memory.page_size))
@@ -190,3 +185,9 @@ def _tokens_within(
             break
         chosen += 1
     return sizes[chosen] - num_decode
+
+
+def _step_s(cost: StepCost, work: StepWork, start: int, chunk: int) -> float:
+    """Return the seconds of a step with decoding rows (work) and a chunk from token `start` on."""
+    pairs = chunk * (start + chunk // 2)
+    return cost.predict_s(work._replace(tokens=work.tokens + chunk, prefill_pairs=pairs))

@@ -99,14 +99,20 @@ class Filling:
         the step before was such a step.
         """
         view, table = self._view, self._view.table
-        if len(view.waiting.clients) < 2 or view.waiting.several_priorities:
+        is_shared = len(view.waiting.clients) > 1 and not view.waiting.several_priorities
+        if not is_shared or view.carry.paused_steps:
             return decode, {}
         served = {*table.client[view.with_paused(view.decode_rows)].tolist()}
         number = view.waiting.clients
         keys = [(level, client) for level, clients in self.levels() for client in clients]
-        first = {key: self._first_tokens(*key) for key in keys if number[key[1]] not in served}
-        needed = sum(first.values())
-        if not 0 < needed <= budget or view.carry.paused_steps:
+        first, needed = {}, 0
+        for key in keys:
+            if number[key[1]] not in served:
+                first[key] = self._first_tokens(*key)
+                needed += first[key]
+            if needed > budget:
+                return decode, {}
+        if not first:
             return decode, {}
         kept = np.zeros(len(decode.rows), dtype=np.bool_)
         kept[np.unique(table.call[decode.rows], return_index=True)[1]] = True

@@ -54,7 +54,8 @@ class ImageRoom:
         """
         self._images, self._chunks, self._least, self._divides = images, chunks, least, divides
         self._limits, self._left = images.limits, images.limits.rows
-        self._prices, self._price = ImagePrices(0, 0.0), 0  # of the encodings so far
+        self._prices = ImagePrices(0, 0.0)
+        self._price, self._taken = 0, 0  # of the encodings so far, and the tokens that they take
         self._counted: set[ImageKey] = set()
         self._opened: ImageKey | None = None
         self._parts: dict[ImageKey, EncodePart] = {}
@@ -187,11 +188,11 @@ class ImageRoom:
 
     def _tokens(self, price: int) -> int:
         """Return the prompt tokens that further encodings of this price take."""
-        return self._prices.tokens(self._price + price) - self._prices.tokens(self._price)
+        return self._prices.tokens(self._price + price) - self._taken
 
     def _within(self, budget: int) -> int:
         """Return the highest price of further encodings that take these prompt tokens."""
-        return self._prices.price(self._prices.tokens(self._price) + budget) - self._price
+        return self._prices.price(self._taken + budget) - self._price
 
     def _new(self, req: Req, start: int) -> Iterator[tuple[PromptImage, int, int]]:
         """Yield the images of `req` with tokens from `start` on.
@@ -249,7 +250,7 @@ class ImageRoom:
         else:
             self._opened = key
         taken = self._tokens(whole - price)
-        self._price += whole - price
+        self._price, self._taken = self._price + whole - price, self._taken + taken
         return taken
 
     def _count(self, image: PromptImage, count: int) -> None:
