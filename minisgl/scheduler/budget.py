@@ -20,8 +20,8 @@ STRETCH = 2.0
 # No chunk makes a step longer than this. On a CPU, one chunk of a long prompt takes minutes without
 # this limit. A GPU is hardly ever above it. The server counts as stalled after 3 s (Watchdog).
 MAX_STEP_S = 2.0
-# A step whose prompts are all of later priorities takes at most this many times the decode-only
-# step, or max_slowdown times if that is less.
+# LOW_SLOWDOWN replaces a larger max_slowdown in a step whose prompts are all of later priorities. A
+# longer step-time target still holds.
 LOW_SLOWDOWN = 1.5
 # A queue with n times LONG_QUEUE_S of prefill time multiplies the limit of the step time by n, but
 # at most by MAX_QUEUE_FACTOR. Even then, running streams get about ten tokens per second.
