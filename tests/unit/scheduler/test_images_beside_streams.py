@@ -1,9 +1,12 @@
 """Images beside streams: several steps divide an encoding, and no step exceeds its limit."""
 
+from unittest.mock import patch
+
 import msgspec
 import pytest
 
 from minisgl.core import SchedulerConfig, StepCost, StepWork
+from minisgl.scheduler.plan import plan
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.fake_images import image_limits, prompt_with
 from tests.unit.scheduler.harness import Harness
@@ -202,3 +205,21 @@ def test_an_image_of_the_first_priority_is_priced_beside_the_streams_of_its_step
     assert harness.answers[uid].tokens == expected_output(prompt, 4, ignore_eos=True)
     steps = [batch for batch in harness.engine.batches if batch.images and batch.num_decode]
     assert 0.02 < max(batch.predict_s(cost) for batch in steps) <= 0.03
+
+
+def predictions(clients: int) -> int:
+    """The number of predicted step times of a plan in which each client has an image request."""
+    harness = beside_streams()
+    for seed in range(clients):
+        ask_for(harness, seed, client=f"{seed}")
+    harness.step()
+    spied = patch.object(StepCost, "predict_s", autospec=True, side_effect=StepCost.predict_s)
+    with spied as calls:
+        plan(harness.scheduler.view)
+    return calls.call_count
+
+
+def test_a_plan_predicts_no_further_steps_for_further_clients_with_images() -> None:
+    """Regression: a plan with 300 such clients took 12 ms of CPU time."""
+    few, many = predictions(30), predictions(60)
+    assert many < 1.2 * few
