@@ -13,10 +13,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
+from bench.campaign_plan import CampaignRow, Subject, read_plan, rows_of, values_of
 from bench.clocks import Clocks
 from bench.records import RESULTS, Figure, write_record
 from bench.runner import last_json, output_of, record_of
@@ -25,121 +25,8 @@ from minisgl.benchmark.server_process import start_server
 from minisgl.core import ConfigError
 from minisgl.demo import model_path
 
-_PLAN = Path(__file__).with_name("campaigns.toml")
 _TRACE = "agents.jsonl"  # the file of a synthetic trace
 _DEMO = "demo"  # the name of the embedded model in bench/campaigns.toml
-
-
-class Program(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A command that measures.
-
-    columns     paths in the JSON of its last line, by the column of the record.
-    smoke       flags of a short run with the demo model.
-    serves      it sends requests to a server that the campaign starts.
-    own_caches  environment variables that name an empty folder during a run.
-    """
-
-    command: str
-    columns: dict[str, str]
-    smoke: str = ""
-    serves: bool = False
-    own_caches: tuple[str, ...] = ()
-
-
-class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One program, run for a subject.
-
-    program  its name.
-    trace    flags of `python -m bench trace`, whose file {trace} in `flags` is.
-    label    follows the name of the subject in the name of the row.
-    seconds  of all runs on one H200, without the start of a shared server.
-    values   columns that are known before the run.
-    repeat   number of runs; the record has the medians.
-    """
-
-    program: str
-    flags: str
-    seconds: float
-    trace: str = ""
-    label: str = ""
-    values: dict[str, float] = {}
-    repeat: int = 1
-
-
-class Subject(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model that is measured.
-
-    flags    of the engine.
-    start_s  seconds until a server of it is ready.
-    """
-
-    name: str
-    model: str
-    points: tuple[str, ...]
-    flags: str = ""
-    start_s: float = 40.0
-
-
-class CampaignPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The content of bench/campaigns.toml."""
-
-    programs: dict[str, Program]
-    points: dict[str, Point]
-    campaigns: dict[str, list[Subject]]
-
-
-class CampaignRow(NamedTuple):
-    """One point of one subject."""
-
-    subject: Subject
-    point: Point
-    program: Program
-
-    @property
-    def name(self) -> str:
-        return ", ".join(filter(None, (self.subject.name, self.point.label)))
-
-
-def read_plan() -> CampaignPlan:
-    """Return the plan of all campaigns."""
-    return msgspec.toml.decode(_PLAN.read_bytes(), type=CampaignPlan)
-
-
-def rows_of(plan: CampaignPlan, campaign: str, only: Sequence[str] = ()) -> list[CampaignRow]:
-    """Return the rows of a campaign. Raises ConfigError.
-
-    only: a name of a row has one of these texts, from the start of a word on.
-    """
-    rows = [
-        CampaignRow(subject, plan.points[name], plan.programs[plan.points[name].program])
-        for subject in plan.campaigns[campaign]
-        for name in subject.points
-    ]
-    chosen = [row for row in rows if not only or any(f" {text}" in f" {row.name}" for text in only)]
-    if not chosen:
-        names = "; ".join(row.name for row in rows)
-        raise ConfigError(
-            f"no row of {campaign} has a name with one of {list(only)}; rows: {names}"
-        )
-    return chosen
-
-
-def values_of(row: CampaignRow, found: object) -> dict[str, float]:
-    """Return the columns of a row from the JSON of its program. Raises ConfigError."""
-    return row.point.values | {
-        column: _number(found, path, column) for column, path in row.program.columns.items()
-    }
-
-
-def _number(found: object, path: str, column: str) -> float:
-    for part in path.split("/"):
-        if isinstance(found, dict):
-            found = found.get(part)
-        elif isinstance(found, list) and found:
-            found = found[int(part)]
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        raise ConfigError(f"the program's JSON has no number {path}, so there is no {column}")
-    return found * (1e3 if column.endswith("_ms") else 1e2 if column.endswith("_percent") else 1)
 
 
 class Campaign:
@@ -205,8 +92,13 @@ class Campaign:
         return values_of(row, last_json(output)) | clocks.values()
 
     def shown(self, row: CampaignRow) -> str:
-        """Return the command of a row as a line for a shell, with its own server and its trace."""
-        command = shlex.join(self.command(row))
+        """Return the command of a row as a line for a shell, with its own server and its trace.
+
+        Rows of a campaign that differ only in their caches have different lines: bench/results
+        keeps one record of each line.
+        """
+        caches = [f"{name}=$(mktemp -d)" for name in row.program.own_caches]
+        command = " ".join([*caches, shlex.join(self.command(row))])
         if not row.point.trace:
             return command
         return f"{shlex.join(_trace_command(row))} > {_TRACE} && {command}"
@@ -270,6 +162,13 @@ def main(argv: Sequence[str]) -> int:
         metavar="TEXT",
         help="run the rows whose names have this text at the start of a word; may be repeated",
     )
+    parser.add_argument(
+        "--row",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run the row of this name; may be repeated, also beside --only",
+    )
     parser.add_argument("--list", action="store_true", help="show the rows and their commands")
     parser.add_argument(
         "--budget",
@@ -296,7 +195,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.results is None and not options.smoke:
         options.results = RESULTS
-    rows = rows_of(plan, options.name, options.only)
+    rows = rows_of(plan, options.name, options.only, options.row)
     if options.engine != "minisgl" and options.url is None:
         parser.error("--engine names the engine of the server at --url; give --url")
     if options.url is not None and not all(row.program.serves for row in rows):

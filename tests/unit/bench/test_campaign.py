@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from bench import campaign, runner
-from bench.campaign import Campaign, main, read_plan, rows_of, values_of
+from bench.campaign import Campaign, main
+from bench.campaign_plan import read_plan, rows_of, values_of
 from bench.clocks import Clocks, cpu_shares
 from bench.records import read_records
 from minisgl.benchmark.server_process import RunningServer
@@ -53,6 +54,33 @@ def test_every_campaign_has_rows_with_different_names() -> None:
     for name in plan.campaigns:
         labels = [row.name + str(row.program.own_caches) for row in rows_of(plan, name)]
         assert len(labels) == len(set(labels))
+
+
+@pytest.mark.parametrize("name", sorted(read_plan().campaigns))
+def test_every_row_has_a_command_of_its_own(name: str) -> None:
+    """Regression: warm and cold starts had one command, so the record of one was lost."""
+    campaign = Campaign(Namespace(budget=1.0, model=None, smoke=False))
+    shown = [campaign.shown(row) for row in rows_of(read_plan(), name)]
+    assert len(shown) == len(set(shown))
+    if name == "start":
+        caches = "TRITON_CACHE_DIR=$(mktemp -d) FLASHINFER_WORKSPACE_BASE=$(mktemp -d) minisgl "
+        assert [line.startswith(caches) for line in shown] == [False, True] * 2
+
+
+def test_rows_are_chosen_by_a_text_or_by_their_whole_name() -> None:
+    def names(*only: str, named: list[str] | None = None) -> list[str]:
+        return [row.name for row in rows_of(read_plan(), "peers", only, named or [])]
+
+    assert names(named=["Qwen3-8B"]) == ["Qwen3-8B"]
+    assert names("Qwen3-8B, 8,192 in, 1,024 out, 64", named=["Qwen3-0.6B"]) == [
+        "Qwen3-8B, 8,192 in, 1,024 out, 64 at once",
+        "Qwen3-0.6B",
+    ]
+    assert len(names("Qwen3-8B")) > len(names("Qwen3-8B, README"))
+    with pytest.raises(
+        ConfigError, match="no row of peers is named \\['Qwen3-9B', 'Qwen'\\]; rows"
+    ):
+        names("Qwen3-9B", "Qwen3-8B", named=["Qwen"])
 
 
 def test_the_latency_curve_has_eight_loads_or_more() -> None:
