@@ -13,6 +13,7 @@ from minisgl.utils import near_names, setup_logging, supervise
 NAMES = {
     "attack": "time of /livez, memory, and first tokens of other clients while clients attack",
     "campaign": "the rows of a table of docs/benchmarks.md, as records in bench/results",
+    "collect": "adds results of other machines to bench/results, and prints them as a table",
     "divergence": "next-token distributions of a quantised model against those of the model itself",
     "drafts": "speed of code edits with and without drafts; the edits are real, the weights random",
     "host_copies": "copies of KV pages between a GPU and host memory",

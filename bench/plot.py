@@ -113,7 +113,7 @@ ALL: tuple[Picture | Curve, ...] = (
     ),
     Picture(
         "agents",
-        "Prefix cache of Qwen3-8B on one H200: prompt tokens that are hits, %",
+        "Prefix cache on one H200: prompt tokens that are hits, %",
         (
             Series("measured", "hits_percent"),
             Series("ideal LRU cache of the same size", "ideal_lru_percent"),
