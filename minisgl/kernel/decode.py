@@ -13,12 +13,14 @@ from minisgl.kernel.rotary import qk_norm_rope_store
 
 # A thread of the decode kernel uses 255 registers, so eight warps fill a multiprocessor.
 _WARPS_PER_MULTIPROCESSOR = 8
+_WIDE_HEAD = 512  # elements of a head from which one program fills a multiprocessor
 
 
 class DecodeScratch(NamedTuple):
     """Device memory of the decode attention kernel, for up to N requests and G programs.
 
-    Q is the largest number of new tokens of a request.
+    A program has fewest_warps or more; G counts those that run at the same time if it has the
+    fewest. Q is the largest number of new tokens of a request.
     All layers of a step with the same window share one scratch. Two calls that may run at the same
     time need two.
 
@@ -40,6 +42,17 @@ class DecodeScratch(NamedTuple):
     tokens: Tensor
 
 
+def fewest_warps(head_dim: int) -> int:
+    """Return the smallest number of warps of a program of the Triton kernel.
+
+    Each warp holds all queries of a KV head, and a part of their outputs. The kernel pads the
+    queries to 16 or more. 16 queries of 512 elements take 128 registers of each thread. The outputs
+    then take 64 registers in a program of four warps, and the hot loop spills. In a program of
+    eight warps they take 32.
+    """
+    return _WARPS_PER_MULTIPROCESSOR if head_dim >= _WIDE_HEAD else 1
+
+
 def decode_scratch(
     reqs: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device, queries: int = 1
 ) -> DecodeScratch:
@@ -52,7 +65,7 @@ def decode_scratch(
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     rows = q_heads // kv_heads * queries
-    programs = multiprocessors * _WARPS_PER_MULTIPROCESSOR  # of one warp each
+    programs = multiprocessors * (_WARPS_PER_MULTIPROCESSOR // fewest_warps(head_dim))
     return DecodeScratch(
         first=torch.zeros(reqs + 1, dtype=torch.int32, device=device),
         partial_outputs=torch.zeros((2 * programs, rows, head_dim), device=device),

@@ -59,12 +59,16 @@ SHAPES = {
     "gpt-oss": Shape(SINGLE, 1, 8, 64, 16),
     "wide": Shape(SINGLE, 1, 2, 256, 16),
     "group-4": Shape(SINGLE, 1, 4, 256, 64),
+    "d512": Shape(SINGLE, 1, 8, 512, 16),
+    "d512-page-1": Shape(SINGLE, 1, 4, 512, 1),
+    "d512-drafts": Shape(SEVERAL, 8, 4, 512, 64),
     "drafts": Shape(SEVERAL, 8, 8, 64, 16),
     "drafts-page-4": Shape(SEVERAL, 8, 1, 128, 4),
     "wide-drafts": Shape(ONE, 2, 2, 256, 16),
     "last-keys": Shape(LAST_KEYS_ALONE, 4, 2, 128, 16),
 }
 RULES = {
+    "plain": AttentionRule(),
     "window-1": AttentionRule(window=1),
     "window-3": AttentionRule(window=3),
     "window-16": AttentionRule(window=16),
@@ -83,6 +87,9 @@ CASES = [
         "gpt-oss": ["gpt-oss plain", "gpt-oss queries", "sinks plain", "window-3 norm"],
         "wide": ["window-3 norm", "window-128 norm", "cap norm", "all norm"],
         "group-4": ["window-16 norm", "all queries"],
+        "d512": ["plain norm", "plain queries", "all plain"],
+        "d512-page-1": ["plain norm", "window-16 queries"],
+        "d512-drafts": ["plain norm", "all plain"],
         "drafts": ["gpt-oss plain", "window-1 norm", "sinks plain", "cap norm", "all queries"],
         "drafts-page-4": ["window-3 plain", "window-16 norm", "window-128 queries", "all norm"],
         "wide-drafts": ["window-128 norm", "all norm"],
@@ -212,8 +219,9 @@ def test_only_keys_of_windows_are_counted_as_work(
         (2, 256, AttentionRule(window=1024)),
         (4, 256, AttentionRule(window=512)),
         (2, 128, ALL),
+        (8, 512, AttentionRule()),
     ],
-    ids=["gpt-oss", "gpt-oss-full", "gemma-3-12b", "gemma-3-1b", "all"],
+    ids=["gpt-oss", "gpt-oss-full", "gemma-3-12b", "gemma-3-1b", "all", "gemma-4"],
 )
 def test_captured_decode(
     group: int, dim: int, size: int, width: int, rule: AttentionRule, fp8: bool

@@ -14,7 +14,7 @@ from torch import Tensor
 from minisgl.attention.base import AttentionStep, FusedAttention, NormRope
 from minisgl.attention.torch import TorchAttention
 from minisgl.kernel import DecodeScratch, decode_scratch
-from minisgl.kernel.decode import decode
+from minisgl.kernel.decode import decode, fewest_warps
 from minisgl.kernel.fp8 import store_kv
 from minisgl.kernel.rotary import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool, KVSpec
@@ -124,8 +124,9 @@ def poisoned_scratch(scene: Inputs, queries: int) -> DecodeScratch:
         warps = program_warps(
             len(scene.rows), KV_HEADS, scene.q_heads // KV_HEADS, dim, True, queries
         )
-        parts = scratch.partial_outputs[:1].repeat(14 * warps, 1, 1)
-        stats = scratch.softmax_stats[:1].repeat(14 * warps, 1, 1)
+        slots = 14 * warps // fewest_warps(dim)
+        parts = scratch.partial_outputs[:1].repeat(slots, 1, 1)
+        stats = scratch.softmax_stats[:1].repeat(slots, 1, 1)
         scratch = scratch._replace(partial_outputs=parts, softmax_stats=stats)
     return scratch
 
@@ -143,6 +144,8 @@ def poisoned_scratch(scene: Inputs, queries: int) -> DecodeScratch:
         (EACH_FOUR, 8, 16, 64, 16),
         (ONE, 2, 8, 64, 64),
         (ONE, 2, 2, 256, 16),
+        (ONE, 2, 8, 512, 16),
+        (SEVERAL, 8, 2, 512, 1),
         (LAST_KEYS_ALONE, 4, 2, 128, 16),
         (LAST_KEYS_ALONE, 8, 5, 64, 1),
     ],

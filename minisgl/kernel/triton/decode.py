@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from minisgl.kernel.decode import DecodeScratch
+from minisgl.kernel.decode import DecodeScratch, fewest_warps
 from minisgl.kernel.triton.decode_blocks import LOG2E, constants, most_reqs, program_warps
 from minisgl.kernel.triton.decode_blocks import count_blocks as count_blocks
 from minisgl.kernel.triton.decode_kernel import decode_kernel
@@ -65,7 +65,7 @@ def decode(
     pool = page_size, k_pool.stride(1)
     variant = *heads, *pool, turned, normed, window, soft_cap, warps, fp8, most_reqs(scratch)
     _launcher(
-        (len(scratch.partial_outputs) // (2 * warps),),
+        (len(scratch.partial_outputs) * fewest_warps(head_dim) // (2 * warps),),
         tensors,
         (qkv.stride(0), page_table.stride(0)),
         (eps, head_dim**-0.5 * LOG2E, reqs, len(out) if several else None),

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.decode import DecodeScratch
+from minisgl.kernel.decode import DecodeScratch, fewest_warps
 from minisgl.kernel.triton.launch import Constants
 from minisgl.kernel.triton.overlap import converts_fp8, overlaps, shared_bytes
 
@@ -94,6 +94,8 @@ def program_warps(
     reqs: int, kv_heads: int, group: int, head_dim: int, fused: bool, queries: int = 1
 ) -> int:
     """Warps of a program. fused: the kernel normalises and rotates, as in steps without prompts."""
+    if fewest_warps(head_dim) > 1:
+        return fewest_warps(head_dim)
     if queries > 1:
         elements = max(1 << (group * queries - 1).bit_length(), 16) * head_dim
         return min(max(elements // _MOST_SEVERAL, 2), _MOST_WARPS)

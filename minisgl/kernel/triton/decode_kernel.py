@@ -20,11 +20,11 @@ context also normalises and rotates the new key, and stores it and the new value
 it reads that block. No other program reads them.
 
 A program is one warp, and a multiprocessor runs eight programs. No program waits for another: while
-one begins or ends a unit, the other seven read. There are three exceptions to one warp. If large
-heads or groups do not fit into the registers of one warp, a program has two. If there are few units
-(decode_blocks.py), a program has two or four, so that each unit ends sooner. With an FP8 pool such
-a program loads the weights and the angles while the kernel before it still runs. If requests may
-have several new tokens, a program has two to eight.
+one begins or ends a unit, the other seven read. There are four exceptions to one warp. If large
+heads or groups do not fit into the registers of one warp, a program has two. With heads of 512
+elements it has eight. If there are few units (decode_blocks.py), a program has two or four, so that
+each unit ends sooner. With an FP8 pool such a program loads the weights and the angles while the
+kernel before it still runs. If requests may have several new tokens, a program has two to eight.
 
 One operand of the matrix unit has H rows. It holds the queries of a KV head, then the new key and
 the new value. Each of them is repeated to fill H rows. The kernel drops the results of the new key,

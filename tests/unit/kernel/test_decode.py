@@ -100,3 +100,10 @@ def test_scratch_has_room_for_all_queries_of_a_kv_head() -> None:
     assert one.partial_outputs.shape[1:] == (3, DIM)
     assert four.partial_outputs.shape[1:] == (12, DIM)
     assert four.softmax_stats.shape[1:] == (2, 12)
+
+
+def test_scratch_has_two_parts_for_each_program_that_runs_at_the_same_time() -> None:
+    """A CPU counts as one multiprocessor. It has room for eight warps, which wide heads take."""
+    narrow, wide = (decode_scratch(5, Q_HEADS, KV_HEADS, dim, CPU) for dim in (256, 512))
+    assert (len(narrow.partial_outputs), len(narrow.softmax_stats)) == (16, 16)
+    assert (len(wide.partial_outputs), len(wide.softmax_stats)) == (2, 2)
