@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import PLAIN, AttentionRule, AttentionStep, FusedAttention, NormRope
-from minisgl.kernel import DecodeScratch, balanced_decode, count_blocks, kv_metadata
+from minisgl.kernel import (
+    DecodeScratch,
+    balanced_decode,
+    count_blocks,
+    decode_scratch,
+    kv_metadata,
+)
 from minisgl.kvcache.pool import KVPool
 
 # Room for a plan: a few int32 values for each of several thousand blocks.
@@ -72,6 +78,35 @@ def new_tokens(step: AttentionStep) -> int:
     It is a power of two, and at least the largest number of new tokens of a request of the step.
     """
     return 1 << (int(step.lengths.max()) - 1).bit_length()
+
+
+class BalancedDecodes:
+    """Makes the BalancedDecode of each step for the layers of one rule. All share one scratch."""
+
+    def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None:
+        """q_heads: query heads of this rank."""
+        self._pool, self._q_heads, self._rule = pool, q_heads, rule
+        self._scratch: DecodeScratch | None = None
+
+    def of_step(self, step: AttentionStep) -> BalancedDecode:
+        """Return the attention of a decode step. The caller computes its metadata.
+
+        The first step allocates the scratch: for as many requests as the page table has rows,
+        without the padding row. A step whose requests have more new tokens allocates a larger one.
+        """
+        spec, new = self._pool.spec, new_tokens(step)
+        rows = self._q_heads // spec.kv_heads * new
+        # A graph keeps the scratch of its capture alive, even if a larger one replaces it here.
+        if self._scratch is None or self._scratch.partial_outputs.shape[1] < rows:
+            sizes = (len(step.page_table) - 1, self._q_heads, spec.kv_heads, spec.head_dim)
+            self._scratch = decode_scratch(*sizes, step.page_table.device, new)
+        return BalancedDecode(self._pool, step, self._scratch, self._rule)
+
+    def prepare(self, step: AttentionStep) -> BalancedDecode:
+        """Return the attention of a decode step, with its metadata."""
+        decode = self.of_step(step)
+        decode.compute_metadata()
+        return decode
 
 
 class UnsplitDecode:

@@ -33,18 +33,10 @@ from minisgl.attention.base import (
     InTurn,
     StepAttention,
 )
-from minisgl.attention.decode import BalancedDecode, UnsplitDecode, new_tokens
+from minisgl.attention.decode import BalancedDecodes, UnsplitDecode, new_tokens
 from minisgl.build import compiled
 from minisgl.core.batch import Int32Array
-from minisgl.kernel import (
-    ContextCopy,
-    DecodeScratch,
-    add_sinks,
-    decode_scratch,
-    first_pages,
-    gather_kv,
-    kv_metadata,
-)
+from minisgl.kernel import ContextCopy, add_sinks, first_pages, gather_kv, kv_metadata
 from minisgl.kvcache.pool import KVPool
 
 _MIN_WORKSPACE_BYTES = 128 * 2**20  # the size that FlashInfer's documentation recommends
@@ -142,14 +134,12 @@ class FlashInferAttention(AttentionBackend):
         pays = ContextCopy.may_pay(rule.window, q_heads // spec.kv_heads)
         self._copies = spec.fp8 or (variants[1] == "fa3" and pays)
         self._copy: ContextCopy | None = None
-        self._scratch: DecodeScratch | None = None
+        self._decodes = BalancedDecodes(pool, q_heads, rule)
         self._graph_indices: Tensor | None = None
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         if step.num_decode:
-            decode = BalancedDecode(self._pool, step, self._scratch_of(step), self._rule)
-            decode.compute_metadata()
-            return decode
+            return self._decodes.prepare(step)
         ready = self._many_ready()
         few = int(step.lengths.sum()) <= _FEW_TOKENS or not ready
         prompts = (step.start, step.lengths)
@@ -195,20 +185,12 @@ class FlashInferAttention(AttentionBackend):
         # UnsplitDecode takes one token of each request, and has no window, soft cap or sinks.
         few |= new_tokens(step) > 1 or self._rule != PLAIN
         if few or q_heads <= _SMALL_GROUP * kv_heads or pool.spec.fp8:
-            return BalancedDecode(pool, step, self._scratch_of(step), self._rule)
+            return self._decodes.of_step(step)
         if self._graph_indices is None:
             entries = size * step.page_table.shape[1]
             self._graph_indices = torch.zeros(entries, dtype=torch.int32, device=pool.device)
         memory = (self._workspace, self._graph_indices)
         return UnsplitDecode(pool, *memory, step, self._shape, self._types)
-
-    def _scratch_of(self, step: AttentionStep) -> DecodeScratch:
-        q_heads, kv_heads, _, _ = self._shape
-        rows = q_heads // kv_heads * new_tokens(step)
-        # A graph keeps the scratch of its capture alive, even if a larger one replaces it here.
-        if self._scratch is None or self._scratch.partial_outputs.shape[1] < rows:
-            self._scratch = scratch_for(step, *self._shape[:3])
-        return self._scratch
 
 
 class FlashInferFa2(FlashInferAttention):
@@ -285,15 +267,6 @@ def copy_for(pool: KVPool, step: AttentionStep, window: int | None = None) -> Co
     if window is not None:
         longest = min(longest, int(step.lengths.sum()) + window + pool.page_size)
     return ContextCopy(longest, pool.layer(pool.layers[0])[0], pool.spec.dtype, window)
-
-
-def scratch_for(step: AttentionStep, q_heads: int, kv_heads: int, head_dim: int) -> DecodeScratch:
-    """Decode scratch for as many requests as the page table has rows, without the padding row.
-
-    Its requests have as many new tokens as those of `step`, or fewer.
-    """
-    sizes = (len(step.page_table) - 1, q_heads, kv_heads, head_dim)
-    return decode_scratch(*sizes, step.page_table.device, new_tokens(step))
 
 
 def pages_of(

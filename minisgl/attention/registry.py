@@ -21,6 +21,7 @@ from minisgl.attention.base import (
 from minisgl.attention.flash_attention import FlashAttention
 from minisgl.attention.flashinfer import FlashInferAttention, FlashInferFa2, FlashInferFa3
 from minisgl.attention.torch import TorchAttention
+from minisgl.attention.triton import TritonAttention
 from minisgl.attention.trtllm import TrtllmAttention
 from minisgl.build import AttentionKernel
 from minisgl.core.config import select_backend
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 # In the order of preference: auto takes the first backend that can run.
 ATTENTION_BACKENDS: tuple[type[AttentionBackend], ...] = (
     FlashInferAttention,
+    TritonAttention,
     TorchAttention,
     FlashInferFa2,
     FlashInferFa3,
@@ -54,7 +56,7 @@ def create_attention_backend(
     q_heads: query heads of this rank. rules: the rule of each KV layer, or one rule for all layers.
     added: backends of other packages. windows: the pool of window layers, if it is not `pool`.
     Raises ConfigError for an unknown name, and for a named backend that cannot run with this pool.
-    If auto selects torch on a GPU, a warning gives the reason.
+    If auto leaves prompts on a GPU to torch, a warning gives the reason.
     """
 
     def pool_of(rule: AttentionRule) -> KVPool:
@@ -89,10 +91,12 @@ def _phases_over(
     spec = pool.spec
     shape = (spec.dtype, spec.head_dim, pool.page_size)
     needs = AttentionNeeds(pool.device, *shape, frozenset(rules), spec.fp8)
+    phases = resolve_phases(name, needs, added)
     reason = ATTENTION_BACKENDS[0].obstacle(needs)
     if "auto" in name and reason is not None and pool.device.type != "cpu":
-        logger.warning("attention runs on torch and is slow; flashinfer cannot run: %s", reason)
-    return resolve_phases(name, needs, added)
+        slow = "attention" if phases[1] is TorchAttention else "attention of prompts"
+        logger.warning("%s runs on torch and is slow; flashinfer cannot run: %s", slow, reason)
+    return phases
 
 
 def attention_kernels(

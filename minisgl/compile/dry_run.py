@@ -26,17 +26,17 @@ from minisgl.attention.base import (
     Capabilities,
     StepAttention,
 )
-from minisgl.attention.decode import BalancedDecode
+from minisgl.attention.decode import BalancedDecodes
 from minisgl.attention.flashinfer import (
     ContiguousAttention,
     FlashInferAttention,
     PagedAttention,
     copy_for,
     pages_of,
-    scratch_for,
 )
 from minisgl.attention.registry import resolve_phases
 from minisgl.attention.torch import TorchAttention
+from minisgl.attention.triton import TritonAttention
 from minisgl.core import EngineConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.distributed.peers import PeerMemory
@@ -127,7 +127,8 @@ class MetaAttention(AttentionBackend):
     tokens. Decode by trtllm or flash-attention needs another kernel for this, qk_norm_rope_store.
     Only the prefill steps of the dry run launch it. Its compiled code is the same in both phases.
 
-    If FlashInfer does not support the head size of a pool, torch attends, as in a server.
+    If FlashInfer does not support the head size of a pool, torch computes prompts, as in a server.
+    If the decode kernel does not support it either, torch computes decode steps too.
     """
 
     name = "meta"
@@ -135,25 +136,22 @@ class MetaAttention(AttentionBackend):
 
     def __init__(self, pool: KVPool, q_heads: int, rule: AttentionRule = PLAIN) -> None:
         self._pool, self._rule = pool, rule
-        self._torch: TorchAttention | None = None
-        if pool.spec.head_dim not in FlashInferAttention.capabilities.head_dims:
-            self._torch = TorchAttention(pool, q_heads, rule)
-        self._heads = (q_heads, pool.spec.kv_heads, pool.spec.head_dim)
+        self._torch = TorchAttention(pool, q_heads, rule)
+        self._decodes = BalancedDecodes(pool, q_heads, rule)
+        self._group = q_heads // pool.spec.kv_heads
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         """Prepare a step of one phase. PhasedAttention has split a mixed step before."""
-        if self._torch is not None:
+        kind = TritonAttention if step.num_decode else FlashInferAttention
+        if self._pool.spec.head_dim not in kind.capabilities.head_dims:
             return self._torch.prepare(step)
+        if step.num_decode:
+            return self._decodes.prepare(step)
         pages_of(self._pool, step, self._rule.window)
-        if not step.num_decode:
-            group = self._heads[0] // self._heads[1]
-            if not (self._pool.spec.fp8 or ContextCopy.may_pay(self._rule.window, group)):
-                return PagedAttention(self._pool, _run_nothing)
-            copy = copy_for(self._pool, step, self._rule.window)
-            return ContiguousAttention(self._pool, step, copy, _run_nothing)
-        decode = BalancedDecode(self._pool, step, scratch_for(step, *self._heads), self._rule)
-        decode.compute_metadata()
-        return decode
+        if not (self._pool.spec.fp8 or ContextCopy.may_pay(self._rule.window, self._group)):
+            return PagedAttention(self._pool, _run_nothing)
+        copy = copy_for(self._pool, step, self._rule.window)
+        return ContiguousAttention(self._pool, step, copy, _run_nothing)
 
 
 def _run_nothing(q: Tensor, *keys_and_values: object, out: Tensor, return_lse: bool = False) -> Any:

@@ -1,4 +1,7 @@
-"""Engines of models with windows, sinks and soft caps: FlashInfer against the torch backend."""
+"""Engines of models with windows, sinks and soft caps: steps in graphs against eager torch.
+
+The heads of full layers of Gemma 4 have 512 elements, which FlashInfer does not support.
+"""
 
 import json
 from pathlib import Path
@@ -126,7 +129,7 @@ def _top(result: StepResult, row: int) -> dict[int, float]:
 
 @KV
 @pytest.mark.parametrize("model", MODELS)
-def test_flashinfer_and_torch_give_the_same_log_probabilities(
+def test_graphs_and_eager_torch_give_the_same_log_probabilities(
     model: str, kv: str, tmp_path: Path
 ) -> None:
     """Rounding alone makes the log-probabilities of the two engines differ.
@@ -145,7 +148,8 @@ def test_flashinfer_and_torch_give_the_same_log_probabilities(
         engine = engine_of(model, tmp_path, attention, kv)
         assert engine.window is not None
         engine.warm_up()
-        assert bool(engine._launcher.graphs.pieces) == (attention == "auto")
+        graphs = engine._launcher.graphs
+        assert bool(graphs.decode) == bool(graphs.pieces) == (attention == "auto")
         found.append(results_of(engine))
         engine.close()
     ours, theirs = found

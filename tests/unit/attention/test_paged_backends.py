@@ -34,6 +34,7 @@ from minisgl.attention.registry import (
     resolve_phases,
 )
 from minisgl.attention.torch import TorchAttention
+from minisgl.attention.triton import TritonAttention
 from minisgl.attention.trtllm import TrtllmAttention
 from minisgl.core import ConfigError
 from minisgl.kernel import first_pages, store_kv
@@ -349,4 +350,4 @@ def test_a_cpu_and_other_gpus_are_refused(arch: int, monkeypatch: pytest.MonkeyP
 
 def test_auto_takes_neither(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda module: None)
-    assert resolve_phases("auto", GPU) == (TorchAttention, TorchAttention)
+    assert resolve_phases("auto", GPU) == (TritonAttention, TritonAttention)

@@ -179,7 +179,7 @@ def test_each_layer_follows_its_rule() -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("fast", "'fast' is not known; known: auto, flashinfer, torch"),
+        ("fast", "'fast' is not known; known: auto, flashinfer, triton, torch"),
         ("torch,flashinfer-fa3", "'flashinfer-fa3' cannot be used: it needs a CUDA device"),
         ("flashinfer", "'flashinfer' cannot be used: it needs a CUDA device, not cpu"),
         ("flashinfer,torch", "'flashinfer' cannot be used"),
