@@ -6,11 +6,13 @@ It also chooses the sizes of the CUDA graphs and of the KV pools.
 
 import contextlib
 import itertools
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from minisgl.attention.base import AttentionNeeds
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory, step_sizes
@@ -24,6 +26,8 @@ from minisgl.models.decoder import local_kv_specs
 from minisgl.models.spec import ModelSpec
 from minisgl.utils.process import usable_cores
 
+logger = logging.getLogger(__name__)
+
 _MAX_GRAPH_REQS = 256  # requests of the largest decode graph if cuda_graph_max_bs is not set
 _MAX_PIECE_TOKENS = 4096  # of the largest piecewise graph
 # On an H100, launching a step with prompts takes longer than computing it if its tokens times the
@@ -35,6 +39,7 @@ _HOST_BOUND_WEIGHTS = 100_000_000
 # page has at least as many tokens as a step with drafts (DRAFT_WIDTHS).
 _STATE_PAGES = (16, 32, 64)
 _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
+_USUAL_GAPS = 0.03  # memory that torch may take beyond the weights, as a share of them
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -296,6 +301,25 @@ def window_pages_for(
 def free_bytes(device: torch.device) -> int:
     """Return the free memory of a GPU; 0 for other devices."""
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
+
+
+def log_gaps(model: nn.Module, device: torch.device) -> None:
+    """Log the memory that torch took of a GPU, if it exceeds the loaded weights by 3 %.
+
+    torch takes blocks of memory, and returns a block only when it holds no tensor. The gaps in the
+    other blocks serve steps, but no KV pages.
+    """
+    if device.type != "cuda":
+        return
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    reserved = torch.cuda.memory_reserved(device)
+    if reserved > (1 + _USUAL_GAPS) * weights:
+        logger.warning(
+            "weights leave gaps in GPU memory weight_bytes=%d allocated_bytes=%d reserved_bytes=%d",
+            weights,
+            torch.cuda.memory_allocated(device),
+            reserved,
+        )
 
 
 @contextlib.contextmanager

@@ -122,7 +122,6 @@ class Start:
             if device.type == "cuda":
                 taken = free_before - memory.free_bytes(device)
                 self._limit_rows(memory.kv_bytes_left(self.config, free_before, taken))
-            if device.type == "cuda":
                 with self.startup.phase("compile"):
                     wait_for_kernels()
             with self.startup.phase("kv"):
@@ -241,7 +240,7 @@ class Start:
         return compile_missing(needed)
 
     def _load(self, build: Callable[..., CausalLM]) -> CausalLM:
-        return build(
+        model = build(
             self.resolved.model,
             self.config,
             device=self.device,
@@ -250,6 +249,8 @@ class Start:
             extensions=self._extensions,
             show_progress=self._show_progress,
         )
+        memory.log_gaps(model, self.device)
+        return model
 
     @torch.inference_mode()
     def _capture(

@@ -65,13 +65,19 @@ def fill_random(model: CausalLM, *, show_progress: bool = False) -> None:
     parameters = dict(model.named_parameters())
     quiet = not show_progress
     for placement in Progress(placements_of(model), desc="drawing random weights", disable=quiet):
-        target = parameters[placement.target]
-        if placement.target.endswith("norm.weight"):
-            placement = placement._replace(constant=1.0)
-        if placement.constant is not None or not placement.source.endswith(".bias"):
-            whole = _random(placement, target)
-            _write(target, placement, _cut(placement, whole))
+        _draw(parameters[placement.target], placement)
     _free_temporaries()
+
+
+def _draw(target: Tensor, placement: Placement) -> None:
+    """Draw one tensor of the checkpoint. No variable of the caller keeps it.
+
+    The last one can have GiB. A GPU that still held it would fill it with later tensors.
+    """
+    if placement.target.endswith("norm.weight"):
+        placement = placement._replace(constant=1.0)
+    if placement.constant is not None or not placement.source.endswith(".bias"):
+        _write(target, placement, _cut(placement, _random(placement, target)))
 
 
 def _random(placement: Placement, target: Tensor) -> Tensor:

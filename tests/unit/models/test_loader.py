@@ -4,14 +4,19 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine.check import share_of
+from minisgl.models import loader
 from minisgl.models.build import ModelExtensions, build_model
 from minisgl.models.config import load_model_spec
 from minisgl.models.decoder import CausalLM
@@ -270,3 +275,38 @@ def test_dummy_weights_are_the_same_each_time(checkpoint: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not first["model.layers.0.self_attn.qkv_proj.method.bias"].any()
     assert first["model.layers.0.self_attn.qkv_proj.method.weight"].std() > 0.01
+
+
+class Made(TorchDispatchMode):
+    """Records the storages of all results of operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
+        tensors = (leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        self.storages += [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        return result
+
+
+def test_only_the_parameters_outlive_the_drawing_of_weights(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU keeps the memory of each tensor that lives when the loader frees the temporaries."""
+    model, made = load(checkpoint), Made()
+    kept = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    alive: list[int] = []
+
+    def free() -> None:
+        others = (each for each in made.storages if not each.expired() and each.cdata not in kept)
+        alive.extend(each.cdata for each in others)
+
+    monkeypatch.setattr(loader, "_free_temporaries", free)
+    with made:
+        loader.fill_random(model)
+    assert made.storages
+    assert not alive
