@@ -72,7 +72,7 @@ def _tool(number: int) -> dict[str, Any]:
 
 
 def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run the load against the server at `url`. Returns the summary and all requests."""
+    """Run the load against the server at `url`. Returns the summary, all requests and streams."""
     load = load_of(options)
     background = background_load(options)
     before = read_metrics(url, options.api_key)
@@ -94,8 +94,10 @@ def measure(url: str, options: argparse.Namespace) -> dict[str, Any]:
         page_size = int(after["minisgl_kv_cache_page_size_tokens"])
         sent = sorted(range(len(answers)), key=lambda index: answers[index].sent_s)
         summary |= hit_ratios([load.prompts[index] for index in sent], pages, page_size)
-    rows = [_row(answer, answers[0], options.samples) for answer in answers]
-    return {"summary": summary, "requests": rows}
+    found: dict[str, Any] = {"summary": summary}
+    for name, some in (("requests", answers), ("streams", streams)):
+        found[name] = [_row(answer, answers[0], options.samples) for answer in some]
+    return found
 
 
 def _bodies(load: Load, options: argparse.Namespace) -> list[bytes]:
@@ -176,7 +178,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--priority", type=int, help="priority of the requests")
     parser.add_argument("--obey-eos", action="store_true", help="let requests end at an EOS token")
     parser.add_argument(
-        "--json", type=output_file, help="write settings, summary and requests to this file"
+        "--json",
+        type=output_file,
+        help="write settings, summary, requests and background streams to this file",
     )
     parser.add_argument(
         "--samples", action="store_true", help="with --json: write the time of each event too"

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,20 @@ def test_the_reason_of_failed_background_streams_is_printed(
     assert "error: HTTP 400: " in out
     assert "streams are too long" in out
     assert json.loads(out.splitlines()[-1])["failed"] == 2
+
+
+def test_the_file_has_the_times_of_requests_and_of_background_streams(
+    url: str, tmp_path: Path
+) -> None:
+    """The gaps of streams beside prompts can be compared with the times of the prompts."""
+    load = ["--requests", "2", "--output-tokens", "1", "1", "--beside", "3", "5", "1"]
+    flags = ["--served-name", "m", "--quiet", "--json", str(tmp_path / "run"), "--samples"]
+    main(["--url", url, *flags, *load])
+    found = json.loads((tmp_path / "run").read_text())
+    assert [len(row["outputs_s"]) for row in found["requests"]] == [1, 1]
+    assert [len(row["outputs_s"]) for row in found["streams"]] == [1, 1, 1]
+    assert found["requests"][0]["sent_s"] == 0
+    assert all(row["sent_s"] < row["outputs_s"][0] < 0 for row in found["streams"])
 
 
 def test_a_run_without_one_success_is_an_error(
