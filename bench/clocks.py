@@ -4,6 +4,7 @@ Machines of one kind differ: in clocks under a power limit, and in other work on
 """
 
 import contextlib
+import os
 import shutil
 import subprocess
 import tempfile
@@ -28,12 +29,17 @@ class Clocks:
 
     @contextlib.contextmanager
     def sampled(self) -> Iterator[None]:
-        """Sample until the block ends. Without nvidia-smi, only the CPU."""
+        """Sample until the block ends. Without nvidia-smi, only the CPU.
+
+        The GPUs are those of CUDA_VISIBLE_DEVICES, which nvidia-smi does not read by itself.
+        """
         program, before = shutil.which("nvidia-smi"), _STAT.read_text()
         reader = threading.Thread(target=self._read_cpu)
         reader.start()
         command = [str(program), f"--query-gpu={','.join(_GPU)}", "--format=csv,noheader,nounits"]
         command += ["-lms", str(round(_INTERVAL_S * 1e3))]
+        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            command.append(f"--id={visible}")
         # A file, because a full pipe would stop nvidia-smi during a long row.
         with tempfile.TemporaryFile("w+") as output:
             smi = subprocess.Popen(command, stdout=output) if program else None

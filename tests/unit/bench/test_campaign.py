@@ -150,6 +150,21 @@ def test_shares_of_cpu_time_follow_from_two_readings() -> None:
     assert found == {"cpu_busy_percent": 40, "cpu_stolen_percent": 10}
 
 
+def test_only_visible_gpus_are_sampled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Regression: a row on one GPU of four had the clocks and the power of all four."""
+    program, written = tmp_path / "nvidia-smi", tmp_path / "written"
+    program.write_text(f'#!/bin/sh\necho "$@" > {written}.new\nmv {written}.new {written}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    until_s = time.monotonic() + patience()
+    with Clocks().sampled():
+        while not written.exists():
+            assert time.monotonic() < until_s, "the program does not start"
+            time.sleep(0.01)
+    assert "--id=2,3" in written.read_text().split()
+
+
 def test_gpu_samples_beyond_the_size_of_a_pipe_are_all_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
