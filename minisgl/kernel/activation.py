@@ -5,9 +5,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from minisgl.kernel.dispatch import silu_and_mul
+from minisgl.kernel.dispatch import gelu_and_mul, silu_and_mul
 
 
 class Activation(StrEnum):
@@ -32,8 +31,7 @@ class Activation(StrEnum):
             return silu_and_mul(product)
         if self is Activation.RELU2:
             return torch.relu(product).square_()
-        gate, up = product.chunk(2, dim=-1)
-        return functional.gelu(gate, approximate="tanh") * up
+        return gelu_and_mul(product)
 
 
 class ClampedSwiglu(NamedTuple):

@@ -58,6 +58,7 @@ def _by_device(
 rms_norm = _by_device(elementwise.rms_norm, "norm")
 add_rms_norm = _by_device(elementwise.add_rms_norm, "norm")
 silu_and_mul = _by_device(elementwise.silu_and_mul, "elementwise")
+gelu_and_mul = _by_device(elementwise.gelu_and_mul, "elementwise")
 multiply_sigmoid = _by_device(elementwise.multiply_sigmoid, "elementwise")
 add_sinks = _by_device(elementwise.add_sinks, "elementwise")
 gather_embedding = _by_device(elementwise.gather_embedding, "elementwise")

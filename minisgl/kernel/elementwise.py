@@ -72,6 +72,15 @@ def silu_and_mul(x: Tensor) -> Tensor:
     return functional.silu(gate) * up
 
 
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """gelu(gate) * up, as silu_and_mul. GELU is computed by its approximation with tanh.
+
+    Source: Hendrycks and Gimpel 2016.
+    """
+    gate, up = x.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh") * up
+
+
 def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     """Multiply x by sigmoid(gate), in place, and return it. x, gate: [T, n] of one dtype."""
     return x.mul_(torch.sigmoid(gate))

@@ -74,14 +74,15 @@ def test_add_rms_norm_updates_the_residual(dtype: torch.dtype, rows: int, width:
 
 
 @DTYPES
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_and_mul"])
 @pytest.mark.parametrize(("rows", "width"), [(1, 3072), (5, 12288), (3, 100)])
-def test_silu_and_mul(dtype: torch.dtype, rows: int, width: int) -> None:
+def test_activation_and_mul(dtype: torch.dtype, name: str, rows: int, width: int) -> None:
     from minisgl.kernel.triton import elementwise as kernels
 
+    kernel, reference = (getattr(module, name) for module in (kernels, elementwise))
     x = normal(rows, 2 * width, dtype=dtype) * 3
-    expected = elementwise.silu_and_mul(x.double())
-    assert error(kernels.silu_and_mul(x), expected) < TOLERANCE[dtype]
-    assert kernels.silu_and_mul(x[:0]).shape == (0, width)
+    assert error(kernel(x), reference(x.double())) < TOLERANCE[dtype]
+    assert kernel(x[:0]).shape == (0, width)
 
 
 @DTYPES

@@ -3,12 +3,14 @@
 # mypy: disallow-untyped-decorators=False
 
 import math
+from functools import partial
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.activation import Activation
 from minisgl.kernel.triton.launch import Constants, Launcher
 from minisgl.kernel.triton.overlap import current_device, overlaps
 
@@ -17,7 +19,29 @@ _ELEMENTS = 2048  # elements of an attention output that a program scales
 
 
 @triton.jit
-def _silu_and_mul(x, out, width, x_stride, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+def activated(gate, up, ACTIVATION: tl.constexpr):
+    """The input of the last product, by the name of an Activation. RELU2 does not read `gate`."""
+    if ACTIVATION == "relu2":
+        up = tl.maximum(up, 0.0)
+        value = up * up
+    elif ACTIVATION == "silu":
+        value = gate / (1.0 + tl.exp(-gate)) * up
+    else:  # 0.5 * (1 + tanh(z)) is the sigmoid of 2 z, with 2 * sqrt(2 / pi) = 1.5957691
+        z = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
+        value = gate / (1.0 + tl.exp(-z)) * up
+    return value
+
+
+@triton.jit
+def _activate(
+    x,
+    out,
+    width,
+    x_stride,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -27,11 +51,11 @@ def _silu_and_mul(x, out, width, x_stride, BLOCK: tl.constexpr, OVERLAP: tl.cons
     mask = cols < width
     gate = tl.load(x + row * x_stride + cols, mask=mask).to(tl.float32)
     up = tl.load(x + row * x_stride + width + cols, mask=mask).to(tl.float32)
-    value = gate / (1.0 + tl.exp(-gate)) * up
+    value = activated(gate, up, ACTIVATION)
     tl.store(out + row * width + cols, value.to(out.dtype.element_ty), mask=mask)
 
 
-_silu_launcher = Launcher(_silu_and_mul, current_device)
+_activation_launcher = Launcher(_activate, current_device)
 
 
 @triton.jit
@@ -93,12 +117,24 @@ def _add_sinks(
 
 def silu_and_mul(x: Tensor) -> Tensor:
     """As the reference, but rounded only at the end. x: [..., 2I]. Returns a new [..., I]."""
+    return _activated(x, Activation.SILU)
+
+
+def gelu_and_mul(x: Tensor) -> Tensor:
+    """As silu_and_mul."""
+    return _activated(x, Activation.GELU)
+
+
+def _activated(x: Tensor, activation: Activation) -> Tensor:
+    """activation: one with a gate."""
     rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1])
     width = x.shape[-1] // 2
     out = x.new_empty((*x.shape[:-1], width))
     if out.numel():
         grid = (-(-width // _BLOCK) * rows.shape[0],)
-        _silu_launcher(grid, (rows, out), (width, rows.stride(0)), (), (), _block_constants)
+        sizes, name = (width, rows.stride(0)), activation.value
+        constants = partial(_block_constants, ACTIVATION=name)
+        _activation_launcher(grid, (rows, out), sizes, (), (name,), constants)
     return out
 
 
@@ -112,9 +148,10 @@ def multiply_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     return x
 
 
-def _block_constants() -> Constants:
+def _block_constants(**values: object) -> Constants:
     overlap = overlaps()
-    return Constants({"BLOCK": _BLOCK, "OVERLAP": overlap}, {"num_warps": 4, "launch_pdl": overlap})
+    values = {**values, "BLOCK": _BLOCK, "OVERLAP": overlap}
+    return Constants(values, {"num_warps": 4, "launch_pdl": overlap})
 
 
 def gather_embedding(

@@ -17,7 +17,8 @@ from torch import Tensor, float32, int32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.activation import Activation
-from minisgl.kernel.triton.moe_routing import Layer, Router, activated, choose, rule_of
+from minisgl.kernel.triton.elementwise import activated
+from minisgl.kernel.triton.moe_routing import Layer, Router, choose, rule_of
 from minisgl.kernel.triton.overlap import overlaps
 
 # The weights of a program. _gate_up: rows of gate, as many rows of up, and columns of one load.

@@ -31,9 +31,10 @@ from torch import Tensor, bfloat16, float32
 from minisgl.kernel.activation import Activation
 from minisgl.kernel.fp8_weights import Scales
 from minisgl.kernel.triton import moe_tiles
+from minisgl.kernel.triton.elementwise import activated
 from minisgl.kernel.triton.fp8 import widen
 from minisgl.kernel.triton.fp8_quantise import quantise_rows
-from minisgl.kernel.triton.moe_routing import Blocks, Layer, Matrix, activated, align
+from minisgl.kernel.triton.moe_routing import Blocks, Layer, Matrix, align
 from minisgl.kernel.triton.overlap import overlaps, shared_bytes
 
 _COLUMNS = 1024

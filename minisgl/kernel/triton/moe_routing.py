@@ -38,20 +38,6 @@ _COMPARED = tl.constexpr(32)
 
 
 @triton.jit
-def activated(gate, up, ACTIVATION: tl.constexpr):
-    """The input of the last product, by the name of an Activation. RELU2 does not read `gate`."""
-    if ACTIVATION == "relu2":
-        up = tl.maximum(up, 0.0)
-        value = up * up
-    elif ACTIVATION == "silu":
-        value = gate / (1.0 + tl.exp(-gate)) * up
-    else:  # 0.5 * (1 + tanh(z)) is the sigmoid of 2 z, with 2 * sqrt(2 / pi) = 1.5957691
-        z = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
-        value = gate / (1.0 + tl.exp(-z)) * up
-    return value
-
-
-@triton.jit
 def choose(
     logit,
     gate,

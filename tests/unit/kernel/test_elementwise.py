@@ -17,6 +17,7 @@ from minisgl.kernel import (
     silu_and_mul,
     store_kv,
 )
+from minisgl.kernel.elementwise import gelu_and_mul
 from minisgl.kernel.ssd import gated_group_norm
 
 
@@ -73,6 +74,13 @@ def test_add_linear_adds_in_place(generator: torch.Generator, biased: bool) -> N
 def test_silu_and_mul_takes_the_gate_first() -> None:
     out = silu_and_mul(torch.tensor([[1.0, -2.0, 3.0, 5.0]]))
     expected = [[1 / (1 + math.exp(-1)) * 3, -2 / (1 + math.exp(2)) * 5]]
+    torch.testing.assert_close(out, torch.tensor(expected))
+
+
+def test_gelu_and_mul_takes_the_gate_first() -> None:
+    out = gelu_and_mul(torch.tensor([[1.0, -2.0, 3.0, 5.0]]))
+    halves = [math.tanh(math.sqrt(2 / math.pi) * (g + 0.044715 * g**3)) for g in (1.0, -2.0)]
+    expected = [[0.5 * (1 + halves[0]) * 3, -(1 + halves[1]) * 5]]
     torch.testing.assert_close(out, torch.tensor(expected))
 
 
