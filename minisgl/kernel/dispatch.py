@@ -28,7 +28,9 @@ from minisgl.kernel import (
 )
 from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.elementwise import PendingNorm
-from minisgl.kernel.tilings import FEW_ROWS, Tiling, tiling_for
+from minisgl.kernel.tilings import FEW_ROWS, Tiling, sums_squares, tiling_for
+
+_NORMED_ROWS = 16  # most rows of x for which normed_linear has a kernel
 
 _Rest = ParamSpec("_Rest")
 _Result = TypeVar("_Result")
@@ -105,6 +107,11 @@ def apply_norm(x: Tensor, norm: PendingNorm, weight: Tensor | None = None) -> Te
     return add_rms_norm(norm.addend, x, weight, norm.eps)[0]
 
 
+def is_fused(x: Tensor, norm: PendingNorm) -> bool:
+    """Whether our kernels for few rows apply this norm to x [T, K] themselves."""
+    return norm.squares is not None or (norm.addend is None and sums_squares(*x.shape))
+
+
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -121,6 +128,26 @@ def linear(
     run at the same time need different ones. None means torch's product.
     """
     return _linear(x, weight, bias, semaphores, norm, gated=False)
+
+
+def normed_linear(
+    x: Tensor,
+    weight: Tensor,
+    norm: PendingNorm,
+    norm_weight: Tensor,
+    semaphores: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return x [T, K] after the norm, and its product with weight [N, K], [T, N].
+
+    For weights of few rows. Few rows of x run a kernel that takes the place of the norm's. The
+    squares of the norm are not used. norm_weight: [K]. semaphores: as in `linear`.
+    """
+    if not x.is_cpu and 0 < len(x) <= _NORMED_ROWS and norm.addend is None:
+        from minisgl.kernel.triton import norm as kernels
+
+        return kernels.normed_linear(x, weight, norm_weight, norm.eps)
+    x = apply_norm(x, norm, norm_weight)
+    return x, linear(x, weight, None, semaphores)
 
 
 def gated_linear(
@@ -146,7 +173,7 @@ def _linear(
     gated: bool,
 ) -> Tensor:
     tiling = _tiling(x, weight)
-    if norm is not None and (tiling is None or semaphores is None or norm.squares is None):
+    if norm is not None and (tiling is None or semaphores is None or not is_fused(x, norm)):
         x, norm = apply_norm(x, norm), None
     if tiling is not None and semaphores is not None:
         from minisgl.kernel.triton import linear as kernels

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from minisgl.kernel import fp8_weights
-from minisgl.kernel.dispatch import apply_norm, silu_and_mul
+from minisgl.kernel.dispatch import apply_norm, is_fused, silu_and_mul
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.fp8_tilings import ALIGNED_COLUMNS, EXACT_ROWS, GROUP, fp8_tiling_for
 from minisgl.kernel.fp8_weights import Scales, dequantise
@@ -136,7 +136,7 @@ def _by_kernel(
     x, x_scales = _operand(x, weight, scales, norm, norm_weight)
     if x_scales is not None:
         norm = norm_weight = None
-    elif norm is not None and norm.squares is None:  # no product before this one summed them
+    elif norm is not None and not is_fused(x, norm):
         x, norm = apply_norm(x, norm), None
     given = (x, x_scales, weight, scales, bias, semaphores, tiling, norm, norm_weight)
     return kernels.linear(*given, gated=gated, dtype=dtype)

@@ -36,6 +36,10 @@ class Tiling(NamedTuple):
 
 
 FEW_ROWS: Final = 32  # up to this many rows of x fit into one tile
+# A program sums the squares of x itself for up to this many rows and columns. It holds them in
+# registers while it multiplies.
+SUMMED_ROWS: Final = 4
+_SUMMED_COLUMNS: Final = 4096
 LOWEST_TILE: Final = 64  # smallest height; a row of N outputs has at most N / 64 partial squares
 _MULTIPROCESSORS: Final = 132
 _MOST_ROWS: Final = 256
@@ -52,6 +56,11 @@ _SHORT_TILE_BYTES: Final = 1_100_000
 # In a round each multiprocessor runs at most one program. On average over all rounds, at least this
 # share of the multiprocessors must run one.
 _EVEN: Final = 0.7
+
+
+def sums_squares(num_rows: int, width: int) -> bool:
+    """Whether a product of few rows sums the squares of x [num_rows, width] for a norm itself."""
+    return num_rows <= SUMMED_ROWS and width <= _SUMMED_COLUMNS
 
 
 @lru_cache(maxsize=4096)  # each product calls this; a model has few sizes

@@ -104,6 +104,7 @@ class GatedDelta(Mixer):
 
     in_proj gives queries, keys, values and the gate z of the output. rates_proj gives b and a, the
     write strength and the decay; if it is None, in_proj gives them too.
+    norm_before: the weight of the norm before the mixer, if the product of rates_proj applies it.
     conv: [2 Hk Dk + Hv Dv, TAPS].
     """
 
@@ -129,6 +130,7 @@ class GatedDelta(Mixer):
             rates = (_grouped("in_proj_ba", (ratio, ratio), spec.key_heads, key_heads, tp),)
         self.in_proj = ColumnParallelLinear(build.size, outputs, False, linear)
         self.rates_proj: ColumnParallelLinear | None = None
+        self.norm_before: Tensor | None = None
         if self._can_merge(rates):
             self.in_proj = ColumnParallelLinear(build.size, (*outputs, *rates), False, linear)
         else:
@@ -163,18 +165,36 @@ class GatedDelta(Mixer):
         assert context.state_step is not None, (
             "a gated delta net needs its part of the step; this is a bug"
         )
+        block_input, rates = self._rates(block_input)
         projected, width = self.in_proj.forward(block_input), len(self.conv)
         mixed, rest = projected[:, :width], projected[:, width:]
         z = rest[:, : self.out.method.shards.inputs.local]
-        if self.rates_proj is None:
+        if rates is None:
             rates = rest[:, z.shape[1] :]
-        else:
-            rates = self.rates_proj.forward(block_input)
         b, a = rates.chunk(2, dim=-1)
         weights = DeltaWeights(self.conv, self.rates.a_log, self.rates.dt_bias)
         memory: DeltaMemory = context.states[self.spec.layer]
         norm = GatedNorm(self.norm.weight, z, self.norm.eps)
         return gated_delta(mixed, a, b, weights, memory, context.state_step, norm)
+
+    def _rates(self, block_input: BlockInput) -> tuple[BlockInput, Tensor | None]:
+        """Return the input of in_proj, and b and a [T, 2 Hv] unless in_proj gives them."""
+        if self.rates_proj is None:
+            return block_input, None
+        x, norm = block_input
+        if norm is None or self.norm_before is None:
+            return block_input, self.rates_proj.forward(block_input)
+        method = self.rates_proj.method
+        assert isinstance(method, UnquantizedLinear), "b and a are quantised; this is a bug"
+        x, rates = method.normed_product(x, norm, self.norm_before)
+        return BlockInput(x), rates
+
+    def fold(self, norm_weight: Tensor) -> bool:
+        """See Mixer: of two linears that read the norm, the one of few rows applies it."""
+        if self.rates_proj is None:
+            return self.in_proj.method.fold(norm_weight)
+        self.norm_before = norm_weight.clone()
+        return True
 
     def placements(self, name: str) -> Iterator[Placement]:
         """Yield the placements of the convolution, whose tensor is [channels, 1, TAPS]."""

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import TPInfo
-from minisgl.kernel import PendingNorm, add_linear, gated_linear, linear, silu_and_mul
+from minisgl.kernel import (
+    PendingNorm,
+    add_linear,
+    gated_linear,
+    linear,
+    normed_linear,
+    silu_and_mul,
+)
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import LinearShards, Placement, Shard
 
@@ -158,6 +165,12 @@ class UnquantizedLinear(LinearMethod):
 
     def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
         return gated_linear(x, self.weight, self.bias, self.split_k_semaphores, norm)
+
+    def normed_product(
+        self, x: Tensor, norm: PendingNorm, norm_weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return x after the norm, and its product, as kernel.normed_linear. There is no bias."""
+        return normed_linear(x, self.weight, norm, norm_weight, self.split_k_semaphores)
 
     def add(self, residual: Tensor, x: Tensor) -> ResidualStream:
         operands = (self.weight, self.bias, self.split_k_semaphores)

@@ -65,6 +65,20 @@ def norm(x: Tensor) -> Tensor:
 )
 def test_linear(tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bool) -> None:
     """Two calls with the same semaphores agree, and each call leaves zeros in them."""
+    run_linear(tiling, rows, gated, normed, biased, True)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.parametrize("tiling", FEW, ids=lambda tiling: "-".join(map(str, tiling)))
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+def test_linear_sums_the_squares_of_few_rows(tiling: Tiling, rows: int, gated: bool) -> None:
+    run_linear(tiling, rows, gated, True, False, False)
+
+
+def run_linear(
+    tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bool, summed: bool
+) -> None:
+    """summed: whether the norm comes with the sums of squares."""
     from minisgl.kernel.triton import linear as kernels
 
     wider = normal(rows, 2 * WIDTH, dtype=DTYPE) * 3
@@ -73,7 +87,7 @@ def test_linear(tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bo
     wide, pending = x.double(), None
     if normed:
         squares = wide.square().view(rows, 32, -1).sum(-1).t().float().contiguous()
-        wide, pending = norm(wide), PendingNorm(1e-6, squares)
+        wide, pending = norm(wide), PendingNorm(1e-6, squares if summed else None)
     expected = wide @ weight.double().T + (0 if bias is None else bias.double())
     if gated:
         gate, up = expected.chunk(2, dim=-1)

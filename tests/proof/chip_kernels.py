@@ -28,12 +28,12 @@ from minisgl.kernel.chips import REGISTERS
 from minisgl.models.config import draft_method
 from minisgl.quantization import with_quantizations
 
-# Dense in int4, MXFP4 with windows and sinks, gated delta nets with shared experts and images,
-# Mamba-2 with int4 experts, and FP8 experts on two ranks.
+# Dense in int4, MXFP4 with windows and sinks, gated delta nets in int4 with shared experts and
+# images, Mamba-2 with int4 experts, and FP8 experts on two ranks.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"kv_cache_dtype": "fp8", "speculative": "ngram", "quantization": "int4"},
     "gpt-oss-20b": {},
-    "qwen3.6-35b-a3b-images": {"speculative": "ngram"},
+    "qwen3.6-35b-a3b-images": {"speculative": "ngram", "quantization": "int4"},
     "granite-4.0-h-tiny": {"quantization": "int4"},
     "nemotron-3-nano-30b-a3b": {},
     "qwen3-30b-a3b": {"quantization": "fp8", "tp_size": 2},

@@ -40,7 +40,7 @@ from minisgl.kernel.fp8_weights import Scales
 from minisgl.kernel.tilings import LOWEST_TILE, Tiling
 from minisgl.kernel.triton.fp8 import magnitude, power_of_two
 from minisgl.kernel.triton.launch import fill_absent
-from minisgl.kernel.triton.linear import prefetch
+from minisgl.kernel.triton.linear import load_rows, prefetch, sum_squares, summed
 from minisgl.kernel.triton.overlap import overlaps
 
 
@@ -99,6 +99,7 @@ def _linear(
     SCALE_COLUMNS: tl.constexpr,
     GROUP: tl.constexpr,
     THREADS: tl.constexpr,
+    SUMMED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One tile of the product, or one split of a tile. See linear._linear.
@@ -140,6 +141,8 @@ def _linear(
     if SPLITS == 1:
         if SQUARES > 1:
             sums = tl.load(square_at, mask=square_mask, other=0.0)
+        if SUMMED > 0:
+            whole = load_rows(x, x_stride, num_rows, K, SUMMED)
         if ADD:
             carried = tl.load(out_at, mask=inside, other=0.0)
     weight_at = weight_row[:, None] + k[None, :]
@@ -184,6 +187,10 @@ def _linear(
         if SPLITS > 1:
             sums = tl.load(square_at, mask=square_mask, other=0.0)
         total *= tl.rsqrt(tl.sum(sums, axis=0) / K + eps)[None, :]
+    if SUMMED > 0:
+        if SPLITS > 1:
+            whole = load_rows(x, x_stride, num_rows, K, SUMMED)
+        total *= tl.rsqrt(sum_squares(whole, m) / K + eps)[None, :]
     if BIAS:
         total += tl.load(bias + n).to(tl.float32)[:, None]
     if GATED:
@@ -224,7 +231,7 @@ def linear(
     fp8_products.quantise_rows returns them; [M, K / 128] if the weight has scales of blocks.
     weight: contiguous [N, K]; the tiling's tiles divide N and K, and its columns divide the columns
     of a block, and 128 if x has a scale for each 128 columns. norm, norm_weight: None if x is
-    quantised; the `squares` of norm are not None. The rest is as in linear.linear.
+    quantised; dispatch.is_fused accepts norm. The rest is as in linear.linear.
     """
     out = x.new_empty((len(x), len(weight) // 2 if gated else len(weight)), dtype=dtype)
     given = (x, x_scales, weight, scales, bias, semaphores, tiling)
@@ -301,6 +308,7 @@ def _launch(
         SCALE_COLUMNS=0 if scales.columns == width else scales.columns,
         GROUP=GROUP,
         THREADS=32 * tiling.warps,
+        SUMMED=summed(width, None if norm is None else squares is not None),
         OVERLAP=overlap,
         num_warps=tiling.warps,
         launch_pdl=overlap,

@@ -11,12 +11,14 @@ workspace. The last program to finish a tile adds the parts in their order, so r
 between runs.
 
 An RMSNorm of x multiplies each row by one factor, which this kernel applies to the result instead.
-The factor needs the sum of the row's squares. The product that computed x stored these sums, one
-per tile, and the caller passes them in. This kernel does not sum the squares in its own loop,
-because Triton 3.6 then compiles the loop wrongly: it gives x one buffer too few and writes into a
-buffer that the matrix unit may still read.
+The factor needs the sum of the row's squares. If a product computed x, it stored these sums, one
+per tile, and the caller passes them in. Otherwise, with up to SUMMED_ROWS rows, a program loads all
+rows before its loop and sums their squares after it. It does not sum them in the loop, because
+Triton 3.6 then compiles the loop wrongly: it gives x one buffer too few and writes into a buffer
+that the matrix unit may still read.
 
-Bytes: 2 N K of the weight, 2 M K of x per tile of the weight (from L2), and 8 M N per split.
+Bytes: 2 N K of the weight, 2 M K of x per tile of the weight (from L2; 4 M K if it sums squares),
+and 8 M N per split.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -29,10 +31,12 @@ from torch import Tensor, float32
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.elementwise import PendingNorm
-from minisgl.kernel.tilings import FEW_ROWS, LOWEST_TILE, Tiling
+from minisgl.kernel.tilings import FEW_ROWS, LOWEST_TILE, SUMMED_ROWS, Tiling
 from minisgl.kernel.triton import linear_tiles
 from minisgl.kernel.triton.launch import Constants, Launcher, fill_absent
 from minisgl.kernel.triton.overlap import current_device, overlaps
+
+_ROWS = tl.constexpr(SUMMED_ROWS)
 
 
 @triton.jit
@@ -50,6 +54,24 @@ def prefetch(rows, count, ROWS: tl.constexpr, THREADS: tl.constexpr):
         is_pure=False,
         pack=1,
     )
+
+
+@triton.jit
+def load_rows(x, x_stride, num_rows, K, SUMMED: tl.constexpr):
+    """Load all SUMMED_ROWS or fewer rows of x. SUMMED: K, rounded up to a power of two."""
+    row = tl.arange(0, _ROWS)[:, None]
+    column = tl.arange(0, SUMMED)[None, :]
+    mask = (row < num_rows) & (column < K)
+    return tl.load(x + row * x_stride + column, mask=mask, other=0.0)
+
+
+@triton.jit
+def sum_squares(rows, m):
+    """The sums of the squares of `rows`, in the places of m; 0 in all other places."""
+    wide = rows.to(tl.float32)
+    sums = tl.sum(wide * wide, axis=1)[:, None]
+    is_own = tl.arange(0, rows.shape[0])[:, None] == m[None, :]
+    return tl.sum(tl.where(is_own, sums, 0.0), axis=0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_squares", "ahead", "eps"])
@@ -79,11 +101,13 @@ def _linear(
     ADD: tl.constexpr,
     BIAS: tl.constexpr,
     THREADS: tl.constexpr,
+    SUMMED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One tile of the product, or one split of a tile.
 
-    out_width: the number of columns of out. A tile holds them as its rows.
+    out_width: the number of columns of out. A tile holds them as its rows. SUMMED: as in
+    load_rows, if this kernel sums the squares of x; otherwise 0.
 
     With a single split, the operands of the norm and of the sum are loaded before the loop.
     """
@@ -115,6 +139,8 @@ def _linear(
     if SPLITS == 1:
         if SQUARES > 1:
             sums = tl.load(square_at, mask=square_mask, other=0.0)
+        if SUMMED > 0:
+            whole = load_rows(x, x_stride, num_rows, K, SUMMED)
         if ADD:
             carried = tl.load(out_at, mask=inside, other=0.0)
     weight_at = weight_row[:, None] + k[None, :]
@@ -138,6 +164,10 @@ def _linear(
         if SPLITS > 1:
             sums = tl.load(square_at, mask=square_mask, other=0.0)
         total *= tl.rsqrt(tl.sum(sums, axis=0) / K + eps)[None, :]
+    if SUMMED > 0:
+        if SPLITS > 1:
+            whole = load_rows(x, x_stride, num_rows, K, SUMMED)
+        total *= tl.rsqrt(sum_squares(whole, m) / K + eps)[None, :]
     if BIAS:
         total += tl.load(bias + n).to(tl.float32)[:, None]
     if GATED:
@@ -171,7 +201,7 @@ def linear(
     """As dispatch.linear, or as dispatch.gated_linear if `gated`, in bfloat16.
 
     x: [M, K], unit stride in K, rows aligned to 16 bytes. weight: contiguous [N, K]; the tiling's
-    tiles divide N and K. norm: None, or a norm whose `squares` is not None. semaphores: int32
+    tiles divide N and K. norm: None, or a norm that dispatch.is_fused accepts. semaphores: int32
     [N / 8] or more, zeros before the first call; each call leaves zeros. Calls that share them must
     be on one stream. No host sync; graph-capturable; the same result in every run.
     """
@@ -220,7 +250,8 @@ def _launch(
     sizes: tuple[int, ...] = (out.shape[1], width)
     eps = 0.0 if norm is None else norm.eps
     num_squares = 0 if squares is None else squares.shape[0]
-    variant = tiling, squares is not None, gated, out_squares is not None, bias is not None
+    form = None if norm is None else squares is not None
+    variant = tiling, form, gated, out_squares is not None, bias is not None
     constants = partial(_constants, width, *variant)
     if tiling.rows <= FEW_ROWS:
         tensors, sizes = (x, weight, *tensors), (*sizes, x.stride(0))
@@ -233,26 +264,34 @@ def _launch(
         _tiles_launcher(grid, tensors, sizes, others, variant, constants)
 
 
+def summed(width: int, squares: bool | None) -> int:
+    """The constant SUMMED for K = width. squares: as in _constants."""
+    return triton.next_power_of_2(width) if squares is False else 0
+
+
 def _constants(
-    width: int, tiling: Tiling, norm: bool, gated: bool, add: bool, bias: bool
+    width: int, tiling: Tiling, squares: bool | None, gated: bool, add: bool, bias: bool
 ) -> Constants:
     """The constants of _linear up to FEW_ROWS rows, and of linear_tiles.linear above.
 
-    width: K. The other parameters are the variant in _launch.
+    width: K. squares: whether a norm comes with squares; None: there is no norm. The other
+    parameters are the variant in _launch.
     """
     overlap = overlaps()
-    threads = {"THREADS": 32 * tiling.warps} if tiling.rows <= FEW_ROWS else {"WARPS": tiling.warps}
+    own: dict[str, object] = {"WARPS": tiling.warps}
+    if tiling.rows <= FEW_ROWS:
+        own = {"THREADS": 32 * tiling.warps, "SUMMED": summed(width, squares)}
     values = {
         "BM": tiling.rows,
         "BN": tiling.height,
         "BK": tiling.columns,
         "SPLITS": tiling.splits,
         "STAGES": tiling.stages,
-        "SQUARES": triton.next_power_of_2(width // LOWEST_TILE) if norm else 1,
+        "SQUARES": triton.next_power_of_2(width // LOWEST_TILE) if squares else 1,
         "GATED": gated,
         "ADD": add,
         "BIAS": bias,
-        **threads,
+        **own,
         "OVERLAP": overlap,
     }
     return Constants(values, {"num_warps": tiling.warps, "launch_pdl": overlap})

@@ -1,7 +1,8 @@
-"""RMSNorm, alone or after adding to the residual stream.
+"""RMSNorm: alone, after adding to the residual stream, and in a kernel that multiplies its result.
 
 A program reads its rows once. Memory traffic: rms_norm 2 T H elements, add_rms_norm 4 T H; both are
-bound by it.
+bound by it. normed_linear has a program for each element of a product of few rows and few columns.
+Each program normalises the whole row of x for itself.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -18,6 +19,7 @@ from minisgl.kernel.triton.overlap import current_device, overlaps
 
 _ELEMENTS_PER_THREAD = 8
 _SMALLEST_TILE = 1024
+_COLUMNS_PER_WARP = 2048  # of a program of _normed_product
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -62,7 +64,63 @@ def _norm(
     tl.store(at, normed.to(value.dtype), mask=mask)
 
 
+@triton.jit
+def normalise(
+    v,
+    scale,
+    x,
+    addend,
+    total,
+    normed,
+    k,
+    row,
+    width,
+    addend_stride,
+    eps,
+    stores,
+    ADDED: tl.constexpr,
+):
+    """Return row `row` of x plus addend after the norm, rounded to x's dtype, as float32 [BLOCK].
+
+    v: the row of x, float32. scale: the weight of the norm. k: all columns; v and scale are 0 from
+    `width` on. ADDED: whether there is an addend. stores: whether this program stores the sum in
+    `total`, if there is an addend, and the result in `normed`.
+    """
+    inside = k < width
+    TYPE: tl.constexpr = x.dtype.element_ty
+    if ADDED:
+        more = tl.load(addend + row * addend_stride + k, mask=inside, other=0.0)
+        v = (v + more.to(tl.float32)).to(TYPE).to(tl.float32)
+        tl.store(total + row * width + k, v.to(TYPE), mask=inside & stores)
+    v *= tl.rsqrt(tl.sum(v * v, axis=0) / width + eps)
+    rounded = (v * scale.to(tl.float32)).to(TYPE)
+    tl.store(normed + row * width + k, rounded, mask=inside & stores)
+    return rounded.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["eps"])
+def _normed_product(
+    x, norm_weight, weight, normed, out, width, x_stride, eps, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One element of the product. The program of its first column stores the row after the norm."""
+    n, row = tl.program_id(0), tl.program_id(1)
+    k = tl.arange(0, BLOCK)
+    inside = k < width
+    if OVERLAP:
+        gdc_launch_dependents()
+    w = tl.load(weight + n * width + k, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(norm_weight + k, mask=inside, other=0.0)
+    if OVERLAP:
+        gdc_wait()
+    v = tl.load(x + row * x_stride + k, mask=inside, other=0.0).to(tl.float32)
+    v = normalise(v, scale, x, x, normed, normed, k, row, width, 0, eps, n == 0, False)
+    value = tl.sum(w * v, axis=0)
+    tl.store(out + row * tl.num_programs(0) + n, value.to(out.dtype.element_ty))
+
+
 _launcher = Launcher(_norm, current_device)
+_product_launcher = Launcher(_normed_product, current_device)
 
 
 def _launch(
@@ -113,3 +171,29 @@ def add_rms_norm(
     """As the reference, in place: overwrites x and residual and returns both."""
     _launch(x, residual, weight, x, eps)
     return x, residual
+
+
+def normed_linear(
+    x: Tensor, weight: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """As dispatch.normed_linear, without an addition before the norm.
+
+    x: [T, K], unit stride in K, T > 0. weight: contiguous [N, K].
+    """
+    (num_rows, width), height = x.shape, len(weight)
+    normed, out = x.new_empty(x.shape), x.new_empty((num_rows, height))
+    _product_launcher(
+        (height, num_rows),
+        (x, norm_weight, weight, normed, out),
+        (width, x.stride(0)),
+        (eps,),
+        (),
+        partial(_product_constants, width),
+    )
+    return normed, out
+
+
+def _product_constants(width: int) -> Constants:
+    block, overlap = triton.next_power_of_2(width), overlaps()
+    options = {"num_warps": max(block // _COLUMNS_PER_WARP, 1), "launch_pdl": overlap}
+    return Constants({"BLOCK": block, "OVERLAP": overlap}, options)
