@@ -69,6 +69,10 @@ class DenseMlp(nn.Module):
         """Return this rank's part of the output [T, H], which is not added to a residual stream."""
         return self.down_proj.method.product(self._activated(block_input))
 
+    def fold(self, norm_weight: Tensor) -> bool:
+        """Take over the weight [H] of the norm before the MLP, as LinearMethod.fold."""
+        return self.gate_up_proj.method.fold(norm_weight)
+
     def scale_outputs(self, factor: float) -> None:
         """Multiply the loaded weights of the last product. Raises ConfigError."""
         method = self.down_proj.method

@@ -128,10 +128,10 @@ class DecoderLayer(nn.Module):
         return out
 
     def fold_norms(self) -> None:
-        """Move the norms' weights into the linears that read them, if their methods can."""
+        """Move the norms' weights into the blocks that read them, if these can take them."""
         self.input_layernorm.fold_with(self.mixer.fold)
-        if isinstance(self.mlp, DenseMlp):
-            self.post_attention_layernorm.fold_with(self.mlp.gate_up_proj.method.fold)
+        if self.mlp is not None:
+            self.post_attention_layernorm.fold_with(self.mlp.fold)
 
     def scale_outputs(self, factor: float) -> None:
         """Multiply the loaded weights of each block's last products by `factor`.

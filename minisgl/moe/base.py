@@ -7,8 +7,17 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel import fp8_weights, linear, mxfp4_weights, packed_order, packed_weights
+from minisgl.kernel import (
+    PendingNorm,
+    apply_norm,
+    fp8_weights,
+    linear,
+    mxfp4_weights,
+    packed_order,
+    packed_weights,
+)
 from minisgl.kernel.activation import Activation, ClampedSwiglu
+from minisgl.layers.norm import ResidualStream
 from minisgl.moe.spec import ExpertsSpec
 
 
@@ -191,3 +200,22 @@ class MoeBackend(ABC):
         x: [T, H] of the router's dtype. Returns a new [T, H]. If I is divided over ranks, the
         result is this rank's part of the sum.
         """
+
+    def add(
+        self,
+        x: Tensor,
+        norm: PendingNorm,
+        norm_weight: Tensor,
+        router: Router,
+        weights: ExpertWeights,
+    ) -> ResidualStream:
+        """Return the residual stream x with the experts' output for the normalised x added.
+
+        For one rank only. A backend whose kernels apply the norm and add returns the sum. This
+        default normalises x, runs `forward` and leaves the addition to the next norm.
+
+        x: contiguous [T, H], overwritten. norm: the norm before the experts, with the addition
+        before it; norm_weight: [H]. The router has no input of its own.
+        """
+        normed = apply_norm(x, norm, norm_weight)
+        return ResidualStream(self.forward(normed, router, weights), x)

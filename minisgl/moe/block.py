@@ -12,7 +12,7 @@ from minisgl.layers.linear import LinearBuild
 from minisgl.layers.mlp import DenseMlp, DenseSpec
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import Placement, split_evenly
-from minisgl.moe.base import MoeBackend, Router
+from minisgl.moe.base import ExpertWeights, MoeBackend, Router
 from minisgl.moe.experts import ExpertsFactory, ExpertShards
 from minisgl.moe.spec import ExpertsSpec
 
@@ -44,6 +44,7 @@ class MoeBlock(nn.Module):
         self.spec = spec
         self.backend = backend
         self.parent = build.parent
+        self.norm_weight: Tensor | None = None
         inner = split_evenly("", spec.inner, *ranks)
         rows = spec.num_experts + (_GATE_ROWS if spec.shared and spec.shared_gate else 0)
         self.router = nn.Parameter(torch.empty(rows, hidden_size))
@@ -72,36 +73,54 @@ class MoeBlock(nn.Module):
             )
 
     def forward(self, block_input: BlockInput, residual: Tensor) -> ResidualStream:
-        """Return the stream; the next norm adds the output to `residual` [T, H].
+        """Return the stream with the output added, or left for the next norm to add to `residual`.
 
-        block_input: already normalised, because no method folds the norm of a sparse layer.
+        residual: [T, H], overwritten.
         """
-        return ResidualStream(self.product(block_input), residual)
+        x, norm = block_input
+        if norm is None or self.norm_weight is None:
+            return ResidualStream(self.product(block_input), residual)
+        given = norm, self.norm_weight, self._router(self.router), self._weights()
+        return self.backend.add(x, *given)
+
+    def fold(self, norm_weight: Tensor) -> bool:
+        """As LinearMethod.fold: keep a copy, since the router and the experts read the norm.
+
+        A shared expert that is an MLP of its own reads it too, so its block folds nothing.
+        """
+        if self.shared_expert is not None:
+            return False
+        self.norm_weight = norm_weight.clone()
+        return True
 
     def product(self, block_input: BlockInput, router_input: Tensor | None = None) -> Tensor:
         """Return this rank's part of the output [T, H]. router_input: as Router.input."""
         x, spec = block_input.x, self.spec
-        correction = None if self.correction is None else self.correction.values
-        router = Router(
-            self.router,
+        if self.shared_expert is None:
+            return self.backend.forward(x, self._router(self.router, router_input), self._weights())
+        router = self._router(self.router[: spec.num_experts], router_input)
+        out = self.backend.forward(x, router, self._weights())
+        always = self.shared_expert.product(block_input)
+        if spec.shared_gate:
+            always *= linear(x, self.router[spec.num_experts :])[:, :1].sigmoid()
+        return out + always
+
+    def _router(self, weight: Tensor, own_input: Tensor | None = None) -> Router:
+        spec = self.spec
+        return Router(
+            weight,
             self.router_bias,
             spec.top_k,
             spec.renormalise,
             self.shared,
             spec.shared_gate,
-            correction,
+            None if self.correction is None else self.correction.values,
             spec.scale,
-            router_input,
+            own_input,
         )
-        weights = self.experts.weights()._replace(activation=spec.activation)
-        if self.shared_expert is None:
-            return self.backend.forward(x, router, weights)
-        router = router._replace(weight=self.router[: spec.num_experts])
-        out = self.backend.forward(x, router, weights)
-        always = self.shared_expert.product(block_input)
-        if spec.shared_gate:
-            always *= linear(x, self.router[spec.num_experts :])[:, :1].sigmoid()
-        return out + always
+
+    def _weights(self) -> ExpertWeights:
+        return self.experts.weights()._replace(activation=self.spec.activation)
 
     def finish(self) -> None:
         """Multiply the loaded weights by the factors of the experts. Raises ConfigError."""

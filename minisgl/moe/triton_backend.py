@@ -10,10 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minisgl.kernel import PendingNorm
 from minisgl.kernel.activation import Activation
 from minisgl.kernel.fp8_weights import Scales
 from minisgl.kernel.packed_weights import PackedWeights
 from minisgl.kernel.slow import log_slow
+from minisgl.layers.norm import ResidualStream
 from minisgl.moe.base import ExpertFormat, ExpertWeights, MoeBackend, Router
 from minisgl.moe.spec import ExpertsSpec
 
@@ -28,7 +30,7 @@ class _FewTokens(NamedTuple):
     """The kernels of one format for few tokens, and whether they support the experts."""
 
     takes: Callable[[Tensor, ExpertWeights], bool]
-    run: Callable[[Tensor, Router, ExpertWeights, Tensor], Tensor]
+    run: Callable[..., Tensor]
 
 
 class _Kernels(NamedTuple):
@@ -92,12 +94,31 @@ class TritonMoe(MoeBackend):
     def forward(self, x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
         weights = with_kernels(weights, x.dtype, self._reads_fp8())
         kernels = self._kernels[weights.gate_up.format]
-        few = kernels.few
-        if len(x) <= _FEW_TOKENS and few.takes(x, weights):
-            return few.run(x, router, weights, self._semaphores)
+        if _are_few(x, weights, kernels):
+            return kernels.few.run(x, router, weights, self._semaphores)
         logits = router.logits(x, len(weights.down.values))
         routing = self._route(logits, router)
         return kernels.many(x, weights, *routing, router.shared)
+
+    def add(
+        self,
+        x: Tensor,
+        norm: PendingNorm,
+        norm_weight: Tensor,
+        router: Router,
+        weights: ExpertWeights,
+    ) -> ResidualStream:
+        weights = with_kernels(weights, x.dtype, self._reads_fp8())
+        kernels = self._kernels[weights.gate_up.format]
+        if not _are_few(x, weights, kernels):
+            return super().add(x, norm, norm_weight, router, weights)
+        given = x, router, weights, self._semaphores, norm, norm_weight
+        return ResidualStream(kernels.few.run(*given))
+
+
+def _are_few(x: Tensor, weights: ExpertWeights, kernels: _Kernels) -> bool:
+    """Whether the kernels for few tokens compute this step."""
+    return len(x) <= _FEW_TOKENS and kernels.few.takes(x, weights)
 
 
 def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) -> ExpertWeights:

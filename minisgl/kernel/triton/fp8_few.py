@@ -16,8 +16,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.activation import Activation
-from minisgl.kernel.triton.moe_few import route_few
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.triton.moe_grouped import columns_in_loop
+from minisgl.kernel.triton.moe_router import route_few
 from minisgl.kernel.triton.moe_routing import Layer, Router
 from minisgl.kernel.triton.overlap import overlaps
 
@@ -134,11 +135,12 @@ def _down(
     SCALE_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """ROWS rows of down for each of the PLACES experts of a token, flattened to one dimension.
 
-    The shared experts have a tile of their own, as in moe_few.py.
+    ADD: they are added to `out`. The shared experts have a tile of their own, as in moe_few.py.
     """
     token = tl.program_id(1)
     flat = tl.arange(0, PLACES * ROWS)
@@ -147,6 +149,9 @@ def _down(
     assignment = token * (TOP_K + SHARED) + tl.minimum(j, TOP_K - 1)
     expert = tl.load(experts + assignment).to(tl.int64)
     factor = tl.load(weights + assignment, mask=kept, other=0.0)
+    if ADD:
+        own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        carried = tl.load(out + token * width + own, mask=own < width, other=0.0)
     n = tl.program_id(0) * ROWS + flat % ROWS
     row = tl.minimum(n, width - 1)
     weight_at, scale_at = _down_rows(
@@ -195,6 +200,8 @@ def _down(
             shared_total *= tl.load(shared_scale_at)
         shared_total *= tl.load(weights + shared_assignment, mask=is_shared, other=0.0)
         value += tl.sum(tl.reshape(shared_total, [SHARED_PLACES, ROWS]), axis=0)
+    if ADD:
+        value += carried.to(tl.float32)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tl.store(out + token * width + n, value.to(out.dtype.element_ty), mask=n < width)
 
@@ -204,7 +211,14 @@ def takes(x: Tensor, layer: Layer) -> bool:
     return layer[2] is Activation.SILU
 
 
-def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) -> Tensor:
+def experts_of_few(
+    x: Tensor,
+    router: Router,
+    layer: Layer,
+    semaphores: Tensor,
+    norm: PendingNorm | None = None,
+    norm_weight: Tensor | None = None,
+) -> Tensor:
     """As moe_few.experts_of_few, with FP8 weights.
 
     The blocks of the scales have a power of two of columns, or all columns.
@@ -214,7 +228,8 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
     inner, top_k, shared = down.shape[2], router[2], router[4]
     num_experts = len(down) - shared
     early = overlaps()
-    weights, experts = route_few(x, router, num_experts, semaphores)
+    routed = route_few(x, router, num_experts, semaphores, norm, norm_weight)
+    weights, experts, x, residual = routed
     hidden = x.new_empty((experts.numel(), inner))
     _gate_up[(triton.cdiv(inner, _ROWS), experts.numel())](
         x,
@@ -236,7 +251,7 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
     )
     places = triton.next_power_of_2(top_k)
     rows = max(_DOWN_ROWS // places, 1)
-    out = x.new_empty((num_tokens, width))
+    out = routed.out()
     _down[(triton.cdiv(width, rows), num_tokens)](
         hidden,
         down,
@@ -255,6 +270,7 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
         SCALE_COLUMNS=columns_in_loop(down_scales, inner),
         ROWS=rows,
         BLOCK=min(triton.next_power_of_2(inner), _DOWN_COLUMNS),
+        ADD=residual is not None,
         EARLY=early,
         num_warps=4,
         launch_pdl=early,

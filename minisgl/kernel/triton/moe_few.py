@@ -1,4 +1,6 @@
-"""Router and experts of a mixture of experts for a few tokens, as matrix-vector products.
+"""The experts of a mixture of experts for a few tokens, as matrix-vector products.
+
+moe_router.py has the router, which is the first of three launches.
 
 The experts of one token are small. There are many small programs, and each loads all of its weights
 at once, so that the whole GPU still reads at the same time. When two tokens share an expert, the
@@ -13,12 +15,14 @@ and 6 H I for each of T * A assignments, where A = top_k + shared.
 
 import triton
 import triton.language as tl
-from torch import Tensor, float32, int32
+from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.activation import Activation
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.triton.elementwise import activated
-from minisgl.kernel.triton.moe_routing import Layer, Router, choose, rule_of
+from minisgl.kernel.triton.moe_router import route_few
+from minisgl.kernel.triton.moe_routing import Layer, Router
 from minisgl.kernel.triton.overlap import overlaps
 
 # The weights of a program. _gate_up: rows of gate, as many rows of up, and columns of one load.
@@ -26,85 +30,6 @@ from minisgl.kernel.triton.overlap import overlaps
 # choices for _gate_up and of 31 for _down, on one H200 with H 2048 and I 768, 2026-11-21.
 _ROWS, _COLUMNS = 2, 2048
 _DOWN_ROWS, _DOWN_COLUMNS = 16, 256
-
-
-@triton.jit
-def _score(
-    x,
-    router,
-    bias,
-    correction,
-    logits,
-    semaphores,
-    weights,
-    experts,
-    width,
-    num_experts,
-    x_stride,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    SCALE: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PLACES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BIASED: tl.constexpr,
-    EARLY: tl.constexpr,
-):
-    """Compute one logit. The last program of a token to finish chooses the token's experts.
-
-    Row num_experts of the router is the gate of the shared experts, if they are GATED.
-    """
-    expert = tl.program_id(0)
-    rows = tl.num_programs(0)
-    token = tl.program_id(1)
-    if EARLY:
-        gdc_launch_dependents()
-    total = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, width, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        w = tl.load(router + expert * width + k, mask=k < width, other=0.0).to(tl.float32)
-        if EARLY:
-            gdc_wait()
-        v = tl.load(x + token * x_stride + k, mask=k < width, other=0.0).to(tl.float32)
-        total += w * v
-    logit = tl.sum(total, axis=0)
-    if BIASED:
-        logit += tl.load(bias + expert).to(tl.float32)
-    if not SIGMOID:
-        logit = logit.to(x.dtype.element_ty).to(tl.float32)
-    tl.store(logits + token * rows + expert, logit)
-    tl.debug_barrier()
-    ticket = tl.atomic_add(semaphores + token, 1, sem="acq_rel", scope="gpu")
-    if ticket == rows - 1:
-        ids = tl.arange(0, WIDTH)[None, :]
-        row = tl.full([1, 1], 0, tl.int32) + token
-        value = tl.load(logits + row * rows + ids, mask=ids < num_experts, other=0.0)
-        gate = tl.full([1, 1], 0.0, tl.float32)
-        if GATED:
-            gate = tl.load(logits + row * rows + num_experts)
-        choose(
-            value,
-            gate,
-            correction,
-            row >= 0,
-            row,
-            weights,
-            experts,
-            num_experts,
-            TOP_K,
-            SHARED,
-            GATED,
-            SIGMOID,
-            SCALE,
-            RENORMALISE,
-            1,
-            WIDTH,
-            PLACES,
-        )
-        tl.store(semaphores + token, 0)
 
 
 @triton.jit
@@ -166,9 +91,10 @@ def _down(
     SHARED_PLACES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ADD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Rows of the sum of a token's experts.
+    """Rows of the sum of a token's experts. ADD: they are added to `out`.
 
     The shared experts have a tile of their own: with TOP_K + 1 experts in one tile, nearly half of
     a tile of a power of two would be idle.
@@ -181,6 +107,8 @@ def _down(
     scale = tl.load(weights + assignment, mask=kept, other=0.0)
     n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = n < width
+    if ADD:
+        carried = tl.load(out + token * width + n, mask=inside, other=0.0)
     rows = expert[:, None] * width + n[None, :]
     read = kept[:, None] & inside[None, :]
     total = tl.zeros([PLACES, ROWS], tl.float32)
@@ -212,45 +140,9 @@ def _down(
     if SHARED > 0:
         scale = tl.load(weights + shared_assignment, mask=is_shared, other=0.0)
         value += tl.sum(shared_total * scale[:, None], axis=0)
+    if ADD:
+        value += carried.to(tl.float32)
     tl.store(out + token * width + n, value.to(out.dtype.element_ty), mask=inside)
-
-
-def route_few(
-    x: Tensor, router: Router, num_experts: int, semaphores: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return the routing weights and the experts, float32 and int32 [T, A], in one launch.
-
-    num_experts: without the shared ones. The other parameters are as in `experts_of_few`.
-    """
-    weight, bias, correction, rule = router[0], router[1], router[6], rule_of(router)
-    x = x if router[8] is None else router[8]
-    (num_tokens, width), rows = x.shape, num_experts + rule.GATED
-    early = overlaps()
-    warps = 1 if width <= _COLUMNS else 2
-    logits = x.new_empty((num_tokens, rows), dtype=float32)
-    weights = x.new_empty((num_tokens, rule.TOP_K + rule.SHARED), dtype=float32)
-    experts = x.new_empty((num_tokens, rule.TOP_K + rule.SHARED), dtype=int32)
-    _score[(rows, num_tokens)](
-        x,
-        weight,
-        weight if bias is None else bias,
-        weight if correction is None else correction,
-        logits,
-        semaphores,
-        weights,
-        experts,
-        width,
-        num_experts,
-        x.stride(0),
-        WIDTH=triton.next_power_of_2(num_experts),
-        BLOCK=min(triton.next_power_of_2(width), _COLUMNS * warps),
-        BIASED=bias is not None,
-        EARLY=early,
-        num_warps=warps,
-        launch_pdl=early,
-        **rule._asdict(),
-    )
-    return weights, experts
 
 
 def takes(x: Tensor, layer: Layer) -> bool:
@@ -258,12 +150,23 @@ def takes(x: Tensor, layer: Layer) -> bool:
     return isinstance(layer[2], Activation)
 
 
-def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) -> Tensor:
+def experts_of_few(
+    x: Tensor,
+    router: Router,
+    layer: Layer,
+    semaphores: Tensor,
+    norm: PendingNorm | None = None,
+    norm_weight: Tensor | None = None,
+) -> Tensor:
     """As MoeBackend.forward, in three launches. No host sync; the same result in every run.
 
     x: [T, H], unit stride in H. layer: of unquantised experts that `takes` accepts. semaphores:
     int32 [T] or more, zeros before the first call; each call leaves zeros. Calls that share them
     must be on one stream.
+    norm: None, or the norm before the experts, with the weight norm_weight [H]. x is then
+    contiguous, and the router has no input of its own. The result is the sum of x, the norm's
+    addend and the output of the experts. Without an addend, it has the memory of x. The squares are
+    not used.
     """
     num_tokens, width = x.shape
     (gate_up, _, _), (down, _, _), activation = layer
@@ -273,7 +176,8 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
     early = overlaps()
     places = triton.next_power_of_2(top_k)
     columns = min(triton.next_power_of_2(width), _COLUMNS)
-    weights, experts = route_few(x, router, num_experts, semaphores)
+    routed = route_few(x, router, num_experts, semaphores, norm, norm_weight)
+    weights, experts, x, residual = routed
     hidden = x.new_empty((experts.numel(), inner))
     _gate_up[(triton.cdiv(inner, _ROWS), experts.numel())](
         x,
@@ -293,7 +197,7 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
         launch_pdl=early,
     )
     rows = max(_DOWN_ROWS // places, 1)
-    out = x.new_empty((num_tokens, width))
+    out = routed.out()
     _down[(triton.cdiv(width, rows), num_tokens)](
         hidden,
         down,
@@ -309,6 +213,7 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
         SHARED_PLACES=triton.next_power_of_2(shared) if shared else 0,
         ROWS=rows,
         BLOCK=min(triton.next_power_of_2(inner), _DOWN_COLUMNS),
+        ADD=residual is not None,
         EARLY=early,
         num_warps=4,
         maxnreg=64,  # 8 programs on a multiprocessor: all of the first token's at the same time

@@ -70,10 +70,12 @@ def _down(
     WHOLE: tl.constexpr,
     QUADS: tl.constexpr,
     FAST: tl.constexpr,
+    ADD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     """Compute 16 rows of down for the expert at each place of a token, and their sum.
 
+    ADD: the sum is added to `out`.
     The places from EACH on repeat the last expert with a vector of zeros. weight: int32 words of
     experts with `chunks` chunks of `width` rows. AHEAD: chunks that are loaded before gdc_wait.
     MORE: whether a row has more chunks. WHOLE: inner is a multiple of 128.
@@ -83,8 +85,8 @@ def _down(
     first = token * EACH
     r = tl.arange(0, ROWS)
     own = first + tl.minimum(r // 8 % PLACES, EACH - 1)
-    n = tl.minimum(tl.program_id(0) * 16 + r // (8 * PLACES) * 8 + r % 8, width - 1)
-    row = tl.load(experts + own).to(tl.int64) * chunks * width + n
+    loaded = tl.minimum(tl.program_id(0) * 16 + r // (8 * PLACES) * 8 + r % 8, width - 1)
+    row = tl.load(experts + own).to(tl.int64) * chunks * width + loaded
     if EARLY:
         gdc_launch_dependents()
     word_at = weight + row[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -98,6 +100,9 @@ def _down(
         packed += (tl.load(header_at + chunk * width * HEADERS),)
     if EARLY:
         gdc_wait()
+    n = tl.program_id(0) * 16 + tl.arange(0, 16)
+    if ADD:
+        carried = tl.load(out + token * width + n, mask=n < width, other=0.0)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for chunk in tl.static_range(AHEAD):
         inside = live if WHOLE else live & (k < inner - chunk * 128)[None, :]
@@ -116,23 +121,29 @@ def _down(
     is_own = place[:, None, None] == column[None, None, :]
     value = tl.sum(tl.where(is_own, tl.reshape(total, [PLACES, 16, COLUMNS]), 0.0), axis=2)
     value = tl.sum(value * factor[:, None], axis=0)
-    n = tl.program_id(0) * 16 + tl.arange(0, 16)
+    if ADD:
+        value += carried.to(tl.float32)
     tl.store(out + token * width + n, value.to(out.dtype.element_ty), mask=n < width)
 
 
 def down_of_few(
-    hidden: Tensor, weights: OrderedWeights, experts: Tensor, factors: Tensor
+    hidden: Tensor,
+    weights: OrderedWeights,
+    experts: Tensor,
+    factors: Tensor,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Return the weighted sum of the experts of each token, a new [T, H] of hidden's dtype.
 
     hidden: [T * A, I], contiguous. weights: of all experts. experts, factors: int32 and float32
-    [T, A].
+    [T, A]. residual: contiguous [T, H], to which the kernel adds the sum, in place; None: it adds
+    it to nothing.
     """
     num_tokens, each = experts.shape
     chunks, width = weights.codes.shape[1:3]
     inner, early = hidden.shape[1], overlaps()
     places = max(triton.next_power_of_2(each), _LEAST_PLACES)
-    out = hidden.new_empty((num_tokens, width))
+    out = hidden.new_empty((num_tokens, width)) if residual is None else residual
     _down[(triton.cdiv(width, 16), num_tokens)](
         hidden,
         weights.codes.view(int32),
@@ -153,6 +164,7 @@ def down_of_few(
         WHOLE=inner % CHUNK == 0,
         QUADS=not is_hopper(),
         FAST=is_fast(hidden),
+        ADD=residual is not None,
         EARLY=early,
         num_warps=places,
         launch_pdl=early,

@@ -18,10 +18,11 @@ from torch import Tensor, bfloat16, int32
 from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.packed_order import OrderedWeights
 from minisgl.kernel.packed_weights import PackedWeights
 from minisgl.kernel.triton.linear import prefetch
-from minisgl.kernel.triton.moe_few import route_few
+from minisgl.kernel.triton.moe_router import route_few
 from minisgl.kernel.triton.moe_routing import Layer, Router
 from minisgl.kernel.triton.mxfp4 import is_fast, operand, rescale_factor
 from minisgl.kernel.triton.overlap import overlaps
@@ -215,11 +216,13 @@ def _down(
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     FAST: tl.constexpr,
+    ADD: tl.constexpr,
     EARLY: tl.constexpr,
     PREFETCHED: tl.constexpr,
 ):
     """MXFP4: 16 rows of down for the expert at each place of a token, and the sum over experts.
 
+    ADD: the sum is added to `out`.
     Places without an expert repeat the last expert's product, which the sum leaves out.
     """
     WARPS: tl.constexpr = PLACES * SPLITS
@@ -265,6 +268,8 @@ def _down(
     at = bias + expert[:, None] * width + n[None, :]
     total += tl.load(at, mask=read, other=0.0).to(tl.float32)
     value = tl.sum(tl.where(read, total * factor[:, None], 0.0), axis=0)
+    if ADD:
+        value += tl.load(out + token * width + n, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + token * width + n, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -277,12 +282,20 @@ def takes(x: Tensor, layer: Layer) -> bool:
     return is_dtype and x.shape[1] % 16 == 0 and not isinstance(layer[0][1], PackedWeights)
 
 
-def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) -> Tensor:
+def experts_of_few(
+    x: Tensor,
+    router: Router,
+    layer: Layer,
+    semaphores: Tensor,
+    norm: PendingNorm | None = None,
+    norm_weight: Tensor | None = None,
+) -> Tensor:
     """Compute a layer of experts in MXFP4 or int4, as MoeBackend.forward, in three launches.
 
     There is no host sync, and the result is the same in every run.
 
-    x: [T, H] that `takes` accepts, unit stride in H. semaphores: as in moe_few.experts_of_few.
+    x: [T, H] that `takes` accepts, unit stride in H. semaphores, norm and norm_weight: as in
+    moe_few.experts_of_few.
     """
     (gate_up, gate_up_scales, gate_up_bias), (down, down_scales, down_bias), _ = layer
     num_tokens, width = x.shape
@@ -290,7 +303,9 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
     rescale = 1.0 if isinstance(gate_up_scales, OrderedWeights) else rescale_factor(x)
     chunks, inner = (gate_up.shape[1], down.shape[1]), gate_up.shape[2] // 2
     each = router[2] + router[4]
-    weights, experts = route_few(x, router, len(down) - router[4], semaphores)
+    num_experts = len(down) - router[4]
+    routed = route_few(x, router, num_experts, semaphores, norm, norm_weight)
+    weights, experts, x, residual = routed
     hidden = x.new_empty((num_tokens * each, inner))
     scales, headers = _scales(gate_up_scales)
     splits, stages = (_INT4_SPLITS, _INT4_STAGES) if headers else (_SPLITS, _GATE_UP_STAGES)
@@ -318,10 +333,10 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
         launch_pdl=early,
     )
     if isinstance(down_scales, OrderedWeights):
-        return down_of_few(hidden, down_scales, experts, weights)
+        return down_of_few(hidden, down_scales, experts, weights, residual)
     places = triton.next_power_of_2(each)
     splits = min(_SPLITS, max(_MOST_WARPS // places, 1))
-    out = x.new_empty((num_tokens, width))
+    out = routed.out()
     _down[(triton.cdiv(width, 16), num_tokens)](
         hidden,
         down.view(int32),
@@ -340,6 +355,7 @@ def experts_of_few(x: Tensor, router: Router, layer: Layer, semaphores: Tensor) 
         SPLITS=splits,
         STAGES=_DOWN_STAGES,
         FAST=fast,
+        ADD=residual is not None,
         EARLY=early,
         PREFETCHED=triton.next_power_of_2(chunks[1]),
         num_warps=places * splits,

@@ -1,0 +1,196 @@
+"""The router of a mixture of experts for a few tokens: logits and choice in one launch.
+
+A program computes one logit, and the last program of a token to finish chooses its experts. With
+the norm before the block, each program normalises the row of its token, and one of them stores the
+normalised row for the experts. The last kernel of the experts then adds its output to the residual
+stream, so no launch is for the norm alone. With EARLY (Hopper and later), see overlap.py.
+
+Bytes read in 16-bit types: 2 H E, or 2 H (E + 1) with the gate of shared experts.
+"""
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+# mypy: disallow-untyped-decorators=False
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor, float32, int32
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from minisgl.kernel.elementwise import PendingNorm
+from minisgl.kernel.triton.launch import fill_absent
+from minisgl.kernel.triton.moe_routing import Router, choose, rule_of
+from minisgl.kernel.triton.norm import normalise
+from minisgl.kernel.triton.overlap import overlaps
+
+_COLUMNS = 2048  # of a warp
+
+
+@triton.jit(do_not_specialize=["eps"])
+def _score(
+    x,
+    addend,
+    norm_weight,
+    total_out,
+    normed,
+    router,
+    bias,
+    correction,
+    logits,
+    semaphores,
+    weights,
+    experts,
+    width,
+    num_experts,
+    x_stride,
+    addend_stride,
+    eps,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    SCALE: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BIASED: tl.constexpr,
+    NORM: tl.constexpr,
+    ADDED: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    """Compute one logit. The last program of a token to finish chooses the token's experts.
+
+    Row num_experts of the router is the gate of the shared experts, if they are GATED. NORM: x is
+    normalised first, as `normalise` describes it; BLOCK then covers the width.
+    """
+    expert = tl.program_id(0)
+    rows = tl.num_programs(0)
+    token = tl.program_id(1)
+    if EARLY:
+        gdc_launch_dependents()
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        w = tl.load(router + expert * width + k, mask=k < width, other=0.0).to(tl.float32)
+        if NORM:
+            scale = tl.load(norm_weight + k, mask=k < width, other=0.0)
+        if EARLY:
+            gdc_wait()
+        v = tl.load(x + token * x_stride + k, mask=k < width, other=0.0).to(tl.float32)
+        if NORM:
+            v = normalise(
+                v, scale, x, addend, total_out, normed, k, token, width, addend_stride, eps,
+                expert == 0, ADDED,
+            )  # fmt: skip
+        total += w * v
+    logit = tl.sum(total, axis=0)
+    if BIASED:
+        logit += tl.load(bias + expert).to(tl.float32)
+    if not SIGMOID:
+        logit = logit.to(x.dtype.element_ty).to(tl.float32)
+    tl.store(logits + token * rows + expert, logit)
+    tl.debug_barrier()
+    ticket = tl.atomic_add(semaphores + token, 1, sem="acq_rel", scope="gpu")
+    if ticket == rows - 1:
+        ids = tl.arange(0, WIDTH)[None, :]
+        row = tl.full([1, 1], 0, tl.int32) + token
+        value = tl.load(logits + row * rows + ids, mask=ids < num_experts, other=0.0)
+        gate = tl.full([1, 1], 0.0, tl.float32)
+        if GATED:
+            gate = tl.load(logits + row * rows + num_experts)
+        choose(
+            value,
+            gate,
+            correction,
+            row >= 0,
+            row,
+            weights,
+            experts,
+            num_experts,
+            TOP_K,
+            SHARED,
+            GATED,
+            SIGMOID,
+            SCALE,
+            RENORMALISE,
+            1,
+            WIDTH,
+            PLACES,
+        )
+        tl.store(semaphores + token, 0)
+
+
+class Routed(NamedTuple):
+    """The experts of each token, and their input.
+
+    weights, experts  the routing weights, float32 [T, A], and the experts, int32 [T, A].
+    x                 [T, H], after the norm if there is one.
+    residual          contiguous [T, H]: the sum that the norm read, to which the experts add their
+                      output, in place. None without a norm.
+    """
+
+    weights: Tensor
+    experts: Tensor
+    x: Tensor
+    residual: Tensor | None
+
+    def out(self) -> Tensor:
+        """Return the tensor that takes the output of the experts, [T, H]."""
+        return self.x.new_empty(self.x.shape) if self.residual is None else self.residual
+
+
+def route_few(
+    x: Tensor,
+    router: Router,
+    num_experts: int,
+    semaphores: Tensor,
+    norm: PendingNorm | None = None,
+    norm_weight: Tensor | None = None,
+) -> Routed:
+    """Choose the experts of each token, in one launch.
+
+    num_experts: without the shared ones. The other parameters are as in `experts_of_few`.
+    """
+    weight, bias, correction, rule = router[0], router[1], router[6], rule_of(router)
+    given = x if router[8] is None else router[8]
+    (num_tokens, width), rows = given.shape, num_experts + rule.GATED
+    early = overlaps()
+    block = triton.next_power_of_2(width)
+    if norm is None:
+        block = min(block, 2 * _COLUMNS)
+    warps = max(block // _COLUMNS, 1)
+    addend, normed, residual = None, x, None
+    if norm is not None:
+        addend, normed = norm.addend, x.new_empty(x.shape)
+        residual = x if addend is None else x.new_empty(x.shape)
+    logits = x.new_empty((num_tokens, rows), dtype=float32)
+    weights = x.new_empty((num_tokens, rule.TOP_K + rule.SHARED), dtype=float32)
+    experts = x.new_empty((num_tokens, rule.TOP_K + rule.SHARED), dtype=int32)
+    _score[(rows, num_tokens)](
+        given,
+        *fill_absent(x, addend, norm_weight, residual),
+        normed,
+        weight,
+        weight if bias is None else bias,
+        weight if correction is None else correction,
+        logits,
+        semaphores,
+        weights,
+        experts,
+        width,
+        num_experts,
+        given.stride(0),
+        0 if addend is None else addend.stride(0),
+        0.0 if norm is None else norm.eps,
+        WIDTH=triton.next_power_of_2(num_experts),
+        BLOCK=block,
+        BIASED=bias is not None,
+        NORM=norm is not None,
+        ADDED=addend is not None,
+        EARLY=early,
+        num_warps=warps,
+        launch_pdl=early,
+        **rule._asdict(),
+    )
+    return Routed(weights, experts, normed, residual)

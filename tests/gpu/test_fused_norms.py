@@ -1,0 +1,114 @@
+"""Norms inside of the kernels that read the norm's output, on fresh random input.
+
+With TRITON_INTERPRET=1 the kernels run on CPU in float32, in Triton's interpreter.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.kernel import PendingNorm, linear, normed_linear
+from minisgl.kernel.packed_order import in_order
+from minisgl.moe.base import ExpertMatrix, ExpertWeights, Router
+from minisgl.moe.triton_backend import TritonMoe
+from tests.gpu import test_fp8_experts, test_moe, test_mxfp4_moe
+from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
+from tests.gpu.test_kernels import pytestmark as pytestmark
+from tests.gpu.test_moe import poisoned
+from tests.gpu.test_packed_experts import matrices
+
+# In matrix products, the interpreter takes the bits of bfloat16 for integers.
+DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
+LIMIT = 1e-5 if INTERPRETED else 6e-3
+EPS = 1e-5
+EXPERTS, INNER, TOP_K = 5, 64, 2
+WIDTHS = [96] if INTERPRETED else [192, 2112]
+PRODUCTS = [(6, 160)] if INTERPRETED else [(64, 2048), (6, 320), (96, 5120)]
+
+
+def plain(width: int) -> ExpertWeights:
+    return test_moe.layer(EXPERTS, width, INNER, DTYPE)
+
+
+def fp8(width: int) -> ExpertWeights:
+    return test_fp8_experts.random_experts(EXPERTS, width, INNER, (64, 64))
+
+
+def mxfp4(width: int) -> ExpertWeights:
+    return test_mxfp4_moe.layer(EXPERTS, width, INNER)
+
+
+def int4(width: int) -> ExpertWeights:
+    gate_up, down = (
+        in_order(matrices(EXPERTS, *shape, 32)) for shape in ((2 * INNER, width), (width, INNER))
+    )
+    return ExpertWeights(ExpertMatrix(gate_up.codes, gate_up), ExpertMatrix(down.codes, down))
+
+
+def norm_of(x: Tensor, weight: Tensor) -> Tensor:
+    """The norm in float64, rounded to x's dtype."""
+    wide = x.double()
+    wide = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt()
+    return (wide * weight.double()).to(x.dtype)
+
+
+@pytest.mark.parametrize("layer", [plain, fp8, mxfp4, int4])
+@pytest.mark.parametrize("tokens", [1, 3, 4, 5, 16])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("added", [False, True])
+def test_experts_with_their_norm(
+    layer: Callable[[int], ExpertWeights], tokens: int, width: int, added: bool
+) -> None:
+    """The stream grows by the output of `forward`. Beyond four tokens the norm has a kernel."""
+    weights, norm_weight = layer(width), 0.5 + torch.rand(width, device=DEVICE).to(DTYPE)
+    router = Router(normal(EXPERTS, width, dtype=DTYPE) * width**-0.5, None, TOP_K, True)
+    before, addend = normal(tokens, width, dtype=DTYPE), normal(tokens, width, dtype=DTYPE)
+    backend = TritonMoe(torch.device(DEVICE))
+    backend._reads_fp8 = lambda: True
+    total = before + addend if added else before
+    output = backend.forward(norm_of(total, norm_weight), router, weights)
+    streams = []
+    for _ in range(2):
+        norm = PendingNorm(EPS, addend=addend.clone() if added else None)
+        with poisoned():
+            stream = backend.add(before.clone(), norm, norm_weight, router, weights)
+        left = stream.residual
+        streams.append(stream.x if left is None else stream.x + left)
+        assert (left is None) == (tokens <= 4)
+    assert error(streams[0].double() - total.double(), output) < 1.5e-2
+    assert torch.equal(*streams)
+    assert not backend._semaphores.any()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 17])
+@pytest.mark.parametrize(("height", "width"), PRODUCTS)
+def test_normed_linear(rows: int, height: int, width: int) -> None:
+    """A norm and a product of few columns. Beyond 16 rows the norm has a kernel of its own."""
+    from minisgl.kernel.triton import norm as kernels
+
+    x = normal(rows, 2 * width, dtype=DTYPE)[:, width:]
+    weight, norm_weight = normal(height, width, dtype=DTYPE) / width**0.5, normal(width).to(DTYPE)
+    normed = norm_of(x, norm_weight)
+    with poisoned():
+        if INTERPRETED:
+            found = kernels.normed_linear(x, weight, norm_weight, EPS)
+        else:
+            found = normed_linear(x, weight, PendingNorm(EPS), norm_weight)
+    assert error(found[0], normed) < LIMIT
+    assert error(found[1], normed.double() @ weight.double().T) < LIMIT
+
+
+@pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [1, 4, 5])
+@pytest.mark.parametrize("width", [2048, 2880, 5120])
+def test_linear_after_a_norm_without_squares(rows: int, width: int) -> None:
+    """The kernel sums the squares of up to four rows of up to 4,096 columns."""
+    x, weight = normal(rows, width, dtype=DTYPE) * 3, normal(4096, width, dtype=DTYPE)
+    semaphores = torch.zeros(512, dtype=torch.int32, device=DEVICE)
+    wide = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + EPS)
+    with poisoned():
+        found = linear(x, weight, None, semaphores, PendingNorm(EPS))
+    assert error(found, wide @ weight.double().T) < LIMIT
+    assert not semaphores.any()

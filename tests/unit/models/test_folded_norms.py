@@ -1,0 +1,51 @@
+"""A model gives the same tokens after its norms have moved into the blocks that read them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from minisgl.engine import Engine
+from minisgl.models.layer import DecoderLayer
+from tests.parity.driver import Driver, make_engine
+from tests.parity.hybrid_models import save
+from tests.parity.models import build_model
+
+PROMPT = list(range(3, 40))
+
+
+def engine_of(family: str, folder: Path, quantization: str | None) -> Engine:
+    path = build_model(family, folder) if family == "qwen3-moe" else save(family, folder)[1]
+    return make_engine(path, page_size=16, num_pages=20, quantization=quantization)
+
+
+def layers_of(engine: Engine) -> list[DecoderLayer]:
+    return engine._launcher.runner.model.model.layers
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [
+        ("qwen3-moe", None),
+        ("qwen3_5_moe", None),
+        ("qwen3_5_moe", "fp8"),
+        ("nemotron_h", None),
+    ],
+)
+def test_folded_norms_change_no_token(
+    family: str, quantization: str | None, tmp_path: Path
+) -> None:
+    """Experts and delta nets fold their norms too. b and a are not quantised."""
+    engine = engine_of(family, tmp_path, quantization)
+    expected = Driver(engine).generate(0, PROMPT, 6)
+    for layer in layers_of(engine):
+        for norm in (layer.input_layernorm, getattr(layer, "post_attention_layernorm", None)):
+            if norm is not None:
+                norm.weight.data.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(1))
+    changed = Driver(engine).generate(0, PROMPT, 6)
+    assert changed != expected, "the norms have no weight in the result"
+    engine._launcher.runner.model.fold_norms()
+    for layer in layers_of(engine):
+        assert layer.input_layernorm.folded
+        assert layer.mlp is None or layer.post_attention_layernorm.folded
+    assert Driver(engine).generate(0, PROMPT, 6) == changed
