@@ -19,11 +19,13 @@ class PendingNorm(NamedTuple):
     no earlier kernel computed them. A product of few rows then sums them (tilings.sums_squares).
     addend: [T, H], which the following product first adds to x, in place. It may overwrite the
     addend. None if there is nothing to add; always None if there are squares.
+    scaled: x times the weight of the norm, in x's dtype, if the product that computed x stored it.
     """
 
     eps: float
     squares: Tensor | None = None
     addend: Tensor | None = None
+    scaled: Tensor | None = None
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from minisgl.kernel.dispatch import silu_and_mul
+from minisgl.kernel.dispatch import apply_norm, silu_and_mul
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.packed_order import OrderedWeights, has_order, in_order
 from minisgl.kernel.packed_tilings import (
     MOST_LOADING_ROWS,
@@ -24,6 +25,7 @@ from minisgl.kernel.packed_tilings import (
 from minisgl.kernel.packed_weights import PackedWeights, dequantise
 from minisgl.kernel.slow import log_slow
 
+_NORMED_ROWS: Final = 16  # most rows of products that apply a norm, or add to the residual stream
 _PART_BYTES: Final = 64 << 20  # of dequantised weights at once, about
 # The rows of a part are a multiple of this. A part computes as many columns of `out`, and the fast
 # kernels of cuBLAS need the address of these columns to be a multiple of 16 bytes.
@@ -47,16 +49,20 @@ def packed_linear(
     weights: PackedWeights | OrderedWeights,
     bias: Tensor | None = None,
     semaphores: Tensor | None = None,
+    norm: PendingNorm | None = None,
+    norm_weight: Tensor | None = None,
 ) -> Tensor:
     """Return x @ weights.T + bias, a new [T, N] of x's dtype.
 
     x: [T, K], bfloat16 if the weights are ordered. bias: [N] of x's dtype. semaphores: as in
-    dispatch.linear; None: K is not split.
+    dispatch.linear; None: K is not split. norm: if given, x is normalised first, and then
+    multiplied by norm_weight [K].
     """
+    x, norm = _normed(x, weights, norm, norm_weight)
     if isinstance(weights, PackedWeights):
         return functional.linear(x, dequantise(weights, x.dtype), bias)
     if 0 < len(x) <= _most_rows(weights):
-        return _by_kernel(x, weights, bias, semaphores, gated=False)
+        return _by_kernel(x, weights, bias, semaphores, False, norm)
     return _by_torch(x, weights, bias)
 
 
@@ -65,11 +71,64 @@ def packed_gated_linear(
     weights: PackedWeights | OrderedWeights,
     bias: Tensor | None = None,
     semaphores: Tensor | None = None,
+    norm: PendingNorm | None = None,
+    norm_weight: Tensor | None = None,
 ) -> Tensor:
     """Return silu_and_mul of `packed_linear`, [T, N / 2]. The rows of gate come first."""
+    x, norm = _normed(x, weights, norm, norm_weight)
     if isinstance(weights, OrderedWeights) and 0 < len(x) <= _most_rows(weights):
-        return _by_kernel(x, weights, bias, semaphores, gated=True)
+        return _by_kernel(x, weights, bias, semaphores, True, norm)
     return silu_and_mul(packed_linear(x, weights, bias, semaphores))
+
+
+def packed_add_linear(
+    residual: Tensor,
+    x: Tensor,
+    weights: PackedWeights | OrderedWeights,
+    bias: Tensor | None = None,
+    semaphores: Tensor | None = None,
+    next_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Add `packed_linear` to residual [T, N].
+
+    next_weight: [N], the weight of the norm that follows, or None. Returns (the sum, None, its
+    squares and the sum times next_weight as in PendingNorm) if our kernel adds in place, and else
+    (the product, residual, None, None).
+    """
+    if isinstance(weights, PackedWeights) or not _fuses(x, weights):
+        return packed_linear(x, weights, bias, semaphores), residual, None, None
+    from minisgl.kernel.triton import packed_tiles
+
+    tile = loading_tile_for(len(x), weights.height)
+    given = _aligned(x), weights, bias, semaphores, tile, next_weight
+    total, squares, scaled = packed_tiles.add_linear(residual, *given)
+    return total, None, squares, scaled
+
+
+def _normed(
+    x: Tensor,
+    weights: PackedWeights | OrderedWeights,
+    norm: PendingNorm | None,
+    norm_weight: Tensor | None,
+) -> tuple[Tensor, PendingNorm | None]:
+    """Return the operand of the product, and the norm if our kernel applies it."""
+    if norm is None:
+        return x, None
+    if norm.squares is not None and norm.scaled is not None and _fuses(x, weights):
+        return norm.scaled, norm
+    return apply_norm(x, norm, norm_weight), None
+
+
+def _fuses(x: Tensor, weights: PackedWeights | OrderedWeights) -> bool:
+    """Whether our kernel applies a norm before the product, or adds after it."""
+    is_few = 0 < len(x) <= _NORMED_ROWS
+    return is_few and isinstance(weights, OrderedWeights) and _has_loading_kernel(weights)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """Return x, or a copy of it. The kernels load 16 bytes at once."""
+    aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return x if aligned else x.contiguous()
 
 
 def _most_rows(weights: OrderedWeights) -> int:
@@ -93,18 +152,17 @@ def _by_kernel(
     bias: Tensor | None,
     semaphores: Tensor | None,
     gated: bool,
+    norm: PendingNorm | None,
 ) -> Tensor:
     from minisgl.kernel.triton import packed_linear as kernels
     from minisgl.kernel.triton.overlap import has_large_tiles
 
-    # The kernels load 16 bytes at once.
-    aligned = x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    x = x if aligned else x.contiguous()
+    x = _aligned(x)
     if _has_loading_kernel(weights):
         from minisgl.kernel.triton import packed_tiles
 
         tile = loading_tile_for(len(x), weights.height)
-        return packed_tiles.linear(x, weights, bias, semaphores, tile, gated)
+        return packed_tiles.linear(x, weights, bias, semaphores, tile, gated, norm=norm)
     tile = packed_tile_for(len(x), weights.height, has_large_tiles())
     return kernels.linear(x, weights, bias, semaphores, tile, gated)
 

@@ -123,6 +123,13 @@ class LinearMethod(nn.Module, ABC):
         `following` applies SiLU-and-mul. It can do so faster if it quantises its input anyway.
         """
 
+    def scale_sums(self, norm_weight: Tensor) -> None:
+        """Learn the weight [rows] of the norm that reads the result of `add`.
+
+        A method may multiply the sum by a copy of it (ResidualStream.scaled), for a method whose
+        kernel cannot: the caller overwrites `norm_weight` afterwards.
+        """
+
     def add(self, residual: Tensor, x: Tensor) -> ResidualStream:
         """Return the stream of `residual` [T, rows] with the product added. For one rank only.
 

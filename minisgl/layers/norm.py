@@ -17,12 +17,13 @@ class ResidualStream(NamedTuple):
     The hidden states are the sum of x over all ranks, plus residual. On one rank residual is None
     if the block has added its output to the stream itself.
 
-    squares: sums of squares of x's rows as in PendingNorm, if the last block computed them.
+    squares, scaled: as in PendingNorm, if the last block computed them.
     """
 
     x: Tensor
     residual: Tensor | None = None
     squares: Tensor | None = None
+    scaled: Tensor | None = None
 
 
 class BlockInput(NamedTuple):
@@ -87,9 +88,9 @@ class ResidualNorm(RMSNorm):
         If the norm is folded, this launches no kernel: the first linear of the block computes the
         sum in `residual` and applies the norm. For the residual see Communicator.reduce_norm.
         """
-        x, residual, squares = stream
+        x, residual, squares, scaled = stream
         if self.folded and residual is None:
-            return BlockInput(x, PendingNorm(self.eps, squares)), x
+            return BlockInput(x, PendingNorm(self.eps, squares, scaled=scaled)), x
         if self.folded and residual is not None:
             return BlockInput(residual, PendingNorm(self.eps, addend=x)), residual
         normed, total = self.comm.reduce_norm(x, residual, self.weight, self.eps)
@@ -99,13 +100,20 @@ class ResidualNorm(RMSNorm):
         """Return the norm of the sum of all ranks' x [T, H], valid until the next sum."""
         return self.comm.reduce_norm(x, None, self.weight, self.eps)[0]
 
-    def fold_with(self, fold: Callable[[Tensor], bool]) -> None:
+    def fold_with(
+        self,
+        fold: Callable[[Tensor], bool],
+        scale_sums: Callable[[Tensor], None] | None = None,
+    ) -> None:
         """Move the weight into the linear that reads this norm's output, if its method can.
 
-        fold: LinearMethod.fold of that linear, which must be the only reader. For one rank only:
+        fold: LinearMethod.fold of that linear, which must be the only reader. scale_sums:
+        LinearMethod.scale_sums of the linear whose sum this norm reads, or None. For one rank only:
         with several ranks, the norm's kernel also adds up the parts of all ranks.
         """
         if fold(self.weight):
+            if scale_sums is not None:
+                scale_sums(self.weight)
             self.weight.fill_(1.0)
             self.folded = True
 

@@ -107,8 +107,9 @@ class CausalLM(nn.Module):
 
         Call this only without tensor parallelism. The results differ by rounding only.
         """
+        before = None
         for layer in self.model.layers:
-            layer.fold_norms()
+            before = layer.fold_norms(before)
         if self.mtp is not None:
             self.mtp.fold_norms()
 

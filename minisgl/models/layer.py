@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from minisgl.distributed.comm import Communicator
 from minisgl.layers.attention import Attention, AttentionSpec
 from minisgl.layers.delta import DeltaSpec, GatedDelta
-from minisgl.layers.linear import LinearBuild, LinearMethodFactory
+from minisgl.layers.linear import LinearBuild, LinearMethod, LinearMethodFactory
 from minisgl.layers.mamba import Mamba, MambaSpec
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
 from minisgl.layers.mlp import DenseMlp
@@ -127,11 +127,19 @@ class DecoderLayer(nn.Module):
         out: ResidualStream = self.mlp(block_input, residual)
         return out
 
-    def fold_norms(self) -> None:
-        """Move the norms' weights into the blocks that read them, if these can take them."""
-        self.input_layernorm.fold_with(self.mixer.fold)
-        if self.mlp is not None:
-            self.post_attention_layernorm.fold_with(self.mlp.fold)
+    def fold_norms(self, before: LinearMethod | None = None) -> LinearMethod | None:
+        """Move the norms' weights into the blocks that read them, if these can take them.
+
+        before: the method whose `add` gives the input of the layer, if there is one. Returns the
+        method whose `add` gives the output of the layer, if there is one.
+        """
+        scale_sums = None if before is None else before.scale_sums
+        self.input_layernorm.fold_with(self.mixer.fold, scale_sums)
+        last = self.mixer.out.method
+        if self.mlp is None:
+            return last
+        self.post_attention_layernorm.fold_with(self.mlp.fold, last.scale_sums)
+        return self.mlp.down_proj.method if isinstance(self.mlp, DenseMlp) else None
 
     def scale_outputs(self, factor: float) -> None:
         """Multiply the loaded weights of each block's last products by `factor`.
@@ -152,7 +160,7 @@ class DeepStackLayer(DecoderLayer):
         # The stream is a sum over the ranks, and only rank 0 has features to add.
         if images is not None and tap is not None:
             x = stream.x.add_(images.part(tap, stream.x.shape[1]))
-            stream = stream._replace(x=x, squares=None)
+            stream = stream._replace(x=x, squares=None, scaled=None)
         return super().attend(stream, context)
 
 
@@ -217,7 +225,7 @@ class NormAfterLayer(DecoderLayer):
         product = cast("DenseMlp | MoeBlock", self.mlp).product(block_input)
         return self.post_feedforward_layernorm.of_sum(product)
 
-    def fold_norms(self) -> None:
+    def fold_norms(self, before: LinearMethod | None = None) -> None:
         """Nothing is folded: each linear gets the complete and normalised stream."""
 
     def scale_outputs(self, factor: float) -> None:

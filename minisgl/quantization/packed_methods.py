@@ -8,9 +8,15 @@ from torch import Tensor, nn
 from minisgl.core import ConfigError
 from minisgl.kernel import PendingNorm
 from minisgl.kernel.packed_order import OrderedWeights
-from minisgl.kernel.packed_products import packed_gated_linear, packed_linear, prepare
+from minisgl.kernel.packed_products import (
+    packed_add_linear,
+    packed_gated_linear,
+    packed_linear,
+    prepare,
+)
 from minisgl.kernel.packed_weights import PackedKind, PackedWeights, pack, unpack
 from minisgl.layers.linear import LinearMethod
+from minisgl.layers.norm import ResidualStream
 from minisgl.layers.shards import LinearShards, Placement
 from minisgl.moe.base import ExpertMatrix, ExpertWeights
 from minisgl.moe.experts import ExpertShards, ExpertsMethod, over_experts
@@ -20,6 +26,9 @@ from minisgl.quantization.packed import PER_WORD, PackedFormat
 class PackedLinear(LinearMethod):
     """A matrix of 4-bit weights. codes, scales, zeros and row_scales: as in PackedWeights.
 
+    norm_weight: the weight of the norm before this linear, or None. The scales cannot take it,
+    because a group of columns has one. next_weight: that of the norm that reads the result of
+    `add`, or None.
     `finish` replaces them with codes and headers as in OrderedWeights if the kernels of a GPU
     multiply them.
     g_idx: int32 [merged linears, columns], the group of each column in the checkpoint, or absent.
@@ -36,6 +45,8 @@ class PackedLinear(LinearMethod):
         for name, parameter in form.parameters(shards, dtype).items():
             self.register_parameter(name, parameter)
         self._dtype = dtype
+        self.norm_weight: Tensor | None = None
+        self.next_weight: Tensor | None = None
         self._columns: Tensor | None = None
         self._ordered: OrderedWeights | None = None
         if form.column_groups is not None:
@@ -94,13 +105,24 @@ class PackedLinear(LinearMethod):
         if self.bias is not None:
             self.bias[begin:end].mul_(factor)
 
+    def fold(self, norm_weight: Tensor) -> bool:
+        if self._columns is not None:
+            return False
+        self.norm_weight = norm_weight.clone()
+        return True
+
+    def scale_sums(self, norm_weight: Tensor) -> None:
+        self.next_weight = norm_weight.clone()
+
     def product(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
-        assert norm is None, "this method folds no norm; this is a bug"
-        return packed_linear(*self._operands(x))
+        return packed_linear(*self._operands(x), norm, self.norm_weight)
 
     def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
-        assert norm is None, "this method folds no norm; this is a bug"
-        return packed_gated_linear(*self._operands(x))
+        return packed_gated_linear(*self._operands(x), norm, self.norm_weight)
+
+    def add(self, residual: Tensor, x: Tensor) -> ResidualStream:
+        given = *self._operands(x), self.next_weight
+        return ResidualStream(*packed_add_linear(residual, *given))
 
     def _operands(
         self, x: Tensor

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import PendingNorm, linear, normed_linear
+from minisgl.kernel import PendingNorm, linear, normed_linear, silu_and_mul
 from minisgl.kernel.packed_order import in_order
+from minisgl.kernel.packed_products import packed_add_linear, packed_gated_linear, packed_linear
+from minisgl.kernel.packed_weights import PackedKind, dequantise
 from minisgl.moe.base import ExpertMatrix, ExpertWeights, Router
 from minisgl.moe.triton_backend import TritonMoe
 from tests.gpu import test_fp8_experts, test_moe, test_mxfp4_moe
@@ -18,6 +20,7 @@ from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
 from tests.gpu.test_moe import poisoned
 from tests.gpu.test_packed_experts import matrices
+from tests.gpu.test_packed_weights import random_weights
 
 # In matrix products, the interpreter takes the bits of bfloat16 for integers.
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
@@ -111,4 +114,55 @@ def test_linear_after_a_norm_without_squares(rows: int, width: int) -> None:
     with poisoned():
         found = linear(x, weight, None, semaphores, PendingNorm(EPS))
     assert error(found, wide @ weight.double().T) < LIMIT
+    assert not semaphores.any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter does not run Gluon")
+@pytest.mark.parametrize("rows", [1, 5, 8, 11, 16, 17])
+@pytest.mark.parametrize(("height", "width"), [(1024, 640), (4096, 4096), (2608, 1280)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_int4_products_around_a_norm(rows: int, height: int, width: int, biased: bool) -> None:
+    """One product adds to the stream, and two read its norm. More than 16 rows are not fused."""
+    x, before = normal(rows, width, dtype=DTYPE), normal(rows, height, dtype=DTYPE)
+    down = random_weights(PackedKind.INT4, height, width, 128)
+    bias = normal(height, dtype=DTYPE) if biased else None
+    norm_weight = 0.5 + torch.rand(height, device=DEVICE).to(DTYPE)
+    semaphores = torch.zeros(1024, dtype=torch.int32, device=DEVICE)
+    exact = before.double() + x.double() @ dequantise(down, torch.float64).T
+    exact = exact if bias is None else exact + bias.double()
+
+    def add() -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        with poisoned():
+            return packed_add_linear(
+                before.clone(), x, in_order(down), bias, semaphores, norm_weight
+            )
+
+    total, residual, squares, scaled = add()
+    if rows > 16:
+        assert squares is scaled is None
+        assert residual is not None
+        assert error(total.double() + residual.double(), exact) < 1e-2
+        return
+    assert residual is None
+    assert squares is not None
+    assert scaled is not None
+    assert error(total, exact) < 1e-2
+    assert error(squares.sum(0), total.double().square().sum(-1)) < 1e-5
+    assert torch.equal(scaled, (total.float() * norm_weight.float()).to(DTYPE))
+    again = add()
+    assert torch.equal(again[0], total)
+    assert torch.equal(again[2], squares)
+    if height % 128:
+        return  # the width of the products below has whole groups
+    normed = norm_of(total, norm_weight).double()
+    norm = PendingNorm(EPS, squares, scaled=scaled)
+    for product in (packed_linear, packed_gated_linear):
+        weights = random_weights(PackedKind.INT4, 656, height, 128)
+        given = total, in_order(weights), None, semaphores, norm, norm_weight
+        with poisoned():
+            found = product(*given)
+        expected = normed @ dequantise(weights, torch.float64).T
+        expected = expected if product is packed_linear else silu_and_mul(expected)
+        assert error(found, expected) < 1e-2
+        assert torch.equal(found, product(*given))
     assert not semaphores.any()

@@ -16,6 +16,7 @@ Bytes: as in packed_linear.py. Gluon may change with each release of Triton: see
 # mypy: disallow-untyped-decorators=False
 
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor, float32, int32
 from triton.experimental import gluon
@@ -30,73 +31,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.packed_order import CHUNK, OrderedWeights
 from minisgl.kernel.packed_tilings import PackedTile, num_splits
 from minisgl.kernel.triton.launch import Constants, Launcher, fill_absent
 from minisgl.kernel.triton.overlap import current_device, overlaps
-from minisgl.kernel.triton.packed import SCALED_ASM, SHIFTED_ASM, ZERO_ASM
+from minisgl.kernel.triton.packed_parts import decode_weights, norm_factors, store
 
 _X_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _CODE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=3)
 _HEADER_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+_LEAST_SQUARES = 64  # sums of a row that a tile loads at once: one for each of its rows
 _LOADING_REGISTERS = 24  # of the warp that loads
-
-
-@gluon.jit
-def _halves(pair):
-    low = pair.to(gl.int16).to(gl.bfloat16, bitcast=True)
-    high = (pair >> 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-    return gl.join(low, high)
-
-
-@gluon.jit
-def _decode(words, headers, SCALED: gl.constexpr):
-    """As packed.decode_int4 with FAST: [ROWS, 16, 2, 2, 2]. headers: of SCALED, or zeros twice."""
-    ASM: gl.constexpr = SCALED_ASM if SCALED else SHIFTED_ASM
-    pairs = gl.inline_asm_elementwise(
-        ASM,
-        "=&r,=&r,=&r,=r,r,r",
-        [words, headers],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=1,
-    )
-    even = gl.join(_halves(pairs[0]), _halves(pairs[2]))
-    odd = gl.join(_halves(pairs[1]), _halves(pairs[3]))
-    return gl.join(even, odd)
-
-
-@gluon.jit
-def _weights(
-    words,
-    headers,
-    BM: gl.constexpr,
-    WARPS: gl.constexpr,
-    REPEATS: gl.constexpr,
-    SCALED: gl.constexpr,
-):
-    """One chunk of the tile, decoded, as the first operand [ROWS, 128]; and its scales [ROWS].
-
-    words, headers: the buffers of the chunk. No number leaves its lane.
-    """
-    ROWS: gl.constexpr = 16 * WARPS * REPEATS
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
-    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
-    word = words.reshape([ROWS, 16]).load(WORDS)
-    header = headers.reshape([ROWS]).load(gl.SliceLayout(1, WORDS))
-    zero = header
-    if not SCALED:
-        zero = gl.inline_asm_elementwise(
-            ZERO_ASM, "=r,r", [header], dtype=gl.int32, is_pure=True, pack=1
-        )
-    zero, _ = gl.broadcast(gl.expand_dims(zero, 1), word)
-    # Rows: half, repeat, warp, eight rows. Columns: lane, word, and three bits of the code.
-    w = gl.reshape(_decode(word, zero, SCALED), [2, REPEATS, WARPS, 8, 4, 4, 2, 2, 2])
-    w = gl.reshape(gl.permute(w, (1, 2, 0, 3, 5, 7, 8, 4, 6)), [ROWS, 128])
-    w = gl.convert_layout(w, gl.DotOperandLayout(0, PRODUCT, 2), assert_trivial=True)
-    s = gl.permute(gl.reshape(header, [2, REPEATS, WARPS, 8]), (1, 2, 0, 3))
-    s = (gl.reshape(s, [ROWS]) & -65536).to(gl.float32, bitcast=True)
-    return w, gl.convert_layout(s, gl.SliceLayout(1, PRODUCT), assert_trivial=True)
 
 
 @gluon.jit
@@ -154,7 +100,7 @@ def _multiply(buffers, barriers, outputs, place, N, num_rows, steps, VARIANT: gl
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
     words, heads, rows = buffers
     full, empty = barriers
-    bias, out, parts, semaphores = outputs
+    bias, out, parts, semaphores, norm, sums = outputs
     program, tile, first_row = place
     if VARIANT[8]:
         gdc_wait()
@@ -167,8 +113,8 @@ def _multiply(buffers, barriers, outputs, place, N, num_rows, steps, VARIANT: gl
             i, j = step % STAGES, (step + 1) % STAGES
             mbarrier.wait(full.index(i), step // STAGES & 1)
             mbarrier.wait(full.index(j), (step + 1) // STAGES & 1)
-            w, s = _weights(words.index(i), heads.index(i), BM, WARPS, REPEATS, False)
-            w2, s2 = _weights(words.index(j), heads.index(j), BM, WARPS, REPEATS, False)
+            w, s = decode_weights(words.index(i), heads.index(i), BM, WARPS, REPEATS, False)
+            w2, s2 = decode_weights(words.index(j), heads.index(j), BM, WARPS, REPEATS, False)
             v, v2 = rows.index(i).permute([1, 0]), rows.index(j).permute([1, 0])
             part = warpgroup_mma(w, v, zeros, use_acc=False, is_async=True)
             part2 = warpgroup_mma(w2, v2, zeros, use_acc=False, is_async=True)
@@ -180,7 +126,7 @@ def _multiply(buffers, barriers, outputs, place, N, num_rows, steps, VARIANT: gl
     for step in range(single, steps):
         i = step % STAGES
         mbarrier.wait(full.index(i), step // STAGES & 1)
-        w, s = _weights(words.index(i), heads.index(i), BM, WARPS, REPEATS, SCALED)
+        w, s = decode_weights(words.index(i), heads.index(i), BM, WARPS, REPEATS, SCALED)
         v = rows.index(i).permute([1, 0])
         if SCALED:
             part = warpgroup_mma(w, v, total, is_async=True)
@@ -212,54 +158,30 @@ def _multiply(buffers, barriers, outputs, place, N, num_rows, steps, VARIANT: gl
             for other in gl.static_range((SPLITS - 1) // AT_ONCE * AT_ONCE + 1, SPLITS):
                 total += gl.load(part_at + other * (ROWS * BM), cache_modifier=".cg")
     if is_last:
-        _store(total, bias, out, tile, first_row, N, num_rows, VARIANT)
+        if VARIANT[10] > 0:
+            total *= norm_factors(norm, first_row, num_rows, VARIANT)[None, :]
+        store(total, bias, out, sums, tile, first_row, N, num_rows, VARIANT)
 
 
-@gluon.jit
-def _store(total, bias, out, tile, first_row, N, num_rows, VARIANT: gl.constexpr):
-    BM: gl.constexpr = VARIANT[0]
-    WARPS: gl.constexpr = VARIANT[1]
-    GATED: gl.constexpr = VARIANT[6]
-    ROWS: gl.constexpr = 16 * WARPS * VARIANT[2]
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
-    HALVES: gl.constexpr = 2 if GATED else 1
-    OUT: gl.constexpr = ROWS // HALVES
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, PRODUCT))
-    m = gl.arange(0, BM, gl.SliceLayout(0, PRODUCT))
-    half, group = r // 8 % 2, r // (16 * WARPS) * WARPS + r // 16 % WARPS
-    n = half * (ROWS // 2) + group * 8 + r % 8
-    if VARIANT[7]:
-        n_bias = tile * OUT + n % OUT + n // OUT * (N // 2)
-        total += gl.load(bias + n_bias, n_bias < N, 0.0).to(gl.float32)[:, None]
-    width, m = N // HALVES, first_row + m
-    if GATED:
-        # A lane has gate and up of a pair, and so the place of both.
-        n = tile * OUT + n % OUT
-        inside = (m < num_rows)[None, :] & (n < width)[:, None]
-        place = gl.where(inside, m[None, :] * width + n[:, None], -1)
-        gate, up = gl.split(gl.permute(gl.reshape(total, [ROWS // 16, 2, 8, BM]), (0, 2, 3, 1)))
-        place, _ = gl.split(gl.permute(gl.reshape(place, [ROWS // 16, 2, 8, BM]), (0, 2, 3, 1)))
-        value = gate / (1.0 + gl.exp(-gate)) * up
-        gl.store(out + place, value.to(out.dtype.element_ty), place >= 0)
-    else:
-        n = tile * OUT + n
-        at = out + m[None, :].to(gl.int64) * width + n[:, None]
-        inside = (m < num_rows)[None, :] & (n < width)[:, None]
-        gl.store(at, total.to(out.dtype.element_ty), inside)
-
-
-@gluon.jit(do_not_specialize=["chunks", "num_rows"])
+@gluon.jit(do_not_specialize=["chunks", "num_rows", "num_squares", "width", "eps"])
 def _linear(
     bias,
     out,
     parts,
     semaphores,
+    squares,
+    out_squares,
+    next_weight,
+    scaled,
     N,
     x,
     codes,
     headers,
     chunks,
     num_rows,
+    num_squares,
+    width,
+    eps,
     BM: gl.constexpr,
     WARPS: gl.constexpr,
     REPEATS: gl.constexpr,
@@ -271,8 +193,13 @@ def _linear(
     LOADING_REGISTERS: gl.constexpr,
     PAIRS: gl.constexpr,
     EARLY: gl.constexpr,
+    SQUARES: gl.constexpr,
+    ADD: gl.constexpr,
 ):
-    """One tile of the product, or one split of a tile. x, codes, headers: TMA descriptors."""
+    """One tile of the product, or one split of a tile. x, codes, headers: TMA descriptors.
+
+    The last program of a tile ends as packed_parts.py describes it.
+    """
     ROWS: gl.constexpr = 16 * WARPS * REPEATS
     HALVES: gl.constexpr = 2 if GATED else 1
     program = gl.program_id(0)
@@ -295,8 +222,11 @@ def _linear(
         gdc_launch_dependents()
     buffers, barriers = (words, heads, rows), (full, empty)
     place = program, tile, first_row
-    variant: gl.constexpr = (BM, WARPS, REPEATS, STAGES, SCALED, SPLITS, GATED, BIAS, EARLY, PAIRS)
-    outputs = bias, out, parts, semaphores
+    variant: gl.constexpr = (
+        BM, WARPS, REPEATS, STAGES, SCALED, SPLITS, GATED, BIAS, EARLY, PAIRS, SQUARES, ADD,
+    )  # fmt: skip
+    norm = squares, num_squares, width, eps
+    outputs = bias, out, parts, semaphores, norm, (out_squares, next_weight, scaled)
     inputs = x, codes, headers
     gl.warp_specialize(
         [
@@ -324,15 +254,66 @@ def linear(
     tile: PackedTile,
     gated: bool = False,
     splits: int | None = None,
+    norm: PendingNorm | None = None,
 ) -> Tensor:
-    """As packed_linear.linear, for weights that `takes` accepts."""
+    """As packed_linear.linear, for weights that `takes` accepts.
+
+    norm: None, or a norm with squares. x is then its `scaled`.
+    """
+    out = x.new_empty((len(x), weights.height // (1 + gated)))
+    _launch(x, weights, bias, semaphores, tile, out, gated, splits, norm)
+    return out
+
+
+def add_linear(
+    residual: Tensor,
+    x: Tensor,
+    weights: OrderedWeights,
+    bias: Tensor | None,
+    semaphores: Tensor | None,
+    tile: PackedTile,
+    next_weight: Tensor | None,
+    splits: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Add `linear` to residual, contiguous [M, N], in place.
+
+    Returns residual, its squares as in PendingNorm, and residual * next_weight [N] as a new tensor,
+    or None.
+    """
+    squares = x.new_empty((-(-weights.height // tile.height), len(x)), dtype=float32)
+    scaled = None if next_weight is None else x.new_empty(residual.shape)
+    sums = Sums(squares, next_weight, scaled)
+    _launch(x, weights, bias, semaphores, tile, residual, False, splits, sums=sums)
+    return residual, squares, scaled
+
+
+class Sums(NamedTuple):
+    """The further results of add_linear, and the weight of the next norm."""
+
+    squares: Tensor | None = None
+    next_weight: Tensor | None = None
+    scaled: Tensor | None = None
+
+
+def _launch(
+    x: Tensor,
+    weights: OrderedWeights,
+    bias: Tensor | None,
+    semaphores: Tensor | None,
+    tile: PackedTile,
+    out: Tensor,
+    gated: bool,
+    splits: int | None,
+    norm: PendingNorm | None = None,
+    sums: Sums | None = None,
+) -> None:
     num_rows, (chunks, height), halves = len(x), weights.codes.shape[:2], 1 + gated
     programs = -(-height // tile.height) * -(-num_rows // tile.rows)
     if semaphores is None:
         splits = 1
     elif splits is None:
         splits = num_splits(tile, programs, chunks)
-    out = parts = x.new_empty((num_rows, height // halves))
+    parts = out
     if splits > 1:
         parts = x.new_empty((programs, splits, tile.height * tile.rows), dtype=float32)
     width, tall = height // halves, tile.height // halves
@@ -343,15 +324,22 @@ def linear(
     codes = TensorDescriptor(words, shape, strides, [halves, tall, 16], _CODE_LAYOUT)
     shape, strides = [chunks * halves, width], [width, 1]
     headers = TensorDescriptor(weights.headers, shape, strides, [halves, tall], _HEADER_LAYOUT)
-    variant = tile, splits, gated, bias is not None
-    tensors = (*fill_absent(out, bias), out, parts, *fill_absent(out, semaphores))
-    numbers = rows, codes, headers, chunks, num_rows
+    squares = None if norm is None else norm.squares
+    num_squares = 0 if squares is None else len(squares)
+    most = 0 if squares is None else max(1 << (num_squares - 1).bit_length(), _LEAST_SQUARES)
+    sums = sums or Sums()
+    add = (sums.squares is not None) + (sums.scaled is not None)
+    variant = tile, splits, gated, bias is not None, most, add
+    tensors = (*fill_absent(out, bias), out, parts, *fill_absent(out, semaphores, squares, *sums))
+    eps = 0.0 if norm is None else norm.eps
+    numbers = rows, codes, headers, chunks, num_rows, num_squares, weights.columns, eps
     constants = partial(_constants, *variant)
     _launcher((programs, splits), tensors, (height,), numbers, variant, constants)
-    return out
 
 
-def _constants(tile: PackedTile, splits: int, gated: bool, bias: bool) -> Constants:
+def _constants(
+    tile: PackedTile, splits: int, gated: bool, bias: bool, squares: int, add: int
+) -> Constants:
     early = overlaps()
     values = {
         "BM": tile.rows,
@@ -365,6 +353,8 @@ def _constants(tile: PackedTile, splits: int, gated: bool, bias: bool) -> Consta
         "LOADING_REGISTERS": _LOADING_REGISTERS,
         "PAIRS": tile.pairs,
         "EARLY": early,
+        "SQUARES": squares,
+        "ADD": add,
     }
     options = {"num_warps": tile.warps, "maxnreg": tile.registers, "launch_pdl": early}
     return Constants(values, options)

@@ -8,14 +8,18 @@ import torch
 from minisgl.engine import Engine
 from minisgl.models.layer import DecoderLayer
 from tests.parity.driver import Driver, make_engine
-from tests.parity.hybrid_models import save
+from tests.parity.hybrid_models import MODELS, save
 from tests.parity.models import build_model
+from tests.parity.packed_models import build_packed
 
 PROMPT = list(range(3, 40))
 
 
 def engine_of(family: str, folder: Path, quantization: str | None) -> Engine:
-    path = build_model(family, folder) if family == "qwen3-moe" else save(family, folder)[1]
+    if quantization == "awq":
+        path, quantization = build_packed("awq", family, folder).packed, None
+    else:
+        path = save(family, folder)[1] if family in MODELS else build_model(family, folder)
     return make_engine(path, page_size=16, num_pages=20, quantization=quantization)
 
 
@@ -27,6 +31,7 @@ def layers_of(engine: Engine) -> list[DecoderLayer]:
     ("family", "quantization"),
     [
         ("qwen3-moe", None),
+        ("llama", "awq"),
         ("qwen3_5_moe", None),
         ("qwen3_5_moe", "fp8"),
         ("nemotron_h", None),
@@ -35,7 +40,7 @@ def layers_of(engine: Engine) -> list[DecoderLayer]:
 def test_folded_norms_change_no_token(
     family: str, quantization: str | None, tmp_path: Path
 ) -> None:
-    """Experts and delta nets fold their norms too. b and a are not quantised."""
+    """Experts, delta nets and 4-bit linears fold their norms too."""
     engine = engine_of(family, tmp_path, quantization)
     expected = Driver(engine).generate(0, PROMPT, 6)
     for layer in layers_of(engine):
