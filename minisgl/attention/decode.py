@@ -87,6 +87,7 @@ class BalancedDecodes:
         """q_heads: query heads of this rank."""
         self._pool, self._q_heads, self._rule = pool, q_heads, rule
         self._scratch: DecodeScratch | None = None
+        self._most = 0  # new tokens of a request for which the scratch has room
 
     def of_step(self, step: AttentionStep) -> BalancedDecode:
         """Return the attention of a decode step. The caller computes its metadata.
@@ -95,11 +96,10 @@ class BalancedDecodes:
         without the padding row. A step whose requests have more new tokens allocates a larger one.
         """
         spec, new = self._pool.spec, new_tokens(step)
-        rows = self._q_heads // spec.kv_heads * new
         # A graph keeps the scratch of its capture alive, even if a larger one replaces it here.
-        if self._scratch is None or self._scratch.partial_outputs.shape[1] < rows:
+        if self._scratch is None or self._most < new:
             sizes = (len(step.page_table) - 1, self._q_heads, spec.kv_heads, spec.head_dim)
-            self._scratch = decode_scratch(*sizes, step.page_table.device, new)
+            self._scratch, self._most = decode_scratch(*sizes, step.page_table.device, new), new
         return BalancedDecode(self._pool, step, self._scratch, self._rule)
 
     def prepare(self, step: AttentionStep) -> BalancedDecode:

@@ -14,25 +14,26 @@ from minisgl.kernel.rotary import qk_norm_rope_store
 # A thread of the decode kernel uses 255 registers, so eight warps fill a multiprocessor.
 _WARPS_PER_MULTIPROCESSOR = 8
 _WIDE_HEAD = 512  # elements of a head from which one program fills a multiprocessor
+_WIDE_ROWS = 16  # the most queries of a tile of such heads
 
 
 class DecodeScratch(NamedTuple):
     """Device memory of the decode attention kernel, for up to N requests and G programs.
 
     A program has fewest_warps or more; G counts those that run at the same time if it has the
-    fewest. Q is the largest number of new tokens of a request.
+    fewest. A tile has the queries of tile_tokens tokens and one KV head: R of them.
     All layers of a step with the same window share one scratch. Two calls that may run at the same
     time need two.
 
     first            int32 [N + 1]: the exclusive sum of the requests' blocks, from count_blocks.
-    partial_outputs  float32 [2 G, Q Hq / Hkv, D]: outputs over parts of contexts, before they are
+    partial_outputs  float32 [2 G, R, D]: outputs over parts of contexts, before they are
                      divided by the sum of their weights. A program leaves at most two parts.
-    softmax_stats    float32 [2 G, 2, Q Hq / Hkv]: the largest score of each part, and the sum of
+    softmax_stats    float32 [2 G, 2, R]: the largest score of each part, and the sum of
                      its weights.
-    semaphores       int32 [N * Hkv]: blocks of each request and KV head that are done; zeros
-                     between calls.
+    semaphores       int32 [N * Hkv * tiles]: blocks of each request, KV head and tile of queries
+                     that are done; zeros between calls.
     tokens           int32 [N + 1]: the exclusive sum of the requests' new tokens, from
-                     count_blocks; used if Q is above 1.
+                     count_blocks; used if requests may have several.
     """
 
     first: Tensor
@@ -53,6 +54,18 @@ def fewest_warps(head_dim: int) -> int:
     return _WARPS_PER_MULTIPROCESSOR if head_dim >= _WIDE_HEAD else 1
 
 
+def tile_tokens(group: int, head_dim: int, queries: int) -> int:
+    """Return the number of new tokens of a request whose queries one tile of the kernel holds.
+
+    It divides `queries`, a power of two: the most new tokens of a request. group: query heads per
+    KV head. More than 16 queries of 512 elements do not fit into the registers of a warp.
+    """
+    if fewest_warps(head_dim) == 1:
+        return queries
+    fitting = max(_WIDE_ROWS // group, 1)
+    return min(1 << (fitting.bit_length() - 1), queries)
+
+
 def decode_scratch(
     reqs: int, q_heads: int, kv_heads: int, head_dim: int, device: torch.device, queries: int = 1
 ) -> DecodeScratch:
@@ -64,13 +77,15 @@ def decode_scratch(
     multiprocessors = 1
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    rows = q_heads // kv_heads * queries
+    group = q_heads // kv_heads
+    tokens = tile_tokens(group, head_dim, queries)
+    rows, tiles = group * tokens, queries // tokens
     programs = multiprocessors * (_WARPS_PER_MULTIPROCESSOR // fewest_warps(head_dim))
     return DecodeScratch(
         first=torch.zeros(reqs + 1, dtype=torch.int32, device=device),
         partial_outputs=torch.zeros((2 * programs, rows, head_dim), device=device),
         softmax_stats=torch.zeros((2 * programs, 2, rows), device=device),
-        semaphores=torch.zeros(reqs * kv_heads, dtype=torch.int32, device=device),
+        semaphores=torch.zeros(reqs * kv_heads * tiles, dtype=torch.int32, device=device),
         tokens=torch.zeros(reqs + 1, dtype=torch.int32, device=device),
     )
 

@@ -146,6 +146,8 @@ def poisoned_scratch(scene: Inputs, queries: int) -> DecodeScratch:
         (ONE, 2, 2, 256, 16),
         (ONE, 2, 8, 512, 16),
         (SEVERAL, 8, 2, 512, 1),
+        (SEVERAL, 8, 8, 512, 16),
+        (EACH_FOUR, 4, 5, 512, 64),
         (LAST_KEYS_ALONE, 4, 2, 128, 16),
         (LAST_KEYS_ALONE, 8, 5, 64, 1),
     ],

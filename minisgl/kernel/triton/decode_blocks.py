@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.decode import DecodeScratch, fewest_warps
+from minisgl.kernel.decode import DecodeScratch, fewest_warps, tile_tokens
 from minisgl.kernel.triton.launch import Constants
 from minisgl.kernel.triton.overlap import converts_fp8, overlaps, shared_bytes
 
@@ -142,12 +142,14 @@ def constants(
     other parameters are variables of decode.decode with the same names.
     """
     block, group = FP8_BLOCK if fp8 else BLOCK, q_heads // kv_heads
+    tile = tile_tokens(group, head_dim, queries)
     few = fp8 and queries == 1 and few_queries(group, head_dim, warps)
     return Constants(
         {
             "KV_HEADS": kv_heads,
             "GROUP": group,
             "QUERIES": queries,
+            "TILE": tile,
             "D": head_dim,
             "TURN": turned,
             "NORM": normed,
@@ -159,7 +161,7 @@ def constants(
             "REQS": most_reqs,
             "LEAD": LEAD,
             "LEAST": _LEAST // block,
-            "STAGES": _stages(max(1 << (group * queries - 1).bit_length(), 16), head_dim),
+            "STAGES": _stages(max(1 << (group * tile - 1).bit_length(), 16), head_dim),
             "FEW": few,
             "OVERLAP": overlaps(),
             "CONVERT": converts_fp8(),

@@ -36,7 +36,9 @@ outputs. Bytes read in 16-bit types: 4 D per key, KV head and layer.
 A request may have several new tokens: its last token and drafts. The operand then holds the queries
 of up to QUERIES tokens (decode_several.py). Several tokens take no more instructions than one token
 if their queries fit into the smallest H. Each query has its own last visible key. A program stores
-the new keys of its own blocks.
+the new keys of its own blocks. With heads of 512 elements, H is 16, and the operand holds the
+queries of TILE tokens. The other tokens are in further units, which read the same keys. The
+programs of several units may then store the same key, with the same bits.
 
 In a layer with a window of W tokens, the first key of a request is the first one to which its
 first new token attends: key max(0, start + 1 - W). A unit begins at the block of this key. No
@@ -99,6 +101,7 @@ def decode_kernel(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
+    TILE: tl.constexpr,
     D: tl.constexpr,
     TURN: tl.constexpr,
     NORM: tl.constexpr,
@@ -115,7 +118,9 @@ def decode_kernel(
     OVERLAP: tl.constexpr,
     CONVERT: tl.constexpr,
 ):
-    RESULTS: tl.constexpr = GROUP * QUERIES
+    RESULTS: tl.constexpr = GROUP * TILE
+    TILES: tl.constexpr = QUERIES // TILE
+    UNITS: tl.constexpr = KV_HEADS * TILES  # of a request
     ROWS: tl.constexpr = triton.next_power_of_2(RESULTS)
     QROWS: tl.constexpr = triton.next_power_of_2(GROUP + 2) if QUERIES == 1 else ROWS
     LEAST_ROWS: tl.constexpr = 16 if scales is None else 8  # of a tile of the matrix unit
@@ -126,7 +131,7 @@ def decode_kernel(
     reqs = tl.arange(0, REQS)
     ends = tl.load(first + 1 + reqs, mask=reqs < num_reqs, other=2147483647)
     last_end = tl.load(first + num_reqs)
-    total = last_end.to(tl.int64) * KV_HEADS
+    total = last_end.to(tl.int64) * UNITS
     programs = tl.maximum(tl.minimum(tl.num_programs(0), tl.cdiv(total, LEAST)), 1)
     program = tl.program_id(0)
     begin = tl.minimum(program * total // programs, total).to(tl.int32)
@@ -138,16 +143,21 @@ def decode_kernel(
     if OVERLAP:
         gdc_launch_dependents()
     while at < end:
-        req = tl.sum((ends <= at // KV_HEADS).to(tl.int32), axis=0)
-        before = tl.load(first + req) * KV_HEADS
-        span = tl.load(first + req + 1) - before // KV_HEADS
-        head = (at - before) // span
-        unit = before + head * span
+        req = tl.sum((ends <= at // UNITS).to(tl.int32), axis=0)
+        before = tl.load(first + req) * UNITS
+        span = tl.load(first + req + 1) - before // UNITS
+        nth = (at - before) // span
+        unit = before + nth * span
+        head = nth // TILES
+        first_query = nth % TILES * TILE
         stop = tl.minimum(unit + span, end)
         blocks = span - LEAD
         b0 = tl.maximum(at - unit - LEAD, 0)
         b1 = stop - unit - LEAD
-        if b0 < b1:
+        has_work = b0 < b1
+        if TILES > 1:  # a tile after the new tokens of its request has no queries
+            has_work &= first_query < tl.load(lengths + req)
+        if has_work:
             context = tl.load(start + req) + tl.load(lengths + req)
             first_key, first_block = 0, 0
             if WINDOW is not None:
@@ -193,13 +203,14 @@ def decode_kernel(
             else:
                 first_new = tl.load(start + req)
                 first_token = tl.load(tokens + req)
-                last_visible = first_new + h[:, None] // (EACH * GROUP)
+                last_visible = first_new + first_query + h[:, None] // (EACH * GROUP)
                 k0, k1 = (first_block + b0) * BLOCK, (first_block + b1) * BLOCK
                 of_request = (first_new, context - first_new, k0, k1, source)
                 tensors = (q_weight, k_weight, angles, k_pool, v_pool, scales)
                 query, factor = several_queries(
                     qkv + first_token.to(tl.int64) * qkv_stride,
                     head,
+                    first_query,
                     *of_request,
                     *tensors,
                     eps,
@@ -298,8 +309,8 @@ def decode_kernel(
             if QUERIES == 1:
                 pair = (req * KV_HEADS + head) * (GROUP * D)
             else:
-                pair = (first_token * KV_HEADS + head) * (GROUP * D)
-                results = (context - first_new) * GROUP
+                pair = ((first_token + first_query) * KV_HEADS + head) * (GROUP * D)
+                results = tl.minimum(context - first_new - first_query, TILE) * GROUP
             row_at = h[:, None] // EACH * D + d[None, :]
             if b1 - b0 == blocks:
                 if sinks is not None:
@@ -318,7 +329,7 @@ def decode_kernel(
                 tl.store(stat_at, top, mask=in_group)
                 tl.store(stat_at + RESULTS, weight, mask=in_group)
                 tl.debug_barrier()
-                counter = semaphores + req * KV_HEADS + head
+                counter = semaphores + req * UNITS + nth
                 done = tl.atomic_add(counter, b1 - b0, sem="acq_rel", scope="gpu") + b1 - b0
                 if done == blocks:
                     tl.store(counter, 0)

@@ -1,7 +1,7 @@
 """Queries, new keys and new values of requests with several new tokens, for the decode kernel.
 
-The tile of a KV head holds the queries of all new tokens: row i * GROUP + g is query head g of new
-token i.
+A tile holds the queries of a KV head and of several new tokens: row i * GROUP + g is query head g
+of the i-th token of the tile.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -18,6 +18,7 @@ from minisgl.kernel.triton.rotary import scaled
 def several_queries(
     row,
     head,
+    first_query,
     first_new,
     length,
     begin,
@@ -45,9 +46,10 @@ def several_queries(
     """Normalise and rotate the queries of one KV head, and store new keys and values.
 
     Returns [ROWS, D] and [ROWS]: queries and factors, as decode_tiles.queries. Rows from
-    GROUP * length on are zeros.
+    GROUP * (length - first_query) on are zeros.
 
     row           address of the request's first row of qkv.
+    first_query   number of the first new token of the tile.
     first_new     position of the first of `length` new tokens, at most QUERIES.
     begin, end    positions of the keys that this program reads. It stores those that are new.
     source        address of the request's row in the page table.
@@ -55,8 +57,8 @@ def several_queries(
     """
     r = tl.arange(0, ROWS)[:, None]
     d = tl.arange(0, D)[None, :]
-    nth = r // GROUP
-    exists = r < GROUP * length
+    nth = first_query + r // GROUP
+    exists = nth < length
     at = row + nth.to(tl.int64) * qkv_stride + (head * GROUP + r % GROUP) * D
     if TURN:
         each = tl.arange(0, triton.next_power_of_2(2 * QUERIES))  # new keys, then new values

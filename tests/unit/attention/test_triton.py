@@ -22,6 +22,7 @@ from minisgl.attention.registry import (
 )
 from minisgl.attention.torch import TorchAttention
 from minisgl.attention.triton import TritonAttention
+from minisgl.kernel import DecodeScratch, decode_scratch
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 Q_HEADS, KV_HEADS, DIM, PAGE = 8, 1, 512, 4
@@ -104,6 +105,20 @@ def test_prompts_run_on_torch() -> None:
         found.append(torch.full_like(q, torch.nan))
         kind(pool, Q_HEADS).prepare(step).forward(0, q, found[-1])
     assert torch.equal(*found)
+
+
+def test_steps_share_the_scratch_of_the_most_new_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def noted(*args: Any) -> DecodeScratch:
+        made.append(args[-1])
+        return decode_scratch(*args)
+
+    monkeypatch.setattr("minisgl.attention.decode.decode_scratch", noted)
+    backend = TritonAttention(make_pool(), Q_HEADS)
+    for width in (2, 1, 2, 4, 3, 1):
+        backend.decode_graph(3, step_of(3, [width] * 3))
+    assert made == [2, 4]
 
 
 @pytest.mark.parametrize("width", [1, 3])

@@ -8,7 +8,7 @@ from minisgl.attention.base import PLAIN, AttentionRule, AttentionStep
 from minisgl.attention.decode import new_tokens
 from minisgl.attention.torch import TorchAttention
 from minisgl.kernel import decode_scratch, qk_norm_rope_store
-from minisgl.kernel.decode import decode
+from minisgl.kernel.decode import decode, tile_tokens
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 CPU = torch.device("cpu")
@@ -107,3 +107,24 @@ def test_scratch_has_two_parts_for_each_program_that_runs_at_the_same_time() -> 
     narrow, wide = (decode_scratch(5, Q_HEADS, KV_HEADS, dim, CPU) for dim in (256, 512))
     assert (len(narrow.partial_outputs), len(narrow.softmax_stats)) == (16, 16)
     assert (len(wide.partial_outputs), len(wide.softmax_stats)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("group", "dim", "queries", "tokens"),
+    [
+        (8, 256, 8, 8),
+        (8, 512, 1, 1),
+        (8, 512, 8, 2),
+        (5, 512, 8, 2),
+        (2, 512, 4, 4),
+        (20, 512, 4, 1),
+    ],
+)
+def test_a_tile_of_wide_heads_has_sixteen_queries(
+    group: int, dim: int, queries: int, tokens: int
+) -> None:
+    """The scratch has the parts of a tile, and a semaphore for each tile."""
+    assert tile_tokens(group, dim, queries) == tokens
+    scratch = decode_scratch(5, 3 * group, 3, dim, CPU, queries)
+    assert scratch.partial_outputs.shape[1:] == (group * tokens, dim)
+    assert len(scratch.semaphores) == 5 * 3 * queries // tokens
