@@ -1,20 +1,23 @@
 """Command-line options of the cluster tests; no cluster is needed."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forks import run_forked
 from tests.patience import patience
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def collected(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "k8s-tests", "--collect-only", "-q"]
-    command += ["-p", "no:cacheprovider", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(120))
+def run(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = ["pytest", str(ROOT / "k8s-tests"), "-p", "no:cacheprovider", *words]
+    return run_forked(command, patience(120))
+
+
+def collected(*words: str) -> "subprocess.CompletedProcess[str]":
+    return run("--collect-only", "-q", *words)
 
 
 def test_cluster_tests_are_collected_without_a_cluster() -> None:
@@ -28,10 +31,8 @@ def test_an_unknown_context_ends_the_run_with_one_line(tmp_path: Path) -> None:
     """No test may report the reason again as a traceback of its own."""
     config = tmp_path / "kubeconfig"
     config.write_text("{apiVersion: v1, kind: Config, clusters: [], users: [], contexts: []}")
-    command = [sys.executable, "-m", "pytest", "k8s-tests", "-p", "no:cacheprovider"]
-    command += ["--provider", "existing", "--context", "lab", "--kubeconfig", str(config)]
-    command += ["--skip-build"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patience(120))
+    cluster = ["--provider", "existing", "--context", "lab", "--kubeconfig", str(config)]
+    done = run(*cluster, "--skip-build")
     assert done.returncode == 1
     output = done.stdout + done.stderr
     assert sum("no usable context 'lab'" in line for line in output.splitlines()) == 1

@@ -20,6 +20,7 @@ from minisgl.kernel.delta import (
     gated_norm,
 )
 from minisgl.kernel.states import StateStep, begin_states
+from tests.examples import examples
 
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 4, 8, 4
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
@@ -84,7 +85,7 @@ class Rows:
         return gated_delta(mixed, a, b, self.weights, self.memory, step, norm(count))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(data=st.data(), drafts=st.booleans(), seed=st.integers(0, 2**31))
 def test_any_chunks_drafts_and_rejections_give_the_recurrence(
     data: st.DataObject, drafts: bool, seed: int
