@@ -46,7 +46,7 @@ SCHEMA = {
     },
 }
 CONSTRAINED: list[SamplingParams] = [
-    SamplingParams(temperature=temperature, seed=seed, max_tokens=350, json_schema=SCHEMA)
+    SamplingParams(temperature=temperature, seed=seed, max_tokens=120, json_schema=SCHEMA)
     for temperature, seed in ((0.0, 1), (0.5, 2), (0.8, 3))
 ]
 
