@@ -110,26 +110,36 @@ def _fp8_attention(
 
 
 @cache
-def _reference(path: str, kv: str) -> Any:
-    attention = "eager"
-    if kv == "fp8":
-        # These imports take 4 s, which the ranks and many tests do not need.
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-        attention = "fp8_kv"
-        ALL_ATTENTION_FUNCTIONS.register(attention, _fp8_attention)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(attention, eager_mask)
+def _reference(path: str) -> Any:
     model = _auto_class(transformers.AutoConfig.from_pretrained(path)).from_pretrained(
-        path, dtype=torch.float32, attn_implementation=attention, experts_implementation="eager"
+        path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     return model.eval()
+
+
+def _register_fp8_attention() -> str:
+    """Return the name of the attention that rounds keys and values to FP8."""
+    # These imports take 4 s, which the ranks and many tests do not need.
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("fp8_kv", _fp8_attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("fp8_kv", eager_mask)
+    return "fp8_kv"
 
 
 @torch.inference_mode()
 def transformers_logits(path: str, ids: list[int], kv: str = "auto") -> torch.Tensor:
     """float32 [len(ids), V] of one prompt, by transformers' eager attention."""
-    logits: torch.Tensor = _reference(path, kv)(torch.tensor([ids])).logits[0]
+    model = _reference(path)
+    # One model serves both caches: its load takes longer than most of the tests that need it.
+    if kv == "fp8":
+        model.set_attn_implementation(_register_fp8_attention())
+    try:
+        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
+    finally:
+        if kv == "fp8":
+            model.set_attn_implementation("eager")
     return logits
 
 
