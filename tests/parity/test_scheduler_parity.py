@@ -78,17 +78,20 @@ FP8 = (1, 2, 5, 8)  # each chunk, each kind of prefix cache, overlap and preempt
 # with layers that share keys.
 FULL_ATTENTION = [
     "llama-llama3-tied",
-    "mistral",
     "qwen2-yarn-tied",
     "qwen2-moe",
     "phi3-partial-tied",
+    "mistral3-vision",
+    "olmo2",
+]
+# Their attention is that of a family above.
+LIKE_OTHERS = [
+    "mistral",
     "phi3-longrope",
     "ministral3-yarn",
-    "mistral3-vision",
     "granite-biases-tied",
     "smollm3",
     "seed-oss",
-    "olmo2",
     "qwen3-vl-moe",
     "glm4-moe",
     "minimax-m2",
@@ -120,6 +123,10 @@ PAIRS = [
     *(
         (family, CASES[index])
         for family, index in zip([*FULL_ATTENTION, *WINDOWS], cycle(OTHERS), strict=False)
+    ),
+    *(
+        pytest.param(family, CASES[index], marks=pytest.mark.proof)
+        for family, index in zip(LIKE_OTHERS, cycle(OTHERS), strict=False)
     ),
     *((family, CASES[index]) for family in WINDOW_MEMORIES for index in OTHERS),
     ("exaone4-short-windows", CASES[0]),
