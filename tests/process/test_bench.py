@@ -2,13 +2,14 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
 
+from minisgl.benchmark import cli
 from minisgl.demo import model_path
+from minisgl.utils import startup
 from tests.forks import run_forked
 from tests.patience import patience
 from tests.process.harness import ServerProcess
@@ -71,25 +72,15 @@ def test_prompts_have_ids_that_the_server_knows(real_server: ServerProcess) -> N
     assert f"the largest id in prompts is {size - 1}; --chat sends text" in done.stderr
 
 
-def test_bench_writes_no_progress_bar_without_a_terminal() -> None:
-    code = (
-        "import sys\n"
-        "from minisgl.benchmark import cli\n"
-        "from minisgl.utils import startup\n"
-        "startup._LOG_INTERVAL_S = 0.0\n"
-        "sys.exit(cli.main(sys.argv[1:]))\n"
-    )
-    command = [sys.executable, "-c", code, "offline", "--model", str(model_path())]
+def test_bench_writes_no_progress_bar_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(startup, "_LOG_INTERVAL_S", 0.0)
     flags = ["--device", "cpu", "--requests", "3", "--prompt-tokens", "4", "9"]
     flags += ["--output-tokens", "2", "4"]
-    done = subprocess.run(
-        [*command, *flags],
-        capture_output=True,
-        text=True,
-        timeout=patience(120),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "\r" not in done.stderr
-    lines = done.stderr.splitlines()
+    assert cli.main(["offline", "--model", str(model_path()), *flags]) == 0
+    errors = capfd.readouterr().err
+    assert "\r" not in errors
+    lines = errors.splitlines()
     assert all(" INFO " in line for line in lines), lines
     assert any("minisgl.utils.startup: " in line and "/3" in line for line in lines), lines

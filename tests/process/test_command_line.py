@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from minisgl.utils.supervise import CONFIG_EXIT
+from tests.forks import run_forked
 from tests.patience import patience
 from tests.process.harness import run_server, wait_for
 from tests.process.test_shell import Terminal
@@ -108,7 +109,7 @@ def test_plan_reads_a_folder_that_holds_nothing_but_config_json(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     shutil.copy(tiny_model / "config.json", tmp_path)
-    done = run("plan", str(tmp_path), "--gpu", "24e9", "--json")
+    done = run_forked(["minisgl", "plan", str(tmp_path), "--gpu", "24e9", "--json"], patience())
     assert done.returncode == 0, done.stderr
     assert not done.stderr
     (plan,) = json.loads(done.stdout)["plans"]
