@@ -1,10 +1,11 @@
-"""Gated delta nets with the widths of two published models: decode steps, and one long prompt."""
+"""Gated delta nets with the widths of two published models: decode steps, and two long prompts."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from bench.kernel_cases.delta_peers import rule_cases
 from bench.kernel_cases.states import PAGE, filled_memory, normal, step_of
 from minisgl.benchmark.models import SHAPES
 from minisgl.distributed.comm import ONE_RANK
@@ -14,7 +15,7 @@ from minisgl.layers.delta import DeltaSpec
 
 Make = Callable[[], Callable[[], object]]
 
-_PROMPT = 8192
+_PROMPTS = (2048, 8192)  # tokens
 
 
 def delta_cases() -> Iterator[tuple[str, int, Make]]:
@@ -26,10 +27,12 @@ def delta_cases() -> Iterator[tuple[str, int, Make]]:
             start = 4096 + torch.arange(rows) % PAGE
             moved = rows * (spec.step_bytes(PAGE) + 2 * (width + 2 * 128 * spec.value_heads))
             yield f"delta {model} {rows} rows", moved, _maker(spec, start, torch.ones(rows))
-        # Each token has its inputs, its gate and its output; the state is read and written once.
-        moved = 2 * _PROMPT * (width + 2 * 128 * spec.value_heads)
-        prompt = torch.zeros(1), torch.tensor([_PROMPT])
-        yield f"delta {model} prompt of {_PROMPT} tokens", moved, _maker(spec, *prompt)
+        for tokens in _PROMPTS:
+            # Each token has its inputs, gate and output; the state is read and written once.
+            moved = 2 * tokens * (width + 2 * 128 * spec.value_heads)
+            prompt = torch.zeros(1), torch.tensor([tokens])
+            yield f"delta {model} prompt of {tokens} tokens", moved, _maker(spec, *prompt)
+        yield from rule_cases(model, spec, _PROMPTS)
 
 
 def _maker(spec: DeltaSpec, start: Tensor, lengths: Tensor) -> Make:

@@ -116,9 +116,10 @@ def requests_of(
 
 
 class Inputs(NamedTuple):
-    """The n tokens of one request after the convolution, in float32.
+    """n tokens after the convolution. q and k are normalised, and q is divided by the root of Dk.
 
-    q, k: [n, Hk, Dk]. v: [n, Hv, Dv]. g, beta: [n, Hv], the decay and the write strength.
+    q, k: [n, Hk, Dk]. v: [n, Hv, Dv]. The reference has float32, the kernels the model's dtype.
+    g, beta: float32 [n, Hv], the decay and the write strength.
     """
 
     q: Tensor

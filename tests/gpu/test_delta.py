@@ -4,6 +4,7 @@ Memory is poisoned first. With TRITON_INTERPRET=1 the same tests run on a CPU, s
 """
 
 import os
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -149,3 +150,44 @@ def test_gated_norm(dtype: torch.dtype) -> None:
     expected = gated_norm(x, weight, gate, 1e-6)
     out = kernels.gated_norm(*(y.to(DEVICE) for y in (x, weight, gate)), 1e-6)
     assert error(out, expected) < (1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_a_schedule_as_fla_core() -> None:
+    """fla-core goes on from its own states, and both get the same tokens after the convolution."""
+    fla = pytest.importorskip("fla.ops.gated_delta_rule", reason="needs the package fla-core")
+    from minisgl.kernel.triton import delta as kernels
+    from minisgl.kernel.triton.delta_chunk import prepare
+
+    def run(state: Tensor, tokens: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the outputs and the next state. Prompts and single tokens have a kernel each."""
+        q, k, v, g, beta = (x[None] for x in tokens)
+        is_step = q.shape[1] == 1
+        rule = fla.fused_recurrent_gated_delta_rule if is_step else fla.chunk_gated_delta_rule
+        states = {"initial_state": state[None], "output_final_state": True}
+        out, after = rule(q, k, v, g, beta=beta, scale=1.0, **states)
+        return out[0], after[0]
+
+    torch.manual_seed(2)
+    # On a GPU fla-core computes float32 in TF32.
+    dtype, dim, limit = (torch.float32, 32, 2e-5) if INTERPRETED else (torch.bfloat16, 128, 3e-2)
+    layer = Layer(1, 3, dim, False, dtype)
+    ours, weights = on_device(layer.memory), on_device(layer.weights)
+    states = torch.zeros(ROWS, 3, dim, dim, device=DEVICE)
+    for requests, num_decode in SCHEDULE:
+        step = layer.step(requests, num_decode)
+        inputs, norm = layer.inputs(step)
+        on_gpu = [x.to(DEVICE) for x in inputs]
+        common, norm = (weights, ours, on_device(step)), on_device(norm)
+        tokens = prepare(*on_gpu, *common)
+        out = kernels.gated_delta(*on_gpu, *common, norm)
+        expected = torch.empty_like(tokens.v)
+        for row, start, length, first, _, target in zip(
+            *(x.tolist() for x in step[:6]), strict=True
+        ):
+            cut, end = first + max(target - start, 0), first + length
+            for part in (slice(first, cut), slice(cut, end)):
+                if part.start < part.stop:
+                    expected[part], states[row] = run(states[row], (x[part] for x in tokens))
+                if part.stop == cut > first:  # our state stands here
+                    assert error(ours.state[row], states[row].cpu()) < limit, (row, requests)
+        assert error(out, gated_norm(expected, *norm).cpu()) < limit, (requests, num_decode)

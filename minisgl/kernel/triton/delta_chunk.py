@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minisgl.kernel.delta import L2_EPS, TAPS, DeltaMemory, DeltaWeights
+from minisgl.kernel.delta import L2_EPS, TAPS, DeltaMemory, DeltaWeights, Inputs
 from minisgl.kernel.states import StateStep
 from minisgl.kernel.triton.delta_step import decay_of, fold
 from minisgl.kernel.triton.launch import Constants, Launcher
@@ -309,12 +309,17 @@ def run_chunks(
 
     Decode requests have no such tokens.
     """
+    run_rule(prepare(mixed, a, b, weights, memory, step), memory, step, out)
+
+
+def prepare(
+    mixed: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, memory: DeltaMemory, step: StateStep
+) -> Inputs:
+    """Convolve all tokens of the step, as gated_delta does. The memory is only read."""
     key_heads, (heads, dk, dv) = memory.keys.shape[2], memory.state.shape[1:]
-    rows, start, _, first, base, target, chunks = step
-    tokens, reqs, wide = len(mixed), len(rows), mixed.dtype == torch.float32
+    tokens, reqs = len(mixed), len(step.rows)
     q, k = (mixed.new_empty(tokens, key_heads, dk) for _ in range(2))
-    v, u = (mixed.new_empty(tokens, heads, dv) for _ in range(2))
-    w, scores = (mixed.new_empty(tokens, heads, n) for n in (dk, _TOKENS))
+    v = mixed.new_empty(tokens, heads, dv)
     g, beta = (memory.state.new_empty(tokens, heads) for _ in range(2))
     sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": dk, "DV": dv}
     ring, tail_stride = memory.inputs.shape[1], memory.tails.stride(0)
@@ -322,7 +327,7 @@ def run_chunks(
         (2 * key_heads + heads, triton.cdiv(tokens, _PREPARED)),
         (
             *(mixed, a, b, *weights, memory.inputs, memory.tails),
-            *(q, k, v, g, beta, rows, start, first, base),
+            *(q, k, v, g, beta, step.rows, step.start, step.first, step.base),
         ),
         (mixed.stride(0),),  # a multiple of 16 lets a thread load 16 bytes at once
         (a.stride(0), b.stride(0), tokens, reqs, (reqs - 1).bit_length()),
@@ -334,6 +339,17 @@ def run_chunks(
             {"num_warps": 4},
         ),
     )
+    return Inputs(q, k, v, g, beta)
+
+
+def run_rule(inputs: Inputs, memory: DeltaMemory, step: StateStep, out: Tensor) -> None:
+    """Run the rule as run_chunks, after the convolution. Replaces inputs.g by sums of it."""
+    q, k, v, g, beta = inputs
+    key_heads, (heads, dk, dv) = memory.keys.shape[2], memory.state.shape[1:]
+    rows, start, _, first, base, target, chunks = step
+    tokens, reqs, wide = len(q), len(rows), q.dtype == torch.float32
+    u, w, scores = (q.new_empty(tokens, heads, n) for n in (dv, dk, _TOKENS))
+    sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": dk, "DV": dv}
     _solve_launcher(
         (heads, tokens // _TOKENS + reqs),
         (q, k, v, g, beta, u, w, scores, start, first, target),
