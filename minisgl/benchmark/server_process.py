@@ -19,7 +19,7 @@ from minisgl.core import ConfigError
 _URL = re.compile(r"listening on (https?://\S+)")
 _PROBE_URL = re.compile(r"listening for probes on (https?://\S+)")
 _SAMPLE = re.compile(r"^(minisgl_\w+?)(?:\{(.*)\})? (\S+)$")
-_LABEL = re.compile(r'(phase|state)="(\w+)"')
+_LABEL = re.compile(r'(?:phase|state|direction)="(\w+)"')
 _START_TIMEOUT_S = 600.0  # the first start compiles kernels
 _STOP_TIMEOUT_S = 30.0
 
@@ -121,8 +121,8 @@ def fetch(url: str, api_key: str | None = None) -> bytes:
 def read_metrics(url: str, api_key: str | None = None) -> dict[str, float]:
     """Return the samples of /metrics as {"name": value, "name:decode": value}.
 
-    The part after the colon is the sample's label `phase` or `state`. Returns {} when the server
-    has no /metrics.
+    The part after the colon is the sample's label `phase`, `state` or `direction`. Returns {} when
+    the server has no /metrics.
     """
     try:
         text = fetch(url + "/metrics", api_key).decode()
@@ -132,5 +132,5 @@ def read_metrics(url: str, api_key: str | None = None) -> dict[str, float]:
     for line in text.splitlines():
         if sample := _SAMPLE.match(line):
             label = _LABEL.search(sample[2] or "")
-            values[sample[1] + (f":{label[2]}" if label else "")] = float(sample[3])
+            values[sample[1] + (f":{label[1]}" if label else "")] = float(sample[3])
     return values
