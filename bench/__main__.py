@@ -17,6 +17,7 @@ NAMES = {
     "divergence": "next-token distributions of a quantised model against those of the model itself",
     "drafts": "speed of code edits with and without drafts; the edits are real, the weights random",
     "host_copies": "copies of KV pages between a GPU and host memory",
+    "host_hits": "first tokens of prefixes in host memory, and streams and steps beside copies",
     "images": "first tokens and text streams with images, and the time of the image encoder",
     "kernels": "time of each GPU kernel, and the time to move its bytes",
     "plot": "draws the pictures of docs/benchmarks.md from bench/results",
