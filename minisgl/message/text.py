@@ -63,7 +63,8 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     reasoning            report text between <think> and </think>, or the reasoning that the parser
                          of `tools` finds, separately from the answer.
     silent               drop the output tokens, because the client wants the prompt only.
-    at_end               convert all tokens in one update, at the end. It needs an empty `stop`.
+    at_end               convert all tokens in one update, at the end. It needs an empty `stop`, and
+                         the update has no log-probabilities of output tokens.
     tools                report tool calls apart from the answer; None: they are text. A model whose
                          answers consist of sections has it in every chat.
     """

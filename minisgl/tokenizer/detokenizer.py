@@ -86,8 +86,8 @@ class Detokenizer:
         for found in output.logprobs:
             logprobs.setdefault(found.uid, []).append(found)
         # A step may hold several tokens of a request. Only the last one can be the stop token.
-        last = {uid: index for index, uid in enumerate(output.uids)}
         stopped = {end.uid for end in output.finished if end.reason is FinishReason.STOP}
+        last = {uid: index for index, uid in enumerate(output.uids)} if stopped else {}
         for index, (uid, token_id) in enumerate(zip(output.uids, output.token_ids, strict=True)):
             text = self._open.get(uid)
             logprob = logprobs[uid].pop(0) if logprobs and logprobs.get(uid) else None
@@ -97,11 +97,14 @@ class Detokenizer:
             # the end of the text.
             if text is None or text.stream.stopped:
                 continue
-            touched[uid] = text
-            text.push(token_id, uid not in stopped or last[uid] != index, logprob)
-            if predicted.get(uid):  # The predicted tokens of a step come first.
+            if predicted and predicted.get(uid):  # The predicted tokens of a step come first.
                 predicted[uid] -= 1
                 text.predicted += 1
+            if text.kept is not None:
+                text.kept.append(token_id)
+                continue
+            touched[uid] = text
+            text.push(token_id, uid not in stopped or last[uid] != index, logprob)
         updates = [text.take(ended.get(uid)) for uid, text in touched.items()]
         for uid, finished in ended.items():
             text = self._open.pop(uid, None)

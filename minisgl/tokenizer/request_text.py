@@ -1,7 +1,8 @@
 """`RequestText`: the text, reasoning and tool calls of one request, made from its tokens."""
 
 import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Protocol
 
 from minisgl.core import FinishReason
@@ -55,6 +56,8 @@ class RequestText:
     log-probability is therefore never reported.
 
     predicted: number of tokens that equal a draft from the prediction.
+    kept: with TextOptions.at_end, the tokens so far. The caller adds each token here, in place of a
+    call of `push`. None without.
     """
 
     def __init__(
@@ -71,15 +74,13 @@ class RequestText:
         self._parser = parser
         self._marker_ids = {} if parser is None else parser.marker_ids
         self._has_update = False  # True after the first update of `take`.
-        self._pushed: list[tuple[int, bool, messages.TokenLogprobs | None]] = []  # with at_end
+        self.kept: list[int] | None = [] if options.at_end else None
         self._text = ""
         self._reasoning = ""
         self._reasoning_tokens = 0
         self._token_ids: list[int] = []
         self._logprobs: list[messages.TokenLogprob] = []
         self._prompt_ids = array.array("i", options.prompt_ids)
-        prompt_options = messages.TextOptions(skip_special_tokens=options.skip_special_tokens)
-        self._prompt = TextStream(vocabulary, prompt_options)
         self._prompt_logprobs: list[messages.TokenLogprob] = []
         if self._prompt_ids:
             self._add_prompt_token(self._prompt_ids[0], None, [])
@@ -90,29 +91,52 @@ class RequestText:
         self._strip_newlines = self._is_reasoning
         self._name, self._name_text = "", ""  # of the thinking that begins, and its text so far
         self._sections = parser if parser is not None and parser.has_sections else None
-        self._header = TextStream(vocabulary, messages.TextOptions())
         if self._sections is not None:
             for token_id in options.prompt_tail:
                 marker = self._marker_ids.get(token_id)
-                self._sections.feed(marker or self._header.push(token_id), marker is not None)
+                self._sections.feed(marker or self._header.push([token_id]), marker is not None)
             self._sections.begin()
             self._is_reasoning = options.reasoning and self._sections.in_reasoning
 
+    @cached_property
+    def _prompt(self) -> TextStream:
+        """The text of the prompt, for the offsets of log-probabilities."""
+        skip = self._options.skip_special_tokens
+        return TextStream(self.stream.vocabulary, messages.TextOptions(skip_special_tokens=skip))
+
+    @cached_property
+    def _header(self) -> TextStream:
+        """The text of the headers of sections."""
+        return TextStream(self.stream.vocabulary, messages.TextOptions())
+
     def push(self, token_id: int, is_text: bool, logprob: messages.TokenLogprobs | None) -> None:
         """Add one output token. is_text: False for a token that only ends the text."""
-        if self._options.at_end:
-            self._pushed.append((token_id, is_text, logprob))
-        elif not self._options.silent:
-            self._convert(token_id, is_text, logprob)
+        if not self._options.silent:
+            self._convert([token_id], is_text, logprob)
+
+    def _convert_kept(self, kept: Sequence[int], stopped: bool) -> None:
+        """Add all output tokens to the text. stopped: the last one only ends the text.
+
+        The tokens between two markers are added together, except in an answer with sections.
+        """
+        begin, last = 0, len(kept) - 1
+        for index, token_id in enumerate(kept):
+            is_mark = token_id in self._think_ids or token_id in self._marker_ids
+            if is_mark or self._sections is not None or index == last:
+                if begin < index:
+                    self._convert(kept[begin:index], True, None)
+                self._convert([token_id], index < last or not stopped, None)
+                begin = index + 1
 
     def _convert(
-        self, token_id: int, is_text: bool, logprob: messages.TokenLogprobs | None
+        self, token_ids: Sequence[int], is_text: bool, logprob: messages.TokenLogprobs | None
     ) -> None:
-        """Add one output token to the text."""
+        """Add output tokens to the text: one token, or several of which none is a marker."""
+        token_id = token_ids[0]
         if self._options.token_ids:
-            self._token_ids.append(token_id)
+            self._token_ids += token_ids
         if token_id in self._think_ids:
-            self.stream.push(token_id, is_text=False)
+            self.stream.push(token_ids, is_text=False)
             self._add_text(self.stream.finish())
             self._is_reasoning = token_id == self._think_ids[0]
             self._name = self.stream.vocabulary.think_name if self._is_reasoning else ""
@@ -123,7 +147,8 @@ class RequestText:
         if self._sections is not None and (is_marker or self._sections.in_header):
             self._push_markup(self._sections, token_id, is_marker, is_text)
             return
-        self._reasoning_tokens += self._is_reasoning
+        if self._is_reasoning:
+            self._reasoning_tokens += len(token_ids)
         if logprob is not None:
             offset = self._prompt.offset(None) + self.stream.offset(token_id if is_text else None)
             top = zip(logprob.top_ids[0], logprob.top_logprobs[0], strict=True)
@@ -132,18 +157,18 @@ class RequestText:
         if self._parser is not None and is_marker and not self._is_reasoning:
             self._push_markup(self._parser, token_id, is_marker, is_text)
         else:
-            self._add_text(self.stream.push(token_id, is_text))
+            self._add_text(self.stream.push(token_ids, is_text))
 
     def _push_markup(
         self, parser: CallParser, token_id: int, is_marker: bool, is_text: bool
     ) -> None:
         """Pass a marker, even if the text omits it, or a token of a header to the parser."""
-        self.stream.push(token_id, is_text=False)
+        self.stream.push([token_id], is_text=False)
         if is_marker:
             self._add_text(self.stream.finish())  # An incomplete character ends before the marker.
             if self.stream.stopped:
                 return
-        text = self._marker_ids[token_id] if is_marker else self._header.push(token_id, is_text)
+        text = self._marker_ids[token_id] if is_marker else self._header.push([token_id], is_text)
         parser.feed(text, is_marker)
         self._is_reasoning = self._options.reasoning and parser.in_reasoning
 
@@ -159,12 +184,8 @@ class RequestText:
         finished: the Finished message of this request, once it has arrived.
         """
         stream = self.stream
-        if self._options.at_end:
-            if finished is None:
-                return None
-            for pushed in self._pushed:
-                self._convert(*pushed)
         if finished is not None:
+            self._convert_kept(self.kept or (), finished.reason is FinishReason.STOP)
             self._add_text(stream.finish())  # An incomplete character may complete a stop string.
         stopped = stream.stopped
         finish = finished.reason if finished is not None else None
@@ -250,7 +271,7 @@ class RequestText:
     def _add_prompt_token(self, token_id: int, logprob: float | None, top: TopTokens) -> None:
         entry = self._entry(token_id, logprob, self._prompt.offset(token_id), top)
         self._prompt_logprobs.append(entry)
-        self._prompt.push(token_id)
+        self._prompt.push([token_id])
 
     def _entry(
         self, token_id: int, logprob: float | None, offset: int, top: TopTokens, ends: bool = False

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from minisgl.message.messages import TextOptions
 from minisgl.tokenizer.vocab import Vocabulary
 
+_Decoder = codecs.getincrementaldecoder("utf-8")
+
 
 class StopMatcher:
     """Cuts text at the first complete stop string.
@@ -74,7 +76,7 @@ class TextStream:
         self.vocabulary = vocabulary
         self._skip_special = options.skip_special_tokens
         self._min_tokens = options.min_tokens if options.stop else 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = _Decoder("replace")
         self._matcher = StopMatcher(options.stop, options.include_stop)
         self.tokens = 0
         self.emitted_chars = 0
@@ -106,17 +108,18 @@ class TextStream:
         decoded = (incomplete + data[:1]).decode("utf-8", "replace")
         return self._decoded_chars + max(len(decoded) - 1, 0)
 
-    def push(self, token_id: int, is_text: bool = True) -> str:
-        """Add one token and return the new text.
+    def push(self, token_ids: Sequence[int], is_text: bool = True) -> str:
+        """Add tokens and return the new text.
 
+        token_ids: one token, or without stop strings any number of them.
         is_text: False for a terminating token. It counts as a token and has no text.
         """
         if self.stopped:
             return ""
-        self.tokens += 1
+        self.tokens += len(token_ids)
         if not is_text:
             return ""
-        data = self.vocabulary.token_bytes(token_id, self._skip_special)
+        data = self.vocabulary.join(token_ids, self._skip_special)
         return self._emit(self._decoder.decode(data))
 
     def finish(self) -> str:

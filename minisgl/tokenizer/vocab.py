@@ -7,7 +7,7 @@ U+FFFD as in the library: each maximal subpart of a character becomes one U+FFFD
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,11 +36,7 @@ class Vocabulary:
 
     def token_bytes(self, token_id: int, skip_special: bool = True) -> bytes:
         """The bytes of this token; b"" for an unknown id and for a special id that is skipped."""
-        if not 0 <= token_id < len(self._table):
-            return b""
-        if skip_special and token_id in self._special_ids:
-            return b""
-        return self._table[token_id]
+        return self.join((token_id,), skip_special)
 
     def special_ids(self, texts: Collection[str]) -> dict[int, str]:
         """Map the id of each special token that has one of these texts to its text."""
@@ -52,10 +48,15 @@ class Vocabulary:
         names = {text.encode(): text for text in texts}
         return {names[data]: i for i, data in enumerate(self._table) if data in names}
 
-    def decode(self, token_ids: list[int], skip_special: bool = True) -> str:
+    def join(self, token_ids: Sequence[int], skip_special: bool = True) -> bytes:
+        """The bytes of these ids, one after the other, as token_bytes gives them."""
+        table, skipped = self._table, self._special_ids if skip_special else ()
+        size = len(table)
+        return b"".join([table[i] for i in token_ids if 0 <= i < size and i not in skipped])
+
+    def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """The text of these ids. An incomplete or invalid character becomes U+FFFD."""
-        data = b"".join(self.token_bytes(i, skip_special) for i in token_ids)
-        return data.decode("utf-8", "replace")
+        return self.join(token_ids, skip_special).decode("utf-8", "replace")
 
     @classmethod
     def of(cls, tokenizer: tokenizers.Tokenizer) -> "Vocabulary":

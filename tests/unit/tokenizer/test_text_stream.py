@@ -24,7 +24,7 @@ def ids_of(data: bytes) -> list[int]:
 
 
 def streamed(stream: TextStream, ids: list[int]) -> list[str]:
-    return [*(stream.push(token_id) for token_id in ids), stream.finish()]
+    return [*(stream.push([token_id]) for token_id in ids), stream.finish()]
 
 
 def cut(text: str, stops: list[str]) -> str:
@@ -50,7 +50,7 @@ def test_at_most_one_incomplete_character_is_withheld(ids: list[int]) -> None:
     stream = TextStream(VOCABULARY, TextOptions())
     sent = ""
     for count, token_id in enumerate(ids, 1):
-        sent += stream.push(token_id)
+        sent += stream.push([token_id])
         data = b"".join(VOCABULARY.token_bytes(i) for i in ids[:count])
         # b"\xed\xa0" alone reads as two bad characters, but the decoder waits for its third byte.
         assert len(data.decode("utf-8", "replace")) - len(sent) <= 2
@@ -120,6 +120,6 @@ def test_character_that_begins_in_the_prompt_comes_out_whole() -> None:
 
 def test_terminating_token_counts_but_is_not_text() -> None:
     stream = TextStream(VOCABULARY, TextOptions())
-    stream.push(ids_of(b"a")[0])
-    assert stream.push(ids_of(b"b")[0], is_text=False) == ""
+    stream.push(ids_of(b"a"))
+    assert stream.push(ids_of(b"b"), is_text=False) == ""
     assert (stream.tokens, stream.finish()) == (2, "")

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -121,3 +122,17 @@ def test_steps_of_any_size_give_the_same_answer(steps: list[int]) -> None:
     one_by_one = answer_of(updates(tokens, TextOptions(tools=MISTRAL)))
     assert answer_of(updates(tokens, TextOptions(tools=MISTRAL), steps)) == one_by_one
     assert one_by_one[1:] == ("Hm.\nOk", [("f", {"a": "hé"})] * 2)
+
+
+@given(st.lists(st.sampled_from([THINK, THINK_END, CALLS, ARGS, EOS, *b"a \n{}\xc3\xa9"])))
+def test_text_at_the_end_is_the_text_of_the_steps(tokens: list[int]) -> None:
+    tokens = [*tokens, *CALL, *tokens]
+    for tools, prompt_tail in ((MISTRAL, [THINK]), (HERMES, [0xC3]), (None, [])):
+        options = TextOptions(prompt_tail=prompt_tail, tools=tools, reasoning=True, token_ids=True)
+        stepwise = updates(tokens, options)
+        (whole,) = updates(tokens, msgspec.structs.replace(options, at_end=True))
+        assert answer_of([whole]) == answer_of(stepwise)
+        assert whole.token_ids == tokens
+        last = stepwise[-1]
+        assert whole.completion_tokens == last.completion_tokens
+        assert whole.reasoning_tokens == last.reasoning_tokens

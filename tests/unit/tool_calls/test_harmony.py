@@ -219,6 +219,7 @@ def test_any_answer_is_the_same_for_every_split(parts: list[str], steps: list[in
     text = "".join(parts).encode("utf-8", "replace").decode()
     one_by_one = answer_of(updates(text, options_of()))
     assert answer_of(updates(text, options_of(), steps)) == one_by_one
+    assert answer_of(updates(text, options_of(at_end=True))) == one_by_one
     shown = one_by_one[0] + one_by_one[1] + "".join(text for _, text in one_by_one[2])
     assert not any(marker in shown for marker in MARKERS)
 
