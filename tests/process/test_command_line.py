@@ -52,7 +52,7 @@ def test_wrong_configuration_ends_the_start_before_it_listens(
     spoil, flags, expected = FAULTS[fault]
     folder = Path(shutil.copytree(tiny_model, tmp_path / "spoilt"))
     spoil(folder)
-    with run_server("serve", str(folder), *flags, fresh=fault == "device") as server:
+    with run_server("serve", str(folder), *flags) as server:
         assert server.wait_exit() == CONFIG_EXIT, server.stderr
         assert expected in server.stderr.splitlines()[-1]
         assert "listening on" not in server.stderr
@@ -69,7 +69,7 @@ def test_model_without_a_flag_is_served_with_settings_of_every_place(
     monkeypatch.setenv("MINISGL_NUM_PAGES", "64")
     settings = tmp_path / "server.toml"
     settings.write_text('served-model-name = ["one", "two"]\nnum-pages = 32\nport = 70\n')
-    with run_server(str(tiny_model), "--config", str(settings), fresh=True) as server:
+    with run_server(str(tiny_model), "--config", str(settings)) as server:
         server.wait_ready()
         models = httpx.get(server.url + "/v1/models", timeout=patience()).json()
         assert [model["id"] for model in models["data"]] == ["one", "two"]

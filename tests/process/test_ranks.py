@@ -205,10 +205,12 @@ def test_a_killed_rank_ends_its_llm_or_its_service_and_changes_no_other_ranks(
             assert_told(stream, lost=False)
 
 
+@pytest.mark.proof
 def test_a_rank_without_memory_raises_worker_died() -> None:
     assert_ended_by(LLM(tp=2, num_pages=256), leave_no_memory, LONG_PROMPT, begun=False)
 
 
+@pytest.mark.proof  # four ranks in new interpreters take 12 s of CPU time
 def test_an_llm_that_is_not_closed_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
     """The ranks end when the LLM is garbage-collected, or when the caller's process ends."""
     lines = [

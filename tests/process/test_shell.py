@@ -110,7 +110,10 @@ def test_ctrl_c_at_the_prompt_stays_and_ctrl_d_leaves(terminal: Terminal) -> Non
     assert terminal.process.wait(patience()) == 0
 
 
-@pytest.mark.parametrize("flags", [(), ("--api-key", "sesame", "--host", "0.0.0.0")])
+@pytest.mark.parametrize(
+    "flags",
+    [pytest.param((), marks=pytest.mark.proof), ("--api-key", "sesame", "--host", "0.0.0.0")],
+)
 def test_shell_flag_serves_and_ends_with_the_shell(
     tiny_model: Path, flags: tuple[str, ...]
 ) -> None:

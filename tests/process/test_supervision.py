@@ -104,7 +104,7 @@ def test_killed_child_ends_the_service(tiny_model: Path, name: str, phase: str) 
 def test_killed_scheduler_ends_the_service(tiny_model: Path, phase: str) -> None:
     """Here the engine is real. test_scheduler_killed_in_prefill_ends_the_service has a prefill."""
     flags = ("--model", str(tiny_model), "--num-pages", "1024", *DRAIN)
-    with run_server(*flags, fresh=True) as server:
+    with run_server(*flags, fresh=phase == "starting") as server:
         _assert_ends_when_killed(server, "scheduler", phase)
 
 
@@ -114,7 +114,7 @@ def test_killed_scheduler_ends_the_service(tiny_model: Path, phase: str) -> None
 def test_killed_launcher_leaves_no_orphans(tiny_model: Path, phase: str, stub: str | None) -> None:
     """A signal ends the children with the launcher. A stream runs in the last two phases."""
     flags = ("--model", str(tiny_model), *DRAIN)
-    with run_server(*flags, stub=stub, fresh=stub is None) as server:
+    with run_server(*flags, stub=stub) as server:
         stream = _bring_into(server, phase)
         launcher = psutil.Process(server.process.pid)
         pids = [process.pid for process in launcher.children(recursive=True)]
@@ -267,7 +267,7 @@ def test_signal_before_the_children_have_handlers(tiny_model: Path, number: sign
 
 def test_two_ranks_serve_drain_and_end_together(tiny_model: Path) -> None:
     flags = ("--model", str(tiny_model), "--num-pages", "256", "--tp", "2", "--drain-grace", "0")
-    with run_server(*flags, fresh=True) as server:
+    with run_server(*flags) as server:
         server.wait_ready()
         answer = server.client().completions.create(
             model="tiny", prompt="hi", max_tokens=3, temperature=0
