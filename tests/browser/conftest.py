@@ -34,6 +34,8 @@ def driver() -> Iterator[webdriver.Chrome]:
     # Chromium's own services would call other hosts, and the tests look at every request.
     for flag in ("--disable-background-networking", "--disable-component-update", "--no-first-run"):
         options.add_argument(flag)
+    # Each test opens a new page. Chromium would keep the pages before it alive, for the way back.
+    options.add_argument("--disable-features=BackForwardCache")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     found = webdriver.Chrome(options, Service(chromedriver))
     yield found

@@ -73,9 +73,9 @@ CASES = [
 FP8 = (1, 2, 5, 8)  # each chunk, each kind of prefix cache, overlap and preemption occurs here
 # These families share the scheduler and the caches with qwen3, which runs all cases: tests of the
 # engine split the prompts of each family. A family therefore runs one case, in turn one with chunks
-# of 7 or 64, and pages of 1, 4 or 16. Four families stand for the kinds of window memory, and run
-# all of them: windows in all layers, windows beside full attention, and pools of two shapes, also
-# with layers that share keys.
+# of 7 or 64, and pages of 1, 4 or 16. Three families stand for the kinds of window memory, and run
+# all of them: windows in all layers, windows beside full attention, and pools of two shapes with
+# layers that share keys. Without shared keys, the pools of two shapes run one of them.
 FULL_ATTENTION = [
     "llama-llama3-tied",
     "qwen2-yarn-tied",
@@ -108,7 +108,6 @@ WINDOWS = [
 WINDOW_MEMORIES = [
     "mistral-window",
     "exaone4-short-windows",
-    "gemma4-experts",
     "gemma4-shared-experts",
 ]
 OTHERS = (2, 4, 5)
@@ -129,6 +128,8 @@ PAIRS = [
         for family, index in zip(LIKE_OTHERS, cycle(OTHERS), strict=False)
     ),
     *((family, CASES[index]) for family in WINDOW_MEMORIES for index in OTHERS),
+    ("gemma4-experts", CASES[4]),
+    *(pytest.param("gemma4-experts", CASES[i], marks=pytest.mark.proof) for i in (2, 5)),
     ("exaone4-short-windows", CASES[0]),
 ]
 
