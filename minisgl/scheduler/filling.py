@@ -1,6 +1,7 @@
 """`Filling`: adds prompts to the step that a plan makes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from itertools import chain
 
 import numpy as np
@@ -45,7 +46,8 @@ class Filling:
         self._blocked: Req | None = None
         # The calls whose further choices get fewer tokens, and the tokens of a step with them.
         self._decoding_calls: set[int] = set()
-        self._further_tokens = 0
+        self._further_tokens: Callable[[], int] = int
+        self._no_row: set[tuple[int, str]] = set()  # priorities and clients, for the whole plan
 
     def open_step(self, beside: Decode) -> int:
         """Begin a step with these decoding rows. Returns its prompt tokens.
@@ -57,7 +59,8 @@ class Filling:
         view, prefilling = self._view, self._prefilling
         if len(view.waiting.clients) > 1:
             self._decoding_calls = {*view.table.call[view.with_paused(beside.rows)].tolist()}
-            self._further_tokens = further_tokens(view, prefilling, beside)
+            # Few plans have such choices, and the list grows.
+            self._further_tokens = cache(partial(further_tokens, view, [*prefilling], beside))
         starts = ((req, view.rest(req)[0]) for req in prefilling)
         tokens = prompt_tokens(view, prefilling, beside, self._urgent)
         if not view.images.limits.rows:
@@ -102,18 +105,18 @@ class Filling:
         is_shared = len(view.waiting.clients) > 1 and not view.waiting.several_priorities
         if not is_shared or view.carry.paused_steps:
             return decode, {}
-        served = {*table.client[view.with_paused(view.decode_rows)].tolist()}
-        number = view.waiting.clients
+        number, rows = view.waiting.clients, view.with_paused(view.decode_rows)
+        served = np.bincount(table.client[rows], minlength=len(number)).tolist()
+        if all(served[number[client]] for _, client in chain(view.waiting.uncached, self._prompts)):
+            return decode, {}
         keys = [(level, client) for level, clients in self.levels() for client in clients]
         first, needed = {}, 0
         for key in keys:
-            if number[key[1]] not in served:
+            if not served[number[key[1]]]:
                 first[key] = self._first_tokens(*key)
                 needed += first[key]
             if needed > budget:
                 return decode, {}
-        if not first:
-            return decode, {}
         kept = np.zeros(len(decode.rows), dtype=np.bool_)
         kept[np.unique(table.call[decode.rows], return_index=True)[1]] = True
         fewer = decode.only(kept)
@@ -166,6 +169,8 @@ class Filling:
         a row and pages.
         """
         view, left, deferred = self._view, budget, 0
+        if (level, client) in self._no_row:
+            return 0
         for req in view.waiting.of(client, level, [*self._admit]):
             if self._most(req, left) <= 0:
                 break
@@ -173,6 +178,7 @@ class Filling:
             within = self._shares.is_within(req, pages)
             if not self._has_row(req) or not (within or self._blocked is None):
                 self._block(req, within)
+                self._no_row.add((level, client))
                 break
             hit = view.memory.hit(req)
             self._seen.append(req)
@@ -225,7 +231,7 @@ class Filling:
             return left
         used = sum(tokens for other, tokens in self.chunks.items() if self._is_further(other))
         first = sum(self.chunks.values()) - used
-        most = max(self._further_tokens - first, first) - used
+        most = max(self._further_tokens() - first, first) - used
         return max(min(left, most), 0)
 
     def _is_further(self, req: Req) -> bool:

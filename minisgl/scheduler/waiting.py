@@ -69,7 +69,9 @@ class WaitingQueue:
 
         admitted: requests that a plan has taken out already, in this order.
         """
-        turns = self._queues.get((level, client), CallOrder())
+        turns = self._queues.get((level, client))
+        if turns is None:
+            return iter(())
         taken = [req for req in admitted if (req.priority, req.client) == (level, client)]
         return iter(turns.without(taken) if taken else turns)
 
