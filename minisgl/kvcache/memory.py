@@ -272,7 +272,11 @@ class Room:
         memory = self.memory
         ends = -(-(memory.rows.computed[rows] + tokens) // memory.page_size)
         lacks = ends - memory.table.counts[rows]
-        growing, counts = rows[lacks > 0], lacks[lacks > 0]
+        short = lacks > 0
+        if not np.count_nonzero(short):
+            self.grown = self.counts = rows[:0]
+            return rows[:0]
+        growing, counts = rows[short], lacks[short]
         needed = int(counts.sum())
         if needed > self.available:
             return growing

@@ -52,11 +52,11 @@ class PageTable:
 
     def take_updates(self, rows: Int32Array) -> PageUpdates:
         """Return the entries of `rows` that the device does not have, and mark them as sent."""
+        rows = rows[self.counts[rows] > self.sent[rows]]
+        if not len(rows):
+            return PageUpdates(rows, rows, rows)
         first, end = self.sent[rows], self.counts[rows]
-        unsent = np.where(end > first, end + self._spare - first, 0)
-        if not unsent.any():
-            empty = rows[:0]
-            return PageUpdates(empty, empty, empty)
+        unsent = end + self._spare - first
         for nth in range(self._spare):
             self.entries[rows, end + nth] = self._dummy_page
         offsets = np.arange(unsent.sum()) - np.repeat(np.cumsum(unsent) - unsent, unsent)

@@ -74,10 +74,13 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
     # when the batch is resolved.
     rows = view.decode_rows
     leaving = table.computed[rows] >= table.max_total_tokens[rows] - 1
-    leaving |= table.slow[rows] & (table.last_step[rows] == steps.launched)
-    view.decode_rows = rows[~leaving]
-    images = view.images
-    if plan.encode or images.opened is not None or table.has_images[batch.rows].any():
+    if table.special:
+        leaving |= table.slow[rows] & (table.last_step[rows] == steps.launched)
+    if np.count_nonzero(leaving):
+        view.decode_rows = rows[~leaving]
+    images, special = view.images, bool(table.special)
+    has_images = special and table.has_images[batch.rows].any()
+    if plan.encode or images.opened is not None or has_images:
         return images.complete(batch, plan.encode)
     return batch
 

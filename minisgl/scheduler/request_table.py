@@ -20,6 +20,7 @@ from minisgl.core.batch import (
     StateCopies,
     StepResult,
 )
+from minisgl.core.columns import SamplingArrays
 from minisgl.core.rows import Rows
 from minisgl.engine import Extensions
 from minisgl.engine.logits_processing import Constraint
@@ -65,6 +66,8 @@ class RequestTable(Rows):
     client        int32 [R]; the number of the client (WaitingQueue.clients).
     call          int64 [R]; Req.call.
     running       bool [R]; the row belongs to a request in state PREFILL or DECODE.
+    special       the rows of requests with stop token ids, edited logits, log-probabilities or
+                  images. While it is empty, a step does not read the columns of these.
 
     I1  A row is released with its last step as the fence, since that step may still write a token
         to the same row of the token pool.
@@ -76,6 +79,7 @@ class RequestTable(Rows):
         num_rows = engine.max_running_reqs
         super().__init__(num_rows, engine.max_seq_len)
         self.eos_token_ids: Int32Array = np.array(eos_token_ids, dtype=np.int32)
+        self._eos_ids = eos_token_ids
         self.rows = FencedPool(num_rows, self.steps)
         self._drafting = extensions.draft_lengths is not None
         self.reqs: list[Req | None] = [None] * num_rows
@@ -98,8 +102,14 @@ class RequestTable(Rows):
         self.client: Int32Array = np.zeros(num_rows, dtype=np.int32)
         self.call = np.zeros(num_rows, dtype=np.int64)
         self.running = np.zeros(num_rows, dtype=np.bool_)
+        self.special: set[int] = set()
         self._columns = extensions.sampling_columns
         self._sampling = {c.name: np.zeros(num_rows, dtype=c.dtype) for c in self._columns}
+        # The newest rows of a batch, and their sampling columns: most steps have the rows of the
+        # step before. An array of rows is never changed, and a row leaves it before its request
+        # leaves the row.
+        self._sampled: tuple[Int32Array, SamplingArrays] = np.empty(0, dtype=np.int32), {}
+        self._last_dropped = 0  # the largest value in dropped_until
 
     def req_at(self, row: int) -> Req:
         """Return the request that `row` belongs to."""
@@ -130,6 +140,9 @@ class RequestTable(Rows):
         self.has_logprobs[row] = (sampling.logprobs, sampling.prompt_logprobs) != (None, None)
         self.has_images[row] = bool(req.images)
         self.rope_delta[row] = rotary_delta(req.images, self._merge) if self._has_mixed else 0
+        flags = self.has_stop_ids, self.edits_logits, self.has_logprobs, self.has_images
+        if any(flag[row] for flag in flags):
+            self.special.add(row)
         states = [state for state in req.logit_states if state is not None]
         masks_drafts = all(isinstance(s, Constraint) and s.masks_drafts for s in states)
         self.may_draft[row] = masks_drafts and not self.has_logprobs[row]
@@ -151,6 +164,7 @@ class RequestTable(Rows):
         req.row = -1
         self.reqs[row] = None
         self.running[row] = False
+        self.special.discard(row)
         self.rows.release(np.array([row], dtype=np.int32), int(self.last_step[row]))
 
     def read_result(self, batch: Batch, result: StepResult) -> NewTokens:
@@ -161,40 +175,52 @@ class RequestTable(Rows):
         row with non-finite logits ends with ERROR and gets no token. Draft tokens that the step did
         not accept are subtracted from `computed`. The next step forwards tokens at their positions.
         """
-        taken = batch.step_id > self.dropped_until[batch.rows]
+        sampled = batch.samples & self.rows.allocated[batch.rows]
+        if batch.step_id <= self._last_dropped:
+            sampled &= batch.step_id > self.dropped_until[batch.rows]
         if batch.drafting:
-            decoding = np.flatnonzero(taken[: batch.num_decode])
+            taken = batch.step_id > self.dropped_until[batch.rows[: batch.num_decode]]
+            decoding = np.flatnonzero(taken)
             rows, rejected = batch.rows[decoding], (batch.lengths - result.counts)[decoding]
             self.computed[rows] -= rejected
             self.state_at[rows] -= np.where(self.last_step[rows] > batch.step_id, rejected, 0)
-        sampled = batch.samples & self.rows.allocated[batch.rows] & taken
-        broken = dict.fromkeys(batch.rows[sampled & ~result.finite].tolist(), FinishReason.ERROR)
-        sampled &= result.finite
-        rows = batch.rows[sampled]
-        new = self.append_tokens(rows, result.tokens[sampled], result.counts[sampled])
+        valid = sampled & result.finite
+        if np.count_nonzero(valid) == len(valid):  # the usual step: no copies
+            return self.append_tokens(batch.rows, result.tokens, result.counts)
+        broken = dict.fromkeys(batch.rows[sampled & ~valid].tolist(), FinishReason.ERROR)
+        rows = batch.rows[valid]
+        new = self.append_tokens(rows, result.tokens[valid], result.counts[valid])
         return NewTokens(new.rows, new.tokens, broken | new.ended)
 
     def drop_in_flight(self, rows: Int32Array) -> None:
         """Let the step in flight give these rows no tokens."""
         self.dropped_until[rows] = self.last_step[rows]
+        self._last_dropped = self.steps.launched
 
     def append_tokens(self, rows: Int32Array, tokens: Int32Array, counts: Int32Array) -> NewTokens:
         """Append tokens[i, : counts[i]] to row rows[i].
 
-        Drops the tokens after the token that ends a request, and lowers its entry of `counts`.
+        Drops the tokens after the token that ends a request.
         """
         width = tokens.shape[1]
         nth: Int32Array = np.arange(width, dtype=np.int32)
         first = self.known[rows]
         position: Int32Array = first[:, None] + nth
         # A token stops its request if it is an EOS id or stop token id that the request obeys.
-        stops = (tokens[..., None] == self.eos_token_ids).any(axis=2) & self.obeys_eos[rows, None]
-        for index in np.flatnonzero(self.has_stop_ids[rows]).tolist():
-            stop_ids = self.req_at(rows[index]).sampling.stop_token_ids
-            stops[index] |= np.isin(tokens[index], stop_ids)
-        stops &= position >= self.stop_from[rows, None]
-        ends = stops | (position + 1 >= self.max_total_tokens[rows, None])
+        stops = np.zeros(tokens.shape, dtype=np.bool_)
+        for eos_token_id in self._eos_ids:
+            stops |= tokens == eos_token_id
+        if np.count_nonzero(stops):
+            stops &= self.obeys_eos[rows][:, None]
+        if self.special:
+            for index in np.flatnonzero(self.has_stop_ids[rows]).tolist():
+                stop_ids = self.req_at(rows[index]).sampling.stop_token_ids
+                stops[index] |= np.isin(tokens[index], stop_ids)
+        if np.count_nonzero(stops):
+            stops &= position >= self.stop_from[rows][:, None]
+        ends = stops | (position >= self.max_total_tokens[rows][:, None] - 1)
         if width > 1:
+            counts = counts.copy()
             ends &= nth < counts[:, None]
             ending = ends.any(axis=1)
             counts[ending] = ends[ending].argmax(axis=1) + 1
@@ -205,7 +231,7 @@ class RequestTable(Rows):
         self.tokens[new_rows, positions] = new
         self.known[rows] = first + counts
         ended = {}
-        for index in np.flatnonzero(ends.any(axis=1)).tolist():
+        for index in np.flatnonzero(ends.any(axis=1)).tolist() if np.count_nonzero(ends) else ():
             stopped = stops[index, counts[index] - 1]
             ended[int(rows[index])] = FinishReason.STOP if stopped else FinishReason.LENGTH
         return NewTokens(new_rows, new, ended)
@@ -236,8 +262,17 @@ class RequestTable(Rows):
         ]
         samples = ends >= self.prefill_end[rows]
         self.computed[rows], self.last_step[rows] = ends, self.steps.launched
-        made = self.made[rows[:num_decode]]
-        self.made[rows[:num_decode]], self.made[rows[num_decode:]] = next_drafts, 0
+        made = None
+        if self._drafting:
+            made = self.made[rows[:num_decode]]
+            self.made[rows[:num_decode]], self.made[rows[num_decode:]] = next_drafts, 0
+        if rows is not self._sampled[0]:
+            columns = self._sampling.items()
+            self._sampled = rows, {name: column[rows] for name, column in columns}
+        edited, scored = list[int](), list[int]()
+        if self.special:
+            edited = np.flatnonzero(self.edits_logits[rows] & samples).tolist()
+            scored = np.flatnonzero(self.has_logprobs[rows]).tolist()
         return Batch(
             step_id=self.steps.launched,
             num_decode=num_decode,
@@ -245,24 +280,23 @@ class RequestTable(Rows):
             start=start,
             lengths=lengths,
             samples=samples,
-            chunk_ids=np.concatenate([rows[:0], *chunk_ids]),
+            chunk_ids=np.concatenate(chunk_ids) if chunk_ids else rows[:0],
             page_updates=updates,
-            sampling={name: column[rows] for name, column in self._sampling.items()},
+            sampling=self._sampled[1],
             logit_edits=tuple(
-                self._edited_req(index, int(rows[index]), int(ends[index]))
-                for index in np.flatnonzero(self.edits_logits[rows] & samples).tolist()
+                self._edited_req(index, int(rows[index]), int(ends[index])) for index in edited
             ),
             logprobs=tuple(
                 self._logprobs_request(
                     index, int(rows[index]), int(start[index]), int(ends[index]), samples[index]
                 )
-                for index in np.flatnonzero(self.has_logprobs[rows]).tolist()
+                for index in scored
             ),
             drafting=self._drafting,
             histories=self._histories(rows, num_decode, samples) if self._drafting else (),
             states=states,
             next_drafts=next_drafts,
-            made=made if self._drafting else None,
+            made=made,
         )
 
     def _edited_req(self, index: int, row: int, position: int) -> EditedReq:

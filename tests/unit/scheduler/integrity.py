@@ -29,6 +29,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     check_pool(pool)
     cached = check_cache(cache)
     check_table(table)
+    check_batches(scheduler)
     running = [req for req in table.reqs if req is not None]
     pages, shared = memory.table, memory.shared
     own = [pages.entries[req.row, shared[req.row] : pages.counts[req.row]] for req in running]
@@ -165,6 +166,15 @@ def nodes_of(cache: RadixCache) -> list[RadixNode]:
         nodes.append(stack.pop())
         stack.extend(nodes[-1].children.values())
     return nodes
+
+
+def check_batches(scheduler: Scheduler) -> None:
+    """Each batch in flight has the sampling parameters of its own requests."""
+    reqs = scheduler.table.reqs
+    for step in scheduler._in_flight:
+        for row, seed in zip(step.batch.rows, step.batch.sampling["seed"], strict=True):
+            req = reqs[row]
+            assert req is None or seed == req.sampling.seed, "the seed of another request"
 
 
 def check_table(table: RequestTable) -> None:
