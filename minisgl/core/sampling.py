@@ -131,12 +131,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         vocab_size: the token ids must be below it. The constructor does not know the vocabulary, so
         it does not check this.
         """
-        for name, (low, high) in RANGES.items():
+        for name, types, low, high in _BOUNDS:
             value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
+            if isinstance(value, types) and low <= value <= high:  # rejects NaN, too
                 continue
-            is_number = isinstance(value, int if name in _INTEGERS else (int, float))
-            if not (is_number and low <= value <= high):  # rejects NaN, too
+            if value is not None or name not in _OPTIONAL:
                 kind = "an integer " if name in _INTEGERS and isinstance(value, float) else ""
                 raise InvalidRequest(
                     f"{name} must be {kind}from {low} to {high}, not {str(value)[:40]}", param=name
@@ -183,3 +182,8 @@ RANGES: Mapping[str, tuple[float, float]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
+# RANGES in the form in which `validate` reads them, for each request three times.
+_BOUNDS = tuple(
+    (name, (int,) if name in _INTEGERS else (int, float), low, high)
+    for name, (low, high) in RANGES.items()
+)

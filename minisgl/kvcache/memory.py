@@ -165,8 +165,8 @@ class Memory:
     def open(self, row: int, hit: Hit) -> None:
         """Let a row begin with its locked prefix, and with pages for its other tokens."""
         missing = self.pages_for(int(self.rows.known[row])) - hit.pages
-        self.table.open_row(row, hit.node.prefix_pages())
-        self.table.append(np.array([row]), np.array([missing]))
+        own = self.pool.allocate(missing)
+        self.table.open_row(row, np.concatenate([hit.node.prefix_pages(), own]))
         self.shared[row] = hit.pages
         self._nodes[row] = hit.node
         for kind in self.kinds:

@@ -134,8 +134,8 @@ class RadixCache:
         end, known = self._lookup.find(tokens, salt)
         hit = self._hit(end, known)
         end = self._use(end, known, session)
-        last = self.node_at(end, hit.loadable)
-        node = self.node_at(end, hit.pages)
+        last = end if hit.loadable == known else self.node_at(end, hit.loadable)
+        node = last if hit.pages == hit.loadable else self.node_at(end, hit.pages)
         for kind in self.kinds:
             kind.touch(node)
         for each in node.path():
@@ -178,9 +178,10 @@ class RadixCache:
             self.evictable_pages += len(leaf.pages)
             self.offer(leaf)
             node = leaf
-        stored = node.prefix_pages()
-        for listener in self.listeners:
-            listener.stored(tokens[: len(stored) * self._page_size], stored, salt)
+        if self.listeners:
+            stored = node.prefix_pages()
+            for listener in self.listeners:
+                listener.stored(tokens[: len(stored) * self._page_size], stored, salt)
         return node
 
     def lock(self, end: RadixNode) -> None:

@@ -95,7 +95,7 @@ class Detokenizer:
             # may therefore produce a token of a request that has ended (text is None) or whose text
             # has reached a stop string (stopped). The token is dropped, because it would follow
             # the end of the text.
-            if text is None or text.stream.stopped:
+            if text is None or (text.kept is None and text.stream.stopped):
                 continue
             if predicted and predicted.get(uid):  # The predicted tokens of a step come first.
                 predicted[uid] -= 1
