@@ -26,14 +26,12 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-LONG = Run(device="cuda", random=True, params={"max_tokens": 120})
-EDITED = {"top_p": 0.95, "presence_penalty": 1.0}
 RUNS = {
-    "free": replace(LONG, free=True, chunk=64),
-    "crowded": replace(LONG, crowded=True, cache_type="naive"),
-    "plain": replace(LONG, overlap=False, aborts=True),
-    "edited": replace(LONG, params=LONG.params | EDITED),
-    "drafting": replace(LONG, drafts=True, free=True, chunk=64),
+    "free": Run(device="cuda", random=True, free=True, chunk=64),
+    "crowded": Run(device="cuda", random=True, crowded=True, cache_type="naive"),
+    "plain": Run(device="cuda", random=True, overlap=False, aborts=True),
+    "edited": Run(device="cuda", random=True, params={"top_p": 0.95, "presence_penalty": 1.0}),
+    "drafting": Run(device="cuda", random=True, drafts=True, free=True, chunk=64),
 }
 EXACT = {"dtype": "float32", "attention_backend": "torch"}
 

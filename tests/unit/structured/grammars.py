@@ -255,7 +255,7 @@ def _lead(scheduler: Scheduler, source: LocalInbox, run: Run, tasks: list[Task])
         for uid, task in [
             pending.popleft() for _ in range(min(len(pending), chance.randint(0, 4)))
         ]:
-            params = {"temperature": 1.0, "max_tokens": 60, "seed": uid} | run.params
+            params = {"temperature": 1.0, "max_tokens": 120, "seed": uid} | run.params
             free = run.free and uid % 3 == 0
             sampling = SamplingParams(**params, grammar=None if free else task.grammar())
             ids = np.array(prompt_of(uid), dtype="<i4").tobytes()
