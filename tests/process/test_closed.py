@@ -33,11 +33,14 @@ CHILDREN = ("api", "tokenizer-0", "detokenizer", "grammars", "scheduler")
 
 
 def test_keys_are_in_no_child(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Regression: every child had the keys in its environment."""
+    """Regression: every child had the keys in its environment.
+
+    The start is fresh, because /proc shows the environment of the fork server for each fork.
+    """
     monkeypatch.setenv("MINISGL_API_KEY", "sesame-of-the-environment")
     monkeypatch.setenv("MINISGL_ADMIN_API_KEY", "root-of-the-environment")
     flags = ("--api-key", "sesame-of-the-flag", "--num-pages", "64")
-    with run_server("--model", str(tiny_model), *flags) as server:
+    with run_server("--model", str(tiny_model), *flags, fresh=True) as server:
         server.wait_ready()
         for name in CHILDREN:
             child = psutil.Process(server.child_pid(name))
