@@ -60,8 +60,8 @@ def updates(
     return found
 
 
-def answer_of(found: list[TextUpdate]) -> tuple[str, str, list[tuple[str, Any]]]:
-    """The reasoning, the content and the calls."""
+def text_of(found: list[TextUpdate]) -> tuple[str, str, list[tuple[str, str]]]:
+    """The reasoning, the content, and the calls with the text of their arguments."""
     names: list[str] = []
     arguments: list[str] = []
     for update in found:
@@ -70,9 +70,14 @@ def answer_of(found: list[TextUpdate]) -> tuple[str, str, list[tuple[str, Any]]]
                 names.append(part.name)
                 arguments.append("")
             arguments[part.index] += part.arguments
-    calls = [(n, json.loads(a)) for n, a in zip(names, arguments, strict=True)]
     texts = ["".join(getattr(u, kind) for u in found) for kind in ("reasoning", "text")]
-    return texts[0], texts[1], calls
+    return texts[0], texts[1], list(zip(names, arguments, strict=True))
+
+
+def answer_of(found: list[TextUpdate]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """The same, with the values of complete arguments."""
+    reasoning, text, calls = text_of(found)
+    return reasoning, text, [(name, json.loads(arguments)) for name, arguments in calls]
 
 
 def test_special_markers_are_seen_although_the_text_skips_them() -> None:
@@ -131,7 +136,7 @@ def test_text_at_the_end_is_the_text_of_the_steps(tokens: list[int]) -> None:
         options = TextOptions(prompt_tail=prompt_tail, tools=tools, reasoning=True, token_ids=True)
         stepwise = updates(tokens, options)
         (whole,) = updates(tokens, msgspec.structs.replace(options, at_end=True))
-        assert answer_of([whole]) == answer_of(stepwise)
+        assert text_of([whole]) == text_of(stepwise)
         assert whole.token_ids == tokens
         last = stepwise[-1]
         assert whole.completion_tokens == last.completion_tokens
