@@ -297,7 +297,7 @@ class RadixCache:
         return node if count == len(node.pages) else self.split(node, count)
 
     def split(self, node: RadixNode, num_pages: int) -> RadixNode:
-        """Move the first `num_pages` pages of `node` to a new parent node. Returns the new node."""
+        """Return a new parent of `node` with its first `num_pages` pages and the same last use."""
         parent = node.parent
         cut = num_pages * self._page_size
         assert parent is not None, "the root must not be split; this is a bug"
@@ -305,7 +305,7 @@ class RadixCache:
         pages = node.pages[:num_pages].copy()
         upper = self._new_node(node.tokens[:cut].copy(), pages, parent, node.key)
         upper.lock_count = node.lock_count
-        upper.fence = node.fence
+        upper.fence, upper.last_use = node.fence, node.last_use
         upper.kept_as, upper.session = node.kept_as, node.session
         if upper.kept_as is not NodeClass.ENDED:
             self._sessions.add(upper)

@@ -126,6 +126,19 @@ def test_usage_counts_each_block_once_and_totals_count_copies_and_evictions() ->
     assert [tier.totals[name] for name in TOTALS] == [800, 400, 4, 4]
 
 
+def test_the_rest_of_a_copied_prompt_leaves_the_gpu_before_a_newer_prompt() -> None:
+    """Regression: a split made the first pages of an old prompt the newest ones of the tree."""
+    length = 2 * host._MIN_PIECE
+    prompts = [ids(length, first) for first in (0, length, 2 * length)]
+    tree, tier = tree_of(num_blocks=3 * length, target=3 * length)
+    for prompt in prompts:
+        tree.insert(prompt, prompt)
+    store_all(tier)
+    for _ in range(2):  # each takes a half of the oldest prompt
+        tree.evict(host._MIN_PIECE)
+    assert [tree.hit(prompt).pages for prompt in prompts] == [0, length, length]
+
+
 class Parts(NodeParts):
     """Counts the evictions that ask for a part."""
 
