@@ -18,8 +18,9 @@ from minisgl.engine.start import Start
 from minisgl.models.build import build_model
 from minisgl.models.spec import ModelSpec
 
-# Tokens of the chunk that the warm-up times. A CPU takes seconds for many tokens of a large model.
-_TIMED_CHUNK, _TIMED_CHUNK_CPU = 512, 32
+# Tokens of the chunks that the warm-up times. The host bounds a step of 512 tokens of a small
+# model, and hardly one of 2,048. A CPU takes seconds for many tokens of a large model.
+_TIMED_CHUNKS, _TIMED_CHUNKS_CPU = (512, 2048), (32,)
 
 
 class Engine:
@@ -105,7 +106,7 @@ class Engine:
         )
 
     def warm_up(self) -> list[TimedStep]:
-        """Run steps on the dummy page, and return the times of a decode step and of a chunk.
+        """Run steps on the dummy page, and return the times of decode steps and of chunks.
 
         A CPU compiles no kernels. On a GPU, steps of every kind run first, so that no kernel
         compiles while serving. Steps of all sizes also run if there are no piecewise graphs, and
@@ -123,8 +124,9 @@ class Engine:
                 warmup.run_every_size(self, chunk)
             if not on_cpu and start.config.num_pages is not None:
                 warmup.run_largest(self, chunk, drafting)
-            most = _TIMED_CHUNK_CPU if on_cpu else _TIMED_CHUNK
-            timed = warmup.time_steps(self, min(chunk, most))
+            reqs = [1] if on_cpu else [1, self.max_running_reqs]
+            chunks = {min(chunk, most) for most in (_TIMED_CHUNKS_CPU if on_cpu else _TIMED_CHUNKS)}
+            timed = warmup.time_steps(self, reqs, sorted(chunks))
         start.compile_log.finish()
         with start.on_stream():
             self._launcher.runner.clear_dummy()

@@ -78,17 +78,19 @@ def _copy_states(engine: EngineLike) -> None:
     _run(engine, replace(batch, states=StateCopies(row, pages, row, pages)))
 
 
-def time_steps(engine: EngineLike, chunk: int) -> list[TimedStep]:
-    """Time a decode step of one request, and a step with a chunk of that many tokens.
+def time_steps(engine: EngineLike, reqs: Sequence[int], chunks: Sequence[int]) -> list[TimedStep]:
+    """Time a decode step of each number of requests, and a step with a chunk of each length.
 
     Each step runs three times, and the shortest time counts, because other work on the machine only
     makes a step longer. Before them, a chunk with a long context runs. It loads kernels that a
-    short context does not need.
+    short context does not need. The results are in rising order of tokens.
     """
     far = min(engine.max_seq_len * 3 // 4, 8192)
-    _run(engine, warmup_batch(engine, StepShape(0, min(chunk, engine.max_seq_len - far), far)))
+    _run(engine, warmup_batch(engine, StepShape(0, min(chunks[-1], engine.max_seq_len - far), far)))
     timed = []
-    for shape in (StepShape(1, 0, 1), StepShape(0, min(chunk, engine.max_seq_len), 0)):
+    shapes = [StepShape(each, 0, 1) for each in reqs]
+    shapes += [StepShape(0, min(each, engine.max_seq_len), 0) for each in chunks]
+    for shape in dict.fromkeys(shapes):  # in this order on all ranks
         batch = warmup_batch(engine, shape)
         assert batch is not None, "the engine must have room for one request; this is a bug"
         seconds = []
@@ -97,7 +99,7 @@ def time_steps(engine: EngineLike, chunk: int) -> list[TimedStep]:
             engine.launch(batch).wait()
             seconds.append(time.perf_counter() - began_s)
         timed.append(TimedStep(int(batch.lengths.sum()), min(seconds)))
-    return timed
+    return sorted(timed)
 
 
 def run_every_size(engine: EngineLike, max_chunk_tokens: int) -> None:

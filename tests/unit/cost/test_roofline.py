@@ -1,4 +1,4 @@
-"""The first step cost of a server, from its device and two steps of its warm-up."""
+"""The first step cost of a server, from its device and the timed steps of its warm-up."""
 
 from pathlib import Path
 
@@ -41,6 +41,23 @@ def test_slower_steps_of_the_warm_up_raise_the_estimate(tmp_path: Path) -> None:
     assert (np.diff(factors) >= -1e-9).all()
 
 
+@pytest.mark.parametrize(
+    ("shape", "chunk_ms", "beside_decoding"),
+    [("qwen3-0.6b", (3.8, 6.8), False), ("qwen3-8b", (12.7, 56.0), True)],
+)
+def test_a_chunk_that_the_host_bounds_is_dear_beside_decoding_requests(
+    shape: str, chunk_ms: tuple[float, float], beside_decoding: bool, tmp_path: Path
+) -> None:
+    """A host that needs 3.5 ms for the launch of a step with a chunk, and 0.3 for a CUDA graph."""
+    bare = first(tmp_path, H200, FAST, shape)
+    timed = [TimedStep(tokens, bare.predict_s(StepWork(tokens))) for tokens in (1, 256)]
+    timed += [TimedStep(512, chunk_ms[0] / 1e3), TimedStep(2048, chunk_ms[1] / 1e3)]
+    cost = first(tmp_path, H200, timed, shape)
+    mixed_s = cost.predict_s(StepWork(512)) - cost.predict_s(StepWork(256))
+    alone_s = cost.predict_s(StepWork(8192)) * 256 / 8192
+    assert (mixed_s < alone_s) == beside_decoding
+
+
 @pytest.mark.parametrize("device", ["cpu", "NVIDIA Unknown 9000"])
 def test_without_known_rates_the_timed_steps_count(device: str, tmp_path: Path) -> None:
     cost = first(tmp_path, device, [TimedStep(1, 0.9), TimedStep(32, 4.0)])
@@ -69,7 +86,7 @@ def test_recurrent_states_cost_decode_requests_and_no_prompt_tokens(tmp_path: Pa
 
 @pytest.mark.parametrize("device", ["cpu", H200])
 def test_steps_with_chunks_of_one_token_have_a_cost(device: str, tmp_path: Path) -> None:
-    """With --max-prefill-length 1, the lowest value, both timed steps have one token."""
+    """With --max-prefill-length 1, the lowest value, all timed steps may have one token."""
     cost = first(tmp_path, device, [TimedStep(1, 0.9), TimedStep(1, 1.1)])
     assert cost.predict_s(StepWork(1)) >= 0.9
     assert min(cost.per_prefill_pair_s, cost.per_decode_key_s) > 0

@@ -17,7 +17,13 @@ from minisgl.drafts import PricedLengths
 from minisgl.engine import Engine, memory, resolve_device
 from minisgl.engine.logits_processing import upload
 from minisgl.engine.memory import cpu_threads, further_graph_bytes, memory_of
-from minisgl.engine.warmup import StepShape, run_every_size, warm_up, warmup_batch
+from minisgl.engine.warmup import (
+    StepShape,
+    run_every_size,
+    time_steps,
+    warm_up,
+    warmup_batch,
+)
 from minisgl.utils import host_memory
 from tests.parity.driver import Driver, Work, logprobs_of, make_engine
 from tests.parity.models import VOCAB_SIZE, build_model
@@ -198,6 +204,13 @@ def test_the_warm_up_times_two_steps_and_leaves_no_trace(
     assert all(step.seconds > 0 for step in timed)
     assert not engine._launcher.runner.pools[0].layer(0)[0].float().any()
     assert Driver(engine).generate(0, prompt, 5) == untouched
+
+
+def test_timed_steps_are_decode_steps_and_chunks_in_rising_order(path: str) -> None:
+    engine = make_engine(path, max_running_reqs=3)
+    timed = time_steps(engine, [1, engine.max_running_reqs], [2, 16])
+    assert [step.tokens for step in timed] == [1, 2, 3, 16]
+    assert min(step.seconds for step in timed) > 0
 
 
 @pytest.mark.parametrize(("rows", "mixed"), [(1, set()), (2, {(1, 3)}), (3, {(2, 3)})])
