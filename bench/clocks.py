@@ -7,10 +7,12 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -29,30 +31,26 @@ class Clocks:
 
     @contextlib.contextmanager
     def sampled(self) -> Iterator[None]:
-        """Sample until the block ends. Without nvidia-smi, only the CPU.
+        """Sample until the block ends. Without nvidia-smi or visible GPUs, only the CPU.
 
-        The GPUs are those of CUDA_VISIBLE_DEVICES, which nvidia-smi does not read by itself.
+        The GPUs are those of CUDA_VISIBLE_DEVICES, which nvidia-smi does not read by itself. It
+        counts GPUs as CUDA does with CUDA_DEVICE_ORDER=PCI_BUS_ID. By default CUDA counts the
+        fastest first. If nvidia-smi ends before the block, stderr gets a line, and the row has no
+        values of GPUs.
         """
-        program, before = shutil.which("nvidia-smi"), _STAT.read_text()
+        command, before = _smi_command(), _STAT.read_text()
         reader = threading.Thread(target=self._read_cpu)
         reader.start()
-        command = [str(program), f"--query-gpu={','.join(_GPU)}", "--format=csv,noheader,nounits"]
-        command += ["-lms", str(round(_INTERVAL_S * 1e3))]
-        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-            command.append(f"--id={visible}")
         # A file, because a full pipe would stop nvidia-smi during a long row.
         with tempfile.TemporaryFile("w+") as output:
-            smi = subprocess.Popen(command, stdout=output) if program else None
+            smi = subprocess.Popen(command, stdout=output) if command else None
             try:
                 yield
             finally:
                 self._done.set()
                 reader.join()
                 if smi is not None:
-                    smi.terminate()
-                    smi.wait()
-                    output.seek(0)
-                    self._add_gpu(output.read())
+                    self._end(smi, output)
                 self._shares = cpu_shares(before, _STAT.read_text())
 
     def values(self) -> dict[str, float]:
@@ -68,11 +66,33 @@ class Clocks:
             if mhz:
                 self._samples.setdefault("fastest_core_{}_mhz", []).append(max(mhz))
 
+    def _end(self, smi: "subprocess.Popen[bytes]", output: IO[str]) -> None:
+        """End nvidia-smi, which runs until then, and add its samples."""
+        status = smi.poll()
+        smi.terminate()
+        smi.wait()
+        output.seek(0)
+        if status is None:
+            self._add_gpu(output.read())
+        else:
+            sys.stderr.write(f"nvidia-smi ended with {status}: {output.read().strip()[-200:]}\n")
+
     def _add_gpu(self, output: str) -> None:
         for line in output.splitlines():
             for name, text in zip(_GPU.values(), line.split(","), strict=False):
                 with contextlib.suppress(ValueError):  # "[N/A]": the GPU does not measure it
-                    self._samples.setdefault(name, []).append(float(text))
+                    value = float(text)
+                    self._samples.setdefault(name, []).append(value)
+
+
+def _smi_command() -> list[str]:
+    """Return the command that samples the visible GPUs until its end; [] without such GPUs."""
+    program, visible = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if program is None or visible == "":
+        return []
+    command = [program, f"--query-gpu={','.join(_GPU)}", "--format=csv,noheader,nounits"]
+    command += ["-lms", str(round(_INTERVAL_S * 1e3))]
+    return command if visible is None else [*command, f"--id={visible}"]
 
 
 def cpu_shares(before: str, after: str) -> dict[str, float]:

@@ -8,6 +8,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bench import campaign, runner
@@ -163,6 +164,61 @@ def test_only_visible_gpus_are_sampled(monkeypatch: pytest.MonkeyPatch, tmp_path
             assert time.monotonic() < until_s, "the program does not start"
             time.sleep(0.01)
     assert "--id=2,3" in written.read_text().split()
+
+
+def has_ended(pid: int) -> bool:
+    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_row_of_an_unknown_gpu_has_no_values_of_gpus(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Regression: an unknown GPU ended a measured row with a ValueError."""
+    program, started = tmp_path / "nvidia-smi", tmp_path / "started"
+    lines = f"echo $$ > {started}.new\nmv {started}.new {started}\necho No devices were found"
+    program.write_text(f"#!/bin/sh\n{lines}\nexit 6\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-unknown")
+    clocks, until_s = Clocks(), time.monotonic() + patience()
+    with clocks.sampled():
+        while not (started.exists() and has_ended(int(started.read_text()))):
+            assert time.monotonic() < until_s, "the program does not end"
+            time.sleep(0.01)
+    assert not any(name.startswith("gpu") for name in clocks.values())
+    assert capsys.readouterr().err == "nvidia-smi ended with 6: No devices were found\n"
+
+
+def test_without_visible_gpus_none_is_sampled(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Regression: an empty CUDA_VISIBLE_DEVICES meant all GPUs."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("nvidia-smi started"))
+    with Clocks().sampled():
+        pass
+
+
+def test_a_gpu_that_does_not_measure_its_power_has_its_clock(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Regression: "[N/A]" ended a measured row with a ValueError."""
+    program, written = tmp_path / "nvidia-smi", tmp_path / "written"
+    program.write_text(f"#!/bin/sh\necho 1980, [N/A], 40\n: > {written}\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    clocks, until_s = Clocks(), time.monotonic() + patience()
+    with clocks.sampled():
+        while not written.exists():
+            assert time.monotonic() < until_s, "the program does not start"
+            time.sleep(0.01)
+    values = clocks.values()
+    assert (values["gpu_min_mhz"], values["gpu_min_c"]) == (1980, 40)
+    assert "gpu_min_w" not in values
 
 
 def test_gpu_samples_beyond_the_size_of_a_pipe_are_all_read(
