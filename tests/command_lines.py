@@ -39,23 +39,35 @@ def parse(command: str) -> argparse.Namespace:
     program = importlib.import_module(module)
     if name == "campaign":
         assert program.main([*flags, "--list"]) == 0
-    options = _parsed(program.main, flags)
+    options, rest = _parsed(program.main, flags)
     model = getattr(options, "model", None)
     known = model is None or model in SHAPES or model == _FOLDER or Path(model).is_dir()
     assert known, f"{command}: no model {model}"
-    build_parser().parse_strictly(getattr(options, "server_flags", []))
+    for server_flags in (rest, getattr(options, "server_flags", [])):
+        build_parser().parse_strictly(server_flags)
     return options
 
 
-def _parsed(main: Callable[[Sequence[str]], int], flags: Sequence[str]) -> argparse.Namespace:
-    parse_args = argparse.ArgumentParser.parse_args
-    found: list[argparse.Namespace] = []
+def _parsed(
+    main: Callable[[Sequence[str]], int], flags: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return the flags that the program knows, and those that it gives to a server."""
+    parse_known_args = argparse.ArgumentParser.parse_known_args
+    found: list[tuple[argparse.Namespace, list[str]]] = []
+
+    def stop_knowing(self: argparse.ArgumentParser, args: Sequence[str]) -> None:
+        found.append(parse_known_args(self, args))
+        raise _Parsed
 
     def stop(self: argparse.ArgumentParser, args: Sequence[str]) -> None:
-        found.append(parse_args(self, args))
+        options, unknown = parse_known_args(self, args)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        found.append((options, []))
         raise _Parsed
 
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(_Parsed):
+        patch.setattr(argparse.ArgumentParser, "parse_known_args", stop_knowing)
         patch.setattr(argparse.ArgumentParser, "parse_args", stop)
         main(flags)
     return found[0]

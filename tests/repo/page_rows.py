@@ -67,7 +67,8 @@ def _whole(code: str, base: str, above: str) -> str:
 
 
 def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+    cells = re.split(r"(?<!\\)\|", line.strip().strip("|"))
+    return [cell.strip().replace(r"\|", "|") for cell in cells]
 
 
 def runs(command: str) -> Iterator[str]:

@@ -135,7 +135,28 @@ def links(text: str) -> list[tuple[str, str]]:
 def anchors(text: str) -> set[str]:
     """The anchors that GitHub makes from the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", _FENCED.sub("", text), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
+    return {_anchor(heading) for heading in headings}
+
+
+def section(text: str, anchor: str) -> str:
+    """The text of a page below the heading of this anchor, with its subsections.
+
+    anchor: "" is the whole page. Returns "" if the page has no such heading.
+    """
+    if not anchor:
+        return text
+    # Blanks of the same length keep the places of all headings outside code blocks.
+    prose = _FENCED.sub(lambda block: " " * len(block[0]), text)
+    headings = list(re.finditer(r"^(#+) (.+)$", prose, re.MULTILINE))
+    for number, heading in enumerate(headings):
+        if _anchor(heading[2]) == anchor:
+            later = (each for each in headings[number + 1 :] if len(each[1]) <= len(heading[1]))
+            return text[heading.end() : next((each.start() for each in later), len(text))]
+    return ""
+
+
+def _anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-")
 
 
 def _gives_reason(call: ast.Call, may_be_first: bool) -> bool:

@@ -10,6 +10,7 @@ from bench.campaign import Campaign
 from bench.campaign_plan import read_plan, rows_of
 from minisgl.core import ConfigError
 from tests.command_lines import parse
+from tests.repo import rules
 from tests.repo.page_rows import PageRow, rows, runs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -17,7 +18,7 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 TEXT = PAGE.read_text(encoding="utf-8")
 ROWS = list(rows(TEXT))
 
-PLANTED = """
+PLANTED = r"""
 ## Steps
 
 The flags follow `minisgl bench
@@ -32,6 +33,7 @@ offline`.
 | e | 1 | `…` |
 | f | 1 | [page](a.md#b) |
 | g | 1 | C; [page](a.md) |
+| h | 1 | `python -m bench step \| cat` |
 """
 
 
@@ -54,6 +56,7 @@ def test_rows_are_read_with_all_commands_that_they_stand_for() -> None:
         PageRow("e", ["python -m bench step"], "", []),
         PageRow("f", [], "", ["a.md#b"]),
         PageRow("g", [], "C", ["a.md"]),
+        PageRow("h", ["python -m bench step | cat"], "", []),
     ]
 
 
@@ -64,6 +67,8 @@ def test_rows_are_read_with_all_commands_that_they_stand_for() -> None:
         ("minisgl bench offline --model qwen9", AssertionError),
         ("minisgl bench online --model qwen3-8b -- --no-such-flag", SystemExit),
         ("minisgl bench no-such-benchmark", ModuleNotFoundError),
+        ("python -m bench host_hits --part steps --no-such-flag", SystemExit),
+        ("python -m bench images --streams 0", SystemExit),
         ("python -m bench campaign peers --only qwen9", ConfigError),
         ("python train.py", AssertionError),
     ],
@@ -86,7 +91,7 @@ def test_the_command_of_a_row_is_accepted(command: str) -> None:
 
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.commands], ids=lambda r: r.name)
 def test_a_row_without_code_names_a_command_elsewhere(row: PageRow) -> None:
-    """A letter stands for a file of `make proof`; a link leads to a page with commands."""
+    """A letter stands for a file of `make proof`; a link leads to a section with commands."""
     if row.letter:
         file = re.search(rf"(test_\w+\.py)\s\({row.letter}[;)]", TEXT)
         assert file, f"the text names no file of {row.letter}"
@@ -94,8 +99,9 @@ def test_a_row_without_code_names_a_command_elsewhere(row: PageRow) -> None:
         return
     assert row.links, f"{row.name}: no command"
     for target in row.links:
-        name, _, _ = target.partition("#")
+        name, _, anchor = target.partition("#")
         text = (PAGE.parent / name).read_text(encoding="utf-8") if name else TEXT
+        text = rules.section(text, anchor)
         assert re.search(r"(?:minisgl|python -m) bench \w+ -", text), target
 
 

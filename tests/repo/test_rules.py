@@ -87,6 +87,15 @@ def test_links_and_anchors_in_code_blocks_do_not_count():
     assert rules.anchors(text) == {"on-a-gpu-or-two"}
 
 
+def test_a_section_ends_at_the_next_heading_of_its_level():
+    text = "# A\n## B c\none\n```sh\n# D\n```\n### E\ntwo\n## F\nthree\n"
+    assert rules.section(text, "b-c") == "\none\n```sh\n# D\n```\n### E\ntwo\n"
+    assert rules.section(text, "e") == "\ntwo\n"
+    assert rules.section(text, "f") == "\nthree\n"
+    assert rules.section(text, "d") == ""
+    assert rules.section(text, "") == text
+
+
 def test_commands_are_found_in_code_and_not_in_prose():
     text = "minisgl serves\n`minisgl plan X`\n```sh\nminisgl check\npython -m bench step\n```\n"
     assert rules.commands(text) == {"minisgl plan", "minisgl check", "python -m bench step"}
