@@ -6,6 +6,7 @@ Markdown table: the rows of docs/benchmarks.md with the commands that repeat the
 """
 
 import argparse
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,8 +19,10 @@ _HEAD = ("benchmark", "row", "date", "code", "machine", "result", "command")
 def collect(folders: Sequence[Path], results: Path) -> Iterator[tuple[str, Record]]:
     """Add the records of the folders to `results`, and yield each with the name of its benchmark.
 
-    A record replaces an older one of the same command, engine and machine. Raises ConfigError,
-    before any file changes, when a folder has no results or a file does not hold records.
+    A record replaces one of the same command, engine and machine that has the same date or an
+    earlier one. A record older than the one in `results` changes nothing; the newer one is yielded.
+    Raises ConfigError, before any file changes, when a folder has no results or a file does not
+    hold records.
     """
     found: list[tuple[str, Record]] = []
     for folder in folders:
@@ -29,8 +32,13 @@ def collect(folders: Sequence[Path], results: Path) -> Iterator[tuple[str, Recor
         for file in files:
             found += [(file.stem, record) for record in read_records(file.stem, folder)]
     for name, record in found:
-        write_record(name, record, results)
-        yield name, record
+        kept = next((old for old in read_records(name, results) if old.key == record.key), record)
+        if kept.date <= record.date:
+            kept = record
+            write_record(name, record, results)
+        else:
+            sys.stderr.write(f"{name}: kept {kept.date}, not {record.date}: {record.command}\n")
+        yield name, kept
 
 
 def lines_of(name: str, record: Record) -> Iterator[str]:
@@ -46,7 +54,8 @@ def lines_of(name: str, record: Record) -> Iterator[str]:
 
 
 def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    escaped = [cell.replace("|", r"\|") for cell in cells]
+    return f"| {' | '.join(escaped)} |"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -48,6 +48,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     source: str = ""
     figures: list[Figure]
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """A file keeps one record of each key: the command, the engine and the machine."""
+        return self.command, self.engine, self.machine
+
 
 def read_records(name: str, folder: Path = RESULTS) -> list[Record]:
     """Return the records of a benchmark, [] without a file. Raises ConfigError for a wrong file."""
@@ -62,13 +67,9 @@ def read_records(name: str, folder: Path = RESULTS) -> list[Record]:
 
 def write_record(name: str, record: Record, folder: Path = RESULTS) -> Path:
     """Add a record in place of an older one of the same command, engine and machine."""
-    kept = [old for old in read_records(name, folder) if _key(old) != _key(record)]
+    kept = [old for old in read_records(name, folder) if old.key != record.key]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     text = msgspec.json.format(msgspec.json.encode([*kept, record]), indent=1)
     path.write_bytes(text + b"\n")
     return path
-
-
-def _key(record: Record) -> tuple[str, str, str]:
-    return record.command, record.engine, record.machine
