@@ -3,6 +3,7 @@
 import weakref
 from array import array
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from math import inf
 from typing import Any, Self
 
@@ -23,7 +24,7 @@ from minisgl.images import ImageDecoder, image_spec
 from minisgl.llm import inputs
 from minisgl.llm.local import LocalEngine
 from minisgl.llm.requests import LIMITS, RequestMaker, offline_config
-from minisgl.llm.results import Completion, Pending, Piece, Scores, collect
+from minisgl.llm.results import Completion, Pending, Piece, Scores
 from minisgl.llm.workers import LocalWorker, RankWorkers
 from minisgl.request.call import Call
 from minisgl.request.choice import Choice
@@ -33,6 +34,7 @@ from minisgl.settings.config import resized_tokens
 from minisgl.settings.model_folder import with_model
 from minisgl.tokenizer import TextTokenizer
 from minisgl.utils import near_names
+from minisgl.utils.startup import Progress
 
 
 class LLM:
@@ -153,7 +155,7 @@ class LLM:
         single, listed = inputs.as_list(prompts, (int, np.integer), inputs.NOT_A_PROMPT)
         params = self._params(sampling, len(listed), parameters)
         requests = self._requests.prompts(listed, params, n, stop, priority, prediction, not stop)
-        return collect(self._stream(requests), len(listed) * n, single and n == 1, progress)
+        return _collect(self._stream(requests), len(listed) * n, single and n == 1, progress)
 
     def chat(
         self,
@@ -183,7 +185,7 @@ class LLM:
         requests = self._requests.chats(
             listed, params, n, stop, prediction, template_options, tools, tool_choice
         )
-        return collect(self._stream(requests), len(listed) * n, single and n == 1, progress)
+        return _collect(self._stream(requests), len(listed) * n, single and n == 1, progress)
 
     def stream(
         self,
@@ -291,3 +293,17 @@ class LLM:
         if len(params) != count:
             raise InvalidRequest(f"sampling has {len(params)} entries for {count} prompts")
         return params
+
+
+def _collect(
+    pieces: Generator[Piece, None, None], count: int, single: bool, progress: bool
+) -> Completion | list[Completion]:
+    """Return the one completion of a single prompt, or all `count` completions in their order."""
+    done: dict[int, Completion] = {}
+    with closing(pieces), Progress(total=count, unit="req", disable=not progress) as bar:
+        for piece in pieces:
+            if piece.completion is not None:
+                done[piece.index] = piece.completion
+                bar.update()
+    assert len(done) == count, "every request must have ended; this is a bug"
+    return done[0] if single else [done[index] for index in range(count)]

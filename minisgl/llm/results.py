@@ -1,8 +1,6 @@
 """The results of `LLM`, and their construction from the output of a call."""
 
-import gc
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -10,7 +8,6 @@ from minisgl.core import FinishReason
 from minisgl.message.messages import TokenLogprobs, ToolCallDelta
 from minisgl.request.choice import Choice, Output, whole_calls
 from minisgl.tokenizer import Vocabulary
-from minisgl.utils.startup import Progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,36 +141,3 @@ def _scored(
         for position, (logprob, top_ids, top_logprobs) in enumerate(rows, part.position):
             top = zip(top_ids, top_logprobs, strict=True)
             yield scored(ids[position], logprob, tuple(scored(*each) for each in top))
-
-
-def collect(
-    pieces: Generator[Piece, None, None], count: int, single: bool, progress: bool
-) -> Completion | list[Completion]:
-    """Return the one completion of a single prompt, or all `count` completions in their order."""
-    done: dict[int, Completion] = {}
-    bar = Progress(total=count, unit="req", disable=not progress)
-    with _frozen_heap(), closing(pieces), bar:
-        for piece in pieces:
-            if piece.completion is not None:
-                done[piece.index] = piece.completion
-                bar.update()
-    assert len(done) == count, "every request must have ended; this is a bug"
-    return done[0] if single else [done[index] for index in range(count)]
-
-
-@contextmanager
-def _frozen_heap() -> Iterator[None]:
-    """Let the garbage collector skip the objects that exist before the block.
-
-    The requests of a call make objects, and these start collections. A full collection visits
-    every object of the process. With torch there are 200,000, and the device would wait for it.
-    Objects that the caller's program has frozen stay frozen.
-    """
-    if gc.get_freeze_count():
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -1,38 +1,33 @@
-"""The garbage collector during a call of the LLM."""
+"""The garbage collector of a program that calls the LLM."""
 
 import gc
-from typing import Any
+import weakref
 
-import pytest
-
-from minisgl.core import InvalidRequest, SamplingParams
+from minisgl.core import SamplingParams
 from minisgl.llm import LLM
-from minisgl.llm.workers import LocalWorker
 
 
-@pytest.mark.parametrize("frozen", [False, True], ids=["nothing is frozen", "the program froze"])
-def test_collections_skip_the_objects_from_before_the_call(
-    monkeypatch: pytest.MonkeyPatch, frozen: bool
-) -> None:
-    """Regression: the objects of 256 requests started full collections. With torch, one takes
-    0.3 s, in which the device waited."""
-    step, counts = LocalWorker.step, []
+class Cycle:
+    """An object that only a garbage collection deletes."""
 
-    def counting_step(worker: LocalWorker) -> Any:
-        counts.append(gc.get_freeze_count())
-        return step(worker)
+    def __init__(self) -> None:
+        self.itself = self
 
-    monkeypatch.setattr(LocalWorker, "step", counting_step)
+
+def test_cycles_from_between_the_calls_are_collected() -> None:
+    """Regression: a call froze the heap. A program that called in a loop got no collection."""
     sampling = SamplingParams(temperature=0.0, max_tokens=2)
+    thresholds = gc.get_threshold()
     with LLM(num_pages=64, max_seq_len=64) as llm:
+        gc.collect()
         gc.unfreeze()  # tests.conftest has frozen
-        if frozen:
-            gc.freeze()
+        gc.set_threshold(200, *thresholds[1:])
         try:
-            llm.generate("hello", sampling, progress=False)
-            with pytest.raises(InvalidRequest):
-                llm.generate("hello", sampling, regex="(", progress=False)
-            assert min(counts) > 10_000
-            assert (gc.get_freeze_count() > 10_000) is frozen
+            alive = []
+            for _ in range(40):
+                alive.append(weakref.ref(Cycle()))
+                llm.generate("hello", sampling, progress=False)
+            assert sum(cycle() is not None for cycle in alive) < len(alive)
         finally:
+            gc.set_threshold(*thresholds)
             gc.freeze()
