@@ -111,7 +111,7 @@ def _flashinfer() -> Check:
     installed = {package.name: package.version for package in importlib.metadata.distributions()}
     found = ", ".join(f"{name} {installed[name]}" for name in _FLASHINFER if name in installed)
     if _FLASHINFER[0] not in installed and _has_gpu():
-        remedy = "pip install 'minisgl[gpu]'; attention runs on torch until then, and is slow"
+        remedy = "pip install 'minisgl[gpu]'; the attention of prompts is slow without it"
         return Check("FlashInfer", _WARNING, "not installed", remedy)
     return Check("FlashInfer", _OK, found or "not installed; only a GPU needs it")
 
