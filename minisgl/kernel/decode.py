@@ -14,7 +14,7 @@ from minisgl.kernel.rotary import qk_norm_rope_store
 # A thread of the decode kernel uses 255 registers, so eight warps fill a multiprocessor.
 _WARPS_PER_MULTIPROCESSOR = 8
 _WIDE_HEAD = 512  # elements of a head from which one program fills a multiprocessor
-_WIDE_ROWS = 16  # the most queries of a tile of such heads
+_WIDE_ROWS = 16  # the most queries of a tile of such heads, unless one token has more
 
 
 class DecodeScratch(NamedTuple):
@@ -47,9 +47,9 @@ def fewest_warps(head_dim: int) -> int:
     """Return the smallest number of warps of a program of the Triton kernel.
 
     Each warp holds all queries of a KV head, and a part of their outputs. The kernel pads the
-    queries to 16 or more. 16 queries of 512 elements take 128 registers of each thread. The outputs
-    then take 64 registers in a program of four warps, and the hot loop spills. In a program of
-    eight warps they take 32.
+    queries to 16 or more, or to 8 or more in an FP8 pool. 16 queries of 512 elements take 128
+    registers of each thread. The outputs then take 64 registers in a program of four warps, and the
+    hot loop spills. In a program of eight warps they take 32.
     """
     return _WARPS_PER_MULTIPROCESSOR if head_dim >= _WIDE_HEAD else 1
 

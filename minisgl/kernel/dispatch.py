@@ -30,7 +30,7 @@ from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.tilings import FEW_ROWS, Tiling, sums_squares, tiling_for
 
-_NORMED_ROWS = 16  # most rows of x for which normed_linear has a kernel
+_MOST_NORMED_LINEAR_ROWS = 16  # most rows of x for which normed_linear has a kernel
 
 _Rest = ParamSpec("_Rest")
 _Result = TypeVar("_Result")
@@ -142,7 +142,7 @@ def normed_linear(
     For weights of few rows. Few rows of x run a kernel that takes the place of the norm's. The
     squares of the norm are not used. norm_weight: [K]. semaphores: as in `linear`.
     """
-    if not x.is_cpu and 0 < len(x) <= _NORMED_ROWS and norm.addend is None:
+    if not x.is_cpu and 0 < len(x) <= _MOST_NORMED_LINEAR_ROWS and norm.addend is None:
         from minisgl.kernel.triton import norm as kernels
 
         return kernels.normed_linear(x, weight, norm_weight, norm.eps)

@@ -16,7 +16,8 @@ class PendingNorm(NamedTuple):
     """An RMSNorm without weight that a following product applies to its input x [T, H].
 
     squares: float32 [parts, T]. The parts of a row add up to the sum of the row's squares. None if
-    no earlier kernel computed them. A product of few rows then sums them (tilings.sums_squares).
+    no earlier kernel computed them. The product then sums them if tilings.sums_squares allows it;
+    otherwise a kernel before the product applies the norm.
     addend: [T, H], which the following product first adds to x, in place. It may overwrite the
     addend. None if there is nothing to add; always None if there are squares.
     scaled: x times the weight of the norm, in x's dtype, if the product that computed x stored it.

@@ -25,7 +25,7 @@ from minisgl.kernel.packed_tilings import (
 from minisgl.kernel.packed_weights import PackedWeights, dequantise
 from minisgl.kernel.slow import log_slow
 
-_NORMED_ROWS: Final = 16  # most rows of products that apply a norm, or add to the residual stream
+_MOST_FUSED_ROWS: Final = 16  # of products that apply a norm, or add to the residual stream
 _PART_BYTES: Final = 64 << 20  # of dequantised weights at once, about
 # The rows of a part are a multiple of this. A part computes as many columns of `out`, and the fast
 # kernels of cuBLAS need the address of these columns to be a multiple of 16 bytes.
@@ -121,7 +121,7 @@ def _normed(
 
 def _fuses(x: Tensor, weights: PackedWeights | OrderedWeights) -> bool:
     """Whether our kernel applies a norm before the product, or adds after it."""
-    is_few = 0 < len(x) <= _NORMED_ROWS
+    is_few = 0 < len(x) <= _MOST_FUSED_ROWS
     return is_few and isinstance(weights, OrderedWeights) and _has_loading_kernel(weights)
 
 
