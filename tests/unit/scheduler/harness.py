@@ -83,10 +83,14 @@ class Harness:
         images: tuple[PromptImage, ...] = (),
         **sampling: object,
     ) -> int:
-        """Queue `count` requests with consecutive uids and return the first uid."""
+        """Queue `count` requests with consecutive uids and return the first uid.
+
+        The calls have different values in each sampling column, which check_batches compares.
+        """
         uid = self.next_uid
         self.next_uid += count
-        params = ScriptedParams(**({"max_tokens": 8} | sampling))  # type: ignore[arg-type]
+        own = {"temperature": 1 / uid, "top_k": uid, "top_p": 1 / uid, "min_p": 1 / uid}
+        params = ScriptedParams(**({"max_tokens": 8} | own | sampling))  # type: ignore[arg-type]
         ids = np.array(prompt, dtype="<i4").tobytes()
         self.inbox.messages.append(
             AddReq(

@@ -170,11 +170,15 @@ def nodes_of(cache: RadixCache) -> list[RadixNode]:
 
 def check_batches(scheduler: Scheduler) -> None:
     """Each batch in flight has the sampling parameters of its own requests."""
-    reqs = scheduler.table.reqs
+    table = scheduler.table
     for step in scheduler._in_flight:
-        for row, seed in zip(step.batch.rows, step.batch.sampling["seed"], strict=True):
-            req = reqs[row]
-            assert req is None or seed == req.sampling.seed, "the seed of another request"
+        reqs = [table.reqs[row] for row in step.batch.rows]
+        present = [index for index, req in enumerate(reqs) if req is not None]
+        for column in table._columns:
+            expected = [column.read(req.sampling) for req in reqs if req is not None]
+            found = step.batch.sampling[column.name][present]
+            wrong = f"the {column.name} of another request"
+            assert np.array_equal(found, np.array(expected, column.dtype)), wrong
 
 
 def check_table(table: RequestTable) -> None:
