@@ -1,7 +1,6 @@
 """`HitRequests`: requests to one server that check where their prefixes were cached."""
 
 import asyncio
-import gc
 import json
 import math
 import time
@@ -51,7 +50,7 @@ class HitRequests:
         """Send a request. Raises ConfigError when it fails."""
         answer = await self.client.post(body)
         if answer.error:
-            raise ConfigError(*error_lines([answer]))
+            raise ConfigError("\n".join(error_lines([answer])))
         return answer
 
     async def metrics(self) -> dict[str, float]:
@@ -132,11 +131,8 @@ class HitRequests:
             window.outputs_s = [time.perf_counter()]
             return answers
 
-        gc.collect()
-        gc.disable()  # a garbage collection would add to the gaps
         async with background_streams(self.client, texts) as streams:
             answers, moved = await self.hits(timed, on_host)
-        gc.enable()
         found = summarise_streams(load, streams, [window])
         if found["failed"]:
             raise ConfigError("\n".join(["a text stream ended early", *error_lines(streams)]))

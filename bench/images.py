@@ -14,7 +14,6 @@ know are flags of the server.
 import argparse
 import asyncio
 import base64
-import gc
 import io
 import json
 import sys
@@ -122,15 +121,12 @@ class Bench:
         load = Load([np.array(ids, np.int32) for ids in work.prompts], work.max_tokens, None)
         texts = [self._body({"prompt": ids}, _STREAM_OUTPUT) for ids in work.prompts]
         due_s = arrivals(len(bodies), rate, poisson=False, seed=0)
-        gc.collect()
-        gc.disable()  # a garbage collection would add to the latencies
         async with background_streams(self._texts, texts) as streams:
             window = Answer(time.perf_counter())
             with Progress(total=len(bodies), desc="images") as bar:
                 sending = open_loop(self._chats, bodies, Turns(load, due_s), bar)
                 answers, _ = await asyncio.gather(sending, asyncio.sleep(_SECONDS))
             window.outputs_s = [time.perf_counter()]
-        gc.enable()
         found = summarise_streams(load, streams, [window])
         if found["failed"]:
             raise ConfigError("\n".join(["a text stream ended early", *error_lines(streams)]))

@@ -7,6 +7,7 @@ the measurement. When all requests of the load have ended, the streams are abort
 import argparse
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -39,9 +40,12 @@ async def background_streams(
     """Run one stream for each body, until the `async with` block ends.
 
     Yields one answer for each stream. Each already has its first output or an error; later outputs
-    are added while the block runs.
+    are added while the block runs. No garbage collection runs until the end of the block, because
+    it would add to the latencies.
     """
     answers = [Answer(0.0) for _ in bodies]
+    gc.collect()
+    gc.disable()
     tasks = [
         asyncio.create_task(client.post(body, answer))
         for body, answer in zip(bodies, answers, strict=True)
@@ -54,6 +58,7 @@ async def background_streams(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        gc.enable()
 
 
 def summarise_streams(

@@ -9,7 +9,6 @@ parentheses.
 
 import argparse
 import contextlib
-import gc
 import json
 import math
 import sys
@@ -112,15 +111,12 @@ async def _run(
     path = "/v1/chat/completions" if options.chat else "/v1/completions"
     client = StreamingClient(url, path, options.api_key)
     bodies = _bodies(load, options)
-    gc.collect()
-    gc.disable()  # a garbage collection would add to the latencies
     async with background_streams(client, _bodies(background, options)) as streams:
         with Progress(total=len(bodies), unit="req", disable=options.quiet) as bar:
             if load.arrivals_s is None:
                 answers = await closed_loop(client, bodies, options.concurrency, bar)
             else:
                 answers = await open_loop(client, bodies, Turns(load, load.arrivals_s), bar)
-    gc.enable()
     client.close()
     return answers, streams
 

@@ -1,6 +1,7 @@
 """Background streams: which gaps between tokens count, and when the streams start and end."""
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from minisgl.benchmark.background_streams import background_streams, summarise_streams
 from minisgl.benchmark.client import Answer, StreamingClient
 from minisgl.benchmark.trace import Load
+from minisgl.core import ConfigError
 
 BACKGROUND = Load([np.zeros(10, dtype=np.int32)] * 2, [6, 6], [0.0, 0.0])
 LOAD = [Answer(10.0, [11.0]), Answer(10.5, [12.0])]
@@ -57,3 +59,19 @@ def test_streams_run_inside_the_with_block_and_disconnect_after_it() -> None:
     streams = asyncio.run(asyncio.wait_for(run(), 20))
     assert disconnected == [True] * 3
     assert [stream.error for stream in streams] == [None] * 3
+
+
+def test_no_garbage_is_collected_beside_streams_and_again_after_an_error() -> None:
+    """Regression: after a failed row the collector stayed off."""
+
+    async def run() -> None:
+        async with background_streams(StreamingClient("http://127.0.0.1:1", "/"), []):
+            assert not gc.isenabled()
+            raise ConfigError("the load failed")
+
+    try:
+        with pytest.raises(ConfigError, match="the load failed"):
+            asyncio.run(run())
+        assert gc.isenabled()
+    finally:
+        gc.enable()
