@@ -17,11 +17,9 @@ import asyncio
 import json
 import math
 import sys
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle, repeat
-from pathlib import Path
 from typing import NamedTuple
 
 import uvloop
@@ -30,7 +28,7 @@ from bench.hit_requests import LEAST, STATE, STREAM_OUTPUT, STREAM_PROMPT, HitRe
 from bench.steps_beside_copies import PAGE_SIZE, Row, host_gb, step_rows
 from minisgl.benchmark.client import Answer
 from minisgl.benchmark.flag_types import add_model_flags, positive_float, positive_int
-from minisgl.benchmark.floor import load_shape
+from minisgl.benchmark.floor import load_spec
 from minisgl.benchmark.latency import describe, latencies
 from minisgl.benchmark.server_process import start_server
 from minisgl.benchmark.text_table import TextTable
@@ -187,8 +185,9 @@ def main(argv: Sequence[str]) -> int:
         "--link-gb-s", type=positive_float, default=51.5, help="rate of the link (51.5)"
     )
     options, flags = parser.parse_known_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
-        _, model = load_shape(options.model, Path(folder))
+    if options.prompt < PAGE_SIZE:
+        parser.error(f"--prompt {options.prompt}: give a page of {PAGE_SIZE} tokens or more")
+    model = load_spec(options.model)
     for part in options.part:
         if part == "steps":
             rows = step_rows(options.model, options.streams, options.steps)

@@ -17,10 +17,8 @@ import base64
 import io
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +29,7 @@ from PIL import Image
 from minisgl.benchmark.background_streams import background_streams, summarise_streams
 from minisgl.benchmark.client import Answer, StreamingClient
 from minisgl.benchmark.flag_types import add_model_flags, positive_float, positive_int
-from minisgl.benchmark.floor import load_shape
+from minisgl.benchmark.floor import load_spec
 from minisgl.benchmark.latency import describe, error_lines, latencies
 from minisgl.benchmark.load import arrivals
 from minisgl.benchmark.sending import open_loop
@@ -195,8 +193,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _encoder(options: argparse.Namespace) -> list[Row]:
-    with tempfile.TemporaryDirectory() as folder:
-        _, model = load_shape(options.model, Path(folder), images=True)
+    model = load_spec(options.model, images=True)
     if model.encoder is None:
         raise ConfigError(f"{options.model} has no image encoder; give a model with images")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

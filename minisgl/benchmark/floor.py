@@ -125,6 +125,12 @@ def load_shape(
     return path, load_model_spec(path, drafts=drafts, images=images)
 
 
+def load_spec(model: str, drafts: bool = False, images: bool = False) -> ModelSpec:
+    """Return the config of `load_shape`, without a folder that stays."""
+    with tempfile.TemporaryDirectory() as folder:
+        return load_shape(model, Path(folder), drafts, images)[1]
+
+
 def main(argv: Sequence[str]) -> int:
     """Print the floor and a line of JSON."""
     parser = argparse.ArgumentParser(prog="minisgl bench floor", description=__doc__)
@@ -150,8 +156,7 @@ def main(argv: Sequence[str]) -> int:
     )
     options = parser.parse_args(argv)
     pinned = Pinned(*next(iter(options.acceptance.items()))) if options.acceptance else NO_DRAFTS
-    with tempfile.TemporaryDirectory() as folder:
-        _, model = load_shape(options.model, Path(folder), drafts=pinned.drafts > 0)
+    model = load_spec(options.model, drafts=pinned.drafts > 0)
     rates = (options.bandwidth, options.matmul, options.fp8_matmul)
     ceilings = Ceilings(*(1e12 * rate for rate in rates))
     workload = workload_from(options)

@@ -59,6 +59,13 @@ def test_a_prompt_in_another_place_is_an_error(
     assert moved == {"to_host": 0.0, "to_gpu": 2.0}
 
 
+def test_a_prompt_shorter_than_a_page_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """Regression: it ended in a ZeroDivisionError."""
+    with pytest.raises(SystemExit):
+        main(["--model", str(model_path()), "--prompt", "15"])
+    assert "--prompt 15: give a page of 16 tokens or more" in capsys.readouterr().err
+
+
 def test_steps_run_beside_copies_of_each_direction(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--part", "steps", "--streams", "1", "--steps", "2"]
     assert main(["--model", str(model_path()), *flags]) == 0
