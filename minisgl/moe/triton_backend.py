@@ -5,7 +5,7 @@ run.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,11 +26,28 @@ _LEAST_COLUMNS = 32
 _FEW_TOKENS = 4
 
 
+class _ExpertsOfFew(Protocol):
+    """As MoeBackend.forward; with a norm and its weight [H], as MoeBackend.add.
+
+    semaphores: int32 [_FEW_TOKENS], zeros before and after a call.
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        router: Router,
+        layer: ExpertWeights,
+        semaphores: Tensor,
+        norm: PendingNorm | None = None,
+        norm_weight: Tensor | None = None,
+    ) -> Tensor: ...
+
+
 class _FewTokens(NamedTuple):
     """The kernels of one format for few tokens, and whether they support the experts."""
 
     takes: Callable[[Tensor, ExpertWeights], bool]
-    run: Callable[..., Tensor]
+    run: _ExpertsOfFew
 
 
 class _Kernels(NamedTuple):
