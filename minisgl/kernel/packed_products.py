@@ -113,6 +113,7 @@ def _normed(
 ) -> tuple[Tensor, PendingNorm | None]:
     """Return the operand of the product, and the norm if our kernel applies it."""
     if norm is None:
+        assert norm_weight is None, "the weight of a norm comes without the norm; this is a bug"
         return x, None
     if norm.squares is not None and norm.scaled is not None and _fuses(x, weights):
         return norm.scaled, norm

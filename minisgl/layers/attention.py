@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from minisgl.attention.base import AttentionRule, FusedAttention, NormRope
 from minisgl.kernel import multiply_sigmoid, qk_norm_rope_store, rms_norm
 from minisgl.kvcache.pool import KVPool, KVSpec
-from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
+from minisgl.layers.linear import ColumnParallelLinear, LinearMethod, RowParallelLinear
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
 from minisgl.layers.norm import BlockInput, RMSNorm, UnweightedNorm, norm_all_heads
 from minisgl.layers.rotary import Rope, rotary_order
@@ -176,8 +176,8 @@ class Attention(Mixer):
         sizes = (self.q_heads, self.kv_heads, self.head_dim)
         return qk_norm_rope_store(qkv, *heads, *places, *sizes, pool.scales(layer))
 
-    def fold(self, norm_weight: Tensor) -> bool:
-        return self.qkv_proj.method.fold(norm_weight)
+    def fold(self, norm_weight: Tensor, before: LinearMethod | None = None) -> bool:
+        return self.qkv_proj.method.fold(norm_weight, before)
 
     def scale_queries(self, factor: float | None) -> None:
         factor = self.head_dim**0.5 if factor is None else factor

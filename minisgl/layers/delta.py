@@ -12,7 +12,12 @@ from minisgl.kernel import gated_delta
 from minisgl.kernel.delta import TAPS, DeltaMemory, DeltaWeights, GatedNorm
 from minisgl.kernel.tilings import LOWEST_TILE
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear, UnquantizedLinear
+from minisgl.layers.linear import (
+    ColumnParallelLinear,
+    LinearMethod,
+    RowParallelLinear,
+    UnquantizedLinear,
+)
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild, StateBuild, StatePart
 from minisgl.layers.norm import BlockInput, RMSNorm
 from minisgl.layers.shards import Placement, Shard, merge, split_heads
@@ -182,17 +187,18 @@ class GatedDelta(Mixer):
         if self.rates_proj is None:
             return block_input, None
         x, norm = block_input
-        if norm is None or self.norm_before is None:
+        if norm is None:
             return block_input, self.rates_proj.forward(block_input)
         method = self.rates_proj.method
+        assert self.norm_before is not None, "a norm that is not folded is pending; this is a bug"
         assert isinstance(method, UnquantizedLinear), "b and a are quantised; this is a bug"
         x, rates = method.normed_product(x, norm, self.norm_before)
         return BlockInput(x), rates
 
-    def fold(self, norm_weight: Tensor) -> bool:
+    def fold(self, norm_weight: Tensor, before: LinearMethod | None = None) -> bool:
         """See Mixer: of two linears that read the norm, the one of few rows applies it."""
         if self.rates_proj is None:
-            return self.in_proj.method.fold(norm_weight)
+            return self.in_proj.method.fold(norm_weight, before)
         self.norm_before = norm_weight.clone()
         return True
 

@@ -94,12 +94,15 @@ class LinearMethod(nn.Module, ABC):
         """Arrange the parameters once all are loaded. Raises ConfigError for wrong values."""
         return
 
-    def fold(self, norm_weight: Tensor) -> bool:
+    def fold(self, norm_weight: Tensor, before: "LinearMethod | None" = None) -> bool:
         """Take over the multiplication by `norm_weight` [inputs.local], if the method can.
 
         The method multiplies the columns of the matrix by it, or keeps a copy: the caller
-        overwrites `norm_weight` afterwards. Returns True if the method has done so. Later calls
-        then get x without this multiplication. If they also get a norm, x is not normalised yet.
+        overwrites `norm_weight` afterwards. Returns True if the method has done so. Each later call
+        then has a norm, and its x is neither normalised nor multiplied by `norm_weight`.
+
+        before: the method whose `add` gives x, if there is one. If the kernels of this method read
+        PendingNorm.scaled, it calls learn_next_norm of `before` with its copy.
         """
         return False
 
@@ -123,11 +126,11 @@ class LinearMethod(nn.Module, ABC):
         `following` applies SiLU-and-mul. It can do so faster if it quantises its input anyway.
         """
 
-    def scale_sums(self, norm_weight: Tensor) -> None:
+    def learn_next_norm(self, norm_weight: Tensor) -> None:
         """Learn the weight [rows] of the norm that reads the result of `add`.
 
-        A method may multiply the sum by a copy of it (ResidualStream.scaled), for a method whose
-        kernel cannot: the caller overwrites `norm_weight` afterwards.
+        `add` may then also store the sum times this weight (ResidualStream.scaled), for a method
+        whose kernel cannot multiply by it. The caller does not change `norm_weight` afterwards.
         """
 
     def add(self, residual: Tensor, x: Tensor) -> ResidualStream:
@@ -161,7 +164,7 @@ class UnquantizedLinear(LinearMethod):
     def product(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
         return linear(x, self.weight, self.bias, self.split_k_semaphores, norm)
 
-    def fold(self, norm_weight: Tensor) -> bool:
+    def fold(self, norm_weight: Tensor, before: LinearMethod | None = None) -> bool:
         self.weight.mul_(norm_weight)
         return True
 

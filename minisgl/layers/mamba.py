@@ -13,7 +13,7 @@ from minisgl.kernel.delta import TAPS, DeltaMemory
 from minisgl.kernel.ssd import SsdWeights
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.delta import DeltaRates, DeltaSpec
-from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
+from minisgl.layers.linear import ColumnParallelLinear, LinearMethod, RowParallelLinear
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild, StateBuild, StatePart
 from minisgl.layers.norm import BlockInput, RMSNorm
 from minisgl.layers.shards import Placement, Shard, merge, split_heads
@@ -134,8 +134,8 @@ class Mamba(Mixer):
         normed = opened * torch.rsqrt(squares.mean(0) + self.norm.eps)
         return normed.to(out.dtype) * self.norm.weight
 
-    def fold(self, norm_weight: Tensor) -> bool:
-        return self.in_proj.method.fold(norm_weight)
+    def fold(self, norm_weight: Tensor, before: LinearMethod | None = None) -> bool:
+        return self.in_proj.method.fold(norm_weight, before)
 
     def scale_queries(self, factor: float | None) -> None:
         """Do nothing: the factor is for the queries of the model's attention layers."""

@@ -13,7 +13,7 @@ from minisgl.core import ConfigError
 from minisgl.distributed.comm import Communicator, TPInfo
 from minisgl.kernel.states import StateStep
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.linear import LinearBuild, RowParallelLinear
+from minisgl.layers.linear import LinearBuild, LinearMethod, RowParallelLinear
 from minisgl.layers.norm import BlockInput
 from minisgl.layers.rotary import Rope
 
@@ -158,7 +158,7 @@ class Mixer(nn.Module, ABC):
     def mix(self, block_input: BlockInput, context: ForwardContext) -> Tensor:
         """Mix the T tokens, and keep their state for later steps. Returns [T, n]."""
 
-    def fold(self, norm_weight: Tensor) -> bool:
+    def fold(self, norm_weight: Tensor, before: LinearMethod | None = None) -> bool:
         """Take over the weight [H] of the norm before the mixer, as LinearMethod.fold."""
         return False
 

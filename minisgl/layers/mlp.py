@@ -5,7 +5,12 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from minisgl.kernel.activation import Activation
-from minisgl.layers.linear import ColumnParallelLinear, LinearBuild, RowParallelLinear
+from minisgl.layers.linear import (
+    ColumnParallelLinear,
+    LinearBuild,
+    LinearMethod,
+    RowParallelLinear,
+)
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import merge, split_evenly
 
@@ -69,9 +74,9 @@ class DenseMlp(nn.Module):
         """Return this rank's part of the output [T, H], which is not added to a residual stream."""
         return self.down_proj.method.product(self._activated(block_input))
 
-    def fold(self, norm_weight: Tensor) -> bool:
+    def fold(self, norm_weight: Tensor, before: LinearMethod | None = None) -> bool:
         """Take over the weight [H] of the norm before the MLP, as LinearMethod.fold."""
-        return self.gate_up_proj.method.fold(norm_weight)
+        return self.gate_up_proj.method.fold(norm_weight, before)
 
     def scale_outputs(self, factor: float) -> None:
         """Multiply the loaded weights of the last product. Raises ConfigError."""

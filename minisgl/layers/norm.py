@@ -100,20 +100,13 @@ class ResidualNorm(RMSNorm):
         """Return the norm of the sum of all ranks' x [T, H], valid until the next sum."""
         return self.comm.reduce_norm(x, None, self.weight, self.eps)[0]
 
-    def fold_with(
-        self,
-        fold: Callable[[Tensor], bool],
-        scale_sums: Callable[[Tensor], None] | None = None,
-    ) -> None:
+    def fold_with(self, fold: Callable[[Tensor], bool]) -> None:
         """Move the weight into the linear that reads this norm's output, if its method can.
 
-        fold: LinearMethod.fold of that linear, which must be the only reader. scale_sums:
-        LinearMethod.scale_sums of the linear whose sum this norm reads, or None. For one rank only:
+        fold: LinearMethod.fold of that linear, which must be the only reader. For one rank only:
         with several ranks, the norm's kernel also adds up the parts of all ranks.
         """
         if fold(self.weight):
-            if scale_sums is not None:
-                scale_sums(self.weight)
             self.weight.fill_(1.0)
             self.folded = True
 

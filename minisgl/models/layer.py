@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -133,12 +134,11 @@ class DecoderLayer(nn.Module):
         before: the method whose `add` gives the input of the layer, if there is one. Returns the
         method whose `add` gives the output of the layer, if there is one.
         """
-        scale_sums = None if before is None else before.scale_sums
-        self.input_layernorm.fold_with(self.mixer.fold, scale_sums)
+        self.input_layernorm.fold_with(partial(self.mixer.fold, before=before))
         last = self.mixer.out.method
         if self.mlp is None:
             return last
-        self.post_attention_layernorm.fold_with(self.mlp.fold, last.scale_sums)
+        self.post_attention_layernorm.fold_with(partial(self.mlp.fold, before=last))
         return self.mlp.down_proj.method if isinstance(self.mlp, DenseMlp) else None
 
     def scale_outputs(self, factor: float) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from minisgl.core import ConfigError
 from minisgl.kernel import linear
 from minisgl.kernel.activation import Activation
-from minisgl.layers.linear import LinearBuild
+from minisgl.layers.linear import LinearBuild, LinearMethod
 from minisgl.layers.mlp import DenseMlp, DenseSpec
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import Placement, split_evenly
@@ -28,6 +28,7 @@ class MoeBlock(nn.Module):
     inner dimension. A shared expert, whose output a gate may scale, is stored as further experts,
     or as an MLP of its own if the method of the experts leaves it out. The router of gpt-oss has a
     bias, and its experts have the clamped SwiGLU.
+    norm_weight: the weight of the norm before the block, once it is folded.
     Raises ConfigError if the backend does not support the experts.
     """
 
@@ -78,12 +79,13 @@ class MoeBlock(nn.Module):
         residual: [T, H], overwritten.
         """
         x, norm = block_input
-        if norm is None or self.norm_weight is None:
+        if norm is None:
             return ResidualStream(self.product(block_input), residual)
+        assert self.norm_weight is not None, "a norm that is not folded is pending; this is a bug"
         given = norm, self.norm_weight, self._router(self.router), self._weights()
         return self.backend.add(x, *given)
 
-    def fold(self, norm_weight: Tensor) -> bool:
+    def fold(self, norm_weight: Tensor, before: LinearMethod | None = None) -> bool:
         """As LinearMethod.fold: keep a copy, since the router and the experts read the norm.
 
         A shared expert that is an MLP of its own reads it too, so its block folds nothing.

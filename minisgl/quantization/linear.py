@@ -34,7 +34,7 @@ class Fp8Linear(LinearMethod):
         yield from fp8_placements(self.shards, self.form, name, targets, self._blocks)
         yield from super().placements(name)
 
-    def fold(self, norm_weight: Tensor) -> bool:
+    def fold(self, norm_weight: Tensor, before: LinearMethod | None = None) -> bool:
         self.norm_weight = norm_weight.clone()
         return True
 

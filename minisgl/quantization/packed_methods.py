@@ -28,7 +28,7 @@ class PackedLinear(LinearMethod):
 
     norm_weight: the weight of the norm before this linear, or None. The scales cannot take it,
     because a group of columns has one. next_weight: that of the norm that reads the result of
-    `add`, or None.
+    `add`, if the linear after this norm reads PendingNorm.scaled; otherwise None.
     `finish` replaces them with codes and headers as in OrderedWeights if the kernels of a GPU
     multiply them.
     g_idx: int32 [merged linears, columns], the group of each column in the checkpoint, or absent.
@@ -105,14 +105,16 @@ class PackedLinear(LinearMethod):
         if self.bias is not None:
             self.bias[begin:end].mul_(factor)
 
-    def fold(self, norm_weight: Tensor) -> bool:
+    def fold(self, norm_weight: Tensor, before: LinearMethod | None = None) -> bool:
         if self._columns is not None:
             return False
         self.norm_weight = norm_weight.clone()
+        if before is not None:
+            before.learn_next_norm(self.norm_weight)
         return True
 
-    def scale_sums(self, norm_weight: Tensor) -> None:
-        self.next_weight = norm_weight.clone()
+    def learn_next_norm(self, norm_weight: Tensor) -> None:
+        self.next_weight = norm_weight
 
     def product(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
         return packed_linear(*self._operands(x), norm, self.norm_weight)

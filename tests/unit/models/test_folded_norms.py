@@ -7,6 +7,7 @@ import torch
 
 from minisgl.engine import Engine
 from minisgl.models.layer import DecoderLayer
+from minisgl.quantization.packed_methods import PackedLinear
 from tests.parity.driver import Driver, make_engine
 from tests.parity.hybrid_models import MODELS, save
 from tests.parity.models import build_model
@@ -54,3 +55,15 @@ def test_folded_norms_change_no_token(
         assert layer.input_layernorm.folded
         assert layer.mlp is None or layer.post_attention_layernorm.folded
     assert Driver(engine).generate(0, PROMPT, 6) == changed
+
+
+@pytest.mark.parametrize(("family", "reads"), [("llama", True), ("qwen3-moe", False)])
+def test_sums_are_multiplied_only_for_a_linear_that_reads_the_product(
+    family: str, reads: bool, tmp_path: Path
+) -> None:
+    """Regression: an int4 linear before experts stored products that no kernel read."""
+    engine = engine_of(family, tmp_path, "awq")
+    engine._launcher.runner.model.fold_norms()
+    method = layers_of(engine)[0].mixer.out.method
+    assert isinstance(method, PackedLinear)
+    assert (method.next_weight is not None) is reads
