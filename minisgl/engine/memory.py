@@ -303,21 +303,33 @@ def free_bytes(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else 0
 
 
-def log_gaps(model: nn.Module, device: torch.device) -> None:
-    """Log the memory that torch took of a GPU, if it exceeds the loaded weights by 3 %.
+def torch_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the bytes of a GPU that torch's tensors take, and those that torch has reserved.
+
+    Zeros for other devices.
+    """
+    if device.type != "cuda":
+        return 0, 0
+    return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+
+
+def log_gaps(model: nn.Module, device: torch.device, before: tuple[int, int]) -> None:
+    """Log the memory that torch took of a GPU for a model, if it exceeds the weights by 3 %.
+
+    before: torch_bytes before the model was built. The process may have other engines.
 
     torch takes blocks of memory, and returns a block only when it holds no tensor. The gaps in the
     other blocks serve steps, but no KV pages.
     """
-    if device.type != "cuda":
-        return
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    reserved = torch.cuda.memory_reserved(device)
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    weights = sum(tensor.nbytes for tensor in tensors)
+    now = torch_bytes(device)
+    allocated, reserved = (after - start for after, start in zip(now, before, strict=True))
     if reserved > (1 + _USUAL_GAPS) * weights:
         logger.warning(
             "weights leave gaps in GPU memory weight_bytes=%d allocated_bytes=%d reserved_bytes=%d",
             weights,
-            torch.cuda.memory_allocated(device),
+            allocated,
             reserved,
         )
 

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.registry import attention_kernels, create_attention_backend
-from minisgl.build import (
-    CompileLog,
-    compile_missing,
-    use_kernel_cache,
-    use_recorded_key,
-)
+from minisgl.build import CompileLog, compile_missing, use_kernel_cache, use_recorded_key
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory
 from minisgl.core.batch import WindowLayers
 from minisgl.core.config import MAX_DRAFTS
@@ -240,6 +235,7 @@ class Start:
         return compile_missing(needed)
 
     def _load(self, build: Callable[..., CausalLM]) -> CausalLM:
+        before = memory.torch_bytes(self.device)
         model = build(
             self.resolved.model,
             self.config,
@@ -249,7 +245,7 @@ class Start:
             extensions=self._extensions,
             show_progress=self._show_progress,
         )
-        memory.log_gaps(model, self.device)
+        memory.log_gaps(model, self.device, before)
         return model
 
     @torch.inference_mode()

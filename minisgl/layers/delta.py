@@ -114,6 +114,7 @@ class GatedDelta(Mixer):
     """
 
     name = "linear_attn"
+    norm_before: Tensor | None
 
     def __init__(self, spec: DeltaSpec, build: MixerBuild) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ class GatedDelta(Mixer):
             rates = (_grouped("in_proj_ba", (ratio, ratio), spec.key_heads, key_heads, tp),)
         self.in_proj = ColumnParallelLinear(build.size, outputs, False, linear)
         self.rates_proj: ColumnParallelLinear | None = None
-        self.norm_before: Tensor | None = None
+        self.register_buffer("norm_before", None, persistent=False)
         if self._can_merge(rates):
             self.in_proj = ColumnParallelLinear(build.size, (*outputs, *rates), False, linear)
         else:

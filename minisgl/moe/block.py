@@ -32,6 +32,8 @@ class MoeBlock(nn.Module):
     Raises ConfigError if the backend does not support the experts.
     """
 
+    norm_weight: Tensor | None
+
     def __init__(
         self,
         hidden_size: int,
@@ -45,7 +47,7 @@ class MoeBlock(nn.Module):
         self.spec = spec
         self.backend = backend
         self.parent = build.parent
-        self.norm_weight: Tensor | None = None
+        self.register_buffer("norm_weight", None, persistent=False)
         inner = split_evenly("", spec.inner, *ranks)
         rows = spec.num_experts + (_GATE_ROWS if spec.shared and spec.shared_gate else 0)
         self.router = nn.Parameter(torch.empty(rows, hidden_size))

@@ -20,13 +20,15 @@ class Fp8Linear(LinearMethod):
     weights that are already rounded, so the kernels multiply the activations by it.
     """
 
+    norm_weight: Tensor | None
+
     def __init__(self, shards: LinearShards, dtype: torch.dtype, form: Fp8Format) -> None:
         super().__init__(shards, dtype)
         self.form = form
         weight, self._blocks = empty_matrix(shards, form)
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scales = nn.Parameter(self._blocks.values, requires_grad=False)
-        self.norm_weight: Tensor | None = None
+        self.register_buffer("norm_weight", None, persistent=False)
         self.leaves_gate = False
 
     def placements(self, name: str) -> Iterator[Placement]:

@@ -37,6 +37,8 @@ class PackedLinear(LinearMethod):
     scales: nn.Parameter
     codes: nn.Parameter
     row_scales: nn.Parameter
+    norm_weight: Tensor | None
+    next_weight: Tensor | None
 
     def __init__(self, shards: LinearShards, dtype: torch.dtype, form: PackedFormat) -> None:
         super().__init__(shards, dtype)
@@ -45,8 +47,8 @@ class PackedLinear(LinearMethod):
         for name, parameter in form.parameters(shards, dtype).items():
             self.register_parameter(name, parameter)
         self._dtype = dtype
-        self.norm_weight: Tensor | None = None
-        self.next_weight: Tensor | None = None
+        self.register_buffer("norm_weight", None, persistent=False)
+        self.register_buffer("next_weight", None, persistent=False)
         self._columns: Tensor | None = None
         self._ordered: OrderedWeights | None = None
         if form.column_groups is not None:

@@ -67,3 +67,16 @@ def test_sums_are_multiplied_only_for_a_linear_that_reads_the_product(
     method = layers_of(engine)[0].mixer.out.method
     assert isinstance(method, PackedLinear)
     assert (method.next_weight is not None) is reads
+
+
+def test_copies_of_folded_norms_are_buffers_and_no_weights_of_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """So the memory of the weights counts them, and they move with the model."""
+    model = engine_of("qwen3-moe", tmp_path, "awq")._launcher.runner.model
+    weights = model.state_dict().keys()
+    model.fold_norms()
+    layer = "model.layers.0"
+    expected = {f"{layer}.self_attn.qkv_proj.method.norm_weight", f"{layer}.mlp.norm_weight"}
+    assert expected <= {name for name, _ in model.named_buffers()}
+    assert model.state_dict().keys() == weights
