@@ -45,7 +45,7 @@ TESTED_MARK = re.compile(
 )
 _FIXED_TIMEOUT = re.compile(r"\btimeout=\d|\bmark\.timeout\b")
 _FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-_BENCHMARK = re.compile(r"(?:(minisgl|python -m) bench) ([a-z]+)")
+_BENCHMARK = re.compile(r"(?:(minisgl|python -m) bench) ([a-z_]+)")
 _COMMAND = re.compile(r"(?:`|\n)minisgl ([a-z]+)")
 
 

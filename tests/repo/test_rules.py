@@ -97,5 +97,7 @@ def test_a_section_ends_at_the_next_heading_of_its_level():
 
 
 def test_commands_are_found_in_code_and_not_in_prose():
-    text = "minisgl serves\n`minisgl plan X`\n```sh\nminisgl check\npython -m bench step\n```\n"
-    assert rules.commands(text) == {"minisgl plan", "minisgl check", "python -m bench step"}
+    text = (
+        "minisgl serves\n`minisgl plan X`\n```sh\nminisgl check\npython -m bench host_hits\n```\n"
+    )
+    assert rules.commands(text) == {"minisgl plan", "minisgl check", "python -m bench host_hits"}
