@@ -12,7 +12,7 @@ import pytest
 
 from minisgl.demo import model_path
 from minisgl.message.messages import CompileGrammar
-from minisgl.structured.compile_threads import CompileThreads
+from minisgl.structured.compile_threads import STACK_BYTES, CompileThreads, compile_stack
 from minisgl.structured.service import GrammarService
 from tests.patience import patience
 from tests.unit.structured.test_service import chain
@@ -100,6 +100,15 @@ def test_an_exception_belongs_to_its_job(kind: type[BaseException]) -> None:
     with pytest.raises(kind):
         failed.result(patience())
     assert next_job.result(patience()) == 5
+
+
+def test_the_stacks_of_other_threads_keep_their_size() -> None:
+    before = threading.stack_size()
+    with compile_stack():
+        assert threading.stack_size() == 2 * STACK_BYTES
+    assert threading.stack_size() == before
+    assert CompileThreads(2).submit("a", lambda: 5).result(patience()) == 5
+    assert threading.stack_size() == before
 
 
 _COMPILE = """
