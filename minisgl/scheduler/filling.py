@@ -46,8 +46,10 @@ class Filling:
         self._blocked: Req | None = None
         # The calls whose further choices get fewer tokens, and the tokens of a step with them.
         self._decoding_calls: set[int] = set()
-        self._further_tokens: Callable[[], int] = int
-        self._no_row: set[tuple[int, str]] = set()  # priorities and clients, for the whole plan
+        self._further_tokens: Callable[[], int] = _no_tokens
+        # Priorities and clients whose next request found no row, or whose client is above its share
+        # while a request of another client is blocked. They admit nothing for the whole plan.
+        self._turned_away: set[tuple[int, str]] = set()
 
     def open_step(self, beside: Decode) -> int:
         """Begin a step with these decoding rows. Returns its prompt tokens.
@@ -169,7 +171,7 @@ class Filling:
         a row and pages.
         """
         view, left, deferred = self._view, budget, 0
-        if (level, client) in self._no_row:
+        if (level, client) in self._turned_away:
             return 0
         for req in view.waiting.of(client, level, [*self._admit]):
             if self._most(req, left) <= 0:
@@ -178,7 +180,7 @@ class Filling:
             within = self._shares.is_within(req, pages)
             if not self._has_row(req) or not (within or self._blocked is None):
                 self._block(req, within)
-                self._no_row.add((level, client))
+                self._turned_away.add((level, client))
                 break
             hit = view.memory.hit(req)
             self._seen.append(req)
@@ -304,3 +306,7 @@ class Filling:
 def row_of(req: Req) -> int:
     """Return the row of a request; a negative number in its place if the plan admits it."""
     return ~req.arrival_index if req.row < 0 else req.row
+
+
+def _no_tokens() -> int:
+    return 0
