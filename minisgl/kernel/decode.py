@@ -20,8 +20,8 @@ _WIDE_ROWS = 16  # the most queries of a tile of such heads, unless one token ha
 class DecodeScratch(NamedTuple):
     """Device memory of the decode attention kernel, for up to N requests and G programs.
 
-    A program has fewest_warps or more; G counts those that run at the same time if it has the
-    fewest. A tile has the queries of tile_tokens tokens and one KV head: R of them.
+    G programs of fewest_warps warps run at the same time. Programs with more warps are fewer. A
+    tile has the queries of tile_tokens tokens and one KV head: R of them.
     All layers of a step with the same window share one scratch. Two calls that may run at the same
     time need two.
 
