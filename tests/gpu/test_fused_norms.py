@@ -16,6 +16,7 @@ from minisgl.kernel.packed_weights import PackedKind, dequantise
 from minisgl.moe.base import ExpertMatrix, ExpertWeights, Router
 from minisgl.moe.triton_backend import TritonMoe
 from tests.gpu import test_fp8_experts, test_moe, test_mxfp4_moe
+from tests.gpu.graphs import equal_in_a_graph
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
 from tests.gpu.test_moe import poisoned
@@ -166,22 +167,6 @@ def test_int4_products_around_a_norm(rows: int, height: int, width: int, biased:
         assert error(found, expected) < 1e-2
         assert torch.equal(found, product(*given))
     assert not semaphores.any()
-
-
-def equal_in_a_graph(chain: Callable[[Callable[[], object]], Tensor]) -> None:
-    """In a graph, kernels overlap. The results are those of a chain with waits, to the bit.
-
-    chain: gets the function that it calls between kernels.
-    """
-    expected = chain(torch.cuda.synchronize).clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain(lambda: None)
-    for _ in range(20):
-        out.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, expected)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")

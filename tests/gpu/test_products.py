@@ -12,6 +12,7 @@ from torch import Tensor
 
 from minisgl.kernel import PendingNorm, add_linear, gated_linear, linear, rms_norm
 from minisgl.kernel.tilings import Tiling, tiling_for
+from tests.gpu.graphs import equal_in_a_graph
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
 
@@ -149,7 +150,7 @@ def test_overlapped_kernels_see_what_came_before(rows: int) -> None:
     up = [normal(6144, 1024, dtype=DTYPE) / 32 for _ in range(24)]
     down = [normal(1024, 3072, dtype=DTYPE) / 32 for _ in range(24)]
     semaphores = torch.zeros(768, dtype=torch.int32, device=DEVICE)
-    start, stream = normal(rows, 1024, dtype=DTYPE), torch.cuda.Stream()
+    start = normal(rows, 1024, dtype=DTYPE)
 
     def chain(pause: Callable[[], object]) -> Tensor:
         stream, squares = start.clone(), None
@@ -160,15 +161,7 @@ def test_overlapped_kernels_see_what_came_before(rows: int) -> None:
             pause()
         return linear(rms_norm(stream, None, 1e-6), up[0], None, semaphores)
 
-    expected = chain(torch.cuda.synchronize)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        out = chain(lambda: None)
-    for _ in range(20):
-        out.fill_(torch.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(out, expected)
+    expected = equal_in_a_graph(chain)
     exact = start.double()
     for first, second in zip(up, down, strict=True):
         gate, value = (norm(exact) @ first.double().T).chunk(2, dim=-1)
