@@ -84,6 +84,7 @@ ALL: tuple[Picture | Curve, ...] = (
             Series("bf16", "bf16_ms"),
             Series("FP8 weights", "fp8_weights_ms"),
             Series("FP8 weights and KV", "fp8_weights_and_kv_ms"),
+            Series("int4 weights", "int4_weights_ms"),
         ),
     ),
     Curve(
