@@ -77,9 +77,9 @@ def test_linear_sums_the_squares_of_few_rows(tiling: Tiling, rows: int, gated: b
 
 
 def run_linear(
-    tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bool, summed: bool
+    tiling: Tiling, rows: int, gated: bool, normed: bool, biased: bool, given: bool
 ) -> None:
-    """summed: whether the norm comes with the sums of squares."""
+    """given: whether the norm comes with the sums of squares; else the kernel sums them."""
     from minisgl.kernel.triton import linear as kernels
 
     wider = normal(rows, 2 * WIDTH, dtype=DTYPE) * 3
@@ -88,7 +88,7 @@ def run_linear(
     wide, pending = x.double(), None
     if normed:
         squares = wide.square().view(rows, 32, -1).sum(-1).t().float().contiguous()
-        wide, pending = norm(wide), PendingNorm(1e-6, squares if summed else None)
+        wide, pending = norm(wide), PendingNorm(1e-6, squares if given else None)
     expected = wide @ weight.double().T + (0 if bias is None else bias.double())
     if gated:
         gate, up = expected.chunk(2, dim=-1)

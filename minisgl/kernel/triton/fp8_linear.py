@@ -308,7 +308,7 @@ def _launch(
         SCALE_COLUMNS=0 if scales.columns == width else scales.columns,
         GROUP=GROUP,
         THREADS=32 * tiling.warps,
-        SUMMED=summed(width, None if norm is None else squares is not None),
+        SUMMED=summed(width, norm),
         OVERLAP=overlap,
         num_warps=tiling.warps,
         launch_pdl=overlap,

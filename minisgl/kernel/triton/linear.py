@@ -250,8 +250,8 @@ def _launch(
     sizes: tuple[int, ...] = (out.shape[1], width)
     eps = 0.0 if norm is None else norm.eps
     num_squares = 0 if squares is None else squares.shape[0]
-    form = None if norm is None else squares is not None
-    variant = tiling, form, gated, out_squares is not None, bias is not None
+    sums = squares is not None, summed(width, norm)
+    variant = tiling, *sums, gated, out_squares is not None, bias is not None
     constants = partial(_constants, width, *variant)
     if tiling.rows <= FEW_ROWS:
         tensors, sizes = (x, weight, *tensors), (*sizes, x.stride(0))
@@ -264,30 +264,30 @@ def _launch(
         _tiles_launcher(grid, tensors, sizes, others, variant, constants)
 
 
-def summed(width: int, squares: bool | None) -> int:
-    """The constant SUMMED for K = width. squares: as in _constants."""
-    return triton.next_power_of_2(width) if squares is False else 0
+def summed(width: int, norm: PendingNorm | None) -> int:
+    """The constant SUMMED for K = width: not 0 if the norm comes without its sums of squares."""
+    return triton.next_power_of_2(width) if norm is not None and norm.squares is None else 0
 
 
 def _constants(
-    width: int, tiling: Tiling, squares: bool | None, gated: bool, add: bool, bias: bool
+    width: int, tiling: Tiling, given: bool, summed: int, gated: bool, add: bool, bias: bool
 ) -> Constants:
     """The constants of _linear up to FEW_ROWS rows, and of linear_tiles.linear above.
 
-    width: K. squares: whether a norm comes with squares; None: there is no norm. The other
-    parameters are the variant in _launch.
+    width: K. given: a norm comes with its sums of squares. The other parameters are the variant in
+    _launch.
     """
     overlap = overlaps()
     own: dict[str, object] = {"WARPS": tiling.warps}
     if tiling.rows <= FEW_ROWS:
-        own = {"THREADS": 32 * tiling.warps, "SUMMED": summed(width, squares)}
+        own = {"THREADS": 32 * tiling.warps, "SUMMED": summed}
     values = {
         "BM": tiling.rows,
         "BN": tiling.height,
         "BK": tiling.columns,
         "SPLITS": tiling.splits,
         "STAGES": tiling.stages,
-        "SQUARES": triton.next_power_of_2(width // LOWEST_TILE) if squares else 1,
+        "SQUARES": triton.next_power_of_2(width // LOWEST_TILE) if given else 1,
         "GATED": gated,
         "ADD": add,
         "BIAS": bias,
