@@ -175,6 +175,7 @@ def _by_torch(x: Tensor, weights: OrderedWeights, bias: Tensor | None) -> Tensor
     for first, end in parts_of(weights.height, weights.columns):
         part = kernels.dequantise(weights, x.dtype, first, end)
         torch.mm(x, part.t(), out=out[:, first:end])
+        del part  # or two parts would be in memory at once
     return out if bias is None else out.add_(bias)
 
 

@@ -122,6 +122,7 @@ class DecoderLayer(nn.Module):
         Overwrites the residual.
         """
         stream: ResidualStream = self.mixer.out(*attended)
+        del attended  # the MLP of a large step can use the memory of the heads
         if self.mlp is None:
             return stream
         block_input, residual = self.post_attention_layernorm(stream)
