@@ -15,7 +15,7 @@ from minisgl.models.spec import ModelSpec
 
 _MIB = 2**20
 # The CUDA context, the kernels and small tensors of Qwen3.6-27B, int4, on one H200
-# (bench/notebook/2026-11-28-first-runs.md, "27B on 24 GB").
+# (bench/notebook/2026-11-28-third-runs.md, "27B in int4 on 24 GB").
 _FIXED_BYTES = 560 * _MIB
 # The bytes of a block for each byte of live tensors (engine/segments.py).
 _BLOCK_SHARE = 1.1

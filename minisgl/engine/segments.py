@@ -12,7 +12,7 @@ import torch
 
 # The bytes of a block for each byte of live tensors. The rest is room for the gaps between them. In
 # simulated steps of Qwen3.6-27B in int4 and Qwen3-8B and 14B, 0.1 is enough and 0.05 is not
-# (bench/notebook/2026-11-28-first-runs.md).
+# (bench/notebook/2026-11-28-third-runs.md).
 _BLOCK_SHARE = 1.1
 
 

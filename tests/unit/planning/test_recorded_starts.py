@@ -13,7 +13,7 @@ from minisgl.planning.plan import Plan, make_plan
 
 FP8_KV = {"kv_cache_dtype": "fp8"}
 # Pages of 16 tokens of starts on one H200: three of 2026-11-23
-# (bench/notebook/2026-11-26-starts.md), and two of 2026-11-28 (2026-11-28-first-runs.md). Steps and
+# (bench/notebook/2026-11-26-starts.md), and two of 2026-11-28 (2026-11-28-third-runs.md). Steps and
 # graphs of these starts did not run in blocks yet (engine/segments.py).
 RECORDED = [
     ("qwen3-0.6b", {}, 71_877),
@@ -43,7 +43,7 @@ def test_a_plan_for_24_gb_is_within_three_percent_of_the_memory_that_a_start_too
     """27B in int4 with 22.4 GiB of an H200, for one request of 16,384 tokens.
 
     The start of 2026-11-28 without blocks measured these parts and had no memory for KV pages. The
-    bytes that blocks save are computed (bench/notebook/2026-11-28-first-runs.md).
+    bytes that blocks save are computed (bench/notebook/2026-11-28-third-runs.md).
     """
     loaded, steps, graphs = int(17.395 * 2**30), 3_250_585_600, 2_254_438_400
     of_steps, of_pieces = 1_881_000_000 - 1_313_000_000, 919_000_000 - 661_000_000
