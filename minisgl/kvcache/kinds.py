@@ -56,13 +56,6 @@ class KindRoom:
         """
         return 0
 
-    def kept(self, hit: Hit) -> int:
-        """The number of evictable pages that a new row which begins with `hit` leaves to others.
-
-        It waits for more pages while another request has some.
-        """
-        return 0
-
     def open(self, row: int, wanted: Wanted, hit: Hit) -> None:
         """Count a new row, for which `fits` is True."""
 

@@ -289,8 +289,7 @@ class Room:
 
         Spare pages are left: one for each running request that may still need a page, and one for
         `wanted` if it may need one. Without them, the next running request that needs a page would
-        preempt `wanted`, and its prefill would be wasted. While another request has pages, the
-        pages that the kinds keep are left too.
+        preempt `wanted`, and its prefill would be wasted.
 
         row: a number that no other request has. loads: the request gets no row yet. The host tier
         loads its prefix, and the further kinds count it when it gets a row.
@@ -309,8 +308,7 @@ class Room:
         left += sum(self.locked.get(node, 0) for node in locked)
         left -= sum(kind.pins(hit) for kind in kinds)
         own = pages - hit.pages
-        kept = sum(kind.kept(hit) for kind in self.kinds) if memory.table.counts.any() else 0
-        if own + spare + self._growing() + kept > left:
+        if own + spare + self._growing() > left:
             return False
         if not all(kind.fits(wanted, hit) for kind in kinds):
             return False

@@ -3,7 +3,6 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -111,19 +110,6 @@ class Snapshots(NodeParts):
     def own_of(self, request: int) -> list[Snapshot]:
         """Return the snapshots of a request that wait until its prompt is published."""
         return [snapshot for snapshot in self.own if snapshot.request == request]
-
-    def of_running(self) -> Iterator[Snapshot]:
-        """Yield evictable snapshots of running requests that take no more pages than their prefix.
-
-        So they take at most as much memory as the keys and values that they make usable.
-        """
-        tree, least = self._memory.tree, self.num_pages * self._memory.page_size
-        for snapshot in chain(*self._lru):
-            node = snapshot.node
-            if node is None or snapshot in self.fenced or not tree.is_locked(node):
-                continue
-            if snapshot.tokens >= least:
-                yield snapshot
 
     def take(self, tokens: int, request: int, branches: bool) -> Snapshot | None:
         """Return a new snapshot; None if too few pages are left.

@@ -236,16 +236,6 @@ class StateRoom(KindRoom):
         counted = snapshot is None or snapshot in self._used or snapshot in self._snapshots.fenced
         return 0 if counted else self._snapshots.num_pages
 
-    def kept(self, hit: Hit) -> int:
-        """The pages of the snapshots of running requests.
-
-        No copy of theirs can be in host memory, because the nodes are locked. Without them the next
-        turns of these requests compute their whole prompts.
-        """
-        used = self._snapshots.at(hit.node)
-        kept = (s for s in self._snapshots.of_running() if s is not used and s not in self._used)
-        return self._snapshots.num_pages * sum(1 for _ in kept)
-
     def open(self, row: int, wanted: Wanted, hit: Hit) -> None:
         """Count a new row."""
         if (snapshot := self._snapshots.at(hit.node)) is not None:

@@ -60,21 +60,6 @@ def test_a_snapshot_is_kept_as_long_as_a_short_answer_after_it() -> None:
     assert cached_tokens(harness, [*chat, 6]) == len(chat) - PAGE
 
 
-def test_a_request_waits_while_it_would_evict_the_snapshot_of_a_running_one() -> None:
-    """Regression: the next turn of the running chat then computed its whole prompt again."""
-    harness = new_harness(num_pages=600)
-    running = harness.add([3] * 4096, max_tokens=400, ignore_eos=True)
-    while not harness.answers[running].tokens:
-        harness.step()
-    waiting = harness.add([4] * 3200, max_tokens=1, ignore_eos=True)
-    (kind,) = states_of(harness.scheduler.memory)
-    while not harness.answers[running].finishes:
-        assert (kind.totals["saved"], kind.totals["evicted"]) == (1, 0)
-        harness.step()
-    harness.run()
-    assert harness.answers[waiting].finishes == [FinishReason.LENGTH]
-
-
 def test_the_third_request_hits_a_prefix_that_no_message_names() -> None:
     """The second one computes the prefix again, and leaves a snapshot at the junction."""
     harness = new_harness()
