@@ -21,16 +21,17 @@ def roofline(
 ) -> StepCost:
     """Return an estimate of the step cost of an engine.
 
-    cost: of the model on each of tp GPUs. device: the name of the GPU, or "cpu". timed: decode
-    steps and steps with a chunk, nearly without context, in rising order of tokens. Two may have
-    equal numbers of tokens. most: the tokens of the largest step.
+    cost: of the model on each of tp GPUs. device: the name of the GPU, or "cpu". timed: steps
+    nearly without context in rising order of tokens: decode steps, then chunks. most: the tokens
+    of the largest step.
 
     On a GPU with known rates a step takes 1.3 times its floor, and 0.3 ms of the host. A timed step
     that took longer than this gives a factor for its number of tokens. Between two of them the
-    factor is interpolated, and outside of them it is that of the nearest. So the host may bound
-    short chunks of a small model, and neither its decode steps, which are CUDA graphs, nor its long
-    chunks. On other devices the times are linear between the first and the last timed step, and the
-    rates of keys and pairs follow from these two.
+    factor is interpolated, and outside of them it is that of the nearest. The launch by the host
+    bounds short chunks of a small model. Decode steps in CUDA graphs and long chunks keep their own
+    factors. A step with a chunk and no more tokens than the largest decode graph has the price of a
+    decode step. On other devices the times are linear between the first and the last timed step,
+    and the rates of keys and pairs follow from these two.
     """
     small, large = timed[0], timed[-1]
     sizes = [size for size in SIZES if size < most] + [most]
@@ -39,7 +40,7 @@ def roofline(
     # A prompt token moves no state, so states have a price of their own.
     state_bytes, cost = cost.state_bytes, cost._replace(state_bytes=0)
     if ceilings is None:
-        # If both have one token, the rise is not known, and all steps begin with equal times.
+        # If there is one timed step, the rise is not known, and all steps begin with equal times.
         further = large.tokens - small.tokens
         rise_s = max(large.seconds - small.seconds, 0.0) / further if further else 0.0
         seconds = [small.seconds + max(size - small.tokens, 0) * rise_s for size in sizes]

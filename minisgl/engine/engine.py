@@ -19,7 +19,7 @@ from minisgl.models.build import build_model
 from minisgl.models.spec import ModelSpec
 
 # Tokens of the chunks that the warm-up times. The host bounds a step of 512 tokens of a small
-# model, and hardly one of 2,048. A CPU takes seconds for many tokens of a large model.
+# model, and the GPU one of 2,048. A CPU takes seconds for many tokens of a large model.
 _TIMED_CHUNKS, _TIMED_CHUNKS_CPU = (512, 2048), (32,)
 
 
@@ -124,9 +124,10 @@ class Engine:
                 warmup.run_every_size(self, chunk)
             if not on_cpu and start.config.num_pages is not None:
                 warmup.run_largest(self, chunk, drafting)
-            reqs = [1] if on_cpu else [1, self.max_running_reqs]
-            chunks = {min(chunk, most) for most in (_TIMED_CHUNKS_CPU if on_cpu else _TIMED_CHUNKS)}
-            timed = warmup.time_steps(self, reqs, sorted(chunks))
+            chunks = [min(chunk, most) for most in (_TIMED_CHUNKS_CPU if on_cpu else _TIMED_CHUNKS)]
+            graphs = self._launcher.graphs.decode
+            reqs = max((step.layout.reqs for step in graphs if step.columns.width == 1), default=1)
+            timed = warmup.time_steps(self, warmup.timed_shapes(reqs, chunks, self.max_seq_len))
         start.compile_log.finish()
         with start.on_stream():
             self._launcher.runner.clear_dummy()

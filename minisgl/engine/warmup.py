@@ -78,19 +78,31 @@ def _copy_states(engine: EngineLike) -> None:
     _run(engine, replace(batch, states=StateCopies(row, pages, row, pages)))
 
 
-def time_steps(engine: EngineLike, reqs: Sequence[int], chunks: Sequence[int]) -> list[TimedStep]:
-    """Time a decode step of each number of requests, and a step with a chunk of each length.
+def timed_shapes(graph_reqs: int, chunks: Sequence[int], max_seq_len: int) -> list[StepShape]:
+    """Return the steps to time, in rising order of tokens.
+
+    They are a decode step of one request, that of the largest CUDA graph (graph_reqs requests, 1
+    without graphs), and the chunks that have more tokens than these. A shorter chunk is no point of
+    its own, because a number of tokens has one price: up to graph_reqs that of a decode step.
+    """
+    shapes = [StepShape(reqs, 0, 1) for reqs in (1, graph_reqs)]
+    lengths = [min(chunk, max_seq_len) for chunk in chunks]
+    shapes += [StepShape(0, length, 0) for length in lengths if length > graph_reqs]
+    return list(dict.fromkeys(shapes))
+
+
+def time_steps(engine: EngineLike, shapes: Sequence[StepShape]) -> list[TimedStep]:
+    """Time steps of these shapes.
 
     Each step runs three times, and the shortest time counts, because other work on the machine only
     makes a step longer. Before them, a chunk with a long context runs. It loads kernels that a
-    short context does not need. The results are in rising order of tokens.
+    short context does not need.
     """
     far = min(engine.max_seq_len * 3 // 4, 8192)
-    _run(engine, warmup_batch(engine, StepShape(0, min(chunks[-1], engine.max_seq_len - far), far)))
+    longest = max(shape.chunk for shape in shapes) or 1
+    _run(engine, warmup_batch(engine, StepShape(0, min(longest, engine.max_seq_len - far), far)))
     timed = []
-    shapes = [StepShape(each, 0, 1) for each in reqs]
-    shapes += [StepShape(0, min(each, engine.max_seq_len), 0) for each in chunks]
-    for shape in dict.fromkeys(shapes):  # in this order on all ranks
+    for shape in shapes:
         batch = warmup_batch(engine, shape)
         assert batch is not None, "the engine must have room for one request; this is a bug"
         seconds = []
@@ -99,7 +111,7 @@ def time_steps(engine: EngineLike, reqs: Sequence[int], chunks: Sequence[int]) -
             engine.launch(batch).wait()
             seconds.append(time.perf_counter() - began_s)
         timed.append(TimedStep(int(batch.lengths.sum()), min(seconds)))
-    return sorted(timed)
+    return timed
 
 
 def run_every_size(engine: EngineLike, max_chunk_tokens: int) -> None:

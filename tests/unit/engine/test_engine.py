@@ -22,6 +22,7 @@ from minisgl.engine.warmup import (
     StepShape,
     run_every_size,
     time_steps,
+    timed_shapes,
     warm_up,
     warmup_batch,
 )
@@ -191,7 +192,7 @@ def test_prompt_logprobs_do_not_change_the_other_results(folded: bool, path: str
     [{}, {"kv_cache_dtype": "fp8"}, {"max_running_reqs": 1, "drafts": PricedLengths(1)}],
     ids=["plain", "fp8", "drafts"],
 )
-def test_the_warm_up_times_two_steps_and_leaves_no_trace(
+def test_the_warm_up_on_a_cpu_times_two_steps_and_leaves_no_trace(
     settings: dict[str, Any], path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = list(range(20))
@@ -207,10 +208,28 @@ def test_the_warm_up_times_two_steps_and_leaves_no_trace(
     assert Driver(engine).generate(0, prompt, 5) == untouched
 
 
-def test_timed_steps_are_decode_steps_and_chunks_in_rising_order(path: str) -> None:
+@pytest.mark.parametrize(
+    ("graph_reqs", "chunks", "tokens"),
+    [
+        (1, [32], [1, 32]),  # a CPU
+        (256, [512, 2048], [1, 256, 512, 2048]),
+        (16, [512, 1000], [1, 16, 512, 1000]),
+        (256, [64, 64], [1, 256]),  # --max-prefill-length 64
+        (1, [1, 1], [1]),
+    ],
+)
+def test_timed_steps_are_decode_steps_and_longer_chunks(
+    graph_reqs: int, chunks: list[int], tokens: list[int]
+) -> None:
+    shapes = timed_shapes(graph_reqs, chunks, 4096)
+    assert [shape.num_decode + shape.chunk for shape in shapes] == tokens
+    assert [shape.num_decode for shape in shapes if shape.num_decode] == sorted({1, graph_reqs})
+
+
+def test_timed_chunks_fit_into_the_context(path: str) -> None:
     engine = make_engine(path, max_running_reqs=3)
-    timed = time_steps(engine, [1, engine.max_running_reqs], [2, 16])
-    assert [step.tokens for step in timed] == [1, 2, 3, 16]
+    timed = time_steps(engine, timed_shapes(3, [16, 4096], engine.max_seq_len))
+    assert [step.tokens for step in timed] == [1, 3, 16, engine.max_seq_len]
     assert min(step.seconds for step in timed) > 0
 
 
