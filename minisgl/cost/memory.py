@@ -14,18 +14,17 @@ from minisgl.layers.mlp import DenseSpec
 from minisgl.models.spec import ModelSpec
 
 _MIB = 2**20
-# The CUDA context, the kernels and small tensors of Qwen3.6-27B, int4, on one H200
-# (bench/notebook/2026-11-28-third-runs.md, "27B in int4 on 24 GB").
-_FIXED_BYTES = 560 * _MIB
-# The bytes of a block for each byte of live tensors (engine/segments.py).
-_BLOCK_SHARE = 1.1
+# The remainder of Qwen3-0.6B, 8B and 14B on one H200 (bench/notebook/2026-11-26-starts.md),
+# without the tensors that remainder_bytes computes, is _FIXED_BYTES + _ACTIVATION_SHARE * the
+# largest activations of a step. The three starts deviate by at most 24 MiB.
+_FIXED_BYTES = 1192 * _MIB
+_FIXED_GRAPHS = 19  # further graphs of each of the three starts
+_ACTIVATION_SHARE = 1.663
 _WORKSPACE_BYTES = 128 * _MIB  # FlashInfer's float workspace for the layers of one rule
 _PEER_BYTES = 240 * _MIB  # buffers that tensor-parallel ranks share
-# The driver's memory of one graph: for each layer, and the block that the engine adds as a margin.
-# The captures of that start and of two starts of Qwen3-8B took 0.3 to 0.6 MiB for each layer.
-_GRAPH_LAYER_BYTES = int(0.4 * _MIB)
-_GRAPH_MARGIN_BYTES = 2 * _MIB
-_TRIED = 4  # graphs of the trial of a start
+# The memory of one further graph (memory.further_graphs): one block of the driver, and the block
+# that the engine adds as a margin. This is an estimate, and no start has measured it.
+_GRAPH_BYTES = 4 * _MIB
 
 
 def remainder_bytes(
@@ -51,8 +50,7 @@ def remainder_bytes(
     shapes, sizes = memory.graph_sizes(
         config, model, max_chunk_tokens, drafting=config.speculative is not None
     )
-    count = sum(memory.further_graphs(shapes, sizes)) + _TRIED if shapes else 0
-    graphs = count * (_GRAPH_LAYER_BYTES * len(model.layers) + _GRAPH_MARGIN_BYTES)
+    graphs = _GRAPH_BYTES * (memory.further_graphs(shapes, sizes) - _FIXED_GRAPHS)
     graph_tokens = max((reqs * width for reqs, width in shapes), default=0)
     logits = graph_tokens * (model.vocab_size // tp) * item
     # Layers of one rule share a copy of a context (kernel/contexts.py). Attention of prompts reads
@@ -65,9 +63,7 @@ def remainder_bytes(
             keys = context if rule.window is None else min(context, max_chunk_tokens + rule.window)
             copied += 2 * keys * max(kv.kv_heads // tp, 1) * kv.head_dim * item
     shared = _PEER_BYTES if tp > 1 else 0
-    # Eager steps and graphs have memory of their own.
-    tokens = max_chunk_tokens + rows + (max(sizes, default=0) if shapes else 0)
-    activations = int(_BLOCK_SHARE * tokens * _widest(model, tp) * item)
+    activations = int(_ACTIVATION_SHARE * max_chunk_tokens * _widest(model, tp) * item)
     workspaces = len(set(model.rules)) * _WORKSPACE_BYTES
     beside = copied + shared + buffer_bytes(config, model, spec.dtype)
     return _FIXED_BYTES + workspaces + tables + graphs + logits + beside + activations
@@ -76,8 +72,7 @@ def remainder_bytes(
 def _widest(model: ModelSpec, tp: int) -> int:
     """Return how many numbers the widest MLP of a rank holds for one token.
 
-    These are gate and up, their product, the residual stream, the outputs of two blocks that it
-    does not contain yet, and the input of the MLP.
+    These are gate and up, their product, and the residual stream before and after the MLP.
     """
     size = model.hidden_size
     mlps = [mlp for layer in model.layers for mlp in layer.mlps]
@@ -85,4 +80,4 @@ def _widest(model: ModelSpec, tp: int) -> int:
     computed = [
         (experts.top_k + experts.shared) * (experts.inner // tp + size) for experts in model.experts
     ]
-    return max([*(3 * inner // tp for inner in dense), *computed]) + 4 * size
+    return max([*(3 * inner // tp for inner in dense), *computed]) + 2 * size

@@ -21,6 +21,8 @@ from minisgl.models.config import engine_model, load_model_spec
 from minisgl.planning.plan import Plan, make_plan
 
 H200 = GPUS["H200"]
+# Pages of 16 tokens of starts on one H200, 2026-11-23 (bench/notebook/2026-11-26-starts.md).
+RECORDED = {"qwen3-0.6b": 71_877, "qwen3-8b": 49_090, "qwen3-14b": 38_966}
 
 
 class Shown(msgspec.Struct):
@@ -32,6 +34,12 @@ def plan(folder: str, gpu: Gpu = H200, **changes: Any):
     config = EngineConfig(model_path=folder, **changes)
     model = load_model_spec(folder, drafts=config.speculative == "mtp")
     return make_plan(config, model, gpu)
+
+
+@pytest.mark.parametrize("shape", RECORDED)
+def test_pages_are_within_a_thousandth_of_a_start_on_an_h200(shape: str, tmp_path: Path) -> None:
+    found = plan(write_model(shape, tmp_path))
+    assert found.pages == pytest.approx(RECORDED[shape], rel=0.001)
 
 
 @pytest.mark.parametrize(("shape", "gib"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
@@ -155,9 +163,9 @@ def test_drafts_need_memory_for_their_graphs_and_logits(tmp_path: Path) -> None:
         without = plan(folder, **changes).remainder_bytes
         return plan(folder, speculative="ngram", **changes).remainder_bytes - without
 
-    graph = 36 * int(0.4 * 2**20) + 2 * 2**20
-    assert added() == (35 - 13) * graph, "the logits have room for 256 tokens either way"
-    assert added(max_running_reqs=8) == (16 - 4) * graph + (8 * 8 - 8) * 151_936 * 2
+    graphs = 35 - 21  # 35 decode graphs instead of 13, beside graphs for 21 numbers of tokens
+    assert added() == graphs * 4 * 2**20
+    assert added(max_running_reqs=8) == (8 * 8 - 8) * 151_936 * 2, "16 decode graphs are fewer"
     assert added(cuda_graph_max_bs=0) == 0
 
 
@@ -215,7 +223,7 @@ def test_every_part_of_a_shared_expert_counts(tmp_path: Path) -> None:
     path.write_text(json.dumps(config | {"shared_expert_intermediate_size": 27 * 768}))
     added = 26 * (768 + 2048)
     assert plan(folder).remainder_bytes - narrow.remainder_bytes == pytest.approx(
-        1.1 * (8192 + 257 + 4096) * added * 2, abs=2
+        1.663 * 8192 * added * 2, abs=2
     )
 
 
@@ -240,7 +248,7 @@ def test_settings_bound_the_context_and_the_requests_to_what_fits(tmp_path: Path
     assert 0 < small.tokens < small.context == 40_960
     expected = [f"--max-seq-len-override={small.tokens}"]
     assert small.settings == [*expected, f"--max-running-requests={small.tokens // 1024}"]
-    bounded = plan(folder, GPUS["RTX4090"], max_seq_len=small.tokens, max_running_reqs=24)
+    bounded = plan(folder, GPUS["RTX4090"], max_seq_len=small.tokens, max_running_reqs=25)
     assert bounded.tokens >= small.tokens
     assert bounded.settings == []
     assert plan(folder).settings == []
@@ -293,7 +301,7 @@ def test_command_prints_one_gpu_or_all_as_text_or_json(
     folder = write_model("qwen3-8b", tmp_path)
     assert main(["plan", folder, "--gpu", "H200"]) == 0
     text = capsys.readouterr().out
-    for part in ("weights", "144 KiB for each token", "tokens that fit: 784,", "the defaults fit"):
+    for part in ("weights", "144 KiB for each token", "tokens that fit: 785,", "the defaults fit"):
         assert part in text
     assert "H200: minisgl ran on this kind of GPU" in text
     assert main(["plan", "-m", folder, "--json", "--context", "2048", "--tp", "2"]) == 0
