@@ -42,4 +42,4 @@ def test_texts_encode_decode_and_stream_alike(
         expected = theirs.decode(ids, skip_special_tokens=skip)
         assert ours.vocabulary.decode(ids, skip) == expected
         stream = TextStream(ours.vocabulary, TextOptions(skip_special_tokens=skip))
-        assert "".join([*map(stream.push, ids), stream.finish()]) == expected
+        assert "".join([*(stream.push([id_]) for id_ in ids), stream.finish()]) == expected
