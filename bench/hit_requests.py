@@ -78,8 +78,8 @@ class HitRequests:
         await self.post(body[:-1] + f',"prompt_cache_key":"{name}"}}'.encode())
         await self.until(lambda found: not found[STATE + "moving"], "the end of a store")
         end = urllib.request.Request(f"{self._url}/v1/sessions/{name}/end", method="POST")
-        with urllib.request.urlopen(end) as response:
-            response.read()
+        response = await asyncio.to_thread(urllib.request.urlopen, end, timeout=_LONGEST_S)
+        response.close()
 
     async def hits(
         self, send: Callable[[], Awaitable[list[Answer]]], on_host: bool

@@ -31,7 +31,7 @@ from minisgl.benchmark.flag_types import add_model_flags, positive_float, positi
 from minisgl.benchmark.floor import load_spec
 from minisgl.benchmark.latency import describe, latencies
 from minisgl.benchmark.server_process import start_server
-from minisgl.benchmark.text_table import TextTable
+from minisgl.benchmark.text_table import named_rows
 from minisgl.models.spec import ModelSpec
 
 _OUTPUT = 4  # tokens of a request: the texts of some tokens are incomplete characters
@@ -193,10 +193,6 @@ def main(argv: Sequence[str]) -> int:
             rows = step_rows(options.model, options.streams, options.steps)
         else:
             rows = _served(model, options, flags)
-        columns = [*dict.fromkeys(column for row in rows for column in row if column != "name")]
-        table = TextTable({part: "<44"} | dict.fromkeys(columns, ">9.2f"))
-        print(table.head)
-        for row in rows:
-            print(table.row(row["name"], *(row.get(column, "") for column in columns)))
+        print("\n".join(named_rows(part, rows)))
         print(json.dumps({"model": options.model, "part": part, "rows": rows}), flush=True)
     return 0

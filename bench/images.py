@@ -34,7 +34,7 @@ from minisgl.benchmark.latency import describe, error_lines, latencies
 from minisgl.benchmark.load import arrivals
 from minisgl.benchmark.sending import open_loop
 from minisgl.benchmark.server_process import read_metrics, start_server
-from minisgl.benchmark.text_table import TextTable
+from minisgl.benchmark.text_table import named_rows
 from minisgl.benchmark.trace import Load, Turns
 from minisgl.benchmark.workload import make_workload
 from minisgl.core import ConfigError
@@ -220,10 +220,6 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"starting a server of {options.model}\n")
         with start_server(options.model, ["--served-model-name", options.model, *flags]) as server:
             rows = uvloop.run(_measure(server.url, options))
-    columns = [*dict.fromkeys(column for row in rows for column in row if column != "name")]
-    table = TextTable({options.model: "<48"} | dict.fromkeys(columns, ">9.2f"))
-    print(table.head)
-    for row in rows:
-        print(table.row(row["name"], *(row.get(column, "") for column in columns)))
+    print("\n".join(named_rows(options.model, rows)))
     print(json.dumps({"model": options.model, "rows": rows}))
     return 0
