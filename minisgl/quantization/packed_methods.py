@@ -26,18 +26,20 @@ from minisgl.quantization.packed import PER_WORD, PackedFormat
 class PackedLinear(LinearMethod):
     """A matrix of 4-bit weights. codes, scales, zeros and row_scales: as in PackedWeights.
 
-    norm_weight: the weight of the norm before this linear, or None. The scales cannot take it,
-    because a group of columns has one. next_weight: that of the norm that reads the result of
-    `add`, if the linear after this norm reads PendingNorm.scaled; otherwise None.
     `finish` replaces them with codes and headers as in OrderedWeights if the kernels of a GPU
     multiply them.
     g_idx: int32 [merged linears, columns], the group of each column in the checkpoint, or absent.
+    columns: int64 [columns], their order in `codes`; None: that of the checkpoint.
+    norm_weight: the weight of the norm before this linear, or None. The scales cannot take it,
+    because a group of columns has one. next_weight: that of the norm that reads the result of
+    `add`, if the linear after this norm reads PendingNorm.scaled; otherwise None.
     """
 
     scales: nn.Parameter
     codes: nn.Parameter
     row_scales: nn.Parameter
     norm_weight: Tensor | None
+    columns: Tensor | None
     next_weight: Tensor | None
 
     def __init__(self, shards: LinearShards, dtype: torch.dtype, form: PackedFormat) -> None:
@@ -49,7 +51,7 @@ class PackedLinear(LinearMethod):
         self._dtype = dtype
         self.register_buffer("norm_weight", None, persistent=False)
         self.register_buffer("next_weight", None, persistent=False)
-        self._columns: Tensor | None = None
+        self.register_buffer("columns", None, persistent=False)
         self._ordered: OrderedWeights | None = None
         if form.column_groups is not None:
             inputs = shards.inputs
@@ -94,7 +96,7 @@ class PackedLinear(LinearMethod):
             )
         columns = first.argsort(stable=True)
         if not torch.equal(columns, torch.arange(len(columns), device=columns.device)):
-            self._columns = columns
+            self.columns = columns
             self.codes.copy_(pack(unpack(self.codes)[:, columns]))
 
     def scale_rows(self, begin: int, end: int, factor: float) -> None:
@@ -108,7 +110,7 @@ class PackedLinear(LinearMethod):
             self.bias[begin:end].mul_(factor)
 
     def fold(self, norm_weight: Tensor, before: LinearMethod | None = None) -> bool:
-        if self._columns is not None:
+        if self.columns is not None:
             return False
         self.norm_weight = norm_weight.clone()
         if before is not None:
@@ -131,7 +133,7 @@ class PackedLinear(LinearMethod):
     def _operands(
         self, x: Tensor
     ) -> tuple[Tensor, PackedWeights | OrderedWeights, Tensor | None, Tensor | None]:
-        x = x if self._columns is None else x[:, self._columns]
+        x = x if self.columns is None else x[:, self.columns]
         weights = self._ordered or _weights(self, self.form, self.group)
         return x, weights, self.bias, self.split_k_semaphores
 
