@@ -156,7 +156,9 @@ def test_graphs_are_as_near_to_float32_as_eager_torch(model: str, kv: str, tmp_p
     | sink logits 0.5 too low (gpt-oss)                       | 1.78 to 2.84  | 1.05 to 1.18 |
     | no soft cap (Gemma 2)                                   | 67 to 81      | 19 to 23     |
 
-    The distances are 0.013 to 0.061 with keys in bfloat16 and 0.048 to 0.252 with keys in FP8.
+    So with keys in FP8 the test does not see a change of the sinks. The distances are 0.013 to
+    0.061 with keys in bfloat16 and 0.048 to 0.252 with keys in FP8. An error of both ways makes
+    them larger.
     """
     reference = exact_engine(model, tmp_path, kv)
     weights, exact = reference._launcher.runner.model.state_dict(), outputs_of(reference)
@@ -174,4 +176,5 @@ def test_graphs_are_as_near_to_float32_as_eager_torch(model: str, kv: str, tmp_p
         engine.close()
     reference.close()
     graphs_differ, eager_differs = found
+    assert eager_differs.max() < (0.4 if kv == "fp8" else 0.1), eager_differs
     assert (graphs_differ < 1.4 * eager_differs).all(), (graphs_differ, eager_differs)
