@@ -57,6 +57,20 @@ FEATURES = {
         "kvcache/host.py",
     ),
     "sessions": ("kvcache/sessions.py",),
+    "four bits": (
+        "kernel/packed_*.py",
+        "kernel/triton/packed*.py",
+        "quantization/awq.py",
+        "quantization/gptq.py",
+        "quantization/integers.py",
+        "quantization/nvfp4.py",
+        "quantization/packed*.py",
+    ),
+    "more attention backends": (
+        "attention/blocks.py",
+        "attention/flash_attention.py",
+        "attention/trtllm.py",
+    ),
     "later families": (
         "models/families/gemma4.py",
         "models/families/glm4_moe.py",
@@ -131,13 +145,14 @@ def main() -> None:
     others = [package for package, _ in lines.most_common() if package not in core]
     rows = {each: [each] for each in core} | {"the core": core}
     rows |= {each: [each] for each in others} | {"all packages": [*lines]}
-    header = "  files of " + ", ".join(FEATURES)
+    header = "  in files of features"
     width = len(header)
     sys.stdout.write(f"{'':<14}{'lines':>8}{header}\n")
     for name, packages in rows.items():
         total, special = (sum(of[each] for each in packages) for of in (lines, of_features))
         sys.stdout.write(f"{name:<14}{total:>8,}{special or '':>{width}}\n")
     sys.stdout.write(f"{'bench':<14}{bench_lines():>8,}\n")
+    sys.stdout.write(f"features: {', '.join(FEATURES)}\n")
 
 
 if __name__ == "__main__":
