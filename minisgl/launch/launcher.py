@@ -244,9 +244,7 @@ class _Service:
         It is 0 after a drain, and 128 + signal if the signal came while the model was loading.
         """
         if not stopped_while_loading:
-            children = self._supervisor.children
-            schedulers = [child for child in children if child.role.startswith("scheduler")]
-            self._supervisor.join(schedulers, _SCHEDULER_GRACE_S)
+            self._supervisor.join(self._schedulers(), _SCHEDULER_GRACE_S)
         self._supervisor.stop(_TERM_GRACE_S)
         if not stopped_while_loading or self._stop_signal is None:
             return 0
@@ -260,9 +258,15 @@ class _Service:
             )
         return 128 + self._stop_signal
 
+    def _schedulers(self) -> list[supervise.Child]:
+        children = self._supervisor.children
+        return [child for child in children if child.role.startswith("scheduler")]
+
     def _fail(self, child: supervise.Child) -> int:
         """End all children after `child` has ended, and log the reason of the first that failed."""
         reasons, children = supervise.read_reasons(self._reason_fd), self._supervisor.children
+        if child in (schedulers := self._schedulers()):
+            supervise.await_killed(schedulers, self._supervisor.wait)
         ended = [child, *(other for other in children if other.exit_code)]
         child = supervise.first_failed(ended, children, reasons)
         self._supervisor.join([child], _TERM_GRACE_S)  # returns soon: it ends after its report

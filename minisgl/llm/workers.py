@@ -32,6 +32,7 @@ from minisgl.structured.processor import with_grammars
 from minisgl.utils import socket_folder, supervise
 
 _POLL_S = 0.2  # the longest time between two checks that the ranks are alive
+_EXIT_POLL_S = 0.01  # the time between two checks that a rank has ended
 _FIRST_STEP_REQS = 32  # the first step starts as soon as this many requests are submitted
 _SHUTDOWN_S = 5.0  # time for the ranks to end after a Shutdown message
 
@@ -196,7 +197,7 @@ class RankWorkers:
         while time.monotonic() < end_s and len(ended := self._ended()) < len(self.children):
             if any(child.exit_code for child in ended):
                 break  # a rank has failed, and the others may wait for it forever
-            time.sleep(0.01)
+            time.sleep(_EXIT_POLL_S)
         for queue in (self._outputs, self._status, self._requests):
             queue.close()
         self._clean_up()
@@ -216,13 +217,20 @@ class RankWorkers:
     def _raise_if_lost(self) -> None:
         """Raise an error if a rank has ended. Every later call raises the same error."""
         if self._lost is None and (ended := self._ended()):
-            self._lost = self._cause(ended)
+            self._lost = self._cause(ended[0])
         if self._lost is not None:
             raise self._lost
 
-    def _cause(self, ended: list[supervise.Child]) -> MinisglError:
-        """Return the error of the rank that failed first."""
+    def _cause(self, rank: supervise.Child) -> MinisglError:
+        """Return the error of the rank that failed first, after `rank` has ended."""
+
+        def wait(until_s: float) -> None:
+            time.sleep(_EXIT_POLL_S)
+            self._ended()
+
         reasons = supervise.read_reasons(self._reasons)
+        supervise.await_killed(self.children, wait)
+        ended = [rank, *self._ended()]
         child = supervise.first_failed(ended, self.children, reasons)
         code = child.process.wait()  # returns soon: a rank ends right after its report
         kind = ConfigError if code == supervise.CONFIG_EXIT else WorkerDied

@@ -16,12 +16,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType, MappingProxyType
 
 CONFIG_EXIT = 2  # the exit code after a ConfigError, as after a wrong command line
 _PR_SET_PDEATHSIG = 1
+_KILLED_EXIT_S = 1.0  # the longest time from the last closed connection of a process to its end
 _MAX_REASON_BYTES = 1500  # less than PIPE_BUF (one atomic write) and Kubernetes' limit of 2,048
 CHILD_ENV_DEFAULTS: Mapping[str, str] = {
     # Threads of libgomp otherwise spin at each barrier. On cores that other processes use too, a
@@ -93,6 +94,25 @@ class Child:
         if reason is None:
             return f"{self.role} (pid {self.process.pid}) {describe_exit(self.exit_code)}"
         return reason if self.exit_code == CONFIG_EXIT else f"{self.role}: {reason}"
+
+
+def await_killed(peers: Sequence[Child], wait: Callable[[float], object]) -> None:
+    """Give a killed child time to end, after one of its peers has ended.
+
+    Linux closes the connections of a killed process before the parent can reap it. On a machine
+    with many busy processes, the peers may notice the closed connections, end and be reaped first.
+    Returns when all peers have ended, when one has ended for a reason of its own (a signal or a
+    ConfigError), and after _KILLED_EXIT_S: a peer may also wait forever for the one that has ended.
+
+    peers: children that end when one of them ends. wait: reaps the peers that have ended; it may
+    wait for one until the CLOCK_MONOTONIC time that it is given.
+    """
+    until_s = time.monotonic() + _KILLED_EXIT_S
+    while time.monotonic() < until_s and any(peer.exit_code is None for peer in peers):
+        codes = [peer.exit_code for peer in peers if peer.exit_code is not None]
+        if any(code < 0 or code == CONFIG_EXIT for code in codes):
+            return
+        wait(until_s)
 
 
 def first_failed(
