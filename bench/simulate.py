@@ -36,7 +36,7 @@ from bench.image_load import encoder_limits, with_images
 from minisgl.benchmark.background_streams import background_load, summarise_streams
 from minisgl.benchmark.client import Answer
 from minisgl.benchmark.flag_types import nonnegative_float, positive_float
-from minisgl.benchmark.latency import describe, error_lines, latencies, summarise, table
+from minisgl.benchmark.latency import by_turn, describe, error_lines, latencies, summarise, table
 from minisgl.benchmark.load import add_load_flags, arrivals, load_of
 from minisgl.benchmark.outbox import record_step
 from minisgl.benchmark.trace import Load, Turns, hit_ratios
@@ -301,6 +301,8 @@ def main(argv: Sequence[str]) -> int:
     answers = simulate(both, engine, cost, config, *limits, images)[:num_reqs]
     streams, answers = answers[:num_streams], answers[num_streams:]
     summary: dict[str, Any] = summarise(answers)
+    if load.turns is not None:
+        summary["ttft_s_by_turn"] = by_turn(answers, [turn.number for turn in load.turns])
     if end_s < math.inf:
         summary = summarise_window(load, answers, begin_s, end_s)
     if streams:

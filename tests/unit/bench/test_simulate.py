@@ -162,6 +162,18 @@ def test_a_turn_begins_after_the_tools_have_answered() -> None:
     assert second.sent_s == first.outputs_s[-1] + 2.5
 
 
+def test_a_trace_with_turns_has_first_tokens_by_turn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = {"timestamp": 0, "id": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}
+    second = {"timestamp": 9, "id": 1, "after": [0], "gap_ms": 50, "output_length": 1}
+    second |= {"input_length": 1024, "hash_ids": [1, 2]}
+    (tmp_path / "trace.jsonl").write_text("\n".join(map(json.dumps, (first, second))))
+    assert main(["--trace", str(tmp_path / "trace.jsonl"), "--num-pages", "200"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found["ttft_s_by_turn"]) == {"turn 1", "turn 2"}
+
+
 def test_a_window_has_the_answers_that_end_in_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
