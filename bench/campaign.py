@@ -20,7 +20,7 @@ from bench.campaign_plan import CampaignRow, Subject, read_plan, rows_of, values
 from bench.clocks import Clocks
 from bench.records import RESULTS, Figure, write_record
 from bench.runner import last_json, output_of, record_of
-from minisgl.benchmark.flag_types import positive_float
+from minisgl.benchmark.flag_types import positive_float, positive_int
 from minisgl.benchmark.server_process import start_server
 from minisgl.core import ConfigError
 from minisgl.demo import model_path
@@ -53,7 +53,7 @@ class Campaign:
         """Run the rows against one server."""
         if not rows or self._options.url is not None:
             return [line for row in rows for line in self._run_row(row, self._options.url)]
-        if not self._fits(subject.start_s + min(row.point.seconds for row in rows)):
+        if not self._fits(subject.start_s + min(map(self._seconds, rows))):
             return [f"{row.name}: not in the budget" for row in rows]
         sys.stderr.write(f"starting a server of {subject.name}\n")
         try:
@@ -63,7 +63,7 @@ class Campaign:
             return [f"{subject.name}: {error}"]
 
     def _run_row(self, row: CampaignRow, url: str | None = None) -> list[str]:
-        if not self._fits(row.point.seconds):
+        if not self._fits(self._seconds(row)):
             return [f"{row.name}: not in the budget"]
         try:
             self._save(row, self._values(row, url))
@@ -75,7 +75,7 @@ class Campaign:
         return time.monotonic() + seconds <= self._until_s
 
     def _values(self, row: CampaignRow, url: str | None) -> dict[str, float]:
-        runs = [self._run(row, url) for _ in range(row.point.repeat)]
+        runs = [self._run(row, url) for _ in range(self._repeat(row))]
         return {key: statistics.median(run[key] for run in runs) for key in runs[0]}
 
     def _run(self, row: CampaignRow, url: str | None) -> dict[str, float]:
@@ -90,6 +90,12 @@ class Campaign:
             with clocks.sampled():
                 output = output_of(_module(command), variables=caches)
         return values_of(row, last_json(output)) | clocks.values()
+
+    def _repeat(self, row: CampaignRow) -> int:
+        return self._options.repeat or row.point.repeat
+
+    def _seconds(self, row: CampaignRow) -> float:
+        return row.point.seconds * self._repeat(row) / row.point.repeat
 
     def shown(self, row: CampaignRow) -> str:
         """Return the command of a row as a line for a shell, with its own server and its trace.
@@ -131,6 +137,8 @@ class Campaign:
         if self._options.results is not None:
             model = self._model(row.subject)
             note = "" if model == row.subject.model else f"{model} in place of {row.subject.model}"
+            if (runs := self._repeat(row)) > 1:
+                note = "; ".join(filter(None, (note, f"medians of {runs} runs")))
             if self._options.smoke:
                 note = "a smoke run of the demo model"
             figures = [Figure(row.name, dict(values), note)]
@@ -169,6 +177,19 @@ def main(argv: Sequence[str]) -> int:
         metavar="NAME",
         help="run the row of this name; may be repeated, also beside --only",
     )
+    parser.add_argument(
+        "--point",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run only rows of this point of bench/campaigns.toml; may be repeated",
+    )
+    parser.add_argument(
+        "--repeat",
+        type=positive_int,
+        metavar="N",
+        help="runs of each row, whose record has the medians (the number of its point)",
+    )
     parser.add_argument("--list", action="store_true", help="show the rows and their commands")
     parser.add_argument(
         "--budget",
@@ -195,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     if options.results is None and not options.smoke:
         options.results = RESULTS
-    rows = rows_of(plan, options.name, options.only, options.row)
+    rows = rows_of(plan, options.name, options.only, options.row, options.point)
     if options.engine != "minisgl" and options.url is None:
         parser.error("--engine names the engine of the server at --url; give --url")
     if options.url is not None and not all(row.program.serves for row in rows):

@@ -70,9 +70,10 @@ class CampaignPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CampaignRow(NamedTuple):
-    """One point of one subject."""
+    """One point of one subject. at: the name of the point."""
 
     subject: Subject
+    at: str
     point: Point
     program: Program
 
@@ -87,17 +88,26 @@ def read_plan() -> CampaignPlan:
 
 
 def rows_of(
-    plan: CampaignPlan, campaign: str, only: Sequence[str] = (), named: Sequence[str] = ()
+    plan: CampaignPlan,
+    campaign: str,
+    only: Sequence[str] = (),
+    named: Sequence[str] = (),
+    at: Sequence[str] = (),
 ) -> list[CampaignRow]:
     """Return the rows of a campaign, all of them without `only` and `named`. Raises ConfigError.
 
     only: a name of a row has one of these texts, from the start of a word on.
     named: whole names of rows.
+    at: the names of the points to which the rows are limited; (): all points.
     """
+    points = {name for subject in plan.campaigns[campaign] for name in subject.points}
+    if missing := [name for name in at if name not in points]:
+        raise ConfigError(f"no point of {campaign} is named {missing}; points: {sorted(points)}")
     rows = [
-        CampaignRow(subject, plan.points[name], plan.programs[plan.points[name].program])
+        CampaignRow(subject, name, plan.points[name], plan.programs[plan.points[name].program])
         for subject in plan.campaigns[campaign]
         for name in subject.points
+        if not at or name in at
     ]
     names = [row.name for row in rows]
     unknown = [text for text in only if not any(_has(name, text) for name in names)]

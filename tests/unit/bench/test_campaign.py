@@ -84,6 +84,13 @@ def test_rows_are_chosen_by_a_text_or_by_their_whole_name() -> None:
         names("Qwen3-9B", "Qwen3-8B", named=["Qwen"])
 
 
+def test_rows_are_limited_to_points() -> None:
+    rows = rows_of(read_plan(), "start", at=["warm"])
+    assert [(row.name, row.at) for row in rows] == [("Qwen3-8B", "warm"), ("Qwen3-0.6B", "warm")]
+    with pytest.raises(ConfigError, match="no point of start is named \\['tepid'\\]; points"):
+        rows_of(read_plan(), "start", at=["warm", "tepid"])
+
+
 def test_the_latency_curve_has_eight_loads_or_more() -> None:
     rows = rows_of(read_plan(), "latency")
     assert len({row.point.values.get("offered_per_s") for row in rows} - {None}) >= 8
@@ -130,6 +137,34 @@ def test_another_engine_is_measured_at_its_url(commands: list[list[str]], tmp_pa
     assert commands[0][:5] == ["minisgl", "bench", "online", "--url", "http://other"]
     (record,) = read_records("latency", tmp_path)
     assert (record.engine, record.commit) == ("vLLM", "0.23.0")
+
+
+def test_the_number_of_runs_is_in_the_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    times_s = iter([9.0, 5.0, 1.0, 8.0, 6.0])
+    monkeypatch.setattr(campaign, "output_of", lambda *_, **__: f'{{"ready_s": {next(times_s)}}}')
+    flags = ["--row", "Qwen3-8B", "--point", "warm", "--commit", "abc", "--results", str(tmp_path)]
+    for more, median_s, note in (
+        ([], 5.0, "medians of 3 runs"),
+        (["--repeat", "2"], 7.0, "medians of 2 runs"),
+    ):
+        assert main(["start", *flags, *more]) == 0
+        (record,) = read_records("start", tmp_path)
+        assert record.figures[0].values["warm_s"] == median_s
+        assert record.figures[0].note == note
+
+
+def test_more_runs_need_more_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The row is expected to take 30 s with its three runs."""
+    monkeypatch.setattr(campaign, "output_of", lambda *_, **__: '{"ready_s": 5}')
+    flags = ["start", "--row", "Qwen3-8B", "--point", "warm", "--budget", "25", "--commit", "abc"]
+    flags += ["--results", str(tmp_path)]
+    assert main([*flags, "--repeat", "2"]) == 0
+    assert main(flags) == 1
+    assert "no result: Qwen3-8B: not in the budget" in capsys.readouterr().out
 
 
 def test_a_row_of_sessions_replays_the_trace_of_its_point(
