@@ -57,8 +57,14 @@ class Filling:
         The rows set the prices of images. The image that the newest step left takes its part first.
         If other clients may wait for the end of the step, further choices of calls that decode get
         fewer tokens.
+
+        Without a free row and an admitted prompt, no request can use prompt tokens, and their
+        number is not computed. The result is then 1: a waiting request needs one token to ask for
+        the row of a running request.
         """
         view, prefilling = self._view, self._prefilling
+        if not (prefilling or self._rows_left):
+            return 1
         if len(view.waiting.clients) > 1:
             self._decoding_calls = {*view.table.call[view.with_paused(beside.rows)].tolist()}
             # Few plans have such choices, and the list grows.

@@ -213,3 +213,25 @@ def test_cached_keys_count_in_the_time_of_a_chunk() -> None:
     harness.run()
     chunks = [len(batch.chunk_ids) for batch in harness.engine.batches if len(batch.chunk_ids)]
     assert chunks == [63, 63, 63, 63, 48]
+
+
+def test_a_plan_computes_no_budget_while_no_request_can_get_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: with all rows decoding, each plan predicted some ten step times."""
+    harness = Harness(FakeEngine(64, 4, max_running_reqs=2), config(target_step_ms=20.0))
+    for client in ("a", "b", "a", "b"):
+        harness.add(prompt_of(8), client=client, max_tokens=20, ignore_eos=True)
+    while len(harness.scheduler.view.decode_rows) < 2:
+        harness.step()
+
+    def fail(*_: object) -> int:
+        raise AssertionError("no row is free, and no prompt is under way")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("minisgl.scheduler.filling.prompt_tokens", fail)
+        for _ in range(4):
+            harness.step()
+        assert len(harness.scheduler.view.waiting) == 2
+    harness.run()
+    assert [len(answer.tokens) for answer in harness.answers.values()] == [20] * 4
