@@ -33,8 +33,8 @@ EVEN_STEP_TOKENS = 512  # larger steps hardly lower the time per token of an 8B 
 def prompt_tokens(view: View, prefilling: Sequence[Req], decode: Decode, urgent: bool) -> int:
     """Return the largest number of prompt tokens that the next step may contain.
 
-    prefilling: the admitted prompts. decode: the rows that decode beside them. urgent: the first
-    priority in use has prompts.
+    prefilling: the admitted prompts. Without one, a request must wait. decode: the rows that decode
+    beside them. urgent: the first priority in use has prompts.
 
     The limit is prefill_budget_tokens while no request decodes, except on a server with several
     clients or several priorities, and within MAX_STEP_S. In all other cases the limit is lower, so
@@ -46,8 +46,6 @@ def prompt_tokens(view: View, prefilling: Sequence[Req], decode: Decode, urgent:
       output tokens are then spread evenly over the decode steps: `_even_tokens`.
     """
     budget = view.config.prefill_budget_tokens
-    if not (prefilling or view.waiting):
-        return budget
     work = view.work(decode)
     limit_s = _limit_s(view, prefilling, work, urgent)
     budget = min(budget, _tokens_within(view, prefilling, work, limit_s, urgent))
@@ -67,10 +65,9 @@ def image_prices(
     """
     cost, work = view.cost, view.work(decode)
     prices = ImagePrices(tokens, cost.seconds[-1] / cost.tokens[-1])
-    first = next(chain(prefilling, view.waiting), None)
-    if view.config.target_step_ms is None or not work.tokens or first is None:
+    if view.config.target_step_ms is None or not work.tokens:
         return prices
-    start, _ = view.rest(first)
+    start, _ = view.rest(next(chain(prefilling, view.waiting)))
     most_s = max(_limit_s(view, prefilling, work, urgent), _step_s(cost, work, start, tokens))
     # A plan calls it for each waiting client, mostly with the same chunks.
     return prices._replace(spare_s=cache(lambda chunk: most_s - _step_s(cost, work, start, chunk)))

@@ -1,8 +1,9 @@
 """`Filling`: adds prompts to the step that a plan makes."""
 
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Iterator
+from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,18 +21,41 @@ MAX_PASSED = 8  # steps in a row that pass a request over, because its image exc
 RESERVED_ROWS = 16  # one of this many rows stays free for the first priority in use
 
 
-class Filling:
-    """Fills one step with prompts. All counters are local to a plan."""
+class Decoding(NamedTuple):
+    """The decoding rows of a step.
 
-    def __init__(self, view: View, room: Room, decode: Decode, victim: Req | None) -> None:
-        """decode: the decoding rows with room. victim: a request that the plan preempts."""
-        self._view, self._room, self._victim = view, room, victim
+    decode  those with pages for their next tokens.
+    victim  the request to preempt for their pages, if there is one.
+    admit   all rows have pages. If some have none and `victim` is None, the step in flight frees
+            pages. No request is admitted until the rows have them.
+    """
+
+    decode: Decode
+    victim: Req | None
+    admit: bool
+
+
+class Filling:
+    """Fills one step with prompts. All counters are local to a plan.
+
+    left    the prompt tokens that the step may still get.
+    admits  requests may be admitted.
+    beside  the decoding rows that run beside the prompts. Rows of later priorities pause while the
+            first priority in use has prompts.
+    chunks  as in StepPlan.
+    images  the images of the step.
+    """
+
+    def __init__(self, view: View, room: Room, decoding: Decoding, may_pause: bool) -> None:
+        """may_pause: as in `plan`."""
+        self._view, self._room = view, room
+        decode, victim, self.admits = decoding
+        self._victim = victim
         self._prefilling = [req for req in view.prefilling if req is not victim]
         # _prefilling by priority and client.
         self._prompts: dict[tuple[int, str], list[Req]] = {}
         for req in self._prefilling:
             self._prompts.setdefault((req.priority, req.client), []).append(req)
-        self._urgent = view.has_urgent(self._prefilling)
         self._shares = view.shares()
         rows, priority = view.table.rows, view.table.priority
         self._last_priority = priority.max(where=rows.allocated, initial=-(2**31))
@@ -44,96 +68,82 @@ class Filling:
         # The first request that found no room, although its client is within its share or a
         # request of a later priority runs.
         self._blocked: Req | None = None
-        # The calls whose further choices get fewer tokens, and the tokens of a step with them.
-        self._decoding_calls: set[int] = set()
-        self._further_tokens: Callable[[], int] = _no_tokens
-        # Priorities and clients whose next request found no row, or whose client is above its share
-        # while a request of another client is blocked. They admit nothing for the whole plan.
-        self._turned_away: set[tuple[int, str]] = set()
+        urgent = view.has_urgent(self._prefilling)
+        self.beside = decode
+        if may_pause and urgent and view.waiting.several_priorities:
+            self.beside = decode.only(priority[decode.rows] <= view.waiting.first_priority)
+        self._decoding_calls: set[int] = set()  # those whose further choices get fewer tokens
+        self.left = self._open_step(urgent)
 
-    def open_step(self, beside: Decode) -> int:
-        """Begin a step with these decoding rows. Returns its prompt tokens.
+    def _open_step(self, urgent: bool) -> int:
+        """Return the prompt tokens of the step. urgent: as for prompt_tokens.
 
-        The rows set the prices of images. The image that the newest step left takes its part first.
-        If other clients may wait for the end of the step, further choices of calls that decode get
-        fewer tokens.
+        The decoding rows set the prices of images. The image that the newest step left takes its
+        part first. If other clients may wait for the end of the step, further choices of calls that
+        decode get fewer tokens.
 
-        Without a free row and an admitted prompt, no request can use prompt tokens, and their
-        number is not computed. The result is then 1: a waiting request needs one token to ask for
-        the row of a running request.
+        Without an admitted prompt, or a waiting one and a free row, no request can use prompt
+        tokens, and their number is not computed. The result is then 1: a waiting request needs one
+        token to ask for the row of a running request.
         """
         view, prefilling = self._view, self._prefilling
-        if not (prefilling or self._rows_left):
+        if not (prefilling or (view.waiting and self._rows_left)):
             return 1
         if len(view.waiting.clients) > 1:
-            self._decoding_calls = {*view.table.call[view.with_paused(beside.rows)].tolist()}
-            # Few plans have such choices, and the list grows.
-            self._further_tokens = cache(partial(further_tokens, view, [*prefilling], beside))
-        starts = ((req, view.rest(req)[0]) for req in prefilling)
-        tokens = prompt_tokens(view, prefilling, beside, self._urgent)
+            calls = view.table.call[view.with_paused(self.beside.rows)]
+            self._decoding_calls = {*calls.tolist()}
+        tokens = prompt_tokens(view, prefilling, self.beside, urgent)
         if not view.images.limits.rows:
             return tokens
-        prices = image_prices(view, prefilling, beside, self._urgent, tokens)
+        starts = ((req, view.rest(req)[0]) for req in prefilling)
+        prices = image_prices(view, prefilling, self.beside, urgent, tokens)
         return self.images.resume(starts, prices, len(prefilling) + len(view.waiting) > 1)
 
-    @property
-    def passed_too_often(self) -> Req | None:
-        """The request that MAX_PASSED steps in a row passed over."""
-        passed = self._view.carry.passed
-        return passed.req if passed.steps >= MAX_PASSED else None
-
-    def take_passed(self, req: Req, budget: int, admit: bool) -> int:
-        """Add the first chunk of the step for this request. Returns the tokens that it uses."""
+    def take_passed(self) -> bool:
+        """Add the first chunk of the step for a request that MAX_PASSED steps passed over."""
+        req, steps = self._view.carry.passed
+        if req is None or steps < MAX_PASSED:
+            return False
         if req in self._prefilling:
-            return self._add_chunk(req, budget)
-        return self._admit_from(req.priority, req.client, budget) if admit else 0
+            self._add_chunk(req, self.left)
+        elif self.admits:
+            self._admit_from(req.priority, req.client, 0)
+        return True
 
     def has_urgent_work(self) -> bool:
         """The step has a chunk, or layers of an image, of the first priority in use."""
         first = filter(self._view.waiting.is_first, self._prefilling)
         return any(req in self.chunks or self.images.encodes(req) for req in first)
 
-    def beside_urgent(self, decode: Decode) -> Decode:
-        """The decoding rows that run beside prompts of the first priority."""
-        waiting = self._view.waiting
-        if not (waiting.several_priorities and self._urgent):
-            return decode
-        return decode.only(self._view.table.priority[decode.rows] <= waiting.first_priority)
-
-    def of_new_clients(
-        self, decode: Decode, budget: int
-    ) -> tuple[Decode, dict[tuple[int, str], int]]:
+    def of_new_clients(self) -> tuple[Decode, dict[tuple[int, str], int]]:
         """Return a step that ends the first prompts of clients that receive no tokens.
 
         Returns its decoding rows, and the prompt tokens of each priority and client in their order.
         There are none if the step would leave nothing out, if the budget does not suffice, or if
         the step before was such a step.
         """
-        view, table = self._view, self._view.table
-        is_shared = len(view.waiting.clients) > 1 and not view.waiting.several_priorities
-        if not is_shared or view.carry.paused_steps:
+        view, table, decode = self._view, self._view.table, self.beside
+        number, several_priorities = view.waiting.clients, view.waiting.several_priorities
+        if len(number) < 2 or several_priorities or view.carry.paused_steps:
             return decode, {}
-        number, rows = view.waiting.clients, view.with_paused(view.decode_rows)
+        rows = view.with_paused(view.decode_rows)
         served = np.bincount(table.client[rows], minlength=len(number)).tolist()
         if all(served[number[client]] for _, client in chain(view.waiting.uncached, self._prompts)):
             return decode, {}
         keys = [(level, client) for level, clients in self.levels() for client in clients]
-        first, needed = {}, 0
-        for key in keys:
-            if not served[number[key[1]]]:
-                first[key] = self._first_tokens(*key)
-                needed += first[key]
-            if needed > budget:
-                return decode, {}
-        kept = np.zeros(len(decode.rows), dtype=np.bool_)
-        kept[np.unique(table.call[decode.rows], return_index=True)[1]] = True
-        fewer = decode.only(kept)
+        first = {key: self._first_tokens(*key) for key in keys if not served[number[key[1]]]}
+        needed = sum(first.values())
+        if needed > self.left:
+            return decode, {}
+        _, first_rows = np.unique(table.call[decode.rows], return_index=True)
+        fewer = decode.only(np.isin(np.arange(len(decode.rows)), first_rows))
         works = view.work(decode), view.work(fewer)
         whole_s, fewer_s = (
             view.cost.predict_s(work._replace(tokens=needed + work.tokens)) for work in works
         )
-        beside = fewer if whole_s > FURTHER_SHARE * fewer_s else decode
-        return beside, {} if beside is decode and len(first) == len(keys) else first
+        if whole_s > FURTHER_SHARE * fewer_s:
+            return fewer, first
+        return decode, {} if len(first) == len(keys) else first
 
     def _first_tokens(self, level: int, client: str) -> int:
         """The prompt tokens that the first prompt of this client and priority has left.
@@ -156,37 +166,34 @@ class Filling:
         left = (req for req in self._view.waiting if req not in self._admit)
         return next((req.priority <= level for req in left), False)
 
-    def take(self, level: int, client: str, budget: int, admit: bool) -> int:
-        """Add up to `budget` prompt tokens of one client and priority to the step.
-
-        Returns the number of tokens.
-        """
-        if budget <= 0:
-            return 0
-        left = budget
+    def take(self, level: int, client: str, most: int) -> None:
+        """Add up to `most` of the tokens that are left for prompts of one client and priority."""
+        kept = max(self.left - most, 0)
+        if self.left <= kept:
+            return
         for req in self._prompts.get((level, client), ()):
-            left -= self._add_chunk(req, self._most(req, left))
-        used = self._admit_from(level, client, left) if admit else 0
-        return budget - left + used
+            self._add_chunk(req, self._most(req, self.left - kept))
+        if self.admits:
+            self._admit_from(level, client, kept)
 
-    def _admit_from(self, level: int, client: str, budget: int) -> int:
-        """Admit requests of one client and priority, as `take`.
+    def _admit_from(self, level: int, client: str, kept: int) -> None:
+        """Admit requests of one client and priority, while more than `kept` tokens are left.
 
         While a request of another client is blocked, only requests within their client's share are
-        admitted. A request waits too if images leave it less than the smallest chunk: it would hold
-        a row and pages.
+        admitted. Later priorities leave some rows to the first one. A request waits too if images
+        leave it less than the smallest chunk: it would hold a row and pages.
         """
-        view, left, deferred = self._view, budget, 0
-        if (level, client) in self._turned_away:
-            return 0
+        view, deferred, reserved = self._view, 0, 0
+        if level > view.waiting.first_priority:
+            reserved = view.table.rows.size // RESERVED_ROWS
         for req in view.waiting.of(client, level, [*self._admit]):
+            left = self.left - kept
             if self._most(req, left) <= 0:
                 break
             pages = view.memory.pages_for(len(req.tokens))
             within = self._shares.is_within(req, pages)
-            if not self._has_row(req) or not (within or self._blocked is None):
+            if self._rows_left <= reserved or not (within or self._blocked is None):
                 self._block(req, within)
-                self._turned_away.add((level, client))
                 break
             hit = view.memory.hit(req)
             self._seen.append(req)
@@ -210,25 +217,18 @@ class Filling:
             self._admit[req] = hit
             self._prefilling.append(req)
             self._prompts.setdefault((level, client), []).append(req)
-            left -= self._add_chunk(req, self._most(req, left))
-        return budget - left
+            self._add_chunk(req, self._most(req, left))
 
     @property
     def _rows_left(self) -> int:
         return self._view.table.rows.num_free - len(self._admit)
 
-    def _has_row(self, req: Req) -> bool:
-        """A row is free for a waiting request. Later priorities leave some to the first one."""
-        reserved = self._view.table.rows.size // RESERVED_ROWS
-        return self._rows_left > (0 if self._view.waiting.is_first(req) else reserved)
-
     def _waits_for_others(self, req: Req, hit: Hit, loads: bool) -> bool:
         """An older request computes a prefix of `req`, or the host tier loads enough others."""
         view = self._view
         others = (r for r in chain(view.uncached, self._admit) if r is not self._victim)
-        if view.shared_with_older(req, hit.tokens, others)[0]:
-            return True
-        return loads and len(view.loading) + len(self._load) == MAX_LOADING
+        shared, _ = view.shared_with_older(req, hit.tokens, others)
+        return shared > 0 or (loads and len(view.loading) + len(self._load) == MAX_LOADING)
 
     def _most(self, req: Req, left: int) -> int:
         """Return the most tokens of `left` that the request may use.
@@ -239,8 +239,13 @@ class Filling:
             return left
         used = sum(tokens for other, tokens in self.chunks.items() if self._is_further(other))
         first = sum(self.chunks.values()) - used
-        most = max(self._further_tokens() - first, first) - used
-        return max(min(left, most), 0)
+        return min(left, max(self._further_tokens - first, first) - used)
+
+    @cached_property
+    def _further_tokens(self) -> int:
+        """The prompt tokens of a step with further choices of calls that decode."""
+        prefilling = [req for req in self._prefilling if req not in self._admit]
+        return further_tokens(self._view, prefilling, self.beside)
 
     def _is_further(self, req: Req) -> bool:
         """The request has prompt tokens of a call that decodes.
@@ -277,13 +282,10 @@ class Filling:
             encode=self.images.parts,
         )
 
-    def _add_chunk(self, req: Req, budget: int) -> int:
-        """Add up to `budget` tokens to the chunk of an admitted request.
-
-        Returns the tokens that the chunk and its images take of the budget.
-        """
+    def _add_chunk(self, req: Req, budget: int) -> None:
+        """Add up to `budget` tokens to the chunk of an admitted request. Images take a part."""
         if budget <= 0:
-            return 0
+            return
         hit, chosen = self._admit.get(req), self.chunks.get(req, 0)
         start, end = self._view.rest(req) if hit is None else (hit.tokens, len(req.tokens))
         most = self.images.limit(req, start, end, chosen + budget)
@@ -291,7 +293,7 @@ class Filling:
         tokens = max(tokens - chosen, 0)
         if tokens:
             self.chunks[req] = chosen + tokens
-        return tokens + self.images.add(req, start, chosen + tokens, budget - tokens)
+        self.left -= tokens + self.images.add(req, start, chosen + tokens, budget - tokens)
 
     def _make_room(self, req: Req) -> Req | None:
         """Choose a request of a later priority or of a client above its share, so that `req` runs.
@@ -312,7 +314,3 @@ class Filling:
 def row_of(req: Req) -> int:
     """Return the row of a request; a negative number in its place if the plan admits it."""
     return ~req.arrival_index if req.row < 0 else req.row
-
-
-def _no_tokens() -> int:
-    return 0

@@ -4,43 +4,16 @@ A plan is a function of the View, and changes nothing. All tensor-parallel ranks
 same steps, and a test can compare the state before and after a plan. `apply` carries a plan out.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from minisgl.core import InvariantBroken
 from minisgl.core.batch import DecodeLoad, Int32Array
 from minisgl.core.config import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
 from minisgl.kvcache import Room
-from minisgl.scheduler.filling import Filling
-from minisgl.scheduler.request import Req
+from minisgl.scheduler.filling import Decoding, Filling
 from minisgl.scheduler.view import Carry, Decode, StepPlan, View
 
 MAX_PAUSES = 8  # steps in a row that leave decoding requests of later priorities out
-
-
-class Drafts(NamedTuple):
-    """A step with drafts. ahead: int32; the tokens of each row whose keys need pages.
-
-    They are those of the step and those of the new drafts.
-    """
-
-    decode: Decode
-    ahead: Int32Array
-
-
-class Decoding(NamedTuple):
-    """The decoding rows of a step.
-
-    decode  those with pages for their next tokens.
-    victim  the request to preempt for their pages, if there is one.
-    admit   all rows have pages. If some have none and `victim` is None, the step in flight frees
-            pages. No request is admitted until the rows have them.
-    """
-
-    decode: Decode
-    victim: Req | None
-    admit: bool
 
 
 def plan(view: View, may_pause: bool = True) -> StepPlan:
@@ -71,31 +44,26 @@ def plan(view: View, may_pause: bool = True) -> StepPlan:
     """
     memory, none = view.memory, view.decode_rows[:0]
     room = Room(memory, memory.available, [kind.room() for kind in memory.kinds], none, none)
-    decode, victim, admit = decoding(view, room)
-    if admit and not (view.prefilling or view.waiting.uncached):  # no Python loop
-        return StepPlan(decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))
-    fill = Filling(view, room, decode, victim)
-    may_pause = may_pause and view.carry.paused_steps < MAX_PAUSES
-    beside = fill.beside_urgent(decode) if may_pause else decode
-    left = fill.open_step(beside)
-    if (passed := fill.passed_too_often) is not None:
-        left -= fill.take_passed(passed, left, admit)
-    else:
-        fewer, first_prompts = fill.of_new_clients(decode, left)
+    found = decoding(view, room)
+    if found.admit and not (view.prefilling or view.waiting.uncached):  # no Python loop
+        return StepPlan(found.decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))
+    fill = Filling(view, room, found, may_pause and view.carry.paused_steps < MAX_PAUSES)
+    if not fill.take_passed():
+        fewer, first_prompts = fill.of_new_clients()
         for (level, client), tokens in first_prompts.items():
-            left -= fill.take(level, client, tokens, admit)
+            fill.take(level, client, tokens)
         if first_prompts and fill.chunks:
             return fill.plan(fewer, 1)
     for level, clients in fill.levels():
-        for part in [left // len(clients), left] if len(clients) > 1 else [left]:
+        for part in [fill.left // len(clients), fill.left] if len(clients) > 1 else [fill.left]:
             for client in clients:
-                left -= fill.take(level, client, min(part, left), admit)
-        admit = admit and not fill.waits(level)
-    fill.images.finish(left)
-    if beside is decode:
-        return fill.plan(decode)
-    if fill.has_urgent_work() and (fill.chunks or len(beside.rows)):  # a step has tokens
-        return fill.plan(beside, view.carry.paused_steps + 1)
+                fill.take(level, client, part)
+        fill.admits = fill.admits and not fill.waits(level)
+    fill.images.finish(fill.left)
+    if fill.beside is found.decode:
+        return fill.plan(fill.beside)
+    if fill.has_urgent_work() and (fill.chunks or len(fill.beside.rows)):  # a step has tokens
+        return fill.plan(fill.beside, view.carry.paused_steps + 1)
     return plan(view, may_pause=False)  # with the budget beside all rows, since all run
 
 
@@ -107,22 +75,23 @@ def decoding(view: View, room: Room) -> Decoding:
     # no drafts.
     for kind in room.kinds:
         rows = rows[kind.grow(rows, np.ones(len(rows), dtype=np.int32)) > 0]
-    complete = len(rows) == len(view.decode_rows)
-    drafts = with_drafts(view, rows) if view.max_drafts else None
-    if drafts is not None and not len(room.grow(rows, drafts.ahead)):
-        decode = drafts.decode
+    plain = Decode(rows, np.ones(len(rows), dtype=np.int32))
+    decode, ahead = with_drafts(view, plain) if view.max_drafts else (plain, plain.tokens)
+    if len(room.grow(rows, ahead)):
+        decode, growing = plain, room.grow(rows, plain.tokens)
+        if len(growing):
+            return shortage(view, room, plain, growing)
+    if decode is not plain:
         for kind in room.kinds:
             decode = decode._replace(tokens=kind.grow(rows, decode.tokens))
-        return Decoding(decode, None, complete)
-    decode = Decode(rows, np.ones(len(rows), dtype=np.int32))
-    growing = room.grow(rows, decode.tokens)
-    if len(growing):
-        return Decoding(*shortage(view, room, decode, growing), admit=False)
-    return Decoding(decode, None, complete)
+    return Decoding(decode, None, len(rows) == len(view.decode_rows))
 
 
-def with_drafts(view: View, rows: Int32Array) -> Drafts | None:
-    """Return the step of these rows with drafts; None if it has none.
+def with_drafts(view: View, plain: Decode) -> tuple[Decode, Int32Array]:
+    """Add drafts to a step without drafts, if they pay.
+
+    Returns the step, and the tokens of each row whose keys need pages, int32: those of the step and
+    those of the new drafts.
 
     The engine finds and checks the drafts on the device, so the host learns one step later how many
     tokens a step gave to a request. Until then it counts all drafts as accepted: table.computed is
@@ -133,10 +102,10 @@ def with_drafts(view: View, rows: Int32Array) -> Drafts | None:
     A step without prompts may also let the draft head make drafts for the next step. The lengths
     know how many it has made for this one, since without them only n-grams can give drafts.
     """
-    table = view.table
+    table, rows = view.table, plain.rows
     may_draft = table.may_draft[rows]
     if not may_draft.any():
-        return None
+        return plain, plain.tokens
     computed, fitting = table.computed[rows], MAX_DRAFT_TOKENS // len(rows)
     limit = max(width for width in DRAFT_WIDTHS if width <= max(fitting, 1)) - 1
     cost = None if view.has_prompts else view.cost
@@ -146,15 +115,10 @@ def with_drafts(view: View, rows: Int32Array) -> Drafts | None:
     left = table.max_total_tokens[rows] - computed
     tokens: Int32Array = np.where(may_draft, 1 + counts.forwarded, 1).astype(np.int32)
     tokens = np.minimum(tokens, left - 1)
-    if not counts.made and tokens.max() <= 1:
-        return None
-    decode = Decode(rows, tokens, counts.made)
-    return Drafts(decode, np.minimum(tokens + counts.made, left))
+    return Decode(rows, tokens, counts.made), np.minimum(tokens + counts.made, left)
 
 
-def shortage(
-    view: View, room: Room, decode: Decode, growing: Int32Array
-) -> tuple[Decode, Req | None]:
+def shortage(view: View, room: Room, decode: Decode, growing: Int32Array) -> Decoding:
     """Give the pages that are left to the oldest requests. The newest one is preempted.
 
     growing: int32; those of the decoding rows that need a page.
@@ -171,8 +135,8 @@ def shortage(
     drafted = (table.computed[starved] > table.known[starved]).all()
     waits = view.memory.pending >= len(starved) or drafted
     if waits or (len(running) == 1 and view.in_flight):
-        return decode, None
+        return Decoding(decode, None, False)
     if len(running) == 1:
         raise InvariantBroken("no page is left for the only running request; this is a bug")
     victim = max(running, key=shares.age)
-    return decode.only(decode.rows != victim.row), victim
+    return Decoding(decode.only(decode.rows != victim.row), victim, False)

@@ -69,9 +69,7 @@ class WaitingQueue:
 
         admitted: requests that a plan has taken out already, in this order.
         """
-        turns = self._queues.get((level, client))
-        if turns is None:
-            return iter(())
+        turns = self._queues.get((level, client), CallOrder())
         taken = [req for req in admitted if (req.priority, req.client) == (level, client)]
         return iter(turns.without(taken) if taken else turns)
 
@@ -163,11 +161,11 @@ class Shares:
         The larger of the two shares counts (dominant resource fairness, Ghodsi et al., NSDI 2011).
         """
 
-        def share(client: str) -> float:
+        def share(client: str) -> tuple[float, str]:
             rows, pages = self._rows[client], self._pages[client]
-            return max(rows / self._num_rows, pages / self._num_pages)
+            return max(rows / self._num_rows, pages / self._num_pages), client
 
-        return sorted(clients, key=lambda client: (share(client), client))
+        return sorted(clients, key=share)
 
     def age(self, req: Req) -> tuple[int, bool, int]:
         """The order in which running requests keep their pages; the last one is preempted first.

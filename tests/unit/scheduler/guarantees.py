@@ -215,6 +215,8 @@ class PlanChecks:
         """A preempted request counted in the budget."""
         if view.images.limits.rows or plan.preempt is not None or own_clients(view, plan):
             return
+        if not plan.chunks:  # perhaps no prompt waits, and the budget is of none
+            return
         urgent = view.has_urgent(view.prefilling)
         most = budget.prompt_tokens(view, view.prefilling, plan.decode, urgent)
         assert sum(plan.chunks.values()) <= most
