@@ -1,4 +1,4 @@
-"""`prompt_tokens`: the number of prompt tokens of the next step."""
+"""`step_prices`: the number of prompt tokens of the next step, and its prices of images."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -30,45 +30,35 @@ MAX_QUEUE_FACTOR = 4.0
 EVEN_STEP_TOKENS = 512  # larger steps hardly lower the time per token of an 8B model
 
 
-def prompt_tokens(view: View, prefilling: Sequence[Req], decode: Decode, urgent: bool) -> int:
-    """Return the largest number of prompt tokens that the next step may contain.
+def step_prices(view: View, prefilling: Sequence[Req], decode: Decode, urgent: bool) -> ImagePrices:
+    """Return the largest number of prompt tokens of the next step, and the prices of its images.
 
     prefilling: the admitted prompts. Without one, a request must wait. decode: the rows that decode
     beside them. urgent: the first priority in use has prompts.
 
-    The limit is prefill_budget_tokens while no request decodes, except on a server with several
-    clients or several priorities, and within MAX_STEP_S. In all other cases the limit is lower, so
-    that prompts do not slow down decoding requests too much:
+    The number is prefill_budget_tokens while no request decodes, except on a server with several
+    clients or several priorities, and within MAX_STEP_S. In all other cases it is lower, so that
+    prompts do not slow down decoding requests too much:
 
     - With a step-time target (a server), the predicted step time has a limit (`_limit_s`), above
       the smallest chunk. Prompts of the first priority may stretch it (STRETCH).
     - Without one (the offline LLM), only the total time counts. Prompts of requests with few
       output tokens are then spread evenly over the decode steps: `_even_tokens`.
+
+    Images may use the whole difference between the limit and the time of the step without them. If
+    the number exceeds the limit, they may use the time of these prompt tokens.
     """
-    budget = view.config.prefill_budget_tokens
-    work = view.work(decode)
+    config, cost, work = view.config, view.cost, view.work(decode)
     limit_s = _limit_s(view, prefilling, work, urgent)
-    budget = min(budget, _tokens_within(view, prefilling, work, limit_s, urgent))
-    if view.config.target_step_ms is None and len(decode.rows):
-        return min(budget, _even_tokens(view, prefilling, decode))
-    return budget
-
-
-def image_prices(
-    view: View, prefilling: Sequence[Req], decode: Decode, urgent: bool, tokens: int
-) -> ImagePrices:
-    """Return the prices of images in a step with this budget of prompt tokens.
-
-    The other arguments are those of prompt_tokens. Images may use the whole difference between the
-    limit and the time of the step without them. If the budget exceeds the limit, they may use the
-    time of the budget.
-    """
-    cost, work = view.cost, view.work(decode)
+    within = _tokens_within(view, prefilling, work, limit_s, urgent)
+    tokens = min(config.prefill_budget_tokens, within)
+    if config.target_step_ms is None and len(decode.rows):
+        tokens = min(tokens, _even_tokens(view, prefilling, decode))
     prices = ImagePrices(tokens, cost.seconds[-1] / cost.tokens[-1])
-    if view.config.target_step_ms is None or not work.tokens:
+    if config.target_step_ms is None or not (work.tokens and view.images.limits.rows):
         return prices
     start, _ = view.rest(next(chain(prefilling, view.waiting)))
-    most_s = max(_limit_s(view, prefilling, work, urgent), _step_s(cost, work, start, tokens))
+    most_s = max(limit_s, _step_s(cost, work, start, tokens))
     # A plan calls it for each waiting client, mostly with the same chunks.
     return prices._replace(spare_s=cache(lambda chunk: most_s - _step_s(cost, work, start, chunk)))
 
@@ -76,10 +66,11 @@ def image_prices(
 def further_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:
     """Return the largest number of prompt tokens of a step with further choices of running calls.
 
-    As prompt_tokens for prompts of later priorities. If a step of the next preferred size would be
+    As step_prices for prompts of later priorities. If a step of the next preferred size would be
     too long, the result is exactly the smallest chunk.
     """
-    tokens, work = prompt_tokens(view, prefilling, decode, urgent=False), view.work(decode)
+    tokens = step_prices(view, prefilling, decode, urgent=False).budget
+    work = view.work(decode)
     whole_s = view.cost.predict_s(work._replace(tokens=work.tokens + tokens))
     slowdown = min(view.config.max_slowdown, LOW_SLOWDOWN)
     within = whole_s <= slowdown * view.cost.predict_s(work)

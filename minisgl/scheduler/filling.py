@@ -9,7 +9,7 @@ import numpy as np
 
 from minisgl.core.config import smallest_chunk
 from minisgl.kvcache import Hit, Room
-from minisgl.scheduler.budget import further_tokens, image_prices, prompt_tokens
+from minisgl.scheduler.budget import further_tokens, step_prices
 from minisgl.scheduler.image_room import ImageRoom
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Carry, Decode, StepPlan, View
@@ -76,7 +76,7 @@ class Filling:
         self.left = self._open_step(urgent)
 
     def _open_step(self, urgent: bool) -> int:
-        """Return the prompt tokens of the step. urgent: as for prompt_tokens.
+        """Return the prompt tokens of the step. urgent: as for step_prices.
 
         The decoding rows set the prices of images. The image that the newest step left takes its
         part first. If other clients may wait for the end of the step, further choices of calls that
@@ -92,11 +92,8 @@ class Filling:
         if len(view.waiting.clients) > 1:
             calls = view.table.call[view.with_paused(self.beside.rows)]
             self._decoding_calls = {*calls.tolist()}
-        tokens = prompt_tokens(view, prefilling, self.beside, urgent)
-        if not view.images.limits.rows:
-            return tokens
         starts = ((req, view.rest(req)[0]) for req in prefilling)
-        prices = image_prices(view, prefilling, self.beside, urgent, tokens)
+        prices = step_prices(view, prefilling, self.beside, urgent)
         return self.images.resume(starts, prices, len(prefilling) + len(view.waiting) > 1)
 
     def take_passed(self) -> bool:

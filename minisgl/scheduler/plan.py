@@ -23,7 +23,7 @@ def plan(view: View, may_pause: bool = True) -> StepPlan:
        attention run short, the step has no drafts, the oldest requests get the free pages, and the
        newest one is preempted. When another kind of memory runs short, a request gets fewer drafts,
        or leaves the step.
-    2. Admitted prompts get chunks, in order of admission, up to `prompt_tokens`.
+    2. Admitted prompts get chunks, in order of admission, up to the budget (`step_prices`).
     3. Waiting requests are admitted, in the order of the queue, while prompt tokens, a row and
        pages are left. A request waits while an older request computes a prefix that both share.
 

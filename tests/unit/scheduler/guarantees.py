@@ -218,7 +218,7 @@ class PlanChecks:
         if not plan.chunks:  # perhaps no prompt waits, and the budget is of none
             return
         urgent = view.has_urgent(view.prefilling)
-        most = budget.prompt_tokens(view, view.prefilling, plan.decode, urgent)
+        most = budget.step_prices(view, view.prefilling, plan.decode, urgent).budget
         assert sum(plan.chunks.values()) <= most
 
 
