@@ -153,8 +153,7 @@ class Packer(NamedTuple):
     dummy_row  the row of padding requests. They forward tokens to the dummy page and write no
                sampled token.
     max_pages  pages of a row of the page table.
-    pinned     whether the buffers are pinned. A copy to a GPU is asynchronous only from pinned
-               memory.
+    pinned     whether the buffers are pinned. A kernel can access pinned memory only.
     """
 
     columns: tuple[Column, ...]
@@ -178,24 +177,25 @@ class Packer(NamedTuple):
         sizes = [2 * count, count, len(chunks), len(positions)]
         buffer = torch.empty(layout.words + sum(sizes), dtype=torch.int32, pin_memory=self.pinned)
         host: NDArray[Any] = buffer.numpy()
-        views = layout.host_views(host)
-        views.rows[:reqs], views.rows[reqs:] = batch.rows[order], self.dummy_row
-        views.start[:reqs], views.start[reqs:] = batch.start[order], 0
-        views.lengths[:reqs], views.lengths[reqs:] = batch.lengths[order], 1
-        views.samples[:reqs], views.samples[reqs:] = batch.samples[order], 0
-        views.deltas[:] = 0
+        fields = host[layout.fields].reshape(6, layout.reqs)
+        rows, start, lengths, first, samples, deltas = fields
+        fields[:, reqs:] = 0
+        rows[:reqs], rows[reqs:] = batch.rows[order], self.dummy_row
+        start[:reqs], samples[:reqs] = batch.start[order], batch.samples[order]
+        lengths[:reqs], lengths[reqs:] = batch.lengths[order], 1
+        deltas[:] = 0
         if batch.rope is not None:
-            views.deltas[:reqs] = batch.rope.deltas[order]
-        for column in self.columns:
-            target, values = views.sampling[column.name], batch.sampling.get(column.name)
+            deltas[:reqs] = batch.rope.deltas[order]
+        for column, place in layout.columns:
+            target, values = host[place].view(column.dtype), batch.sampling.get(column.name)
             target[:] = column.neutral
             if values is not None:
                 target[:reqs] = values[order]
         # Padding is at the end, so it is part of the decode requests of a step without chunks.
-        lengths = views.lengths.copy()
-        lengths[: layout.reqs if decode == reqs else decode] = width
-        views.first[0] = 0
-        np.cumsum(lengths[:-1], out=views.first[1:])
+        forwarded = lengths.copy()
+        forwarded[: layout.reqs if decode == reqs else decode] = width
+        first[0] = 0
+        np.cumsum(forwarded[:-1], out=first[1:])
         after = host[layout.words :]
         places: NDArray[np.int64] = after[: 2 * count].view(np.int64)
         np.multiply(updates.rows, self.max_pages, out=places, dtype=np.int64)
@@ -205,7 +205,7 @@ class Packer(NamedTuple):
         random = given["temperature"] > 0
         filters = (given["top_k"] > 0) | (given["top_p"] < 1) | (given["min_p"] > 0)
         work = SamplerWork(bool(random.any()), bool((random & filters).any()))
-        return PackedBatch(order, views.start, lengths, work, buffer, sizes)
+        return PackedBatch(order, start, forwarded, work, buffer, sizes)
 
 
 def empty_batch() -> Batch:

@@ -9,11 +9,10 @@ fixed addresses.
 """
 
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple
+from typing import Generic, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.core.batch import Array
@@ -47,31 +46,27 @@ class StepViews(NamedTuple, Generic[Array]):
 class StepLayout:
     """The places of the columns of `reqs` requests at the beginning of a packed buffer.
 
-    words: int32 elements of the columns, an even number. The int64 columns come first, and int64
-    values may follow at `words`, so all of them are aligned to 8 bytes.
+    words    int32 elements of the columns, an even number. The int64 columns come first, and int64
+             values may follow at `words`, so all of them are aligned to 8 bytes.
+    fields   the elements of the first six columns of StepViews, one after the other.
+    columns  each sampling column with its elements.
     """
 
     def __init__(self, reqs: int, columns: Sequence[Column] = SAMPLING_COLUMNS) -> None:
         wide = [column for column in columns if _WORDS[column.dtype] == 2]
         narrow = [column for column in columns if _WORDS[column.dtype] == 1]
         begin, end = 2 * reqs * len(wide), (2 * len(wide) + 6) * reqs
-        self.reqs, self._fields = reqs, slice(begin, end)
+        self.reqs, self.fields = reqs, slice(begin, end)
         places = [slice(2 * reqs * nth, 2 * reqs * (nth + 1)) for nth in range(len(wide))]
         places += [slice(end + reqs * nth, end + reqs * (nth + 1)) for nth in range(len(narrow))]
-        self._columns = list(zip((*wide, *narrow), places, strict=True))
+        self.columns = list(zip((*wide, *narrow), places, strict=True))
         end += reqs * len(narrow)
         self.words = end + end % 2
 
-    def host_views(self, buffer: NDArray[np.int32]) -> StepViews[NDArray[Any]]:
-        """Split an array of at least `words` elements, without a copy."""
-        sampling = {column.name: buffer[at].view(column.dtype) for column, at in self._columns}
-        rows, start, lengths, first, samples, deltas = buffer[self._fields].reshape(6, self.reqs)
-        return StepViews(rows, start, lengths, first, samples, deltas, sampling)
-
     def views(self, buffer: Tensor) -> StepViews[Tensor]:
         """Split an int32 tensor of at least `words` elements, without a copy."""
-        sampling = {c.name: buffer[at].view(_TORCH_DTYPES[c.dtype]) for c, at in self._columns}
-        fields = buffer[self._fields].view(6, self.reqs)
+        sampling = {c.name: buffer[at].view(_TORCH_DTYPES[c.dtype]) for c, at in self.columns}
+        fields = buffer[self.fields].view(6, self.reqs)
         rows, start, lengths, first, samples, deltas = fields.unbind()
         return StepViews(rows, start, lengths, first, samples, deltas, sampling)
 

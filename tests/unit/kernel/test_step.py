@@ -27,9 +27,10 @@ def test_packed_views_cover_the_buffer_without_overlap() -> None:
     columns = (extra, *SAMPLING_COLUMNS, Column("wide", np.int64, neutral=0, read=float))
     layout = StepLayout(3, columns)
     buffer = torch.zeros(layout.words + 1, dtype=torch.int32)
-    views, host = layout.views(buffer), layout.host_views(buffer.numpy())
+    views, host = layout.views(buffer), buffer.numpy()
     fields = [*views[:6], *views.sampling.values()]
-    host_fields = [*host[:6], *host.sampling.values()]
+    host_fields = [*host[layout.fields].reshape(6, 3)]
+    host_fields += [host[place].view(column.dtype) for column, place in layout.columns]
     for number, view in enumerate(fields, start=1):
         view.copy_(torch.full_like(view, number))
     for number, (view, array) in enumerate(zip(fields, host_fields, strict=True), start=1):
