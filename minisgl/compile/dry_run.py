@@ -81,7 +81,7 @@ def attention_needs(config: EngineConfig) -> tuple[AttentionNeeds, ...]:
 class HostCopies(TorchFunctionMode):
     """While active, the copy of a meta tensor to the host gives zeros instead of an error.
 
-    The engine copies sampled tokens to the host after each step.
+    The engine copies log-probabilities to the host.
     """
 
     def __torch_function__(

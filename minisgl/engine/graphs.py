@@ -34,7 +34,7 @@ from minisgl.engine.step import (
 )
 from minisgl.engine.step_tensors import SamplerWork, StepColumns, empty_batch
 from minisgl.engine.warmup import layers_to_rehearse
-from minisgl.kernel import StepLayout
+from minisgl.kernel import StepLayout, copy_words
 from minisgl.layers.attention import AttentionSpec
 from minisgl.models.layer import Attended
 
@@ -174,7 +174,8 @@ class _DecodeCapture:
 
         def sample(filters: bool) -> None:
             work = SamplerWork(any_random=True, filters=filters)
-            result.copy_(draw(runner, parts.finish, columns, work, logits))
+            # A copy by torch would be a memcpy node, which a copy engine may run.
+            copy_words(result, draw(runner, parts.finish, columns, work, logits))
 
         def graph_of(run: Callable[[], object], rehearse: Callable[[], object]) -> Any:
             return capture(run, rehearse, self._memory)

@@ -34,7 +34,7 @@ from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import Finish, draw
 from minisgl.engine.stages import Stage
 from minisgl.engine.step_tensors import Logits, StepColumns, StepTensors
-from minisgl.kernel import StepLayout, apply_token_mask
+from minisgl.kernel import StepLayout, apply_token_mask, copy_words
 from minisgl.models.layer import Attended
 
 MAX_PAGE_UPDATES = 4096  # in one graph step; a request usually needs no or one update
@@ -83,7 +83,8 @@ class EagerStep:
         runner = self._runner
         layout = StepLayout(len(batch.rows), runner.packer.columns)
         packed = runner.packer.pack(batch, layout, batch.width)
-        buffer = packed.buffer.to(runner.device, non_blocking=True)
+        buffer = torch.empty_like(packed.buffer, device=runner.device)
+        copy_words(buffer, packed.buffer)
         places, ids, chunk_ids, mixed = torch.split(buffer[layout.words :], packed.sizes)
         runner.page_table.view(-1).scatter_(0, places.view(torch.int64), ids)
         columns = StepColumns(layout.views(buffer), batch.num_decode, batch.width)
@@ -247,7 +248,8 @@ class GraphStep:
     def load(self, batch: Batch) -> StepTensors:
         runner = self.parts.runner
         packed = runner.packer.pack(batch, self.layout, self.columns.width)
-        buffer = self.buffer[: len(packed.buffer)].copy_(packed.buffer, non_blocking=True)
+        buffer = self.buffer[: len(packed.buffer)]
+        copy_words(buffer, packed.buffer)
         places, ids, chunk_ids, _ = torch.split(buffer[self.layout.words :], packed.sizes)
         runner.page_table.view(-1).scatter_(0, places.view(torch.int64), ids)
         return StepTensors(batch, packed, self.columns, chunk_ids, rope=None, by_graph=True)
@@ -344,8 +346,10 @@ class StepLauncher:
             for stage in self._stages:
                 stage.after(x, out, tokens)
             logprobs = None if edits.local else start_logprobs(self.runner.model, x, out, tokens)
-            host, copied = tokens.to("cpu", non_blocking=True), None
-            if self.runner.packer.pinned:
+            pinned, copied = self.runner.packer.pinned, None
+            host = torch.empty(tokens.shape, dtype=torch.int32, pin_memory=pinned)
+            copy_words(host, tokens)
+            if pinned:
                 copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 copied.record()
         launched = self._finish.launched(x, host, copied, logprobs)

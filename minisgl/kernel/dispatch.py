@@ -100,6 +100,22 @@ def count_blocks(
     kernels.count_blocks(rows, start, lengths, dummy_row, scratch, fp8, queries, window)
 
 
+def copy_words(target: Tensor, source: Tensor) -> None:
+    """Copy `source` to `target`. Both int32, contiguous, of one shape.
+
+    Each is on the device or in pinned memory of the host, which a kernel then reads or writes. So
+    the copy does not wait for transfers of other data, as it would on a copy engine. torch does not
+    know that the kernel uses pinned memory: the caller keeps it until the kernel has ended. No host
+    sync; graph-capturable.
+    """
+    if target.is_cpu and source.is_cpu:
+        target.copy_(source)
+        return
+    from minisgl.kernel.triton import step as kernels
+
+    kernels.copy_words(target, source)
+
+
 def apply_norm(x: Tensor, norm: PendingNorm, weight: Tensor | None = None) -> Tensor:
     """Return x normalised, then multiplied by `weight`. Adds the addend to x before, in place."""
     if norm.addend is None:

@@ -370,3 +370,18 @@ def test_put_tokens_leaves_the_rest_alone() -> None:
     kernels.put_tokens(pools[1], *reqs, tokens)
     assert torch.equal(*pools)
     assert (pools[1] != token_pool).sum() == 5
+
+
+@pytest.mark.parametrize("count", [1, 256, 1001])
+def test_words_are_copied_between_pinned_memory_and_the_device(count: int) -> None:
+    from minisgl.kernel.triton import step as kernels
+
+    sent = torch.arange(count, dtype=torch.int32, pin_memory=not INTERPRETED)
+    on_device = torch.full((count + 8,), -1, dtype=torch.int32, device=DEVICE)
+    kernels.copy_words(on_device[4:-4], sent)
+    back = torch.full((count + 8,), -1, dtype=torch.int32, pin_memory=not INTERPRETED)
+    kernels.copy_words(back[4:-4], on_device[4:-4])
+    if not INTERPRETED:
+        torch.cuda.synchronize()
+    for found in (on_device.cpu(), back):
+        assert found.tolist() == [-1] * 4 + list(range(count)) + [-1] * 4

@@ -9,6 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from minisgl.kernel.triton.launch import Constants, Launcher
+from minisgl.kernel.triton.overlap import current_device
+
 _BLOCK = 256
 _REQ_FIELDS = ["rows", "start"]  # views into the packed buffer, at any alignment
 
@@ -146,6 +149,20 @@ def _put_tokens(
     tl.store(token_pool + row * pool_stride + position, token, mask=mask)
 
 
+@triton.jit(do_not_specialize=["num_words"], do_not_specialize_on_alignment=["target", "source"])
+def _copy_words(target, source, num_words, BLOCK: tl.constexpr):
+    word = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = word < num_words
+    tl.store(target + word, tl.load(source + word, mask=inside), mask=inside)
+
+
+_copy_launcher = Launcher(_copy_words, current_device)
+
+
+def _copy_constants() -> Constants:
+    return Constants({"BLOCK": _BLOCK}, {})
+
+
 def stage_tokens(
     rows: Tensor,
     start: Tensor,
@@ -245,3 +262,11 @@ def put_tokens(
             token_pool.stride(0),
             BLOCK=_BLOCK,
         )
+
+
+def copy_words(target: Tensor, source: Tensor) -> None:
+    """See dispatch.copy_words."""
+    words = target.numel()
+    if words:
+        grid = (triton.cdiv(words, _BLOCK),)
+        _copy_launcher(grid, (target, source), (), (words,), (), _copy_constants)
