@@ -130,7 +130,7 @@ class Shares:
     so that each client makes progress. A request that needs more than the fair share of pages waits
     until the other clients leave that many pages free.
 
-    With one client, no holdings are counted, and no request is preempted for another client.
+    The share of one client alone is all rows and all pages.
     """
 
     def __init__(
@@ -140,11 +140,7 @@ class Shares:
         self._rows: Counter[str] = Counter()
         self._pages: Counter[str] = Counter()
         self._num_rows, self._num_pages = table.rows.size, num_pages
-        self._fair_rows, self._fair_pages = table.rows.size, num_pages
-        most = len(waiting.clients)
-        if most < 2:
-            return
-        rows = np.flatnonzero(table.running)
+        rows, most = np.flatnonzero(table.running), len(waiting.clients)
         clients = table.client[rows]
         held = np.bincount(clients, minlength=most).tolist()
         held_pages = np.bincount(clients, pages[rows], minlength=most).tolist()
