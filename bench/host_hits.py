@@ -137,7 +137,7 @@ async def _server_rows(url: str, vocab_size: int, options: argparse.Namespace) -
         HitRequests(url, options.model, vocab_size),
         Sizes.of(options.prompt, options.streams),
     )
-    prompts = await fill(bench, sizes, options.rate)
+    prompts = await fill(bench, sizes, options.rate / 2)  # leaves time for the stores
     rows = await first_token_rows(bench, prompts, sizes.prompt, options)
     return rows + await stream_rows(bench, prompts, options)
 

@@ -11,7 +11,7 @@ from minisgl.scheduler.request import Req, ReqState
 MAX_AHEAD = 32
 
 
-WAIT_S = 0.001  # one wait for a constraint while no other request is open
+WAIT_S = 0.001  # one wait for a constraint or a copy while no other request is open
 # A preparation that is known to be shorter takes place when the request arrives: one for each
 # client in an iteration. In another thread it would take one step more.
 MAX_AT_ONCE_S = 0.005

@@ -84,7 +84,7 @@ def run_scheduler(
     while not scheduler.stopping:
         scheduler.iterate()
         now_s = time.monotonic()
-        if tp.rank == 0 and (scheduler.idle or now_s - sent_s >= STATS_INTERVAL_S):
+        if tp.rank == 0 and (scheduler.waits_for_message or now_s - sent_s >= STATS_INTERVAL_S):
             api.send(scheduler.stats())
             sent_s = now_s
     scheduler.drain_in_flight()

@@ -128,8 +128,17 @@ class Scheduler:
         """True when no request is open and no step is in flight."""
         return not self._reqs and not self._in_flight
 
+    @property
+    def waits_for_message(self) -> bool:
+        """True when only a message can give the scheduler work.
+
+        While a store runs, an idle scheduler still looks for its end. A request that arrives later
+        then finds the stored pages ready for eviction, and no page without a copy gives way.
+        """
+        return self.idle and not self.memory.jobs
+
     def iterate(self) -> None:
-        """Run one iteration. If idle, or if no step is due yet, first wait for a message."""
+        """Run one iteration. If no step is due yet, first wait for a message."""
         clock = self._meter.clock
         own: list[ToScheduler] = [
             SetStepCost(cost=cost) for fit in self._fits if (cost := fit.news(clock()))
@@ -196,7 +205,7 @@ class Scheduler:
         same holds while only requests of later priorities have prompts.
         """
         if self.idle:
-            return None
+            return None if self.waits_for_message else WAIT_S
         if self._config.target_step_ms is None:
             return 0.0  # without a target only throughput counts, so the scheduler never waits
         if not self._in_flight or self.view.has_urgent(self.view.prefilling):

@@ -19,6 +19,7 @@ from minisgl.kvcache import host, snapshots, states
 from minisgl.message.messages import AddReq, FlushCache
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.inbox import Messages, WaitS
+from minisgl.scheduler.preparation import WAIT_S
 from tests.examples import examples
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.guarantees import PlanChecks
@@ -203,6 +204,31 @@ def test_decoding_requests_are_preempted_while_a_copy_of_few_pages_runs() -> Non
     assert harness.scheduler.memory.jobs
     for uid, prompt in zip(uids, prompts, strict=True):
         assert harness.answers[uid].tokens == expected_output(prompt, 24, True)
+
+
+def test_an_idle_scheduler_sees_the_end_of_its_stores() -> None:
+    """Else the next request would find no stored page, and take pages without a copy."""
+    with patch("minisgl.kvcache.memory.MIN_LOAD_PAGES", 2), patch.object(host, "_CLEAN_SHARE", 1):
+        engine = FakeEngine(24, PAGE, 1, MAX_LEN, host_blocks=48)
+        harness = Harness(engine, SchedulerConfig(target_step_ms=None))
+        scheduler, copier = harness.scheduler, engine.copier
+        assert copier is not None
+        harness.add([1] * 40, max_tokens=2, ignore_eos=True)
+        harness.run()
+        assert scheduler.idle and scheduler.memory.jobs and not scheduler.waits_for_message
+        assert scheduler.message_wait_s() == WAIT_S
+        copier.may_end = [99, 0]
+        while not scheduler.waits_for_message:
+            harness.step()
+        assert scheduler.message_wait_s() is None
+        assert scheduler.memory.tier is not None
+        assert scheduler.memory.tier.usage()["copied"] == 20  # all pages of the request
+        harness.add([2] * 40, max_tokens=2, ignore_eos=True)
+        harness.run()
+        copier.may_end = [99, 99]
+        uid = harness.add([1] * 40, max_tokens=2, ignore_eos=True)
+        harness.run()
+    assert harness.answers[uid].cached_tokens == 38
 
 
 class Leader(LocalInbox):
