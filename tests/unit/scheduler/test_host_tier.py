@@ -215,7 +215,9 @@ def test_an_idle_scheduler_sees_the_end_of_its_stores() -> None:
         assert copier is not None
         harness.add([1] * 40, max_tokens=2, ignore_eos=True)
         harness.run()
-        assert scheduler.idle and scheduler.memory.jobs and not scheduler.waits_for_message
+        assert scheduler.idle
+        assert scheduler.memory.jobs
+        assert not scheduler.waits_for_message
         assert scheduler.message_wait_s() == WAIT_S
         copier.may_end = [99, 0]
         while not scheduler.waits_for_message:
