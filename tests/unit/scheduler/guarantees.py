@@ -4,7 +4,6 @@ The names F1 to F15 are those of docs/decisions/28-plan-and-apply.md. test_fairn
 and F1 with its real limit.
 """
 
-import hashlib
 from collections import Counter
 from unittest.mock import patch
 
@@ -12,6 +11,8 @@ import numpy as np
 
 from minisgl.core.config import MIN_CHUNK_TOKENS, smallest_chunk
 from minisgl.kvcache import FencedPool, Memory
+from minisgl.kvcache.snapshots import Snapshot
+from minisgl.kvcache.states import Saving
 from minisgl.scheduler import budget, filling, scheduler
 from minisgl.scheduler import plan as planning
 from minisgl.scheduler.request import Req
@@ -241,42 +242,50 @@ def own_clients(view: View, plan: StepPlan) -> set[str]:
     return waiting.union(req.client for req in view.prefilling) - served
 
 
-def state_of(view: View) -> bytes:
-    """Return a hash of the columns, the tree, the pools and the queue."""
-    found = hashlib.sha256()
-
-    def add(*values: object) -> None:
-        for value in values:
-            found.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
-
-    def add_pool(pool: FencedPool) -> None:
-        groups = [(fence, [*map(bytes, ids)]) for fence, ids in pool._quarantine.items()]
-        add(pool._stack, pool.num_free, pool.allocated, groups, pool.steps.resolved)
-
-    memory, table = view.memory, view.table
-    add(*(value for value in vars(table).values() if isinstance(value, np.ndarray)))
-    pages = memory.table
-    add(pages.entries, pages.counts, pages.sent, memory.shared, view.decode_rows, view.carry)
-    add_pool(memory.pool)
-    add_pool(table.rows)
-    for node in sorted(nodes_of(memory.tree), key=lambda node: node.node_id):
-        add(node.tokens, node.pages, node.parts, node.last_use, node.lock_count, node.fence)
-        add(node.entry, node.kept_as, node.session, node.key, node.place, len(node.children))
-        add(node.blocks)
-    add(memory.tree.evictable_pages, memory.tree.fenced_pages, memory.tree.clock)
+def state_of(view: View) -> list[object]:
+    """Return copies of the columns, the tree, the pools and the queue, for a comparison."""
+    memory, table, pages = view.memory, view.table, view.memory.table
+    found: list[object] = [value for value in vars(table).values() if isinstance(value, np.ndarray)]
+    found += [pages.entries, pages.counts, pages.sent, memory.shared, view.decode_rows, view.carry]
+    found += [pool_state(memory.pool), pool_state(table.rows)]
+    for node in nodes_of(memory.tree):
+        found += [node, node.tokens, node.pages, node.parts, node.last_use, node.lock_count]
+        found += [node.fence, node.entry, node.kept_as, node.session, node.key, node.place]
+        found += [node.blocks]
+    found += [memory.tree.evictable_pages, memory.tree.fenced_pages, memory.tree.clock]
     if memory.tier is not None:
-        add(memory.tier.blocks.num_free, memory.tier.clean_pages, [*memory.tier.jobs])
+        found += [memory.tier.blocks.num_free, memory.tier.clean_pages, [*memory.tier.jobs]]
     for reqs in (view.waiting, view.loading, view.prefilling, view.uncached, view.paused):
-        add([(req.uid, req.priority, req.state, req.row, req.admitted) for req in reqs])
-    add(view.images.opened, [*view.images._rows])
-    add(view.waiting.first_priority, dict(view.waiting.uncached), view.waiting._queues.keys())
+        found.append([(req.uid, req.priority, req.state, req.row, req.admitted) for req in reqs])
+    found += [view.images.opened, [*view.images._rows]]
+    found += [view.waiting.first_priority, view.waiting.uncached, [*view.waiting._queues]]
     for states in states_of(memory):
-        add([vars(states)[name] for name in ("_savings", "_due", "_saves", "_loads")])
-        add(states.snapshots.own, states.snapshots._lru, states.snapshots.fenced)
+        found += [vars(states)[name] for name in ("_savings", "_due", "_saves", "_loads")]
+        found += [states.snapshots.own, states.snapshots._lru, states.snapshots.fenced]
     for windows in windows_of(memory):
-        add_pool(windows.pages.pool)
-        add(windows.pages.users, windows.pages.cached, windows.pages._last_step)
-        add([node.node_id for node in windows.pages._lru])
-        add(windows.first, windows._reserve, windows._kept_first, windows._kept_end)
-        add(windows.table.entries, windows.table.counts, windows.table.sent)
-    return found.digest()
+        found += [pool_state(windows.pages.pool), windows.pages.users, windows.pages.cached]
+        found += [windows.pages._last_step, windows.pages._lru, windows.first, windows._reserve]
+        found += [windows._kept_first, windows._kept_end, windows.table.entries]
+        found += [windows.table.counts, windows.table.sent]
+    return [copied(value) for value in found]
+
+
+def pool_state(pool: FencedPool) -> list[object]:
+    return [pool._stack, pool.num_free, pool.allocated, pool._quarantine, pool.steps.resolved]
+
+
+def copied(value: object) -> object:
+    """Return a value that later changes of `value` do not reach. Nodes and requests stay.
+
+    repr would take as long as all other parts of the tests that compare states.
+    """
+    match value:
+        case np.ndarray():
+            return value.tobytes()
+        case dict():
+            return [(copied(key), copied(of_key)) for key, of_key in value.items()]
+        case list() | tuple():
+            return [copied(each) for each in value]
+        case Snapshot() | Saving():
+            return [copied(getattr(value, name)) for name in value.__slots__]
+    return value
