@@ -147,7 +147,7 @@ async def metrics(context: ContextDep) -> Response:
 @_get("/openapi.json", include_in_schema=False)
 async def openapi_document(context: ContextDep) -> Response:
     """The OpenAPI document of this server."""
-    return json_response(context.request.app.openapi_schema)
+    return json_response(context.request.app.openapi())
 
 
 @_get("/", include_in_schema=False)
