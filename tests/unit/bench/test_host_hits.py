@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from bench.host_hits import Sizes, main
 from minisgl.benchmark.client import Answer
 from minisgl.core import ConfigError
 from minisgl.demo import model_path
+from tests.process.tiny_model import build_tiny_model
 
 PROMPT = 1600
 
@@ -66,9 +68,11 @@ def test_a_prompt_shorter_than_a_page_is_refused(capsys: pytest.CaptureFixture[s
     assert "--prompt 15: give a page of 16 tokens or more" in capsys.readouterr().err
 
 
-def test_steps_run_beside_copies_of_each_direction(capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_run_beside_copies_of_each_direction(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     flags = ["--part", "steps", "--streams", "1", "--steps", "2"]
-    assert main(["--model", str(model_path()), *flags]) == 0
+    assert main(["--model", str(build_tiny_model(tmp_path)), *flags]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
     ways = [[way for way in ("to_host", "to_gpu") if row.get(way, 0) > 0] for row in rows]
     assert ways == [[], ["to_host"], ["to_gpu"], ["to_host", "to_gpu"]]
