@@ -124,7 +124,7 @@ def assert_only_loopback(server: ServerProcess) -> None:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    """An LLM of two ranks. Its tests leave it idle."""
+    """An LLM of two ranks. Its tests leave it idle, except for the last, which ends it."""
     with LLM(tp=2, num_pages=256) as found:
         yield found
 
@@ -190,12 +190,11 @@ def assert_ended_by(llm: LLM, end: Callable[[int], None], prompt: list[int], beg
 
 
 def test_a_killed_rank_ends_its_llm_or_its_service_and_changes_no_other_ranks(
-    tiny_model: Path,
+    llm: LLM, tiny_model: Path
 ) -> None:
     """The other rank waits in a collective operation for the lost one, and is ended too."""
     with serving(tiny_model) as server:
         assert ask(server) == 200
-        llm = LLM(tp=2, num_pages=256)
         assert_ended_by(llm, lambda pid: os.kill(pid, signal.SIGKILL), [5, 6, 7], begun=True)
         assert ask(server) == 200
         streams = [start_long_stream(server) for _ in range(2)]
