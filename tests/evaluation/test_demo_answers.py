@@ -76,7 +76,7 @@ def test_transformers_still_give_the_kept_answers() -> None:
 
 
 @pytest.mark.slow
-@number_of_prompts(2)
+@number_of_prompts(1)
 def test_the_offline_engine_scores_as_transformers_do(
     some: tuple[list[Prompt], dict[str, Score]],
 ) -> None:
