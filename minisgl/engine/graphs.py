@@ -35,7 +35,6 @@ from minisgl.engine.step import (
 from minisgl.engine.step_tensors import SamplerWork, StepColumns, empty_batch
 from minisgl.engine.warmup import layers_to_rehearse
 from minisgl.kernel import StepLayout, copy_words
-from minisgl.layers.attention import AttentionSpec
 from minisgl.models.layer import Attended
 
 # Takes rising sizes and the title of a progress bar, and yields the sizes in the order of their
@@ -257,15 +256,15 @@ def capture_pieces(parts: StepParts, tokens: Tensor, rehearsed: int, memory: Any
 
     rehearsed: the number of layers to run before.
     """
-    runner, model = parts.runner, parts.runner.model.config
+    runner, model = parts.runner, parts.runner.model
     column = [[value] for value in runner.padding]
     tokens[:] = torch.tensor(column, dtype=torch.int32, device=runner.device)
     states = None if runner.states is None else runner.states.padding(tokens.shape[1])
     # This run compiles and loads the kernels. In it, libraries choose their algorithms.
     runner.run(tokens, _NoAttention(), rehearsed, states)
     torch.cuda.current_stream().synchronize()
-    ends_with_attention = isinstance(model.layers[-1].mixer, AttentionSpec)
-    cutter = _Cutter(memory, len(model.attention) + (not ends_with_attention))
+    ends_with_attention = model.model.layers[-1].ends_with_attention
+    cutter = _Cutter(memory, len(model.config.attention) + (not ends_with_attention))
     attended = runner.run(tokens, cutter, states=states)
     last = cutter.last()
     return PieceForward(tokens, tuple(cutter.pieces), Attended(*map(_alias, attended)), last)

@@ -155,7 +155,7 @@ class PieceForward(NamedTuple):
               RowStates.requests.
     pieces    one for each layer with attention.
     attended  their result.
-    last      the graph of the work after the last attention; None if the last layer ends with it.
+    last      the graph of the work after the last attention; None if there is no such work.
     """
 
     tokens: Tensor

@@ -125,6 +125,10 @@ class Attention(Mixer):
     def kind(self) -> Hashable:
         return self.spec._replace(kv_layer=0)
 
+    @property
+    def ends_with_attention(self) -> bool:
+        return self.spec.gate is None
+
     def state(self, pools: Sequence[KVPool], states: Sequence[Any]) -> Iterator[Tensor | None]:
         pool, layer = pools[self.pool], self.spec.kv_layer
         yield from (*pool.layer(layer), pool.scales(layer))

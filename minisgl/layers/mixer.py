@@ -154,6 +154,11 @@ class Mixer(nn.Module, ABC):
         """
         yield from ()
 
+    @property
+    def ends_with_attention(self) -> bool:
+        """Whether `mix` returns the output of attention itself, and computes nothing after it."""
+        return False
+
     @abstractmethod
     def mix(self, block_input: BlockInput, context: ForwardContext) -> Tensor:
         """Mix the T tokens, and keep their state for later steps. Returns [T, n]."""

@@ -111,6 +111,11 @@ class DecoderLayer(nn.Module):
         """The number of features in Attended.heads."""
         return self.mixer.out.method.shards.inputs.local
 
+    @property
+    def ends_with_attention(self) -> bool:
+        """Whether `attend` computes nothing after attention."""
+        return self.mixer.ends_with_attention
+
     def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
         """The first half of the layer: the norm and the mixer."""
         block_input, residual = self.input_layernorm(stream)
@@ -199,6 +204,10 @@ class NormAfterLayer(DecoderLayer):
     def attended_width(self) -> int:
         own = 0 if self.layer_input is None else self.layer_input.width
         return super().attended_width + own
+
+    @property
+    def ends_with_attention(self) -> bool:
+        return super().ends_with_attention and self.layer_input is None
 
     def placements(self, name: str) -> Iterator[Placement]:
         if self.layer_scalar is not None:

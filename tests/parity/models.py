@@ -21,7 +21,14 @@ from torch import Tensor
 from tests.parity.configs import CONFIGS, VOCAB_SIZE
 from tests.parity.recent_configs import RECENT_CONFIGS
 
-__all__ = ["FAMILIES", "VOCAB_SIZE", "build_model", "transformers_greedy", "transformers_logits"]
+__all__ = [
+    "FAMILIES",
+    "VOCAB_SIZE",
+    "build_model",
+    "save_config",
+    "transformers_greedy",
+    "transformers_logits",
+]
 
 # A variable of tests/conftest.py. The server warns of unknown names that begin with MINISGL_.
 MODELS = "TEST_MODELS_FOLDER"
@@ -36,6 +43,14 @@ def _auto_class(config: Any) -> Any:
         if has_encoder
         else transformers.AutoModelForCausalLM
     )
+
+
+def save_config(config: Any, folder: Path) -> str:
+    """Save a checkpoint without tensors, for random weights, and return its path."""
+    config.architectures = [_auto_class(config)._model_mapping[type(config)].__name__]
+    config.save_pretrained(folder)
+    save_file({}, folder / "model.safetensors")
+    return str(folder)
 
 
 def build_model(family: str, folder: Path, seed: int = 0) -> str:
