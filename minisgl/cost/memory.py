@@ -50,7 +50,7 @@ def remainder_bytes(
     shapes, sizes = memory.graph_sizes(
         config, model, max_chunk_tokens, drafting=config.speculative is not None
     )
-    graphs = _GRAPH_BYTES * (memory.further_graphs(shapes, sizes) - _FIXED_GRAPHS)
+    graphs = _GRAPH_BYTES * (max(memory.further_graphs(shapes, sizes)) - _FIXED_GRAPHS)
     graph_tokens = max((reqs * width for reqs, width in shapes), default=0)
     logits = graph_tokens * (model.vocab_size // tp) * item
     # Layers of one rule share a copy of a context (kernel/contexts.py). Attention of prompts reads

@@ -23,6 +23,7 @@ from torch import Tensor
 from minisgl.core.config import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
 from minisgl.engine.last_layer import LogitsGraph
 from minisgl.engine.sampler import draw
+from minisgl.engine.segments import block_for, reserve_block
 from minisgl.engine.step import (
     MAX_PAGE_UPDATES,
     NO_GRAPHS,
@@ -261,10 +262,12 @@ def capture_pieces(parts: StepParts, tokens: Tensor, rehearsed: int, memory: Any
     tokens[:] = torch.tensor(column, dtype=torch.int32, device=runner.device)
     states = None if runner.states is None else runner.states.padding(tokens.shape[1])
     # This run compiles and loads the kernels. In it, libraries choose their algorithms.
-    runner.run(tokens, _NoAttention(), rehearsed, states)
+    rehearsal = partial(runner.run, tokens, _NoAttention(), rehearsed, states)
+    block = block_for(rehearsal, runner.device)
     torch.cuda.current_stream().synchronize()
     ends_with_attention = model.model.layers[-1].ends_with_attention
     cutter = _Cutter(memory, len(model.config.attention) + (not ends_with_attention))
+    reserve_block(block, runner.device)  # in the memory of the graphs; none of them uses it yet
     attended = runner.run(tokens, cutter, states=states)
     last = cutter.last()
     return PieceForward(tokens, tuple(cutter.pieces), Attended(*map(_alias, attended)), last)

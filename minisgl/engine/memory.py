@@ -39,6 +39,10 @@ _HOST_BOUND_WEIGHTS = 100_000_000
 # page has at least as many tokens as a step with drafts (DRAFT_WIDTHS).
 _STATE_PAGES = (16, 32, 64)
 _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
+# The driver gives memory in units of 2 MiB, and not in each capture. Of 21 captures of pieces of
+# one model, the second took one unit and the later ones up to five, 2.8 on average
+# (bench/notebook/2026-11-28-memory.md). So each further graph has a margin of two units.
+_GRAPH_MARGIN_BYTES = 2 * 2 * 2**20
 _USUAL_GAPS = 0.03  # memory that torch may take beyond the weights, as a share of them
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -185,24 +189,36 @@ def _host_bound(model: ModelSpec, tp_size: int) -> int:
     return _HOST_BOUND_PRODUCT // weights if weights <= _HOST_BOUND_WEIGHTS else 0
 
 
-def further_graphs(shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) -> int:
-    """Return the number of further graphs: those beside the two largest of each kind.
+def further_graphs(shapes: Sequence[DecodeShape], token_sizes: Sequence[int]) -> tuple[int, int]:
+    """Return the decode graphs and the piecewise graphs beside the two largest of each kind.
 
-    The engine does not measure them. For each it keeps the memory of one decode graph and one
-    piecewise graph together, so the number is that of the kind with more graphs. The arguments are
-    the results of graph_sizes. Without decode graphs the engine captures no graph.
+    The engine does not measure these. The arguments are the results of graph_sizes. Without decode
+    graphs the engine captures no graph.
     """
-    return max(len(shapes) - 2, len(token_sizes) - 2, 0) if shapes else 0
+    return (max(len(shapes) - 2, 0), max(len(token_sizes) - 2, 0)) if shapes else (0, 0)
 
 
-def further_graph_bytes(free: Sequence[int], num_shapes: int) -> int:
-    """Return the memory of the second decode graph and the second piecewise graph together.
+def further_graph_bytes(
+    free: Sequence[int], shapes: Sequence[DecodeShape], token_sizes: Sequence[int]
+) -> int:
+    """Return the memory of the graphs that a trial of the two largest of each kind lacks, in bytes.
 
-    free: the free memory before the captures, and after each of them: of `num_shapes` decode graphs
-    (1 or 2), then of the piecewise graphs (at most 2).
+    free: the free memory before the captures, and after each of them: of at most 2 decode graphs,
+    then of at most 2 piecewise graphs. shapes, token_sizes: as for further_graphs.
+
+    The tensors of smaller graphs reuse the memory of larger graphs, but each further graph also
+    takes memory of the driver, outside of torch's pool. The size of this memory depends mostly on
+    the number of kernels in the graph. A graph of fewer tokens has no more kernels, so each further
+    graph counts as the second one of its kind, plus a margin.
     """
     taken = [before - after for before, after in itertools.pairwise(free)]
-    return max(sum(taken[1:num_shapes]) + sum(taken[num_shapes + 1 :]), 0)
+    captured = min(len(shapes), 2)
+    seconds = sum(taken[1:captured]), sum(taken[captured + 1 :])
+    further = further_graphs(shapes, token_sizes)
+    return sum(
+        count * (max(second, 0) + _GRAPH_MARGIN_BYTES)
+        for count, second in zip(further, seconds, strict=True)
+    )
 
 
 def state_build(

@@ -16,13 +16,14 @@ from minisgl.core import ConfigError, EngineConfig, OutOfMemory
 from minisgl.core.batch import WindowLayers
 from minisgl.core.config import MAX_DRAFTS
 from minisgl.distributed.comm import Communicator
-from minisgl.engine import memory, states, warmup
+from minisgl.engine import memory, states, trial, warmup
 from minisgl.engine.check import check_memory
 from minisgl.engine.extensions import Extensions
 from minisgl.engine.graphs import DecodeShape, capture_steps
 from minisgl.engine.host_copies import device_bytes
 from minisgl.engine.images import image_buffer, image_limits, image_stages
 from minisgl.engine.model_runner import DraftTensors, ModelRunner
+from minisgl.engine.segments import reserve_block
 from minisgl.engine.stages import CachedLengths, CopyStates, Stage
 from minisgl.engine.step import StepLauncher, StepParts
 from minisgl.engine.step_tensors import Packer
@@ -34,9 +35,6 @@ from minisgl.models.decoder import CausalLM
 from minisgl.utils.startup import Progress, Stopwatch
 
 logger = logging.getLogger(__name__)
-
-# The driver allocates memory in units of this size. A measured size is uncertain by one unit.
-_DRIVER_BLOCK_BYTES = 2 * 2**20
 
 
 class Start:
@@ -78,6 +76,8 @@ class Start:
         self._check_host_cache()
         self._show_progress = comm.tp.rank == 0
         self.stream: torch.cuda.Stream | None = None
+        self._taken: trial.Taken | None = None
+        self._block_bytes = 0  # of the block that torch keeps for steps
         self.compile_log = CompileLog()
         self.startup = Stopwatch(lambda: self.compile_log.compile_s)
 
@@ -126,6 +126,7 @@ class Start:
             with self.startup.phase("graphs"):
                 launcher, _ = self._capture(launcher, *self.graph_sizes())
             graph_bytes = assembled_free_bytes - memory.free_bytes(device)
+            reserve_block(self._block_bytes, device)
         self._log(launcher, graph_bytes)
         return launcher
 
@@ -269,6 +270,8 @@ class Start:
             processors, on_stream = launcher.processors, launcher.on_stream
             launcher = StepLauncher(launcher.parts, processors, on_stream, graphs, launcher.images)
             launcher.runner.clear_dummy()
+            # The runs before the captures leave memory that the next steps take from their block.
+            torch.cuda.empty_cache()
         return launcher, free
 
     def _sizes_of_pools(self, gpu_kv_bytes: Callable[[], int]) -> list[int]:
@@ -294,11 +297,12 @@ class Start:
         found = [self._comm.agree_min(count) for count in fitting]
         least = 1 if window is None else WindowLayers(window, 0).reserve(size, span)
         if found[0] < 1 or found[-1] < least:
+            taken, chunk = self._taken, self.max_chunk_tokens
+            remedy = "; raise cpu_kv_bytes" if taken is None else taken.remedy(chunk)
             raise OutOfMemory(
                 f"one KV page of {size} tokens takes {sum(page_bytes)} bytes, and at least "
-                f"{least} pages are needed, but only {available} bytes are left; raise "
-                "memory_ratio (on a CPU, raise cpu_kv_bytes), lower max_running_reqs, or lower "
-                "prefill_budget_tokens (--max-prefill-length), since steps then take less memory"
+                f"{least} pages are needed, but only {available} bytes are left{remedy} or lower "
+                "max_running_reqs"
             )
         return found
 
@@ -334,42 +338,27 @@ class Start:
 
         The engine may use the share memory_ratio of the memory that was free before the weights
         were loaded. The KV pages get the part of this share that neither weights, steps, graphs nor
-        the copies of a host cache need. To measure the memory of steps and graphs, this method runs
-        the largest step and captures the largest graphs.
+        the copies of a host cache need. The memory of steps and graphs is measured: see trial.py.
         """
         torch.cuda.synchronize(self.device)
         free_loaded = memory.free_bytes(self.device)
-        launcher = self.assemble(model, [1] * len(self.resolved.model.pools))
-        warmup.run_largest(launcher, self.max_chunk_tokens, self.drafting)
-        step_bytes = free_loaded - memory.free_bytes(self.device)
-        graph_bytes = self._measure_graph_bytes(launcher)
-        del launcher
-        torch.cuda.empty_cache()
-        logger.info(
-            "memory of steps and graphs steps_bytes=%d graph_bytes=%d", step_bytes, graph_bytes
+        found = trial.run_trial(
+            lambda: self.assemble(model, [1] * len(self.resolved.model.pools)),
+            lambda made: warmup.run_largest(made, self.max_chunk_tokens, self.drafting),
+            self._capture,
+            self.graph_sizes(),
+            self.device,
         )
-        taken = free_before - free_loaded + step_bytes + graph_bytes + device_bytes(self.config)
-        return memory.kv_bytes_left(self.config, free_before, taken)
-
-    def _measure_graph_bytes(self, launcher: StepLauncher) -> int:
-        """Return the memory that all graphs will take, in bytes, from trial captures.
-
-        The trial captures the two largest graphs of each kind. The memory that the second ones
-        take, plus a margin of one block of the driver, is the memory of one further graph. The
-        result is the memory of the trial, plus this amount for each graph that the trial lacks.
-
-        The tensors of smaller graphs reuse the memory of larger graphs, but each further graph also
-        takes memory of the driver, outside of torch's pool. The size of this memory depends mostly
-        on the number of kernels in the graph. That number is the same for every batch size.
-        """
-        sizes, token_sizes = self.graph_sizes()
-        torch.cuda.empty_cache()
-        trial, free = self._capture(launcher, sizes[-2:], token_sizes[-2:])
-        taken = free[0] - memory.free_bytes(self.device)
-        del trial
-        torch.cuda.empty_cache()
-        each = memory.further_graph_bytes(free, min(len(sizes), 2)) + _DRIVER_BLOCK_BYTES
-        return taken + each * memory.further_graphs(sizes, token_sizes) if taken else 0
+        self._block_bytes = found.block
+        logger.info(
+            "memory of steps and graphs steps_bytes=%d block_bytes=%d graph_bytes=%d",
+            found.steps,
+            found.block,
+            found.graphs,
+        )
+        weight_bytes, copies = free_before - free_loaded, device_bytes(self.config)
+        self._taken = trial.Taken(weight_bytes, found.steps, found.graphs, copies)
+        return memory.kv_bytes_left(self.config, free_before, sum(self._taken))
 
     def _log(self, launcher: StepLauncher, graph_bytes: int) -> None:
         spec = self.resolved.kv_specs[0]

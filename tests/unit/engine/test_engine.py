@@ -15,6 +15,7 @@ from minisgl.core.batch import Batch
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.drafts import PricedLengths
 from minisgl.engine import Engine, memory, resolve_device
+from minisgl.engine.graphs import DecodeShape
 from minisgl.engine.logits_processing import upload
 from minisgl.engine.memory import cpu_threads, further_graph_bytes, memory_of
 from minisgl.engine.warmup import (
@@ -347,20 +348,28 @@ def test_more_ranks_than_gpus_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("free", "num_shapes", "expected"),
+    ("free", "decode", "pieces", "expected"),
     [
-        ([100, 60, 57, 40, 38], 2, 3 + 2),
-        ([100, 60, 40, 38], 1, 2),
-        ([100, 60, 57, 40], 2, 3),
-        ([100, 60, 62, 40, 40], 2, 0),
-        ([100], 2, 0),
+        ([100, 60, 57, 40, 38], 3, 5, (3 + 4) + 3 * (2 + 4)),
+        ([100, 60, 40, 38], 1, 3, 2 + 4),
+        ([100, 60, 57], 4, 0, 2 * (3 + 4)),
+        ([100, 60, 62, 40, 40], 3, 3, 2 * 4),
+        ([100, 60, 57, 40, 38], 2, 2, 0),
+        ([100], 0, 24, 0),
     ],
 )
-def test_a_further_graph_takes_the_memory_of_the_second_ones(
-    free: list[int], num_shapes: int, expected: int
+def test_a_further_graph_takes_the_memory_of_the_second_one_of_its_kind(
+    free: list[int], decode: int, pieces: int, expected: int
 ) -> None:
-    """The first graph of a kind also allocates the tensors that the second one reuses."""
-    assert further_graph_bytes(free, num_shapes) == expected
+    """The first graph of a kind also allocates the tensors that the second one reuses.
+
+    The margin of a graph is 4 MiB.
+    """
+    mib = 2**20
+    shapes = [DecodeShape(reqs + 1, 1) for reqs in range(decode)]
+    sizes = list(range(16, 16 * (pieces + 1), 16))
+    found = further_graph_bytes([mib * each for each in free], shapes, sizes)
+    assert found == mib * expected
 
 
 def test_close_gives_the_memory_back(path: str) -> None:
