@@ -52,6 +52,16 @@ _SMALL_GROUP = 2
 _FEW_TOKENS = 128
 
 
+def workspace_bytes(multiprocessors: int, group: int, head_dim: int) -> int:
+    """Return the size of FlashInfer's float workspace, in bytes.
+
+    The workspace holds the float32 results of split contexts: over all KV heads, at most one part
+    for each block. multiprocessors: of the GPU. group: query heads for each KV head.
+    """
+    parts = _BLOCKS_PER_MULTIPROCESSOR * multiprocessors * group * _MAX_QUERY_ROWS
+    return max(_MIN_WORKSPACE_BYTES, parts * (head_dim + 1) * 4)
+
+
 class _Planner:
     """One FlashInfer wrapper, planned anew for each step.
 
@@ -116,10 +126,9 @@ class FlashInferAttention(AttentionBackend):
         self._prefill_options = {**self._types, **mask}
         properties = torch.cuda.get_device_properties(pool.device)
         self._blocks = _BLOCKS_PER_MULTIPROCESSOR * properties.multi_processor_count
-        # The workspace holds the float32 results of split contexts: over all KV heads, at most
-        # one part for each of the blocks.
-        parts = self._blocks * (q_heads // spec.kv_heads) * _MAX_QUERY_ROWS
-        size = max(_MIN_WORKSPACE_BYTES, parts * (spec.head_dim + 1) * 4)
+        size = workspace_bytes(
+            properties.multi_processor_count, q_heads // spec.kv_heads, spec.head_dim
+        )
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
         major, minor = torch.cuda.get_device_capability(pool.device)
         self._variants = variants = self._prefill_variants(10 * major + minor)

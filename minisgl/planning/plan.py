@@ -2,7 +2,7 @@
 
 The weights are exact: they are the parameters of a rank's model on the meta device. The memory of
 steps and CUDA graphs, which a starting engine measures, is predicted from sizes of tensors and from
-three starts on one H200. The pages follow from both by the engine's own rule (engine/memory.py).
+a start on one H200. The pages follow from both by the engine's own rule (engine/memory.py).
 """
 
 from collections.abc import Callable
@@ -31,6 +31,7 @@ from minisgl.models.spec import ModelSpec
 from minisgl.quantization import with_quantizations
 
 _BATCHES = (1, 8, 32, 64, 128, 256)
+_BYTE_BITS = 8
 _TYPICAL_TOKENS = 1024  # prompt and answer of the requests for which the floor is computed
 
 
@@ -113,7 +114,9 @@ def make_plan(
     token_bytes, *of_windows = resolved.page_bytes(1)
     window_bytes = sum(of_windows)
     chunk = memory.largest_chunk(model, max_chunk_tokens, config.page_size)
-    remainder = remainder_bytes(config, model, gpu, context, spec, chunk)
+    stored = stored_weights(model, config.quantization, with_quantizations())
+    packed = weights if stored.bits < _BYTE_BITS else 0
+    remainder = remainder_bytes(config, model, gpu, context, spec, chunk, packed)
     # The remainder includes the memory that is not free when the engine starts.
     taken = weights + state_bytes + remainder
     available = memory.kv_bytes_left(config, gpu.memory_bytes, taken)
@@ -131,7 +134,6 @@ def make_plan(
         return min(tokens // length, window_pages // min(most, -(-length // size)))
 
     cost = cost_of(model, tp.size, fp8_kv)
-    stored = stored_weights(model, config.quantization, with_quantizations())
     cost = with_weights(cost, model, stored, tp.size)
     # All-reduces over a number of GPUs that was not measured count as no time.
     reduces = cost.reduces if tp.size in MEASURED_TP else 0
