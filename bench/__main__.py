@@ -16,6 +16,7 @@ NAMES = {
     "collect": "adds results of other machines to bench/results, and prints them as a table",
     "divergence": "next-token distributions of a quantised model against those of the model itself",
     "drafts": "speed of code edits with and without drafts; the edits are real, the weights random",
+    "gaps": "the longest steps of streams beside prompts, from the samples of a run",
     "host_copies": "copies of KV pages between a GPU and host memory",
     "host_hits": "first tokens of prefixes in host memory, and streams and steps beside copies",
     "images": "first tokens and text streams with images, and the time of the image encoder",
