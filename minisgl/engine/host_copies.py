@@ -3,12 +3,17 @@
 A block of host memory holds one page: the keys, the values and, of an FP8 pool, the scales of all
 layers. On a GPU, a copy runs on a stream of its own: the pages are gathered into contiguous blocks
 on the device, and each run of consecutive blocks crosses the link in one transfer.
+
+A thread of each direction launches the copies, a few pieces ahead. When the scheduler launched all
+pieces itself, a load and a store of 32,000 tokens stopped the steps of an H200 for 57 ms.
 """
 
 import itertools
 import mmap
 import time
+from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,6 +29,7 @@ from minisgl.utils.host_memory import cpu_free_bytes
 
 _SPARE_BYTES = 4 * 10**9  # of host memory, for all other data of the server
 _PIECE_BYTES = 64 * 2**20  # of a copy in one direction: its blocks take this memory on the device
+_AHEAD = 8  # pieces of a direction that are launched before the first of them has ended
 
 
 class HostPageCopier:
@@ -46,9 +52,11 @@ class HostPageCopier:
         self._blocks = [_reserve(pages, num_blocks) for pages in self._pages]
         self._device = pool.device
         self._streams: list[torch.cuda.Stream] = []
+        self._threads: list[ThreadPoolExecutor] = []
         self._locking: HostMemoryLock | None = None
         if self._device.type == "cuda":
             self._streams = [_stream(self._device) for _ in range(2)]
+            self._threads = [ThreadPoolExecutor(1, "host-copies") for _ in range(2)]
             self._locking = HostMemoryLock(self._blocks, self._device)
         self.block_bytes = sum(blocks[:1].nbytes for blocks in self._blocks)
         self._piece = min(max(_PIECE_BYTES // self.block_bytes, 1), num_blocks)
@@ -60,24 +68,33 @@ class HostPageCopier:
             ]
             for _ in range(2)
         ]
-        self._ended: dict[int, torch.cuda.Event | None] = {}
+        self._ended: dict[int, Future[torch.cuda.Event] | None] = {}
         self._reported: set[int] = set()
 
-    @torch.inference_mode()
     def start(self, job: int, pages: Int32Array, blocks: Int32Array, load: bool) -> None:
         """As in PageCopier. On a CPU the copy is complete when this method returns."""
-        order = np.argsort(blocks)
-        pages, blocks = pages[order].astype(np.int64), blocks[order].astype(np.int64)
-        if not self._streams:
-            self._copy(torch.from_numpy(pages), blocks, load)
+        if self._threads:
+            self._ended[job] = self._threads[load].submit(self._launch, pages, blocks, load)
+        else:
+            of_pages, in_order = _in_order(pages, blocks)
+            for piece in self._pieces(len(in_order)):
+                self._copy(of_pages[piece], in_order[piece], load)
             self._ended[job] = None
-            return
+
+    def _launch(self, pages: Int32Array, blocks: Int32Array, load: bool) -> torch.cuda.Event:
+        """Launch a copy on the stream of its direction. Returns the event of its end."""
         with torch.cuda.stream(self._streams[load]):
-            on_device = torch.from_numpy(pages).pin_memory().to(self._device, non_blocking=True)
-            self._copy(on_device, blocks, load)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._ended[job] = event
+            of_pages, in_order = _in_order(pages, blocks)
+            on_device = of_pages.pin_memory().to(self._device, non_blocking=True)
+            open_pieces: deque[torch.cuda.Event] = deque()
+            for piece in self._pieces(len(in_order)):
+                if len(open_pieces) == _AHEAD:
+                    open_pieces.popleft().synchronize()
+                self._copy(on_device[piece], in_order[piece], load)
+                event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                event.record()
+                open_pieces.append(event)
+        return open_pieces[-1]
 
     @property
     def num_open(self) -> int:
@@ -97,38 +114,42 @@ class HostPageCopier:
     def done(self, wait_s: float) -> list[int]:
         """As in PageCopier."""
         news = {job: end for job, end in self._ended.items() if job not in self._reported}
-        ended = [job for job, event in news.items() if _is_done(event)]
+        ended = [job for job, launched in news.items() if _is_done(launched)]
         if news and not ended and wait_s:
             time.sleep(wait_s)
-            ended = [job for job, event in news.items() if _is_done(event)]
+            ended = [job for job, launched in news.items() if _is_done(launched)]
         self._reported.update(ended)
         return ended
 
     def finish(self, job: int) -> None:
         """As in PageCopier."""
-        event = self._ended.pop(job)
+        launched = self._ended.pop(job)
         self._reported.discard(job)
-        if event is not None:
-            event.synchronize()
+        if launched is not None:
+            launched.result().synchronize()
 
     def close(self) -> None:
         """Wait for the copies in flight, and let the driver unlock the host memory.
 
         Raises EngineError if the driver refuses this.
         """
+        for thread in self._threads:
+            thread.shutdown()
         for stream in self._streams:
             stream.synchronize()
         self._streams = []
         if self._locking is not None:
             self._locking.close()
 
+    def _pieces(self, count: int) -> list[slice]:
+        return [slice(first, first + self._piece) for first in range(0, count, self._piece)]
+
+    @torch.inference_mode()
     def _copy(self, pages: Tensor, blocks: Any, load: bool) -> None:
-        for first in range(0, len(blocks), self._piece):
-            of_piece = slice(first, first + self._piece)
-            parts = zip(self._pages, self._blocks, self._staging[load], strict=True)
-            for on_device, on_host, staging in parts:
-                here = staging[: len(blocks[of_piece])]
-                _copy_piece(on_device, on_host, here, pages[of_piece], blocks[of_piece], load)
+        """Copy a piece. pages, blocks: int64 [n]; the pages are on the device."""
+        parts = zip(self._pages, self._blocks, self._staging[load], strict=True)
+        for on_device, on_host, staging in parts:
+            _copy_piece(on_device, on_host, staging[: len(blocks)], pages, blocks, load)
 
 
 def _copy_piece(
@@ -194,5 +215,13 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _is_done(event: torch.cuda.Event | None) -> bool:
-    return event is None or bool(event.query())  # type: ignore[no-untyped-call]
+def _in_order(pages: Int32Array, blocks: Int32Array) -> tuple[Tensor, Any]:
+    """Return both as int64, in the order of the blocks."""
+    order = np.argsort(blocks)
+    return torch.from_numpy(pages[order].astype(np.int64)), blocks[order].astype(np.int64)
+
+
+def _is_done(launched: "Future[torch.cuda.Event] | None") -> bool:
+    if launched is None:
+        return True
+    return launched.done() and bool(launched.result().query())  # type: ignore[no-untyped-call]

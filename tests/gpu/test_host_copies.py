@@ -1,13 +1,18 @@
 """Copies of KV pages between a GPU and host memory, beside the steps of other requests."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
+from bench.step import contexts_of, decode_batch, kernel_times, run_steps
 from minisgl.core.batch import Int32Array
 from minisgl.engine import host_lock
 from minisgl.engine.host_copies import HostPageCopier
 from minisgl.kvcache.pool import KVPool, KVSpec
+from tests.gpu.test_engine import write_config
+from tests.parity.driver import make_engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,3 +73,15 @@ def test_pages_come_back_with_equal_bytes_while_steps_run(
     assert all(blocks.is_pinned() for blocks in copies._blocks)
     copies.close()
     assert not any(blocks.is_pinned() for blocks in copies._blocks)
+
+
+def test_a_plain_decode_step_copies_nothing_by_a_copy_engine(tmp_path: Path) -> None:
+    """Its small copies would wait there for the transfers of pages."""
+    path = write_config(tmp_path, "Qwen3ForCausalLM")
+    engine = make_engine(path, dummy_weight=True, device="cuda", num_pages=200)
+    contexts = contexts_of(2, 8, ragged=False)
+    batches = [decode_batch(engine, contexts, number) for number in range(4)]
+    run_steps(engine, batches)
+    names = [kernel.name for kernel in kernel_times(engine, batches)]
+    assert "_copy_words" in names
+    assert not [name for name in names if name.startswith("Memcpy")]

@@ -1,9 +1,12 @@
 """Copies of KV pages to host memory and back, and requests that continue from them."""
 
 import mmap
+import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -56,6 +59,78 @@ def test_a_page_comes_back_with_equal_bytes(fp8: bool) -> None:
     for part, old in zip(pool.parts(), before, strict=True):
         assert torch.equal(part[:, [0, 7, 5]], old[:, [1, 3, 6]])
         assert not part[:, [1, 2, 3, 4, 6]].any()
+
+
+class Link:
+    """Takes the place of a GPU's events. The pieces of copies end when the test sets `may_end`.
+
+    launched: the number of pieces. is_full: set when the thread of the copies waits for a piece.
+    """
+
+    def __init__(self) -> None:
+        self.launched = 0
+        self.is_full, self.may_end = threading.Event(), threading.Event()
+
+    def Event(self, blocking: bool) -> "Link":
+        return self
+
+    def record(self) -> None:
+        self.launched += 1
+
+    def query(self) -> bool:
+        return self.may_end.is_set()
+
+    def synchronize(self) -> None:
+        self.is_full.set()
+        self.may_end.wait()
+
+
+@pytest.fixture
+def link(monkeypatch: pytest.MonkeyPatch) -> Link:
+    link = Link()
+    monkeypatch.setattr(torch.cuda, "Event", link.Event)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda pages: pages)
+    monkeypatch.setattr(host_copies, "_AHEAD", 2)
+    return link
+
+
+def copies_by_threads() -> HostPageCopier:
+    """Return copies of a pool on the CPU that have the threads of a GPU, in pieces of a page."""
+    spec = KVSpec(2, 16, torch.bfloat16, fp8=False)
+    pool = KVPool(spec, layers=(0, 2), num_pages=8, page_size=4, device=CPU)
+    pool.fill_noise(8)
+    copies = HostPageCopier(pool, num_blocks=5)
+    copies._streams = [SimpleNamespace(synchronize=int)] * 2  # streams without work
+    copies._threads = [ThreadPoolExecutor(1) for _ in range(2)]
+    copies._piece = 1
+    return copies
+
+
+def test_the_scheduler_does_not_wait_while_pieces_are_launched(link: Link) -> None:
+    """Streams had gaps of 79 ms: the thread of the scheduler launched all pieces of a copy."""
+    copies = copies_by_threads()
+    copies.start(1, ids(6, 1, 3, 7, 0), ids(4, 0, 2, 1, 3), load=False)
+    link.is_full.wait()
+    assert link.launched == 2
+    assert copies.done(0.0) == []
+    link.may_end.set()
+    copies.finish(1)
+    assert link.launched == 5
+    for pages, blocks in zip(copies._pages, copies._blocks, strict=True):
+        assert torch.equal(blocks, pages[[1, 7, 3, 0, 6]])
+    copies.close()
+
+
+def test_an_error_of_a_launch_ends_the_scheduler(
+    link: Link, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = copies_by_threads()
+    monkeypatch.setattr(torch, "index_select", lambda *args, **named: 1 / 0)
+    copies.start(1, ids(6), ids(4), load=False)
+    with pytest.raises(ZeroDivisionError):
+        copies.finish(1)
+    copies.close()
 
 
 def test_each_rank_checks_the_free_memory_that_the_ranks_found_before_any_allocation(
