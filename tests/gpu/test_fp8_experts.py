@@ -11,38 +11,95 @@ from minisgl.moe.torch_backend import TorchMoe
 from tests.gpu.test_fp8_weights import DTYPE, QUANTISED_LIMIT, random_weights
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
+from tests.gpu.test_moe import poisoned
+
+LIMIT = 1e-5 if INTERPRETED else 1.5e-2
+SEMAPHORES = torch.empty(0, dtype=torch.int32)  # these kernels use none
 
 
-@pytest.mark.parametrize("blocks", [(1, 1024), (128, 128), (32, 32)])
+BLOCKS = [(1, 1024), (128, 128), (32, 32)]
+# Tiles do not divide these sizes. tokens, experts, width, inner
+FEW = [(1, 4, 96, 32), (2, 6, 80, 16)]
+if not INTERPRETED:
+    FEW += [(1, 4, 2304, 544), (4, 8, 160, 64)]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give a program more rows in the interpreter, whose time is that of the programs."""
+    from minisgl.kernel.triton import fp8_few
+
+    if INTERPRETED:
+        monkeypatch.setattr(fp8_few, "_ROWS", 8)
+        monkeypatch.setattr(fp8_few, "_DOWN_ROWS", 16)
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize(
     ("tokens", "experts", "width", "inner"), [(1, 4, 256, 96), (3, 8, 160, 64)]
 )
-@pytest.mark.parametrize("many", [False, True])
 @pytest.mark.parametrize("shared", [0, 1])
-def test_experts(
+def test_experts_of_many_tokens(
+    shared: int, tokens: int, experts: int, width: int, inner: int, blocks: tuple[int, int]
+) -> None:
+    """Tiles do not divide the sizes."""
+    from minisgl.kernel.triton.moe_grouped import experts_of_many
+
+    router = random_router(experts, width, shared)
+    weights = random_experts(experts, width, inner, blocks)
+    x = normal(tokens, width, dtype=DTYPE)
+    routing = routed(x, router, experts)
+    found = experts_of_many(x, weights, *routing, shared, quantised=False)
+    assert error(found, reference(x, router, weights)) < LIMIT
+
+
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize(("tokens", "experts", "width", "inner"), FEW)
+@pytest.mark.parametrize("shared", [0, 1])
+@pytest.mark.parametrize("columns", [32] if INTERPRETED else [32, 512])
+def test_experts_of_few_tokens(
+    columns: int,
     shared: int,
     tokens: int,
     experts: int,
     width: int,
     inner: int,
     blocks: tuple[int, int],
-    many: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Few tokens as matrix-vector products, and blocks of tokens; tiles do not divide the sizes."""
-    from minisgl.kernel.triton import fp8_few, moe_grouped
+    """Matrix-vector products, also with more columns than a program loads at once."""
+    from minisgl.kernel.triton import fp8_few
 
+    monkeypatch.setattr(fp8_few, "_COLUMNS", columns)
     router = random_router(experts, width, shared)
     weights = random_experts(experts, width, inner, blocks)
     x = normal(tokens, width, dtype=DTYPE)
-    exact = reference(x, router, weights)
-    if many:
-        routing = routed(x, router, experts)
-        found = moe_grouped.experts_of_many(x, weights, *routing, shared, quantised=False)
-    else:
-        semaphores = torch.zeros(8, dtype=torch.int32, device=DEVICE)
-        found = fp8_few.experts_of_few(x, router, weights, semaphores)
-        assert not semaphores.any()
-    assert error(found, exact) < (1e-5 if INTERPRETED else 1.5e-2)
+    with poisoned():
+        found = [fp8_few.experts_of_few(x, router, weights, SEMAPHORES) for _ in range(2)]
+    assert error(found[0], reference(x, router, weights)) < LIMIT
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("shared", [0, 2])
+@pytest.mark.parametrize("rule", ["renormalised", "of all", "sigmoids", "equal", "nan"])
+def test_the_experts_choose_as_the_routing_does(rule: str, shared: int) -> None:
+    """Of equal logits the lower id comes first; an expert whose logit is NaN is not chosen."""
+    from minisgl.kernel.triton import fp8_few
+
+    tokens, experts, width, inner = 2, 11, 48, 16
+    router = random_router(experts, width, shared)._replace(top_k=3, renormalise=rule != "of all")
+    if rule == "sigmoids":
+        correction = 8 + normal(experts - shared)
+        router = router._replace(shared_gate=False, correction=correction, scale=2.5)
+    if rule == "equal":
+        router.weight[: experts - shared] = router.weight[0]
+    if rule == "nan":
+        router.weight[1] = torch.nan
+    weights = random_experts(experts, width, inner, (32, 32))
+    x = normal(tokens, width, dtype=DTYPE)
+    with poisoned():
+        found = fp8_few.experts_of_few(x, router, weights, SEMAPHORES)
+    assert error(found, reference(x, router, weights)) < LIMIT
 
 
 def test_experts_convert_all_numbers_exactly() -> None:
@@ -99,7 +156,10 @@ def routed(x: Tensor, router: Router, num_experts: int) -> tuple[Tensor, Tensor]
 
 def reference(x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
     """The experts one after the other in float64, on the CPU; the routing is that of x's dtype."""
-    factors, experts = (one.cpu() for one in routed(x, router, len(weights.down.values)))
+    from minisgl.kernel.triton import moe_routing
+
+    logits = router.logits(x, len(weights.down.values))
+    factors, experts = (one.cpu() for one in moe_routing.route(logits, router))
     matrices = (weights.gate_up, weights.down)
     gate_up, down = (one.dequantised(0, torch.float64).values.cpu() for one in matrices)
     x = x.cpu().double()

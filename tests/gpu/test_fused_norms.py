@@ -17,6 +17,7 @@ from minisgl.moe.base import ExpertMatrix, ExpertWeights, Router
 from minisgl.moe.triton_backend import TritonMoe
 from tests.gpu import test_fp8_experts, test_moe, test_mxfp4_moe
 from tests.gpu.graphs import equal_in_a_graph
+from tests.gpu.test_fp8_experts import few_programs as few_programs
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
 from tests.gpu.test_kernels import pytestmark as pytestmark
 from tests.gpu.test_moe import poisoned

@@ -1,14 +1,19 @@
 """The experts of a few tokens with FP8 weights, as matrix-vector products.
 
 The counterpart of moe_few.py. The activations keep their dtype, and the weights are converted in
-registers, exactly. The scale of a block of weights multiplies the partial sum of its columns; a
-scale for a whole row multiplies the result. moe_grouped.py computes many tokens.
+registers, exactly. The scale of a block of weights multiplies the partial sum of its columns.
+moe_grouped.py computes many tokens.
+
+A program is one warp, which loads all of its weights before it waits for its vectors. So no program
+waits for another warp, and all programs of a product run at the same time. Each program chooses the
+experts for itself (moe_choice.py).
 
 Bytes: those of the router as in moe_few.py, and 3 H I and the scales for each of T * A assignments,
 where A = top_k + shared.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
+# mypy: disable-error-code=assignment
 
 import triton
 import triton.language as tl
@@ -17,35 +22,60 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.activation import Activation
 from minisgl.kernel.elementwise import PendingNorm
+from minisgl.kernel.triton.moe_choice import all_chosen, chosen_at
 from minisgl.kernel.triton.moe_grouped import columns_in_loop
-from minisgl.kernel.triton.moe_router import route_few
-from minisgl.kernel.triton.moe_routing import Layer, Router
+from minisgl.kernel.triton.moe_router import score_few
+from minisgl.kernel.triton.moe_routing import Layer, Router, rule_of
 from minisgl.kernel.triton.overlap import overlaps
 
-# The weights of a program, as in moe_few.py.
-_ROWS, _COLUMNS = 4, 2048
-_DOWN_ROWS, _DOWN_COLUMNS = 16, 512
+# Rows of gate, of up and of down in a program; columns of one load of a warp; loads of a row before
+# the vectors. With 112 registers a thread, all programs of gate and up for one token run at once.
+# The fastest of 91 combinations for 1 token, on one H200 with the shapes of Qwen3.6-35B-A3B,
+# 2026-11-28.
+_ROWS, _DOWN_ROWS = 2, 2
+_COLUMNS, _LOADS = 512, 4
+_REGISTERS = 112
+_LANE = tl.constexpr(16)  # columns of one load of a lane
 
 
 @triton.jit
-def _scaled_sum(products, row_scale, start, width, SCALE_COLUMNS: tl.constexpr):
-    """Sum products [ROWS, BLOCK] of the columns from `start` on, times the scales of their blocks.
+def _vector(at, left, BLOCK: tl.constexpr):
+    """Load `BLOCK` numbers, as float32, each in the lane that has its column of the weight.
 
-    row_scale: pointers [ROWS] to the scales of the first block. SCALE_COLUMNS 0: no scale.
+    A lane loads 16 columns of FP8 weights at once, and 8 numbers of a 16-bit vector. In another
+    shape Triton 3.6 gives a lane two pieces that are not neighbours. left: numbers that exist.
     """
-    ROWS: tl.constexpr = products.shape[0]
-    BLOCK: tl.constexpr = products.shape[1]
-    if SCALE_COLUMNS == 0:
-        total = tl.sum(products, axis=1)
-    else:
-        GROUP: tl.constexpr = SCALE_COLUMNS if SCALE_COLUMNS < BLOCK else BLOCK
-        GROUPS: tl.constexpr = BLOCK // GROUP
-        group = start // SCALE_COLUMNS + tl.arange(0, GROUPS)
-        known = (group < tl.cdiv(width, SCALE_COLUMNS))[None, :]
-        scale = tl.load(row_scale[:, None] + group[None, :], mask=known, other=0.0)
-        sums = tl.sum(tl.reshape(products, [ROWS, GROUPS, GROUP]), axis=2)
-        total = tl.sum(sums * scale, axis=1)
-    return total
+    lane = tl.arange(0, BLOCK // _LANE)[:, None, None] * _LANE
+    k = lane + tl.arange(0, 2)[None, :, None] * 8 + tl.arange(0, 8)[None, None, :]
+    v = tl.load(at + k, mask=k < left, other=0.0)
+    return tl.reshape(v, [BLOCK]).to(tl.float32)
+
+
+@triton.jit
+def _weights(at, start, width, BLOCK: tl.constexpr):
+    """Load `BLOCK` columns from `start` on of each row: at has the pointers to the rows."""
+    k = (start + tl.arange(0, BLOCK))[None, :]
+    return tl.load(at[:, None] + k, mask=k < width, other=0.0)
+
+
+@triton.jit
+def _scales(at, start, width, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load the scale of each lane's 16 columns from column `start` on: [rows of at, BLOCK / 16].
+
+    at: pointers to the scales of the first block. COLUMNS 0: one scale for all columns.
+    """
+    k = (start + tl.arange(0, BLOCK // _LANE) * _LANE)[None, :]
+    group = k * 0 if COLUMNS == 0 else k // COLUMNS
+    return tl.load(at[:, None] + group, mask=k < width, other=0.0)
+
+
+@triton.jit
+def _sums(w, v, scales):
+    """The products of w [ROWS, BLOCK] and v [BLOCK], summed within each lane and scaled."""
+    ROWS: tl.constexpr = w.shape[0]
+    LANES: tl.constexpr = w.shape[1] // _LANE
+    products = tl.reshape(w.to(tl.float32) * v[None, :], [ROWS, LANES, _LANE])
+    return tl.sum(products, axis=2) * scales
 
 
 @triton.jit
@@ -54,66 +84,68 @@ def _gate_up(
     weight,
     scales,
     out,
-    experts,
+    logits,
+    correction,
     inner,
     width,
     x_stride,
-    EACH: tl.constexpr,
+    num_experts,
+    TOP_K: tl.constexpr,
+    SHARED: tl.constexpr,
+    GATED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    EXPERTS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
+    SAME: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LOADS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Rows of silu(gate) * up for one assignment. EACH: experts of a token."""
+    """Rows of silu(gate) * up for one assignment.
+
+    SAME: whether the rows of a program have the same scales.
+    """
+    EACH: tl.constexpr = TOP_K + SHARED
+    token = tl.program_id(1) // EACH
+    place = tl.program_id(1) % EACH
     if EARLY:
         gdc_wait()
-        gdc_launch_dependents()  # after gdc_wait, so `_down` may read the routing at once
-    assignment = tl.program_id(1)
-    expert = tl.load(experts + assignment).to(tl.int64)
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = n < inner
-    n = tl.minimum(n, inner - 1)
-    gate_at = weight + (expert * 2 * inner + n[:, None]) * width
-    up_at = weight + (expert * 2 * inner + inner + n[:, None]) * width
+        gdc_launch_dependents()  # after gdc_wait, so `_down` may read the logits at once
+    own = logits + token * (num_experts + GATED)
+    expert = chosen_at(own, correction, place, num_experts, TOP_K, SIGMOID, EXPERTS).to(tl.int64)
+    begin = tl.program_id(0) * ROWS
+    n = tl.minimum(begin + tl.arange(0, ROWS), inner - 1)
+    gate_at = weight + (expert * 2 * inner + n) * width
+    up_at = gate_at + inner.to(tl.int64) * width
     each = 1 if SCALE_COLUMNS == 0 else tl.cdiv(width, SCALE_COLUMNS)
-    of_expert = expert * tl.cdiv(2 * inner, SCALE_ROWS)
-    gate_scale = scales + (of_expert + n // SCALE_ROWS) * each
-    up_scale = scales + (of_expert + (inner + n) // SCALE_ROWS) * each
-    x_at = x + (assignment // EACH) * x_stride
-    gate = tl.zeros([ROWS], tl.float32)
-    up = tl.zeros([ROWS], tl.float32)
-    for start in range(0, width, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        live = (k < width)[None, :]
-        g = tl.load(gate_at + k[None, :], mask=live, other=0.0)
-        u = tl.load(up_at + k[None, :], mask=live, other=0.0)
-        v = tl.load(x_at + k, mask=k < width, other=0.0).to(tl.float32)[None, :]
-        gate += _scaled_sum(g.to(tl.float32) * v, gate_scale, start, width, SCALE_COLUMNS)
-        up += _scaled_sum(u.to(tl.float32) * v, up_scale, start, width, SCALE_COLUMNS)
-    if SCALE_COLUMNS == 0:
-        gate *= tl.load(gate_scale)
-        up *= tl.load(up_scale)
-    value = gate / (1.0 + tl.exp(-gate)) * up
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tl.store(out + assignment * inner + n, value.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _down_rows(
-    weight,
-    scales,
-    expert,
-    row,
-    width,
-    inner,
-    SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr,
-):
-    """Pointers to rows of down, and to the scales of their first blocks."""
-    each = 1 if SCALE_COLUMNS == 0 else tl.cdiv(inner, SCALE_COLUMNS)
-    scale_at = scales + (expert * tl.cdiv(width, SCALE_ROWS) + row // SCALE_ROWS) * each
-    return weight + (expert * width + row) * inner, scale_at
+    scaled = begin + tl.arange(0, 1) if SAME else n
+    first = expert * tl.cdiv(2 * inner, SCALE_ROWS)
+    gate_scale = scales + (first + scaled // SCALE_ROWS) * each
+    up_scale = scales + (first + (inner + scaled) // SCALE_ROWS) * each
+    gate = tl.zeros([ROWS, BLOCK // _LANE], tl.float32)
+    up = tl.zeros([ROWS, BLOCK // _LANE], tl.float32)
+    for start in range(0, width, BLOCK * LOADS):
+        gates, ups, gate_scales, up_scales = (), (), (), ()
+        for i in tl.static_range(LOADS):
+            k = start + i * BLOCK
+            gates += (_weights(gate_at, k, width, BLOCK),)
+            ups += (_weights(up_at, k, width, BLOCK),)
+        for i in tl.static_range(LOADS):
+            k = start + i * BLOCK
+            gate_scales += (_scales(gate_scale, k, width, BLOCK, SCALE_COLUMNS),)
+            up_scales += (_scales(up_scale, k, width, BLOCK, SCALE_COLUMNS),)
+        for i in tl.static_range(LOADS):
+            k = start + i * BLOCK
+            v = _vector(x + token * x_stride + k, width - k, BLOCK)
+            gate += _sums(gates[i], v, gate_scales[i])
+            up += _sums(ups[i], v, up_scales[i])
+    g, u = tl.sum(gate, axis=1), tl.sum(up, axis=1)
+    value = g / (1.0 + tl.exp(-g)) * u
+    n = begin + tl.arange(0, ROWS)
+    at = out + (token * EACH + place) * inner + n
+    tl.store(at, value.to(out.dtype.element_ty), mask=n < inner)
 
 
 @triton.jit
@@ -122,87 +154,62 @@ def _down(
     weight,
     scales,
     out,
-    experts,
-    weights,
+    logits,
+    correction,
     width,
     inner,
     num_experts,
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
-    PLACES: tl.constexpr,
-    SHARED_PLACES: tl.constexpr,
+    GATED: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    SCALE: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    EXPERTS: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
+    SAME: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     ADD: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """ROWS rows of down for each of the PLACES experts of a token, flattened to one dimension.
-
-    ADD: they are added to `out`. The shared experts have a tile of their own, as in moe_few.py.
-    """
+    """Rows of the sum of a token's experts. ADD: they are added to `out`."""
+    if EARLY:
+        gdc_launch_dependents()
+    EACH: tl.constexpr = TOP_K + SHARED
     token = tl.program_id(1)
-    flat = tl.arange(0, PLACES * ROWS)
-    j = flat // ROWS
-    kept = j < TOP_K
-    assignment = token * (TOP_K + SHARED) + tl.minimum(j, TOP_K - 1)
-    expert = tl.load(experts + assignment).to(tl.int64)
-    factor = tl.load(weights + assignment, mask=kept, other=0.0)
-    if ADD:
-        own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        carried = tl.load(out + token * width + own, mask=own < width, other=0.0)
-    n = tl.program_id(0) * ROWS + flat % ROWS
+    begin = tl.program_id(0) * ROWS
+    n = begin + tl.arange(0, ROWS)
     row = tl.minimum(n, width - 1)
-    weight_at, scale_at = _down_rows(
-        weight, scales, expert, row, width, inner, SCALE_ROWS, SCALE_COLUMNS
+    if ADD:
+        carried = tl.load(out + token * width + n, mask=n < width, other=0.0)
+    own = logits + token * (num_experts + GATED)
+    experts, factors = all_chosen(
+        own, correction, num_experts, TOP_K, SHARED, GATED, SIGMOID, SCALE, RENORMALISE, EXPERTS
     )
-    if SHARED > 0:
-        flat = tl.arange(0, SHARED_PLACES * ROWS)
-        i = tl.minimum(flat // ROWS, SHARED - 1)
-        is_shared = flat < SHARED * ROWS
-        shared_assignment = token * (TOP_K + SHARED) + TOP_K + i
-        shared_weight_at, shared_scale_at = _down_rows(
-            weight,
-            scales,
-            (num_experts + i).to(tl.int64),
-            tl.minimum(tl.program_id(0) * ROWS + flat % ROWS, width - 1),
-            width,
-            inner,
-            SCALE_ROWS,
-            SCALE_COLUMNS,
-        )
-        shared_total = tl.zeros([SHARED_PLACES * ROWS], tl.float32)
-    total = tl.zeros([PLACES * ROWS], tl.float32)
+    each = 1 if SCALE_COLUMNS == 0 else tl.cdiv(inner, SCALE_COLUMNS)
+    scaled = begin + tl.arange(0, 1) if SAME else row
+    total = tl.zeros([ROWS, BLOCK // _LANE], tl.float32)
     for start in range(0, inner, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        live = kept[:, None] & (k < inner)[None, :]
-        w = tl.load(weight_at[:, None] + k[None, :], mask=live, other=0.0)
-        if SHARED > 0:
-            shared_live = is_shared[:, None] & (k < inner)[None, :]
-            at = shared_weight_at[:, None] + k[None, :]
-            shared_w = tl.load(at, mask=shared_live, other=0.0)
+        blocks, block_scales = (), ()
+        for j in tl.static_range(EACH):
+            at = weight + (experts[j].to(tl.int64) * width + row) * inner + start
+            blocks += (_weights(at, 0, inner - start, BLOCK),)
+        for j in tl.static_range(EACH):
+            first = experts[j].to(tl.int64) * tl.cdiv(width, SCALE_ROWS)
+            at = scales + (first + scaled // SCALE_ROWS) * each
+            own_scales = _scales(at, start, inner, BLOCK, SCALE_COLUMNS)
+            block_scales += (own_scales * factors[j],)
         if EARLY:
             gdc_wait()
-        v = tl.load(hidden + assignment[:, None] * inner + k[None, :], mask=live, other=0.0)
-        products = w.to(tl.float32) * v.to(tl.float32)
-        total += _scaled_sum(products, scale_at, start, inner, SCALE_COLUMNS)
-        if SHARED > 0:
-            at = hidden + shared_assignment[:, None] * inner + k[None, :]
-            v = tl.load(at, mask=shared_live, other=0.0)
-            products = shared_w.to(tl.float32) * v.to(tl.float32)
-            shared_total += _scaled_sum(products, shared_scale_at, start, inner, SCALE_COLUMNS)
-    if SCALE_COLUMNS == 0:
-        total *= tl.load(scale_at)
-    value = tl.sum(tl.reshape(total * factor, [PLACES, ROWS]), axis=0)
-    if SHARED > 0:
-        if SCALE_COLUMNS == 0:
-            shared_total *= tl.load(shared_scale_at)
-        shared_total *= tl.load(weights + shared_assignment, mask=is_shared, other=0.0)
-        value += tl.sum(tl.reshape(shared_total, [SHARED_PLACES, ROWS]), axis=0)
+        for j in tl.static_range(EACH):
+            at = hidden + (token * EACH + j) * inner + start
+            v = _vector(at, inner - start, BLOCK)
+            total += _sums(blocks[j], v, block_scales[j])
+    value = tl.sum(total, axis=1)
     if ADD:
         value += carried.to(tl.float32)
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tl.store(out + token * width + n, value.to(out.dtype.element_ty), mask=n < width)
 
 
@@ -219,60 +226,78 @@ def experts_of_few(
     norm: PendingNorm | None = None,
     norm_weight: Tensor | None = None,
 ) -> Tensor:
-    """As moe_few.experts_of_few, with FP8 weights.
+    """As moe_few.experts_of_few, with FP8 weights. semaphores: not used.
 
-    The blocks of the scales have a power of two of columns, or all columns.
+    The blocks of the scales have a multiple of 16 of columns, or all columns.
     """
     (gate_up, gate_up_scales, _), (down, down_scales, _), _ = layer
     num_tokens, width = x.shape
-    inner, top_k, shared = down.shape[2], router[2], router[4]
-    num_experts = len(down) - shared
+    inner, rule = down.shape[2], rule_of(router)
+    num_experts, each = len(down) - rule.SHARED, rule.TOP_K + rule.SHARED
     early = overlaps()
-    routed = route_few(x, router, num_experts, semaphores, norm, norm_weight)
-    weights, experts, x, residual = routed
-    hidden = x.new_empty((experts.numel(), inner))
-    _gate_up[(triton.cdiv(inner, _ROWS), experts.numel())](
+    logits, x, residual = score_few(x, router, num_experts, norm, norm_weight)
+    correction = logits if router[6] is None else router[6]
+    routing = {
+        "TOP_K": rule.TOP_K,
+        "SHARED": rule.SHARED,
+        "GATED": rule.GATED,
+        "SIGMOID": rule.SIGMOID,
+        "EXPERTS": triton.next_power_of_2(num_experts),
+    }
+    hidden = x.new_empty((num_tokens * each, inner))
+    columns, loads = _loads(width, _LOADS)
+    _gate_up[(triton.cdiv(inner, _ROWS), num_tokens * each)](
         x,
         gate_up,
         gate_up_scales.values,
         hidden,
-        experts,
+        logits,
+        correction,
         inner,
         width,
         x.stride(0),
-        EACH=top_k + shared,
+        num_experts,
+        **routing,
         SCALE_ROWS=gate_up_scales.rows,
         SCALE_COLUMNS=columns_in_loop(gate_up_scales, width),
+        SAME=gate_up_scales.rows % _ROWS == 0 and inner % _ROWS == 0,
         ROWS=_ROWS,
-        BLOCK=min(triton.next_power_of_2(width), _COLUMNS),
+        BLOCK=columns,
+        LOADS=loads,
         EARLY=early,
-        num_warps=2,
+        num_warps=1,
+        maxnreg=_REGISTERS,
         launch_pdl=early,
     )
-    places = triton.next_power_of_2(top_k)
-    rows = max(_DOWN_ROWS // places, 1)
-    out = routed.out()
-    _down[(triton.cdiv(width, rows), num_tokens)](
+    out = x.new_empty(x.shape) if residual is None else residual
+    columns, _ = _loads(inner, 1)
+    _down[(triton.cdiv(width, _DOWN_ROWS), num_tokens)](
         hidden,
         down,
         down_scales.values,
         out,
-        experts,
-        weights,
+        logits,
+        correction,
         width,
         inner,
         num_experts,
-        TOP_K=top_k,
-        SHARED=shared,
-        PLACES=places,
-        SHARED_PLACES=triton.next_power_of_2(shared) if shared else 0,
+        **routing,
+        SCALE=rule.SCALE,
+        RENORMALISE=rule.RENORMALISE,
         SCALE_ROWS=down_scales.rows,
         SCALE_COLUMNS=columns_in_loop(down_scales, inner),
-        ROWS=rows,
-        BLOCK=min(triton.next_power_of_2(inner), _DOWN_COLUMNS),
+        SAME=down_scales.rows % _DOWN_ROWS == 0 and width % _DOWN_ROWS == 0,
+        ROWS=_DOWN_ROWS,
+        BLOCK=columns,
         ADD=residual is not None,
         EARLY=early,
-        num_warps=4,
+        num_warps=1,
         launch_pdl=early,
     )
     return out
+
+
+def _loads(width: int, most: int) -> tuple[int, int]:
+    """The columns of one load of a row with `width` columns, and the loads at once."""
+    columns = min(triton.next_power_of_2(width), _COLUMNS)
+    return columns, min(triton.cdiv(width, columns), most)

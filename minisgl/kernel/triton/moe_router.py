@@ -1,9 +1,10 @@
-"""The router of a mixture of experts for a few tokens: logits and choice in one launch.
+"""The router of a mixture of experts for a few tokens: logits, and the choice in the same launch.
 
-A program computes one logit, and the last program of a token to finish chooses its experts. With
-the norm before the block, each program normalises the row of its token, and one of them stores the
-normalised row for the experts. The last kernel of the experts then adds its output to the residual
-stream, so no launch is for the norm alone. With EARLY (Hopper and later), see overlap.py.
+A program computes one logit, and the last program of a token to finish chooses its experts, unless
+the programs of the experts choose for themselves (moe_choice.py). With the norm before the block,
+each program normalises the row of its token, and one of them stores the normalised row for the
+experts. The last kernel of the experts then adds its output to the residual stream, so no launch is
+for the norm alone. With EARLY (Hopper and later), see overlap.py.
 
 Bytes read in 16-bit types: 2 H E, or 2 H (E + 1) with the gate of shared experts.
 """
@@ -23,7 +24,8 @@ from minisgl.kernel.triton.moe_routing import Router, choose, rule_of
 from minisgl.kernel.triton.norm import normalise
 from minisgl.kernel.triton.overlap import overlaps
 
-_COLUMNS = 2048  # of a warp
+_COLUMNS = 2048  # of a warp, if the last program chooses: a choice by one warp is the fastest
+_ALONE_COLUMNS = 256  # of a warp otherwise, up to 16 warps
 
 
 @triton.jit(do_not_specialize=["eps"])
@@ -57,9 +59,10 @@ def _score(
     BIASED: tl.constexpr,
     NORM: tl.constexpr,
     ADDED: tl.constexpr,
+    CHOOSES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Compute one logit. The last program of a token to finish chooses the token's experts.
+    """Compute one logit. If it CHOOSES, the last program of a token chooses the token's experts.
 
     Row num_experts of the router is the gate of the shared experts, if they are GATED. NORM: x is
     normalised first, as `normalise` describes it; BLOCK then covers the width.
@@ -90,6 +93,8 @@ def _score(
     if not SIGMOID:
         logit = logit.to(x.dtype.element_ty).to(tl.float32)
     tl.store(logits + token * rows + expert, logit)
+    if not CHOOSES:
+        return
     tl.debug_barrier()
     ticket = tl.atomic_add(semaphores + token, 1, sem="acq_rel", scope="gpu")
     if ticket == rows - 1:
@@ -121,13 +126,25 @@ def _score(
         tl.store(semaphores + token, 0)
 
 
+class Scored(NamedTuple):
+    """The logits of each token, and the input of its experts.
+
+    logits    float32 [T, E], or [T, E + 1] with the gate of the shared experts.
+    x         [T, H], after the norm if there is one.
+    residual  contiguous [T, H]: the sum that the norm read, to which the experts add their output,
+              in place. None without a norm.
+    """
+
+    logits: Tensor
+    x: Tensor
+    residual: Tensor | None
+
+
 class Routed(NamedTuple):
     """The experts of each token, and their input.
 
     weights, experts  the routing weights, float32 [T, A], and the experts, int32 [T, A].
-    x                 [T, H], after the norm if there is one.
-    residual          contiguous [T, H]: the sum that the norm read, to which the experts add their
-                      output, in place. None without a norm.
+    x, residual       as in Scored.
     """
 
     weights: Tensor
@@ -152,6 +169,32 @@ def route_few(
 
     num_experts: without the shared ones. The other parameters are as in `experts_of_few`.
     """
+    shape = len(x), router[2] + router[4]
+    weights, experts = (x.new_empty(shape, dtype=dtype) for dtype in (float32, int32))
+    scored = _launch(x, router, num_experts, norm, norm_weight, (semaphores, weights, experts))
+    return Routed(weights, experts, scored.x, scored.residual)
+
+
+def score_few(
+    x: Tensor,
+    router: Router,
+    num_experts: int,
+    norm: PendingNorm | None = None,
+    norm_weight: Tensor | None = None,
+) -> Scored:
+    """As `route_few`, without the choice."""
+    return _launch(x, router, num_experts, norm, norm_weight, None)
+
+
+def _launch(
+    x: Tensor,
+    router: Router,
+    num_experts: int,
+    norm: PendingNorm | None,
+    norm_weight: Tensor | None,
+    choice: tuple[Tensor, Tensor, Tensor] | None,
+) -> Scored:
+    """choice: semaphores, weights and experts, or None if no program chooses."""
     weight, bias, correction, rule = router[0], router[1], router[6], rule_of(router)
     given = x if router[8] is None else router[8]
     (num_tokens, width), rows = given.shape, num_experts + rule.GATED
@@ -159,14 +202,12 @@ def route_few(
     block = triton.next_power_of_2(width)
     if norm is None:
         block = min(block, 2 * _COLUMNS)
-    warps = max(block // _COLUMNS, 1)
+    warps = max(min(block // _ALONE_COLUMNS, 16) if choice is None else block // _COLUMNS, 1)
     addend, normed, residual = None, x, None
     if norm is not None:
         addend, normed = norm.addend, x.new_empty(x.shape)
         residual = x if addend is None else x.new_empty(x.shape)
     logits = x.new_empty((num_tokens, rows), dtype=float32)
-    weights = x.new_empty((num_tokens, rule.TOP_K + rule.SHARED), dtype=float32)
-    experts = x.new_empty((num_tokens, rule.TOP_K + rule.SHARED), dtype=int32)
     _score[(rows, num_tokens)](
         given,
         *fill_absent(x, addend, norm_weight, residual),
@@ -175,9 +216,7 @@ def route_few(
         weight if bias is None else bias,
         weight if correction is None else correction,
         logits,
-        semaphores,
-        weights,
-        experts,
+        *(choice or (logits, logits, logits)),
         width,
         num_experts,
         given.stride(0),
@@ -188,9 +227,10 @@ def route_few(
         BIASED=bias is not None,
         NORM=norm is not None,
         ADDED=addend is not None,
+        CHOOSES=choice is not None,
         EARLY=early,
         num_warps=warps,
         launch_pdl=early,
         **rule._asdict(),
     )
-    return Routed(weights, experts, normed, residual)
+    return Scored(logits, normed, residual)
