@@ -20,7 +20,6 @@ from typing import NamedTuple
 import pytest
 
 _SAMPLE_S = 1.0  # time between two samples; a process may end between two samples
-_OLDEST_S = 0.5  # age of the descendants' CPU time that counts for a test
 _ANSWER_S = 60.0  # time for the main thread to raise the failure
 # The code under test uses SIGALRM.
 _SIGNAL = signal.SIGRTMAX
@@ -61,25 +60,18 @@ class CpuMeter:
 
     If a process ends and init reaps it, its CPU time leaves the sum of the tree. The meter keeps
     the seconds that it has counted, so it must be read about once a second.
-
-    A walk over the descendants takes 7 ms beside two servers and a browser, which is longer than
-    most tests.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._total_s, self._last_s = 0.0, tree_cpu_s(os.getpid())
-        self._own_s, self._walked_s = time.process_time(), time.monotonic()
 
-    def read(self, oldest_s: float = 0.0) -> float:
-        """Return the seconds. oldest_s: those of the descendants may be as old as this."""
+    def read(self) -> float:
         with self._lock:
-            if time.monotonic() - self._walked_s >= oldest_s:
-                now_s = tree_cpu_s(os.getpid())
-                self._total_s += max(0.0, now_s - self._last_s)
-                self._last_s = now_s
-                self._own_s, self._walked_s = time.process_time(), time.monotonic()
-            return self._total_s + time.process_time() - self._own_s
+            now_s = tree_cpu_s(os.getpid())
+            self._total_s += max(0.0, now_s - self._last_s)
+            self._last_s = now_s
+            return self._total_s
 
 
 class HangGuard:
@@ -105,7 +97,7 @@ class HangGuard:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        item.stash[_BEGAN] = self._meter.read(_OLDEST_S)
+        item.stash[_BEGAN] = self._meter.read()
         self._running = item.nodeid, self._limits_of(item)
         try:
             return (yield)
@@ -115,7 +107,7 @@ class HangGuard:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> None:
         if call.when == "teardown":
-            used_s = max(0.0, self._meter.read(_OLDEST_S) - item.stash[_BEGAN])
+            used_s = self._meter.read() - item.stash[_BEGAN]
             item.user_properties.append((_CPU_S, round(used_s, 2)))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
