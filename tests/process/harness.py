@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -157,14 +158,8 @@ class ServerProcess:
         time.sleep(CACHED_S)
         answer = httpx.get(self.url + "/metrics", timeout=patience())
         answer.raise_for_status()
-        found = {}
-        for family in text_string_to_metric_families(answer.text):
-            for sample in family.samples:
-                labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
-                shown = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
-                name = sample.name.removeprefix("minisgl_") + (shown and f"{{{shown}}}")
-                found[name] = sample.value
-        return found
+        samples = (line.rpartition(" ") for line in answer.text.splitlines() if line[0] != "#")
+        return {_name_of(series): float(value) for series, _, value in samples}
 
     def limits_exceeded(self) -> dict[str, float]:
         """Return the number of rejections by each limit."""
@@ -178,6 +173,18 @@ class ServerProcess:
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+
+@cache
+def _name_of(series: str) -> str:
+    """Return the name and the labels of a series as `metrics` gives them.
+
+    The parser takes 10 ms of CPU time for all series of a scrape. Each scrape has the same series.
+    """
+    ((sample,),) = [family.samples for family in text_string_to_metric_families(f"{series} 0\n")]
+    labels = {k: v for k, v in sample.labels.items() if k != "model_name"}
+    shown = ",".join(f"{k}={v}" for k, v in sorted(labels.items()))
+    return sample.name.removeprefix("minisgl_") + (shown and f"{{{shown}}}")
 
 
 def _limit_of_files(count: int | None) -> Callable[[], None] | None:
