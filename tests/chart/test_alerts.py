@@ -143,9 +143,16 @@ def test_promtool_accepts_the_rules(rules):
     "case", CASES, ids=lambda c: f"{c.alert}-{'fires' if c.fires else 'silent'}"
 )
 def test_alert_fires_or_stays_silent(rules, tmp_path, case):
-    """Queries ALERTS, so that the test need not repeat labels and annotations."""
+    """Queries ALERTS, so that the test need not repeat labels and annotations.
+
+    promtool evaluates the rule of this alert alone: all rules take five times the CPU time.
+    """
+    (group,) = yaml.safe_load(rules.read_text())["groups"]
+    group["rules"] = [rule for rule in group["rules"] if rule["alert"] == case.alert]
+    alone = tmp_path / "rule.yaml"
+    alone.write_text(yaml.safe_dump({"groups": [group]}))
     unit = {
-        "rule_files": [str(rules)],
+        "rule_files": [str(alone)],
         "evaluation_interval": "15s",
         "tests": [
             {
