@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from tests import hang_guard
 from tests import patience as patience_module
 from tests.patience import patience
 
@@ -97,3 +99,15 @@ def test_patience_grows_with_the_processes_that_share_a_core(
         monkeypatch.setattr(os, "getloadavg", lambda load=load: (load, 0.0, 0.0))
         waits.append(patience(10))
     assert waits == [10, 40, 10 * patience_module.MAX_FACTOR]
+
+
+def test_a_short_test_is_measured_without_a_look_at_all_descendants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: these looks took a twentieth of the CPU time of the suite."""
+    meter = hang_guard.CpuMeter()
+    monkeypatch.setattr(hang_guard, "tree_cpu_s", None)
+    before_s, end_s = meter.read_own(), time.process_time() + 0.05
+    while time.process_time() < end_s:
+        pass
+    assert meter.read_own() - before_s >= 0.05
