@@ -29,7 +29,7 @@ from minisgl.utils.host_memory import cpu_free_bytes
 
 _SPARE_BYTES = 4 * 10**9  # of host memory, for all other data of the server
 _PIECE_BYTES = 64 * 2**20  # of a copy in one direction: its blocks take this memory on the device
-_AHEAD = 8  # pieces of a direction that are launched before the first of them has ended
+_AHEAD = 8  # the most pieces of a direction that are launched and have not ended
 
 
 class HostPageCopier:
@@ -68,22 +68,24 @@ class HostPageCopier:
             ]
             for _ in range(2)
         ]
-        self._ended: dict[int, Future[torch.cuda.Event] | None] = {}
+        self._jobs: dict[int, Future[torch.cuda.Event] | None] = {}
         self._reported: set[int] = set()
 
     def start(self, job: int, pages: Int32Array, blocks: Int32Array, load: bool) -> None:
         """As in PageCopier. On a CPU the copy is complete when this method returns."""
         if self._threads:
-            self._ended[job] = self._threads[load].submit(self._launch, pages, blocks, load)
+            self._jobs[job] = self._threads[load].submit(self._launch, pages, blocks, load)
         else:
             of_pages, in_order = _in_order(pages, blocks)
             for piece in self._pieces(len(in_order)):
                 self._copy(of_pages[piece], in_order[piece], load)
-            self._ended[job] = None
+            self._jobs[job] = None
 
     def _launch(self, pages: Int32Array, blocks: Int32Array, load: bool) -> torch.cuda.Event:
         """Launch a copy on the stream of its direction. Returns the event of its end."""
-        with torch.cuda.stream(self._streams[load]):
+        # A new thread has GPU 0, and the end of `stream` alone would return to it: the driver would
+        # then take memory there for this rank.
+        with torch.cuda.device(self._device), torch.cuda.stream(self._streams[load]):
             of_pages, in_order = _in_order(pages, blocks)
             on_device = of_pages.pin_memory().to(self._device, non_blocking=True)
             open_pieces: deque[torch.cuda.Event] = deque()
@@ -113,20 +115,20 @@ class HostPageCopier:
 
     def done(self, wait_s: float) -> list[int]:
         """As in PageCopier."""
-        news = {job: end for job, end in self._ended.items() if job not in self._reported}
-        ended = [job for job, launched in news.items() if _is_done(launched)]
+        news = {job: launch for job, launch in self._jobs.items() if job not in self._reported}
+        ended = [job for job, launch in news.items() if _is_done(launch)]
         if news and not ended and wait_s:
             time.sleep(wait_s)
-            ended = [job for job, launched in news.items() if _is_done(launched)]
+            ended = [job for job, launch in news.items() if _is_done(launch)]
         self._reported.update(ended)
         return ended
 
     def finish(self, job: int) -> None:
         """As in PageCopier."""
-        launched = self._ended.pop(job)
+        launch = self._jobs.pop(job)
         self._reported.discard(job)
-        if launched is not None:
-            launched.result().synchronize()
+        if launch is not None:
+            launch.result().synchronize()
 
     def close(self) -> None:
         """Wait for the copies in flight, and let the driver unlock the host memory.
@@ -221,7 +223,8 @@ def _in_order(pages: Int32Array, blocks: Int32Array) -> tuple[Tensor, Any]:
     return torch.from_numpy(pages[order].astype(np.int64)), blocks[order].astype(np.int64)
 
 
-def _is_done(launched: "Future[torch.cuda.Event] | None") -> bool:
-    if launched is None:
+def _is_done(launch: Future[torch.cuda.Event] | None) -> bool:
+    """Return whether a copy has ended. Raises the error of its launch."""
+    if launch is None:
         return True
-    return launched.done() and bool(launched.result().query())  # type: ignore[no-untyped-call]
+    return launch.done() and bool(launch.result().query())  # type: ignore[no-untyped-call]

@@ -3,8 +3,9 @@
 import mmap
 import threading
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -64,18 +65,25 @@ def test_a_page_comes_back_with_equal_bytes(fp8: bool) -> None:
 class Link:
     """Takes the place of a GPU's events. The pieces of copies end when the test sets `may_end`.
 
-    launched: the number of pieces. is_full: set when the thread of the copies waits for a piece.
+    launched: the device of each piece. is_full: set when the thread of copies waits for a piece.
     """
 
     def __init__(self) -> None:
-        self.launched = 0
+        self.launched: list[torch.device | None] = []
+        self._current: torch.device | None = None
         self.is_full, self.may_end = threading.Event(), threading.Event()
 
     def Event(self, blocking: bool) -> "Link":
         return self
 
+    @contextmanager
+    def device(self, device: torch.device) -> Iterator[None]:
+        self._current = device
+        yield
+        self._current = None
+
     def record(self) -> None:
-        self.launched += 1
+        self.launched.append(self._current)
 
     def query(self) -> bool:
         return self.may_end.is_set()
@@ -86,13 +94,15 @@ class Link:
 
 
 @pytest.fixture
-def link(monkeypatch: pytest.MonkeyPatch) -> Link:
+def link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
     link = Link()
     monkeypatch.setattr(torch.cuda, "Event", link.Event)
+    monkeypatch.setattr(torch.cuda, "device", link.device)
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda pages: pages)
     monkeypatch.setattr(host_copies, "_AHEAD", 2)
-    return link
+    yield link
+    link.may_end.set()  # also after a failed test, or its threads would never end
 
 
 def copies_by_threads() -> HostPageCopier:
@@ -112,11 +122,11 @@ def test_the_scheduler_does_not_wait_while_pieces_are_launched(link: Link) -> No
     copies = copies_by_threads()
     copies.start(1, ids(6, 1, 3, 7, 0), ids(4, 0, 2, 1, 3), load=False)
     link.is_full.wait()
-    assert link.launched == 2
+    assert link.launched == [CPU] * 2, "a new thread has GPU 0 in place of the GPU of its rank"
     assert copies.done(0.0) == []
     link.may_end.set()
     copies.finish(1)
-    assert link.launched == 5
+    assert link.launched == [CPU] * 5
     for pages, blocks in zip(copies._pages, copies._blocks, strict=True):
         assert torch.equal(blocks, pages[[1, 7, 3, 0, 6]])
     copies.close()
@@ -128,7 +138,10 @@ def test_an_error_of_a_launch_ends_the_scheduler(
     copies = copies_by_threads()
     monkeypatch.setattr(torch, "index_select", lambda *args, **named: 1 / 0)
     copies.start(1, ids(6), ids(4), load=False)
-    with pytest.raises(ZeroDivisionError):
+    wait([launch for launch in copies._jobs.values() if launch is not None])
+    with pytest.raises(ZeroDivisionError):  # on rank 0
+        copies.done(0.0)
+    with pytest.raises(ZeroDivisionError):  # on the other ranks
         copies.finish(1)
     copies.close()
 
