@@ -11,8 +11,11 @@ from minisgl.llm.workers import RankWorkers
 from minisgl.utils import supervise
 
 
-def test_an_llm_names_the_killed_rank_even_if_its_peer_is_reaped_first() -> None:
+def test_an_llm_names_the_killed_rank_even_if_its_peer_is_reaped_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Regression: on a slow machine the error named rank 0, which had lost the killed rank."""
+    monkeypatch.setattr(supervise, "_KILLED_EXIT_S", 60.0)  # the killed process ends before
     workers = RankWorkers.__new__(RankWorkers)
     workers._reasons, reason_fd = os.pipe2(os.O_NONBLOCK)
     supervise.write_reason(reason_fd, "scheduler", "lost its peer")
