@@ -46,14 +46,12 @@ class _Run(msgspec.Struct):
 class Step(NamedTuple):
     """A step of the streams.
 
-    end_s   when its tokens arrived; the median of the streams.
-    gap_s   time since the step before; the median of the streams.
-    tokens  number of streams with a token of this step.
+    end_s  when its tokens arrived; the median of the streams.
+    gap_s  time since the step before; the median of the streams.
     """
 
     end_s: float
     gap_s: float
-    tokens: int
 
 
 def read_run(path: Path) -> _Run:
@@ -78,9 +76,7 @@ def steps_of(run: _Run) -> tuple[list[Step], np.ndarray[Any, np.dtype[np.float64
     ends, gaps = ends[order], gaps[order]
     cuts = np.flatnonzero(np.diff(ends) > _TOGETHER_S) + 1
     pairs = zip(np.split(ends, cuts), np.split(gaps, cuts), strict=True)
-    return [
-        Step(float(np.median(e)), float(np.median(g)), len(g)) for e, g in pairs if len(g)
-    ], gaps
+    return [Step(float(np.median(e)), float(np.median(g))) for e, g in pairs if len(g)], gaps
 
 
 def longest(run: _Run, steps: Sequence[Step], count: int) -> list[dict[str, float]]:
