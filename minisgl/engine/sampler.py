@@ -29,8 +29,8 @@ class Finish(Protocol):
         """Write the new tokens to the token pool, where the next step reads them.
 
         drawn: int32 [M], finite: bool [M], in the order of columns.token_views(). Returns the
-        result for the host, int32 [result_rows(width), N]; its first two rows are the first token
-        of each request, and whether the logits of this token are finite.
+        result for the host, int32 [result_rows(width), N], contiguous; its first two rows are the
+        first token of each request, and whether the logits of this token are finite.
         """
 
 

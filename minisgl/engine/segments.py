@@ -33,8 +33,8 @@ def block_for(run: Callable[[], object], device: torch.device) -> int:
 def reserve_block(num_bytes: int, device: torch.device) -> None:
     """Make torch take one segment of this many bytes for later tensors, unless it has one.
 
-    torch keeps the segment for tensors of the current stream and, during a capture, of the graphs
-    that share the memory of this one. Raises torch.OutOfMemoryError.
+    torch keeps the segment for tensors of the current stream. During a capture, it keeps the
+    segment for all graphs that share memory with the new graph. Raises torch.OutOfMemoryError.
     """
     if num_bytes:
         torch.empty(num_bytes, dtype=torch.uint8, device=device)

@@ -33,8 +33,8 @@ EVEN_STEP_TOKENS = 512  # larger steps hardly lower the time per token of an 8B 
 def step_prices(view: View, prefilling: Sequence[Req], decode: Decode, urgent: bool) -> ImagePrices:
     """Return the largest number of prompt tokens of the next step, and the prices of its images.
 
-    prefilling: the admitted prompts. Without one, a request must wait. decode: the rows that decode
-    beside them. urgent: the first priority in use has prompts.
+    prefilling: the admitted prompts. If it is empty, `view.waiting` is not. decode: the rows that
+    decode beside them. urgent: the first priority in use has prompts.
 
     The number is prefill_budget_tokens while no request decodes, except on a server with several
     clients or several priorities, and within MAX_STEP_S. In all other cases it is lower, so that

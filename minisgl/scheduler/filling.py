@@ -164,7 +164,7 @@ class Filling:
         return next((req.priority <= level for req in left), False)
 
     def take(self, level: int, client: str, most: int) -> None:
-        """Add up to `most` of the tokens that are left for prompts of one client and priority."""
+        """Give prompts of one client and priority up to `most` of the tokens that are left."""
         kept = max(self.left - most, 0)
         if self.left <= kept:
             return
