@@ -57,7 +57,7 @@ class ProcessingStep:
 
     batch: Batch
     places: NDArray[np.intp]
-    views: StepViews[Tensor]
+    views: StepViews
     token_pool: Tensor
     eos_token_ids: tuple[int, ...]
     drafts: DraftTensors | None = None

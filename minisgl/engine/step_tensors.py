@@ -32,7 +32,7 @@ class StepColumns(NamedTuple):
     width       tokens that each of them forwards.
     """
 
-    views: StepViews[Tensor]
+    views: StepViews
     num_decode: int
     width: int
 
@@ -54,7 +54,7 @@ class StepColumns(NamedTuple):
             return places
         return places + places.clamp(max=self.num_decode) * (self.width - 1)
 
-    def token_views(self) -> StepViews[Tensor]:
+    def token_views(self) -> StepViews:
         """Return the columns of the M tokens to sample, one row for each, in the form of requests.
 
         A decode request has `width` of these tokens, a chunk has one. The token of each row follows

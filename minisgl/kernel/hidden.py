@@ -10,7 +10,7 @@ from minisgl.kernel.step import StepViews
 
 
 def shift_hidden(
-    ring: Tensor, hidden: Tensor, views: StepViews[Tensor], lengths: Tensor, positions: Tensor
+    ring: Tensor, hidden: Tensor, views: StepViews, lengths: Tensor, positions: Tensor
 ) -> Tensor:
     """Return the hidden state before each of the T tokens of a step, [T, H], and keep their own.
 

@@ -9,13 +9,12 @@ fixed addresses.
 """
 
 from collections.abc import Sequence
-from typing import Generic, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core.batch import Array
 from minisgl.core.columns import SAMPLING_COLUMNS, Column
 from minisgl.kernel.gather import first_pages
 
@@ -23,7 +22,7 @@ _WORDS = {np.int32: 1, np.float32: 1, np.int64: 2}  # int32 elements of one valu
 _TORCH_DTYPES = {np.int32: torch.int32, np.float32: torch.float32, np.int64: torch.int64}
 
 
-class StepViews(NamedTuple, Generic[Array]):
+class StepViews(NamedTuple):
     """The columns of R requests: views of one packed buffer.
 
     rows, start, lengths  int32 [R], as in core.Batch.
@@ -34,13 +33,13 @@ class StepViews(NamedTuple, Generic[Array]):
     sampling              each sampling column, [R], by name.
     """
 
-    rows: Array
-    start: Array
-    lengths: Array
-    first: Array
-    samples: Array
-    deltas: Array
-    sampling: dict[str, Array]
+    rows: Tensor
+    start: Tensor
+    lengths: Tensor
+    first: Tensor
+    samples: Tensor
+    deltas: Tensor
+    sampling: dict[str, Tensor]
 
 
 class StepLayout:
@@ -48,8 +47,8 @@ class StepLayout:
 
     words    int32 elements of the columns, an even number. The int64 columns come first, and int64
              values may follow at `words`, so all of them are aligned to 8 bytes.
-    fields   the elements of the first six columns of StepViews, one after the other.
-    columns  each sampling column with its elements.
+    fields   where the first six columns of StepViews are, one after the other.
+    columns  each sampling column, and where it is.
     """
 
     def __init__(self, reqs: int, columns: Sequence[Column] = SAMPLING_COLUMNS) -> None:
@@ -63,7 +62,7 @@ class StepLayout:
         end += reqs * len(narrow)
         self.words = end + end % 2
 
-    def views(self, buffer: Tensor) -> StepViews[Tensor]:
+    def views(self, buffer: Tensor) -> StepViews:
         """Split an int32 tensor of at least `words` elements, without a copy."""
         sampling = {c.name: buffer[at].view(_TORCH_DTYPES[c.dtype]) for c, at in self.columns}
         fields = buffer[self.fields].view(6, self.reqs)
