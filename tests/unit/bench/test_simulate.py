@@ -1,6 +1,8 @@
 """The scheduler in simulated time, with the step costs of an 8B model on one H200."""
 
 import json
+from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -228,10 +230,11 @@ def test_a_trace_of_a_model_with_recurrent_states_hits_the_whole_blocks_before_t
     assert (found["cached_tokens"], found["output_tokens"]) == (1024, 4)
 
 
-def readme_requests() -> list[tuple[int, int]]:
+@cache
+def readme_requests() -> Sequence[tuple[int, int]]:
     workload = make_workload()
     lengths = workload.prompt_lengths().tolist()
-    return list(zip(lengths, workload.max_tokens, strict=True))
+    return tuple(zip(lengths, workload.max_tokens, strict=True))
 
 
 def test_even_steps_make_the_readme_workload_faster() -> None:

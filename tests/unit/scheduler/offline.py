@@ -1,5 +1,6 @@
 """Runs a scheduler in simulated time, with all requests queued at once as `LLM` does."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +44,7 @@ class RecordingEngine(VirtualEngine):
 
 
 def run_offline(
-    requests: list[tuple[int, int]], *, even: bool, rows: int = 256, budget: int = 8192
+    requests: Sequence[tuple[int, int]], *, even: bool, rows: int = 256, budget: int = 8192
 ) -> Run:
     """Run requests of (prompt tokens, output tokens), the longest outputs first.
 

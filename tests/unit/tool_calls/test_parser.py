@@ -350,7 +350,8 @@ def test_long_arguments_are_read_in_linear_time(name: str) -> None:
     """One megabyte in pieces of 16 characters. Quadratic work would exceed the time limit."""
     head, tail = ONE_CALL[name].split("Rom")
     value = "lorem ipsum <a> {b} [c] " * 45_000
-    answer = parse(name, cut(head + value + tail, range(0, 10**7, 16)), TOOLS)
+    text = head + value + tail
+    answer = parse(name, cut(text, range(0, len(text), 16)), TOOLS)
     assert answer.calls == [("weather", {"city": value})]
 
 
