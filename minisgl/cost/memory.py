@@ -8,6 +8,7 @@ from minisgl.attention.flashinfer import workspace_bytes
 from minisgl.core import EngineConfig
 from minisgl.cost.gpus import Gpu
 from minisgl.engine import memory
+from minisgl.engine.host_copies import device_bytes
 from minisgl.engine.images import buffer_bytes
 from minisgl.engine.segments import BLOCK_SHARE
 from minisgl.kernel import ContextCopy
@@ -25,10 +26,9 @@ _FIXED_BYTES = 163 * _MIB  # kernels, the workspace of cuBLAS and small tensors
 _GAP_SHARE = 0.0245
 _MULTIPROCESSORS = 132  # of an H100 and an H200; the workspace of attention depends on them
 _PEER_BYTES = 240 * _MIB  # buffers that tensor-parallel ranks share
-# The driver's memory of the graphs of one size: for each layer with attention, which ends a
-# piecewise graph, and the margin of the engine.
+# The driver's memory of the graphs of one size, for each layer with attention, which ends a
+# piecewise graph. The margin of the engine is beside it.
 _GRAPH_LAYER_BYTES = int(0.25 * _MIB)
-_GRAPH_MARGIN_BYTES = 4 * _MIB
 
 
 def remainder_bytes(
@@ -57,7 +57,8 @@ def remainder_bytes(
         config, model, max_chunk_tokens, drafting=config.speculative is not None
     )
     count = len(shapes) + len(sizes) if shapes else 0
-    graphs = count * (_GRAPH_LAYER_BYTES * len(model.attention) + _GRAPH_MARGIN_BYTES)
+    each = _GRAPH_LAYER_BYTES * len(model.attention) + memory.GRAPH_MARGIN_BYTES
+    graphs = count * each
     graph_tokens = max((reqs * width for reqs, width in shapes), default=0)
     logits = graph_tokens * (model.vocab_size // tp) * item
     # Layers of one rule share a copy of a context (kernel/contexts.py). Attention of prompts reads
@@ -75,7 +76,7 @@ def remainder_bytes(
     blocks = int(BLOCK_SHARE * (tokens * _widest(model, tp) * item + copied))
     context_bytes = int(config.memory_ratio * _CONTEXT_BYTES)
     fixed = _FIXED_BYTES + context_bytes + int(_GAP_SHARE * packed_bytes)
-    beside = shared + buffer_bytes(config, model, spec.dtype)
+    beside = shared + device_bytes(config) + buffer_bytes(config, model, spec.dtype)
     return fixed + workspaces + tables + graphs + logits + beside + blocks
 
 

@@ -42,7 +42,7 @@ _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
 # The driver gives memory in units of 2 MiB, and not in each capture. Of 21 captures of pieces of
 # one model, the second took one unit and the later ones up to five, 2.8 on average
 # (bench/notebook/2026-11-28-memory.md). So each further graph has a margin of two units.
-_GRAPH_MARGIN_BYTES = 2 * 2 * 2**20
+GRAPH_MARGIN_BYTES = 2 * 2 * 2**20
 _USUAL_GAPS = 0.03  # memory that torch may take beyond the weights, as a share of them
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -216,7 +216,7 @@ def further_graph_bytes(
     seconds = sum(taken[1:captured]), sum(taken[captured + 1 :])
     further = further_graphs(shapes, token_sizes)
     return sum(
-        count * (max(second, 0) + _GRAPH_MARGIN_BYTES)
+        count * (max(second, 0) + GRAPH_MARGIN_BYTES)
         for count, second in zip(further, seconds, strict=True)
     )
 

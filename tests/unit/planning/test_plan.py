@@ -162,6 +162,13 @@ def test_drafts_need_memory_for_their_graphs_and_logits(tmp_path: Path) -> None:
     assert added(cuda_graph_max_bs=0) == 0
 
 
+def test_a_host_cache_needs_memory_for_its_copies(tmp_path: Path) -> None:
+    """Regression: a start of an engine counts these buffers, and its plan did not."""
+    folder = write_model("qwen3-8b", tmp_path)
+    added = plan(folder, host_cache_gb=16).remainder_bytes - plan(folder).remainder_bytes
+    assert added == 2 * 64 * 2**20, "a piece in each direction"
+
+
 def test_ranks_share_weights_and_kv_heads(tmp_path: Path) -> None:
     folder = write_model("qwen3-30b-a3b", tmp_path)
     one, two, eight = (plan(folder, tp_size=size) for size in (1, 2, 8))
