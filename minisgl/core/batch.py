@@ -395,4 +395,7 @@ class EngineLike(Protocol):
     images: ImageLimits | None
 
     def launch(self, batch: Batch) -> PendingStep:
-        """Start the step without waiting. The caller must not change the batch's arrays later."""
+        """Start the step without waiting. The caller must not change the batch's arrays later.
+
+        The caller keeps the result until the step is done, since kernels access its host memory.
+        """
