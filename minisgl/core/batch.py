@@ -312,7 +312,7 @@ class DraftLengths:
 
 
 class PendingStep(Protocol):
-    """A launched step whose result has not been read."""
+    """A launched step. The caller keeps it until it is complete: kernels use its host memory."""
 
     def wait(self) -> StepResult:
         """Block until the step is complete and return its result. The scheduler calls this once."""
@@ -395,7 +395,4 @@ class EngineLike(Protocol):
     images: ImageLimits | None
 
     def launch(self, batch: Batch) -> PendingStep:
-        """Start the step without waiting. The caller must not change the batch's arrays later.
-
-        The caller keeps the result until the step is done, since kernels access its host memory.
-        """
+        """Start the step without waiting. The caller must not change the batch's arrays later."""
