@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -61,13 +62,7 @@ class HostPageCopier:
         self.block_bytes = sum(blocks[:1].nbytes for blocks in self._blocks)
         self._piece = min(max(_PIECE_BYTES // self.block_bytes, 1), num_blocks)
         # By direction and part. Copies in one direction take place one after the other.
-        self._staging = [
-            [
-                torch.empty((self._piece, *pages.shape[1:]), dtype=pages.dtype, device=pool.device)
-                for pages in self._pages
-            ]
-            for _ in range(2)
-        ]
+        self._staging = [self._allocate_staging(load) for load in (False, True)]
         self._jobs: dict[int, Future[torch.cuda.Event] | None] = {}
         self._reported: set[int] = set()
 
@@ -142,6 +137,18 @@ class HostPageCopier:
         self._streams = []
         if self._locking is not None:
             self._locking.close()
+
+    def _allocate_staging(self, load: bool) -> list[Tensor]:
+        """Allocate the memory of a piece on the device: [piece, ...] for each part of the pool.
+
+        On the stream of the steps, torch would take it from the block of the steps (segments.py).
+        """
+        of_direction = torch.cuda.stream(self._streams[load]) if self._streams else nullcontext()
+        with of_direction:
+            return [
+                torch.empty((self._piece, *pages.shape[1:]), dtype=pages.dtype, device=self._device)
+                for pages in self._pages
+            ]
 
     def _pieces(self, count: int) -> list[slice]:
         return [slice(first, first + self._piece) for first in range(0, count, self._piece)]

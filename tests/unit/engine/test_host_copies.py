@@ -117,6 +117,33 @@ def copies_by_threads() -> HostPageCopier:
     return copies
 
 
+def test_the_buffers_of_copies_are_not_in_the_block_of_the_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch keeps the memory of each stream apart. The block belongs to the stream of the steps."""
+    current, streams = ["steps"], iter(["stores", "loads"])
+    allocated: list[str] = []
+
+    @contextmanager
+    def stream(chosen: str) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        allocated.append(current[-1])
+        return torch.zeros(shape, dtype=dtype)
+
+    spec = KVSpec(2, 16, torch.bfloat16, fp8=False)
+    pool = KVPool(spec, layers=(0, 2), num_pages=8, page_size=4, device=CPU)
+    pool.device = torch.device("cuda", 1)
+    monkeypatch.setattr(host_copies, "_stream", lambda device: next(streams))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch, "empty", empty)
+    HostPageCopier(pool, num_blocks=5)
+    assert allocated == ["stores", "loads"]
+
+
 def test_the_scheduler_does_not_wait_while_pieces_are_launched(link: Link) -> None:
     """Streams had gaps of 79 ms: the thread of the scheduler launched all pieces of a copy."""
     copies = copies_by_threads()
