@@ -32,8 +32,8 @@ class Memory:
     cache while the request continues to use them. `release` takes the pages back.
 
     pool    the pages of full attention: one for each page of tokens of a row.
-    table   those of each row.
-    rows    the columns of the rows.
+    table   the pages of each row, as the page table on the device has them.
+    rows    the columns of the rows; in a scheduler its RequestTable.
     kinds   the further kinds of memory of the model (CacheKind).
     tree    the prefix cache.
     tier    its second place, in host memory; None: it has none.

@@ -2,6 +2,7 @@
 
 Messages, and the results of steps, change the rest of the View: scheduler.py sets the step cost,
 results.py sets the newest resolved step and takes out requests that end, forced.py appends tokens.
+They move requests by the other functions of this module.
 
 `apply` cannot fail: a plan counts only pages that are free or that eviction frees at once, and
 nothing changes between the plan and `apply`. A failed allocation is therefore InvariantBroken.
@@ -40,8 +41,9 @@ def apply(view: View, plan: StepPlan) -> Batch | None:
     1. Lock all cached prefixes that the plan uses. No later eviction takes them.
     2. Give pages to the rows that decode.
     3. Begin to load prefixes from host memory.
-    4. Open the rows of new requests, and build the batch.
-    5. Advance the lengths of the batch's rows: the caller launches the batch.
+    4. Open the rows of new requests, and stop the request to preempt. It keeps its row and pages:
+       Results takes them once no step in flight contains the request.
+    5. Build the batch. It advances the lengths of its rows, because the caller launches it.
     """
     memory, table, steps = view.memory, view.table, view.table.steps
     locked = _lock(view, plan) if plan.seen else {}

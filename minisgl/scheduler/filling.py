@@ -26,8 +26,8 @@ class Decoding(NamedTuple):
 
     decode  those with pages for their next tokens.
     victim  the request to preempt for their pages, if there is one.
-    admit   all rows have pages. If some have none and `victim` is None, the step in flight frees
-            pages. No request is admitted until the rows have them.
+    admit   requests may be admitted: all rows have memory. If it is False and `victim` is None, the
+            step in flight frees the missing pages.
     """
 
     decode: Decode

@@ -38,9 +38,10 @@ def plan(view: View, may_pause: bool = True) -> StepPlan:
     decodes get fewer tokens, as prompts of later priorities do: another client may wait for the end
     of the step, and the client of the call receives tokens already.
 
-    A client that receives no tokens waits for the step in flight and for one more: a step that ends
-    its first prompt has no other prompts, and no further choices that decode, if these take long.
-    The next step has them.
+    If some clients receive no tokens, and the budget suffices, a step first ends the first prompt
+    of each of them. It leaves out all other prompts, and further choices that decode if these take
+    long. The next step has them. A client that receives no tokens thus waits for the step in flight
+    and for one more.
     """
     memory, none = view.memory, view.decode_rows[:0]
     room = Room(memory, memory.available, [kind.room() for kind in memory.kinds], none, none)
@@ -55,16 +56,19 @@ def plan(view: View, may_pause: bool = True) -> StepPlan:
         if first_prompts and fill.chunks:
             return fill.plan(fewer, 1)
     for level, clients in fill.levels():
+        # First an equal part for each client, then all that is left.
         for part in [fill.left // len(clients), fill.left] if len(clients) > 1 else [fill.left]:
             for client in clients:
                 fill.take(level, client, part)
         fill.admits = fill.admits and not fill.waits(level)
     fill.images.finish(fill.left)
-    if fill.beside is found.decode:
+    if fill.beside is found.decode:  # no decoding row pauses
         return fill.plan(fill.beside)
     if fill.has_urgent_work() and (fill.chunks or len(fill.beside.rows)):  # a step has tokens
         return fill.plan(fill.beside, view.carry.paused_steps + 1)
-    return plan(view, may_pause=False)  # with the budget beside all rows, since all run
+    # A pause would bring no work of the first priority. All rows run, so plan again with the budget
+    # beside all of them.
+    return plan(view, may_pause=False)
 
 
 def decoding(view: View, room: Room) -> Decoding:

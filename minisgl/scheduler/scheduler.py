@@ -63,7 +63,7 @@ class Scheduler:
         while inbox.messages or not scheduler.idle:
             scheduler.iterate()
 
-    drain_in_flight  Results.drain.
+    drain_in_flight  reads the results of launched steps, and sends their output (Results.drain).
 
     I1  The scheduler answers every AddReq with exactly one Finished, also for a request that it
         refuses, aborts or fails.
@@ -73,8 +73,8 @@ class Scheduler:
         releases row and pages at once, although the step in flight may still contain the request.
         A fence delays the reuse of the pages until that step is resolved (FencedPool I1).
     I3  The plan depends only on the sequence of messages and of sampled tokens. Rank 0 announces
-        by messages the end of work in other threads (Prepared) and the step cost that it measures
-        (SetStepCost).
+        by messages the end of work in other threads (Prepared, CopiesEnded) and the step cost that
+        it measures (SetStepCost).
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Scheduler:
         self._launched = batch is not None
         if batch is not None:
             self._launch(batch, step.admit)
-        if step.preempt is not None:
+        if step.preempt is not None:  # `apply` has stopped it; it still owns its row and pages
             self._results.end_when_resolved(step.preempt)
         self.drain_in_flight(keep=int(self._config.overlap and batch is not None))
         if self.memory.tier is not None:

@@ -1,4 +1,4 @@
-"""`View`, the input of a plan, and `Plan`, its result."""
+"""`View`, the input of a plan, and `StepPlan`, its result."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -83,7 +83,10 @@ class View:
 
     Only apply.py makes the changes of a plan. Messages and results of steps change the rest: the
     cost, the newest completed step, the prompts that are published (uncached), aborts in the queue,
-    and tokens.
+    and tokens. Before each plan, rules on the View itself raise a delayed request, enqueue requests
+    whose loads have ended, and drop pages that no later step reads.
+
+        loading  <--load, end of the load--> waiting
 
         waiting  --admit-->  prefilling  --last chunk launched-->  decoding  <-->  paused
            ^                     |                                    |              |
@@ -103,8 +106,8 @@ class View:
     sizes        the preferred sizes of a step in tokens, in rising order.
     cost         predicts step times.
 
-    I1  A request is in exactly one place: waiting, prefilling, decoding, paused, or in state
-        ENDING.
+    I1  A request of the View is in exactly one place: waiting, loading, prefilling, decoding,
+        paused, or in state ENDING.
     I2  decode_rows holds the decoding requests with a step left to launch, in the order in which
         they began to decode.
     I3  uncached holds the running requests whose prompt is not in the prefix cache yet, in order

@@ -26,7 +26,8 @@ class WaitingQueue:
     first_priority  the lowest priority number in use.
     several_priorities    several priorities are in use.
     clients        a number for every client so far; the API server has a fixed number of them.
-    uncached       by priority and client: the sum of Req.uncached_tokens.
+    uncached       by priority and client: the sum of Req.uncached_tokens. It has a key exactly if a
+                   request of them waits, even at a sum of 0.
     _queues   by priority and client: the waiting requests.
     _reqs     all requests in the order in which they began to wait. It is a dict and not a set,
               because it keeps the order.
