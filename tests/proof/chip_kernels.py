@@ -1,4 +1,4 @@
-"""Compiles the kernels of six models for one GPU architecture, and prints them as JSON.
+"""Compiles the kernels of seven models for one GPU architecture, and prints them as JSON.
 
 python -m tests.proof.chip_kernels ARCH FOLDER, with ARCH 90 for compute capability 9.0. Needs
 Triton, a C compiler, a libcuda.so.1, and a package with the name flashinfer, which may be empty.
@@ -29,13 +29,15 @@ from minisgl.models.config import draft_method
 from minisgl.quantization import with_quantizations
 
 # Dense in int4, MXFP4 with windows and sinks, gated delta nets in int4 with shared experts and
-# images, Mamba-2 with int4 experts, and FP8 experts on two ranks.
+# images, Mamba-2 with int4 experts, bfloat16 experts with ReLU squared and with SiLU, and FP8
+# experts on two ranks.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {"kv_cache_dtype": "fp8", "speculative": "ngram", "quantization": "int4"},
     "gpt-oss-20b": {},
     "qwen3.6-35b-a3b-images": {"speculative": "ngram", "quantization": "int4"},
     "granite-4.0-h-tiny": {"quantization": "int4"},
     "nemotron-3-nano-30b-a3b": {},
+    "qwen1.5-moe-a2.7b": {},
     "qwen3-30b-a3b": {"quantization": "fp8", "tp_size": 2},
 }
 CHUNK_TOKENS = 2048
