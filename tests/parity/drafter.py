@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from minisgl.distributed.comm import Communicator
 from tests.unit.scheduler.drafts import DRAFTERS
+from tests.unit.structured.grammars import Outcome, Run, Task, run_tasks
 
 
 def drafts_of(sequences: Sequence[list[int]], drafter: str) -> Callable[..., None]:
@@ -35,3 +37,19 @@ def drafts_of(sequences: Sequence[list[int]], drafter: str) -> Callable[..., Non
                 token_pool[row, end + nth] = right if agrees else (right + 1) % 100
 
     return find
+
+
+def run_with_right_drafts(
+    comm: Communicator,
+    folder: str,
+    path: str,
+    run: Run,
+    tasks: list[Task],
+    sequences: list[list[int]],
+) -> Outcome:
+    """Run the tasks on this rank, with right drafts if the run has drafts.
+
+    sequences: prompt and output of each request. Ranks get this function, not its drafter.
+    """
+    find = drafts_of(sequences, "right") if run.drafts else None
+    return run_tasks(comm, folder, path, run, tasks, find)
