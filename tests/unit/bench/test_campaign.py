@@ -205,15 +205,31 @@ def has_ended(pid: int) -> bool:
     return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+def put_smi(monkeypatch: pytest.MonkeyPatch, folder: Path, lines: str) -> None:
+    """Let a shell script of these lines take the place of nvidia-smi."""
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{lines}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def values_once(written: Path) -> dict[str, float]:
+    """The values of a row that ends when the file is there."""
+    clocks, until_s = Clocks(), time.monotonic() + patience()
+    with clocks.sampled():
+        while not written.exists():
+            assert time.monotonic() < until_s, "nvidia-smi does not write the file"
+            time.sleep(0.01)
+    return clocks.values()
+
+
 def test_a_row_of_an_unknown_gpu_has_no_values_of_gpus(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Regression: an unknown GPU ended a measured row with a ValueError."""
-    program, started = tmp_path / "nvidia-smi", tmp_path / "started"
+    started = tmp_path / "started"
     lines = f"echo $$ > {started}.new\nmv {started}.new {started}\necho No devices were found"
-    program.write_text(f"#!/bin/sh\n{lines}\nexit 6\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    put_smi(monkeypatch, tmp_path, f"{lines}\nexit 6")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-unknown")
     clocks, until_s = Clocks(), time.monotonic() + patience()
     with clocks.sampled():
@@ -228,10 +244,7 @@ def test_without_visible_gpus_none_is_sampled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Regression: an empty CUDA_VISIBLE_DEVICES meant all GPUs."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    put_smi(monkeypatch, tmp_path, "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("nvidia-smi started"))
     with Clocks().sampled():
@@ -242,16 +255,9 @@ def test_a_gpu_that_does_not_measure_its_power_has_its_clock(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Regression: "[N/A]" ended a measured row with a ValueError."""
-    program, written = tmp_path / "nvidia-smi", tmp_path / "written"
-    program.write_text(f"#!/bin/sh\necho 1980, [N/A], 40\n: > {written}\nexec sleep 600\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    clocks, until_s = Clocks(), time.monotonic() + patience()
-    with clocks.sampled():
-        while not written.exists():
-            assert time.monotonic() < until_s, "the program does not start"
-            time.sleep(0.01)
-    values = clocks.values()
+    written = tmp_path / "written"
+    put_smi(monkeypatch, tmp_path, f"echo 1980, [N/A], 40\n: > {written}\nexec sleep 600")
+    values = values_once(written)
     assert (values["gpu_min_mhz"], values["gpu_min_c"]) == (1980, 40)
     assert "gpu_min_w" not in values
 
@@ -260,15 +266,8 @@ def test_gpu_samples_beyond_the_size_of_a_pipe_are_all_read(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Regression: nvidia-smi stopped at a full pipe, and a long row had samples of its start."""
-    program, written = tmp_path / "nvidia-smi", tmp_path / "written"
+    written = tmp_path / "written"
     lines = "head -c 131072 /dev/zero | tr '\\0' '1' | fold -w 4"
-    program.write_text(f"#!/bin/sh\n{lines}\necho\necho 7\n: > {written}\nexec sleep 600\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    clocks, until_s = Clocks(), time.monotonic() + patience()
-    with clocks.sampled():
-        while not written.exists():
-            assert time.monotonic() < until_s, "the program waits for a reader of its output"
-            time.sleep(0.01)
-    values = clocks.values()
+    put_smi(monkeypatch, tmp_path, f"{lines}\necho\necho 7\n: > {written}\nexec sleep 600")
+    values = values_once(written)
     assert (values["gpu_p50_mhz"], values["gpu_min_mhz"]) == (1111, 7)
