@@ -21,10 +21,14 @@ from bench.kernel_cases.packed import packed_cases
 from bench.kernel_cases.paged import paged_cases
 from bench.kernel_cases.scan import scan_cases
 from bench.timer import graph_seconds
-from minisgl import kernel
 from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.text_table import TextTable
+from minisgl.kernel import dispatch
+from minisgl.kernel.elementwise import PendingNorm
+from minisgl.kernel.fp8_products import fp8_add_linear, fp8_gated_linear, fp8_linear
 from minisgl.kernel.fp8_weights import FP8, Scales
+from minisgl.kernel.sampling import SamplingTensors
+from minisgl.kernel.step import StepLayout
 from minisgl.utils.startup import Progress
 
 _ROTATED_BYTES = 256 << 20
@@ -109,11 +113,11 @@ def _layer(model: str, rows: int, ours: bool) -> Case:
 
         def call() -> None:
             nonlocal squares
-            norm = kernel.PendingNorm(1e-6, squares)
-            x = kernel.linear(stream, qkv, None, semaphores, norm)[:, :queries]
-            norm = kernel.PendingNorm(1e-6, kernel.add_linear(stream, x, o, None, semaphores)[1])
-            x = kernel.gated_linear(stream, gate_up, None, semaphores, norm)
-            squares = kernel.add_linear(stream, x, down, None, semaphores)[1]
+            norm = PendingNorm(1e-6, squares)
+            x = dispatch.linear(stream, qkv, None, semaphores, norm)[:, :queries]
+            norm = PendingNorm(1e-6, dispatch.add_linear(stream, x, o, None, semaphores)[1])
+            x = dispatch.gated_linear(stream, gate_up, None, semaphores, norm)
+            squares = dispatch.add_linear(stream, x, down, None, semaphores)[1]
 
         return call
 
@@ -132,18 +136,18 @@ def _fp8_layer(model: str, rows: int, blocks: bool) -> Case:
     def make() -> Callable[[], object]:
         qkv, o, gate_up, down = (_fp8_weights(*shape, blocks) for shape in shapes)
         semaphores, norm_weight = _integers(1, inner), _normal(hidden)
-        stream, norm = _normal(rows, hidden), kernel.PendingNorm(1e-6)
+        stream, norm = _normal(rows, hidden), PendingNorm(1e-6)
 
-        def norm_of_sum(x: Tensor, linear: tuple[Tensor, Scales]) -> kernel.PendingNorm:
-            out, residual, squares = kernel.fp8_add_linear(stream, x, *linear, None, semaphores)
-            return kernel.PendingNorm(1e-6, squares, None if residual is None else out)
+        def norm_of_sum(x: Tensor, linear: tuple[Tensor, Scales]) -> PendingNorm:
+            out, residual, squares = fp8_add_linear(stream, x, *linear, None, semaphores)
+            return PendingNorm(1e-6, squares, None if residual is None else out)
 
         def call() -> None:
             nonlocal norm
-            x = kernel.fp8_linear(stream, *qkv, None, semaphores, norm, norm_weight)[:, :queries]
+            x = fp8_linear(stream, *qkv, None, semaphores, norm, norm_weight)[:, :queries]
             norm = norm_of_sum(x, o)
             given = (*gate_up, None, semaphores, norm, norm_weight)
-            norm = norm_of_sum(kernel.fp8_gated_linear(stream, *given, leave_gate=True), down)
+            norm = norm_of_sum(fp8_gated_linear(stream, *given, leave_gate=True), down)
 
         return call
 
@@ -165,7 +169,7 @@ def _add_rms_norm(tokens: int, hidden: int) -> Case:
     def make() -> Callable[[], object]:
         x, residual = _normal(tokens, hidden), _normal(tokens, hidden)
         weight = _normal(hidden) * 0.1
-        return lambda: kernel.add_rms_norm(x, residual, weight, 1e-6)
+        return lambda: dispatch.add_rms_norm(x, residual, weight, 1e-6)
 
     return Case(f"add_rms_norm {tokens} x {hidden}", 8 * tokens * hidden, make)
 
@@ -173,7 +177,7 @@ def _add_rms_norm(tokens: int, hidden: int) -> Case:
 def _silu_and_mul(tokens: int, inner: int) -> Case:
     def make() -> Callable[[], object]:
         x = _normal(tokens, 2 * inner)
-        return lambda: kernel.silu_and_mul(x)
+        return lambda: dispatch.silu_and_mul(x)
 
     return Case(f"silu_and_mul {tokens} x {inner}", 6 * tokens * inner, make)
 
@@ -189,7 +193,7 @@ def _qk_norm_rope_store(tokens: int, q_heads: int, kv_heads: int) -> Case:
         slots = torch.randperm(pages * page_size, device="cuda")[:tokens].int()
         k_pool, v_pool = _normal(2, pages, page_size, kv_heads, dim)
         tensors = qkv, q_weight, k_weight, 1e-6, cos_sin, positions, slots, k_pool, v_pool
-        return lambda: kernel.qk_norm_rope_store(*tensors, q_heads, kv_heads, dim)
+        return lambda: dispatch.qk_norm_rope_store(*tensors, q_heads, kv_heads, dim)
 
     name = f"qk_norm_rope_store {tokens} x ({q_heads} + 2 * {kv_heads})"
     return Case(name, 4 * tokens * width + 4 * tokens * dim, make)
@@ -211,7 +215,7 @@ def _sample(
         def filled(value: float) -> Tensor:
             return torch.full((rows,), value, device="cuda")
 
-        params = kernel.SamplingTensors(
+        params = SamplingTensors(
             temperature=filled(temperature),
             top_k=_integers(1, rows) + top_k,
             top_p=filled(top_p),
@@ -221,7 +225,7 @@ def _sample(
             any_random=temperature > 0,
             filters=top_k > 0 or top_p < 1,
         )
-        return lambda: kernel.sample(logits, params)
+        return lambda: dispatch.sample(logits, params)
 
     passes = 3 if top_k or top_p < 1 else 1
     moved = passes * rows * _VOCAB * dtype.itemsize
@@ -232,7 +236,7 @@ def _step(reqs: int) -> Case:
     """All metadata kernels of one decode step."""
 
     def make() -> Callable[[], object]:
-        layout = kernel.StepLayout(reqs)
+        layout = StepLayout(reqs)
         views = layout.views(torch.zeros(layout.words, dtype=torch.int32, device="cuda"))
         views.rows.copy_(torch.randperm(reqs))
         views.start.copy_(_integers(2000, reqs))
@@ -246,10 +250,10 @@ def _step(reqs: int) -> Case:
         def call() -> None:
             requests = views.rows, views.start, views.first
             outputs = ids[:reqs], positions[:reqs], slots[:reqs]
-            kernel.stage_tokens(*requests, ids[:0], reqs, table, pool, 16, *outputs)
+            dispatch.stage_tokens(*requests, ids[:0], reqs, table, pool, 16, *outputs)
             contexts = views.rows, views.start, views.lengths
-            kernel.kv_metadata(*contexts, table, 16, indptr, indices, last[:reqs])
-            kernel.put_tokens(pool, *contexts, views.samples, ids)
+            dispatch.kv_metadata(*contexts, table, 16, indptr, indices, last[:reqs])
+            dispatch.put_tokens(pool, *contexts, views.samples, ids)
 
         return call
 

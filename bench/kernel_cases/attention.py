@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from minisgl import kernel
 from minisgl.attention.base import PLAIN, AttentionRule
+from minisgl.kernel import dispatch
+from minisgl.kernel.decode import decode_scratch
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 _KV_HEADS, _DIM, _PAGE = 8, 128, 16
@@ -81,9 +82,9 @@ def _decode(
         table = _int32(torch.cat((pages, torch.full_like(pages[:1], pool.dummy_page))))
         rows, start = _int32(torch.arange(reqs)), _int32(torch.full((reqs,), context - width))
         where, lengths = (table, rows, start), torch.full_like(start, width)
-        scratch = kernel.decode_scratch(256, q_heads, kv_heads, dim, pool.device, width)
+        scratch = decode_scratch(256, q_heads, kv_heads, dim, pool.device, width)
         step = (rows, start, lengths, reqs)
-        kernel.count_blocks(*step, scratch, spec.fp8, width, rule.window)
+        dispatch.count_blocks(*step, scratch, spec.fp8, width, rule.window)
         tokens, columns = reqs * width, (q_heads + 2 * kv_heads) * dim
         qkv = torch.randn(tokens, columns, device="cuda", dtype=spec.dtype)
         # gpt-oss, the model with sinks, does not norm its heads.
@@ -95,7 +96,7 @@ def _decode(
 
         def call() -> None:
             inputs = (qkv, *norms, *keys_values, out, *where, lengths, scratch, scales, width)
-            kernel.balanced_decode(*inputs, sinks, rule.window, rule.soft_cap)
+            dispatch.balanced_decode(*inputs, sinks, rule.window, rule.soft_cap)
 
         return call
 
@@ -109,6 +110,6 @@ def _copy(spec: KVSpec, tokens: int) -> Make:
         slots = _int32((pages * _PAGE + torch.arange(_PAGE)).flatten())
         shape = (2, tokens, _KV_HEADS, _DIM)
         keys, values = torch.empty(shape, device="cuda", dtype=spec.dtype)
-        return lambda: kernel.gather_kv(*pool.layer(0), slots, keys, values, pool.scales(0))
+        return lambda: dispatch.gather_kv(*pool.layer(0), slots, keys, values, pool.scales(0))
 
     return make

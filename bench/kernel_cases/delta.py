@@ -9,8 +9,8 @@ from bench.kernel_cases.delta_peers import rule_cases
 from bench.kernel_cases.states import PAGE, filled_memory, normal, step_of
 from minisgl.benchmark.models import SHAPES
 from minisgl.distributed.comm import ONE_RANK
-from minisgl.kernel import gated_delta
 from minisgl.kernel.delta import TAPS, DeltaWeights, GatedNorm
+from minisgl.kernel.dispatch import gated_delta
 from minisgl.layers.delta import DeltaSpec
 
 Make = Callable[[], Callable[[], object]]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from minisgl import kernel
+from minisgl.kernel import dispatch
 
 _WIDTH = 4  # tokens that a request forwards
 _VOCAB = 150_000
@@ -42,7 +42,7 @@ def _find(reqs: int, length: int) -> Make:
         tails = torch.full_like(rows, length + _WIDTH)
         inputs = pool, rows, cached, tails, lengths, _WIDTH
         found, predicted = torch.zeros_like(rows), torch.zeros_like(rows)
-        return lambda: kernel.find_drafts(*inputs, found, predicted)
+        return lambda: dispatch.find_drafts(*inputs, found, predicted)
 
     return make
 
@@ -56,6 +56,6 @@ def _accept(reqs: int) -> Make:
         drawn = _tokens(reqs * _WIDTH)
         finite = torch.ones_like(drawn, dtype=torch.bool)
         requests = (rows, cached, lengths, samples, found, first)
-        return lambda: kernel.accept_drafts(pool, *requests, drawn, finite, reqs, _WIDTH)
+        return lambda: dispatch.accept_drafts(pool, *requests, drawn, finite, reqs, _WIDTH)
 
     return make

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from minisgl.kernel import silu_and_mul
 from minisgl.kernel.activation import ClampedSwiglu
+from minisgl.kernel.dispatch import silu_and_mul
 from minisgl.kernel.mxfp4_weights import num_chunks
 from minisgl.moe.base import (
     ExpertMatrix,

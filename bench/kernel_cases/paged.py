@@ -25,7 +25,7 @@ from minisgl.attention.base import (
 from minisgl.attention.registry import attention_kernels, create_attention_backend, resolve_phases
 from minisgl.build.flashinfer_jit import compile_modules
 from minisgl.core import ConfigError
-from minisgl.kernel import qk_norm_rope_store
+from minisgl.kernel.dispatch import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 _Q_HEADS, _SPEC = 32, KVSpec(8, 128, torch.bfloat16)

@@ -6,8 +6,8 @@ import torch
 
 from bench.kernel_cases.states import PAGE, filled_memory, normal, step_of
 from minisgl.benchmark.models import SHAPES
-from minisgl.kernel import selective_scan
 from minisgl.kernel.delta import TAPS
+from minisgl.kernel.dispatch import selective_scan
 from minisgl.kernel.ssd import SsdWeights
 from minisgl.layers.mamba import MambaSpec
 

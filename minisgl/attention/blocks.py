@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionStep
-from minisgl.kernel import first_pages
+from minisgl.kernel.gather import first_pages
 from minisgl.kvcache.pool import KVPool
 
 

@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import PLAIN, AttentionRule, AttentionStep, FusedAttention, NormRope
-from minisgl.kernel import (
-    DecodeScratch,
-    balanced_decode,
-    count_blocks,
-    decode_scratch,
-    kv_metadata,
-)
+from minisgl.kernel.decode import DecodeScratch, decode_scratch
+from minisgl.kernel.dispatch import balanced_decode, count_blocks, kv_metadata
 from minisgl.kvcache.pool import KVPool
 
 # Room for a plan: a few int32 values for each of several thousand blocks.

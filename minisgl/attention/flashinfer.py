@@ -36,7 +36,9 @@ from minisgl.attention.base import (
 from minisgl.attention.decode import BalancedDecodes, UnsplitDecode, new_tokens
 from minisgl.build import compiled
 from minisgl.core.batch import Int32Array
-from minisgl.kernel import ContextCopy, add_sinks, first_pages, gather_kv, kv_metadata
+from minisgl.kernel.contexts import ContextCopy
+from minisgl.kernel.dispatch import add_sinks, gather_kv, kv_metadata
+from minisgl.kernel.gather import first_pages
 from minisgl.kvcache.pool import KVPool
 
 _MIN_WORKSPACE_BYTES = 128 * 2**20  # the size that FlashInfer's documentation recommends

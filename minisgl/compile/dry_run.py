@@ -42,7 +42,7 @@ from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.distributed.peers import PeerMemory
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
 from minisgl.engine.memory import resolve
-from minisgl.kernel import ContextCopy
+from minisgl.kernel.contexts import ContextCopy
 from minisgl.kvcache.pool import KVPool
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_spec

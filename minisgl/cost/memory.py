@@ -11,7 +11,7 @@ from minisgl.engine import memory
 from minisgl.engine.host_copies import device_bytes
 from minisgl.engine.images import buffer_bytes
 from minisgl.engine.segments import BLOCK_SHARE
-from minisgl.kernel import ContextCopy
+from minisgl.kernel.contexts import ContextCopy
 from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.mlp import DenseSpec
 from minisgl.models.spec import ModelSpec

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, FileS
 
 from minisgl.core import WorkerDied
 from minisgl.distributed.peers import PeerMemory
-from minisgl.kernel import add_rms_norm, rms_norm
+from minisgl.kernel.dispatch import add_rms_norm, rms_norm
 from minisgl.utils import log_event
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ from minisgl.drafts.ngram import NgramDrafts
 from minisgl.engine import ModelRunner, Stage, StepColumns, StepTensors
 from minisgl.engine.stages import GraphOf
 from minisgl.engine.step_tensors import Logits
-from minisgl.kernel import SamplingTensors, shift_hidden
+from minisgl.kernel.hidden import shift_hidden
+from minisgl.kernel.sampling import SamplingTensors
 from minisgl.layers.hidden import HiddenMemory
 from minisgl.models.mtp import DraftHead
 

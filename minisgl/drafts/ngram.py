@@ -11,7 +11,7 @@ from torch import Tensor
 from minisgl.core.batch import History
 from minisgl.engine import ModelRunner, Stage, StepColumns, StepTensors
 from minisgl.engine.logits_processing import put_texts, upload
-from minisgl.kernel import find_drafts
+from minisgl.kernel.dispatch import find_drafts
 
 
 class NgramDrafts(Stage):

@@ -35,7 +35,8 @@ from minisgl.engine.step import (
 )
 from minisgl.engine.step_tensors import SamplerWork, StepColumns, empty_batch
 from minisgl.engine.warmup import layers_to_rehearse
-from minisgl.kernel import StepLayout, copy_words
+from minisgl.kernel.dispatch import copy_words
+from minisgl.kernel.step import StepLayout
 from minisgl.models.layer import Attended
 
 # Takes rising sizes and the title of a progress bar, and yields the sizes in the order of their

@@ -19,13 +19,9 @@ from minisgl.core import RequestError, SamplingParams
 from minisgl.core.batch import Batch, EditedReq, Int32Array
 from minisgl.engine.model_runner import DraftTensors, ModelRunner
 from minisgl.engine.step_tensors import StepTensors
-from minisgl.kernel import (
-    PenaltyTensors,
-    StepViews,
-    add_bias,
-    apply_penalties,
-    apply_token_mask,
-)
+from minisgl.kernel.dispatch import apply_token_mask
+from minisgl.kernel.logits import PenaltyTensors, add_bias, apply_penalties
+from minisgl.kernel.step import StepViews
 
 State = TypeVar("State")
 Edit = Callable[[Tensor], None]  # changes float32 [N, V] logits in place

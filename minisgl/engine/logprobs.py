@@ -13,7 +13,7 @@ from torch import Tensor
 from minisgl.core.batch import Batch, HostLogprobs, Logprobs
 from minisgl.engine.logits_processing import upload
 from minisgl.engine.step_tensors import Logits, StepTensors
-from minisgl.kernel import top_logprobs
+from minisgl.kernel.logits import top_logprobs
 from minisgl.models.decoder import CausalLM
 
 _PROMPT_ROWS = 256  # prompt positions computed at a time: logits take 150 MB for 150,000 ids

@@ -10,7 +10,7 @@ from minisgl.attention.base import AttentionBackend, AttentionStep, StepAttentio
 from minisgl.core.batch import Int32Array, WindowLayers
 from minisgl.engine.states import RowStates, snapshot_pages
 from minisgl.engine.step_tensors import Packer, StepColumns
-from minisgl.kernel import stage_tokens
+from minisgl.kernel.dispatch import stage_tokens
 from minisgl.kernel.states import StateStep
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.mixer import ForwardContext, ImageFeatures

@@ -12,7 +12,8 @@ from minisgl.core.columns import SAMPLING_COLUMNS
 from minisgl.engine.launched import LaunchedDrafts, LaunchedStep
 from minisgl.engine.model_runner import DraftTensors, ModelRunner
 from minisgl.engine.step_tensors import SamplerWork, StepColumns
-from minisgl.kernel import SamplingTensors, accept_drafts, put_tokens, sample
+from minisgl.kernel.dispatch import accept_drafts, put_tokens, sample
+from minisgl.kernel.sampling import SamplingTensors
 
 
 class Finish(Protocol):

@@ -16,7 +16,7 @@ from minisgl.engine.logits_processing import upload
 from minisgl.engine.model_runner import DraftTensors
 from minisgl.engine.states import RowStates
 from minisgl.engine.step_tensors import Logits, StepColumns, StepTensors
-from minisgl.kernel import copy_states
+from minisgl.kernel.dispatch import copy_states
 from minisgl.kernel.states import LOADED
 from minisgl.kvcache.pool import KVPool
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from minisgl.engine.step_tensors import StepColumns
-from minisgl.kernel import begin_states
+from minisgl.kernel.dispatch import begin_states
 from minisgl.kernel.states import StateStep
 from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.mixer import StateBuild, StatePart, StateSpec

@@ -34,7 +34,8 @@ from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import Finish, draw
 from minisgl.engine.stages import Stage
 from minisgl.engine.step_tensors import Logits, StepColumns, StepTensors
-from minisgl.kernel import StepLayout, apply_token_mask, copy_words
+from minisgl.kernel.dispatch import apply_token_mask, copy_words
+from minisgl.kernel.step import StepLayout
 from minisgl.models.layer import Attended
 
 MAX_PAGE_UPDATES = 4096  # in one graph step; a request usually needs no or one update

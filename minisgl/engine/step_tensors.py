@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minisgl.core.batch import Batch, Int32Array, PageUpdates
 from minisgl.core.columns import Column, sampling_arrays
-from minisgl.kernel import StepLayout, StepViews
+from minisgl.kernel.step import StepLayout, StepViews
 
 
 class SamplerWork(NamedTuple):

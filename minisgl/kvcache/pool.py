@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel import read_kv
+from minisgl.kernel.fp8 import read_kv
 
 _SCALE_BYTES = 2  # of one key or value
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.attention.base import AttentionRule, FusedAttention, NormRope
-from minisgl.kernel import multiply_sigmoid, qk_norm_rope_store, rms_norm
+from minisgl.kernel.dispatch import multiply_sigmoid, qk_norm_rope_store, rms_norm
 from minisgl.kvcache.pool import KVPool, KVSpec
 from minisgl.layers.linear import ColumnParallelLinear, LinearMethod, RowParallelLinear
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.distributed.comm import TPInfo
-from minisgl.kernel import gated_delta
 from minisgl.kernel.delta import TAPS, DeltaMemory, DeltaWeights, GatedNorm
+from minisgl.kernel.dispatch import gated_delta
 from minisgl.kernel.tilings import LOWEST_TILE
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.linear import (

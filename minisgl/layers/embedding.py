@@ -9,15 +9,8 @@ from torch.nn import functional
 
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import Communicator
-from minisgl.kernel import (
-    SampledTokens,
-    SamplingTensors,
-    best_candidate,
-    gather_embedding,
-    local_candidate,
-    sample,
-)
-from minisgl.kernel.sampling import GROUP
+from minisgl.kernel.dispatch import best_candidate, gather_embedding, local_candidate, sample
+from minisgl.kernel.sampling import GROUP, SampledTokens, SamplingTensors
 from minisgl.layers.shards import Placement, split_evenly
 
 

@@ -15,14 +15,8 @@ from torch import Tensor, nn
 
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import TPInfo
-from minisgl.kernel import (
-    PendingNorm,
-    add_linear,
-    gated_linear,
-    linear,
-    normed_linear,
-    silu_and_mul,
-)
+from minisgl.kernel.dispatch import add_linear, gated_linear, linear, normed_linear, silu_and_mul
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import LinearShards, Placement, Shard
 

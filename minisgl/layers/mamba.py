@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from minisgl.kernel import gated_group_norm, selective_scan
 from minisgl.kernel.delta import TAPS, DeltaMemory
+from minisgl.kernel.dispatch import gated_group_norm, selective_scan
 from minisgl.kernel.ssd import SsdWeights
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.delta import DeltaRates, DeltaSpec

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.distributed.comm import Communicator
-from minisgl.kernel import PendingNorm, rms_norm
+from minisgl.kernel.dispatch import rms_norm
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.layers.shards import Placement, Shard
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from minisgl.images.spec import CHANNELS
-from minisgl.kernel import qk_norm_rope_store
+from minisgl.kernel.dispatch import qk_norm_rope_store
 from minisgl.layers.shards import Placement
 from minisgl.models.encoder_spec import EncoderSpec, MergerKind
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.distributed.comm import Communicator, TPInfo
-from minisgl.kernel import gather_embedding
+from minisgl.kernel.dispatch import gather_embedding
 from minisgl.layers.linear import ColumnParallelLinear, LinearBuild, RowParallelLinear
 from minisgl.layers.norm import BlockInput, ResidualNorm, RMSNorm
 from minisgl.layers.shards import Placement, Shard, split_evenly

@@ -7,16 +7,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.kernel import (
-    PendingNorm,
-    apply_norm,
-    fp8_weights,
-    linear,
-    mxfp4_weights,
-    packed_order,
-    packed_weights,
-)
+from minisgl.kernel import fp8_weights, mxfp4_weights, packed_order, packed_weights
 from minisgl.kernel.activation import Activation, ClampedSwiglu
+from minisgl.kernel.dispatch import apply_norm, linear
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.layers.norm import ResidualStream
 from minisgl.moe.spec import ExpertsSpec
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.core import ConfigError
-from minisgl.kernel import linear
 from minisgl.kernel.activation import Activation
+from minisgl.kernel.dispatch import linear
 from minisgl.layers.linear import LinearBuild, LinearMethod
 from minisgl.layers.mlp import DenseMlp, DenseSpec
 from minisgl.layers.norm import BlockInput, ResidualStream

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from minisgl.kernel import PendingNorm
 from minisgl.kernel.activation import Activation
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.fp8_weights import Scales
 from minisgl.kernel.packed_weights import PackedWeights
 from minisgl.kernel.slow import log_slow

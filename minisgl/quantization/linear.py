@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from minisgl.kernel import PendingNorm, fp8_add_linear, fp8_gated_linear, fp8_linear
+from minisgl.kernel.elementwise import PendingNorm
+from minisgl.kernel.fp8_products import fp8_add_linear, fp8_gated_linear, fp8_linear
 from minisgl.kernel.fp8_weights import Scales
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.norm import ResidualStream

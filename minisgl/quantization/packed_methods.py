@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.core import ConfigError
-from minisgl.kernel import PendingNorm
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.packed_order import OrderedWeights
 from minisgl.kernel.packed_products import (
     packed_add_linear,

@@ -18,8 +18,8 @@ from minisgl.attention.base import (
     StepAttention,
 )
 from minisgl.attention.registry import create_attention_backend
-from minisgl.kernel import first_pages, store_kv
-from minisgl.kernel.fp8 import dequantize, quantize
+from minisgl.kernel.fp8 import dequantize, quantize, store_kv
+from minisgl.kernel.gather import first_pages
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 CUDA = torch.device("cuda")

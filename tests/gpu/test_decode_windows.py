@@ -15,7 +15,7 @@ from torch import Tensor
 from minisgl.attention.base import AttentionRule, AttentionStep, NormRope
 from minisgl.attention.decode import BalancedDecode
 from minisgl.attention.torch import TorchAttention
-from minisgl.kernel import decode_scratch
+from minisgl.kernel.decode import decode_scratch
 from minisgl.kernel.rotary import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool
 from tests.gpu.test_attention import FP8

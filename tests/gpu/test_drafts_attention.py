@@ -13,8 +13,7 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionStep, FusedAttention, NormRope
 from minisgl.attention.torch import TorchAttention
-from minisgl.kernel import DecodeScratch, decode_scratch
-from minisgl.kernel.decode import decode, fewest_warps
+from minisgl.kernel.decode import DecodeScratch, decode, decode_scratch, fewest_warps
 from minisgl.kernel.fp8 import store_kv
 from minisgl.kernel.rotary import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool, KVSpec

@@ -16,7 +16,7 @@ from minisgl.core.batch import Batch
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.engine.launched import LaunchedStep
-from minisgl.kernel import gumbel_noise
+from minisgl.kernel.random import gumbel_noise
 from tests.parity.driver import GREEDY, Driver, Work, logprobs_of, make_engine
 
 pytestmark = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import silu_and_mul
+from minisgl.kernel.dispatch import silu_and_mul
 from minisgl.kernel.fp8_weights import FP8, Scales
 from minisgl.moe.base import ExpertMatrix, ExpertWeights, Router, route
 from minisgl.moe.torch_backend import TorchMoe

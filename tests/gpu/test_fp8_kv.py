@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import decode_scratch, gather, rotary
-from minisgl.kernel.decode import decode
+from minisgl.kernel import gather, rotary
+from minisgl.kernel.decode import decode, decode_scratch
 from minisgl.kernel.fp8 import dequantize, quantize, store_kv
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -10,14 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import (
-    PendingNorm,
-    fp8_add_linear,
-    fp8_gated_linear,
-    fp8_linear,
-    fp8_products,
-    silu_and_mul,
-)
+from minisgl.kernel import fp8_products
+from minisgl.kernel.dispatch import silu_and_mul
+from minisgl.kernel.elementwise import PendingNorm
+from minisgl.kernel.fp8_products import fp8_add_linear, fp8_gated_linear, fp8_linear
 from minisgl.kernel.fp8_tilings import EXACT_ROWS, MOST_ROWS, fp8_tiling_for
 from minisgl.kernel.fp8_weights import FP8, Scales, dequantise
 from minisgl.kernel.tilings import SUMMED_ROWS

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import PendingNorm, add_linear, linear, normed_linear, silu_and_mul
+from minisgl.kernel.dispatch import add_linear, linear, normed_linear, silu_and_mul
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.packed_order import in_order
 from minisgl.kernel.packed_products import packed_add_linear, packed_gated_linear, packed_linear
 from minisgl.kernel.packed_weights import PackedKind, dequantise

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import StepLayout, decode_scratch, elementwise, gather, rotary, step
-from minisgl.kernel.decode import decode
+from minisgl.kernel import elementwise, gather, rotary, step
+from minisgl.kernel.decode import decode, decode_scratch
+from minisgl.kernel.step import StepLayout
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -6,8 +6,8 @@ With TRITON_INTERPRET=1 the kernels run on CPU in float32, in Triton's interpret
 import pytest
 import torch
 
-from minisgl.kernel import silu_and_mul
 from minisgl.kernel.activation import Activation
+from minisgl.kernel.dispatch import silu_and_mul
 from minisgl.kernel.packed_order import dequantise as dequantise_ordered
 from minisgl.kernel.packed_order import in_order
 from minisgl.kernel.packed_weights import PackedKind, PackedWeights, dequantise

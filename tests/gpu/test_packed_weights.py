@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import silu_and_mul
+from minisgl.kernel.dispatch import silu_and_mul
 from minisgl.kernel.packed_order import in_order
 from minisgl.kernel.packed_products import packed_gated_linear, packed_linear
 from minisgl.kernel.packed_tilings import (

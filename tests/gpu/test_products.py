@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import PendingNorm, add_linear, gated_linear, linear, rms_norm
+from minisgl.kernel.dispatch import add_linear, gated_linear, linear, rms_norm
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.tilings import Tiling, tiling_for
 from tests.gpu.graphs import equal_in_a_graph
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal

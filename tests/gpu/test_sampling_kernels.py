@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel import SamplingTensors, gumbel_noise, sampling
-from minisgl.kernel.sampling import GROUP, GROUP_STREAM
+from minisgl.kernel import sampling
+from minisgl.kernel.random import gumbel_noise
+from minisgl.kernel.sampling import GROUP, GROUP_STREAM, SamplingTensors
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -12,7 +12,7 @@ from minisgl.attention.base import PLAIN, AttentionRule, AttentionStep, StepAtte
 from minisgl.attention.decode import BalancedDecode
 from minisgl.attention.torch import TorchAttention
 from minisgl.core import SamplingParams
-from minisgl.kernel import decode_scratch
+from minisgl.kernel.decode import decode_scratch
 from minisgl.kvcache.pool import KVPool
 from tests.parity.driver import GREEDY, Driver, Work, make_engine
 from tests.parity.models import FAMILIES, VOCAB_SIZE, transformers_greedy, transformers_logits

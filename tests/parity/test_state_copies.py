@@ -12,7 +12,7 @@ from minisgl.core.batch import StateCopies
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import stages
 from minisgl.engine.states import RowStates
-from minisgl.kernel import copy_states
+from minisgl.kernel.dispatch import copy_states
 from tests.parity import hybrid
 from tests.parity.driver import Driver, Work, make_engine
 from tests.parity.hybrid_models import MODELS, save

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from minisgl.distributed.comm import Communicator, SingleCommunicator
-from minisgl.kernel import SamplingTensors, sample
+from minisgl.kernel.dispatch import sample
+from minisgl.kernel.sampling import SamplingTensors
 from minisgl.layers.embedding import LMHead
 from tests.parity.driver import generate, make_engine
 from tests.parity.models import transformers_greedy

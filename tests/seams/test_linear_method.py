@@ -17,7 +17,7 @@ from torch.nn import functional
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine import DEFAULT_EXTENSIONS, Engine, Extensions
-from minisgl.kernel import PendingNorm
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import LinearShards, Placement
 from minisgl.models.build import build_model as build

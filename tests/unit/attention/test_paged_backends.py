@@ -37,7 +37,8 @@ from minisgl.attention.torch import TorchAttention
 from minisgl.attention.triton import TritonAttention
 from minisgl.attention.trtllm import TrtllmAttention
 from minisgl.core import ConfigError
-from minisgl.kernel import first_pages, store_kv
+from minisgl.kernel.fp8 import store_kv
+from minisgl.kernel.gather import first_pages
 from minisgl.kvcache.pool import KVPool, KVSpec
 from tests.examples import examples
 

@@ -7,8 +7,7 @@ import torch
 from minisgl.attention.base import PLAIN, AttentionRule, AttentionStep
 from minisgl.attention.registry import create_attention_backend
 from minisgl.core import ConfigError
-from minisgl.kernel import store_kv
-from minisgl.kernel.fp8 import dequantize, quantize
+from minisgl.kernel.fp8 import dequantize, quantize, store_kv
 from minisgl.kvcache.pool import KVPool, KVSpec, kv_page_bytes
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from minisgl.attention.registry import (
 )
 from minisgl.attention.torch import TorchAttention
 from minisgl.attention.triton import TritonAttention
-from minisgl.kernel import DecodeScratch, decode_scratch
+from minisgl.kernel.decode import DecodeScratch, decode_scratch
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 Q_HEADS, KV_HEADS, DIM, PAGE = 8, 1, 512, 4

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.kernel import ContextCopy, gather_kv
+from minisgl.kernel.contexts import ContextCopy
+from minisgl.kernel.dispatch import gather_kv
 
 
 def int32(*values: int) -> torch.Tensor:

@@ -7,8 +7,8 @@ import torch
 from minisgl.attention.base import PLAIN, AttentionRule, AttentionStep
 from minisgl.attention.decode import new_tokens
 from minisgl.attention.torch import TorchAttention
-from minisgl.kernel import decode_scratch, qk_norm_rope_store
-from minisgl.kernel.decode import decode, tile_tokens
+from minisgl.kernel.decode import decode, decode_scratch, tile_tokens
+from minisgl.kernel.dispatch import qk_norm_rope_store
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 CPU = torch.device("cpu")

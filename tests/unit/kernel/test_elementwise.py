@@ -6,18 +6,17 @@ import pytest
 import torch
 from torch.nn import functional
 
-from minisgl.kernel import (
+from minisgl.kernel.dispatch import (
     add_linear,
     add_rms_norm,
     add_sinks,
     gather_embedding,
     multiply_sigmoid,
     rms_norm,
-    rope,
     silu_and_mul,
-    store_kv,
 )
-from minisgl.kernel.elementwise import gelu_and_mul
+from minisgl.kernel.elementwise import gelu_and_mul, rope
+from minisgl.kernel.fp8 import store_kv
 from minisgl.kernel.ssd import gated_group_norm
 
 

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minisgl.kernel import read_kv, store_kv
-from minisgl.kernel.fp8 import dequantize, quantize
+from minisgl.kernel.fp8 import dequantize, quantize, read_kv, store_kv
 
 
 def rounded(x: Tensor) -> Tensor:

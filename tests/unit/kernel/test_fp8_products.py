@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl.kernel import PendingNorm, fp8_add_linear, fp8_gated_linear, fp8_linear, silu_and_mul
-from minisgl.kernel.fp8_products import quantise_rows
+from minisgl.kernel.dispatch import silu_and_mul
+from minisgl.kernel.elementwise import PendingNorm
+from minisgl.kernel.fp8_products import fp8_add_linear, fp8_gated_linear, fp8_linear, quantise_rows
 from minisgl.kernel.fp8_tilings import EXACT_ROWS, GROUP, MOST_ROWS, fp8_tiling_for
 from minisgl.kernel.fp8_weights import FP8, LARGEST, Scales, dequantise, quantise, row_scales
 

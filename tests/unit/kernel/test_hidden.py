@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from minisgl.kernel import shift_hidden
+from minisgl.kernel.hidden import shift_hidden
 from minisgl.kernel.step import StepViews
 
 DEPTH, SIZE = 8, 3

@@ -2,7 +2,8 @@
 
 import torch
 
-from minisgl.kernel import apply_token_mask, top_logprobs
+from minisgl.kernel.dispatch import apply_token_mask
+from minisgl.kernel.logits import top_logprobs
 
 
 def test_the_number_of_logprobs_is_limited_by_the_number_of_ids() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minisgl.kernel import gumbel_noise, philox4x32
+from minisgl.kernel.random import gumbel_noise, philox4x32
 
 FULL = 0xFFFFFFFF
 # Random123 1.14, tests/kat_vectors, philox4x32 with 10 rounds: counter, key, result.

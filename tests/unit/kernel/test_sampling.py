@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.kernel import SampledTokens, SamplingTensors, best_candidate, local_candidate, sample
+from minisgl.kernel.dispatch import best_candidate, local_candidate, sample
+from minisgl.kernel.sampling import SampledTokens, SamplingTensors
 
 
 def params(n: int, **columns: Any) -> SamplingTensors:

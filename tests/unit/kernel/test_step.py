@@ -6,16 +6,16 @@ import numpy as np
 import torch
 
 from minisgl.core.columns import SAMPLING_COLUMNS, Column
-from minisgl.kernel import (
-    StepLayout,
+from minisgl.kernel.dispatch import (
     kv_metadata,
     linear,
     put_tokens,
     qk_norm_rope_store,
     rms_norm,
-    rope,
     stage_tokens,
 )
+from minisgl.kernel.elementwise import rope
+from minisgl.kernel.step import StepLayout
 
 
 def int32(*values: int) -> torch.Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from minisgl.kernel import store_kv
+from minisgl.kernel.fp8 import store_kv
 from minisgl.kvcache.pool import KVPool, KVSpec
 
 

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
-from minisgl.kernel import PendingNorm, gated_linear, rms_norm
+from minisgl.kernel.dispatch import gated_linear, rms_norm
+from minisgl.kernel.elementwise import PendingNorm
 from minisgl.layers.linear import (
     ColumnParallelLinear,
     LinearBuild,
