@@ -7,6 +7,8 @@ Prompts that share their first k hash ids share their first 512 k tokens.
 A trace of agents has three further fields: the id of a request, `after`, the ids of the requests
 that end before it is sent, and gap_ms, the time of a tool or a user between the last end and it.
 It may also have the session and the agent of each request, and `end` in the last one of an agent.
+The next prompt of an agent then begins with the whole prompt before it, also with the tokens of an
+incomplete block, if its blocks before these are the same.
 """
 
 import heapq
@@ -135,19 +137,20 @@ def replay(
     blocks and outputs; prompts still share the same blocks. max_prompt_tokens, max_output_tokens:
     longer prompts and outputs are cut. largest_id: largest token id.
 
-    Prompts share whole blocks, so the stable part of each is its whole blocks.
+    Without sessions, prompts share whole blocks, so the stable part of each is its whole blocks.
 
     Raises ConfigError for a request that waits for a later one, or for one that is not in the load.
     """
     size = max(1, round(BLOCK_TOKENS * length_scale))
     blocks: dict[int, Int32Array] = {}
     prompts = []
-    for request in requests:
-        for name in request.hash_ids:
+    for request, last in zip(requests, _last_blocks(requests), strict=True):
+        names = *request.hash_ids[:-1], last
+        for name in names:
             if name not in blocks:
                 source = np.random.default_rng(name)
                 blocks[name] = source.integers(0, largest_id + 1, size, dtype=np.int32)
-        prompt = np.concatenate([blocks[name] for name in request.hash_ids])
+        prompt = np.concatenate([blocks[name] for name in names])
         length = max(1, round(request.input_length * length_scale))
         prompts.append(prompt[: min(length, max_prompt_tokens or length)])
     start = requests[0].timestamp if requests else 0.0
@@ -157,11 +160,33 @@ def replay(
         prompts,
         [min(length, max_output_tokens or length) for length in outputs],
         [(request.timestamp - start) / 1000 * time_scale for request in requests],
-        stable=[len(prompt) // size * size for prompt in prompts],
+        stable=None if with_sessions else [len(prompt) // size * size for prompt in prompts],
         turns=_turns(requests, time_scale) if any(each.after for each in requests) else None,
         sessions=[str(each.session) for each in requests] if with_sessions else None,
         last=[each.end and each.agent == 0 for each in requests] if with_sessions else None,
     )
+
+
+def _last_blocks(requests: list[TraceRequest]) -> list[int]:
+    """Return the hash id whose tokens the last block of each prompt has.
+
+    An incomplete block has a hash id of its own, but in the next prompt of this agent its tokens
+    begin the block at the same place.
+    """
+    last = [request.hash_ids[-1] for request in requests]
+    following: dict[tuple[int, int], int] = {}
+    for index in reversed(range(len(requests))):
+        request = requests[index]
+        if request.session is None:
+            continue
+        agent = request.session, request.agent
+        after, following[agent] = following.get(agent), index
+        if after is None or requests[after].input_length < request.input_length:
+            continue
+        ids, place = requests[after].hash_ids, len(request.hash_ids) - 1
+        if ids[:place] == request.hash_ids[:place]:
+            last[index] = ids[place] if place < len(ids) - 1 else last[after]
+    return last
 
 
 def _turns(requests: list[TraceRequest], time_scale: float) -> list[Turn]:

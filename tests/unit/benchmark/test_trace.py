@@ -77,6 +77,32 @@ def test_the_requests_of_an_agent_have_numbers(tmp_path: Path) -> None:
     assert [turn.number for turn in turns] == [1, 1, 2]
 
 
+def test_the_next_prompt_of_an_agent_begins_with_the_whole_prompt_before_it(
+    tmp_path: Path,
+) -> None:
+    """A server saves the state of a hybrid model at the end of a prompt, so a replay whose next
+    turn did not contain this end lost the hits that sessions have."""
+    path = agents(
+        tmp_path,
+        {"session": 1, "input_length": 600, "hash_ids": [7, 20]},
+        {"session": 1, "input_length": 700, "hash_ids": [7, 21], "agent": 1},
+        {"session": 1, "input_length": 800, "hash_ids": [7, 22], "after": [0]},
+        {"session": 1, "input_length": 1100, "hash_ids": [7, 8, 23], "after": [2]},
+        {"session": 1, "input_length": 1200, "hash_ids": [9, 8, 24], "after": [3]},
+    )
+    first, other, second, third, compacted = replay(read_trace(path)).prompts
+    assert third[:800].tolist() == second.tolist()
+    assert second[:600].tolist() == first.tolist()
+    assert shared(other, first) == BLOCK_TOKENS
+    assert shared(compacted, third) == 0
+
+
+def shared(first: Int32Array, second: Int32Array) -> int:
+    """Return the number of tokens with which both prompts begin."""
+    size = min(len(first), len(second))
+    return int((first[:size] == second[:size]).cumprod().sum())
+
+
 def test_a_request_that_waits_for_a_later_one_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"request 0 .* waits for request 1"):
         replay(read_trace(agents(tmp_path, {"after": [1]}, {})))
