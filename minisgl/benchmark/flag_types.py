@@ -1,8 +1,13 @@
-"""Argparse types of the benchmark flags. They reject a wrong value before the benchmark starts."""
+"""The flags of the benchmarks: their types, which reject a wrong value before the benchmark starts.
+
+add = flags(parser, "workload")
+add("--requests", positive_int, 256, "number of prompts")   # number of prompts (256)
+"""
 
 import argparse
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +54,27 @@ def _at_least(minimum: int, value: int) -> int:
     if value < minimum:
         raise argparse.ArgumentTypeError(f"must be at least {minimum}")
     return value
+
+
+def flags(parser: argparse.ArgumentParser, title: str = "") -> Callable[..., None]:
+    """Return a function that adds a flag with a value to a new group; "": outside of any group.
+
+    It takes the name, the type and the default of the flag, a help text to which it adds the
+    default unless that is None or [], and further options of add_argument.
+    """
+    group = parser.add_argument_group(title) if title else parser
+
+    def add(name: str, kind: Callable[[str], Any], default: Any, text: str, **options: Any) -> None:
+        shown = "" if default in (None, []) else f" ({_shown(default)})"
+        group.add_argument(name, type=kind, default=default, help=text + shown, **options)
+
+    return add
+
+
+def _shown(default: Any) -> str:
+    if isinstance(default, tuple):
+        return " ".join(map(_shown, default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 _ENGINE_FLAGS: dict[str, dict[str, Any]] = {

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from minisgl.benchmark.flag_types import (
     add_model_flags,
+    flags,
     pinned_lengths,
     positive_float,
     positive_int,
@@ -136,23 +137,17 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="minisgl bench floor", description=__doc__)
     add_model_flags(parser, "qwen3-0.6b", "--tp", "--quantization", "--kv-cache-dtype")
     add_workload_flags(parser)
-    parser.add_argument(
-        "--bandwidth", type=positive_float, default=4.25, help="TB/s (4.25: one H200)"
-    )
-    parser.add_argument(
-        "--matmul", type=positive_float, default=686, help="TFLOP/s (686: one H200)"
-    )
-    parser.add_argument(
-        "--budget", type=positive_int, default=8192, help="prompt tokens per step (8192)"
-    )
-    parser.add_argument(
-        "--fp8-matmul", type=positive_float, default=1275, help="TFLOP/s (1275: one H200)"
-    )
-    parser.add_argument(
+    add = flags(parser)
+    add("--bandwidth", positive_float, 4.25, "TB/s; of one H200")
+    add("--matmul", positive_float, 686.0, "TFLOP/s; of one H200")
+    add("--budget", positive_int, 8192, "prompt tokens per step")
+    add("--fp8-matmul", positive_float, 1275.0, "TFLOP/s; of one H200")
+    add(
         "--acceptance",
-        type=pinned_lengths,
+        pinned_lengths,
+        None,
+        "drafts of the draft head in each step, and the tokens of a step, such as 3:3.39",
         metavar="DRAFTS:TOKENS",
-        help="drafts of the draft head in each step, and the tokens of a step, such as 3:3.39",
     )
     options = parser.parse_args(argv)
     pinned = Pinned(*next(iter(options.acceptance.items()))) if options.acceptance else NO_DRAFTS

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from minisgl.benchmark.flag_types import nonnegative_float, positive_float, positive_int
+from minisgl.benchmark.flag_types import flags, nonnegative_float, positive_float, positive_int
 from minisgl.benchmark.trace import Load, read_trace, replay
 from minisgl.benchmark.workload import add_workload_flags, check_workload, workload_from
 
@@ -47,44 +47,38 @@ def load_of(options: argparse.Namespace) -> Load:
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that load_of and background_load read."""
-    load = parser.add_argument_group("load")
-    load.add_argument(
+    add = flags(parser, "load")
+    add(
         "--concurrency",
-        type=positive_int,
-        default=256,
-        help="number of open requests; not used with --rate or --trace (256)",
+        positive_int,
+        256,
+        "open requests; not used with --rate or --trace",
     )
-    load.add_argument(
+    add(
         "--rate",
-        type=positive_float,
-        help="requests per second, sent even while others are open; inf: all at once",
+        positive_float,
+        None,
+        "requests per second, sent even while others are open; inf: all at once",
     )
-    load.add_argument(
+    add(
         "--arrival",
+        str,
+        "poisson",
+        "gaps between arrivals: exponential or equal",
         choices=("poisson", "uniform"),
-        default="poisson",
-        help="gaps between arrivals: exponential or equal (poisson)",
     )
-    load.add_argument("--trace", type=Path, help="replay the first --requests lines of a file")
-    load.add_argument(
-        "--time-scale",
-        type=nonnegative_float,
-        default=1.0,
-        help="factor for the trace's arrival times and pauses (1)",
-    )
-    load.add_argument(
-        "--length-scale", type=nonnegative_float, default=1.0, help="factor for the trace's lengths"
-    )
+    add("--trace", Path, None, "replay the first --requests lines of a file")
+    add("--time-scale", nonnegative_float, 1.0, "factor for the trace's arrival times and pauses")
+    add("--length-scale", nonnegative_float, 1.0, "factor for the trace's lengths")
     for kind in ("prompt", "output"):
-        load.add_argument(
-            f"--max-{kind}", type=positive_int, help=f"cut the trace's {kind}s to this many tokens"
-        )
-    load.add_argument(
+        add(f"--max-{kind}", positive_int, None, f"cut the trace's {kind}s to this many tokens")
+    add(
         "--beside",
-        type=int,
+        int,
+        None,
+        "run STREAMS background streams of PROMPT and OUTPUT tokens during the load, and report "
+        "their inter-token latency",
         nargs=3,
         metavar=("STREAMS", "PROMPT", "OUTPUT"),
-        help="run STREAMS background streams of PROMPT and OUTPUT tokens during the load, and "
-        "report their inter-token latency",
     )
     add_workload_flags(parser)

@@ -10,6 +10,7 @@ from typing import Any
 
 from minisgl.benchmark.flag_types import (
     add_model_flags,
+    flags,
     nonnegative_float,
     nonnegative_int,
     positive_int,
@@ -52,25 +53,14 @@ def main(argv: Sequence[str]) -> int:
     further = "--page-size", "--tp", "--quantization", "--kv-cache-dtype", "--device"
     add_model_flags(parser, "qwen3-0.6b", *further)
     add_workload_flags(parser)
-    group = parser.add_argument_group("run")
-    group.add_argument(
-        "--temperature", type=nonnegative_float, default=0.6, help="sampling temperature (0.6)"
-    )
-    group.add_argument("--attention-backend", default="auto", help="as in the server (auto)")
-    group.add_argument(
-        "--max-prefill-length",
-        type=positive_int,
-        default=8192,
-        help="prompt tokens per step (8192)",
-    )
-    group.add_argument("--max-running-requests", type=positive_int, default=256)
-    group.add_argument("--cuda-graph-max-bs", type=nonnegative_int, default=None)
-    group.add_argument(
-        "--repeat", type=positive_int, default=2, help="timed runs, after a warm-up run (2)"
-    )
-    group.add_argument(
-        "--speculative", choices=DRAFT_METHODS, help="drafts, as in the server (none)"
-    )
+    add = flags(parser, "run")
+    add("--temperature", nonnegative_float, 0.6, "sampling temperature")
+    add("--attention-backend", str, "auto", "as in the server")
+    add("--max-prefill-length", positive_int, 8192, "prompt tokens per step")
+    add("--max-running-requests", positive_int, 256, "requests in a batch")
+    add("--cuda-graph-max-bs", nonnegative_int, None, "as in the server")
+    add("--repeat", positive_int, 2, "timed runs, after a warm-up run")
+    add("--speculative", str, None, "drafts, as in the server (none)", choices=DRAFT_METHODS)
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         path, config = load_shape(options.model, Path(folder))

@@ -26,7 +26,7 @@ from minisgl.benchmark.background_streams import (
     summarise_streams,
 )
 from minisgl.benchmark.client import Answer, StreamingClient
-from minisgl.benchmark.flag_types import nonnegative_float, nonnegative_int, output_file
+from minisgl.benchmark.flag_types import flags, nonnegative_float, nonnegative_int, output_file
 from minisgl.benchmark.latency import by_turn, error_lines, latencies, summarise, table
 from minisgl.benchmark.load import add_load_flags, load_of
 from minisgl.benchmark.models import SHAPES
@@ -148,42 +148,32 @@ def _row(answer: Answer, first: Answer, samples: bool) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="minisgl bench online", description=__doc__)
-    parser.add_argument("--url", help="URL of the server, without /v1")
-    parser.add_argument(
-        "--model",
-        help=f"start a server of this model: {', '.join(SHAPES)} (random weights), or a folder",
-    )
+    known = f"{', '.join(SHAPES)} (random weights), or a folder"
+    add = flags(parser)
+    add("--url", str, None, "URL of the server, without /v1")
+    add("--model", str, None, f"start a server of this model: {known}")
     parser.add_argument("server_flags", nargs="*", help="flags of the started server, after --")
-    parser.add_argument(
-        "--server-log", type=output_file, help="file for the log of the started server"
-    )
-    parser.add_argument("--api-key", help="API key of the server")
-    parser.add_argument("--served-name", help="`model` of the requests (the first model served)")
+    add("--server-log", output_file, None, "file for the log of the started server")
+    add("--api-key", str, None, "API key of the server")
+    add("--served-name", str, None, "`model` of the requests (the first model served)")
     parser.add_argument(
         "--chat", action="store_true", help="send chats of words in place of prompts of token ids"
     )
-    parser.add_argument(
-        "--tools", type=nonnegative_int, default=0, help="tools that each chat offers (0)"
-    )
-    parser.add_argument(
-        "--tool-choice", choices=["auto", "none"], default="auto", help="use of these tools (auto)"
-    )
-    parser.add_argument(
-        "--temperature", type=nonnegative_float, default=0.6, help="sampling temperature (0.6)"
-    )
-    parser.add_argument("--priority", type=int, help="priority of the requests")
+    add("--tools", nonnegative_int, 0, "tools that each chat offers")
+    add("--tool-choice", str, "auto", "use of these tools", choices=("auto", "none"))
+    add("--temperature", nonnegative_float, 0.6, "sampling temperature")
+    add("--priority", int, None, "priority of the requests")
     parser.add_argument("--obey-eos", action="store_true", help="let requests end at an EOS token")
-    parser.add_argument(
+    add(
         "--json",
-        type=output_file,
-        help="write settings, summary, requests and background streams to this file",
+        output_file,
+        None,
+        "write settings, summary, requests and background streams to this file",
     )
     parser.add_argument(
         "--samples", action="store_true", help="with --json: write the time of each event too"
     )
-    parser.add_argument(
-        "--plot", type=output_file, help="write the latencies to this file, as an SVG"
-    )
+    add("--plot", output_file, None, "write the latencies to this file, as an SVG")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     add_load_flags(parser)
     return parser

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.benchmark.flag_types import (
+    flags,
     nonnegative_float,
     nonnegative_int,
     positive_float,
@@ -206,60 +207,53 @@ def add_engine_flags(parser: argparse.ArgumentParser, mixed_factor: float = 1.0)
         metavar="KEY_NS,PAIR_NS,TOKENS:MS,...",
         help="costs of a step, as a server logs them (Qwen3-8B on one H200)",
     )
-    parser.add_argument(
-        "--num-pages", type=positive_int, default=49_000, help="KV pages of 16 tokens (49000)"
-    )
-    parser.add_argument(
+    add, server = flags(parser), SchedulerConfig()
+    add("--num-pages", positive_int, 49_000, "KV pages of 16 tokens")
+    add(
         "--snapshot-pages",
-        type=nonnegative_int,
-        default=0,
-        help="KV pages of a copy of a request's recurrent states; 0: the model has none (0)",
+        nonnegative_int,
+        0,
+        "KV pages of a copy of a request's recurrent states; 0: the model has none",
     )
-    parser.add_argument(
+    add(
         "--host-gb",
-        type=nonnegative_float,
-        default=0.0,
-        help="host memory for cached prefixes, in GB of 10^9 bytes; 0: none (0)",
+        nonnegative_float,
+        0.0,
+        "host memory for cached prefixes, in GB of 10^9 bytes; 0: none",
     )
-    parser.add_argument(
+    add(
         "--link-gb-s",
-        type=positive_float,
-        default=50.0,
-        help="GB per second between the GPU and host memory, in each direction (50)",
+        positive_float,
+        50.0,
+        "GB per second between the GPU and host memory, in each direction",
     )
-    parser.add_argument(
+    add(
         "--token-bytes",
-        type=positive_int,
-        default=147_456,
-        help="bytes of the keys and values of one token (147456, Qwen3-8B in bfloat16)",
+        positive_int,
+        147_456,
+        "bytes of the keys and values of one token; Qwen3-8B in bfloat16",
     )
-    parser.add_argument(
-        "--max-running-requests", type=positive_int, default=256, help="requests in a batch (256)"
-    )
-    parser.add_argument(
-        "--max-seq-len", type=positive_int, default=40_960, help="context length in tokens (40960)"
-    )
-    parser.add_argument(
+    add("--max-running-requests", positive_int, 256, "requests in a batch")
+    add("--max-seq-len", positive_int, 40_960, "context length in tokens")
+    add(
         "--target-step-ms",
-        type=nonnegative_float,
-        default=SchedulerConfig().target_step_ms,
-        help="step-time target; 0: no target, as in the offline LLM (the server's target)",
+        nonnegative_float,
+        server.target_step_ms,
+        "step-time target, as in the server; 0: no target, as in the offline LLM",
     )
-    parser.add_argument(
+    add(
         "--max-slowdown",
-        type=positive_float,
-        default=SchedulerConfig().max_slowdown,
-        help="a step with prompts takes at most this many times the step without, or the target "
-        "(the server's)",
+        positive_float,
+        server.max_slowdown,
+        "a step with prompts takes at most this many times the step without, or the target, as in "
+        "the server",
     )
-    parser.add_argument(
-        "--cache-type", choices=("radix", "naive"), default="radix", help="prefix cache (radix)"
-    )
-    parser.add_argument(
+    add("--cache-type", str, "radix", "prefix cache", choices=("radix", "naive"))
+    add(
         "--mixed-factor",
-        type=positive_float,
-        default=mixed_factor,
-        help=f"factor for the times of steps that both decode and prefill ({mixed_factor})",
+        positive_float,
+        mixed_factor,
+        "factor for the times of steps that both decode and prefill",
     )
 
 

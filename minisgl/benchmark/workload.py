@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from minisgl.benchmark.flag_types import nonnegative_int, positive_int
+from minisgl.benchmark.flag_types import flags, nonnegative_int, positive_int
 from minisgl.core import ConfigError
 
 LARGEST_ID = 10_000
@@ -54,27 +54,14 @@ def make_workload(
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that workload_from reads."""
-    group = parser.add_argument_group("workload")
-    group.add_argument("--requests", type=positive_int, default=256, help="number of prompts (256)")
+    add = flags(parser, "workload")
+    add("--requests", positive_int, 256, "number of prompts")
+    ends = {"nargs": 2, "metavar": ("MIN", "MAX")}
     for kind in ("prompt", "output"):
-        group.add_argument(
-            f"--{kind}-tokens",
-            type=int,
-            nargs=2,
-            default=(100, 1024),
-            metavar=("MIN", "MAX"),
-            help=f"range of {kind} lengths, uniform (100 1024)",
-        )
-    group.add_argument(
-        "--shared-prefix", type=nonnegative_int, default=0, help="length of a prefix of all prompts"
-    )
-    group.add_argument("--seed", type=int, default=0, help="seed of lengths and token ids (0)")
-    group.add_argument(
-        "--largest-id",
-        type=nonnegative_int,
-        default=LARGEST_ID,
-        help=f"largest id in prompts ({LARGEST_ID})",
-    )
+        add(f"--{kind}-tokens", int, (100, 1024), f"range of {kind} lengths, uniform", **ends)
+    add("--shared-prefix", nonnegative_int, 0, "length of a prefix of all prompts")
+    add("--seed", int, 0, "seed of lengths and token ids")
+    add("--largest-id", nonnegative_int, LARGEST_ID, "largest id in prompts")
 
 
 def check_workload(options: argparse.Namespace) -> None:

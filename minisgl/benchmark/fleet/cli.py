@@ -10,11 +10,12 @@ share of cached prompt tokens, and the hours in which replicas held GPUs.
 import argparse
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from minisgl.benchmark.flag_types import (
+    flags,
     nonnegative_float,
     nonnegative_int,
     output_file,
@@ -48,53 +49,41 @@ _START_S = 11.3
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="minisgl bench fleet", description=__doc__)
     rules = Autoscaler()
-    flags: dict[str, list[tuple[str, Callable[[str], float], float, str]]] = {
-        "fleet": [
-            ("--replicas", positive_int, 1, "replicas at time 0"),
-            ("--retries", nonnegative_int, 0, "times that a client sends a lost request again"),
-            ("--front-end-ms", nonnegative_float, _FRONT_END_MS, "from router to scheduler"),
-        ],
-        "objective of a good request": [
-            ("--ttft-ms", positive_float, 5000.0, "limit of the time to first token"),
-            ("--itl-ms", positive_float, 50.0, "limit of the mean inter-token latency"),
-            ("--share", positive_float, 0.99, "share of good requests to reach"),
-        ],
-        "failures and rollouts": [
-            ("--start-s", nonnegative_float, _START_S, "time of a start, until ready"),
-            ("--drain-s", nonnegative_float, 60.0, "longest drain before a restart"),
-            ("--settle-s", nonnegative_float, 5.0, "pause of a rollout after a replica is ready"),
-        ],
-        "autoscaling, with the rules of the chart": [
-            ("--target-running", positive_float, rules.target_running, "running per replica"),
-            ("--target-waiting", positive_float, rules.target_waiting, "waiting per replica"),
-            ("--up-window-s", nonnegative_float, rules.up_window_s, "window for adding"),
-            ("--down-window-s", nonnegative_float, rules.down_window_s, "window for removing"),
-        ],
-    }
-    for title, rows in flags.items():
-        group = parser.add_argument_group(title)
-        for name, kind, default, text in rows:
-            group.add_argument(name, type=kind, default=default, help=f"{text} ({default:g})")
-    times: dict[str, Any] = {
-        "type": nonnegative_float,
-        "nargs": "+",
-        "default": [],
-        "metavar": "SECONDS",
-    }
-    parser.add_argument("--fail-at", **times, help="times at which a replica dies")
-    parser.add_argument("--rollout-at", **times, help="times at which a rolling restart begins")
-    parser.add_argument(
+    add = flags(parser, "fleet")
+    add("--replicas", positive_int, 1, "replicas at time 0")
+    add("--retries", nonnegative_int, 0, "times that a client sends a lost request again")
+    add("--front-end-ms", nonnegative_float, _FRONT_END_MS, "from router to scheduler")
+    add = flags(parser, "objective of a good request")
+    add("--ttft-ms", positive_float, 5000.0, "limit of the time to first token")
+    add("--itl-ms", positive_float, 50.0, "limit of the mean inter-token latency")
+    add("--share", positive_float, 0.99, "share of good requests to reach")
+    add = flags(parser, "failures and rollouts")
+    add("--start-s", nonnegative_float, _START_S, "time of a start, until ready")
+    add("--drain-s", nonnegative_float, 60.0, "longest drain before a restart")
+    add("--settle-s", nonnegative_float, 5.0, "pause of a rollout after a replica is ready")
+    add = flags(parser, "autoscaling, with the rules of the chart")
+    add("--target-running", positive_float, rules.target_running, "running per replica")
+    add("--target-waiting", positive_float, rules.target_waiting, "waiting per replica")
+    add("--up-window-s", nonnegative_float, rules.up_window_s, "window for adding")
+    add("--down-window-s", nonnegative_float, rules.down_window_s, "window for removing")
+    add = flags(parser)
+    times: dict[str, Any] = {"nargs": "+", "metavar": "SECONDS"}
+    add("--fail-at", nonnegative_float, [], "times at which a replica dies", **times)
+    add("--rollout-at", nonnegative_float, [], "times at which a rolling restart begins", **times)
+    add(
         "--autoscale",
-        type=positive_int,
+        positive_int,
+        None,
+        "use between MIN and MAX replicas; --replicas is the number at time 0",
         nargs=2,
         metavar=("MIN", "MAX"),
-        help="use between MIN and MAX replicas; --replicas is the number at time 0",
     )
-    parser.add_argument(
+    add(
         "--find-replicas",
-        type=positive_int,
+        positive_int,
+        None,
+        "search for the least number of replicas, up to MOST, that meets the objective",
         metavar="MOST",
-        help="search for the least number of replicas, up to MOST, that meets the objective",
     )
     parser.add_argument(
         "--router",
@@ -104,8 +93,8 @@ def _parser() -> argparse.ArgumentParser:
         help="one run for each: replicas in turn, fewest open requests, endpoint picker with its "
         "approximate index, endpoint picker with cache events (approximate)",
     )
-    parser.add_argument("--json", type=output_file, help="write settings and runs to this file")
-    parser.add_argument("--plot", type=output_file, help="write latencies and replicas, as an SVG")
+    add("--json", output_file, None, "write settings and runs to this file")
+    add("--plot", output_file, None, "write latencies and replicas, as an SVG")
     add_engine_flags(parser, _MIXED_FACTOR)
     add_load_flags(parser)
     return parser
