@@ -20,8 +20,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from resource import RLIMIT_NOFILE, setrlimit
 from typing import Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -229,7 +231,9 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(name: str, flags: Sequence[str], seconds: float) -> tuple[str, dict[str, object]]:
     """Run an attack without a key. Returns the line and the values of its result."""
-    with start_server(str(model_path()), flags, max_files=ATTACKS[name].files) as server:
+    files = ATTACKS[name].files
+    limit = None if files is None else partial(setrlimit, RLIMIT_NOFILE, (files, files))
+    with start_server(str(model_path()), flags, before=limit) as server:
         found = _measure(server.url, server.probe_url, ATTACKS[name], seconds)
     ports = (("probe port", found.probe_port_ms), ("main port", found.main_port_ms))
     shown = (f"{port} p50 {p50:6.1f} max {most:8.1f} ms" for port, (p50, most) in ports)

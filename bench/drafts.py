@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from bench.edits import EDITS, FIRST_TOKENS, Edit, edits_of, pages_for, random_edits
+from bench.failures import raise_failure
 from bench.pinned import PinnedAcceptance
 from bench.replaced_draws import ReplacedDraws
 from minisgl.benchmark.flag_types import add_model_flags, pinned_lengths, positive_int
 from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.models import SHAPES
-from minisgl.benchmark.outbox import raise_failure
 from minisgl.benchmark.text_table import TextTable
 from minisgl.core import EngineConfig, SamplingParams, SchedulerConfig
 from minisgl.distributed.comm import SingleCommunicator, TPInfo

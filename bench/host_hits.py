@@ -25,13 +25,13 @@ from typing import NamedTuple
 import uvloop
 
 from bench.hit_requests import LEAST, STATE, STREAM_OUTPUT, STREAM_PROMPT, HitRequests
+from bench.named_rows import named_rows
 from bench.steps_beside_copies import PAGE_SIZE, Row, host_gb, step_rows
 from minisgl.benchmark.client import Answer
 from minisgl.benchmark.flag_types import add_model_flags, positive_float, positive_int
 from minisgl.benchmark.floor import load_spec
 from minisgl.benchmark.latency import describe, latencies
 from minisgl.benchmark.server_process import start_server
-from minisgl.benchmark.text_table import named_rows
 from minisgl.models.spec import ModelSpec
 
 _OUTPUT = 4  # tokens of a request: the texts of some tokens are incomplete characters

@@ -28,13 +28,13 @@ from PIL import Image
 
 from minisgl.benchmark.background_streams import background_streams, summarise_streams
 from minisgl.benchmark.client import Answer, StreamingClient
+from bench.named_rows import named_rows
 from minisgl.benchmark.flag_types import add_model_flags, positive_float, positive_int
 from minisgl.benchmark.floor import load_spec
 from minisgl.benchmark.latency import describe, error_lines, latencies
 from minisgl.benchmark.load import arrivals
 from minisgl.benchmark.sending import open_loop
 from minisgl.benchmark.server_process import read_metrics, start_server
-from minisgl.benchmark.text_table import named_rows
 from minisgl.benchmark.trace import Load, Turns
 from minisgl.benchmark.workload import make_workload
 from minisgl.core import ConfigError

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from bench.failures import raise_failure
 from minisgl.benchmark.flag_types import positive_int
-from minisgl.benchmark.outbox import raise_failure
 from minisgl.benchmark.text_table import TextTable
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, read_cost
 from minisgl.core import SamplingParams, SchedulerConfig

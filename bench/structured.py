@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from bench.failures import raise_failure
 from minisgl.benchmark.flag_types import add_model_flags, positive_int
 from minisgl.benchmark.models import SHAPES, write_model
-from minisgl.benchmark.outbox import raise_failure
 from minisgl.benchmark.text_table import TextTable
 from minisgl.core import Grammar, GrammarFailed, SamplingParams
 from minisgl.llm import LLM

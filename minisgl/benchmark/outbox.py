@@ -1,10 +1,6 @@
-"""The outputs of requests that a benchmark sends to an engine in its own process.
+"""The outputs of requests that a benchmark sends to an engine in its own process."""
 
-A benchmark knows how many tokens it asked for. After a failure that number is wrong, and so is
-every speed that is computed from it.
-"""
-
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 from minisgl.benchmark.client import Answer
 from minisgl.core import ConfigError
@@ -14,16 +10,6 @@ from minisgl.message.messages import StepOutput
 def workload_error(message: str) -> ConfigError:
     """Return the error of a benchmark whose request failed with this message."""
     return ConfigError(f"this model cannot run the workload: {message}")
-
-
-def raise_failure(output: StepOutput, counted: Collection[str] = ()) -> None:
-    """Raise ConfigError if a request of this output failed.
-
-    counted: class names of errors that the benchmark reports as a part of its result.
-    """
-    for finished in output.finished:
-        if finished.error is not None and finished.error_kind not in counted:
-            raise workload_error(finished.error)
 
 
 def record_step(answers: Sequence[Answer], output: StepOutput, now_s: float) -> None:

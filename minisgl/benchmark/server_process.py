@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-import resource
 import subprocess
 import sys
 import tempfile
@@ -40,13 +39,13 @@ def start_server(
     model: str,
     flags: Sequence[str],
     log_path: Path | None = None,
-    max_files: int | None = None,
+    before: Callable[[], None] | None = None,
 ) -> Iterator[RunningServer]:
     """Start a server on a free port, and stop it at the end of the `with` block.
 
     model: a name in SHAPES (with random weights) or a model folder. flags: additional flags of the
-    command. log_path: file for the server's log. max_files: hard limit of the open files of each
-    process. Raises ConfigError, with the end of the log, if the server does not start.
+    command. log_path: file for the server's log. before: called in the process of the server
+    before its command. Raises ConfigError, with the end of the log, if the server does not start.
     """
     with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as folder:
         arguments = ["--model", model]
@@ -58,22 +57,12 @@ def start_server(
         log = log_path or Path(folder) / "log"
         started_s = time.monotonic()
         with log.open("wb") as out:
-            process = subprocess.Popen(
-                command, stdout=out, stderr=out, preexec_fn=_limit_of_files(max_files)
-            )
+            process = subprocess.Popen(command, stdout=out, stderr=out, preexec_fn=before)
         try:
             url, probe_url = _wait_ready(process, log)
             yield RunningServer(url, time.monotonic() - started_s, probe_url)
         finally:
             stop(process, _STOP_TIMEOUT_S)
-
-
-def _limit_of_files(count: int | None) -> Callable[[], None] | None:
-    """Return a function that a child calls to set its limit of open files; None: no limit."""
-    if count is None:
-        return None
-    limits = (count, count)
-    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def stop(process: "subprocess.Popen[bytes]", within_s: float) -> None:
