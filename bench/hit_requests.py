@@ -7,8 +7,6 @@ import time
 import urllib.request
 from collections.abc import Awaitable, Callable, Iterable
 
-import numpy as np
-
 from bench.steps_beside_copies import PAGE_SIZE
 from minisgl.benchmark.background_streams import background_streams, summarise_streams
 from minisgl.benchmark.client import Answer, StreamingClient
@@ -39,12 +37,10 @@ class HitRequests:
         """Return new random prompts of `tokens` tokens."""
         self._seed += 1
         lengths = (tokens,) * 2, (output,) * 2
-        work = make_workload(count, *lengths, seed=self._seed, largest_id=self._largest)
+        load = make_workload(count, *lengths, seed=self._seed, largest_id=self._largest)
         body = {"model": self._model, "temperature": 0, "max_tokens": output, "stream": True}
         body |= {"stream_options": {"include_usage": True}, "ignore_eos": True}
-        prompts = [np.array(ids, np.int32) for ids in work.prompts]
-        bodies = [json.dumps({**body, "prompt": ids}).encode() for ids in work.prompts]
-        return Load(prompts, work.max_tokens, None), bodies
+        return load, [json.dumps({**body, "prompt": ids.tolist()}).encode() for ids in load.prompts]
 
     async def post(self, body: bytes) -> Answer:
         """Send a request. Raises ConfigError when it fails."""

@@ -26,16 +26,16 @@ import torch
 import uvloop
 from PIL import Image
 
+from bench.named_rows import named_rows
 from minisgl.benchmark.background_streams import background_streams, summarise_streams
 from minisgl.benchmark.client import Answer, StreamingClient
-from bench.named_rows import named_rows
 from minisgl.benchmark.flag_types import add_model_flags, positive_float, positive_int
 from minisgl.benchmark.floor import load_spec
 from minisgl.benchmark.latency import describe, error_lines, latencies
 from minisgl.benchmark.load import arrivals
 from minisgl.benchmark.sending import open_loop
 from minisgl.benchmark.server_process import read_metrics, start_server
-from minisgl.benchmark.trace import Load, Turns
+from minisgl.benchmark.trace import Turns
 from minisgl.benchmark.workload import make_workload
 from minisgl.core import ConfigError
 from minisgl.cost.floor import Ceilings
@@ -87,7 +87,7 @@ class Bench:
             new.append(await self._chats.post(body))
             again.append(await self._chats.post(body))
             lengths = (new[-1].prompt_tokens,) * 2
-            prompt = make_workload(1, lengths, seed=side + seed).prompts[0]
+            prompt = make_workload(1, lengths, seed=side + seed).prompts[0].tolist()
             texts.append(await self._texts.post(self._body({"prompt": prompt}, _OUTPUT_TOKENS)))
         answers = {"first image": [first], "new image": new, "same image": again, "text": texts}
         return [_first_token_row(f"{name}, {side}", found) for name, found in answers.items()]
@@ -115,9 +115,8 @@ class Bench:
     ) -> tuple[dict[str, float], list[Answer]]:
         """Return the ITL of streams while images are sent, and the answers of these."""
         lengths = ((_STREAM_PROMPT,) * 2, (_STREAM_OUTPUT,) * 2)
-        work = make_workload(num_streams, *lengths, seed=self._seed)
-        load = Load([np.array(ids, np.int32) for ids in work.prompts], work.max_tokens, None)
-        texts = [self._body({"prompt": ids}, _STREAM_OUTPUT) for ids in work.prompts]
+        load = make_workload(num_streams, *lengths, seed=self._seed)
+        texts = [self._body({"prompt": ids.tolist()}, _STREAM_OUTPUT) for ids in load.prompts]
         due_s = arrivals(len(bodies), rate, poisson=False, seed=0)
         async with background_streams(self._texts, texts) as streams:
             window = Answer(time.perf_counter())

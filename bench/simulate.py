@@ -178,7 +178,7 @@ def add_flood(load: Load, options: argparse.Namespace) -> Load:
     seed = options.seed + 2_000_003  # not the seed of the load, so that no prefix is shared
     flood = make_workload(count, (prompt, prompt), (output, output), 0, seed, options.largest_id)
     return Load(
-        load.prompts + [np.array(ids, dtype=np.int32) for ids in flood.prompts],
+        load.prompts + flood.prompts,
         load.max_tokens + flood.max_tokens,
         [_FLOOD_LEAD_S + at_s for at_s in load.arrivals_s] + [0.0] * count,
         ["load"] * len(load.prompts) + ["flood"] * count,
@@ -197,7 +197,7 @@ def add_low(load: Load, options: argparse.Namespace) -> Load:
     seed = options.seed + 3_000_017  # not the seed of the load, so that no prefix is shared
     low = make_workload(count, (prompt, prompt), (output, output), 0, seed, options.largest_id)
     return Load(
-        load.prompts + [np.array(ids, dtype=np.int32) for ids in low.prompts],
+        load.prompts + low.prompts,
         load.max_tokens + low.max_tokens,
         load.arrivals_s + arrivals(count, rate, poisson=True, seed=seed),
         None,

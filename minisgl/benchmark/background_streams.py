@@ -28,9 +28,8 @@ def background_load(options: argparse.Namespace) -> Load:
     if min(count + 1, prompt, output) < 1:
         raise ConfigError("--beside takes a number of streams and two positive numbers of tokens")
     seed = options.seed + 1_000_003  # not the seed of the load, so that no prefix is shared
-    workload = make_workload(count, (prompt, prompt), (output, output), 0, seed, options.largest_id)
-    prompts = [np.array(ids, dtype=np.int32) for ids in workload.prompts]
-    return Load(prompts, workload.max_tokens, [0.0] * count)
+    load = make_workload(count, (prompt, prompt), (output, output), 0, seed, options.largest_id)
+    return load._replace(arrivals_s=[0.0] * count)
 
 
 @contextlib.asynccontextmanager

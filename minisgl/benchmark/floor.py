@@ -26,7 +26,8 @@ from minisgl.benchmark.flag_types import (
     positive_int,
 )
 from minisgl.benchmark.models import SHAPES, write_model
-from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
+from minisgl.benchmark.trace import Load
+from minisgl.benchmark.workload import add_workload_flags, workload_from
 from minisgl.cost.floor import (
     Ceilings,
     cost_of,
@@ -66,7 +67,7 @@ class Floor(NamedTuple):
 
 def floor_of(
     model: ModelSpec,
-    workload: Workload,
+    workload: Load,
     ceilings: Ceilings,
     budget_tokens: int = 8192,
     tp: int = 1,
@@ -81,7 +82,7 @@ def floor_of(
     """
     stored = stored_weights(model, quantization, with_quantizations())
     cost = with_weights(cost_of(model, tp, fp8_kv), model, stored, tp)
-    prompts, outputs = workload.prompt_lengths(), workload.output_lengths()
+    prompts, outputs = workload.prompt_lengths, np.array(workload.max_tokens)
     prompt_tokens = int(prompts.sum())
     chunks = -(-prompt_tokens // budget_tokens)
     # The output head is computed for the last token of a prompt only.
@@ -160,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
     floor = floor_of(model, workload, ceilings, *form)
     stored = stored_weights(model, quantization, with_quantizations())
     cost = with_weights(cost_of(model, options.tp, fp8_kv), model, stored, options.tp)
-    outputs = int(np.sum(workload.output_lengths()))
+    outputs = sum(workload.max_tokens)
     print(
         f"{options.model}: a step of 1 token reads {cost.read_bytes(1) / 1e9:.2f} GB of weights, "
         f"a step of 256 tokens {cost.read_bytes(256) / 1e9:.2f} GB; "

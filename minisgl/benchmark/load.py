@@ -4,8 +4,6 @@ import argparse
 import random
 from pathlib import Path
 
-import numpy as np
-
 from minisgl.benchmark.flag_types import flags, nonnegative_float, positive_float, positive_int
 from minisgl.benchmark.trace import Load, read_trace, replay
 from minisgl.benchmark.workload import add_workload_flags, check_workload, workload_from
@@ -37,12 +35,11 @@ def load_of(options: argparse.Namespace) -> Load:
             max_output_tokens=options.max_output,
             largest_id=options.largest_id,
         )
-    workload = workload_from(options)
-    prompts = [np.array(prompt, dtype=np.int32) for prompt in workload.prompts]
-    times = None
-    if options.rate is not None:
-        times = arrivals(len(prompts), options.rate, options.arrival == "poisson", options.seed)
-    return Load(prompts, workload.max_tokens, times)
+    load = workload_from(options)
+    if options.rate is None:
+        return load
+    is_poisson, count = options.arrival == "poisson", len(load.prompts)
+    return load._replace(arrivals_s=arrivals(count, options.rate, is_poisson, options.seed))
 
 
 def add_load_flags(parser: argparse.ArgumentParser) -> None:

@@ -19,22 +19,24 @@ from minisgl.benchmark.floor import floor_of, load_shape
 from minisgl.benchmark.models import SHAPES
 from minisgl.benchmark.outbox import workload_error
 from minisgl.benchmark.text_table import TextTable
-from minisgl.benchmark.workload import Workload, add_workload_flags, workload_from
+from minisgl.benchmark.trace import Load
+from minisgl.benchmark.workload import add_workload_flags, workload_from
 from minisgl.core import ConfigError, InvalidRequest, SamplingParams
 from minisgl.core.config import DRAFT_METHODS
 from minisgl.cost.floor import Ceilings
 from minisgl.llm import LLM
 
 
-def run_workload(llm: LLM, workload: Workload, temperature: float) -> float:
+def run_workload(llm: LLM, workload: Load, temperature: float) -> float:
     """Run the workload and return its seconds. Raises ConfigError when a prompt is refused."""
     sampling = [
         SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True, seed=index)
         for index, count in enumerate(workload.max_tokens)
     ]
+    prompts = [prompt.tolist() for prompt in workload.prompts]
     begin = time.perf_counter()
     try:
-        completions = llm.generate(workload.prompts, sampling, progress=True)
+        completions = llm.generate(prompts, sampling, progress=True)
     except InvalidRequest as error:
         raise ConfigError(error.message) from None
     seconds = time.perf_counter() - begin
@@ -94,14 +96,14 @@ def main(argv: Sequence[str]) -> int:
     print(table.head)
     runs: list[dict[str, Any]] = []
     with llm:
-        short = Workload(workload.prompts[:8], [8] * len(workload.prompts[:8]))
+        short = Load(workload.prompts[:8], [8] * len(workload.prompts[:8]))
         run_workload(llm, short, options.temperature)
         for index in range(options.repeat):
             seconds = run_workload(llm, workload, options.temperature)
             rate, fraction = outputs / seconds, floor.total_s / seconds
             print(table.row(index + 1, seconds, rate, fraction), flush=True)
             runs.append({"seconds": seconds, "tokens_per_s": rate, "of_floor": fraction})
-    prompt_tokens = int(workload.prompt_lengths().sum())
+    prompt_tokens = int(workload.prompt_lengths.sum())
     summary = {"model": options.model, "ready_s": ready_s, "floor_s": floor.total_s}
     summary |= {"quantization": quantization, "kv_cache_dtype": options.kv_cache_dtype}
     summary |= {"speculative": options.speculative}

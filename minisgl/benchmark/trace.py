@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from minisgl.core import ConfigError
 from minisgl.core.batch import Int32Array
@@ -69,13 +70,18 @@ class Load(NamedTuple):
 
     prompts: list[Int32Array]
     max_tokens: list[int]
-    arrivals_s: list[float] | None
+    arrivals_s: list[float] | None = None
     clients: list[str] | None = None
     priorities: list[int] | None = None
     stable: list[int] | None = None
     turns: list[Turn] | None = None
     sessions: list[str] | None = None
     last: list[bool] | None = None
+
+    @property
+    def prompt_lengths(self) -> NDArray[np.int64]:
+        """Tokens of each prompt."""
+        return np.array([len(prompt) for prompt in self.prompts], dtype=np.int64)
 
 
 class Turns:

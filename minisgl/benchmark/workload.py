@@ -2,29 +2,14 @@
 
 import argparse
 import random
-from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from minisgl.benchmark.flag_types import flags, nonnegative_int, positive_int
+from minisgl.benchmark.trace import Load
 from minisgl.core import ConfigError
 
 LARGEST_ID = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """Token ids of the prompts, and the exact number of tokens that each prompt generates."""
-
-    prompts: list[list[int]]
-    max_tokens: list[int]
-
-    def prompt_lengths(self) -> NDArray[np.int64]:
-        return np.array([len(prompt) for prompt in self.prompts], dtype=np.int64)
-
-    def output_lengths(self) -> NDArray[np.int64]:
-        return np.array(self.max_tokens, dtype=np.int64)
 
 
 def make_workload(
@@ -34,7 +19,7 @@ def make_workload(
     shared_prefix_tokens: int = 0,
     seed: int = 0,
     largest_id: int = LARGEST_ID,
-) -> Workload:
+) -> Load:
     """Return `count` prompts of random ids in 0..largest_id, with random output lengths.
 
     prompt_tokens, output_tokens: smallest and largest length; lengths are uniform in that range.
@@ -49,7 +34,7 @@ def make_workload(
     ]
     max_tokens = [source.randint(*output_tokens) for _ in range(count)]
     prefix = [source.randint(0, largest_id) for _ in range(shared_prefix_tokens)]
-    return Workload([prefix + prompt for prompt in prompts], max_tokens)
+    return Load([np.array(prefix + prompt, dtype=np.int32) for prompt in prompts], max_tokens)
 
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +57,7 @@ def check_workload(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{kind}-tokens takes two numbers with 1 <= MIN <= MAX")
 
 
-def workload_from(options: argparse.Namespace, vocab_size: int | None = None) -> Workload:
+def workload_from(options: argparse.Namespace, vocab_size: int | None = None) -> Load:
     """Return the workload that the flags describe. Raises ConfigError.
 
     vocab_size: all ids are below it.

@@ -233,7 +233,7 @@ def test_a_trace_of_a_model_with_recurrent_states_hits_the_whole_blocks_before_t
 @cache
 def readme_requests() -> Sequence[tuple[int, int]]:
     workload = make_workload()
-    lengths = workload.prompt_lengths().tolist()
+    lengths = workload.prompt_lengths.tolist()
     return tuple(zip(lengths, workload.max_tokens, strict=True))
 
 

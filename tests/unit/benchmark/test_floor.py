@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from minisgl.benchmark.floor import NO_DRAFTS, Pinned, floor_of, load_shape
-from minisgl.benchmark.workload import Workload
+from minisgl.benchmark.trace import Load
 from minisgl.cost.floor import Ceilings, cost_of, reduce_s, step_s, with_weights
 from minisgl.models.config import load_model_spec, model_spec_from
 from minisgl.models.quantization import StoredWeights
@@ -14,11 +15,16 @@ from minisgl.models.quantization import StoredWeights
 CHECKPOINTS = Path(__file__).parents[2] / "data" / "checkpoints"
 
 
+def load_of(prompts: list[int], outputs: list[int]) -> Load:
+    """Requests with these numbers of tokens."""
+    return Load([np.zeros(tokens, np.int32) for tokens in prompts], outputs)
+
+
 def test_the_decode_floor_is_the_bytes_of_its_steps(tmp_path: Path) -> None:
     """Two requests, one of 2 tokens and one of 3: a step of 2 tokens and a step of 1."""
     _, model = load_shape("qwen3-30b-a3b", tmp_path)
     cost, ceilings = cost_of(model), Ceilings(bytes_per_s=1.0, operations_per_s=1e30)
-    floor = floor_of(model, Workload([[1, 2], [3, 4, 5]], [2, 3]), ceilings)
+    floor = floor_of(model, load_of([2, 3], [2, 3]), ceilings)
     context = (2 + 1) + (3 + 1) + (3 + 2)
     reads = cost.read_bytes(2) + cost.read_bytes(1) + context * cost.kv_bytes
     assert floor.decode_s == pytest.approx(reads)
@@ -29,7 +35,7 @@ def test_a_window_layer_reads_its_window(tmp_path: Path) -> None:
     """Gemma 3 12B: 40 of 48 layers have a window of 1,024 tokens. One step with 3,002 keys."""
     _, model = load_shape("gemma-3-12b", tmp_path)
     cost, ceilings = cost_of(model), Ceilings(bytes_per_s=1.0, operations_per_s=1.0)
-    floor = floor_of(model, Workload([[1] * 3000], [2]), ceilings)
+    floor = floor_of(model, load_of([3000], [2]), ceilings)
     layer = 2 * 2 * 8 * 256
     assert cost.kv_bytes == 48 * layer
     keys = 8 * 3001 + 40 * 1024
@@ -46,7 +52,7 @@ def test_several_gpus_divide_the_work_and_add_all_reduces(tmp_path: Path) -> Non
     assert four.weight_bytes == one.weight_bytes // 4
     assert four.kv_bytes == one.kv_bytes // 4
     assert cost_of(model, 16).kv_bytes == one.kv_bytes // 8, "8 KV heads: two ranks share one"
-    work, ceilings = Workload([[5] * 100] * 8, [50] * 8), Ceilings()
+    work, ceilings = load_of([100] * 8, [50] * 8), Ceilings()
     alone, shared = (floor_of(model, work, ceilings, tp=tp) for tp in (1, 4))
     reduces_s = 49 * 81 * reduce_s(4, 8 * 2 * 5120)
     assert shared.decode_s == pytest.approx(alone.decode_s / 4 + reduces_s)
@@ -54,7 +60,7 @@ def test_several_gpus_divide_the_work_and_add_all_reduces(tmp_path: Path) -> Non
 
 def test_fp8_products_run_at_their_own_rate(tmp_path: Path) -> None:
     _, model = load_shape("qwen3-8b", tmp_path)
-    work = Workload([[5] * 1000] * 8, [1] * 8)
+    work = load_of([1000] * 8, [1] * 8)
     rates = Ceilings(bytes_per_s=1e30, operations_per_s=1e12, fp8_operations_per_s=2e12)
     plain, fp8 = (floor_of(model, work, rates, quantization=q) for q in (None, "fp8"))
     cost = with_weights(cost_of(model), model, StoredWeights("fp8", 8))
@@ -141,7 +147,7 @@ def test_a_draft_reads_the_head_of_the_model_and_one_layer(
 def test_drafts_of_a_head_take_their_time_and_give_the_pinned_tokens(tmp_path: Path) -> None:
     """One request of 27B in bfloat16: three drafts of 0.8 ms beside a step of 12 ms."""
     _, model = load_shape("qwen3.6-27b", tmp_path, drafts=True)
-    work, rates = Workload([[5] * 8192], [1025]), Ceilings()
+    work, rates = load_of([8192], [1025]), Ceilings()
     plain, drafting = (floor_of(model, work, rates, pinned=p) for p in (NO_DRAFTS, Pinned(3, 3.0)))
     assert plain.decode_s / 1024 == pytest.approx(12.3e-3, rel=0.02)
     assert drafting.decode_s / plain.decode_s == pytest.approx((12.3 + 2.4) / 12.3 / 3, rel=0.02)

@@ -39,6 +39,5 @@ def test_a_workload_beyond_the_context_gives_one_sentence() -> None:
 def test_the_default_workload_is_that_of_the_readme() -> None:
     """Its results are compared with those of other engines on the same workload."""
     workload = make_workload()
-    lengths = workload.prompt_lengths().sum(), workload.output_lengths().sum()
-    assert lengths == (142_827, 133_966)
+    assert (workload.prompt_lengths.sum(), sum(workload.max_tokens)) == (142_827, 133_966)
     assert max(map(max, workload.prompts)) == 10_000
