@@ -159,14 +159,15 @@ def one_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
 
     Results do not depend on the choice, and fla-core's 34 configurations compile for a minute.
     """
-    tuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
-    run = tuner.run
+    from triton.runtime.autotuner import Autotuner
+
+    run = Autotuner.run
 
     def run_first(self: Any, *args: object, **kwargs: object) -> object:
         monkeypatch.setattr(self, "configs", self.configs[:1])
         return run(self, *args, **kwargs)
 
-    monkeypatch.setattr(tuner, "run", run_first)
+    monkeypatch.setattr(Autotuner, "run", run_first)
 
 
 def test_a_schedule_as_fla_core(one_configuration: None) -> None:
