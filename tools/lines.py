@@ -72,6 +72,7 @@ FEATURES = {
         "attention/trtllm.py",
     ),
     "later families": (
+        "models/experts_beside.py",
         "models/families/gemma4.py",
         "models/families/glm4_moe.py",
         "models/families/minimax_m2.py",

@@ -11,10 +11,17 @@ from minisgl.layers.embedding import LMHead, ParallelEmbedding
 from minisgl.layers.mixer import ForwardContext
 from minisgl.layers.norm import CompleteNorm, ResidualNorm, ResidualStream
 from minisgl.models.encoder import ImageEncoder
-from minisgl.models.layer import Attended, DecoderLayer, ModelParts, layer_kind
+from minisgl.models.experts_beside import ExpertsBesideLayer
+from minisgl.models.layer import (
+    Attended,
+    DecoderLayer,
+    DeepStackLayer,
+    ModelParts,
+    NormAfterLayer,
+)
 from minisgl.models.layer_input import LayerInputs
 from minisgl.models.mtp import DraftHead
-from minisgl.models.spec import ModelSpec, Multipliers
+from minisgl.models.spec import LayerSpec, ModelSpec, Multipliers
 
 
 class Decoder(nn.Module):
@@ -32,7 +39,7 @@ class Decoder(nn.Module):
         self.embed_tokens = ParallelEmbedding(config.vocab_size, config.hidden_size, comm, norm_eps)
         norms = config.layers[0].norms
         named = ((spec, f"model.layers.{i}") for i, spec in enumerate(config.layers))
-        layers = nn.ModuleList(layer_kind(spec)(parts, spec, name) for spec, name in named)
+        layers = nn.ModuleList(_layer_kind(spec)(parts, spec, name) for spec, name in named)
         self.layers = cast("list[DecoderLayer]", layers)
         own, self.layer_inputs = config.layers[0].input, None
         if own is not None:
@@ -70,6 +77,15 @@ class Decoder(nn.Module):
         weight = self.norm.weight
         heads, residual = (num_tokens, self.layers[-1].attended_width), (num_tokens, len(weight))
         return Attended(weight.new_zeros(heads), weight.new_zeros(residual))
+
+
+def _layer_kind(spec: LayerSpec) -> type[DecoderLayer]:
+    """Return the class of a layer."""
+    if spec.beside is not None:
+        return ExpertsBesideLayer
+    if spec.norms.after:
+        return NormAfterLayer
+    return DecoderLayer if spec.tap is None else DeepStackLayer
 
 
 class CausalLM(nn.Module):

@@ -1,6 +1,5 @@
 """One decoder layer: a mixer and an MLP on the residual stream."""
 
-import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import NamedTuple, cast
@@ -215,7 +214,7 @@ class NormAfterLayer(DecoderLayer):
             yield Placement(name, (1,), name, constant=1.0)
 
     def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
-        heads = self.mixer.mix(_before(self.input_layernorm, stream.x), context)
+        heads = self.mixer.mix(normed(self.input_layernorm, stream.x), context)
         if context.inputs is not None and self.spec.input is not None:
             heads = torch.cat((heads, context.inputs[self.spec.input.layer]), dim=1)
         return Attended(heads, stream.x)
@@ -231,7 +230,7 @@ class NormAfterLayer(DecoderLayer):
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         """The output of the MLP for the complete stream x [T, H], valid until the next sum."""
-        block_input = _before(self.pre_feedforward_layernorm, x)
+        block_input = normed(self.pre_feedforward_layernorm, x)
         product = cast("DenseMlp | MoeBlock", self.mlp).product(block_input)
         return self.post_feedforward_layernorm.of_sum(product)
 
@@ -245,61 +244,6 @@ class NormAfterLayer(DecoderLayer):
             self.layer_input.post_per_layer_input_norm.weight.mul_(factor)
 
 
-class ExpertsBesideLayer(NormAfterLayer):
-    """A layer with experts beside its MLP (Gemma 4).
-
-    The experts and their router read the stream, each after a norm of its own. Norms follow the
-    MLP and the experts, and another norm follows their sum.
-    """
-
-    def __init__(self, parts: ModelParts, spec: LayerSpec, name: str) -> None:
-        super().__init__(parts, spec, name)
-        config, comm, experts = parts.config, parts.comm, spec.beside
-        assert experts is not None, "no experts; this is a bug"
-        assert parts.moe_backend is not None, "sparse layers need a backend; this is a bug"
-        size, offset = config.hidden_size, spec.norms.offset
-        before, after = (size, config.stream_eps, comm), (size, config.norm_eps, comm, offset)
-        # This norm replaces that of NormAfterLayer.
-        self.post_feedforward_layernorm = CompleteNorm(*after)
-        self.post_feedforward_layernorm_1 = ResidualNorm(*after)
-        self.post_feedforward_layernorm_2 = ResidualNorm(*after)
-        self.pre_feedforward_layernorm_2 = CompleteNorm(*before, offset)
-        self.router = _RouterNorm(*before)
-        linear = parts.linear._replace(parent=config.stored_name(name))
-        self.experts = MoeBlock(size, experts, linear, parts.experts, parts.moe_backend)
-
-    def _feed_forward(self, x: Tensor) -> Tensor:
-        product = cast("DenseMlp", self.mlp).product(_before(self.pre_feedforward_layernorm, x))
-        dense = self.post_feedforward_layernorm_1.of_sum(product).clone()
-        stream = ResidualStream(x)
-        block_input = self.pre_feedforward_layernorm_2.forward(stream)[0]
-        router_input = self.router.forward(stream)[0].x
-        product = self.experts.product(block_input, router_input)
-        both = dense + self.post_feedforward_layernorm_2.of_sum(product)
-        return self.post_feedforward_layernorm.forward(ResidualStream(both))[0].x
-
-
-class _RouterNorm(CompleteNorm):
-    """The norm before a router. The router divides its input by the square root of the width."""
-
-    def placements(self, name: str) -> Iterator[Placement]:
-        (weight,) = super().placements(name)
-        yield weight._replace(source=f"{name}.scale", convert=_over_sqrt_of_width, constant=1.0)
-
-
-def _over_sqrt_of_width(weight: Tensor) -> Tensor:
-    return weight.float().div(math.sqrt(len(weight)))
-
-
-def layer_kind(spec: LayerSpec) -> type[DecoderLayer]:
-    """Return the class of a layer."""
-    if spec.beside is not None:
-        return ExpertsBesideLayer
-    if spec.norms.after:
-        return NormAfterLayer
-    return DecoderLayer if spec.tap is None else DeepStackLayer
-
-
-def _before(norm: ResidualNorm | None, x: Tensor) -> BlockInput:
+def normed(norm: ResidualNorm | None, x: Tensor) -> BlockInput:
     """Return the input of a block: the stream x [T, H], after the norm if there is one."""
     return BlockInput(x) if norm is None else norm.forward(ResidualStream(x))[0]
