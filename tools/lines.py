@@ -43,6 +43,7 @@ FEATURES = {
         "models/mtp.py",
     ),
     "images": (
+        "attention/images.py",
         "core/images.py",
         "engine/images.py",
         "images/*.py",

@@ -20,6 +20,7 @@ from minisgl.attention.base import (
 )
 from minisgl.attention.flash_attention import FlashAttention
 from minisgl.attention.flashinfer import FlashInferAttention, FlashInferFa2, FlashInferFa3
+from minisgl.attention.images import attend_within_images
 from minisgl.attention.torch import TorchAttention
 from minisgl.attention.triton import TritonAttention
 from minisgl.attention.trtllm import TrtllmAttention
@@ -73,7 +74,7 @@ def create_attention_backend(
         first = prefill(of_rule, q_heads, rule)
         shared = issubclass(prefill, decode)
         second = first if shared else decode(of_rule, q_heads, rule)
-        return PhasedAttention(first, second, TorchAttention(of_rule, q_heads, rule))
+        return PhasedAttention(first, second, of_rule, rule)
 
     backends = {rule: create(rule) for rule in dict.fromkeys(rules)}
     if len(backends) == 1 and windows is None:
@@ -135,17 +136,13 @@ def resolve_phases(
 
 
 class PhasedAttention(AttentionBackend):
-    """One backend for prefill chunks and one for decode requests, in the same step.
-
-    images: computes the tokens of images that attend in both directions.
-    """
+    """One backend for prefill chunks and one for decode requests, in the same step."""
 
     def __init__(
-        self, prefill: AttentionBackend, decode: AttentionBackend, images: TorchAttention
+        self, prefill: AttentionBackend, decode: AttentionBackend, pool: KVPool, rule: AttentionRule
     ) -> None:
-        self.prefill = prefill
-        self.decode = decode
-        self.images = images
+        self.prefill, self.decode = prefill, decode
+        self._pool, self._rule = pool, rule
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         """Plan a step of either phase, or of both: decode requests come first."""
@@ -161,7 +158,9 @@ class PhasedAttention(AttentionBackend):
 
     def _chunks(self, step: AttentionStep) -> StepAttention:
         causal = self.prefill.prepare(step)
-        return self.images.within_images(step, causal) if step.spans else causal
+        if step.spans:
+            return attend_within_images(self._pool, self._rule, step, causal)
+        return causal
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
         return self.decode.decode_graph(size, step)

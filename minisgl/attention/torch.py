@@ -1,12 +1,11 @@
 """Attention in plain torch. It supports every device and dtype, and is the backend for CPUs.
 
 Tests of the GPU kernels compare with it. Decode requests run as one padded batch; prefill chunks
-run one after the other, in blocks of queries. Attention within images runs here on all devices.
+run one after the other, in blocks of queries.
 """
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -47,30 +46,17 @@ class TorchAttention(AttentionBackend):
         longest = int(contexts.max())
         if step.num_decode:
             return self._prepare_decode(step, longest)
-        window = self._rule.window or longest
+        pool, window = self._pool, self._rule.window or longest
         pages = step.page_table[step.device_rows]
         slots = [
-            self._slots(row, torch.arange(max(0, start - window + 1), end, device=pages.device))
+            pool.slots(row, torch.arange(max(0, start - window + 1), end, device=pages.device))
             for row, start, end in zip(pages, step.start.tolist(), contexts.tolist(), strict=True)
         ]
-        return _PrefillStep(self._pool, self._rule, step.lengths.tolist(), slots)
-
-    def within_images(self, step: AttentionStep, causal: StepAttention) -> StepAttention:
-        """Plan a prefill step whose images attend in both directions (AttentionStep.spans).
-
-        causal: the attention of the step without this rule.
-        """
-        before, images = np.cumsum(step.lengths) - step.lengths - step.start, list[_Image]()
-        for at, first, end in step.spans:
-            begin = 0 if self._rule.window is None else max(0, first - self._rule.window + 1)
-            pages = step.page_table[step.device_rows[at : at + 1]][0]
-            slots = self._slots(pages, torch.arange(begin, end, device=pages.device))
-            images.append(_Image(int(before[at]) + first, int(before[at]) + end, slots))
-        return _WithImages(self._pool, self._rule, causal, images)
+        return _PrefillStep(pool, self._rule, step.lengths.tolist(), slots)
 
     def _prepare_decode(self, step: AttentionStep, longest: int) -> StepAttention:
         """Plan a step of contexts with at most `longest` tokens."""
-        width, window = int(step.lengths[0]), self._rule.window or longest
+        pool, width, window = self._pool, int(step.lengths[0]), self._rule.window or longest
         read = min(longest, window + width - 1)
         each = torch.arange(width, device=step.device_start.device)
         ends = (step.device_start.unsqueeze(1) + each + 1).unsqueeze(2)
@@ -79,16 +65,11 @@ class TorchAttention(AttentionBackend):
         positions = first + torch.arange(read, device=ends.device)
         within = positions < ends[:, -1]
         mask = (positions.unsqueeze(1) < ends) & (positions.unsqueeze(1) >= ends - window)
-        slots = self._slots(step.page_table[step.device_rows], torch.where(within, positions, 0))
+        slots = pool.slots(step.page_table[step.device_rows], torch.where(within, positions, 0))
         # The mask alone is not enough: a masked key has weight zero, and zero times a NaN that
         # another request left in the page is NaN.
-        slots = torch.where(within, slots, self._pool.dummy_slot)
-        return _DecodeStep(self._pool, self._rule, slots, mask)
-
-    def _slots(self, pages: Tensor, positions: Tensor) -> Tensor:
-        """Return the slots [..., n] of `positions` [..., n]. pages: [..., max_pages]."""
-        size = self._pool.page_size
-        return pages.gather(-1, (positions // size).long()) * size + positions % size
+        slots = torch.where(within, slots, pool.dummy_slot)
+        return _DecodeStep(pool, self._rule, slots, mask)
 
 
 class _DecodeStep(NamedTuple):
@@ -134,37 +115,10 @@ class _PrefillStep(NamedTuple):
     def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
         chunks, results = torch.split(q, self.lengths), torch.split(out, self.lengths)
         for chunk, result, slots in zip(chunks, results, self.slots, strict=True):
-            _attend_chunk(chunk, *self.pool.read(layer, slots), self.rule, sinks, result)
+            attend_chunk(chunk, *self.pool.read(layer, slots), self.rule, sinks, result)
 
 
-class _Image(NamedTuple):
-    """The tokens of an image in a step.
-
-    first, end: the tokens first to end - 1 of the step. slots: of the keys to which they attend,
-    from the first one that the window of the first token holds.
-    """
-
-    first: int
-    end: int
-    slots: Tensor
-
-
-class _WithImages(NamedTuple):
-    """Implements StepAttention: the results of `causal`, with those of images overwritten."""
-
-    pool: KVPool
-    rule: AttentionRule
-    causal: StepAttention
-    images: list[_Image]
-
-    def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
-        self.causal.forward(layer, q, out, sinks)
-        for first, end, slots in self.images:
-            tokens, keys = slice(first, end), self.pool.read(layer, slots)
-            _attend_chunk(q[tokens], *keys, self.rule, sinks, out[tokens], causal=False)
-
-
-def _attend_chunk(
+def attend_chunk(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -100,6 +100,11 @@ class KVPool:
         """
         return None if self._scales is None else self._scales[self.layers.index(layer)]
 
+    def slots(self, pages: Tensor, positions: Tensor) -> Tensor:
+        """Return the slots [..., n] of `positions` [..., n]. pages: [..., max_pages]."""
+        size = self.page_size
+        return pages.gather(-1, (positions // size).long()) * size + positions % size
+
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of keys and values, each [..., Hkv, D] of spec.dtype. slots: integers [...]."""
         return read_kv(*self.layer(layer), slots, self.scales(layer), self.spec.dtype)
