@@ -20,6 +20,7 @@ CONTRACT = "The core does not import optional capabilities"
 # By feature: patterns of the files that a build without the feature would not need.
 FEATURES = {
     "hybrids": (
+        "engine/state_copies.py",
         "engine/states.py",
         "kernel/delta.py",
         "kernel/states.py",

@@ -7,18 +7,11 @@ the order of the tuple. A model without a feature has no stage for it.
 from collections.abc import Callable
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.core.batch import StateCopies
-from minisgl.engine.logits_processing import upload
 from minisgl.engine.model_runner import DraftTensors
-from minisgl.engine.states import RowStates
 from minisgl.engine.step_tensors import Logits, StepColumns, StepTensors
-from minisgl.kernel.dispatch import copy_states
-from minisgl.kernel.states import LOADED
-from minisgl.kvcache.pool import KVPool
 
 # Captures a CUDA graph of a function.
 GraphOf = Callable[[Callable[[], object]], torch.cuda.CUDAGraph]
@@ -97,27 +90,3 @@ class CachedLengths(Stage):
     def captured(self, columns: StepColumns) -> None:
         views = columns.views
         torch.index_select(self._cached, 0, views.rows, out=views.start)
-
-
-class CopyStates(Stage):
-    """Copies states of rows to pages and back before the layers, as the batch says."""
-
-    def __init__(self, states: RowStates, pool: KVPool) -> None:
-        """pool: of layers with full attention."""
-        self._states, self._words = states, pool.words()
-
-    def before(self, x: StepTensors) -> None:
-        if x.batch.states is not None:
-            self._copy(x.batch.states)
-
-    def _copy(self, copies: StateCopies) -> None:
-        kept, boundaries, words = self._states.kept, self._states.boundaries, self._words
-        arrays = {name: np.ravel(array) for name, array in copies._asdict().items()}
-        sent = upload(arrays, kept.device)
-        if len(copies.save_rows):
-            pages = sent["save_pages"].view(copies.save_pages.shape)
-            copy_states(kept, sent["save_rows"], pages, words, True)
-        if len(copies.load_rows):
-            pages = sent["load_pages"].view(copies.load_pages.shape)
-            copy_states(kept, sent["load_rows"], pages, words, False)
-            boundaries[sent["load_rows"].long()] = LOADED

@@ -24,7 +24,8 @@ from minisgl.engine.host_copies import device_bytes
 from minisgl.engine.images import image_buffer, image_limits, image_stages
 from minisgl.engine.model_runner import DraftTensors, ModelRunner
 from minisgl.engine.segments import reserve_block
-from minisgl.engine.stages import CachedLengths, CopyStates, Stage
+from minisgl.engine.stages import CachedLengths, Stage
+from minisgl.engine.state_copies import CopyStates
 from minisgl.engine.step import StepLauncher, StepParts
 from minisgl.engine.step_tensors import Packer
 from minisgl.kvcache.pool import KVPool

@@ -1,4 +1,4 @@
-"""The memory of layers with recurrent states. stages.CopyStates copies it to KV pages and back."""
+"""The memory of layers with recurrent states. state_copies.py copies it to KV pages and back."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
