@@ -48,6 +48,7 @@ FEATURES = {
         "core/images.py",
         "engine/images.py",
         "images/*.py",
+        "layers/images.py",
         "models/encoder*.py",
         "scheduler/image_check.py",
         "scheduler/image_room.py",

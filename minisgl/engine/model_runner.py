@@ -13,8 +13,8 @@ from minisgl.engine.step_tensors import Packer, StepColumns
 from minisgl.kernel.dispatch import stage_tokens
 from minisgl.kernel.states import StateStep
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.mixer import ForwardContext, ImageFeatures
-from minisgl.layers.rotary import MixedAngles
+from minisgl.layers.images import ImageFeatures, MixedAngles
+from minisgl.layers.mixer import ForwardContext
 from minisgl.models.decoder import CausalLM
 from minisgl.models.layer import Attended
 

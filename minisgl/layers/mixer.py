@@ -13,32 +13,17 @@ from minisgl.core import ConfigError
 from minisgl.distributed.comm import Communicator, TPInfo
 from minisgl.kernel.states import StateStep
 from minisgl.kvcache.pool import KVPool
+from minisgl.layers.images import ImageFeatures
 from minisgl.layers.linear import LinearBuild, LinearMethod, RowParallelLinear
 from minisgl.layers.norm import BlockInput
 from minisgl.layers.rotary import Rope
-
-
-class ImageFeatures(NamedTuple):
-    """The features of the image tokens of a step (models.encoder.ImageEncoder.encode).
-
-    ids     int32 [T] of the tokens. Id ~i, which is negative, has row i of `buffer`.
-    buffer  [N, n * H]: the embedding of an image token, then the features for DeepStack.
-    """
-
-    ids: Tensor
-    buffer: Tensor
-
-    def part(self, number: int, size: int) -> Tensor:
-        """Return the features `number` of all tokens, [T, size]; zeros for text tokens."""
-        found = self.buffer[:, number * size :][:, :size][(~self.ids).clamp(min=0).long()]
-        return found.masked_fill_((self.ids >= 0).unsqueeze(1), 0.0)
 
 
 class ForwardContext(NamedTuple):
     """The inputs that all layers of one forward share.
 
     positions    int32 [T], the row of each token in the rotary tables. This is the position in its
-                 request, unless the request has images (layers.rotary.MixedAngles).
+                 request, unless the request has images (layers.images.MixedAngles).
     slots        int32 [T] for each pool: the slot of each token's keys and values.
     ropes        float32 [max_seq_len, D], the rotary tables of ModelSpec.ropes.
     pools        the KV pools of ModelSpec.pools.

@@ -14,7 +14,8 @@ from minisgl.distributed.comm import Communicator
 from minisgl.engine.states import allocate_states
 from minisgl.kernel.states import StateStep, begin_states
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.mixer import ForwardContext, ImageFeatures, StateBuild
+from minisgl.layers.images import ImageFeatures
+from minisgl.layers.mixer import ForwardContext, StateBuild
 from minisgl.layers.rotary import rope_table
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_spec

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from minisgl.distributed.comm import Communicator
-from minisgl.layers.mixer import ImageFeatures
-from minisgl.layers.rotary import MixedAngles
+from minisgl.layers.images import ImageFeatures, MixedAngles
 from tests.parity.hybrid import CPU, Runner
 
 DECODED = 4  # of the tokens after the last image, which run as decode steps
