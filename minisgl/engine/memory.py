@@ -19,6 +19,7 @@ from minisgl.core import ConfigError, EngineConfig, OutOfMemory, step_sizes
 from minisgl.core.batch import WindowLayers
 from minisgl.core.config import MAX_DRAFT_TOKENS, smallest_chunk
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
+from minisgl.engine import states
 from minisgl.engine.graphs import DecodeShape, graph_shapes
 from minisgl.kvcache.pool import KVSpec, kv_page_bytes
 from minisgl.layers.mixer import StateBuild
@@ -89,6 +90,11 @@ class Resolved(NamedTuple):
         """Return the bytes of a page of each KV pool."""
         pools = zip(self.kv_specs, self.model.pools, strict=True)
         return [kv_page_bytes(spec, len(layers), page_size) for spec, layers in pools]
+
+    def window_pages(self, page_size: int) -> int:
+        """Return the most window pages that a request reserves; 0 without window layers."""
+        window, span = self.model.window, self.model.largest_span
+        return 0 if window is None else WindowLayers(window, 0).reserve(page_size, span)
 
 
 def resolve(
@@ -258,35 +264,29 @@ def kv_bytes_left(config: EngineConfig, free_before: int, taken: int) -> int:
 
 
 def pages_that_fit(
-    config: EngineConfig,
-    available: int,
-    page_bytes: Sequence[int],
-    max_seq_len: int,
-    window: int | None,
-    snapshot_pages: int = 0,
-    largest_span: int = 1,
+    config: EngineConfig, resolved: Resolved, available: int, build: StateBuild
 ) -> list[int]:
     """Return the pages of each KV pool in `available` bytes; no more than all requests can fill.
 
-    snapshot_pages: as EngineLike.snapshot_pages. A request may also fill the pages of one snapshot.
-    largest_span: as ModelSpec.
+    A request may also fill the pages of one snapshot of its recurrent states.
 
-    page_bytes: of one page of each pool. window: tokens of a window; None: all layers have full
-    attention, and there is one pool. The pages of two pools hold the same number of requests of
-    kv_request_tokens tokens. With longer requests the first pool is full earlier, with shorter ones
-    the second, which has the window layers.
+    The pages of two pools hold the same number of requests of kv_request_tokens tokens. With longer
+    requests the first pool is full earlier, with shorter ones the second, which has the window
+    layers.
     """
-    size = config.page_size
-    useful = config.max_running_reqs * (-(-max_seq_len // size) + snapshot_pages)
-    if window is None:
-        return [min(available // page_bytes[0], useful)]
-    full = -(-min(config.kv_request_tokens, max_seq_len) // size)
-    least = WindowLayers(window, 0).reserve(size, largest_span)
-    windows = min(least, full)
-    request_bytes = full * page_bytes[0] + windows * page_bytes[1]
-    pages = min(available * full // request_bytes, useful) if page_bytes[0] else useful
+    size, length, model = config.page_size, resolved.max_seq_len, resolved.model
+    of_full, *of_windows = resolved.page_bytes(size)
+    words = states.row_words(model.states, build)
+    snapshot = states.snapshot_pages(words, resolved.kv_specs[0], len(model.pools[0]), size)
+    useful = config.max_running_reqs * (-(-length // size) + snapshot)
+    if not of_windows:
+        return [min(available // of_full, useful)]
+    full = -(-min(config.kv_request_tokens, length) // size)
+    least = resolved.window_pages(size)
+    request_bytes = full * of_full + min(least, full) * of_windows[0]
+    pages = min(available * full // request_bytes, useful) if of_full else useful
     # A window that is nearly as long as the context reserves more pages than the context has.
-    return [pages, min((available - pages * page_bytes[0]) // page_bytes[1], max(pages, least))]
+    return [pages, min((available - pages * of_full) // of_windows[0], max(pages, least))]
 
 
 def largest_chunk(model: ModelSpec, max_chunk_tokens: int, page_size: int) -> int:

@@ -13,7 +13,6 @@ from torch import Tensor
 from minisgl.attention.registry import attention_kernels, create_attention_backend
 from minisgl.build import CompileLog, compile_missing, use_kernel_cache, use_recorded_key
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory
-from minisgl.core.batch import WindowLayers
 from minisgl.core.config import MAX_DRAFTS
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import memory, states, trial, warmup
@@ -282,27 +281,23 @@ class Start:
         gpu_kv_bytes: measures the memory for the pools on a GPU, if the configuration leaves it
         open.
         """
-        config, size, model = self.config, self.config.page_size, self.resolved.model
-        given, window, length = config.num_pages, model.window, self.resolved.max_seq_len
+        config, size, resolved = self.config, self.config.page_size, self.resolved
+        given, window = config.num_pages, resolved.model.window
         if given is not None and window is not None:
             return [given, memory.window_pages_for(config, given, window, self.max_chunk_tokens)]
         if given is not None:
             return [given]
-        build, specs = self._state_build(), self.resolved.kv_specs
         on_cpu = config.cpu_kv_bytes - self._row_bytes() * (config.max_running_reqs + 1)
         available = on_cpu if self.device.type == "cpu" else gpu_kv_bytes()
-        page_bytes = self.resolved.page_bytes(size)
-        words = states.row_words(model.states, build)
-        snapshot = states.snapshot_pages(words, specs[0], len(model.pools[0]), size)
-        sizes, span = (page_bytes, length, window, snapshot), model.largest_span
-        fitting = memory.pages_that_fit(config, available, *sizes, span)
+        fitting = memory.pages_that_fit(config, resolved, available, self._state_build())
         found = [self._comm.agree_min(count) for count in fitting]
-        least = 1 if window is None else WindowLayers(window, 0).reserve(size, span)
+        least = max(resolved.window_pages(size), 1)
         if found[0] < 1 or found[-1] < least:
             taken, chunk = self._taken, self.max_chunk_tokens
             remedy = "; raise cpu_kv_bytes" if taken is None else taken.remedy(chunk)
+            page_bytes = sum(resolved.page_bytes(size))
             raise OutOfMemory(
-                f"one KV page of {size} tokens takes {sum(page_bytes)} bytes, and at least "
+                f"one KV page of {size} tokens takes {page_bytes} bytes, and at least "
                 f"{least} pages are needed, but only {available} bytes are left{remedy} or lower "
                 "max_running_reqs"
             )

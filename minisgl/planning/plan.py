@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from minisgl.core import EngineConfig, OutOfMemory
-from minisgl.core.batch import WindowLayers
 from minisgl.cost.floor import (
     MEASURED_TP,
     cost_of,
@@ -26,6 +25,7 @@ from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory, states
 from minisgl.engine.check import weight_bytes
 from minisgl.engine.images import buffer_bytes
+from minisgl.layers.mixer import StateBuild
 from minisgl.models.build import stored_weights
 from minisgl.models.spec import ModelSpec
 from minisgl.quantization import with_quantizations
@@ -103,7 +103,7 @@ def make_plan(
     if weights is None:
         weights = planned_weights(config, model)
     build = memory.state_build(config, resolved, tp, device, drafting)
-    row_bytes, words = states.row_bytes(model.states, build), states.row_words(model.states, build)
+    row_bytes = states.row_bytes(model.states, build)
     beside = memory.kv_bytes_left(config, gpu.memory_bytes, weights)
     try:
         rows = memory.rows_that_fit(config.max_running_reqs, row_bytes, beside)
@@ -121,17 +121,14 @@ def make_plan(
     taken = weights + state_bytes + remainder
     available = memory.kv_bytes_left(config, gpu.memory_bytes, taken)
     size = config.page_size
-    snapshot = states.snapshot_pages(words, spec, len(model.pools[0]), size)
-    of_pools = (token_bytes, window_bytes)
-    pages, window_pages = _pages(config, model, available, of_pools, context, snapshot)
-    tokens = pages * size
+    pages, window_pages = _pages(config, resolved, available, build)
+    tokens, most_windows = pages * size, resolved.window_pages(size)
 
     def requests_of(length: int) -> int:
         """The number of requests of `length` tokens that fit."""
-        if model.window is None:
+        if not most_windows:
             return tokens // length
-        most = WindowLayers(model.window, 0).reserve(size, model.largest_span)
-        return min(tokens // length, window_pages // min(most, -(-length // size)))
+        return min(tokens // length, window_pages // min(most_windows, -(-length // size)))
 
     cost = cost_of(model, tp.size, fp8_kv)
     cost = with_weights(cost, model, stored, tp.size)
@@ -187,25 +184,13 @@ def _image_bytes(config: EngineConfig, model: ModelSpec, dtype: torch.dtype) -> 
 
 
 def _pages(
-    config: EngineConfig,
-    model: ModelSpec,
-    available: int,
-    token_bytes: tuple[int, int],
-    context: int,
-    snapshot_pages: int,
+    config: EngineConfig, resolved: memory.Resolved, available: int, build: StateBuild
 ) -> tuple[int, int]:
-    """Return the pages of both KV pools; 0 and 0 if one request does not fit.
-
-    token_bytes: of one token in the layers of each pool. snapshot_pages: as in EngineLike.
-    """
-    size, given, window = config.page_size, config.num_pages, model.window
-    page_bytes = [size * each for each in token_bytes]
-    available = max(available, 0)
-    found = memory.pages_that_fit(
-        config, available, page_bytes, context, window, snapshot_pages, model.largest_span
-    )
+    """Return the pages of both KV pools; 0 and 0 if one request does not fit."""
+    given = config.num_pages
+    found = memory.pages_that_fit(config, resolved, max(available, 0), build)
     pages, windows = found[0], sum(found[1:])
-    if window is not None and windows < WindowLayers(window, 0).reserve(size, model.largest_span):
+    if windows < resolved.window_pages(config.page_size):
         return 0, 0
     return min(pages, given or pages), min(windows, given or windows)
 
