@@ -75,11 +75,11 @@ FEATURES = {
         "attention/trtllm.py",
     ),
     "later families": (
-        "models/experts_beside.py",
         "models/families/gemma4.py",
         "models/families/glm4_moe.py",
         "models/families/minimax_m2.py",
         "models/families/muse_glimmer.py",
+        "models/gemma4_layer.py",
         "models/layer_input.py",
     ),
 }

@@ -11,7 +11,7 @@ from minisgl.layers.embedding import LMHead, ParallelEmbedding
 from minisgl.layers.mixer import ForwardContext
 from minisgl.layers.norm import CompleteNorm, ResidualNorm, ResidualStream
 from minisgl.models.encoder import ImageEncoder
-from minisgl.models.experts_beside import ExpertsBesideLayer
+from minisgl.models.gemma4_layer import ExpertsBesideLayer, ScaledLayer
 from minisgl.models.layer import (
     Attended,
     DecoderLayer,
@@ -83,6 +83,8 @@ def _layer_kind(spec: LayerSpec) -> type[DecoderLayer]:
     """Return the class of a layer."""
     if spec.beside is not None:
         return ExpertsBesideLayer
+    if spec.norms.scaled or spec.input is not None:
+        return ScaledLayer
     if spec.norms.after:
         return NormAfterLayer
     return DecoderLayer if spec.tap is None else DeepStackLayer

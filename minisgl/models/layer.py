@@ -1,10 +1,9 @@
 """One decoder layer: a mixer and an MLP on the residual stream."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple, cast
 
-import torch
 from torch import Tensor, nn
 
 from minisgl.distributed.comm import Communicator
@@ -15,8 +14,6 @@ from minisgl.layers.mamba import Mamba, MambaSpec
 from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
 from minisgl.layers.mlp import DenseMlp
 from minisgl.layers.norm import BlockInput, CompleteNorm, ResidualNorm, ResidualStream
-from minisgl.layers.shards import Placement
-from minisgl.models.layer_input import LayerInputBlock
 from minisgl.models.spec import LayerSpec, MixerSpec, ModelSpec
 from minisgl.moe.base import MoeBackend
 from minisgl.moe.block import MoeBlock
@@ -173,9 +170,6 @@ class NormAfterLayer(DecoderLayer):
     """A mixer and an MLP on the residual stream, each before a norm of its own (OLMo 2, EXAONE 4).
 
     A further norm may precede each of the two (Gemma). Every rank holds the complete stream.
-
-    layer_scalar: [1], as NormsSpec.scaled; None: no number multiplies the stream.
-    layer_input: reads the input of the layer; None without one.
     """
 
     def __init__(self, parts: ModelParts, spec: LayerSpec, name: str) -> None:
@@ -193,40 +187,15 @@ class NormAfterLayer(DecoderLayer):
         else:
             self.register_module("input_layernorm", None)
             self.register_module("pre_feedforward_layernorm", None)
-        self.layer_scalar = nn.Parameter(torch.empty(1)) if norms.scaled else None
-        self.layer_input = None
-        if spec.input is not None:
-            linear = parts.linear._replace(parent=config.stored_name(f"{name}.layer_input"))
-            self.layer_input = LayerInputBlock(config, spec.input, comm, linear)
-
-    @property
-    def attended_width(self) -> int:
-        own = 0 if self.layer_input is None else self.layer_input.width
-        return super().attended_width + own
-
-    @property
-    def ends_with_attention(self) -> bool:
-        return super().ends_with_attention and self.layer_input is None
-
-    def placements(self, name: str) -> Iterator[Placement]:
-        if self.layer_scalar is not None:
-            name = f"{name}.layer_scalar"
-            yield Placement(name, (1,), name, constant=1.0)
 
     def attend(self, stream: ResidualStream, context: ForwardContext) -> Attended:
-        heads = self.mixer.mix(normed(self.input_layernorm, stream.x), context)
-        if context.inputs is not None and self.spec.input is not None:
-            heads = torch.cat((heads, context.inputs[self.spec.input.layer]), dim=1)
-        return Attended(heads, stream.x)
+        block_input = normed(self.input_layernorm, stream.x)
+        return Attended(self.mixer.mix(block_input, context), stream.x)
 
     def project(self, attended: Attended) -> ResidualStream:
-        heads = attended.heads[:, : super().attended_width].contiguous()
-        product = self.mixer.out.method.product(heads)
+        product = self.mixer.out.method.product(attended.heads)
         x = attended.residual + self.post_attention_layernorm.of_sum(product)
-        x = x + self._feed_forward(x)
-        if self.layer_input is not None:
-            x = x + self.layer_input(x, attended.heads[:, heads.shape[1] :])
-        return ResidualStream(x if self.layer_scalar is None else x.mul_(self.layer_scalar))
+        return ResidualStream(x + self._feed_forward(x))
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         """The output of the MLP for the complete stream x [T, H], valid until the next sum."""
@@ -240,8 +209,6 @@ class NormAfterLayer(DecoderLayer):
     def scale_outputs(self, factor: float) -> None:
         self.post_attention_layernorm.weight.mul_(factor)
         self.post_feedforward_layernorm.weight.mul_(factor)
-        if self.layer_input is not None:
-            self.layer_input.post_per_layer_input_norm.weight.mul_(factor)
 
 
 def normed(norm: ResidualNorm | None, x: Tensor) -> BlockInput:
