@@ -21,8 +21,9 @@ from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.text_table import TextTable
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, read_cost
 from minisgl.core import SamplingParams, SchedulerConfig
-from minisgl.core.batch import Batch, PageCopier, StepResult, WindowLayers
+from minisgl.core.batch import Batch, StepResult, WindowLayers
 from minisgl.core.images import ImageLimits
+from minisgl.core.page_copier import PageCopier
 from minisgl.core.rows import Steps
 from minisgl.kvcache import RadixCache
 from minisgl.message.messages import AddReq, StepOutput

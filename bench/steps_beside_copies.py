@@ -19,7 +19,8 @@ from minisgl.benchmark.floor import load_shape
 from minisgl.benchmark.latency import Samples, describe
 from minisgl.benchmark.models import SHAPES
 from minisgl.core import EngineConfig
-from minisgl.core.batch import Batch, Int32Array, PageCopier
+from minisgl.core.batch import Batch, Int32Array
+from minisgl.core.page_copier import PageCopier
 from minisgl.cost.floor import cost_of
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine

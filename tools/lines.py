@@ -55,6 +55,7 @@ FEATURES = {
         "scheduler/images.py",
     ),
     "host tier": (
+        "core/page_copier.py",
         "engine/host_copies.py",
         "engine/host_lock.py",
         "kvcache/host.py",

@@ -14,8 +14,9 @@ from minisgl.benchmark.flag_types import (
     positive_int,
 )
 from minisgl.core import ConfigError, SchedulerConfig, StepCost, StepWork
-from minisgl.core.batch import Batch, Int32Array, PageCopier, StepResult, WindowLayers
+from minisgl.core.batch import Batch, Int32Array, StepResult, WindowLayers
 from minisgl.core.images import ImageLimits
+from minisgl.core.page_copier import PageCopier
 
 _PAGE_SIZE = 16
 _STATE_BYTES_PER_S = 1.5e12  # of a copy of states on the device, which reads and writes each byte

@@ -6,9 +6,9 @@ It runs the steps that the scheduler plans. It knows nothing of queues, prefixes
 import torch
 
 from minisgl.core import EngineConfig, ModelFacts
-from minisgl.core.batch import PageCopier
 from minisgl.core.config import DRAFT_WIDTHS
 from minisgl.core.images import ImageLimits
+from minisgl.core.page_copier import PageCopier
 from minisgl.core.step_cost import TimedStep
 from minisgl.distributed.comm import Communicator
 from minisgl.engine import memory, warmup

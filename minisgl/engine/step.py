@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import DecodeGraphAttention, StepAttention
-from minisgl.core.batch import Batch, PageCopier
+from minisgl.core.batch import Batch
 from minisgl.core.config import DRAFT_WIDTHS
 from minisgl.core.images import ImageLimits
+from minisgl.core.page_copier import PageCopier
 from minisgl.engine.last_layer import LastLayer, LogitsGraph
 from minisgl.engine.launched import LaunchedStep
 from minisgl.engine.logits_processing import (

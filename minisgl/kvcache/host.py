@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minisgl.core.batch import Int32Array, PageCopier
+from minisgl.core.batch import Int32Array
+from minisgl.core.page_copier import PageCopier
 from minisgl.core.rows import Steps
 from minisgl.kvcache.eviction import IN_HOST
 from minisgl.kvcache.fenced_pool import FencedPool
