@@ -227,33 +227,6 @@ def further_graph_bytes(
     )
 
 
-def state_build(
-    config: EngineConfig, resolved: Resolved, tp: TPInfo, device: torch.device, drafting: bool
-) -> StateBuild:
-    """Return the rows of layers with recurrent states: those of requests, and one for padding."""
-    rows = config.max_running_reqs + 1
-    return StateBuild(rows, config.page_size, drafting, tp, resolved.dtype, device)
-
-
-def rows_that_fit(max_running_reqs: int, row_bytes: int, available: int) -> int:
-    """Return the number of requests whose states fit, at most max_running_reqs.
-
-    The states may take half of the memory that the weights leave; the KV pages get the rest.
-    row_bytes: of the states of one row; 0 without states. available: bytes beside the weights.
-    Raises OutOfMemory.
-    """
-    if not row_bytes:
-        return max_running_reqs
-    fitting = max(available, 0) // 2 // row_bytes - 1  # one row is for padding
-    if fitting < 1:
-        raise OutOfMemory(
-            f"the recurrent states of a request take {row_bytes} bytes, and the states of one "
-            f"request and of padding do not fit into half of the {available} bytes that are left; "
-            "raise memory_ratio (on a CPU, raise cpu_kv_bytes) or use more GPUs"
-        )
-    return min(max_running_reqs, fitting)
-
-
 def kv_bytes_left(config: EngineConfig, free_before: int, taken: int) -> int:
     """Return the bytes for KV pages on a GPU.
 

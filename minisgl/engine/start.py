@@ -305,7 +305,7 @@ class Start:
 
     def _state_build(self) -> StateBuild:
         tp, device = self._comm.tp, self.device
-        return memory.state_build(self.config, self.resolved, tp, device, self.drafting)
+        return states.state_build(self.config, self.resolved.dtype, tp, device, self.drafting)
 
     def _row_bytes(self) -> int:
         """Return the bytes of the recurrent states of one row."""
@@ -318,7 +318,7 @@ class Start:
         """
         asked = self.config.max_running_reqs
         row_bytes = self._row_bytes()
-        rows = self._comm.agree_min(memory.rows_that_fit(asked, row_bytes, available))
+        rows = self._comm.agree_min(states.rows_that_fit(asked, row_bytes, available))
         if rows < asked:
             self.config = msgspec.structs.replace(self.config, max_running_reqs=rows)
             logger.info(

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from minisgl.core import EngineConfig, OutOfMemory
+from minisgl.distributed.comm import TPInfo
 from minisgl.engine.step_tensors import StepColumns
 from minisgl.kernel.dispatch import begin_states
 from minisgl.kernel.states import StateStep
@@ -60,6 +62,33 @@ class RowStates(NamedTuple):
             out,
         )
         return StateStep.of(out, chunks=len(views.rows) - columns.num_decode)
+
+
+def state_build(
+    config: EngineConfig, dtype: torch.dtype, tp: TPInfo, device: torch.device, drafting: bool
+) -> StateBuild:
+    """Return the rows of layers with recurrent states: those of requests, and one for padding."""
+    rows = config.max_running_reqs + 1
+    return StateBuild(rows, config.page_size, drafting, tp, dtype, device)
+
+
+def rows_that_fit(max_running_reqs: int, row_bytes: int, available: int) -> int:
+    """Return the number of requests whose states fit, at most max_running_reqs.
+
+    The states may take half of the memory that the weights leave; the KV pages get the rest.
+    row_bytes: of the states of one row; 0 without states. available: bytes beside the weights.
+    Raises OutOfMemory.
+    """
+    if not row_bytes:
+        return max_running_reqs
+    fitting = max(available, 0) // 2 // row_bytes - 1  # one row is for padding
+    if fitting < 1:
+        raise OutOfMemory(
+            f"the recurrent states of a request take {row_bytes} bytes, and the states of one "
+            f"request and of padding do not fit into half of the {available} bytes that are left; "
+            "raise memory_ratio (on a CPU, raise cpu_kv_bytes) or use more GPUs"
+        )
+    return min(max_running_reqs, fitting)
 
 
 def allocate_states(specs: Sequence[StateSpec], build: StateBuild) -> RowStates | None:

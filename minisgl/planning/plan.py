@@ -102,11 +102,11 @@ def make_plan(
     dtype, fp8_kv = spec.dtype, spec.fp8
     if weights is None:
         weights = planned_weights(config, model)
-    build = memory.state_build(config, resolved, tp, device, drafting)
+    build = states.state_build(config, dtype, tp, device, drafting)
     row_bytes = states.row_bytes(model.states, build)
     beside = memory.kv_bytes_left(config, gpu.memory_bytes, weights)
     try:
-        rows = memory.rows_that_fit(config.max_running_reqs, row_bytes, beside)
+        rows = states.rows_that_fit(config.max_running_reqs, row_bytes, beside)
     except OutOfMemory:
         rows = config.max_running_reqs
     config = msgspec.structs.replace(config, max_running_reqs=rows)
