@@ -51,6 +51,7 @@ FEATURES = {
         "layers/images.py",
         "models/encoder*.py",
         "scheduler/image_check.py",
+        "scheduler/image_prices.py",
         "scheduler/image_room.py",
         "scheduler/images.py",
     ),
