@@ -121,40 +121,48 @@ class _Copier:
         self._reported.discard(job)
 
 
+class EngineSettings(NamedTuple):
+    """A simulated engine, and the configuration of its scheduler.
+
+    mixed_factor    factor for the times of steps that both decode and prefill.
+    snapshot_pages, images
+                    as in EngineLike.
+    page_bytes      of all layers; a step takes the time of its copies of states.
+    """
+
+    cost: StepCost
+    num_pages: int
+    rows: int
+    max_seq_len: int
+    mixed_factor: float = 1.0
+    config: SchedulerConfig = SchedulerConfig()
+    snapshot_pages: int = 0
+    page_bytes: int = 0
+    host: HostMemory | None = None
+    images: ImageLimits | None = None
+
+    def engine(self) -> "VirtualEngine":
+        return VirtualEngine(self)
+
+
 class VirtualEngine:
     """Implements core.EngineLike.
 
     now_s: the simulated time. busy_s: the sum of the times of all steps. longest_s: their maximum.
     """
 
-    def __init__(
-        self,
-        cost: StepCost,
-        num_pages: int,
-        rows: int,
-        max_seq_len: int,
-        mixed_factor: float = 1.0,
-        snapshot_pages: int = 0,
-        page_bytes: int = 0,
-        host: HostMemory | None = None,
-        images: ImageLimits | None = None,
-    ) -> None:
-        """mixed_factor: factor for the times of steps that both decode and prefill.
-
-        snapshot_pages, images: as in EngineLike. page_bytes: of all layers; a step takes the time
-        of its copies of states.
-        """
-        self._cost = cost
-        self._mixed_factor = mixed_factor
-        self.num_pages = num_pages
+    def __init__(self, settings: EngineSettings) -> None:
+        self._cost, self._mixed_factor = settings.cost, settings.mixed_factor
+        self.num_pages = settings.num_pages
         self.page_size = _PAGE_SIZE
-        self._page_copy_s = page_bytes / _STATE_BYTES_PER_S
+        self._page_copy_s = settings.page_bytes / _STATE_BYTES_PER_S
         self.window: WindowLayers | None = None
-        self.snapshot_pages = snapshot_pages
+        self.snapshot_pages = settings.snapshot_pages
+        host = settings.host
         self.copier: PageCopier | None = None if host is None else _Copier(self, host)
-        self.images = images
-        self.max_running_reqs = rows
-        self.max_seq_len = max_seq_len
+        self.images = settings.images
+        self.max_running_reqs = settings.rows
+        self.max_seq_len = settings.max_seq_len
         self.now_s = 0.0
         self.busy_s = 0.0
         self.longest_s = 0.0
@@ -180,24 +188,6 @@ class VirtualEngine:
         self.longest_s = max(self.longest_s, seconds)
         self._free_s = max(self.now_s, self._free_s) + seconds
         return _Pending(self, batch, self._free_s)
-
-
-class EngineSettings(NamedTuple):
-    """The simulated engine of the command line, and the configuration of its scheduler."""
-
-    cost: StepCost
-    num_pages: int
-    rows: int
-    max_seq_len: int
-    mixed_factor: float
-    config: SchedulerConfig
-    snapshot_pages: int = 0
-    page_bytes: int = 0
-    host: HostMemory | None = None
-    images: ImageLimits | None = None
-
-    def engine(self) -> VirtualEngine:
-        return VirtualEngine(*self[:5], *self[6:])
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, mixed_factor: float = 1.0) -> None:

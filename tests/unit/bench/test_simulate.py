@@ -12,7 +12,7 @@ from bench.simulate import main, simulate
 from minisgl.benchmark.client import Answer
 from minisgl.benchmark.latency import summarise
 from minisgl.benchmark.trace import Load, Turn
-from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
+from minisgl.benchmark.virtual_engine import DEFAULT_COST, EngineSettings, VirtualEngine, read_cost
 from minisgl.benchmark.workload import make_workload
 from minisgl.core import ConfigError, SchedulerConfig, StepWork
 from minisgl.core.batch import Batch, PendingStep
@@ -22,7 +22,7 @@ COST = read_cost(DEFAULT_COST)
 
 
 def run(load: Load, concurrency: int = 1, **config: object) -> list[Answer]:
-    engine = VirtualEngine(COST, num_pages=20_000, rows=256, max_seq_len=16_384)
+    engine = EngineSettings(COST, num_pages=20_000, rows=256, max_seq_len=16_384).engine()
     settings = SchedulerConfig(**config)  # type: ignore[arg-type]
     return simulate(load, engine, COST, settings, concurrency)
 
@@ -119,7 +119,7 @@ class SlowHost(VirtualEngine):
 
 def test_the_device_does_not_wait_for_slow_launches() -> None:
     """Regression: each launch began 2 ms before a step ended, so a token took 25 % more time."""
-    engine = SlowHost(COST, num_pages=20_000, rows=512, max_seq_len=16_384)
+    engine = SlowHost(EngineSettings(COST, num_pages=20_000, rows=512, max_seq_len=16_384))
     load = load_of(*[(0.0, 800, 100)] * 300)
     answers = simulate(load, engine, COST, SchedulerConfig(), concurrency=1)
     assert max(answer.outputs_s[-1] for answer in answers) < 1.02 * engine.busy_s
@@ -302,7 +302,8 @@ def test_a_step_takes_the_time_of_its_copies_of_states() -> None:
     load = load_of((0.0, 1600, 9))
     busy_s = []
     for page_bytes in (0, 150 * 10**9):
-        engine = VirtualEngine(COST, 20_000, 256, 16_384, snapshot_pages=10, page_bytes=page_bytes)
+        sizes = EngineSettings(COST, 20_000, 256, 16_384, snapshot_pages=10, page_bytes=page_bytes)
+        engine = sizes.engine()
         simulate(load, engine, COST, SchedulerConfig(), concurrency=1)
         busy_s.append(engine.busy_s)
     assert busy_s[1] - busy_s[0] == pytest.approx(1.0)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
+from minisgl.benchmark.virtual_engine import DEFAULT_COST, EngineSettings, VirtualEngine, read_cost
 from minisgl.core import SamplingParams, SchedulerConfig
 from minisgl.core.batch import Batch, PendingStep
 from minisgl.message.messages import AddReq, StepOutput
@@ -35,7 +35,7 @@ class Run(NamedTuple):
 
 class RecordingEngine(VirtualEngine):
     def __init__(self, rows: int) -> None:
-        super().__init__(COST, num_pages=20_000, rows=rows, max_seq_len=16_384)
+        super().__init__(EngineSettings(COST, 20_000, rows, max_seq_len=16_384))
         self.sizes: list[Size] = []
 
     def launch(self, batch: Batch) -> PendingStep:

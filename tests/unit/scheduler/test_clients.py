@@ -5,7 +5,7 @@ import pytest
 
 from bench.simulate import simulate
 from minisgl.benchmark.trace import Load
-from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
+from minisgl.benchmark.virtual_engine import DEFAULT_COST, EngineSettings, VirtualEngine, read_cost
 from minisgl.core import SchedulerConfig
 from minisgl.core.batch import Batch
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
@@ -151,7 +151,7 @@ class CountingEngine(VirtualEngine):
     """Records the requests and the prompt tokens of each step."""
 
     def __init__(self) -> None:
-        super().__init__(read_cost(DEFAULT_COST), num_pages=20_000, rows=256, max_seq_len=16_384)
+        super().__init__(EngineSettings(read_cost(DEFAULT_COST), 20_000, 256, 16_384))
         self.launched_s: list[float] = []
 
     def launch(self, batch: Batch):  # type: ignore[no-untyped-def]

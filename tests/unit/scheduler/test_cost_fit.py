@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
+from minisgl.benchmark.virtual_engine import DEFAULT_COST, EngineSettings, VirtualEngine, read_cost
 from minisgl.core import SchedulerConfig, StepCost, StepWork
 from minisgl.core.batch import Batch, PendingStep
 from minisgl.message.messages import AddReq, LeaderStep, SetStepCost
@@ -61,7 +61,7 @@ class Load:
     """A scheduler on a simulated engine, with requests that arrive at random."""
 
     def __init__(self, true: StepCost, fits: Sequence[CostFit], seed: int) -> None:
-        self.engine = VirtualEngine(true, 49_000, 256, 40_960)
+        self.engine = EngineSettings(true, 49_000, 256, 40_960).engine()
         self.inbox = LocalInbox()
         self.scheduler = build(self.engine, self.inbox, fits)
         self.ratios: list[float] = []
@@ -198,7 +198,7 @@ def test_every_rank_plans_with_the_cost_of_rank_0(tmp_path) -> None:
     write_socket_key(str(tmp_path))
     address = endpoint(str(tmp_path), "rank-1")
     follower = FollowerInbox(Receiver(address, LeaderStep))
-    other = build(VirtualEngine(FIRST, 100, 8, 1000), follower)
+    other = build(EngineSettings(FIRST, 100, 8, 1000).engine(), follower)
     fit = CostFit(FIRST)
     load = Load(scaled(2.0, 0), [fit], 0)
     load.inbox._followers = [Sender(address)]

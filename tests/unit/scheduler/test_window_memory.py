@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from minisgl.benchmark.virtual_engine import DEFAULT_COST, VirtualEngine, read_cost
+from minisgl.benchmark.virtual_engine import DEFAULT_COST, EngineSettings, read_cost
 from minisgl.core import SamplingParams, SchedulerConfig
 from minisgl.core.batch import WindowLayers
 from minisgl.message.messages import AddReq
@@ -27,7 +27,7 @@ def requests() -> list[AddReq]:
 
 
 def test_64_long_requests_hold_at_most_1_1_times_their_need() -> None:
-    engine = VirtualEngine(read_cost(DEFAULT_COST), PAGES, ROWS, max_seq_len=16_384)
+    engine = EngineSettings(read_cost(DEFAULT_COST), PAGES, ROWS, 16_384).engine()
     engine.window = WindowLayers(WINDOW, WINDOW_PAGES)
     inbox = LocalInbox()
     config = SchedulerConfig(target_step_ms=None)

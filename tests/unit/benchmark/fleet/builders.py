@@ -8,7 +8,6 @@ from minisgl.benchmark.fleet.fleet import Fleet, FleetPlan, FleetResult
 from minisgl.benchmark.fleet.routers import RequestRouter, RoundRobin
 from minisgl.benchmark.trace import Load
 from minisgl.benchmark.virtual_engine import EngineSettings, read_cost
-from minisgl.core import SchedulerConfig
 from minisgl.core.batch import Int32Array
 
 STEP_S = 0.010
@@ -18,7 +17,7 @@ STILL = FleetPlan(replicas=1, front_end_s=0.0, start_s=10.0, drain_s=60.0, settl
 
 def settings(num_pages: int = 1000, rows: int = 8, step_s: float = STEP_S) -> EngineSettings:
     cost = read_cost(f"0,0,1:{step_s * 1e3},100000:{step_s * 1e3}")
-    return EngineSettings(cost, num_pages, rows, 4096, 1.0, SchedulerConfig())
+    return EngineSettings(cost, num_pages, rows, 4096)
 
 
 def prompt(seed: int, length: int = 64) -> Int32Array:

@@ -11,7 +11,6 @@ from minisgl.benchmark.fleet.fleet import Fleet
 from minisgl.benchmark.fleet.routers import ROUTERS, LeastLoad, RoundRobin, make_router
 from minisgl.benchmark.trace import Turn
 from minisgl.benchmark.virtual_engine import DEFAULT_COST, EngineSettings, read_cost
-from minisgl.core import SchedulerConfig
 from tests.examples import examples
 from tests.unit.benchmark.fleet.builders import HOST_S, STEP_S, STILL, load_of, prompt, run
 
@@ -31,7 +30,7 @@ def test_one_replica_gives_the_answers_of_bench_simulate() -> None:
         )
     )
     cost = read_cost(DEFAULT_COST)
-    sizes = EngineSettings(cost, 2000, 8, 4096, 1.0, SchedulerConfig())
+    sizes = EngineSettings(cost, 2000, 8, 4096)
     expected = simulate(load, sizes.engine(), cost, sizes.config, concurrency=1)
     assert load.arrivals_s is not None
     found = Fleet(load, load.arrivals_s, sizes, STILL).run(RoundRobin()).answers
