@@ -29,7 +29,7 @@ from minisgl.demo import evaluation_path, model_path
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.engine import Engine
 from minisgl.quantization import with_quantizations
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.tokenizer import TextTokenizer
 
 _PAGE = 16
 Floats = NDArray[np.float32]

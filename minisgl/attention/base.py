@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from minisgl.build import AttentionKernel
+from minisgl.build.flashinfer_jit import AttentionKernel
 from minisgl.core.batch import Int32Array
 from minisgl.core.images import ImageSpan
 from minisgl.kvcache.pool import KVPool

@@ -34,7 +34,7 @@ from minisgl.attention.base import (
     StepAttention,
 )
 from minisgl.attention.decode import BalancedDecodes, UnsplitDecode, new_tokens
-from minisgl.build import compiled
+from minisgl.build.flashinfer_jit import compiled
 from minisgl.core.batch import Int32Array
 from minisgl.kernel.contexts import ContextCopy
 from minisgl.kernel.dispatch import add_sinks, gather_kv, kv_metadata

@@ -24,7 +24,7 @@ from minisgl.attention.images import attend_within_images
 from minisgl.attention.torch import TorchAttention
 from minisgl.attention.triton import TritonAttention
 from minisgl.attention.trtllm import TrtllmAttention
-from minisgl.build import AttentionKernel
+from minisgl.build.flashinfer_jit import AttentionKernel
 from minisgl.core.config import select_backend
 from minisgl.kvcache.pool import KVPool
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from minisgl.attention.registry import attention_kernels
-from minisgl.build import CompileLog
 from minisgl.build.cache import TRITON_FOLDER
+from minisgl.build.compile_log import CompileLog
 from minisgl.compile.dry_run import attention_needs, dry_run
 from minisgl.compile.flashinfer import compile_attention_kernels
 from minisgl.compile.manifest import filling

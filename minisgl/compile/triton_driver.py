@@ -26,8 +26,8 @@ def compiling(folder: Path, arch: int) -> Iterator[None]:
     from triton import knobs
     from triton.runtime import driver
 
-    from minisgl.build import use_recorded_key
     from minisgl.build.folder_cache import fix_platform_key
+    from minisgl.build.triton_key import use_recorded_key
 
     fix_platform_key()
     use_recorded_key()

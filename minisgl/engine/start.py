@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.registry import attention_kernels, create_attention_backend
-from minisgl.build import CompileLog, compile_missing, use_kernel_cache, use_recorded_key
+from minisgl.build.cache import use_kernel_cache
+from minisgl.build.compile_log import CompileLog
+from minisgl.build.flashinfer_jit import compile_missing
+from minisgl.build.triton_key import use_recorded_key
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory
 from minisgl.core.config import MAX_DRAFTS
 from minisgl.distributed.comm import Communicator

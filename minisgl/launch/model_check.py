@@ -11,7 +11,7 @@ import msgspec
 from minisgl.core import ConfigError, EngineConfig
 from minisgl.engine.check import check_before_weights
 from minisgl.quantization import with_quantizations
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.tokenizer import TextTokenizer
 from minisgl.utils import supervise
 
 

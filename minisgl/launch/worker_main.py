@@ -62,7 +62,7 @@ def _api(spec: ChildSpec) -> None:
 
 def _tokenizer(spec: ChildSpec) -> None:
     from minisgl.images import ImageDecoder
-    from minisgl.tokenizer import run_tokenizer
+    from minisgl.tokenizer.worker import run_tokenizer
     from minisgl.tool_calls.detect import detect_format
 
     config, limits = spec.config, spec.config.limits
@@ -87,7 +87,7 @@ def _tokenizer(spec: ChildSpec) -> None:
 
 
 def _detokenizer(spec: ChildSpec) -> None:
-    from minisgl.tokenizer import run_detokenizer
+    from minisgl.tokenizer.worker import run_detokenizer
     from minisgl.tool_calls.formats import ToolCallParsers
 
     run_detokenizer(spec.config.engine.model_path, spec.socket_dir, ToolCallParsers)
@@ -95,7 +95,7 @@ def _detokenizer(spec: ChildSpec) -> None:
 
 def _grammars(spec: ChildSpec) -> None:
     from minisgl.structured.service import GrammarService, run_grammars
-    from minisgl.tokenizer import load_vocabulary
+    from minisgl.tokenizer.tokenizer import load_vocabulary
     from minisgl.tool_calls.formats import ToolGrammarWriter
 
     model_path = spec.config.engine.model_path

@@ -32,7 +32,7 @@ from minisgl.request.convert import CallRequest
 from minisgl.request.question import Question
 from minisgl.settings.config import resized_tokens
 from minisgl.settings.model_folder import with_model
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.tokenizer import TextTokenizer
 from minisgl.utils import near_names
 from minisgl.utils.startup import Progress
 

@@ -22,7 +22,10 @@ from minisgl.request.convert import CallRequest
 from minisgl.request.question import Answer, Question
 from minisgl.structured.library import load_tokenizer
 from minisgl.structured.source import GrammarCompiler
-from minisgl.tokenizer import Detokenizer, TextTokenizer, Vocabulary, tokenize
+from minisgl.tokenizer.detokenizer import Detokenizer
+from minisgl.tokenizer.tokenizer import TextTokenizer
+from minisgl.tokenizer.vocab import Vocabulary
+from minisgl.tokenizer.worker import tokenize
 from minisgl.tool_calls.detect import detect_format
 from minisgl.tool_calls.formats import ToolCallParsers, ToolGrammarWriter
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from minisgl.core import FinishReason
 from minisgl.message.messages import TokenLogprobs, ToolCallDelta
 from minisgl.request.choice import Choice, Output, whole_calls
-from minisgl.tokenizer import Vocabulary
+from minisgl.tokenizer.vocab import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ import msgspec
 
 from minisgl.core import ModelFacts
 from minisgl.message.messages import ToolCallDelta
-from minisgl.tokenizer import TextTokenizer
 from minisgl.tokenizer.renderer import TemplateError
+from minisgl.tokenizer.tokenizer import TextTokenizer
 from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.formats import FORMATS
 from minisgl.tool_calls.formats.message_format import MessageFormat

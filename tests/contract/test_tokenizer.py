@@ -7,8 +7,8 @@ from transformers import PreTrainedTokenizerFast
 
 from minisgl.demo import evaluation_path, model_path
 from minisgl.message.messages import TextOptions
-from minisgl.tokenizer import TextTokenizer
 from minisgl.tokenizer.text_stream import TextStream
+from minisgl.tokenizer.tokenizer import TextTokenizer
 
 
 @pytest.fixture(scope="module")

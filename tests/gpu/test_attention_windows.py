@@ -9,7 +9,7 @@ import torch
 from minisgl.attention.base import AttentionNeeds, InTurn
 from minisgl.attention.flashinfer import ContiguousAttention
 from minisgl.attention.registry import attention_kernels, create_attention_backend
-from minisgl.build import compile_missing
+from minisgl.build.flashinfer_jit import compile_missing
 from tests.gpu.scenes import CASES, CUDA, KV_HEADS, Scene
 
 pytestmark = [

@@ -36,7 +36,7 @@ from minisgl.message.messages import (
 )
 from minisgl.message.queues import Receiver, Sender, endpoint
 from minisgl.settings.child import ChildSpec
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.tokenizer import TextTokenizer
 from minisgl.utils.supervise import CONFIG_EXIT, bind_to_parent
 
 STEP_S = 0.005

@@ -18,7 +18,7 @@ import minisgl
 from minisgl.core import EngineConfig
 from minisgl.demo import model_path
 from minisgl.settings.child import check_before_weights
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.tokenizer import TextTokenizer
 from minisgl.utils.supervise import CONFIG_EXIT
 from tests.patience import patience
 from tests.process.harness import ServerProcess, run_server, wait_for

@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.tokenizer import TextTokenizer
 from tests.proof.venvs import pip
 
 __all__ = ["MODELS", "Published", "model_folder", "prompt_ids", "prompts", "text_of"]

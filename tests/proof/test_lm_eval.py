@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from demo.evaluate import load_evaluation, transformers_answers
 from minisgl.demo import model_path
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.tokenizer import TextTokenizer
 from tests.patience import patience
 from tests.process.harness import ServerProcess
 from tests.proof.venvs import make_venv

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.tokenizer import TextTokenizer
 from tests.proof.published import MODELS, Published, model_folder, prompt_ids, prompts
 from tests.proof.test_published_rounding import Change, Runner, change
 from tests.proof.venvs import pip

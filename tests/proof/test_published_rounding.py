@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.tokenizer import TextTokenizer
 from tests.parity.driver import Driver, Work, logprobs_of, make_engine
 from tests.proof.published import MODELS, Published, model_folder, prompt_ids, prompts
 

@@ -6,8 +6,8 @@ from types import MappingProxyType
 import msgspec
 
 from minisgl.message.messages import ToolOptions
-from minisgl.tokenizer import Vocabulary
 from minisgl.tokenizer.request_text import CallParser
+from minisgl.tokenizer.vocab import Vocabulary
 from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.formats.atem import ATEM
 from minisgl.tool_calls.formats.gemma4 import GEMMA4

@@ -22,7 +22,7 @@ def main(cache: str, *folders: str) -> None:
     from transformers import AutoTokenizer
     from transformers.integrations.mistral import convert_tekken_tokenizer
 
-    from minisgl.tokenizer import TextTokenizer
+    from minisgl.tokenizer.tokenizer import TextTokenizer
 
     for folder in folders:
         ours = TextTokenizer(folder)

@@ -32,7 +32,7 @@ from minisgl.attention.flashinfer import (
 )
 from minisgl.attention.registry import attention_kernels
 from minisgl.attention.torch import TorchAttention
-from minisgl.build import AttentionKernel
+from minisgl.build.flashinfer_jit import AttentionKernel
 from minisgl.kernel.fp8 import store_kv
 from minisgl.kernel.gather import first_pages
 from minisgl.kvcache.pool import KVPool, KVSpec

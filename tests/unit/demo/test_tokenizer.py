@@ -24,7 +24,7 @@ from demo.vocabulary import (
     train_tokenizer,
 )
 from minisgl.demo import model_path
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.tokenizer import TextTokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from minisgl.core import ConfigError
-from minisgl.tokenizer import TextTokenizer, convert
+from minisgl.tokenizer import convert
 from minisgl.tokenizer.convert import tokenizer_folder
+from minisgl.tokenizer.tokenizer import TextTokenizer
 from tests.forks import run_forked
 from tests.patience import patience
 from tests.unit.tokenizer.conftest import byte_level
@@ -83,7 +84,7 @@ def test_a_conversion_is_kept_until_a_file_changes(
         assert tokenizer_folder(folder) == converted
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     program = (
-        "import sys; from minisgl.tokenizer import TextTokenizer;"
+        "import sys; from minisgl.tokenizer.tokenizer import TextTokenizer;"
         f"import huggingface_hub.constants as c; c.HF_HOME = {str(shared_hub)!r};"
         f"TextTokenizer({str(folder)!r}); assert 'torch' not in sys.modules"
     )
@@ -110,7 +111,8 @@ def test_code_in_the_folder_does_not_run_if_the_user_types_yes(folder: Path, hub
     (folder / "config.json").write_text(json.dumps({"model_type": "odd"}))
     ran = folder / "ran"
     (folder / "odd.py").write_text(f"open({str(ran)!r}, 'w')\nclass Odd: ...\n")
-    program = f"from minisgl.tokenizer import TextTokenizer; TextTokenizer({str(folder)!r})"
+    program = "from minisgl.tokenizer.tokenizer import TextTokenizer; "
+    program += f"TextTokenizer({str(folder)!r})"
     environment = {**os.environ, "HF_HOME": str(hub)}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, input="y\n" * 9, text=True, capture_output=True, env=environment)

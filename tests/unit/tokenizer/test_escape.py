@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from minisgl.tokenizer import TextTokenizer
+from minisgl.tokenizer.tokenizer import TextTokenizer
 from tests.examples import examples
 from tests.unit.tokenizer.conftest import byte_level
 

@@ -20,8 +20,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from minisgl.images import ImageDecoder, ImageSpec, pad_ids
 from minisgl.message.messages import SourceImage, TokenizeChat, TokenizeResult, TokenizeText
-from minisgl.tokenizer import TextTokenizer, run_tokenizer, tokenize, worker
-from minisgl.tokenizer.worker import ImageThread
+from minisgl.tokenizer import worker
+from minisgl.tokenizer.tokenizer import TextTokenizer
+from minisgl.tokenizer.worker import ImageThread, run_tokenizer, tokenize
 from tests.patience import patience
 from tests.unit.tokenizer.conftest import byte_level
 

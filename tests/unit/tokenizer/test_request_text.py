@@ -14,8 +14,8 @@ from minisgl.message.messages import (
     TextUpdate,
     TokenLogprobs,
 )
-from minisgl.tokenizer import Vocabulary
 from minisgl.tokenizer.request_text import RequestText
+from minisgl.tokenizer.vocab import Vocabulary
 
 BEGIN, END, EOS = 256, 257, 258
 TABLE = [bytes([byte]) for byte in range(256)] + [b"<think>", b"</think>", b"<eos>"]

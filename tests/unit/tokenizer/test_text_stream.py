@@ -7,8 +7,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minisgl.message.messages import TextOptions
-from minisgl.tokenizer import Vocabulary
 from minisgl.tokenizer.text_stream import StopMatcher, TextStream
+from minisgl.tokenizer.vocab import Vocabulary
 from tests.unit.tokenizer.conftest import byte_level
 
 TOKENIZER = byte_level()

@@ -18,10 +18,10 @@ from tokenizers import processors
 
 from minisgl.core import ConfigError
 from minisgl.message.messages import DecodeIds, TokenizeChat, TokenizeText
-from minisgl.tokenizer import TextTokenizer
 from minisgl.tokenizer.prefixes import MIN_FIRST_CHARS
 from minisgl.tokenizer.renderer import TemplateError, TemplateRenderer
 from minisgl.tokenizer.template import ChatTemplate
+from minisgl.tokenizer.tokenizer import TextTokenizer
 from minisgl.tokenizer.worker import tokenize
 from tests.unit.tokenizer.conftest import byte_level
 

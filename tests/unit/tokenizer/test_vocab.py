@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from minisgl.core import ConfigError
-from minisgl.tokenizer import Vocabulary
+from minisgl.tokenizer.vocab import Vocabulary
 from tests.unit.tokenizer.conftest import byte_level, sentencepiece
 
 BYTE_LEVEL = byte_level()

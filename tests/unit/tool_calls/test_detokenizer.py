@@ -18,8 +18,8 @@ from minisgl.message.messages import (
     TokenLogprobs,
     ToolOptions,
 )
-from minisgl.tokenizer import Vocabulary
 from minisgl.tokenizer.detokenizer import Detokenizer
+from minisgl.tokenizer.vocab import Vocabulary
 from minisgl.tool_calls.formats import ToolCallParsers
 
 THINK, THINK_END, CALLS, ARGS, EOS = range(256, 261)

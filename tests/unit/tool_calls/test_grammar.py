@@ -16,7 +16,7 @@ from minisgl.core import InvalidRequest
 from minisgl.demo import model_path
 from minisgl.request.tools import TYPED_FORMATS
 from minisgl.structured.library import load_tokenizer
-from minisgl.tokenizer import load_vocabulary
+from minisgl.tokenizer.tokenizer import load_vocabulary
 from minisgl.tool_calls.formats import FORMATS, ToolGrammarWriter
 from minisgl.tool_calls.grammar import ToolGrammar, WrittenGrammar
 from tests.unit.tool_calls.answers import TEXT_FORMATS, parse

@@ -20,8 +20,8 @@ from minisgl.message.messages import (
     TokenLogprobs,
     ToolOptions,
 )
-from minisgl.tokenizer import Vocabulary
 from minisgl.tokenizer.detokenizer import Detokenizer
+from minisgl.tokenizer.vocab import Vocabulary
 from minisgl.tool_calls.formats import ToolCallParsers
 from minisgl.tool_calls.formats.harmony import MARKERS
 from tests.unit.tool_calls.answers import load_template, parse

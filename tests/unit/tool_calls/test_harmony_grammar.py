@@ -12,7 +12,7 @@ from llguidance import LLTokenizer
 
 from minisgl.demo import model_path
 from minisgl.structured.library import load_tokenizer
-from minisgl.tokenizer import Vocabulary
+from minisgl.tokenizer.vocab import Vocabulary
 from minisgl.tool_calls.formats import FORMATS, ToolGrammarWriter
 from minisgl.tool_calls.formats.harmony import MARKERS
 from minisgl.tool_calls.grammar import ToolGrammar, WrittenGrammar

@@ -9,7 +9,7 @@ import pytest
 from minisgl.demo import model_path
 from minisgl.message.messages import CompileGrammar, GrammarResult
 from minisgl.structured.service import GrammarService
-from minisgl.tokenizer import load_vocabulary
+from minisgl.tokenizer.tokenizer import load_vocabulary
 from minisgl.tool_calls.formats import ToolGrammarWriter
 from minisgl.tool_calls.grammar import ToolGrammar
 from minisgl.tool_calls.schema import MAX_NODES, parameter_types, properties_of
