@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -57,6 +58,7 @@ class _Metric(msgspec.Struct, forbid_unknown_fields=True):
     of_model: bool = True
     servers: Literal["engine", "render", "all"] = "engine"
     buckets: str | None = None
+    stats: str | None = None
 
 
 class _Declarations(msgspec.Struct, forbid_unknown_fields=True):
@@ -115,7 +117,9 @@ class Metrics(Collector):
         self._clients = frozenset(sorted({DEFAULT_CLIENT, *clients})[:_MAX_CLIENTS])
         known = {"key": self._clients}
         self._numbers: dict[str, defaultdict[_Labels, float]] = {}
-        for name, metric in (self._declared.gauge | self._declared.counter).items():
+        declared_numbers = self._declared.gauge | self._declared.counter
+        self._of_stats = {n: attrgetter(m.stats) for n, m in declared_numbers.items() if m.stats}
+        for name, metric in declared_numbers.items():
             series = product(*(known.get(label, names) for label, names in metric.labels.items()))
             self._numbers[name] = defaultdict(float, dict.fromkeys(series, 0.0))
         self._histograms: dict[str, dict[_Labels, _Histogram]] = {}
@@ -268,16 +272,14 @@ class Metrics(Collector):
         used, pages = stats.locked_pages, stats.total_pages
         self._set("kv_cache_usage_ratio", used / pages if pages else 0)
         self._set("kv_cache_page_size_tokens", size)
-        self._set("kv_cache_pages", pages)
         held = used, stats.evictable_pages, stats.free_pages
         of_windows = stats.kind_pages.get("window", (0, 0, 0))
         states = ("used", "evictable", "free")
         for state, count, of_window in zip(states, held, of_windows, strict=True):
             self._set("kv_cache_tokens", count * size, state)
             self._set("kv_window_tokens", of_window * size, state)
-        self._set("prefix_cache_query_tokens_total", stats.prompt_tokens_total)
-        self._set("prefix_cache_known_tokens_total", stats.known_tokens_total)
-        self._set("prefix_cache_hit_tokens_total", stats.cached_tokens_total)
+        for name, value_of in self._of_stats.items():
+            self._set(name, value_of(stats))
         self._set("prefix_cache_evicted_tokens_total", stats.evicted_pages_total * size)
         self._set("prefix_cache_ended_tokens_total", stats.ended_pages_total * size)
         of_states = stats.kind_totals.get("states", {})
@@ -291,30 +293,16 @@ class Metrics(Collector):
             self._set("host_cache_copied_bytes_total", copied_bytes, direction)
         self._set("host_cache_hit_tokens_total", host.get("hit_pages", 0) * size)
         self._set("host_cache_evicted_tokens_total", host.get("evicted_pages", 0) * size)
-        self._set("host_cache_loading_requests", stats.loading_reqs)
         images = stats.images
-        self._set("images_encoded_total", images.encoded)
-        self._set("image_patches_total", images.patches)
-        self._set("images_reused_total", images.reused)
         self._set("image_buffer_tokens", images.used, "used")
         self._set("image_buffer_tokens", images.rows - images.used, "free")
-        self._set("preemptions_total", stats.preemptions_total)
-        self._set("nonfinite_rows_total", stats.nonfinite_rows_total)
-        totals = stats.constraints
-        self._set("grammar_compiles_total", totals.compiles)
-        self._set("grammar_compile_seconds_total", totals.compile_seconds)
-        self._set("grammar_masks_total", totals.masks)
-        self._set("grammar_mask_seconds_total", totals.mask_seconds)
-        self._set("grammar_withheld_total", totals.withheld)
-        self._set("forced_tokens_total", totals.forced_tokens)
         counted = zip(stats.drafts.drafted, stats.drafts.accepted, strict=True)
         for position, (drafted, accepted) in enumerate(counted, 1):
             self._set("draft_tokens_total", drafted, str(position))
             self._set("draft_tokens_accepted_total", accepted, str(position))
         self._set("kv_event_blocks_total", stats.kv_events.stored, "stored")
         self._set("kv_event_blocks_total", stats.kv_events.removed, "removed")
-        self._set("kv_event_batches_dropped_total", stats.kv_events.dropped)
-        for reason, count in totals.failures.items():
+        for reason, count in stats.constraints.failures.items():
             self._set("grammar_failures_total", count, reason)
         self._histograms["batch_size"] = of_sizes = {}
         self._histograms["batch_tokens"] = of_tokens = {}
