@@ -64,38 +64,29 @@ class AtemParser(MessageParser):
         self._text.failures = 0
 
 
-class Atem(MessageFormat):
-    """The format."""
-
-    name = "atem"
-    probe = _CALLS_START
-    markers = MARKERS
-
-    def open(self, parameters: ParameterTypes, marker_ids: Mapping[int, str]) -> AtemParser:
-        return AtemParser(parameters, marker_ids)
-
-    def write(self, request: ToolGrammar, token_ids: Mapping[str, int]) -> WrittenGrammar:
-        """As Format.write: free reasoning, then messages with one call each, or one to the user."""
-        writer = GrammarWriter(token_ids, dict(request.tools))
-        message = writer.text(MESSAGE)
-        next_message = f'{writer.text(_EOM)} {writer.text(START)} "assistant"'
-        thoughts = f'( " to=self" {message} TEXT? {next_message} )*'
-        last = []
-        if request.tools:
-            calls = [self._call(writer, name, schema) for name, schema in request.tools]
-            call = writer.rule(" | ".join(f"( {one} )" for one in calls))
-            further = f"( {next_message} {thoughts} {call} )*" if request.parallel else ""
-            last.append(f"{call} {further}")
-        if not request.must_call:
-            answer = "TEXT?" if request.answer is None else writer.schema(request.answer)
-            last.append(f'" to=user" {message} {answer}')
-        writer.rules.append("TEXT: /(?s:.+)/")
-        return writer.written(f"{thoughts} ( {' | '.join(f'( {one} )' for one in last)} )")
-
-    def _call(self, writer: GrammarWriter, name: str, schema: Mapping[str, object]) -> str:
-        header, message = writer.text(f" to={name}"), writer.text(MESSAGE)
-        start, end = writer.text(f"{_CALLS_START}\n"), writer.text(f"\n{_CALLS_END}")
-        return " ".join([header, message, start, _CALLS.call(writer, name, schema), end])
+def _write(request: ToolGrammar, token_ids: Mapping[str, int]) -> WrittenGrammar:
+    """As Format.write: free reasoning, then messages with one call each, or one to the user."""
+    writer = GrammarWriter(token_ids, dict(request.tools))
+    message = writer.text(MESSAGE)
+    next_message = f'{writer.text(_EOM)} {writer.text(START)} "assistant"'
+    thoughts = f'( " to=self" {message} TEXT? {next_message} )*'
+    last = []
+    if request.tools:
+        calls = [_write_call(writer, name, schema) for name, schema in request.tools]
+        call = writer.rule(" | ".join(f"( {one} )" for one in calls))
+        further = f"( {next_message} {thoughts} {call} )*" if request.parallel else ""
+        last.append(f"{call} {further}")
+    if not request.must_call:
+        answer = "TEXT?" if request.answer is None else writer.schema(request.answer)
+        last.append(f'" to=user" {message} {answer}')
+    writer.rules.append("TEXT: /(?s:.+)/")
+    return writer.written(f"{thoughts} ( {' | '.join(f'( {one} )' for one in last)} )")
 
 
-ATEM = Atem()
+def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, object]) -> str:
+    header, message = writer.text(f" to={name}"), writer.text(MESSAGE)
+    start, end = writer.text(f"{_CALLS_START}\n"), writer.text(f"\n{_CALLS_END}")
+    return " ".join([header, message, start, _CALLS.call(writer, name, schema), end])
+
+
+ATEM = MessageFormat("atem", _CALLS_START, MARKERS, AtemParser, _write)

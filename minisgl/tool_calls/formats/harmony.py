@@ -67,38 +67,26 @@ class HarmonyParser(MessageParser):
             self.failures += 1
 
 
-class Harmony(MessageFormat):
-    """The format."""
+def _write(request: ToolGrammar, token_ids: Mapping[str, int]) -> WrittenGrammar:
+    """As Format.write: reasoning and comments, then one call or the final message.
 
-    name = "harmony"
-    probe = f"{_CHANNEL}commentary"
-    markers = MARKERS
-
-    def open(self, parameters: ParameterTypes, marker_ids: Mapping[int, str]) -> HarmonyParser:
-        return HarmonyParser(parameters, marker_ids)
-
-    def write(self, request: ToolGrammar, token_ids: Mapping[str, int]) -> WrittenGrammar:
-        """As Format.write: reasoning and comments, then one call or the final message.
-
-        The model ends its turn after a call, so that there is never a second one. Reasoning and
-        comments are free.
-        """
-        writer = GrammarWriter(token_ids)
-        channel, message = writer.text(_CHANNEL), writer.text(MESSAGE)
-        next_message = f'{writer.text(_END)} {writer.text(START)} "assistant"'
-        free = writer.rule(
-            f'{channel} ( "analysis" | "commentary" ) {message} TEXT? {next_message}'
-        )
-        last = [
-            f"{channel} {writer.text(f'commentary to={_NAMESPACE}{name} ')} "
-            f'{writer.text(_CONSTRAIN)} "json" {message} {writer.schema(schema)}'
-            for name, schema in request.tools
-        ]
-        if not request.must_call:
-            answer = "TEXT?" if request.answer is None else writer.schema(request.answer)
-            last.append(f'{channel} "final" {message} {answer}')
-        writer.rules.append("TEXT: /(?s:.+)/")
-        return writer.written(f"{free}* ( {' | '.join(f'( {one} )' for one in last)} )")
+    The model ends its turn after a call, so that there is never a second one. Reasoning and
+    comments are free.
+    """
+    writer = GrammarWriter(token_ids)
+    channel, message = writer.text(_CHANNEL), writer.text(MESSAGE)
+    next_message = f'{writer.text(_END)} {writer.text(START)} "assistant"'
+    free = writer.rule(f'{channel} ( "analysis" | "commentary" ) {message} TEXT? {next_message}')
+    last = [
+        f"{channel} {writer.text(f'commentary to={_NAMESPACE}{name} ')} "
+        f'{writer.text(_CONSTRAIN)} "json" {message} {writer.schema(schema)}'
+        for name, schema in request.tools
+    ]
+    if not request.must_call:
+        answer = "TEXT?" if request.answer is None else writer.schema(request.answer)
+        last.append(f'{channel} "final" {message} {answer}')
+    writer.rules.append("TEXT: /(?s:.+)/")
+    return writer.written(f"{free}* ( {' | '.join(f'( {one} )' for one in last)} )")
 
 
-HARMONY = Harmony()
+HARMONY = MessageFormat("harmony", f"{_CHANNEL}commentary", MARKERS, HarmonyParser, _write)

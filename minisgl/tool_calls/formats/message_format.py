@@ -5,8 +5,8 @@ The markers are special tokens; text that spells one is text.
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import ClassVar, Literal, NamedTuple
 
 from minisgl.tool_calls.grammar import ToolGrammar, WrittenGrammar
 from minisgl.tool_calls.parser import Calls
@@ -123,20 +123,16 @@ class MessageParser(ABC):
             self._section = "content"
 
 
-class MessageFormat(ABC):
-    """A format whose answers are messages, with the methods of Format.
+class MessageFormat(NamedTuple):
+    """A format whose answers are messages.
 
     name, probe, markers: as in Format. All markers are special tokens.
+    open: makes the parser of one answer, as Format.open.
+    write: returns the grammar of an answer, as Format.write.
     """
 
-    name: ClassVar[str]
-    probe: ClassVar[str]
-    markers: ClassVar[tuple[str, ...]]
-
-    @abstractmethod
-    def open(self, parameters: ParameterTypes, marker_ids: Mapping[int, str]) -> MessageParser:
-        """As Format.open."""
-
-    @abstractmethod
-    def write(self, request: ToolGrammar, token_ids: Mapping[str, int]) -> WrittenGrammar:
-        """As Format.write."""
+    name: str
+    probe: str
+    markers: tuple[str, ...]
+    open: Callable[[ParameterTypes, Mapping[int, str]], MessageParser]
+    write: Callable[[ToolGrammar, Mapping[str, int]], WrittenGrammar]
