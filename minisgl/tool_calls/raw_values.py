@@ -22,7 +22,7 @@ class RawValues(NamedTuple):
     """How a format writes the arguments of a call.
 
     key        text before the name of an argument.
-    value      text between the name and its value.
+    value      text between the name and its value. Its line breaks are optional.
     end        the tag after the value.
     after      text after that tag.
     follows    one of these tags comes next. An end tag before other text belongs to the value.
@@ -37,24 +37,25 @@ class RawValues(NamedTuple):
     in_lines: bool
 
     def read_call(
-        self, reader: Reader, calls: Calls, name: re.Pattern[str], end: str
+        self, reader: Reader, calls: Calls, name: re.Pattern[str], after: str, end: str
     ) -> Steps[None]:
         """Read a call from its name up to `end`, its last tag, which may be missing.
 
-        name: matches names. The name is followed by the same text as the name of an argument.
+        name: matches names. after: the text after the name.
         """
         called = yield from reader.run(name)
-        if not (yield from reader.literal(self.value)):
+        if not (yield from reader.literal(after)):
             raise NotACall
         has_argument = yield from reader.token(self.key)
         if not has_argument:
             yield from reader.expect(end)
         calls.start(called)
         types = calls.parameters.get(called, {})
-        name_of_argument = re.compile(rf"[^\n{re.escape(self.value)}]*")
+        name_of_argument = re.compile(rf"[^\n{re.escape(self.value[0])}]*")
         while has_argument:
             key = yield from reader.run(name_of_argument)
-            yield from reader.expect(self.value)
+            for part in self.value.splitlines():
+                yield from reader.expect(part)
             calls.argument(key)
             yield from self.read(reader, calls, frozenset(types.get(key, ())))
             has_argument = yield from reader.literal(self.key)

@@ -12,13 +12,12 @@ from minisgl.tool_calls.format import Format
 from minisgl.tool_calls.grammar import GrammarWriter
 from minisgl.tool_calls.parser import Calls
 from minisgl.tool_calls.raw_values import RawValues
-from minisgl.tool_calls.reader import NotACall, Reader, Steps
+from minisgl.tool_calls.reader import Reader, Steps
 
 _START, _END = "<tool_call>", "</tool_call>"
 _KEY, _KEY_END = "<arg_key>", "</arg_key>"
 _VALUE, _VALUE_END = "<arg_value>", "</arg_value>"
 _NAME = re.compile(r"[^\s<>{]*")  # without a brace, which begins the JSON of other formats
-_KEY_TEXT = re.compile(r"[^\n<]*")
 _VALUES = RawValues(
     _KEY, f"{_KEY_END}\n{_VALUE}", _VALUE_END, "\n", follows=(_KEY, _END), in_lines=False
 )
@@ -26,24 +25,7 @@ _VALUES = RawValues(
 
 def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
     yield from reader.space()
-    name = yield from reader.run(_NAME)
-    has_argument = bool(name) and (yield from reader.token(_KEY))
-    is_end = bool(name) and not has_argument and (yield from reader.token(_END))
-    if not has_argument and not is_end:
-        raise NotACall
-    calls.start(name)
-    types = calls.parameters.get(name, {})
-    while has_argument:
-        key = yield from reader.run(_KEY_TEXT)
-        yield from reader.expect(_KEY_END)
-        yield from reader.expect(_VALUE)
-        calls.argument(key)
-        yield from _VALUES.read(reader, calls, frozenset(types.get(key, ())))
-        has_argument = yield from reader.literal(_KEY)
-    calls.end()
-    reader.commit()
-    if (yield from reader.token(_END)):
-        reader.commit()
+    yield from _VALUES.read_call(reader, calls, _NAME, "", _END)
 
 
 def _write_call(writer: GrammarWriter, name: str, schema: Mapping[str, Any]) -> str:

@@ -38,9 +38,9 @@ class Invocations(NamedTuple):
         """Read the list, as Format.read."""
         values, (invoke, invoke_end) = self._values, self._invoke
         yield from reader.expect(invoke)
-        yield from values.read_call(reader, calls, _NAME, invoke_end)
+        yield from values.read_call(reader, calls, _NAME, '">', invoke_end)
         while (yield from reader.token(invoke)):
-            yield from values.read_call(reader, calls, _NAME, invoke_end)
+            yield from values.read_call(reader, calls, _NAME, '">', invoke_end)
         if (yield from reader.token(self.end)):
             reader.commit()
 

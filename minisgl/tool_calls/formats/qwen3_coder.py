@@ -25,7 +25,7 @@ _VALUES = RawValues(
 def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
     if start == _START:
         yield from reader.expect(_FUNCTION)
-    yield from _VALUES.read_call(reader, calls, _NAME, _FUNCTION_END)
+    yield from _VALUES.read_call(reader, calls, _NAME, ">", _FUNCTION_END)
     if (yield from reader.token(_END)):
         reader.commit()
 
