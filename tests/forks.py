@@ -1,4 +1,4 @@
-"""Runs `python -m MODULE` in a fork of a process that has imported the large libraries.
+"""Runs `python -m` and `python -c` in forks of a process that has imported the large libraries.
 
 Each worker of pytest has one such process, the fork server. The imports take two thirds of the CPU
 time of a server's start: 1.1 s in the scheduler, and 0.4 s in the API server. A test of the start
@@ -9,6 +9,7 @@ it as users do.
 import contextlib
 import ctypes
 import gc
+import inspect
 import logging
 import multiprocessing
 import os
@@ -67,9 +68,9 @@ def fork_server() -> ForkServerContext:
 
 
 class ForkedProcess:
-    """`python -m MODULE` in a fork. It has the attributes of subprocess.Popen that tests use.
+    """`python -m` or `-c` in a fork. It has the attributes of subprocess.Popen that tests use.
 
-    The processes that the module starts with `supervise.spawn_child` are forks as well. Their names
+    The processes that the module starts with `python -m` are forks as well. The names of workers
     stand in /proc/PID/comm, because all forks have the command line of the fork server.
     """
 
@@ -81,7 +82,7 @@ class ForkedProcess:
         environ: Mapping[str, str],
         max_files: int | None,
     ) -> None:
-        """words: the module and its arguments. out, err: files for the output.
+        """words: as for run_forked. out, err: files for the output.
 
         max_files: hard limit of open files of each process; None: that of this process.
         """
@@ -89,7 +90,7 @@ class ForkedProcess:
             path.touch()  # The fork opens them later than the caller may read them.
         folder = os.getcwd()
         args = (list(words), str(out), str(err), dict(environ), folder, max_files)
-        self.args = [sys.executable, "-m", *words]
+        self.args = [sys.executable, *(() if words[0] == "-c" else ("-m",)), *words]
         self._process: BaseProcess = fork_server().Process(target=_main, args=args)
         self._process.start()
 
@@ -125,9 +126,10 @@ class ForkedProcess:
 def run_forked(
     words: Sequence[str], timeout: float, environ: Mapping[str, str] = MappingProxyType({})
 ) -> "subprocess.CompletedProcess[str]":
-    """Do as subprocess.run for `python -m`, with standard input at its end.
+    """Do as subprocess.run for `python -m` or `python -c`, with standard input at its end.
 
-    words: the module and its arguments. environ: variables in addition to those of this process.
+    words: the module and its arguments, or -c and the code. environ: variables in addition to those
+    of this process.
     """
     with tempfile.TemporaryDirectory(prefix="minisgl-test-") as folder:
         out, err = Path(folder) / "out", Path(folder) / "err"
@@ -159,58 +161,62 @@ def _main(
             resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))
         os.chdir(folder)
         _set_environ(environ)
-        supervise.spawn_child = _spawn_child
+        subprocess.Popen = _ForkingPopen  # type: ignore[misc]
 
     _run_module(prepare, words)
 
 
-class _Handle:
-    """Stands for subprocess.Popen in `supervise.Child`, whose owner reaps the child."""
+class _ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
+    """subprocess.Popen that runs `python -m` in a fork of this process."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
+    def _execute_child(self, *args: Any) -> None:
+        start = super()._execute_child  # type: ignore[misc]
+        given = inspect.signature(start).bind(*args).arguments
+        words = given["args"]
+        if list(words[:2]) != [sys.executable, "-m"]:
+            start(*args)
+            return
+        # A signal between the fork and the new handlers would reach the handlers of the parent.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        self.pid = os.fork()
+        if self.pid == 0:
+            _run_module(lambda: _become_child(given, mask), words[2:])
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self._child_created = True
+        for ours, theirs in (
+            ("p2cwrite", "p2cread"),
+            ("c2pread", "c2pwrite"),
+            ("errread", "errwrite"),
+        ):
+            if given[ours] >= 0:  # a pipe
+                os.close(given[theirs])
 
 
-def _spawn_child(
-    role: str,
-    argv: Sequence[str],
-    payload: bytes,
-    pass_fds: Sequence[int] = (),
-    env_defaults: Mapping[str, str] = MappingProxyType({}),
-) -> supervise.Child:
-    """Do as `supervise.spawn_child`, with a fork instead of a new interpreter."""
-    stdin, pipe = os.pipe()
-    parent = os.getpid()
-    # A signal between the fork and the new handlers would reach the handlers of the parent.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    pid = os.fork()
-    if pid == 0:
+def _become_child(given: Mapping[str, Any], mask: set[Any]) -> None:
+    """Give a new fork what subprocess gives a new child.
 
-        def prepare() -> None:
-            os.setpgid(0, 0)
-            signal.set_wakeup_fd(-1)
-            for number in _HANDLED:
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    signal.signal(number, signal.SIG_DFL)
-            # The thread that writes the lines of the parent's handler is not in this process.
-            logging.root.handlers.clear()
-            logging._handlerList.clear()  # type: ignore[attr-defined]
-            os.dup2(stdin, 0)
-            _close_all_but({0, 1, 2, *pass_fds})
-            sys.stdin = open(0, closefd=False)  # noqa: SIM115 (open as long as the process)
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            _set_environ({**supervise.CHILD_ENV_DEFAULTS, **env_defaults, **os.environ})
-            ctypes.CDLL(None).prctl(_PR_SET_NAME, role.encode(), 0, 0, 0)
-
-        _run_module(prepare, [*argv[2:], str(parent)])
+    given: the arguments of Popen._execute_child. mask: the blocked signals of the parent.
+    """
+    if given["process_group"] >= 0:
+        os.setpgid(0, given["process_group"])
+    signal.set_wakeup_fd(-1)
+    for number in _HANDLED:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+    # The thread that writes the lines of the parent's handler is not in this process.
+    logging.root.handlers.clear()
+    logging._handlerList.clear()  # type: ignore[attr-defined]
+    for fd, target in ((given["p2cread"], 0), (given["c2pwrite"], 1), (given["errwrite"], 2)):
+        if fd >= 0:
+            os.dup2(fd, target)
+    _close_all_but({0, 1, 2, *given["pass_fds"]})
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115 (open as long as the process)
+    if given["preexec_fn"] is not None:
+        given["preexec_fn"]()
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    os.close(stdin)
-    with contextlib.suppress(BrokenPipeError):
-        os.write(pipe, payload + b"\n")
-    os.close(pipe)
-    handle: Any = _Handle(pid)
-    return supervise.Child(role, handle)
+    _set_environ(os.environ.copy() if given["env"] is None else given["env"])
+    # The last two words of a worker are its role and the pid of its parent.
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, given["args"][-2].encode(), 0, 0, 0)
 
 
 def _close_all_but(kept: set[int]) -> None:
@@ -235,7 +241,10 @@ def _run_module(prepare: Callable[[], None], words: Sequence[str]) -> NoReturn:
     try:
         prepare()
         sys.argv[:] = words
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        if words[0] == "-c":
+            exec(words[1], {"__name__": "__main__"})  # noqa: S102 (a test gives the code)
+        else:
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)

@@ -12,6 +12,7 @@ import pytest
 import minisgl
 from minisgl import LLM, SamplingParams
 from minisgl.llm import Completion, Logprob, Piece, ToolCall
+from tests.forks import run_forked
 from tests.patience import patience
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "llm.md").read_text()
@@ -40,9 +41,7 @@ def test_page_names_every_attribute_and_field() -> None:
 
 def test_example_of_the_page_runs() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patience(120)
-    )
+    done = run_forked(["-c", code], patience(120))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("42\n")
 

@@ -25,6 +25,7 @@ from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import RankWorkers
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.message.queues import Receiver
+from tests.forks import run_forked
 from tests.patience import patience
 from tests.process.harness import (
     ServerProcess,
@@ -68,7 +69,7 @@ def assert_all_end(server: ServerProcess, reason: str) -> None:
 
 def test_rank_0_without_memory_ends_the_service() -> None:
     """test_a_rank_without_memory_raises_worker_died has rank 1."""
-    with run_server(*FLAGS, fresh=True) as server:
+    with run_server(*FLAGS) as server:
         leave_no_memory(server.wait_ready().child_pid("scheduler"))
         assert ask(server, LONG_PROMPT, "minisgl-demo") in (500, 503)
         assert_all_end(server, "error: scheduler: ")
@@ -122,14 +123,21 @@ def assert_only_loopback(server: ServerProcess) -> None:
     assert peers <= {"127.0.0.1", "::1"}
 
 
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    """An LLM of two ranks. Its tests leave it idle, except for the last, which ends it."""
-    with LLM(tp=2, num_pages=256) as found:
-        yield found
+def run_with_llm(function: Callable[[LLM], None]) -> None:
+    """Call the function with an LLM of two ranks, in a fork: its ranks are then forks as well."""
+    code = (
+        f"from minisgl.llm import LLM\nfrom {function.__module__} import {function.__name__}\n"
+        f"with LLM(tp=2, num_pages=256) as llm: {function.__name__}(llm)"
+    )
+    done = run_forked(["-c", code], patience(120))
+    assert done.returncode == 0, done.stderr
 
 
-def test_an_llm_with_ranks_generates_aborts_and_refuses(llm: LLM) -> None:
+def test_an_llm_with_ranks_generates_aborts_and_refuses() -> None:
+    run_with_llm(generate_abort_and_refuse)
+
+
+def generate_abort_and_refuse(llm: LLM) -> None:
     greedy = SamplingParams(temperature=0.0, max_tokens=24)
     for max_tokens in (900, 1):  # left in the middle, and after the last output
         for _ in llm.stream([5, 6, 7], SamplingParams(max_tokens=max_tokens, ignore_eos=True)):
@@ -146,8 +154,12 @@ def test_an_llm_with_ranks_generates_aborts_and_refuses(llm: LLM) -> None:
         LLM(tp=3, num_pages=256)
 
 
-def test_a_keyboard_interrupt_loses_no_output_of_the_ranks(llm: LLM) -> None:
+def test_a_keyboard_interrupt_loses_no_output_of_the_ranks() -> None:
     """Regression: output that came with the interrupt was lost, and the LLM waited for it."""
+    run_with_llm(interrupt)
+
+
+def interrupt(llm: LLM) -> None:
     drain: Callable[[Receiver[Any]], Iterator[Any]] = Receiver.drain
 
     def interrupted(receiver: Receiver[Any]) -> Iterator[Any]:
@@ -189,13 +201,17 @@ def assert_ended_by(llm: LLM, end: Callable[[int], None], prompt: list[int], beg
     assert not [rank for rank in ranks.values() if rank.is_running()]
 
 
+def kill_a_rank(llm: LLM) -> None:
+    assert_ended_by(llm, lambda pid: os.kill(pid, signal.SIGKILL), [5, 6, 7], begun=True)
+
+
 def test_a_killed_rank_ends_its_llm_or_its_service_and_changes_no_other_ranks(
-    llm: LLM, tiny_model: Path
+    tiny_model: Path,
 ) -> None:
     """The other rank waits in a collective operation for the lost one, and is ended too."""
     with serving(tiny_model) as server:
         assert ask(server) == 200
-        assert_ended_by(llm, lambda pid: os.kill(pid, signal.SIGKILL), [5, 6, 7], begun=True)
+        run_with_llm(kill_a_rank)
         assert ask(server) == 200
         streams = [start_long_stream(server) for _ in range(2)]
         os.kill(server.child_pid("scheduler-1"), signal.SIGKILL)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.forks import run_forked
 from tests.patience import patience
 from tests.process.harness import run_server
 
@@ -42,8 +43,7 @@ def test_example_without_a_server_prints_the_output_in_the_page() -> None:
         for (_, code), (_, shown) in itertools.pairwise(blocks)
         if "from minisgl import" in code
     ]
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=patience())
+    done = run_forked(["-c", code], patience())
     assert done.returncode == 0, done.stderr
     assert done.stdout == shown
 
