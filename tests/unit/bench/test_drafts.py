@@ -15,7 +15,7 @@ from minisgl.drafts import PricedLengths
 from tests.parity.hybrid_models import Heads, save
 from tests.parity.models import build_model
 
-OLD = [f"def function_{i}(a, b):\n    return a + b + {i}\n" for i in range(6)]
+OLD = [f"def function_{i}(a, b):\n    return a + b + {i}\n" for i in range(5)]
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "edits.jsonl"
     other = [text.replace("function", "method") for text in OLD]
     edits = [
-        {"old": "".join(OLD), "changes": [[0, 0, "# c\n"], [7, 8, "    return a + b - 3\n"]]},
-        {"old": "".join(other), "changes": [[10, 12, ""]]},
+        {"old": "".join(OLD), "changes": [[0, 0, "# c\n"], [3, 4, "    return a + b - 1\n"]]},
+        {"old": "".join(other), "changes": [[8, 10, ""]]},
     ]
     lines = [json.dumps({"commit": "c", "path": "p", **edit}) for edit in edits]
     path.write_text("\n".join(lines) + "\n")

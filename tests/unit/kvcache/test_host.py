@@ -1,9 +1,11 @@
 """The host tier on a prefix tree whose copies end when the test says so."""
 
+import sys
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
+import pytest
 
 from minisgl.core.batch import Int32Array
 from minisgl.core.rows import Steps
@@ -77,8 +79,19 @@ def store_all(tier: HostTier) -> None:
         tier.store()
 
 
-def test_the_eviction_of_a_node_drops_a_long_chain_below_it_in_host_memory() -> None:
-    length = 1_100  # longer than the limit of recursions
+@pytest.fixture
+def recursion_limit() -> Iterator[int]:
+    """A low limit on the depth of calls, because a chain takes the square of its length to add."""
+    before, limit = sys.getrecursionlimit(), 300
+    sys.setrecursionlimit(limit)
+    yield limit
+    sys.setrecursionlimit(before)
+
+
+def test_the_eviction_of_a_node_drops_a_long_chain_below_it_in_host_memory(
+    recursion_limit: int,
+) -> None:
+    length = recursion_limit + 100
     tree, tier = tree_of(2 * length, length)
     add_chain(tree, length)
     store_all(tier)

@@ -243,14 +243,14 @@ CONTINUED = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</end>\n
 
 
 @pytest.mark.parametrize("escapes", [False, True])
-@pytest.mark.parametrize("begun", ["Well,", "Well, ", "hello", "</end>\n<user>", "<bos", "é"])
-def test_the_final_message_is_continued(folder: Path, escapes: bool, begun: str) -> None:
+def test_the_final_message_is_continued(folder: Path, escapes: bool) -> None:
     write_config(folder, CONTINUED + "{% if add_generation_prompt %}<assistant>{% endif %}")
     tokenizer = TextTokenizer(folder, escape_special_tokens=escapes)
-    chat = [*CHAT, {"role": "assistant", "content": begun}]
     options = {"continue_final_message": True, "add_generation_prompt": False}
-    ids = tokenizer.encode_chat(chat, options)
-    assert tokenizer.vocabulary.decode(ids, False) == f"<user>hello</end>\n<assistant>{begun}"
+    for begun in ("Well,", "Well, ", "hello", "</end>\n<user>", "<bos", "é"):
+        chat = [*CHAT, {"role": "assistant", "content": begun}]
+        ids = tokenizer.encode_chat(chat, options)
+        assert tokenizer.vocabulary.decode(ids, False) == f"<user>hello</end>\n<assistant>{begun}"
 
 
 def test_a_template_that_leaves_out_the_final_message_cannot_continue_it(folder: Path) -> None:
