@@ -4,7 +4,9 @@ A model with random weights answers random grammars, so the masks get no help fr
 """
 
 import json
+from dataclasses import replace
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +56,10 @@ def without_drafts(path: str, name: str) -> Outcome:
     return run_tasks(SingleCommunicator(), "", path, run, tasks_of(len(name)))
 
 
-# Each run has n-gram drafts. Each of the other drafters runs once.
+# The runs with overlap, without overlap and with preemption have one of the other drafters each.
 @pytest.mark.parametrize(
     ("name", "drafter"),
-    [
-        *((name, "n-gram") for name in RUNS),
-        *((name, drafter) for name, drafter in zip(RUNS, DRAFTERS, strict=False)),
-    ],
+    [*zip_longest(RUNS, DRAFTERS, fillvalue="n-gram")],
 )
 def test_drafts_change_no_constrained_answer(
     name: str, drafter: str, path: str, tmp_path: Path
@@ -125,9 +124,9 @@ def test_withheld_masks_change_no_answer(
     assert found.totals.nonfinite_rows_total == 0
 
 
-@pytest.mark.parametrize(("drafts", "logprobs"), [(True, None), (False, 2)])
+@pytest.mark.parametrize(("drafts", "logprobs", "crowded"), [(True, None, False), (False, 2, True)])
 def test_two_ranks_that_withhold_other_masks_give_the_answers_of_one(
-    drafts: bool, logprobs: int | None, path: str, tmp_path: Path
+    drafts: bool, logprobs: int | None, crowded: bool, path: str, tmp_path: Path
 ) -> None:
     """With log-probabilities the ranks gather the logits before the masks.
 
@@ -137,8 +136,9 @@ def test_two_ranks_that_withhold_other_masks_give_the_answers_of_one(
     tasks, params = tasks_of(3), {"logprobs": logprobs}
     one = Run(free=True, params=params)
     plain = run_tasks(SingleCommunicator(), str(tmp_path), path, one, tasks)
+    assert check_answers(path, one, tasks, plain) >= 6
     sequences = [prompt_of(uid) + tokens for uid, tokens in enumerate(plain.tokens)]
-    withheld = Run(drafts=drafts, free=True, withheld=True, chunk=16, params=params)
+    withheld = replace(one, drafts=drafts, crowded=crowded, withheld=True, chunk=16)
     outcomes: list[Outcome] = run_ranks(
         2, tmp_path, run_with_right_drafts, str(tmp_path), path, withheld, tasks, sequences
     )
@@ -147,3 +147,4 @@ def test_two_ranks_that_withhold_other_masks_give_the_answers_of_one(
         assert outcome.ends == plain.ends
         assert outcome.totals.constraints.withheld > 30
         assert (sum(outcome.totals.drafts.accepted) > 0) == drafts
+        assert (outcome.totals.preemptions_total > 0) == crowded

@@ -31,31 +31,9 @@ ASKED: list[SamplingParams] = [
 ]
 
 
-SCHEMA = {
-    "type": "array",
-    "minItems": 1,
-    "maxItems": 2,
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string", "maxLength": 6},
-            "n": {"type": "integer", "minimum": 0, "maximum": 99},
-        },
-        "required": ["name", "n"],
-        "additionalProperties": False,
-    },
-}
-CONSTRAINED: list[SamplingParams] = [
-    SamplingParams(temperature=temperature, seed=seed, max_tokens=80, json_schema=SCHEMA)
-    for temperature, seed in ((0.0, 1), (0.5, 2), (0.8, 3))
-]
-
-
-def answers(
-    prompts: list[str] = PROMPTS, asked: list[SamplingParams] = ASKED, **settings: Any
-) -> tuple[list[Any], Any]:
+def answers(**settings: Any) -> tuple[list[Any], Any]:
     with LLM(device="cpu", num_pages=256, max_running_reqs=10, max_seq_len=512, **settings) as llm:
-        return llm.generate(prompts, asked, stop=("zz", "+ b\n\n", "two two")), llm.worker
+        return llm.generate(PROMPTS, ASKED, stop=("zz", "+ b\n\n", "two two")), llm.worker
 
 
 def check(drafted: list[Any], plain: list[Any]) -> None:
@@ -81,23 +59,6 @@ def test_drafts_change_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     check(drafted, plain)
     totals = worker.scheduler.totals.drafts
     assert 0 < sum(totals.accepted) < sum(totals.drafted)
-
-
-def test_predictions_change_no_constrained_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The predictions are the answers themselves, and answers of other prompts."""
-    monkeypatch.setattr(PricedLengths, "best", lambda self, step: min(7, step.limit))
-    prompts = [f"Rows {seed}" for seed in range(3)]
-    plain, _ = answers(prompts, CONSTRAINED)
-    ids = [answer.token_ids for answer in plain]
-    accepted = 0
-    with LLM(
-        device="cpu", num_pages=256, max_running_reqs=10, max_seq_len=512, speculative="ngram"
-    ) as llm:
-        for predictions in (ids, [*ids[1:], ids[0]]):
-            stop = ("zz", "+ b\n\n", "two two")
-            check(llm.generate(prompts, CONSTRAINED, stop=stop, prediction=predictions), plain)
-            before, accepted = accepted, sum(llm.worker.scheduler.totals.drafts.accepted)
-            assert accepted > before
 
 
 def test_predictions_change_no_answer_and_save_steps(monkeypatch: pytest.MonkeyPatch) -> None:

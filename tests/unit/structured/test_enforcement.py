@@ -14,9 +14,7 @@ from minisgl.core import FinishReason, SamplingParams
 from minisgl.distributed.comm import SingleCommunicator
 from minisgl.llm import LLM, Completion
 from tests.process.tiny_model import build_tiny_model
-from tests.unit.distributed.ranks import run_ranks
 from tests.unit.structured.grammars import (
-    Outcome,
     Run,
     Task,
     check_answers,
@@ -58,14 +56,6 @@ def test_every_complete_answer_matches_its_grammar(name: str, path: str, tmp_pat
     assert totals.constraints.compiles >= constrained - aborted
     if "min_tokens" not in run.params:
         assert not totals.constraints.failures
-
-
-def test_two_ranks_give_the_same_answers_as_each_other(path: str, tmp_path: Path) -> None:
-    run, tasks = Run(crowded=True, free=True, chunk=16), random_tasks(16, seed=2)
-    outcomes: list[Outcome] = run_ranks(2, tmp_path, run_tasks, str(tmp_path), path, run, tasks)
-    assert outcomes[0].tokens == outcomes[1].tokens
-    assert outcomes[0].ends == outcomes[1].ends
-    assert check_answers(path, run, tasks, outcomes[0]) >= 8
 
 
 def test_a_failed_grammar_ends_its_request_alone(path: str, tmp_path: Path) -> None:
