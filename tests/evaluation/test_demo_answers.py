@@ -2,8 +2,8 @@
 
 Caching and chunking are on: the last look-up is asked twice, and the long look-ups (up to 3,000
 tokens) are cut into chunks of 512. The answers of transformers are kept in a file. Proofs compute
-them again, and ask all prompts. `make test` asks `LLM` 2 prompts of each task; 1 with an FP8 cache,
-and 1 of the server.
+them again, and ask all prompts. `make test` asks `LLM` and the server 1 prompt of each task, and
+look-ups alone with an FP8 cache.
 """
 
 import json
@@ -96,8 +96,12 @@ def test_the_offline_engine_scores_as_transformers_do(
 @pytest.mark.slow
 @number_of_prompts(1)
 def test_an_fp8_kv_cache_answers_as_well(some: tuple[list[Prompt], dict[str, Score]]) -> None:
-    """Some look-ups find one fact in 3,000 tokens."""
+    """Some look-ups find one fact in 3,000 tokens.
+
+    Each other task may miss one answer, so a task of one prompt is not asked.
+    """
     prompts, reference = some
+    prompts = [each for each in prompts if reference[each.task].total > 1]
     texts = llm_answers(prompts, {"kv_cache_dtype": "fp8", "prefill_budget_tokens": 512})
     scores = accuracy_by_task(prompts, texts)
     assert scores["lookup"] == reference["lookup"]
