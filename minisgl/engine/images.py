@@ -1,5 +1,6 @@
 """The image buffer of an engine, and the stage that encodes the images of a step into it."""
 
+from dataclasses import replace
 from math import isqrt
 from typing import Any
 
@@ -9,13 +10,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from minisgl.core import ConfigError, EngineConfig
-from minisgl.core.images import EncodeImage, EncodingState, ImageLimits
+from minisgl.core.batch import Batch
+from minisgl.core.images import EncodeImage, EncodingState, ImageLimits, ImageSpan
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine.logits_processing import upload
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.stages import Stage
 from minisgl.engine.step_tensors import StepTensors
 from minisgl.images import image_spec
+from minisgl.layers.images import MixedAngles
 from minisgl.models.decoder import CausalLM
 from minisgl.models.encoder import Encoding, ImageEncoder
 from minisgl.models.spec import ModelSpec
@@ -139,15 +142,35 @@ class EncodeImages(Stage):
         return self._encoder.begin(sent.view(height, width, 3))
 
 
-def largest_image(limits: ImageLimits) -> tuple[EncodeImage, EncodeImage]:
-    """Return an image of zeros with about the most tokens that an image may have, in two parts.
+def with_largest_image(batch: Batch, limits: ImageLimits | None) -> list[Batch]:
+    """Return the batch for each half of an image of zeros; the batch alone without images.
 
-    The step with the first part keeps the image in memory while it computes its own layers.
+    The image has about the most tokens that an image may have. The step with the first half keeps
+    the image in memory while it computes its own layers. If the tokens of an image attend in both
+    directions, those of one image end the last chunk.
     """
+    if limits is None:
+        return [batch]
     side = max(isqrt(limits.most_tokens), 1)
     grid = limits.grid or (side * limits.merge, side * limits.merge)
-    rows = np.arange(limits.tokens(grid), dtype=np.int32)
+    count, spans = limits.tokens(grid), tuple[ImageSpan, ...]()
+    if limits.grid is not None and limits.mutual:
+        start, end = int(batch.start[-1]), int(batch.start[-1] + batch.lengths[-1])
+        spans = (ImageSpan(len(batch.rows) - 1, max(start, end - count), end),)
+    rows = np.arange(count, dtype=np.int32)
     pixels = bytes(3 * limits.patch**2 * grid[0] * grid[1])
-    end, state = limits.layers // 2, EncodingState()
-    half = EncodeImage(grid, pixels, rows[:0], seconds=0.0, first=0, end=end, state=state)
-    return half, half._replace(rows=rows, first=half.end, end=limits.layers)
+    middle, state = limits.layers // 2, EncodingState()
+    half = EncodeImage(grid, pixels, rows[:0], seconds=0.0, first=0, end=middle, state=state)
+    rest = half._replace(rows=rows, first=middle, end=limits.layers)
+    return [replace(batch, images=(part,), spans=spans) for part in (half, rest)]
+
+
+def mixed_angles(model: ModelSpec, first: int, device: torch.device) -> MixedAngles | None:
+    """Return the angles of image tokens, which begin at row `first` of the rotary table.
+
+    None: the position of an image token is its index, or the model takes no images.
+    """
+    if model.encoder is None or model.encoder.sections is None:
+        return None
+    (width,) = model.rope_widths.values()
+    return MixedAngles.of(model.encoder.sections, width, first, device)

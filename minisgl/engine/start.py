@@ -23,7 +23,7 @@ from minisgl.engine.check import check_memory
 from minisgl.engine.extensions import Extensions
 from minisgl.engine.graphs import DecodeShape, capture_steps
 from minisgl.engine.host_copies import device_bytes
-from minisgl.engine.images import image_buffer, image_limits, image_stages
+from minisgl.engine.images import image_buffer, image_limits, image_stages, mixed_angles
 from minisgl.engine.model_runner import DraftTensors, ModelRunner
 from minisgl.engine.segments import reserve_block
 from minisgl.engine.stages import CachedLengths, Stage
@@ -31,7 +31,6 @@ from minisgl.engine.state_copies import CopyStates
 from minisgl.engine.step import StepLauncher, StepParts
 from minisgl.engine.step_tensors import Packer
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.images import MixedAngles
 from minisgl.layers.mixer import StateBuild
 from minisgl.layers.rotary import query_scale_table, rope_table
 from minisgl.models.config import draft_method, engine_model
@@ -162,12 +161,10 @@ class Start:
         drafts = MAX_DRAFTS if self.drafting else 0
         max_pages = -(-max_seq_len // config.page_size) + -(-drafts // config.page_size)
         positions = max_seq_len + drafts + 1
-        mixed, angles, widths = 0, None, spec.rope_widths
-        if spec.encoder is not None and spec.encoder.sections is not None:
-            mixed, first = self.max_chunk_tokens, max_seq_len + drafts
-            (width,) = widths.values()
-            angles = MixedAngles.of(spec.encoder.sections, width, first, device)
-        tables = [rope_table(rope, width, max_seq_len, device) for rope, width in widths.items()]
+        angles = mixed_angles(spec, max_seq_len + drafts, device)
+        mixed = 0 if angles is None else self.max_chunk_tokens
+        widths = spec.rope_widths.items()
+        tables = [rope_table(rope, width, max_seq_len, device) for rope, width in widths]
         page_tables = [int32(rows, max_pages, fill=pool.dummy_page) for pool in pools]
         runner = ModelRunner(
             model=model,

@@ -21,9 +21,8 @@ from minisgl.core import SamplingParams
 from minisgl.core.batch import Batch, EngineLike, LogprobsRequest, PageUpdates, StateCopies
 from minisgl.core.columns import sampling_arrays
 from minisgl.core.config import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
-from minisgl.core.images import ImageLimits, ImageSpan
 from minisgl.core.step_cost import TimedStep
-from minisgl.engine.images import largest_image
+from minisgl.engine.images import with_largest_image
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.models.layer import DecoderLayer
 
@@ -140,19 +139,8 @@ def run_largest(engine: EngineLike, max_chunk_tokens: int, drafting: bool = Fals
     for shape in shapes:
         batch = warmup_batch(engine, shape, FILTERED)
         assert batch is not None, "the engine must have room for the largest step; this is a bug"
-        parts = () if engine.images is None else largest_image(engine.images)
-        for part in parts:
-            _run(engine, replace(batch, images=(part,), spans=_spans(batch, engine.images)))
-        if not parts:
-            _run(engine, batch)
-
-
-def _spans(batch: Batch, limits: ImageLimits | None) -> tuple[ImageSpan, ...]:
-    """Return an image at the end of the last chunk, if the tokens of an image attend both ways."""
-    if limits is None or limits.grid is None or not limits.mutual:
-        return ()
-    start, end = int(batch.start[-1]), int(batch.start[-1] + batch.lengths[-1])
-    return (ImageSpan(len(batch.rows) - 1, max(start, end - limits.tokens(limits.grid)), end),)
+        for each in with_largest_image(batch, engine.images):
+            _run(engine, each)
 
 
 def _run(engine: EngineLike, batch: Batch | None) -> None:
