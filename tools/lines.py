@@ -60,6 +60,7 @@ FEATURES = {
         "engine/host_copies.py",
         "engine/host_lock.py",
         "kvcache/host.py",
+        "kvcache/host_parts.py",
     ),
     "sessions": ("kvcache/sessions.py",),
     "four bits": (

@@ -7,11 +7,12 @@ abstract methods, and those whose default does not fit its memory.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from minisgl.core.batch import EngineLike, Int32Array, PageUpdates, StateCopies
 from minisgl.core.rows import Prefixes, Rows
+from minisgl.kvcache.host_parts import HostParts
 from minisgl.kvcache.node import Hit, RadixNode
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class KindRoom:
         return tokens
 
 
-class NodeParts(ABC):
+class NodeParts(HostParts, ABC):
     """The parts of a kind of memory in the nodes of the prefix tree, which calls the methods.
 
     `usable` is pure. Each part stands in RadixNode.parts, at the index of its kind.
@@ -115,40 +116,6 @@ class NodeParts(ABC):
         Returns the number of pages that become free; 0: there is no such part.
         """
         return 0
-
-    # The host tier moves parts that hold pages of full attention together with their nodes. The
-    # parts of other kinds stay on the GPU.
-
-    def store_pages(self, node: RadixNode) -> int:
-        """Return the number of blocks that `store` gives to the part of a node."""
-        return 0
-
-    def store(self, node: RadixNode) -> None:
-        """Give the part of a node blocks of host memory, if it can be copied. A job copies it."""
-
-    def load_pages(self, end: RadixNode) -> int:
-        """Return the number of pages that a load of the prefix up to `end` gives to parts."""
-        return 0
-
-    def load(self, end: RadixNode, pages: Int32Array) -> None:
-        """Give the part of `end` these pages, `load_pages` of them. A job copies it."""
-
-    def copied(self, node: RadixNode) -> Iterator[tuple[Int32Array, Int32Array]]:
-        """Yield the pages and the blocks of a part that a job copies with its node."""
-        yield from ()
-
-    def end_copy(self, node: RadixNode) -> None:
-        """The job has ended. A part that it has loaded needs its blocks no more."""
-
-    def leave_gpu(self, node: RadixNode) -> int:
-        """The node is in host memory only. Free the pages of its part.
-
-        Returns the number of pages of full attention that become free.
-        """
-        return 0
-
-    def drop_copy(self, node: RadixNode) -> None:
-        """The node loses its copy. Free the blocks of its part, and a part that has no pages."""
 
 
 def agreed(pages: int, limits: Sequence[Callable[[int], int]]) -> int:
