@@ -180,6 +180,18 @@ def _copy_piece(
         on_device.index_copy_(0, pages, staging)
 
 
+def check_host_cache(config: EngineConfig, kinds: Sequence[object]) -> None:
+    """Raise ConfigError for a host cache beside memory that it does not hold.
+
+    kinds: of memory, from the extensions.
+    """
+    if config.host_cache_gb and kinds:
+        raise ConfigError(
+            f"host_cache_gb {config.host_cache_gb:g}: the host cache does not hold the memory of "
+            "the kinds of the extensions; set it to 0"
+        )
+
+
 def device_bytes(config: EngineConfig) -> int:
     """Return the memory that the copies of this configuration take on a GPU, in bytes."""
     return 2 * _PIECE_BYTES if config.host_cache_gb else 0

@@ -36,9 +36,6 @@ _MAX_PIECE_TOKENS = 4096  # of the largest piecewise graph
 # if a layer has at most _HOST_BOUND_WEIGHTS. The GPU reads these in 60 us.
 _HOST_BOUND_PRODUCT = 12_100_000_000
 _HOST_BOUND_WEIGHTS = 100_000_000
-# Tokens of a page of a model with recurrent states. A step moves a state by one page at most, so a
-# page has at least as many tokens as a step with drafts (DRAFT_WIDTHS).
-_STATE_PAGES = (16, 32, 64)
 _FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
 # The driver gives memory in units of 2 MiB, and not in each capture. Of 21 captures of pieces of
 # one model, the second took one unit and the later ones up to five, 2.8 on average
@@ -110,11 +107,8 @@ def resolve(
 
     The kernels of layers with states take pages of some sizes only.
     """
-    if model.states and config.page_size not in _STATE_PAGES:
-        raise ConfigError(
-            f"page_size {config.page_size} is not supported for a model with recurrent states, "
-            f"such as gated delta nets; supported: {', '.join(map(str, _STATE_PAGES))}"
-        )
+    if model.states:
+        states.check_page_size(config.page_size)
     context = model.max_position
     length = context if config.max_seq_len is None else config.max_seq_len
     if not 1 < length <= context:

@@ -22,7 +22,7 @@ from minisgl.engine import memory, states, trial, warmup
 from minisgl.engine.check import check_memory
 from minisgl.engine.extensions import Extensions
 from minisgl.engine.graphs import DecodeShape, capture_steps
-from minisgl.engine.host_copies import device_bytes
+from minisgl.engine.host_copies import check_host_cache, device_bytes
 from minisgl.engine.images import image_buffer, image_limits, image_stages, mixed_angles
 from minisgl.engine.model_runner import DraftTensors, ModelRunner
 from minisgl.engine.segments import reserve_block
@@ -71,27 +71,15 @@ class Start:
         model = engine_model(config)
         self.resolved = memory.resolve(config, model, comm.tp, device)
         self.max_chunk_tokens = memory.largest_chunk(model, max_chunk_tokens, config.page_size)
-        if self.resolved.model.states and max_chunk_tokens < config.page_size:
-            raise ConfigError(
-                f"--max-prefill-length {max_chunk_tokens} is too small for a model with recurrent "
-                f"states, whose chunks have at least one page of {config.page_size} tokens"
-            )
-        self._check_host_cache()
+        if self.resolved.model.states:
+            states.check_chunks(max_chunk_tokens, config.page_size)
+        check_host_cache(config, extensions.cache_kinds)
         self._show_progress = comm.tp.rank == 0
         self.stream: torch.cuda.Stream | None = None
         self._taken: trial.Taken | None = None
         self._block_bytes = 0  # of the block that torch keeps for steps
         self.compile_log = CompileLog()
         self.startup = Stopwatch(lambda: self.compile_log.compile_s)
-
-    def _check_host_cache(self) -> None:
-        """Raise ConfigError for a host cache beside memory that it does not hold."""
-        size = self.config.host_cache_gb
-        if size and self._extensions.cache_kinds:
-            raise ConfigError(
-                f"host_cache_gb {size:g}: the host cache does not hold the memory of the kinds of "
-                "the extensions; set it to 0"
-            )
 
     def run(self, build: Callable[..., CausalLM]) -> StepLauncher:
         """Load the model, allocate all memory and capture the graphs.

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minisgl.core import EngineConfig, OutOfMemory
+from minisgl.core import ConfigError, EngineConfig, OutOfMemory
 from minisgl.distributed.comm import TPInfo
 from minisgl.engine.step_tensors import StepColumns
 from minisgl.kernel.dispatch import begin_states
@@ -14,6 +14,9 @@ from minisgl.kernel.states import StateStep
 from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.mixer import StateBuild, StatePart, StateSpec
 
+# Tokens of a page of a model with recurrent states. A step moves a state by one page at most, so a
+# page has at least as many tokens as a step with drafts (DRAFT_WIDTHS).
+_STATE_PAGES = (16, 32, 64)
 _WORD = 4  # bytes of an int32
 _ALIGNMENT = 16  # bytes; the vectors that kernels load
 
@@ -62,6 +65,24 @@ class RowStates(NamedTuple):
             out,
         )
         return StateStep.of(out, chunks=len(views.rows) - columns.num_decode)
+
+
+def check_page_size(page_size: int) -> None:
+    """Raise ConfigError if layers with states do not run with pages of this size."""
+    if page_size not in _STATE_PAGES:
+        raise ConfigError(
+            f"page_size {page_size} is not supported for a model with recurrent states, such as "
+            f"gated delta nets; supported: {', '.join(map(str, _STATE_PAGES))}"
+        )
+
+
+def check_chunks(max_chunk_tokens: int, page_size: int) -> None:
+    """Raise ConfigError if the chunks of prompts cannot end at pages."""
+    if max_chunk_tokens < page_size:
+        raise ConfigError(
+            f"--max-prefill-length {max_chunk_tokens} is too small for a model with recurrent "
+            f"states, whose chunks have at least one page of {page_size} tokens"
+        )
 
 
 def state_build(
