@@ -42,12 +42,8 @@ class PrefixLookup:
 
     def place(self, end: RadixNode, pages: int) -> tuple[RadixNode, int]:
         """Return the node of the last of these pages, and the number of its pages up to there."""
-        first = sum([len(node.pages) for node in end.path()])
-        for node in end.path():
-            first -= len(node.pages)
-            if pages > first:
-                return node, pages - first
-        return self._root, 0
+        found = ((node, pages - first) for node, first in end.places() if pages > first)
+        return next(found, (self._root, 0))
 
     def key(self, parent: RadixNode, tokens: Int32Array, salt: str) -> bytes:
         """Return the key of the child of `parent` whose edge begins with these tokens."""
