@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from bench.noise import fill_noise
 from minisgl.attention.base import PLAIN, AttentionRule
 from minisgl.kernel import dispatch
 from minisgl.kernel.decode import decode_scratch
@@ -64,7 +65,7 @@ def _window_cases(spec: KVSpec, kind: str) -> Iterator[tuple[str, int, Make]]:
 def _pool(spec: KVSpec, tokens: int) -> KVPool:
     pages, device = tokens // _PAGE, torch.device("cuda")
     pool = KVPool(spec, layers=(0,), num_pages=pages, page_size=_PAGE, device=device)
-    pool.fill_noise(pages)
+    fill_noise(pool, pages)
     return pool
 
 

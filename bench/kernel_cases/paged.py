@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.noise import fill_noise
 from minisgl.attention.base import (
     AttentionBackend,
     AttentionNeeds,
@@ -75,7 +76,7 @@ def _scene(
     of_req = -(-(start + length) // page)
     device = torch.device("cuda")
     pool = KVPool(_SPEC, layers=(0,), num_pages=reqs * of_req, page_size=page, device=device)
-    pool.fill_noise(pool.num_pages)
+    fill_noise(pool, pool.num_pages)
     order = torch.randperm(pool.num_pages).view(reqs, of_req)
     table = torch.cat((order, torch.full_like(order[:1], pool.dummy_page)))
     firsts, counts = (np.full(reqs, each, dtype=np.int32) for each in (start, length))

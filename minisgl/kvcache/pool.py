@@ -121,14 +121,6 @@ class KVPool:
         """Views of all that a page holds, each [n, P + 1, m]."""
         return [self.words()] + ([] if self._scales is None else [self._scales.flatten(2)])
 
-    def fill_noise(self, num_pages: int) -> None:
-        """Fill the first num_pages pages with random values, so that timed steps read real data."""
-        pages = self._storage[:, :, : min(num_pages, self.num_pages)]
-        if self.spec.fp8:  # random bytes without the two NaNs of e4m3
-            pages.view(torch.uint8).random_(0, 256).bitwise_and_(0xFE)
-        else:
-            pages.normal_()
-
     def clear_dummy(self) -> None:
         """Zero the dummy page again. The steps of the warm-up write to it."""
         self._storage[:, :, self.dummy_page] = 0

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.noise import fill_noise
 from bench.step import contexts_of, decode_batch, kernel_times, run_steps
 from minisgl.core.batch import Int32Array
 from minisgl.engine import host_lock
@@ -36,7 +37,7 @@ def test_pages_come_back_with_equal_bytes_while_steps_run(
     device = torch.device("cuda")
     spec, count = KVSpec(8, 128, torch.bfloat16, fp8), 400
     pool = KVPool(spec, layers=range(4), num_pages=2 * count, page_size=16, device=device)
-    pool.fill_noise(count)
+    fill_noise(pool, count)
     if (scales := pool.scales(1)) is not None:
         scales.normal_()
     before = [part[:, :count].clone() for part in pool.parts()]

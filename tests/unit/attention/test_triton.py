@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.noise import fill_noise
 from minisgl.attention.base import (
     AttentionBackend,
     AttentionNeeds,
@@ -46,7 +47,7 @@ def make_pool(device: str = "cpu", dim: int = DIM) -> KVPool:
     spec, where = KVSpec(KV_HEADS, dim, torch.float32), torch.device(device)
     pool = KVPool(spec, layers=(0,), num_pages=40, page_size=PAGE, device=where)
     if device == "cpu":
-        pool.fill_noise(40)
+        fill_noise(pool, 40)
     return pool
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.noise import fill_noise
 from minisgl.core import ConfigError, SamplingParams, SchedulerConfig
 from minisgl.core.batch import Int32Array
 from minisgl.distributed.comm import SingleCommunicator
@@ -43,7 +44,7 @@ def test_a_page_comes_back_with_equal_bytes(fp8: bool) -> None:
     """Regression of another engine: the keys of an FP8 pool came back without their scales."""
     spec = KVSpec(2, 16, torch.bfloat16, fp8)
     pool = KVPool(spec, layers=(0, 2), num_pages=8, page_size=4, device=CPU)
-    pool.fill_noise(8)
+    fill_noise(pool, 8)
     if (scales := pool.scales(0)) is not None:
         scales.normal_()
     before = [part.clone() for part in pool.parts()]
@@ -109,7 +110,7 @@ def copies_by_threads() -> HostPageCopier:
     """Return copies of a pool on the CPU that have the threads of a GPU, in pieces of a page."""
     spec = KVSpec(2, 16, torch.bfloat16, fp8=False)
     pool = KVPool(spec, layers=(0, 2), num_pages=8, page_size=4, device=CPU)
-    pool.fill_noise(8)
+    fill_noise(pool, 8)
     copies = HostPageCopier(pool, num_blocks=5)
     copies._streams = [SimpleNamespace(synchronize=int)] * 2  # streams without work
     copies._threads = [ThreadPoolExecutor(1) for _ in range(2)]

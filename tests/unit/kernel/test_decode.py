@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from bench.noise import fill_noise
 from minisgl.attention.base import PLAIN, AttentionRule, AttentionStep
 from minisgl.attention.decode import new_tokens
 from minisgl.attention.torch import TorchAttention
@@ -49,7 +50,7 @@ def test_new_tokens_attend_as_those_of_a_chunk(
     step = step_of(start, new, rows)
     spec = KVSpec(KV_HEADS, DIM, torch.float32)
     pool = KVPool(spec, layers=(0,), num_pages=80, page_size=PAGE, device=CPU)
-    pool.fill_noise(80)
+    fill_noise(pool, 80)
     for row, first in zip(rows, start, strict=True):
         unused = 0 if rule.window is None else max(0, first + 1 - rule.window) // PAGE
         for part in pool.layer(0):
