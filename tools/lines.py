@@ -32,6 +32,7 @@ FEATURES = {
         "kvcache/states.py",
         "layers/delta.py",
         "layers/mamba.py",
+        "layers/states.py",
         "models/families/granitemoehybrid.py",
         "models/families/nemotron_h.py",
         "models/families/qwen3_5.py",

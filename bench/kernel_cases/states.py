@@ -8,7 +8,7 @@ from torch import Tensor
 from minisgl.distributed.comm import ONE_RANK
 from minisgl.kernel.delta import DeltaMemory
 from minisgl.kernel.states import StateStep
-from minisgl.layers.mixer import StateBuild
+from minisgl.layers.states import StateBuild
 
 PAGE: Final = 16  # tokens
 _DEVICE: Final = torch.device("cuda")

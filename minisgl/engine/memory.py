@@ -22,7 +22,7 @@ from minisgl.distributed.comm import SingleCommunicator, TPInfo
 from minisgl.engine import states
 from minisgl.engine.graphs import DecodeShape, graph_shapes
 from minisgl.kvcache.pool import KVSpec, kv_page_bytes
-from minisgl.layers.mixer import StateBuild
+from minisgl.layers.states import StateBuild
 from minisgl.models.decoder import local_kv_specs
 from minisgl.models.spec import ModelSpec
 from minisgl.utils.process import usable_cores

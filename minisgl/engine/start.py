@@ -31,8 +31,8 @@ from minisgl.engine.state_copies import CopyStates
 from minisgl.engine.step import StepLauncher, StepParts
 from minisgl.engine.step_tensors import Packer
 from minisgl.kvcache.pool import KVPool
-from minisgl.layers.mixer import StateBuild
 from minisgl.layers.rotary import query_scale_table, rope_table
+from minisgl.layers.states import StateBuild
 from minisgl.models.config import draft_method, engine_model
 from minisgl.models.decoder import CausalLM
 from minisgl.utils.startup import Progress, Stopwatch

@@ -12,7 +12,7 @@ from minisgl.engine.step_tensors import StepColumns
 from minisgl.kernel.dispatch import begin_states
 from minisgl.kernel.states import StateStep
 from minisgl.kvcache.pool import KVSpec
-from minisgl.layers.mixer import StateBuild, StatePart, StateSpec
+from minisgl.layers.states import StateBuild, StatePart, StateSpec
 
 # Tokens of a page of a model with recurrent states. A step moves a state by one page at most, so a
 # page has at least as many tokens as a step with drafts (DRAFT_WIDTHS).

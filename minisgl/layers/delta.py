@@ -18,9 +18,10 @@ from minisgl.layers.linear import (
     RowParallelLinear,
     UnquantizedLinear,
 )
-from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild, StateBuild, StatePart
+from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
 from minisgl.layers.norm import BlockInput, RMSNorm
 from minisgl.layers.shards import Placement, Shard, merge, split_heads
+from minisgl.layers.states import StateBuild, StatePart
 
 
 class DeltaSpec(NamedTuple):

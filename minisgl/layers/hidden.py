@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core.config import MAX_DRAFTS
-from minisgl.layers.mixer import StateBuild, StatePart
+from minisgl.layers.states import StateBuild, StatePart
 
 
 class HiddenMemory(NamedTuple):

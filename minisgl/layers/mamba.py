@@ -14,9 +14,10 @@ from minisgl.kernel.ssd import SsdWeights
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.delta import DeltaRates, DeltaSpec
 from minisgl.layers.linear import ColumnParallelLinear, LinearMethod, RowParallelLinear
-from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild, StateBuild, StatePart
+from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
 from minisgl.layers.norm import BlockInput, RMSNorm
 from minisgl.layers.shards import Placement, Shard, merge, split_heads
+from minisgl.layers.states import StateBuild, StatePart
 
 
 class MambaSpec(NamedTuple):

@@ -12,10 +12,10 @@ from minisgl.layers.attention import AttentionSpec
 from minisgl.layers.delta import DeltaSpec
 from minisgl.layers.hidden import HiddenSpec
 from minisgl.layers.mamba import MambaSpec
-from minisgl.layers.mixer import StateSpec
 from minisgl.layers.mlp import DenseSpec
 from minisgl.layers.rotary import QueryScale, Rope
 from minisgl.layers.shards import Shard, split_evenly
+from minisgl.layers.states import StateSpec
 from minisgl.models.encoder_spec import EncoderSpec
 from minisgl.models.hf_config import ModelSettings
 from minisgl.moe.spec import ExpertsSpec

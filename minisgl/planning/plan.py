@@ -25,7 +25,7 @@ from minisgl.distributed.comm import TPInfo
 from minisgl.engine import memory, states
 from minisgl.engine.check import weight_bytes
 from minisgl.engine.images import buffer_bytes
-from minisgl.layers.mixer import StateBuild
+from minisgl.layers.states import StateBuild
 from minisgl.models.build import stored_weights
 from minisgl.models.spec import ModelSpec
 from minisgl.quantization import with_quantizations

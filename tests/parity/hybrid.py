@@ -15,8 +15,9 @@ from minisgl.engine.states import allocate_states
 from minisgl.kernel.states import StateStep, begin_states
 from minisgl.kvcache.pool import KVPool
 from minisgl.layers.images import ImageFeatures
-from minisgl.layers.mixer import ForwardContext, StateBuild
+from minisgl.layers.mixer import ForwardContext
 from minisgl.layers.rotary import rope_table
+from minisgl.layers.states import StateBuild
 from minisgl.models.build import build_model
 from minisgl.models.config import load_model_spec
 from minisgl.models.decoder import local_kv_specs

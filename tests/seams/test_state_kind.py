@@ -19,9 +19,10 @@ from torch.nn import functional
 
 from minisgl.core.batch import StateCopies
 from minisgl.layers.linear import ColumnParallelLinear, RowParallelLinear
-from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild, StateBuild, StatePart
+from minisgl.layers.mixer import ForwardContext, Mixer, MixerBuild
 from minisgl.layers.norm import BlockInput
 from minisgl.layers.shards import Shard
+from minisgl.layers.states import StateBuild, StatePart
 from minisgl.models import layer as decoder_layer
 from minisgl.models import registry
 from minisgl.models.compose import attention_layers, dense_layers, model_spec
