@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -96,7 +95,8 @@ class Start:
         elif (threads := memory.cpu_threads(self.config)) is not None:
             torch.set_num_threads(threads)
         if device.type == "cpu":
-            self._limit_rows(self.config.cpu_kv_bytes)
+            available = self.config.cpu_kv_bytes
+            self.config = states.limit_rows(self.config, self._row_bytes(), available, self._comm)
         if device.type == "cpu" and self.config.dummy_weight:
             pages = self._sizes_of_pools(lambda: 0)
             state_bytes = self._row_bytes() * (self.config.max_running_reqs + 1)
@@ -107,7 +107,8 @@ class Start:
                 model = self._load(build)
             if device.type == "cuda":
                 taken = free_before - memory.free_bytes(device)
-                self._limit_rows(memory.kv_bytes_left(self.config, free_before, taken))
+                left = memory.kv_bytes_left(self.config, free_before, taken)
+                self.config = states.limit_rows(self.config, self._row_bytes(), left, self._comm)
                 with self.startup.phase("compile"):
                     wait_for_kernels()
             with self.startup.phase("kv"):
@@ -298,25 +299,6 @@ class Start:
     def _row_bytes(self) -> int:
         """Return the bytes of the recurrent states of one row."""
         return states.row_bytes(self.resolved.model.states, self._state_build())
-
-    def _limit_rows(self, available: int) -> None:
-        """Lower max_running_reqs to the requests whose states fit, the same on every rank.
-
-        available: bytes beside the weights. Raises OutOfMemory.
-        """
-        asked = self.config.max_running_reqs
-        row_bytes = self._row_bytes()
-        rows = self._comm.agree_min(states.rows_that_fit(asked, row_bytes, available))
-        if rows < asked:
-            self.config = msgspec.structs.replace(self.config, max_running_reqs=rows)
-            logger.info(
-                "max_running_reqs lowered from %d to %d: the recurrent states of a request take %d "
-                "bytes, and all of them at most half of the %d bytes beside the weights",
-                asked,
-                rows,
-                row_bytes,
-                available,
-            )
 
     def _gpu_kv_bytes(self, model: CausalLM, free_before: int) -> int:
         """Return the memory for KV pages on a GPU, in bytes.

@@ -1,18 +1,22 @@
 """The memory of layers with recurrent states. state_copies.py copies it to KV pages and back."""
 
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from minisgl.core import ConfigError, EngineConfig, OutOfMemory
-from minisgl.distributed.comm import TPInfo
+from minisgl.distributed.comm import Communicator, TPInfo
 from minisgl.engine.step_tensors import StepColumns
 from minisgl.kernel.dispatch import begin_states
 from minisgl.kernel.states import StateStep
 from minisgl.kvcache.pool import KVSpec
 from minisgl.layers.states import StateBuild, StatePart, StateSpec
+
+logger = logging.getLogger(__name__)
 
 # Tokens of a page of a model with recurrent states. A step moves a state by one page at most, so a
 # page has at least as many tokens as a step with drafts (DRAFT_WIDTHS).
@@ -110,6 +114,27 @@ def rows_that_fit(max_running_reqs: int, row_bytes: int, available: int) -> int:
             "raise memory_ratio (on a CPU, raise cpu_kv_bytes) or use more GPUs"
         )
     return min(max_running_reqs, fitting)
+
+
+def limit_rows(
+    config: EngineConfig, row_bytes: int, available: int, comm: Communicator
+) -> EngineConfig:
+    """Lower max_running_reqs to the requests whose states fit, the same on every rank.
+
+    row_bytes, available: as for rows_that_fit. Raises OutOfMemory.
+    """
+    asked = config.max_running_reqs
+    rows = comm.agree_min(rows_that_fit(asked, row_bytes, available))
+    if rows < asked:
+        logger.info(
+            "max_running_reqs lowered from %d to %d: the recurrent states of a request take %d "
+            "bytes, and all of them at most half of the %d bytes beside the weights",
+            asked,
+            rows,
+            row_bytes,
+            available,
+        )
+    return msgspec.structs.replace(config, max_running_reqs=rows)
 
 
 def allocate_states(specs: Sequence[StateSpec], build: StateBuild) -> RowStates | None:
