@@ -83,6 +83,7 @@ FEATURES = {
         "models/families/glm4_moe.py",
         "models/families/minimax_m2.py",
         "models/families/muse_glimmer.py",
+        "models/families/qwen3_vl.py",
         "models/gemma4_layer.py",
         "models/layer_input.py",
     ),

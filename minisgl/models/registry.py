@@ -25,6 +25,7 @@ from minisgl.models.families import (
     qwen3,
     qwen3_5,
     qwen3_next,
+    qwen3_vl,
     seed_oss,
     smollm3,
 )
@@ -55,8 +56,8 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2MoeForCausalLM": Family(qwen2.moe_spec),
     "Qwen3ForCausalLM": Family(qwen3.spec),
     "Qwen3MoeForCausalLM": Family(qwen3.moe_spec),
-    "Qwen3VLTextModel": Family(qwen3.vl_spec, qwen3.VL_DEFAULTS),
-    "Qwen3VLMoeTextModel": Family(qwen3.vl_moe_spec, qwen3.VL_DEFAULTS),
+    "Qwen3VLTextModel": Family(qwen3_vl.spec, qwen3_vl.DEFAULTS),
+    "Qwen3VLMoeTextModel": Family(qwen3_vl.moe_spec, qwen3_vl.DEFAULTS),
     "Qwen3NextForCausalLM": Family(qwen3_next.spec, qwen3_next.DEFAULTS),
     "Qwen3_5ForCausalLM": Family(qwen3_5.spec, qwen3_5.DEFAULTS),
     "Qwen3_5MoeForCausalLM": Family(qwen3_5.moe_spec, qwen3_5.MOE_DEFAULTS),

@@ -1,17 +1,11 @@
-"""Qwen3, Qwen3-MoE and Qwen3-VL: a norm of each query and key head."""
+"""Qwen3 and Qwen3-MoE: a norm of each query and key head."""
 
-import msgspec
-
-from minisgl.core import ConfigError
 from minisgl.layers.attention import QkNorm
 from minisgl.layers.mlp import DenseSpec
 from minisgl.models.compose import sparse_layers, transformer, windows_if_enabled
-from minisgl.models.encoder_spec import encoder_spec_of
 from minisgl.models.hf_config import HfConfig, Raw
 from minisgl.models.spec import ModelSpec
 from minisgl.moe.spec import ExpertsSpec
-
-VL_DEFAULTS: Raw = {"rope_theta": 5e5}
 
 
 def spec(config: HfConfig, raw: Raw) -> ModelSpec:
@@ -20,38 +14,10 @@ def spec(config: HfConfig, raw: Raw) -> ModelSpec:
 
 
 def moe_spec(config: HfConfig, raw: Raw) -> ModelSpec:
-    return _moe(config, sparse_layers(config, raw))
+    return with_experts(config, sparse_layers(config, raw))
 
 
-def vl_spec(config: HfConfig, raw: Raw) -> ModelSpec:
-    return _with_images(spec(config, raw), raw)
-
-
-def vl_moe_spec(config: HfConfig, raw: Raw) -> ModelSpec:
-    # The router always normalises. norm_topk_prob in config.json has no effect.
-    mlps = sparse_layers(config, {**raw, "norm_topk_prob": True})
-    return _with_images(_moe(config, mlps), raw)
-
-
-def _with_images(model: ModelSpec, raw: Raw) -> ModelSpec:
-    """Return the model with the encoder of config.json, if it has one. Raises ConfigError.
-
-    The first layer after layer 0 gets the features of the first tap, and so on.
-    """
-    encoder = encoder_spec_of(raw, model.hidden_size, (24, 20, 20), deepstack=True)
-    taps = 0 if encoder is None else len(encoder.taps)
-    if taps >= model.num_layers:
-        raise ConfigError(
-            f"vision_config: deepstack_visual_indexes has {taps} blocks; expected fewer than the "
-            f"{model.num_layers} layers of the language model"
-        )
-    layers = [
-        layer._replace(tap=number if 1 <= number <= taps else None)
-        for number, layer in enumerate(model.layers)
-    ]
-    return msgspec.structs.replace(model, encoder=encoder, layers=tuple(layers))
-
-
-def _moe(config: HfConfig, mlps: list[DenseSpec | ExpertsSpec]) -> ModelSpec:
+def with_experts(config: HfConfig, mlps: list[DenseSpec | ExpertsSpec]) -> ModelSpec:
+    """Return a Qwen3 with these MLPs."""
     windows, bias = windows_if_enabled(config, first=0), config.attention_bias
     return transformer(config, windows, mlps, qk_norm=QkNorm.PER_HEAD, bias=bias)
