@@ -19,7 +19,7 @@ from minisgl.models.encoder_spec import EncoderSpec, MergerKind
 
 # The beginning of the names of tensors in a checkpoint, unless ModelSpec.names has others.
 _STORED = "model.visual."
-# The beginnings of the names of all encoders' tensors in a checkpoint (text_part.encoder_name).
+# The beginnings of the names of all encoders' tensors in a checkpoint (encoder_spec.encoder_name).
 ENCODER_TENSORS = (_STORED, "model.vision_tower.", "model.multi_modal_projector.")
 _EPS = 1e-6
 _THETA = 10_000.0  # the base of the rotary embedding

@@ -6,8 +6,18 @@ from typing import NamedTuple, TypeVar, cast
 from minisgl.core import ConfigError
 from minisgl.images.spec import CHANNELS, HfSiglip, HfVision
 from minisgl.models.hf_config import Raw, check_supported, read_fields
+from minisgl.models.text_part import renamed
 
 Fields = TypeVar("Fields", HfVision, HfSiglip)
+
+
+# Old beginnings of the names of an encoder's tensors, with those in the new spelling.
+_ENCODER_PREFIXES = (
+    ("vision_tower.vision_model.", "model.vision_tower."),
+    ("vision_tower.", "model.vision_tower."),
+    ("model.vision_tower.vision_model.", "model.vision_tower."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+)
 
 
 class MergerKind(StrEnum):
@@ -214,3 +224,8 @@ def _sections(raw: Raw, default: tuple[int, int, int]) -> tuple[int, int, int]:
     if not whole or len(sections) != len(default):
         raise ConfigError(f"mrope_section is {sections!r}: expected three numbers of frequencies")
     return cast("tuple[int, int, int]", tuple(sections))
+
+
+def encoder_name(name: str) -> str:
+    """Return the name of a tensor of an image encoder in the new spelling of transformers."""
+    return renamed(name, _ENCODER_PREFIXES)

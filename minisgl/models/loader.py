@@ -21,7 +21,8 @@ from minisgl.layers.linear import LinearMethod
 from minisgl.layers.shards import Placement, Sharded
 from minisgl.models.decoder import CausalLM
 from minisgl.models.encoder import ENCODER_TENSORS
-from minisgl.models.text_part import TEXT_PREFIXES, encoder_name
+from minisgl.models.encoder_spec import encoder_name
+from minisgl.models.text_part import TEXT_PREFIXES
 from minisgl.moe.block import MoeBlock
 from minisgl.moe.experts import ExpertsMethod
 from minisgl.utils.startup import Progress

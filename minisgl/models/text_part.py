@@ -27,26 +27,12 @@ TEXT_PARTS: Mapping[str, Mapping[str, str]] = {
 TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."))
 
 
-# Old beginnings of the names of an encoder's tensors, with those in the new spelling.
-_ENCODER_PREFIXES = (
-    ("vision_tower.vision_model.", "model.vision_tower."),
-    ("vision_tower.", "model.vision_tower."),
-    ("model.vision_tower.vision_model.", "model.vision_tower."),
-    ("multi_modal_projector.", "model.multi_modal_projector."),
-)
-
-
-def encoder_name(name: str) -> str:
-    """Return the name of a tensor of an image encoder in the new spelling of transformers."""
-    return _renamed(name, _ENCODER_PREFIXES)
-
-
 def text_name(name: str) -> str:
     """Return the name of a tensor or module in a checkpoint without an image encoder."""
-    return _renamed(name, TEXT_PREFIXES)
+    return renamed(name, TEXT_PREFIXES)
 
 
-def _renamed(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
+def renamed(name: str, prefixes: Sequence[tuple[str, str]]) -> str:
     """Return `name` with the first of the prefixes that it has replaced by the new one."""
     found = (new + name.removeprefix(old) for old, new in prefixes if name.startswith(old))
     return next(found, name)
