@@ -76,6 +76,7 @@ FEATURES = {
     "more attention backends": (
         "attention/blocks.py",
         "attention/flash_attention.py",
+        "attention/triton.py",
         "attention/trtllm.py",
     ),
     "later families": (
