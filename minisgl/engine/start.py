@@ -75,7 +75,7 @@ class Start:
         check_host_cache(config, extensions.cache_kinds)
         self._show_progress = comm.tp.rank == 0
         self.stream: torch.cuda.Stream | None = None
-        self._taken: trial.Taken | None = None
+        self._remedy = "; raise cpu_kv_bytes"  # for too little memory for KV pages
         self._block_bytes = 0  # of the block that torch keeps for steps
         self.compile_log = CompileLog()
         self.startup = Stopwatch(lambda: self.compile_log.compile_s)
@@ -282,13 +282,11 @@ class Start:
         found = [self._comm.agree_min(count) for count in fitting]
         least = max(resolved.window_pages(size), 1)
         if found[0] < 1 or found[-1] < least:
-            taken, chunk = self._taken, self.max_chunk_tokens
-            remedy = "; raise cpu_kv_bytes" if taken is None else taken.remedy(chunk)
             page_bytes = sum(resolved.page_bytes(size))
             raise OutOfMemory(
                 f"one KV page of {size} tokens takes {page_bytes} bytes, and at least "
-                f"{least} pages are needed, but only {available} bytes are left{remedy} or lower "
-                "max_running_reqs"
+                f"{least} pages are needed, but only {available} bytes are left{self._remedy} or "
+                "lower max_running_reqs"
             )
         return found
 
@@ -323,9 +321,10 @@ class Start:
             found.block,
             found.graphs,
         )
-        weight_bytes, copies = free_before - free_loaded, device_bytes(self.config)
-        self._taken = trial.Taken(weight_bytes, found.steps, found.graphs, copies)
-        return memory.kv_bytes_left(self.config, free_before, sum(self._taken))
+        weights, copies = free_before - free_loaded, device_bytes(self.config)
+        self._remedy = found.remedy(weights, copies, self.max_chunk_tokens)
+        taken = weights + found.steps + found.graphs + copies
+        return memory.kv_bytes_left(self.config, free_before, taken)
 
     def _log(self, launcher: StepLauncher, graph_bytes: int) -> None:
         spec = self.resolved.kv_specs[0]

@@ -15,29 +15,6 @@ from minisgl.engine.segments import block_for, reserve_block
 from minisgl.engine.step import StepLauncher
 
 
-class Taken(NamedTuple):
-    """The memory of a GPU that is not for KV pages, in bytes.
-
-    weights  the memory that the driver gave for the load of the model.
-    steps    recurrent states, tables, workspaces and the largest step.
-    graphs   the estimate for all CUDA graphs.
-    copies   the buffers of a host cache.
-    """
-
-    weights: int
-    steps: int
-    graphs: int
-    copies: int
-
-    def remedy(self, max_chunk_tokens: int) -> str:
-        """Return the parts and the flags that change them, for the end of a message."""
-        return (
-            f": weights take {self.weights}, steps of up to {max_chunk_tokens} prompt tokens "
-            f"{self.steps}, graphs {self.graphs}, and copies of a host cache {self.copies}; lower "
-            "--max-prefill-length for smaller steps and graphs, raise memory_ratio"
-        )
-
-
 class Trial(NamedTuple):
     """The memory that an engine takes beside weights and KV pages, measured on a GPU, in bytes.
 
@@ -49,6 +26,18 @@ class Trial(NamedTuple):
     block: int
     steps: int
     graphs: int
+
+    def remedy(self, weights: int, copies: int, max_chunk_tokens: int) -> str:
+        """Return the parts and the flags that change them, for the end of a message.
+
+        weights: the memory that the driver gave for the load of the model. copies: the buffers of a
+        host cache. In bytes.
+        """
+        return (
+            f": weights take {weights}, steps of up to {max_chunk_tokens} prompt tokens "
+            f"{self.steps}, graphs {self.graphs}, and copies of a host cache {copies}; lower "
+            "--max-prefill-length for smaller steps and graphs, raise memory_ratio"
+        )
 
 
 def run_trial(

@@ -92,7 +92,7 @@ def test_an_engine_without_graphs_keeps_no_memory_for_them(
 
 
 def test_the_error_of_too_little_memory_names_each_part_and_the_flags() -> None:
-    message = trial.Taken(18_678, 3_250, 2_254, 12).remedy(8192)
+    message = trial.Trial(block=1, steps=3_250, graphs=2_254).remedy(18_678, 12, 8192)
     for part in ("weights take 18678", "8192 prompt tokens 3250", "graphs 2254", "host cache 12"):
         assert part in message
     assert "lower --max-prefill-length" in message
