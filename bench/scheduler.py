@@ -25,7 +25,7 @@ from minisgl.core.batch import Batch, StepResult, WindowLayers
 from minisgl.core.images import ImageLimits
 from minisgl.core.page_copier import PageCopier
 from minisgl.core.rows import Steps
-from minisgl.kvcache import RadixCache
+from minisgl.kvcache.radix import RadixCache
 from minisgl.message.messages import AddReq, StepOutput
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.utils.startup import Progress

@@ -11,7 +11,8 @@ from minisgl.engine.logits_processing import LogitsProcessor, Penalties, TokenBi
 from minisgl.engine.model_runner import ModelRunner
 from minisgl.engine.sampler import Finish, default_finish
 from minisgl.engine.stages import Stage
-from minisgl.kvcache import CacheListener, NewKind
+from minisgl.kvcache.kinds import NewKind
+from minisgl.kvcache.node import CacheListener
 from minisgl.message.stats import ConstraintTotals, KVEventTotals
 from minisgl.models.build import ModelExtensions
 

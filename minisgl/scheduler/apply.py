@@ -14,7 +14,7 @@ import numpy as np
 
 from minisgl.core import InvariantBroken
 from minisgl.core.batch import Batch, Int32Array
-from minisgl.kvcache import Hit
+from minisgl.kvcache.node import Hit
 from minisgl.message.messages import CopiesEnded
 from minisgl.scheduler.filling import MAX_DEFERRED
 from minisgl.scheduler.request import Req, ReqState

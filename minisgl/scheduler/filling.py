@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from minisgl.core.config import smallest_chunk
-from minisgl.kvcache import Hit, Room
+from minisgl.kvcache.memory import Room
+from minisgl.kvcache.node import Hit
 from minisgl.scheduler.budget import further_tokens, step_prices
 from minisgl.scheduler.image_room import ImageRoom
 from minisgl.scheduler.request import Req

@@ -9,7 +9,7 @@ import numpy as np
 from minisgl.core import InvariantBroken
 from minisgl.core.batch import DecodeLoad, Int32Array
 from minisgl.core.config import DRAFT_WIDTHS, MAX_DRAFT_TOKENS
-from minisgl.kvcache import Room
+from minisgl.kvcache.memory import Room
 from minisgl.scheduler.filling import Decoding, Filling
 from minisgl.scheduler.view import Carry, Decode, StepPlan, View
 

@@ -25,7 +25,7 @@ from minisgl.core.rows import Rows
 from minisgl.engine import Extensions
 from minisgl.engine.logits_processing import Constraint
 from minisgl.images.positions import rotary_delta
-from minisgl.kvcache import FencedPool
+from minisgl.kvcache.fenced_pool import FencedPool
 from minisgl.scheduler.request import Req
 
 

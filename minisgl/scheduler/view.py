@@ -10,7 +10,9 @@ from minisgl.core import SchedulerConfig, StepCost, StepWork, step_sizes
 from minisgl.core.batch import DraftLengths, EngineLike, Int32Array
 from minisgl.core.config import MAX_DRAFTS
 from minisgl.engine import Extensions
-from minisgl.kvcache import CacheListener, Hit, Memory, common_prefix
+from minisgl.kvcache.lookup import common_prefix
+from minisgl.kvcache.memory import Memory
+from minisgl.kvcache.node import CacheListener, Hit
 from minisgl.scheduler.image_room import Passed
 from minisgl.scheduler.images import EncodePart, Images
 from minisgl.scheduler.request import Req

@@ -9,16 +9,10 @@ import numpy as np
 from minisgl.core import SchedulerConfig
 from minisgl.core.batch import EngineLike, Int32Array
 from minisgl.core.rows import Rows
-from minisgl.kvcache import (
-    CacheKind,
-    FencedPool,
-    Hit,
-    KindRoom,
-    Memory,
-    NodeParts,
-    RadixNode,
-    Wanted,
-)
+from minisgl.kvcache.fenced_pool import FencedPool
+from minisgl.kvcache.kinds import CacheKind, KindRoom, NodeParts, Wanted
+from minisgl.kvcache.memory import Memory
+from minisgl.kvcache.node import Hit, RadixNode
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness
 from tests.unit.scheduler.integrity import check_pool, nodes_of

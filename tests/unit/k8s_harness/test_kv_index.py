@@ -9,7 +9,7 @@ from k8s_harness.client import SCRIPTS
 
 from minisgl.core.rows import Steps
 from minisgl.kv_events.publisher import Publisher
-from minisgl.kvcache import RadixCache
+from minisgl.kvcache.radix import RadixCache
 from tests.unit.kv_events.machine import addresses, started
 
 

@@ -11,7 +11,8 @@ from minisgl.core.rows import Steps
 from minisgl.kv_events import CacheEvents
 from minisgl.kv_events.messages import EventBatch, KVEvent
 from minisgl.kv_events.publisher import Publisher
-from minisgl.kvcache import FencedPool, RadixCache
+from minisgl.kvcache.fenced_pool import FencedPool
+from minisgl.kvcache.radix import RadixCache
 from minisgl.message.stats import KVEventTotals
 
 BLOCK = 4

@@ -14,7 +14,7 @@ from minisgl.core import ConfigError
 from minisgl.core.rows import Steps
 from minisgl.kv_events import CacheEvents
 from minisgl.kv_events.messages import AllBlocksCleared, BlockStored, KVEvent
-from minisgl.kvcache import RadixCache
+from minisgl.kvcache.radix import RadixCache
 from minisgl.message.stats import KVEventTotals
 from tests.examples import examples
 from tests.unit.kv_events.machine import Replica, random_operation

@@ -20,7 +20,7 @@ from minisgl.core.rows import Steps
 from minisgl.kv_events import publisher as module
 from minisgl.kv_events.messages import BlockRemoved, BlockStored, EventBatch, KVEvent
 from minisgl.kv_events.publisher import Publisher
-from minisgl.kvcache import RadixCache
+from minisgl.kvcache.radix import RadixCache
 from tests.patience import patience
 from tests.unit.kv_events import golden
 from tests.unit.kv_events.machine import addresses, raise_it, started

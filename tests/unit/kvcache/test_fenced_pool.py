@@ -5,7 +5,7 @@ import pytest
 
 from minisgl.core import InvariantBroken
 from minisgl.core.rows import Steps
-from minisgl.kvcache import FencedPool
+from minisgl.kvcache.fenced_pool import FencedPool
 from tests.unit.scheduler.integrity import check_pool
 
 

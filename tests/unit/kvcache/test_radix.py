@@ -9,7 +9,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from minisgl.core import InvariantBroken
 from minisgl.core.batch import Int32Array
 from minisgl.core.rows import Steps
-from minisgl.kvcache import RadixCache, RadixNode
+from minisgl.kvcache.node import RadixNode
+from minisgl.kvcache.radix import RadixCache
 from tests.examples import examples
 from tests.unit.scheduler.integrity import check_cache
 

@@ -5,7 +5,9 @@ import pytest
 
 from minisgl.core.batch import Int32Array, WindowLayers
 from minisgl.core.rows import Rows, Steps
-from minisgl.kvcache import Memory, RadixCache, RadixNode
+from minisgl.kvcache.memory import Memory
+from minisgl.kvcache.node import RadixNode
+from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.window import Windows
 from minisgl.kvcache.window_pages import ABSENT, WindowPages
 from tests.unit.scheduler.fake_engine import FakeEngine

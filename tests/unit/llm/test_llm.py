@@ -14,7 +14,7 @@ from minisgl.core import ConfigError, FinishReason, InvalidRequest, SamplingPara
 from minisgl.demo import model_path
 from minisgl.engine.launched import LaunchedStep
 from minisgl.engine.step import StepLauncher
-from minisgl.kvcache import Memory
+from minisgl.kvcache.memory import Memory
 from minisgl.llm import LLM, Completion
 from minisgl.llm.workers import LocalWorker
 from tests.unit.scheduler.integrity import check_scheduler

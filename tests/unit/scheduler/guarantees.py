@@ -10,7 +10,8 @@ from unittest.mock import patch
 import numpy as np
 
 from minisgl.core.config import MIN_CHUNK_TOKENS, smallest_chunk
-from minisgl.kvcache import FencedPool, Memory
+from minisgl.kvcache.fenced_pool import FencedPool
+from minisgl.kvcache.memory import Memory
 from minisgl.kvcache.snapshots import Snapshot
 from minisgl.kvcache.states import Saving
 from minisgl.scheduler import budget, filling, scheduler

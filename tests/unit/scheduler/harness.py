@@ -9,7 +9,7 @@ import numpy as np
 
 from minisgl.core import FinishReason, SchedulerConfig
 from minisgl.core.batch import Batch, DraftLengths
-from minisgl.kvcache import NewKind
+from minisgl.kvcache.kinds import NewKind
 from minisgl.message.messages import AbortReq, AddReq, PromptImage
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler import scheduler as scheduler_module

@@ -9,10 +9,12 @@ from itertools import product
 import numpy as np
 
 from minisgl.core.batch import Batch
-from minisgl.kvcache import FencedPool, Memory, NodeClass, RadixCache, RadixNode
 from minisgl.kvcache.eviction import _heap_of
+from minisgl.kvcache.fenced_pool import FencedPool
 from minisgl.kvcache.host import HostTier
-from minisgl.kvcache.node import Place
+from minisgl.kvcache.memory import Memory
+from minisgl.kvcache.node import NodeClass, Place, RadixNode
+from minisgl.kvcache.radix import RadixCache
 from minisgl.kvcache.states import States
 from minisgl.kvcache.window import Windows
 from minisgl.kvcache.window_pages import ABSENT

@@ -2,7 +2,7 @@
 
 import pytest
 
-from minisgl.kvcache import Memory
+from minisgl.kvcache.memory import Memory
 from minisgl.scheduler.filling import MAX_DEFERRED
 from tests.unit.scheduler.fake_engine import FakeEngine, expected_output
 from tests.unit.scheduler.harness import Harness

@@ -1,6 +1,6 @@
 """The end of a session: evictions begin with the pages that only its requests have used."""
 
-from minisgl.kvcache import NodeClass
+from minisgl.kvcache.node import NodeClass
 from minisgl.message.messages import EndSession
 from tests.unit.scheduler.fake_engine import FakeEngine
 from tests.unit.scheduler.harness import Harness

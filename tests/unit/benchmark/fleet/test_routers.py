@@ -19,7 +19,7 @@ from minisgl.benchmark.fleet.routers import (
 )
 from minisgl.benchmark.trace import page_chain
 from minisgl.core.rows import Steps
-from minisgl.kvcache import RadixCache
+from minisgl.kvcache.radix import RadixCache
 from tests.examples import examples
 from tests.unit.benchmark.fleet.builders import STILL, load_of, prompt, run
 from tests.unit.benchmark.fleet.builders import settings as engine_settings
