@@ -48,15 +48,15 @@ class LocalGrammars:
         """The compiler. The first constraint loads it, because that takes up to a second."""
         # The compilation does not depend on the EOS ids, so this uses one id of no meaning.
         tokenizer = load_tokenizer(self._folder, (0,))
-        return GrammarCompiler(tokenizer, ToolGrammarWriter(self._vocabulary))
+        write_tools = ToolGrammarWriter(self._vocabulary)
+        return GrammarCompiler(tokenizer, write_tools, self._vocabulary.think_ids)
 
     def _new_grammar(self, request: CompileGrammar) -> GrammarResult:
         try:
-            source, trigger = self._compiler.check(request)
+            checked = self._compiler.check(request)
         except InvalidRequest as error:
             return GrammarResult(uid=0, error=error.message, limit=error.limit)
-        think_ids = self._vocabulary.think_ids
-        return GrammarResult(uid=0, source=source, trigger=trigger, think_ids=think_ids)
+        return GrammarResult(uid=0, grammar=msgspec.structs.replace(checked, compile_s=0.0))
 
 
 class LocalEngine:

@@ -1,6 +1,6 @@
 """The questions to the tokenizers and to the compiler of grammars, and their answers."""
 
-from minisgl.core import GrammarKind
+from minisgl.core import Grammar, GrammarKind
 from minisgl.message.images import PromptImage, SourceImage
 from minisgl.message.wire import WireMessage
 
@@ -97,16 +97,13 @@ class TokenizeResult(WireMessage, frozen=True, kw_only=True):
 
 
 class GrammarResult(WireMessage, frozen=True, kw_only=True):
-    """The result of CompileGrammar. Its fields are those of core.Grammar and of TokenizeResult.
+    """The result of CompileGrammar. The error and the fields after it are as in TokenizeResult.
 
-    think_ids: the ids that open and close thinking, or -1. With an error, the source is empty.
+    grammar: its `thinking` is that of no prompt yet. None: there is an error.
     """
 
     uid: int
-    source: str = ""
-    trigger: int = -1
-    think_ids: tuple[int, int] = (-1, -1)
-    compile_s: float = 0.0
+    grammar: Grammar | None = None
     error: str | None = None
     internal: bool = False
     limit: str | None = None

@@ -4,17 +4,16 @@ Clients of OpenAI, vLLM and SGLang name the same constraint differently. All nam
 `CompileGrammar` for the process that compiles grammars.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import msgspec
 
-from minisgl.core import Grammar, GrammarKind, Unsupported
-from minisgl.message.messages import CompileGrammar, GrammarResult
+from minisgl.core import GrammarKind, Unsupported
+from minisgl.message.messages import CompileGrammar
 from minisgl.protocol import requests
 from minisgl.request.decode import reject
 from minisgl.request.paths import Paths
-from minisgl.structured.thinking import thinking_of
 from minisgl.structured.whitespace import is_json_whitespace, whitespace_pattern
 
 # Limit of a constraint with its titles and descriptions. The worker removes these texts and then
@@ -30,22 +29,6 @@ class ConstraintRequest(NamedTuple):
 
     param: str
     message: CompileGrammar
-
-    def grammar(self, compiled: GrammarResult, prompt: Sequence[int], thinks: bool) -> Grammar:
-        """The grammar for an answer to this prompt.
-
-        compiled: the result for `message`. thinks: as in TokenizeResult.
-        """
-        start, end = compiled.think_ids
-        return Grammar(
-            source=compiled.source,
-            kind=self.message.kind,
-            think_start=start,
-            think_end=end,
-            thinking=thinking_of(prompt, compiled.think_ids, thinks),
-            trigger=compiled.trigger,
-            compile_s=compiled.compile_s,
-        )
 
 
 def constraint_of(

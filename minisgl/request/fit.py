@@ -10,6 +10,7 @@ from minisgl.core import InvalidRequest, ModelFacts, PromptTooLong, SamplingPara
 from minisgl.message.messages import GrammarResult, PromptImage, TokenizeResult
 from minisgl.request.convert import CallRequest, TokenArray
 from minisgl.request.question import Answer
+from minisgl.structured.thinking import for_prompt
 
 
 class FittedPrompt(NamedTuple):
@@ -53,8 +54,8 @@ def fit_prompts(
     fitted = []
     for each, result, max_tokens in zip(ids, results, counts, strict=True):
         grammar = request.sampling.grammar
-        if compiled is not None and request.grammar is not None:
-            grammar = request.grammar.grammar(compiled, each, result.thinks)
+        if compiled is not None and compiled.grammar is not None:
+            grammar = for_prompt(compiled.grammar, each, result.thinks)
         sampling = msgspec.structs.replace(
             request.sampling, max_tokens=max_tokens, grammar=grammar
         ).seeded()

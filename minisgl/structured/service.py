@@ -38,7 +38,7 @@ class GrammarService:
     """Checks grammars in a bounded process.
 
     service = GrammarService(model_folder, vocabulary.think_ids, write_tools)
-    service.compile(CompileGrammar(kind="regex", text="[0-9]{4}")).source
+    service.compile(CompileGrammar(kind="regex", text="[0-9]{4}")).grammar
     """
 
     def __init__(
@@ -46,14 +46,12 @@ class GrammarService:
     ) -> None:
         """Load the tokenizer of a model folder and fork the process.
 
-        think_ids: the ids that open and close thinking; -1: the model does not think.
-        write_tools: as in GrammarCompiler.
+        think_ids, write_tools: as in GrammarCompiler.
         """
-        self._think_ids = think_ids
         self._process: BoundedProcess | None = None
         try:
             # The compilation does not depend on the EOS ids, so this uses one id of no meaning.
-            compiler = GrammarCompiler(load_tokenizer(folder, (0,)), write_tools)
+            compiler = GrammarCompiler(load_tokenizer(folder, (0,)), write_tools, think_ids)
         except ConfigError as error:
             logger.warning("structured output is not available: %s", error)
         else:
@@ -71,7 +69,7 @@ class GrammarService:
         if result.internal:
             logger.error("checking a grammar failed: %s", result.error)
             result = msgspec.structs.replace(result, error="the grammar could not be checked")
-        return msgspec.structs.replace(result, think_ids=self._think_ids)
+        return result
 
     def close(self) -> None:
         """End the process."""
@@ -102,9 +100,10 @@ def _check(compiler: GrammarCompiler, raw: bytes) -> bytes:
     request = msgspec.msgpack.decode(raw, type=CompileGrammar)
     uid = request.uid
     try:
-        source, trigger = compiler.check(request)
+        checked = compiler.check(request)
         compile_s = time.thread_time() - began_s
-        result = GrammarResult(uid=uid, source=source, trigger=trigger, compile_s=compile_s)
+        grammar = msgspec.structs.replace(checked, compile_s=compile_s)
+        result = GrammarResult(uid=uid, grammar=grammar)
     except InvalidRequest as error:
         result = GrammarResult(uid=uid, error=error.message, limit=error.limit)
     except RecursionError:

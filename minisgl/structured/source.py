@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import llguidance
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from minisgl.core import GrammarKind, InvalidRequest
+from minisgl.core import Grammar, GrammarKind, InvalidRequest
 from minisgl.message.messages import CompileGrammar
 from minisgl.structured.library import open_matcher
 from minisgl.structured.schema import MAX_CHARS, check_regex, check_schema, children, refusal
@@ -41,26 +41,26 @@ class NamedSchemas(Protocol):
 WriteTools = Callable[[str], NamedSchemas]
 
 
-class CheckedGrammar(NamedTuple):
-    """The fields of core.Grammar that depend on the constraint alone."""
-
-    source: str
-    trigger: int = -1
-
-
 class GrammarCompiler:
     """Checks the grammars of requests with the tokenizer of one model.
 
     GrammarCompiler(tokenizer).check(CompileGrammar(kind="regex", text="[0-9]{4}")).source
 
     write_tools: writes the grammar of a request of the kind tool_calls.
+    think_ids: the ids that open and close thinking; -1: the model does not think.
     """
 
-    def __init__(self, tokenizer: LLTokenizer, write_tools: WriteTools | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: LLTokenizer,
+        write_tools: WriteTools | None = None,
+        think_ids: tuple[int, int] = (-1, -1),
+    ) -> None:
         self._tokenizer = tokenizer
+        self._think_start, self._think_end = think_ids
         self._write_tools = write_tools
 
-    def check(self, request: CompileGrammar) -> CheckedGrammar:
+    def check(self, request: CompileGrammar) -> Grammar:
         """Return the grammar in the form that the scheduler compiles, after a trial compilation.
 
         Raises InvalidRequest. Its message begins with the JSON pointer of the fault in a schema.
@@ -83,7 +83,13 @@ class GrammarCompiler:
         if error := self._error(source, request.kind):
             pointer = "" if schema is None else self._locate(schema, error, options)
             raise refusal(pointer, error)
-        return CheckedGrammar(source, trigger)
+        return Grammar(
+            source=source,
+            kind=request.kind,
+            think_start=self._think_start,
+            think_end=self._think_end,
+            trigger=trigger,
+        )
 
     def _error(self, source: str, kind: GrammarKind) -> str:
         """Return the reason why a grammar does not compile or has no first token, or ""."""

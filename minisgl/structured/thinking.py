@@ -1,21 +1,20 @@
 """Decides where the grammar of a reasoning model begins: at the first token or after thinking."""
 
 from collections.abc import Sequence
-from typing import Literal
+
+import msgspec
+
+from minisgl.core import Grammar
 
 
-def thinking_of(
-    prompt: Sequence[int], think_ids: tuple[int, int], thinks: bool
-) -> Literal["off", "open", "allowed"]:
-    """Return `thinking` of core.Grammar for a prompt.
+def for_prompt(grammar: Grammar, prompt: Sequence[int], thinks: bool) -> Grammar:
+    """Return the grammar with the `thinking` of an answer to this prompt.
 
-    think_ids: the ids that open and close thinking; -1: the model has none.
     thinks: the model may begin its answer to this prompt with thinking.
     """
-    start, end = think_ids
-    if start < 0:
-        return "off"
-    last = next((token for token in reversed(prompt) if token in think_ids), end)
-    if last == start:
-        return "open"
-    return "allowed" if thinks else "off"
+    ids = grammar.think_start, grammar.think_end
+    if grammar.think_start < 0:
+        return grammar
+    last = next((token for token in reversed(prompt) if token in ids), grammar.think_end)
+    thinking = "open" if last == grammar.think_start else "allowed" if thinks else "off"
+    return msgspec.structs.replace(grammar, thinking=thinking)

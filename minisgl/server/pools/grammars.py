@@ -88,7 +88,8 @@ class GrammarPool:
 
 def _size(result: GrammarResult) -> int:
     """The memory of a kept result in bytes."""
-    return _RESULT_BYTES + sys.getsizeof(result.source)
+    source = "" if result.grammar is None else result.grammar.source
+    return _RESULT_BYTES + sys.getsizeof(source)
 
 
 def _key(request: CompileGrammar) -> bytes:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from minisgl.core import DeadlineExceeded
+from minisgl.core import DeadlineExceeded, Grammar
 from minisgl.message.messages import CompileGrammar, GrammarResult
 from minisgl.server.pools import grammars as grammar_pool
 from minisgl.server.pools.grammars import OPEN_JOBS, GrammarPool
@@ -24,7 +24,8 @@ class Wire:
 
     def answer(self, index: int = 0, **fields: Any) -> None:
         request = self.sent.pop(index)
-        self.pool.receive(GrammarResult(uid=request.uid, source=f"of {request.text}", **fields))
+        grammar = Grammar(source=f"of {request.text}", kind="regex")
+        self.pool.receive(GrammarResult(uid=request.uid, grammar=grammar, **fields))
 
     @property
     def texts(self) -> list[str]:
@@ -52,7 +53,7 @@ def test_process_has_two_grammars_of_each_client() -> None:
         assert wire.texts == ["a0", "a1", "b0"]
         assert [request.client for request in wire.sent] == ["a", "a", "b"]
         wire.answer(2)
-        assert (await late).source == "of b0"
+        assert (await late).grammar.source == "of b0"
         wire.answer(0)
         assert wire.texts == ["a1", "a2"]
 
@@ -78,7 +79,7 @@ def test_equal_grammars_that_wait_are_sent_once_their_result_is_unknown() -> Non
         for _ in range(OPEN_JOBS):
             wire.answer()
         assert not wire.sent
-        assert {(await result).source for result in same} == {"of x"}
+        assert {(await result).grammar.source for result in same} == {"of x"}
 
     run(scenario)
 
@@ -120,7 +121,7 @@ def test_end_of_a_call_withdraws_a_grammar_that_becomes_known(
         wire.answer()
         assert wire.texts == ["x"], "the process has the second grammar already"
         wire.answer()
-        assert {(await result).source for result in (first, second, last)} == {"of x"}
+        assert {(await result).grammar.source for result in (first, second, last)} == {"of x"}
 
     run(scenario)
 

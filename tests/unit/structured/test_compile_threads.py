@@ -137,7 +137,7 @@ def test_an_accepted_grammar_compiles_with_a_small_soft_stack_limit() -> None:
     assert result.error is None
     done = subprocess.run(
         [sys.executable, "-c", _COMPILE, str(model_path())],
-        input=result.source,
+        input=result.grammar.source,
         capture_output=True,
         text=True,
         timeout=patience(),

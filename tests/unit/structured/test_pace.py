@@ -37,7 +37,7 @@ def hostile(path: str) -> list[Grammar]:
     results = [service.compile(request(*grammar)) for grammar in accepted]
     service.close()
     assert not [result.error for result in results if result.error]
-    return [Grammar(source=result.source, kind="regex") for result in results]
+    return [result.grammar for result in results]
 
 
 @pytest.fixture

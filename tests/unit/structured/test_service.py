@@ -95,7 +95,7 @@ def test_hostile_grammar_is_enforced_or_refused(
     result = service.compile(request(kind, value))
     if refusal is None:
         assert result.error is None
-        assert result.source
+        assert result.grammar is not None
     else:
         assert result.error is not None
         assert refusal in result.error
@@ -116,7 +116,9 @@ def test_error_of_the_compiler_ends_only_its_request(
 
 
 def test_result_has_the_ids_of_thinking(service: GrammarService) -> None:
-    assert service.compile(request("regex", "a")).think_ids == (7, 8)
+    grammar = service.compile(request("regex", "a")).grammar
+    assert grammar is not None
+    assert (grammar.think_start, grammar.think_end) == (7, 8)
 
 
 def test_model_without_a_usable_tokenizer_refuses_by_a_sentence(tmp_path: Path) -> None:

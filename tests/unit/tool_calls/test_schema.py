@@ -111,7 +111,7 @@ def test_definitions_are_written_where_they_are_needed(
     schema = {"type": "object", "properties": properties, "$defs": definitions}
     result = compiled(service, format, schema)
     assert result.error is None
-    assert len(result.source) < 2 * len(json.dumps(schema))
+    assert len(result.grammar.source) < 2 * len(json.dumps(schema))
 
 
 @pytest.mark.parametrize("format", ["pythonic", "qwen3-coder"])
