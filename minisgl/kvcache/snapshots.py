@@ -124,8 +124,14 @@ class Snapshots(NodeParts):
         self.own[snapshot] = None
         return snapshot
 
-    def attach(self, snapshot: Snapshot, end: RadixNode) -> None:
-        """Give a snapshot to its node on the path to `end`."""
+    def attach(
+        self, snapshot: Snapshot, end: RadixNode, before_answer: Snapshot | None = None
+    ) -> None:
+        """Give a snapshot to its node on the path to `end`.
+
+        before_answer: the last snapshot of another request before the answer that `snapshot` ends.
+        It is kept, because the next turn may leave the answer out.
+        """
         tree = self._memory.tree
         node = tree.node_at(end, snapshot.tokens // self._memory.page_size)
         if self.at(node) is not None:
@@ -135,9 +141,9 @@ class Snapshots(NodeParts):
         node.parts[self._index] = snapshot
         snapshot.node, snapshot.last_use = node, tree.clock
         self._lru[0][snapshot] = None
-        self._thin(snapshot, node)
+        self._thin(snapshot, node, before_answer)
 
-    def _thin(self, new: Snapshot, node: RadixNode) -> None:
+    def _thin(self, new: Snapshot, node: RadixNode, before_answer: Snapshot | None) -> None:
         """Drop up to two older snapshots above a new one, if little is lost with each.
 
         Requests that branch off after it then begin with the snapshot above it. One is kept if
@@ -148,7 +154,7 @@ class Snapshots(NodeParts):
         new one now loses the whole chat, and not only its last turn.
         """
         path = {*node.path()}
-        above = [snapshot for snapshot in self.above(node) if snapshot is not new]
+        above = [each for each in self.above(node) if each not in (new, before_answer)]
         covered = [*(snapshot.tokens for snapshot in above[1:]), 0]
         for older, least in zip(above[:2], covered, strict=False):
             keeps = older.branches or older.loads > 0 or older.request == new.request

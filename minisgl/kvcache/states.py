@@ -209,8 +209,10 @@ class States(CacheKind):
                 self.snapshots.refresh(last)  # the next turn may leave the answer out
             if at - (0 if last is None else last.tokens) >= MIN_NEW_TOKENS:
                 self._save(row, at)
+                # A prompt with few new tokens has no snapshot of its own before its answer.
+                before = None if last is None or last.request == saving.request else last
                 for snapshot in self.snapshots.own_of(saving.request):
-                    self.snapshots.attach(snapshot, saving.node)
+                    self.snapshots.attach(snapshot, saving.node, before)
         del self._savings[row]
 
     def _save(self, row: int, tokens: int) -> None:

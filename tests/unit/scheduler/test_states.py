@@ -108,6 +108,16 @@ def test_a_chat_of_ten_turns_is_near_the_ideal_with_one_snapshot(
     assert kind.snapshots.num_cached == 1, "the last turn needs no snapshot of an earlier one"
 
 
+def test_a_turn_without_a_long_answer_before_it_hits_the_turn_before_that() -> None:
+    """Regression: the end of the answer replaced the only snapshot that the next turn could use."""
+    harness = new_harness()
+    first = SYSTEM[:4000]
+    second = [*first, *[9] * 400]  # too few new tokens for a snapshot before the answer
+    assert cached_tokens(harness, first) == 0
+    assert cached_tokens(harness, second, answer=1000) == 4000 - PAGE
+    assert cached_tokens(harness, [*second, *[8] * 600]) == 4000 - PAGE
+
+
 def test_a_chat_outlives_prompts_that_came_later_and_once() -> None:
     """The snapshot of its second turn has replaced the one of the first turn, which was a hit."""
     harness = new_harness(num_pages=2000)
