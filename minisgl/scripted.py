@@ -39,27 +39,6 @@ _SIZE = 256  # of the hidden state: one dimension for each token of the chains
 _HEAD = 64
 _SCALE = 8.0  # With it, the right token has a probability of 1 at each usual temperature.
 
-_TEMPLATE = """\
-{%- if tools %}{{ "<|im_start|>system\\n# Tools\\n" + tools | tojson + "<|im_end|>\\n" }}{% endif %}
-{%- set state = namespace(start="<|text|>", is_done=false) %}
-{%- for message in messages %}
-{{- "<|im_start|>" + message.role + "\\n" + (message.content or "") }}
-{%- for call in message.tool_calls or [] %}
-{{- "\\n" if message.content or not loop.first }}
-{{- "<tool_call>\\n" + {"name": call.function.name, "arguments": call.function.arguments} | tojson \
-+ "\\n</tool_call>" }}
-{%- endfor %}
-{{- "<|im_end|>\\n" }}
-{%- if message.role == "tool" %}{% set state.is_done = true %}{% endif %}
-{%- if message.role == "assistant" and not message.tool_calls %}{% set state.is_done = false %}\
-{% endif %}
-{%- endfor %}
-{%- for tool in tools or [] %}{% if tool.function.name in SHELLS %}
-{%- set state.start = "<|" + tool.function.name + "|>" %}{% endif %}{% endfor %}
-{%- if state.is_done %}{% set state.start = "<|done|>" %}{% endif %}
-{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" + state.start }}{% endif %}
-"""
-
 
 def main(arguments: Sequence[str]) -> int:
     """Run `minisgl scripted` and return the exit code. Raises ConfigError."""
@@ -140,7 +119,9 @@ def _added_token(content: str, number: int, is_special: bool) -> dict[str, Any]:
 
 
 def _template() -> str:
-    return _TEMPLATE.replace("SHELLS", json.dumps([*SHELLS]))
+    """The chat template in scripted.jinja, with the names of the tools in place of SHELLS."""
+    text = Path(__file__).with_suffix(".jinja").read_text(encoding="utf-8")
+    return text.replace("SHELLS", json.dumps([*SHELLS]))
 
 
 def _config(vocabulary_size: int) -> dict[str, Any]:
