@@ -69,9 +69,9 @@ class TritonMoe(MoeBackend):
         # Triton is imported here, because machines without a GPU may not have it.
         from minisgl.kernel.triton import (
             fp8_few,
+            moe_choice,
             moe_few,
             moe_grouped,
-            moe_routing,
             overlap,
             packed_blocks,
             packed_few,
@@ -94,7 +94,7 @@ class TritonMoe(MoeBackend):
             ExpertFormat.INT4: packed,
         }
         self._reads_fp8 = overlap.converts_fp8
-        self._route = moe_routing.route
+        self._route = moe_choice.route
         self._semaphores = torch.zeros(_FEW_TOKENS, dtype=torch.int32, device=device)
 
     @classmethod

@@ -22,14 +22,14 @@ from tests.gpu.test_moe import (
 @pytest.mark.parametrize("dtype", MATRIX_DTYPES, ids=str)
 def test_experts_with_another_activation(dtype: torch.dtype, activation: Activation) -> None:
     """Many tokens, and the first 3 of them. RELU2 has rows of up alone."""
-    from minisgl.kernel.triton import moe_few, moe_grouped, moe_routing
+    from minisgl.kernel.triton import moe_choice, moe_few, moe_grouped
 
     gate_up = ExpertMatrix(normal(11, 100 * activation.products, 96, dtype=dtype) * 0.1)
     down = ExpertMatrix(normal(11, 96, 100, dtype=dtype) * 0.1)
     weights, x = ExpertWeights(gate_up, down, activation), normal(40, 96, dtype=dtype)
     router = router_of(11, 96, dtype, 4, shared=2)
     logits = router.logits(x, 11)
-    routing = moe_routing.route(logits, router)
+    routing = moe_choice.route(logits, router)
     correct = torch.zeros(40, 96, dtype=torch.float64, device=DEVICE)
     for place in range(routing[1].shape[1]):
         chosen = routing[1][:, place].long()

@@ -156,10 +156,10 @@ def routed(x: Tensor, router: Router, num_experts: int) -> tuple[Tensor, Tensor]
 
 def reference(x: Tensor, router: Router, weights: ExpertWeights) -> Tensor:
     """The experts one after the other in float64, on the CPU; the routing is that of x's dtype."""
-    from minisgl.kernel.triton import moe_routing
+    from minisgl.kernel.triton import moe_choice
 
     logits = router.logits(x, len(weights.down.values))
-    factors, experts = (one.cpu() for one in moe_routing.route(logits, router))
+    factors, experts = (one.cpu() for one in moe_choice.route(logits, router))
     matrices = (weights.gate_up, weights.down)
     gate_up, down = (one.dequantised(0, torch.float64).values.cpu() for one in matrices)
     x = x.cpu().double()

@@ -89,7 +89,7 @@ def error(out: Tensor, correct: Tensor) -> float:
 @pytest.mark.parametrize("shared", [0, 1, 3])
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 128, 8), (9, 6, 2), (70, 60, 3)])
 def test_route(tokens: int, experts: int, top_k: int, shared: int, renormalise: bool) -> None:
-    from minisgl.kernel.triton.moe_routing import route
+    from minisgl.kernel.triton.moe_choice import route
 
     logits = normal(tokens, experts + (shared > 0)) * 3
     router = Router(logits, None, top_k, renormalise, shared)
@@ -104,7 +104,7 @@ def test_route(tokens: int, experts: int, top_k: int, shared: int, renormalise: 
 @pytest.mark.parametrize("shared", [0, 2])
 def test_route_by_sigmoids(shared: int, renormalise: bool) -> None:
     """The correction changes the choice and not the weights. It is larger than all scores."""
-    from minisgl.kernel.triton.moe_routing import route
+    from minisgl.kernel.triton.moe_choice import route
 
     logits, correction = normal(70, 60), 8 + normal(60)
     router = Router(logits, None, 8, renormalise, shared, False, correction, 2.5)
@@ -117,7 +117,7 @@ def test_route_by_sigmoids(shared: int, renormalise: bool) -> None:
 
 def test_route_of_ties_and_nan() -> None:
     """Ids stay distinct and in range, and a row with NaN does not change the other rows."""
-    from minisgl.kernel.triton.moe_routing import route
+    from minisgl.kernel.triton.moe_choice import route
 
     good = normal(1, 60)
     bad = torch.full((1, 60), torch.nan, device=DEVICE)
@@ -246,8 +246,8 @@ def test_experts_of_few(
     dtype: torch.dtype,
 ) -> None:
     """Two calls with the same semaphores agree, and each call leaves zeros in them."""
+    from minisgl.kernel.triton.moe_choice import route
     from minisgl.kernel.triton.moe_few import experts_of_few
-    from minisgl.kernel.triton.moe_routing import route
 
     x = normal(tokens, 2 * width, dtype=dtype)[:, width:]
     weights = layer(experts + shared, width, inner, dtype)
@@ -281,7 +281,7 @@ def test_backend_routes_by_sigmoids(tokens: int) -> None:
 @pytest.mark.parametrize("dtype", MATRIX_DTYPES, ids=str)
 def test_backend_and_padded_rows(dtype: torch.dtype, tokens: int) -> None:
     """The values of padding rows change no bit in the results of the real rows."""
-    from minisgl.kernel.triton.moe_routing import route
+    from minisgl.kernel.triton.moe_choice import route
     from minisgl.moe.triton_backend import TritonMoe
 
     weights, router = layer(16, 128, 48, dtype), router_of(16, 128, dtype, 4, shared=1)

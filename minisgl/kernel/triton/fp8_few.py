@@ -22,10 +22,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.activation import Activation
 from minisgl.kernel.elementwise import PendingNorm
-from minisgl.kernel.triton.moe_choice import all_chosen, chosen_at
+from minisgl.kernel.triton.moe_choice import all_chosen, chosen_at, rule_of
 from minisgl.kernel.triton.moe_grouped import columns_in_loop
 from minisgl.kernel.triton.moe_router import score_few
-from minisgl.kernel.triton.moe_routing import Layer, Router, rule_of
+from minisgl.kernel.triton.moe_routing import Layer, Router
 from minisgl.kernel.triton.overlap import overlaps
 
 # Rows of gate, of up and of down in a program; columns of one load of a warp; loads of a row before
@@ -89,12 +89,7 @@ def _gate_up(
     inner,
     width,
     x_stride,
-    num_experts,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    RULE: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     SAME: tl.constexpr,
@@ -107,14 +102,13 @@ def _gate_up(
 
     SAME: whether the rows of a program have the same scales.
     """
-    EACH: tl.constexpr = TOP_K + SHARED
-    token = tl.program_id(1) // EACH
-    place = tl.program_id(1) % EACH
+    token = tl.program_id(1) // RULE.each
+    place = tl.program_id(1) % RULE.each
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()  # after gdc_wait, so `_down` may read the logits at once
-    own = logits + token * (num_experts + GATED)
-    expert = chosen_at(own, correction, place, num_experts, TOP_K, SIGMOID, EXPERTS).to(tl.int64)
+    own = logits + token * (RULE.experts + RULE.gated)
+    expert = chosen_at(own, correction, place, RULE).to(tl.int64)
     begin = tl.program_id(0) * ROWS
     n = tl.minimum(begin + tl.arange(0, ROWS), inner - 1)
     gate_at = weight + (expert * 2 * inner + n) * width
@@ -144,7 +138,7 @@ def _gate_up(
     g, u = tl.sum(gate, axis=1), tl.sum(up, axis=1)
     value = g / (1.0 + tl.exp(-g)) * u
     n = begin + tl.arange(0, ROWS)
-    at = out + (token * EACH + place) * inner + n
+    at = out + (token * RULE.each + place) * inner + n
     tl.store(at, value.to(out.dtype.element_ty), mask=n < inner)
 
 
@@ -158,14 +152,7 @@ def _down(
     correction,
     width,
     inner,
-    num_experts,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    SCALE: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    EXPERTS: tl.constexpr,
+    RULE: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     SAME: tl.constexpr,
@@ -177,17 +164,15 @@ def _down(
     """Rows of the sum of a token's experts. ADD: they are added to `out`."""
     if EARLY:
         gdc_launch_dependents()
-    EACH: tl.constexpr = TOP_K + SHARED
+    EACH: tl.constexpr = RULE.each
     token = tl.program_id(1)
     begin = tl.program_id(0) * ROWS
     n = begin + tl.arange(0, ROWS)
     row = tl.minimum(n, width - 1)
     if ADD:
         carried = tl.load(out + token * width + n, mask=n < width, other=0.0)
-    own = logits + token * (num_experts + GATED)
-    experts, factors = all_chosen(
-        own, correction, num_experts, TOP_K, SHARED, GATED, SIGMOID, SCALE, RENORMALISE, EXPERTS
-    )
+    own = logits + token * (RULE.experts + RULE.gated)
+    experts, factors = all_chosen(own, correction, RULE)
     each = 1 if SCALE_COLUMNS == 0 else tl.cdiv(inner, SCALE_COLUMNS)
     scaled = begin + tl.arange(0, 1) if SAME else row
     total = tl.zeros([ROWS, BLOCK // _LANE], tl.float32)
@@ -232,21 +217,13 @@ def experts_of_few(
     """
     (gate_up, gate_up_scales, _), (down, down_scales, _), _ = layer
     num_tokens, width = x.shape
-    inner, rule = down.shape[2], rule_of(router)
-    num_experts, each = len(down) - rule.SHARED, rule.TOP_K + rule.SHARED
-    early = overlaps()
-    logits, x, residual = score_few(x, router, num_experts, norm, norm_weight)
+    inner, early = down.shape[2], overlaps()
+    rule = rule_of(router, len(down) - router[4])
+    logits, x, residual = score_few(x, router, rule.experts, norm, norm_weight)
     correction = logits if router[6] is None else router[6]
-    routing = {
-        "TOP_K": rule.TOP_K,
-        "SHARED": rule.SHARED,
-        "GATED": rule.GATED,
-        "SIGMOID": rule.SIGMOID,
-        "EXPERTS": triton.next_power_of_2(num_experts),
-    }
-    hidden = x.new_empty((num_tokens * each, inner))
+    hidden = x.new_empty((num_tokens * rule.each, inner))
     columns, loads = _loads(width, _LOADS)
-    _gate_up[(triton.cdiv(inner, _ROWS), num_tokens * each)](
+    _gate_up[(triton.cdiv(inner, _ROWS), num_tokens * rule.each)](
         x,
         gate_up,
         gate_up_scales.values,
@@ -256,8 +233,7 @@ def experts_of_few(
         inner,
         width,
         x.stride(0),
-        num_experts,
-        **routing,
+        RULE=rule,
         SCALE_ROWS=gate_up_scales.rows,
         SCALE_COLUMNS=columns_in_loop(gate_up_scales, width),
         SAME=gate_up_scales.rows % _ROWS == 0 and inner % _ROWS == 0,
@@ -280,10 +256,7 @@ def experts_of_few(
         correction,
         width,
         inner,
-        num_experts,
-        **routing,
-        SCALE=rule.SCALE,
-        RENORMALISE=rule.RENORMALISE,
+        RULE=rule,
         SCALE_ROWS=down_scales.rows,
         SCALE_COLUMNS=columns_in_loop(down_scales, inner),
         SAME=down_scales.rows % _DOWN_ROWS == 0 and width % _DOWN_ROWS == 0,

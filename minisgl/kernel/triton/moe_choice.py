@@ -1,36 +1,76 @@
-"""The choice of a token's experts inside the kernels that compute the experts.
+"""The choice of a token's experts: inside the kernels that compute the experts, or in one launch.
 
-The router stores the logits, and each program of the experts chooses again. A router that chooses
-takes 3 us more (Qwen3.6-35B-A3B with 1 token, on one H200): its last program waits for all others,
-reads their logits and chooses alone. The programs of the experts are of one warp, because a
-reduction over several warps needs shared memory and a barrier.
+For a few tokens, the router stores the logits. Either its last program chooses, or each program of
+the experts chooses again. The programs that choose have one warp, because a reduction over several
+warps needs shared memory and a barrier. `route` is for many tokens, with one warp for each.
 
-The order is that of moe_routing.choose: the largest value first, of equal ones the lower id.
+The order: the largest value first, of equal ones the lower id.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
 # mypy: disable-error-code=assignment
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor, float32, int32
+
+from minisgl.kernel.triton.moe_routing import Router
 
 _NONE = tl.constexpr(-0x80000000)  # below the key of every number
 
 
-@triton.jit
-def ranked(logits, correction, num_experts, SIGMOID: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the scores [WIDTH] of a token's experts, and int32 keys in the order of the choice.
+class Rule(NamedTuple):
+    """How the experts of a token follow from its logits: a constant of the kernels.
 
-    logits: a pointer to the float32 logits of the token; NaN counts as -inf. The scores are the
-    logits, or with SIGMOID their sigmoids. correction: float32 [num_experts], added to the sigmoids
-    for the choice; not read without SIGMOID.
+    experts      of the router. The shared ones follow them.
+    width        experts, rounded up to a power of two.
+    top_k        experts that the router chooses for a token.
+    shared       experts that compute every token.
+    gated        whether the logit after those of the experts weighs the shared ones.
+    sigmoid      whether the scores are the sigmoids of the logits.
+    scale        of the weights of the chosen experts.
+    renormalise  whether these weights are first divided by their sum.
     """
-    ids = tl.arange(0, WIDTH)
-    inside = ids < num_experts
-    logit = tl.load(logits + ids, mask=inside, other=float("-inf"))
+
+    experts: int
+    width: int
+    top_k: int
+    shared: int
+    gated: bool
+    sigmoid: bool
+    scale: float
+    renormalise: bool
+
+    @property
+    def each(self) -> int:
+        """The experts of a token."""
+        return self.top_k + self.shared
+
+
+def rule_of(router: Router, num_experts: int) -> Rule:
+    """num_experts: without the shared ones."""
+    _, _, top_k, renormalise, shared, shared_gate, correction, scale, _ = router
+    width, is_gated = triton.next_power_of_2(num_experts), shared > 0 and shared_gate
+    is_sigmoid = correction is not None
+    return Rule(num_experts, width, top_k, shared, is_gated, is_sigmoid, scale, renormalise)
+
+
+@triton.jit
+def ranked(logits, correction, RULE: tl.constexpr):
+    """Return the scores [width] of a token's experts, and int32 keys in the order of the choice.
+
+    logits: a pointer to the logits of the token; NaN counts as -inf. The scores are the logits, or
+    their sigmoids. correction: float32 [experts], added to the sigmoids for the choice; not read
+    without sigmoids.
+    """
+    ids = tl.arange(0, RULE.width)
+    inside = ids < RULE.experts
+    logit = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
     score = tl.where(logit == logit, logit, float("-inf"))
     value = score
-    if SIGMOID:
+    if RULE.sigmoid:
         score = 1.0 / (1.0 + tl.exp(-score))
         value = score + tl.load(correction + ids, mask=inside, other=0.0)
     bits = value.to(tl.int32, bitcast=True)
@@ -49,48 +89,28 @@ def take_largest(keys):
 
 
 @triton.jit
-def chosen_at(
-    logits,
-    correction,
-    place,
-    num_experts,
-    TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+def chosen_at(logits, correction, place, RULE: tl.constexpr):
     """Return the expert at a place of the token, int32. The shared experts follow the chosen."""
-    expert = num_experts + place - TOP_K
-    if place < TOP_K:
-        _, keys = ranked(logits, correction, num_experts, SIGMOID, WIDTH)
+    expert = RULE.experts + place - RULE.top_k
+    if place < RULE.top_k:
+        _, keys = ranked(logits, correction, RULE)
         for _ in range(place + 1):
             expert, _, keys = take_largest(keys)
     return expert
 
 
 @triton.jit
-def all_chosen(
-    logits,
-    correction,
-    num_experts,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    SCALE: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """Return the experts of a token and their weights: two tuples of TOP_K + SHARED scalars.
-
-    The constants are the fields of moe_routing.Rule.
-    """
-    score, keys = ranked(logits, correction, num_experts, SIGMOID, WIDTH)
-    ids = tl.arange(0, WIDTH)
+def all_chosen(logits, correction, RULE: tl.constexpr):
+    """Return the experts of a token and their weights: two tuples of scalars."""
+    TOP_K: tl.constexpr = RULE.top_k
+    SHARED: tl.constexpr = RULE.shared
+    score, keys = ranked(logits, correction, RULE)
+    ids = tl.arange(0, RULE.width)
     most = tl.max(score, axis=0)
     experts, masses, total = (), (), 0.0
     for _ in tl.static_range(TOP_K):
         found, key, keys = take_largest(keys)
-        if SIGMOID:
+        if RULE.sigmoid:
             mass = tl.sum(tl.where(ids == found, score, 0.0), axis=0)
         else:
             value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
@@ -98,15 +118,56 @@ def all_chosen(
         experts += (found,)
         masses += (mass,)
         total += mass
-    if not RENORMALISE:
-        total = 1.0 if SIGMOID else tl.sum(tl.exp(score - most), axis=0)
+    if not RULE.renormalise:
+        total = 1.0 if RULE.sigmoid else tl.sum(tl.exp(score - most), axis=0)
     weights = ()
     for j in tl.static_range(TOP_K):
-        weights += (masses[j] / total * SCALE,)
+        weights += (masses[j] / total * RULE.scale,)
     for j in tl.static_range(SHARED):
-        experts += (num_experts + j,)
+        experts += (tl.full([], RULE.experts + j, tl.int32),)
         share = 1.0
-        if GATED:
-            share = 1.0 / (1.0 + tl.exp(-tl.load(logits + num_experts)))
+        if RULE.gated:
+            gate = tl.load(logits + RULE.experts).to(tl.float32)
+            share = 1.0 / (1.0 + tl.exp(-gate))
         weights += (share,)
     return experts, weights
+
+
+@triton.jit
+def store_chosen(logits, correction, weights, experts, RULE: tl.constexpr):
+    """Store the weights and the experts of a token, at these pointers."""
+    EACH: tl.constexpr = RULE.each
+    chosen, shares = all_chosen(logits, correction, RULE)
+    for j in tl.static_range(EACH):
+        tl.store(experts + j, chosen[j])
+        tl.store(weights + j, shares[j])
+
+
+@triton.jit
+def _route(logits, correction, weights, experts, stride, RULE: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    first = token * RULE.each
+    store_chosen(logits + token * stride, correction, weights + first, experts + first, RULE)
+
+
+def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
+    """As minisgl.moe.base.route. logits: unit stride in their second dimension, T > 0.
+
+    Returns weights, float32 [T, A], and experts, int32 [T, A], best first and the shared ones last.
+    The experts of a token are distinct and in range even if its logits are NaN or infinite. Of
+    equal logits the lower id comes first.
+    """
+    correction, is_gated = router[6], router[4] > 0 and router[5]
+    num_tokens, rule = len(logits), rule_of(router, logits.shape[1] - is_gated)
+    weights = logits.new_empty((num_tokens, rule.each), dtype=float32)
+    experts = logits.new_empty((num_tokens, rule.each), dtype=int32)
+    _route[(num_tokens,)](
+        logits,
+        logits if correction is None else correction,
+        weights,
+        experts,
+        logits.stride(0),
+        RULE=rule,
+        num_warps=1,
+    )
+    return weights, experts

@@ -223,7 +223,7 @@ def experts_of_many(
 
     x: [T, H], unit stride in H. layer: of unquantised experts, or of FP8 experts with the scales of
     fp8_few.experts_of_few, with 32 columns or more. weights: float32 [T, A]; experts: int32 [T, A];
-    both as moe_routing.route returns them. shared: the last experts of `layer` that are shared.
+    both as moe_choice.route returns them. shared: the last experts of `layer` that are shared.
     tiling: if None, `tiling_for` chooses it from the other experts. With blocks of 128 tokens,
     moe_tiles.py computes the products if it supports their shapes. quantised: whether to quantise
     activations for FP8 weights; None: only bfloat16 ones.

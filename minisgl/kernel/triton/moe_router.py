@@ -20,7 +20,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.triton.launch import fill_absent
-from minisgl.kernel.triton.moe_routing import Router, choose, rule_of
+from minisgl.kernel.triton.moe_choice import rule_of, store_chosen
+from minisgl.kernel.triton.moe_routing import Router
 from minisgl.kernel.triton.norm import normalise
 from minisgl.kernel.triton.overlap import overlaps
 
@@ -43,18 +44,10 @@ def _score(
     weights,
     experts,
     width,
-    num_experts,
     x_stride,
     addend_stride,
     eps,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    SCALE: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PLACES: tl.constexpr,
+    RULE: tl.constexpr,
     BLOCK: tl.constexpr,
     BIASED: tl.constexpr,
     NORM: tl.constexpr,
@@ -64,7 +57,7 @@ def _score(
 ):
     """Compute one logit. If it CHOOSES, the last program of a token chooses the token's experts.
 
-    Row num_experts of the router is the gate of the shared experts, if they are GATED. NORM: x is
+    The last row of the router is the gate of the shared experts, if they have one. NORM: x is
     normalised first, as `normalise` describes it; BLOCK then covers the width.
     """
     expert = tl.program_id(0)
@@ -90,7 +83,7 @@ def _score(
     logit = tl.sum(total, axis=0)
     if BIASED:
         logit += tl.load(bias + expert).to(tl.float32)
-    if not SIGMOID:
+    if not RULE.sigmoid:
         logit = logit.to(x.dtype.element_ty).to(tl.float32)
     tl.store(logits + token * rows + expert, logit)
     if not CHOOSES:
@@ -98,31 +91,8 @@ def _score(
     tl.debug_barrier()
     ticket = tl.atomic_add(semaphores + token, 1, sem="acq_rel", scope="gpu")
     if ticket == rows - 1:
-        ids = tl.arange(0, WIDTH)[None, :]
-        row = tl.full([1, 1], 0, tl.int32) + token
-        value = tl.load(logits + row * rows + ids, mask=ids < num_experts, other=0.0)
-        gate = tl.full([1, 1], 0.0, tl.float32)
-        if GATED:
-            gate = tl.load(logits + row * rows + num_experts)
-        choose(
-            value,
-            gate,
-            correction,
-            row >= 0,
-            row,
-            weights,
-            experts,
-            num_experts,
-            TOP_K,
-            SHARED,
-            GATED,
-            SIGMOID,
-            SCALE,
-            RENORMALISE,
-            1,
-            WIDTH,
-            PLACES,
-        )
+        first = token * RULE.each
+        store_chosen(logits + token * rows, correction, weights + first, experts + first, RULE)
         tl.store(semaphores + token, 0)
 
 
@@ -195,9 +165,10 @@ def _launch(
     choice: tuple[Tensor, Tensor, Tensor] | None,
 ) -> Scored:
     """choice: semaphores, weights and experts, or None if no program chooses."""
-    weight, bias, correction, rule = router[0], router[1], router[6], rule_of(router)
+    weight, bias, correction = router[0], router[1], router[6]
+    rule = rule_of(router, num_experts)
     given = x if router[8] is None else router[8]
-    (num_tokens, width), rows = given.shape, num_experts + rule.GATED
+    (num_tokens, width), rows = given.shape, num_experts + rule.gated
     early = overlaps()
     block = triton.next_power_of_2(width)
     if norm is None:
@@ -218,11 +189,10 @@ def _launch(
         logits,
         *(choice or (logits, logits, logits)),
         width,
-        num_experts,
         given.stride(0),
         0 if addend is None else addend.stride(0),
         0.0 if norm is None else norm.eps,
-        WIDTH=triton.next_power_of_2(num_experts),
+        RULE=rule,
         BLOCK=block,
         BIASED=bias is not None,
         NORM=norm is not None,
@@ -231,6 +201,5 @@ def _launch(
         EARLY=early,
         num_warps=warps,
         launch_pdl=early,
-        **rule._asdict(),
     )
     return Scored(logits, normed, residual)

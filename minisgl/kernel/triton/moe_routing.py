@@ -1,4 +1,4 @@
-"""Routing of a mixture of experts: the experts of each token, and the tokens sorted by expert.
+"""The tokens of a mixture of experts, sorted by expert.
 
 An assignment is a token with one of its A experts. Its number is token * A + j. The first top_k
 experts of a token are those that the router chose, best first. The others are the shared experts,
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor, float32, int32
+from torch import Tensor
 
 from minisgl.kernel.activation import Activation
 
@@ -28,176 +28,12 @@ Router = tuple[Tensor, Tensor | None, int, bool, int, bool, Tensor | None, float
 Matrix = tuple[Tensor, Any, Tensor | None]
 Layer = tuple[Matrix, Matrix, Activation | tuple[float, float]]
 
-_ROWS = 4
 _FEW = 4096  # up to this many assignments, each program of `align` counts all of them
 # Sizes of the loads of a program of `align`: rows of the table of counts, assignments to count, and
 # assignments to compare with those of its chunk.
 _TABLE_ROWS = tl.constexpr(32)
 _LOADED = tl.constexpr(1024)
 _COMPARED = tl.constexpr(32)
-
-
-@triton.jit
-def choose(
-    logit,
-    gate,
-    correction,
-    alive,
-    token,
-    weights,
-    experts,
-    num_experts,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    SCALE: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PLACES: tl.constexpr,
-):
-    """Choose TOP_K of num_experts experts for ROWS tokens. Store all experts and their weights.
-
-    logit  [ROWS, WIDTH], of the experts.
-    gate   [ROWS, 1]: logits of the shared experts. Not read unless they are GATED.
-    alive  [ROWS, 1]: whether a row belongs to a token.
-    token  [ROWS, 1]: number of the token.
-    correction
-           [num_experts], added to the scores for the choice. Not read without SIGMOID.
-    """
-    ids = tl.arange(0, WIDTH)[None, :]
-    inside = ids < num_experts
-    at = token * (TOP_K + SHARED)
-    place = tl.arange(0, PLACES)[None, :]
-    logit = tl.where(inside & (logit == logit), logit, float("-inf"))  # NaN counts as -inf
-    value = logit
-    if SIGMOID:
-        score = 1.0 / (1.0 + tl.exp(-logit))
-        value = score + tl.load(correction + ids, mask=inside, other=0.0)
-    # Integer keys, all different, in the order of (value, then lower id first).
-    bits = value.to(tl.int32, bitcast=True)
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-    none = -0x7FFFFFFFFFFFFFFF
-    keys = tl.where(inside, (ordered << 32) | (WIDTH - 1 - ids), none)
-    chosen = tl.full([ROWS, PLACES], 0, tl.int64)
-    mass = tl.full([ROWS, PLACES], 0.0, tl.float32)
-    for j in tl.static_range(TOP_K):
-        best = tl.max(keys, axis=1)[:, None]
-        chosen = tl.where(place == j, best, chosen)
-        if SIGMOID:
-            own = tl.sum(tl.where(keys == best, score, 0.0), axis=1)[:, None]
-            mass = tl.where(place == j, own, mass)
-        keys = tl.where(keys == best, none, keys)
-    kept = place < TOP_K
-    if SIGMOID:
-        total = tl.sum(mass, axis=1)[:, None] if RENORMALISE else 1.0
-    else:
-        high = (chosen >> 32).to(tl.int32)
-        found_logit = (high ^ ((high >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        largest = tl.max(value, axis=1)[:, None]
-        mass = tl.where(kept, tl.exp(found_logit - largest), 0.0)
-        total = tl.sum(mass if RENORMALISE else tl.exp(value - largest), axis=1)[:, None]
-    tl.store(weights + at + place, mass / total * SCALE, mask=alive & kept)
-    found = WIDTH - 1 - (chosen & 0xFFFFFFFF).to(tl.int32)
-    tl.store(experts + at + place, found, mask=alive & kept)
-    for j in tl.static_range(SHARED):
-        share = 1.0 / (1.0 + tl.exp(-gate)) if GATED else gate * 0 + 1.0
-        tl.store(weights + at + TOP_K + j, share, mask=alive)
-        tl.store(experts + at + TOP_K + j, token * 0 + num_experts + j, mask=alive)
-
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def _route(
-    logits,
-    correction,
-    weights,
-    experts,
-    num_tokens,
-    num_experts,
-    stride,
-    TOP_K: tl.constexpr,
-    SHARED: tl.constexpr,
-    GATED: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    SCALE: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PLACES: tl.constexpr,
-):
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    ids = tl.arange(0, WIDTH)[None, :]
-    alive = rows < num_tokens
-    row_at = logits + rows.to(tl.int64) * stride
-    value = tl.load(row_at + ids, mask=alive & (ids < num_experts), other=0.0)
-    gate = tl.full([ROWS, 1], 0.0, tl.float32)
-    if GATED:
-        gate = tl.load(row_at + num_experts, mask=alive, other=0.0).to(tl.float32)
-    choose(
-        value.to(tl.float32),
-        gate,
-        correction,
-        alive,
-        rows,
-        weights,
-        experts,
-        num_experts,
-        TOP_K,
-        SHARED,
-        GATED,
-        SIGMOID,
-        SCALE,
-        RENORMALISE,
-        ROWS,
-        WIDTH,
-        PLACES,
-    )
-
-
-class Rule(NamedTuple):
-    """The arguments of `choose` that follow from a router."""
-
-    TOP_K: int
-    SHARED: int
-    GATED: bool
-    SIGMOID: bool
-    SCALE: float
-    RENORMALISE: bool
-    PLACES: int
-
-
-def rule_of(router: Router) -> Rule:
-    _, _, top_k, renormalise, shared, shared_gate, correction, scale, _ = router
-    places, is_gated = triton.next_power_of_2(top_k), shared > 0 and shared_gate
-    return Rule(top_k, shared, is_gated, correction is not None, scale, renormalise, places)
-
-
-def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
-    """As minisgl.moe.base.route. logits: unit stride in their second dimension, T > 0.
-
-    Returns weights, float32 [T, A], and experts, int32 [T, A], best first and the shared ones last.
-    The experts of a token are distinct and in range even if its logits are NaN or infinite. Of
-    equal logits the lower id comes first.
-    """
-    rule, correction = rule_of(router), router[6]
-    num_tokens, num_experts = len(logits), logits.shape[1] - rule.GATED
-    weights = logits.new_empty((num_tokens, rule.TOP_K + rule.SHARED), dtype=float32)
-    experts = logits.new_empty((num_tokens, rule.TOP_K + rule.SHARED), dtype=int32)
-    _route[(triton.cdiv(num_tokens, _ROWS),)](
-        logits,
-        logits if correction is None else correction,
-        weights,
-        experts,
-        num_tokens,
-        num_experts,
-        logits.stride(0),
-        ROWS=_ROWS,
-        WIDTH=triton.next_power_of_2(num_experts),
-        num_warps=_ROWS,
-        **rule._asdict(),
-    )
-    return weights, experts
 
 
 @triton.jit
