@@ -69,12 +69,13 @@ class TritonMoe(MoeBackend):
         # Triton is imported here, because machines without a GPU may not have it.
         from minisgl.kernel.triton import (
             fp8_few,
+            int4_few,
             moe_choice,
             moe_few,
             moe_grouped,
+            mxfp4_few,
             overlap,
             packed_blocks,
-            packed_few,
         )
 
         super().__init__(device)
@@ -84,14 +85,17 @@ class TritonMoe(MoeBackend):
         fp8 = _Kernels(
             moe_grouped.experts_of_many, _FewTokens(fp8_few.takes, fp8_few.experts_of_few)
         )
-        packed = _Kernels(
-            packed_blocks.experts_of_many, _FewTokens(packed_few.takes, packed_few.experts_of_few)
+        mxfp4 = _Kernels(
+            packed_blocks.experts_of_many, _FewTokens(mxfp4_few.takes, mxfp4_few.experts_of_few)
+        )
+        int4 = _Kernels(
+            packed_blocks.experts_of_many, _FewTokens(int4_few.takes, int4_few.experts_of_few)
         )
         self._kernels = {
             ExpertFormat.UNQUANTISED: plain,
             ExpertFormat.FP8: fp8,
-            ExpertFormat.MXFP4: packed,
-            ExpertFormat.INT4: packed,
+            ExpertFormat.MXFP4: mxfp4,
+            ExpertFormat.INT4: int4,
         }
         self._reads_fp8 = overlap.converts_fp8
         self._route = moe_choice.route

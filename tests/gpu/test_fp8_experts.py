@@ -27,11 +27,13 @@ if not INTERPRETED:
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a program more rows in the interpreter, whose time is that of the programs."""
-    from minisgl.kernel.triton import fp8_few
+    from minisgl.kernel.triton import fp8_few, int4_few
 
     if INTERPRETED:
         monkeypatch.setattr(fp8_few, "_ROWS", 8)
         monkeypatch.setattr(fp8_few, "_DOWN_ROWS", 16)
+        monkeypatch.setattr(int4_few, "_ROWS", 4)
+        monkeypatch.setattr(int4_few, "_DOWN_ROWS", 8)
 
 
 @pytest.mark.parametrize("blocks", BLOCKS)

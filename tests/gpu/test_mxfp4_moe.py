@@ -26,7 +26,7 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 tl = pytest.importorskip("triton.language", reason="needs Triton")
 mxfp4 = pytest.importorskip("minisgl.kernel.triton.mxfp4", reason="needs Triton")
 packed_blocks = pytest.importorskip("minisgl.kernel.triton.packed_blocks", reason="needs Triton")
-packed_few = pytest.importorskip("minisgl.kernel.triton.packed_few", reason="needs Triton")
+mxfp4_few = pytest.importorskip("minisgl.kernel.triton.mxfp4_few", reason="needs Triton")
 
 # In matrix products, the interpreter takes the bits of bfloat16 for integers.
 DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
@@ -175,7 +175,7 @@ def test_experts_of_few(
 
     def forward() -> Tensor:
         with poisoned():
-            out: Tensor = packed_few.experts_of_few(x, router, weights, semaphores)
+            out: Tensor = mxfp4_few.experts_of_few(x, router, weights, semaphores)
         return out
 
     first = forward()
@@ -257,7 +257,7 @@ def test_a_float32_model_equals_its_dequantised_weights(tmp_path: Path) -> None:
 
 
 # For MXFP4, the chunks of 120 and of 12 tokens run the kernel of packed_blocks.py with two tilings.
-# The smaller chunks run the kernels of packed_few.py.
+# The smaller chunks run the kernels of mxfp4_few.py.
 CHUNKS = [120, *[12] * 4, *[4] * 4, *[2] * 4, *[1] * 16]
 TOKENS = [120, 48, 40]
 # Limits of the divergence from float32. torch's bfloat16 products on a CPU have a mean of 0.02 and

@@ -9,13 +9,13 @@ I1  Every program of a kernel with PDL calls gdc_wait. Code after gdc_wait there
     earlier kernels, and not only after the last one.
 I2  Before gdc_wait a kernel writes nothing. It reads parameters of the model. Attention
     (FlashInfer's too) also reads the tensors that describe the step. The last product of a few
-    tokens' experts (`_down` in moe_few.py, packed_few.py, packed_down.py and fp8_few.py) also reads
-    their routing, or in fp8_few.py their logits. `_down` in moe_few.py and fp8_few.py also reads
-    the residual stream to which it adds. The kernel before it waits first, and then lets it start,
-    so both are complete. Both products of packed_blocks.py read the blocks of tokens. The kernel
-    before the first of these products is launched without PDL, so the blocks are complete. `_apply`
-    in delta_step.py also reads the states of the requests. In a step without chunks no other kernel
-    of the layers writes them. No kernel reads anything else.
+    tokens' experts (`_down` in moe_few.py, mxfp4_few.py, fp8_few.py and int4_few.py) also reads
+    their routing, or in the last two their logits. `_down` in moe_few.py, fp8_few.py and
+    int4_few.py also reads the residual stream to which it adds. The kernel before it waits first,
+    and then lets it start, so both are complete. Both products of packed_blocks.py read the blocks
+    of tokens. The kernel before the first of these products is launched without PDL, so the blocks
+    are complete. `_apply` in delta_step.py also reads the states of the requests. In a step without
+    chunks no other kernel of the layers writes them. No kernel reads anything else.
 I3  The tensors that describe a step are written before its stage_tokens, which is launched without
     PDL. They are therefore complete and visible before any kernel after stage_tokens starts.
 

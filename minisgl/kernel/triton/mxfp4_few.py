@@ -1,11 +1,10 @@
-"""Router and experts of 4-bit weights for a few tokens, in three launches.
+"""Router and experts of MXFP4 weights for a few tokens, in three launches.
 
-The counterpart of moe_few.py for packed weights: MXFP4 with the biases and the clamped SwiGLU of
-gpt-oss, and int4 without them. The experts of a token are products with one vector. The matrix unit
-computes them, so that the other units have time to decode the weights (mxfp4.py, packed.py). The
-vector fills the 8 columns of the narrow operand. While a program of `_down` waits for the kernel
-before it, the program prefetches its weights into the L2 cache. `_down` is that of MXFP4;
-packed_down.py has that of int4.
+The counterpart of moe_few.py for the biases and the clamped SwiGLU of gpt-oss. The experts of a
+token are products with one vector. The matrix unit computes them, so that the other units have time
+to decode the weights (mxfp4.py). The vector fills the 8 columns of the narrow operand. While a
+program of `_down` waits for the kernel before it, the program prefetches its weights into the L2
+cache.
 
 Bytes read: 2 H E for the router, 1.6 H I for each of T * A assignments, where A = top_k + shared.
 """
@@ -19,16 +18,12 @@ from triton import knobs
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.elementwise import PendingNorm
-from minisgl.kernel.packed_order import OrderedWeights
-from minisgl.kernel.packed_weights import PackedWeights
 from minisgl.kernel.triton.linear import prefetch
 from minisgl.kernel.triton.moe_router import route_few
 from minisgl.kernel.triton.moe_routing import Layer, Router
 from minisgl.kernel.triton.mxfp4 import is_fast, operand, rescale_factor
 from minisgl.kernel.triton.overlap import overlaps
-from minisgl.kernel.triton.packed import decode_int4
 from minisgl.kernel.triton.packed_blocks import swiglu_of
-from minisgl.kernel.triton.packed_down import down_of_few
 
 # The weights that a program loads at once: 16 rows. A lane makes _CHUNKS loads of 32 weights for a
 # row. A row has _SPLITS parts, and each part has a warp of its own. The stages are the loads in
@@ -36,29 +31,7 @@ from minisgl.kernel.triton.packed_down import down_of_few
 # of gpt-oss-20b, 2026-11-23.
 _CHUNKS, _SPLITS = 2, 2
 _GATE_UP_STAGES, _DOWN_STAGES = 3, 4
-# The parts and stages of gate and up in int4, the fastest of 5 choices for 1 token, on one H200
-# with the shapes of Qwen3.6-35B-A3B, 2026-11-28.
-_INT4_SPLITS, _INT4_STAGES = 4, 2
 _MOST_WARPS = 16  # of `_down`, unless a token has more experts
-
-
-@triton.jit
-def _int4_operand(
-    words,
-    headers,
-    CHUNKS: tl.constexpr,
-    WARPS: tl.constexpr,
-    TYPE: tl.constexpr,
-    FAST: tl.constexpr,
-):
-    """As mxfp4.operand. headers: int32 [rows, 1 or 4]. The order of the columns is `in_quads`."""
-    SIZE: tl.constexpr = words.shape[0]
-    EACH: tl.constexpr = headers.shape[1]
-    h = tl.broadcast_to(headers[:, None, :, None], [SIZE, 4, EACH, 4 // EACH])
-    w = decode_int4(words, tl.reshape(h, [SIZE, 16]), True, TYPE, FAST)
-    w = tl.reshape(w, [CHUNKS, 2, WARPS, 8, 4, 4, 2, 2, 2])
-    w = tl.permute(w, (2, 1, 3, 0, 5, 7, 4, 8, 6))
-    return tl.reshape(w, [WARPS, 16, CHUNKS * 128])
 
 
 @triton.jit
@@ -77,7 +50,6 @@ def _total(
     CHUNKS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    HEADERS: tl.constexpr,
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -87,10 +59,8 @@ def _total(
     repeat place COUNT - 1. weight: int32 words of experts with `chunks` chunks of `height` rows.
     rows: the row of each load in the first chunk of its expert, in the order of mxfp4.operand.
     The vector of a place is the row first_x + place of x, which has `columns` columns.
-    HEADERS 0: MXFP4. scales: uint8, 4 for a row and chunk. Else: int4, whose scales are the headers
-    of OrderedWeights, HEADERS for a row and chunk.
+    scales: uint8, 4 for a row and chunk.
     """
-    EACH: tl.constexpr = 4 if HEADERS == 0 else HEADERS
     SIZE: tl.constexpr = rows.shape[0]
     STEP: tl.constexpr = CHUNKS * SPLITS  # chunks of a row
     WARPS: tl.constexpr = PLACES * SPLITS
@@ -106,23 +76,19 @@ def _total(
     at = x + own_x[:, None] * x_stride + k
     row = rows + place * height
     word_at = weight + row[:, None] * 16 + tl.arange(0, 16)[None, :]
-    scale_at = scales + row[:, None] * EACH + tl.arange(0, EACH)[None, :]
+    scale_at = scales + row[:, None] * 4 + tl.arange(0, 4)[None, :]
     total = tl.zeros([WARPS, 16, 8], tl.float32)
     powers = tl.load(scale_at, mask=place[:, None] < chunks, other=0)
     if EARLY:
         gdc_wait()
     for step in tl.range(0, tl.cdiv(chunks, STEP), num_stages=STAGES):
         inside = place[:, None] < chunks - (step + 1) * STEP
-        next_powers = tl.load(scale_at + (step + 1) * STEP * height * EACH, mask=inside, other=0)
+        next_powers = tl.load(scale_at + (step + 1) * STEP * height * 4, mask=inside, other=0)
         inside = place[:, None] < chunks - step * STEP
         words = tl.load(word_at + step * STEP * height * 16, mask=inside, other=0)
         v = tl.load(at + step * (STEP * 128), mask=k < columns - step * (STEP * 128), other=0.0)
-        if HEADERS == 0:
-            w = operand(words, powers, CHUNKS, WARPS, TYPE, FAST)
-            v = tl.permute(tl.reshape(v, [WARPS, CHUNKS, 4, 4, 2, 2, 2]), (0, 1, 3, 5, 2, 6, 4))
-        else:
-            w = _int4_operand(words, powers, CHUNKS, WARPS, TYPE, FAST)
-            v = tl.permute(tl.reshape(v, [WARPS, CHUNKS * 8, 2, 4, 2]), (0, 1, 3, 2, 4))
+        w = operand(words, powers, CHUNKS, WARPS, TYPE, FAST)
+        v = tl.permute(tl.reshape(v, [WARPS, CHUNKS, 4, 4, 2, 2, 2]), (0, 1, 3, 5, 2, 6, 4))
         powers = next_powers
         v = tl.reshape(v, [WARPS, CHUNKS * 128])
         v = tl.broadcast_to(v[:, :, None], [WARPS, CHUNKS * 128, 8])
@@ -149,7 +115,6 @@ def _gate_up(
     CHUNKS: tl.constexpr,
     SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
-    HEADERS: tl.constexpr,
     FAST: tl.constexpr,
     EARLY: tl.constexpr,
 ):
@@ -177,7 +142,6 @@ def _gate_up(
         CHUNKS,
         SPLITS,
         STAGES,
-        HEADERS,
         FAST,
         False,
     )
@@ -185,15 +149,12 @@ def _gate_up(
     gate, up = tl.split(tl.permute(tl.reshape(total, [2, 8]), (1, 0)))
     n = tl.program_id(0) * 8 + tl.arange(0, 8)
     inside = n < inner
-    if HEADERS == 0:
-        at = bias + expert * 2 * inner + n
-        gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        up += tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.minimum(gate, limit)
-        up = tl.maximum(tl.minimum(up, limit), -limit)
-        value = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
-    else:
-        value = up * gate / (1.0 + tl.exp(-gate))
+    at = bias + expert * 2 * inner + n
+    gate += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    up += tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.minimum(gate, limit)
+    up = tl.maximum(tl.minimum(up, limit), -limit)
+    value = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
     tl.store(out + assignment * inner + n, value.to(out.dtype.element_ty), mask=inside)
 
 
@@ -220,7 +181,7 @@ def _down(
     EARLY: tl.constexpr,
     PREFETCHED: tl.constexpr,
 ):
-    """MXFP4: 16 rows of down for the expert at each place of a token, and the sum over experts.
+    """16 rows of down for the expert at each place of a token, and the sum over experts.
 
     ADD: the sum is added to `out`.
     Places without an expert repeat the last expert's product, which the sum leaves out.
@@ -254,7 +215,6 @@ def _down(
         CHUNKS,
         SPLITS,
         STAGES,
-        0,
         FAST,
         EARLY,
     )
@@ -279,7 +239,7 @@ def takes(x: Tensor, layer: Layer) -> bool:
     x: bfloat16, and any dtype in Triton's interpreter. `_down` prefetches 16 rows at once.
     """
     is_dtype = x.dtype == bfloat16 or knobs.runtime.interpret
-    return is_dtype and x.shape[1] % 16 == 0 and not isinstance(layer[0][1], PackedWeights)
+    return is_dtype and x.shape[1] % 16 == 0
 
 
 def experts_of_few(
@@ -290,7 +250,7 @@ def experts_of_few(
     norm: PendingNorm | None = None,
     norm_weight: Tensor | None = None,
 ) -> Tensor:
-    """Compute a layer of experts in MXFP4 or int4, as MoeBackend.forward, in three launches.
+    """Compute a layer of experts in MXFP4, as MoeBackend.forward, in three launches.
 
     There is no host sync, and the result is the same in every run.
 
@@ -300,20 +260,18 @@ def experts_of_few(
     (gate_up, gate_up_scales, gate_up_bias), (down, down_scales, down_bias), _ = layer
     num_tokens, width = x.shape
     early, fast, swiglu = overlaps(), is_fast(x), swiglu_of(layer)
-    rescale = 1.0 if isinstance(gate_up_scales, OrderedWeights) else rescale_factor(x)
+    rescale = rescale_factor(x)
     chunks, inner = (gate_up.shape[1], down.shape[1]), gate_up.shape[2] // 2
     each = router[2] + router[4]
     num_experts = len(down) - router[4]
     routed = route_few(x, router, num_experts, semaphores, norm, norm_weight)
     weights, experts, x, residual = routed
     hidden = x.new_empty((num_tokens * each, inner))
-    scales, headers = _scales(gate_up_scales)
-    splits, stages = (_INT4_SPLITS, _INT4_STAGES) if headers else (_SPLITS, _GATE_UP_STAGES)
     _gate_up[(triton.cdiv(inner, 8), num_tokens * each)](
         x,
         gate_up.view(int32),
-        scales,
-        x if gate_up_bias is None else gate_up_bias,
+        gate_up_scales,
+        gate_up_bias,
         hidden,
         experts,
         width,
@@ -324,16 +282,13 @@ def experts_of_few(
         rescale,
         EACH=each,
         CHUNKS=_CHUNKS,
-        SPLITS=splits,
-        STAGES=stages,
-        HEADERS=headers,
+        SPLITS=_SPLITS,
+        STAGES=_GATE_UP_STAGES,
         FAST=fast,
         EARLY=early,
-        num_warps=splits,
+        num_warps=_SPLITS,
         launch_pdl=early,
     )
-    if isinstance(down_scales, OrderedWeights):
-        return down_of_few(hidden, down_scales, experts, weights, residual)
     places = triton.next_power_of_2(each)
     splits = min(_SPLITS, max(_MOST_WARPS // places, 1))
     out = routed.out()
@@ -362,10 +317,3 @@ def experts_of_few(
         launch_pdl=early,
     )
     return out
-
-
-def _scales(scales: Tensor | OrderedWeights) -> tuple[Tensor, int]:
-    """The scales as the kernels read them, and HEADERS."""
-    if isinstance(scales, OrderedWeights):
-        return scales.headers, scales.headers.shape[-1]
-    return scales, 0
