@@ -1,9 +1,10 @@
 """A test that hangs ends with a failure; a slow test does not. Each test's CPU time is recorded."""
 
+import contextlib
 import json
 import os
 import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from tests import hang_guard
 from tests import patience as patience_module
+from tests.forks import run_forked
 from tests.patience import patience
 
 ROOT = Path(__file__).parents[2]
@@ -27,16 +29,14 @@ BURN = "import time; end = time.process_time() + {cpu_s}\nwhile time.process_tim
 
 def run_pytest(
     folder: Path, test: str, *options: str, total_s: float = 3600
-) -> subprocess.CompletedProcess[str]:
+) -> "subprocess.CompletedProcess[str]":
     """Run a file with this text under a guard that calls 2 s without CPU time a hang."""
     (folder / "conftest.py").write_text(CONFTEST.format(total_s=total_s))
     (folder / "test_it.py").write_text(test)
     (folder / "pytest.ini").write_text("[pytest]\n")
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options, str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=patience()
-    )
+    words = ["pytest", "-p", "no:cacheprovider", *options, str(folder)]
+    with contextlib.chdir(folder):
+        return run_forked(words, patience(), {"PYTHONPATH": str(ROOT)})
 
 
 def test_a_test_without_cpu_time_fails_with_its_stacks_and_the_next_test_runs(
@@ -105,9 +105,16 @@ def test_a_short_test_is_measured_without_a_look_at_all_descendants(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Regression: these looks took a twentieth of the CPU time of the suite."""
+    tree_cpu_s, looking = hang_guard.tree_cpu_s, set()
+
+    def look(pid: int) -> float:
+        looking.add(threading.current_thread())  # the guard of this run looks once a second
+        return tree_cpu_s(pid)
+
     meter = hang_guard.CpuMeter()
-    monkeypatch.setattr(hang_guard, "tree_cpu_s", None)
+    monkeypatch.setattr(hang_guard, "tree_cpu_s", look)
     before_s, end_s = meter.read_own(), time.process_time() + 0.05
     while time.process_time() < end_s:
         pass
     assert meter.read_own() - before_s >= 0.05
+    assert threading.main_thread() not in looking
