@@ -15,11 +15,10 @@ import jinja2
 import pytest
 
 import minisgl
-from minisgl.core import EngineConfig
 from minisgl.demo import model_path
-from minisgl.settings.child import check_before_weights
 from minisgl.tokenizer.tokenizer import TextTokenizer
 from minisgl.utils.supervise import CONFIG_EXIT
+from tests.forks import run_forked
 from tests.patience import patience
 from tests.process.harness import ServerProcess, run_server, wait_for
 from tests.stub_hub import settings_for, stub_hub
@@ -210,4 +209,10 @@ def test_model_that_cannot_be_served_is_refused_before_its_weights_are_downloade
 
 
 def test_model_that_can_be_served_passes_the_check_before_its_weights_are_downloaded() -> None:
-    check_before_weights(EngineConfig(model_path=""), str(model_path()))
+    code = (
+        "from minisgl.core import EngineConfig\n"
+        "from minisgl.settings.child import check_before_weights\n"
+        f"check_before_weights(EngineConfig(model_path=''), {str(model_path())!r})"
+    )
+    done = run_forked(["-c", code], patience())
+    assert done.returncode == 0, done.stderr
