@@ -43,7 +43,7 @@ class Extensions(ModelExtensions):
     constraint_totals  the processor of constraints and the scheduler count in this object.
                        SchedulerStats reports it. None: the scheduler makes one.
     cache_reporters    each makes a listener of the prefix cache from page size and number of pages.
-    cache_kinds        make further kinds of memory (kvcache.CacheKind).
+    cache_kinds        make further kinds of memory (kvcache.kinds.CacheKind).
     draft_lengths      makes the object that chooses the number of draft tokens, from the number of
                        rows. None: no step has drafts.
     stages             each makes a stage of all steps from the engine's memory, in the order in
