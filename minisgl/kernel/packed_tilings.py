@@ -14,7 +14,7 @@ class PackedTile(NamedTuple):
     """The part of a product that a program computes.
 
     rows            rows of x.
-    warps, repeats  rows of the weight: 16 for each warp, `repeats` times.
+    warps, repeats  rows of the weight: 16 for each warp, `repeats` times, in each group.
     stages          loads in flight, of one chunk of 128 columns each.
     resident        programs for each multiprocessor, at most. Splits of K add programs up to this.
     scaled_sums     int4 with one scale for a chunk: whether the scale multiplies the sum of the
@@ -22,6 +22,8 @@ class PackedTile(NamedTuple):
     registers       of a thread when a program starts, in the kernel with a loading warp, which
                     takes registers from the loading warps. 0: as the compiler likes.
     pairs           with scaled_sums: whether that kernel multiplies two chunks at once.
+    groups          of warps in that kernel, 1 or 2. Each has rows of the weight of its own, and all
+                    have the same rows of x.
     """
 
     rows: int
@@ -32,11 +34,12 @@ class PackedTile(NamedTuple):
     scaled_sums: bool
     registers: int = 0
     pairs: bool = False
+    groups: int = 1
 
     @property
     def height(self) -> int:
         """Rows of the weight."""
-        return 16 * self.warps * self.repeats
+        return 16 * self.warps * self.repeats * self.groups
 
 
 # For each entry: the most rows of x, the tile, and the tile of tall weights.

@@ -1,4 +1,4 @@
-"""Parts of packed_tiles.py: the weights of a chunk in registers, and the end of a tile.
+"""Parts of packed_tiles.py: the ring, the weights of a chunk in registers, and the end of a tile.
 
 An RMSNorm of x multiplies each row by one factor, which the result gets instead. x already has the
 weight of the norm: 4-bit weights cannot take it, and the TMA unit copies x without registers. So
@@ -11,8 +11,58 @@ VARIANT: the constants of packed_tiles._multiply.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
 
 from minisgl.kernel.triton.packed import SCALED_ASM, SHIFTED_ASM, ZERO_ASM
+
+
+@gluon.jit
+def _ask_for_weights(inputs, buffers, barrier, stage, row, chunk, VARIANT: gl.constexpr):
+    """Start the copies of a chunk of all groups of warps to a stage of the ring."""
+    HALVES: gl.constexpr = 2 if VARIANT[6] else 1
+    HEIGHT: gl.constexpr = 16 * VARIANT[1] * VARIANT[2] // HALVES
+    _, codes, headers = inputs
+    words, heads, _ = buffers
+    for group in gl.static_range(VARIANT[12]):
+        i, first = stage * VARIANT[12] + group, row + group * HEIGHT
+        tma.async_copy_global_to_shared(codes, [chunk * HALVES, first, 0], barrier, words.index(i))
+        tma.async_copy_global_to_shared(headers, [chunk * HALVES, first], barrier, heads.index(i))
+
+
+@gluon.jit
+def fill_ring(inputs, buffers, barriers, place, begin, steps, VARIANT: gl.constexpr):
+    """Fill the ring, and each stage again once it is empty.
+
+    place: the tile, and its first row of x. begin, steps: the chunks of this split.
+    """
+    BM: gl.constexpr = VARIANT[0]
+    STAGES: gl.constexpr = VARIANT[3]
+    HALVES: gl.constexpr = 2 if VARIANT[6] else 1
+    ROWS: gl.constexpr = 16 * VARIANT[1] * VARIANT[2] * VARIANT[12]
+    BYTES: gl.constexpr = ROWS * 68 + BM * 256  # of a stage: codes, headers and rows of x
+    x, _, _ = inputs
+    _, _, rows = buffers
+    full, empty = barriers
+    tile, first_row = place
+    height = tile * (ROWS // HALVES)
+    first = min(steps, STAGES)
+    for i in range(first):
+        barrier = full.index(i)
+        mbarrier.expect(barrier, BYTES)
+        _ask_for_weights(inputs, buffers, barrier, i, height, begin + i, VARIANT)
+    if VARIANT[8]:
+        gdc_wait()
+    for i in range(first):
+        at = [first_row, (begin + i) * 128]
+        tma.async_copy_global_to_shared(x, at, full.index(i), rows.index(i))
+    for step in range(first, steps):
+        i, chunk = step % STAGES, begin + step
+        barrier = full.index(i)
+        mbarrier.wait(empty.index(i), (step // STAGES & 1) ^ 1)
+        mbarrier.expect(barrier, BYTES)
+        _ask_for_weights(inputs, buffers, barrier, i, height, chunk, VARIANT)
+        tma.async_copy_global_to_shared(x, [first_row, chunk * 128], barrier, rows.index(i))
 
 
 @gluon.jit
@@ -41,22 +91,21 @@ def _decode(words, headers, SCALED: gl.constexpr):
 
 @gluon.jit
 def decode_weights(
-    words,
-    headers,
-    BM: gl.constexpr,
-    WARPS: gl.constexpr,
-    REPEATS: gl.constexpr,
-    SCALED: gl.constexpr,
+    buffers, stage, GROUP: gl.constexpr, SCALED: gl.constexpr, VARIANT: gl.constexpr
 ):
-    """One chunk of the tile, decoded, as the first operand [ROWS, 128]; and its scales [ROWS].
+    """A chunk of the rows of a group of warps, as the first operand [ROWS, 128]; its scales [ROWS].
 
-    words, headers: the buffers of the chunk. No number leaves its lane.
+    No number leaves its lane.
     """
+    WARPS: gl.constexpr = VARIANT[1]
+    REPEATS: gl.constexpr = VARIANT[2]
     ROWS: gl.constexpr = 16 * WARPS * REPEATS
-    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
+    PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, VARIANT[0], 16])
     WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [WARPS, 1], [1, 0])
-    word = words.reshape([ROWS, 16]).load(WORDS)
-    header = headers.reshape([ROWS]).load(gl.SliceLayout(1, WORDS))
+    words, heads, _ = buffers
+    place = stage * VARIANT[12] + GROUP
+    word = words.index(place).reshape([ROWS, 16]).load(WORDS)
+    header = heads.index(place).reshape([ROWS]).load(gl.SliceLayout(1, WORDS))
     zero = header
     if not SCALED:
         zero = gl.inline_asm_elementwise(

@@ -6,6 +6,10 @@ decode and multiply. So no multiplying warp computes addresses, and the ring is 
 before the kernel before has ended. Each lane decodes its own part of the tall operand, as in
 packed_linear.py, and has the scales of its rows for the sums too.
 
+With two groups of warps, each has rows of the weight of its own, and both read the same rows of x.
+A tile then has so many rows of both that the L2 cache does not bound the product, and one group
+decodes while the matrix units multiply for the other.
+
 The order of the rows in a tile is that of the buffers (half, repeat, warp, eight rows). The matrix
 unit gives a lane the rows i and i + 8 of a group of 16, which therefore are rows of both halves of
 the tile. In a gated product these halves are gate and up.
@@ -24,7 +28,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -36,7 +39,7 @@ from minisgl.kernel.packed_order import CHUNK, OrderedWeights
 from minisgl.kernel.packed_tilings import PackedTile, num_splits
 from minisgl.kernel.triton.launch import Constants, Launcher, fill_absent
 from minisgl.kernel.triton.overlap import current_device, overlaps
-from minisgl.kernel.triton.packed_parts import decode_weights, norm_factors, store
+from minisgl.kernel.triton.packed_parts import decode_weights, fill_ring, norm_factors, store
 
 _X_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 _CODE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=32, rank=3)
@@ -46,50 +49,8 @@ _LOADING_REGISTERS = 24  # of the warp that loads
 
 
 @gluon.jit
-def _ask_for_weights(codes, headers, words, heads, barrier, row, chunk, HALVES: gl.constexpr):
-    tma.async_copy_global_to_shared(codes, [chunk * HALVES, row, 0], barrier, words)
-    tma.async_copy_global_to_shared(headers, [chunk * HALVES, row], barrier, heads)
-
-
-@gluon.jit
-def _load(inputs, buffers, barriers, place, begin, steps, VARIANT: gl.constexpr):
-    """Fill the ring, and each stage again once it is empty."""
-    BM: gl.constexpr = VARIANT[0]
-    ROWS: gl.constexpr = 16 * VARIANT[1] * VARIANT[2]
-    STAGES: gl.constexpr = VARIANT[3]
-    HALVES: gl.constexpr = 2 if VARIANT[6] else 1
-    BYTES: gl.constexpr = ROWS * 68 + BM * 256  # of a stage: codes, headers and rows of x
-    x, codes, headers = inputs
-    words, heads, rows = buffers
-    full, empty = barriers
-    _, tile, first_row = place
-    height = tile * (ROWS // HALVES)
-    first = min(steps, STAGES)
-    for i in range(first):
-        barrier, chunk = full.index(i), begin + i
-        mbarrier.expect(barrier, BYTES)
-        _ask_for_weights(
-            codes, headers, words.index(i), heads.index(i), barrier, height, chunk, HALVES
-        )
-    if VARIANT[8]:
-        gdc_wait()
-    for i in range(first):
-        at = [first_row, (begin + i) * 128]
-        tma.async_copy_global_to_shared(x, at, full.index(i), rows.index(i))
-    for step in range(first, steps):
-        i, chunk = step % STAGES, begin + step
-        barrier = full.index(i)
-        mbarrier.wait(empty.index(i), (step // STAGES & 1) ^ 1)
-        mbarrier.expect(barrier, BYTES)
-        _ask_for_weights(
-            codes, headers, words.index(i), heads.index(i), barrier, height, chunk, HALVES
-        )
-        tma.async_copy_global_to_shared(x, [first_row, chunk * 128], barrier, rows.index(i))
-
-
-@gluon.jit
-def _multiply(buffers, barriers, outputs, place, N, num_rows, steps, VARIANT: gl.constexpr):
-    """Multiply the chunks of the ring, add up the splits, and store the tile."""
+def _multiply(given, GROUP: gl.constexpr, VARIANT: gl.constexpr):
+    """Multiply the chunks of the ring, add up the splits, and store the rows of a group."""
     BM: gl.constexpr = VARIANT[0]
     WARPS: gl.constexpr = VARIANT[1]
     REPEATS: gl.constexpr = VARIANT[2]
@@ -98,10 +59,12 @@ def _multiply(buffers, barriers, outputs, place, N, num_rows, steps, VARIANT: gl
     SPLITS: gl.constexpr = VARIANT[5]
     ROWS: gl.constexpr = 16 * WARPS * REPEATS
     PRODUCT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BM, 16])
-    words, heads, rows = buffers
+    buffers, barriers, outputs, place, N, num_rows, steps = given
+    _, _, rows = buffers
     full, empty = barriers
     bias, out, parts, semaphores, norm, sums = outputs
-    program, tile, first_row = place
+    program, tile, first_row = place  # each group has a program and a tile of its own here
+    program, tile = program * VARIANT[12] + GROUP, tile * VARIANT[12] + GROUP
     if VARIANT[8]:
         gdc_wait()
     total = gl.zeros([ROWS, BM], gl.float32, PRODUCT)
@@ -113,8 +76,8 @@ def _multiply(buffers, barriers, outputs, place, N, num_rows, steps, VARIANT: gl
             i, j = step % STAGES, (step + 1) % STAGES
             mbarrier.wait(full.index(i), step // STAGES & 1)
             mbarrier.wait(full.index(j), (step + 1) // STAGES & 1)
-            w, s = decode_weights(words.index(i), heads.index(i), BM, WARPS, REPEATS, False)
-            w2, s2 = decode_weights(words.index(j), heads.index(j), BM, WARPS, REPEATS, False)
+            w, s = decode_weights(buffers, i, GROUP, False, VARIANT)
+            w2, s2 = decode_weights(buffers, j, GROUP, False, VARIANT)
             v, v2 = rows.index(i).permute([1, 0]), rows.index(j).permute([1, 0])
             part = warpgroup_mma(w, v, zeros, use_acc=False, is_async=True)
             part2 = warpgroup_mma(w2, v2, zeros, use_acc=False, is_async=True)
@@ -126,7 +89,7 @@ def _multiply(buffers, barriers, outputs, place, N, num_rows, steps, VARIANT: gl
     for step in range(single, steps):
         i = step % STAGES
         mbarrier.wait(full.index(i), step // STAGES & 1)
-        w, s = decode_weights(words.index(i), heads.index(i), BM, WARPS, REPEATS, SCALED)
+        w, s = decode_weights(buffers, i, GROUP, SCALED, VARIANT)
         v = rows.index(i).permute([1, 0])
         if SCALED:
             part = warpgroup_mma(w, v, total, is_async=True)
@@ -163,6 +126,16 @@ def _multiply(buffers, barriers, outputs, place, N, num_rows, steps, VARIANT: gl
         store(total, bias, out, sums, tile, first_row, N, num_rows, VARIANT)
 
 
+@gluon.jit
+def _first_group(given, VARIANT: gl.constexpr):
+    _multiply(given, 0, VARIANT)
+
+
+@gluon.jit
+def _second_group(given, VARIANT: gl.constexpr):
+    _multiply(given, 1, VARIANT)
+
+
 @gluon.jit(do_not_specialize=["chunks", "num_rows", "num_squares", "width", "eps"])
 def _linear(
     bias,
@@ -190,11 +163,13 @@ def _linear(
     SPLITS: gl.constexpr,
     GATED: gl.constexpr,
     BIAS: gl.constexpr,
+    REGISTERS: gl.constexpr,
     LOADING_REGISTERS: gl.constexpr,
     PAIRS: gl.constexpr,
     EARLY: gl.constexpr,
     SQUARES: gl.constexpr,
     ADD: gl.constexpr,
+    GROUPS: gl.constexpr,
 ):
     """One tile of the product, or one split of a tile. x, codes, headers: TMA descriptors.
 
@@ -208,34 +183,42 @@ def _linear(
     each = (chunks + SPLITS - 1) // SPLITS
     begin = gl.program_id(1) * each
     steps = min(each, chunks - begin)
-    shape: gl.constexpr = [STAGES, HALVES, ROWS // HALVES, 16]
+    shape: gl.constexpr = [STAGES * GROUPS, HALVES, ROWS // HALVES, 16]
     words = gl.allocate_shared_memory(gl.int32, shape, codes.layout)
-    heads = gl.allocate_shared_memory(gl.int32, [STAGES, HALVES, ROWS // HALVES], headers.layout)
+    heads = gl.allocate_shared_memory(gl.int32, shape[:3], headers.layout)
     rows = gl.allocate_shared_memory(x.dtype, [STAGES, BM, 128], x.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
     fence_async_shared()
     if EARLY:
         gdc_launch_dependents()
     buffers, barriers = (words, heads, rows), (full, empty)
     place = program, tile, first_row
     variant: gl.constexpr = (
-        BM, WARPS, REPEATS, STAGES, SCALED, SPLITS, GATED, BIAS, EARLY, PAIRS, SQUARES, ADD,
+        BM, WARPS, REPEATS, STAGES, SCALED, SPLITS, GATED, BIAS, EARLY, PAIRS, SQUARES, ADD, GROUPS,
     )  # fmt: skip
     norm = squares, num_squares, width, eps
     outputs = bias, out, parts, semaphores, norm, (out_squares, next_weight, scaled)
     inputs = x, codes, headers
-    gl.warp_specialize(
-        [
-            (_multiply, (buffers, barriers, outputs, place, N, num_rows, steps, variant)),
-            (_load, (inputs, buffers, barriers, place, begin, steps, variant)),
-        ],
-        [1],
-        [LOADING_REGISTERS],
-    )
+    loading = inputs, buffers, barriers, (tile, first_row), begin, steps, variant
+    given = buffers, barriers, outputs, place, N, num_rows, steps
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [(_first_group, (given, variant)), (fill_ring, loading)], [1], [LOADING_REGISTERS]
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_first_group, (given, variant)),
+                (_second_group, (given, variant)),
+                (fill_ring, loading),
+            ],
+            [WARPS, 1],
+            [REGISTERS, LOADING_REGISTERS],
+        )
 
 
 _launcher = Launcher(_linear, current_device)
@@ -312,11 +295,13 @@ def _launch(
     if semaphores is None:
         splits = 1
     elif splits is None:
-        splits = num_splits(tile, programs, chunks)
+        # Each group of warps of a tile has a semaphore.
+        enough = programs * tile.groups <= len(semaphores)
+        splits = num_splits(tile, programs, chunks) if enough else 1
     parts = out
     if splits > 1:
         parts = x.new_empty((programs, splits, tile.height * tile.rows), dtype=float32)
-    width, tall = height // halves, tile.height // halves
+    width, tall = height // halves, tile.height // tile.groups // halves
     words = weights.codes.view(int32)
     shape, strides = [num_rows, weights.columns], [x.stride(0), 1]
     rows = TensorDescriptor(x, shape, strides, [tile.rows, CHUNK], _X_LAYOUT)
@@ -350,11 +335,20 @@ def _constants(
         "SPLITS": splits,
         "GATED": gated,
         "BIAS": bias,
+        "REGISTERS": _group_registers(tile),
         "LOADING_REGISTERS": _LOADING_REGISTERS,
         "PAIRS": tile.pairs,
         "EARLY": early,
         "SQUARES": squares,
         "ADD": add,
+        "GROUPS": tile.groups,
     }
     options = {"num_warps": tile.warps, "maxnreg": tile.registers, "launch_pdl": early}
     return Constants(values, options)
+
+
+def _group_registers(tile: PackedTile) -> int:
+    """Return the registers of a thread that multiplies."""
+    all_warps = tile.groups * tile.warps + 4  # the warp that loads counts as four
+    left = tile.registers * all_warps - 4 * _LOADING_REGISTERS
+    return left // (tile.groups * tile.warps) // 8 * 8
