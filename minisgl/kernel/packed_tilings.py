@@ -52,17 +52,32 @@ TILES: Final[Tiles] = (
     (128, PackedTile(64, 4, 2, 3, 2, False), PackedTile(128, 4, 2, 3, 2, False)),
     (256, PackedTile(128, 4, 1, 3, 2, False), PackedTile(128, 4, 1, 3, 2, False)),
 )
-# Those of the kernel with a loading warp: Hopper, int4, one scale for a chunk. The fastest of 5 to
-# 24 tiles in the same layer (2026-11-28), which takes 38 us with 1 row, 76 with 64, 126 with 128
-# and 211 with 256. From 1,024 rows on, dequantised weights are faster.
+# Those of the kernel with a loading warp: Hopper, int4, one scale for a chunk. Up to 64 rows, the
+# fastest of 5 to 24 tiles in the same layer (2026-11-28), which takes 38 us with 1 row and 76 with
+# 64. With more rows, the fastest of 13 for the sum of its products alone (2026-11-29): 112 us with
+# 128 rows, 177 with 256, 301 with 512, 551 with 1,024 and 1,082 with 2,048. bfloat16 takes 124,
+# 164, 278, 525 and 1,036. From 4,096 rows on, dequantised weights are faster.
+_LOW: Final = PackedTile(64, 4, 1, 3, 3, False, 80)
+_LOW_PAIR: Final = PackedTile(64, 4, 1, 4, 2, False, 80, groups=2)
+_EVEN: Final = PackedTile(128, 4, 1, 3, 2, False, 120)
+_EVEN_PAIR: Final = PackedTile(128, 4, 1, 4, 1, False, 168, groups=2)
+_TALL_PAIR: Final = PackedTile(128, 4, 2, 4, 1, False, 168, groups=2)
+_WIDE_PAIR: Final = PackedTile(256, 4, 1, 3, 1, False, 168, groups=2)
 LOADING_TILES: Final[Tiles] = (
     (8, *2 * (PackedTile(8, 4, 1, 6, 3, True, 80, True),)),
     (16, PackedTile(16, 4, 1, 8, 3, True, 80), PackedTile(16, 4, 1, 8, 3, True, 80, True)),
     (32, PackedTile(32, 4, 1, 8, 2, True, 56), PackedTile(32, 8, 1, 6, 2, True, 80)),
-    (64, PackedTile(64, 4, 1, 4, 2, False, 80), PackedTile(64, 4, 1, 3, 3, False, 80)),
-    (128, *2 * (PackedTile(64, 4, 1, 3, 3, False, 80),)),
-    (256, *2 * (PackedTile(64, 4, 2, 4, 2, False, 120),)),
-    (512, *2 * (PackedTile(64, 8, 1, 4, 2, False, 80),)),
+    (64, PackedTile(64, 4, 1, 4, 2, False, 80), _LOW),
+    (96, _LOW_PAIR, _TALL_PAIR),
+    (128, PackedTile(64, 4, 1, 4, 2, False, 80), _TALL_PAIR),
+    (160, _LOW_PAIR, _LOW_PAIR),
+    (192, _LOW, _LOW),
+    (256, _EVEN_PAIR, _EVEN_PAIR),
+    (320, _LOW, _LOW_PAIR),
+    (384, _EVEN, _EVEN_PAIR),
+    (512, _EVEN, _WIDE_PAIR),
+    (640, _TALL_PAIR, _TALL_PAIR),
+    (2048, _WIDE_PAIR, _WIDE_PAIR),
 )
 # With more rows, the weights are dequantised for torch's product.
 MOST_ROWS: Final = TILES[-1][0]

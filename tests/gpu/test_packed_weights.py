@@ -16,6 +16,7 @@ from minisgl.kernel.packed_tilings import (
     MOST_ROWS,
     TILES,
     PackedTile,
+    loading_tile_for,
 )
 from minisgl.kernel.packed_weights import PackedKind, PackedWeights, dequantise
 from tests.gpu.test_kernels import DEVICE, INTERPRETED, error, normal
@@ -112,6 +113,27 @@ def test_tiles_with_a_loading_warp(tile: PackedTile, splits: int, gated: bool) -
         assert error(found, exact_product(x, weights, bias, gated)) < LIMIT
         assert torch.equal(found, again), "a second run differs"
         assert not semaphores.any()
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter does not run Gluon")
+def test_a_product_with_too_few_semaphores_is_not_split() -> None:
+    """Each group of warps of a tile needs a semaphore. A write past the last one would be lost."""
+    from minisgl.kernel.triton import packed_tiles as kernels
+
+    weights = random_weights(PackedKind.INT4, 656, 2688, 128)
+    x, bias = normal(96, 2688, dtype=DTYPE), normal(656, dtype=DTYPE)
+    tile = loading_tile_for(96, 656)
+    semaphores = torch.zeros(24, dtype=torch.int32, device=DEVICE)  # 6 tiles, 2 tiles of x, groups
+    given = x, in_order(weights), bias
+    with poisoned():
+        few = kernels.linear(*given, semaphores[:23], tile)
+        whole = kernels.linear(*given, None, tile)
+        split = kernels.linear(*given, semaphores, tile)
+    assert tile.groups == 2
+    assert torch.equal(few, whole)
+    assert not torch.equal(split, whole)
+    assert error(split, exact_product(x, weights, bias, gated=False)) < LIMIT
+    assert not semaphores.any()
 
 
 @pytest.mark.parametrize(("kind", "group", "width"), FORMS)
