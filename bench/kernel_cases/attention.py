@@ -77,6 +77,8 @@ def _decode(
     spec: KVSpec, reqs: int, context: int, group: int, rule: AttentionRule = PLAIN, width: int = 1
 ) -> Make:
     def make() -> Callable[[], object]:
+        from minisgl.kernel.triton.decode_blocks import count_blocks  # needs Triton
+
         kv_heads, dim = spec.kv_heads, spec.head_dim
         pool, q_heads = _pool(spec, reqs * context), kv_heads * group
         pages = torch.randperm(pool.num_pages).view(reqs, -1)
@@ -85,7 +87,7 @@ def _decode(
         where, lengths = (table, rows, start), torch.full_like(start, width)
         scratch = decode_scratch(256, q_heads, kv_heads, dim, pool.device, width)
         step = (rows, start, lengths, reqs)
-        dispatch.count_blocks(*step, scratch, spec.fp8, width, rule.window)
+        count_blocks(*step, scratch, spec.fp8, width, rule.window)
         tokens, columns = reqs * width, (q_heads + 2 * kv_heads) * dim
         qkv = torch.randn(tokens, columns, device="cuda", dtype=spec.dtype)
         # gpt-oss, the model with sinks, does not norm its heads.

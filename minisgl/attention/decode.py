@@ -14,7 +14,7 @@ from torch import Tensor
 
 from minisgl.attention.base import PLAIN, AttentionRule, AttentionStep, FusedAttention, NormRope
 from minisgl.kernel.decode import DecodeScratch, decode_scratch
-from minisgl.kernel.dispatch import balanced_decode, count_blocks, kv_metadata
+from minisgl.kernel.dispatch import balanced_decode, kv_metadata
 from minisgl.kvcache.pool import KVPool
 
 # Room for a plan: a few int32 values for each of several thousand blocks.
@@ -45,6 +45,8 @@ class BalancedDecode(FusedAttention):
         self._queries = new_tokens(step)
 
     def compute_metadata(self) -> None:
+        from minisgl.kernel.triton.decode_blocks import count_blocks  # needs Triton
+
         step, fp8 = (*self._reqs, len(self._table) - 1), self._pool.spec.fp8
         count_blocks(*step, self._scratch, fp8, self._queries, self._rule.window)
 

@@ -25,7 +25,8 @@ class DecodeScratch(NamedTuple):
     All layers of a step with the same window share one scratch. Two calls that may run at the same
     time need two.
 
-    first            int32 [N + 1]: the exclusive sum of the requests' blocks, from count_blocks.
+    first            int32 [N + 1]: the exclusive sum of the requests' blocks, from count_blocks
+                     (triton/decode_blocks.py).
     partial_outputs  float32 [2 G, R, D]: outputs over parts of contexts, before they are
                      divided by the sum of their weights. A program leaves at most two parts.
     softmax_stats    float32 [2 G, 2, R]: the largest score of each part, and the sum of

@@ -26,7 +26,6 @@ from minisgl.kernel import (
     states,
     step,
 )
-from minisgl.kernel.decode import DecodeScratch
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.tilings import FEW_ROWS, Tiling, sums_squares, tiling_for
 
@@ -82,22 +81,6 @@ selective_scan = _by_device(ssd.selective_scan, "ssd")
 gated_group_norm = _by_device(ssd.gated_group_norm, "ssd")
 begin_states = _by_device(states.begin_states, "states")
 copy_states = _by_device(states.copy_states, "states")
-
-
-def count_blocks(
-    rows: Tensor,
-    start: Tensor,
-    lengths: Tensor,
-    dummy_row: int,
-    scratch: DecodeScratch,
-    fp8: bool = False,
-    queries: int = 1,
-    window: int | None = None,
-) -> None:
-    """See minisgl.kernel.triton.decode_blocks. There is no version for CPU tensors."""
-    from minisgl.kernel.triton import decode_blocks as kernels
-
-    kernels.count_blocks(rows, start, lengths, dummy_row, scratch, fp8, queries, window)
 
 
 def copy_words(target: Tensor, source: Tensor) -> None:

@@ -15,6 +15,7 @@ from minisgl.attention.base import (
     AttentionStep,
     FusedAttention,
 )
+from minisgl.attention.decode import BalancedDecode
 from minisgl.attention.flashinfer import FlashInferAttention
 from minisgl.attention.registry import (
     attention_kernels,
@@ -127,7 +128,7 @@ def test_decode_steps_run_the_fused_kernel_with_and_without_a_graph(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU the reference of the kernel runs, which needs no blocks."""
-    monkeypatch.setattr("minisgl.attention.decode.count_blocks", lambda *args: None)
+    monkeypatch.setattr(BalancedDecode, "compute_metadata", lambda decode: None)
     pool, step = make_pool(), step_of(3, [width] * 3)
     q, backend = torch.randn(3 * width, Q_HEADS, DIM), TritonAttention(pool, Q_HEADS)
     expected = torch.full_like(q, torch.nan)
