@@ -66,6 +66,7 @@ FEATURES = {
     "sessions": ("kvcache/sessions.py",),
     "four bits": (
         "kernel/packed_*.py",
+        "kernel/triton/int4_few.py",
         "kernel/triton/packed*.py",
         "quantization/awq.py",
         "quantization/gptq.py",
