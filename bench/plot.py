@@ -20,6 +20,7 @@ PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 _COLOURS = ("#4878a8", "#e0913c", "#8c8c8c", "#6aa66a")
 _WIDTH, _LEFT, _RIGHT = 760, 300, 80
 _TOP, _BAR, _GAP = 66, 15, 13
+_LETTER = 7  # of a name or a legend, at most in the mean
 _MARGIN, _PANEL, _BOTTOM = 50, 280, 300  # of a curve
 
 
@@ -170,17 +171,18 @@ def drawing(picture: Picture | Curve, records: Sequence[Record]) -> str | None:
 
 
 def draw(picture: Picture, groups: Sequence[Group]) -> str:
-    """Return the bars as SVG. The axis is linear and starts at 0."""
+    """Return the bars as SVG. The axis is linear and starts at 0, right of the longest name."""
+    left = max(_LEFT, 16 + _LETTER * max(len(group.name) for group in groups))
     largest = max(value for group in groups for _, value in group.bars)
     parts = _legend(picture.series)
     y = _TOP
     for name, bars in groups:
         middle = y + len(bars) * _BAR / 2 + 4
-        parts.append(_text(_LEFT - 8, middle, name, "text-anchor='end'"))
+        parts.append(_text(left - 8, middle, name, "text-anchor='end'"))
         for number, value in bars:
-            length = value / largest * (_WIDTH - _LEFT - _RIGHT)
-            parts.append(_bar(_LEFT, y, length, number))
-            parts.append(_text(_LEFT + length + 5, y + _BAR - 4, f"{value:,.{_decimals(value)}f}"))
+            length = value / largest * (_WIDTH - left - _RIGHT)
+            parts.append(_bar(left, y, length, number))
+            parts.append(_text(left + length + 5, y + _BAR - 4, f"{value:,.{_decimals(value)}f}"))
             y += _BAR
         y += _GAP
     return _svg(picture.title, y, parts)
@@ -238,7 +240,7 @@ def _legend(named: Iterable[Series]) -> list[str]:
     for number, series in enumerate(named):
         parts.append(_bar(x, 37, 12, number))
         parts.append(_text(x + 17, 48, series.label))
-        x += 17 + 7 * len(series.label) + 20
+        x += 17 + _LETTER * len(series.label) + 20
     return parts
 
 

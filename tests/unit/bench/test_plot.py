@@ -69,6 +69,13 @@ def test_the_longest_bar_has_the_largest_value() -> None:
     assert bars == [pytest.approx(max(bars) / 4, abs=0.1), max(bars)]
 
 
+def test_the_picture_has_room_for_the_longest_name() -> None:
+    """Regression: the name of the row of agents began left of the picture."""
+    drawn = draw(PICTURE, [Group("n" * 65, [(0, 1.0)]), Group("b", [(0, 2.0)])])
+    texts = [each for each in ElementTree.fromstring(drawn).iter() if each.text == "n" * 65]
+    assert [float(each.attrib["x"]) >= 65 * 7 for each in texts] == [True]
+
+
 def test_a_curve_has_the_newest_value_of_each_load_from_left_to_right() -> None:
     panel = Panel("ms", (Series("median", "a_ms"), Series("p99", "b_ms")))
     curve = Curve("latency", "title", "offered_per_s", "requests a second", (panel, panel))
