@@ -115,6 +115,20 @@ def test_route_by_sigmoids(shared: int, renormalise: bool) -> None:
     torch.testing.assert_close(scales, correct_scales, atol=1e-6, rtol=1e-5)
 
 
+def test_route_of_bfloat16() -> None:
+    """The same choice and weights as for the same numbers in float32, of which many are equal."""
+    from minisgl.kernel.triton.moe_choice import route
+
+    logits = (normal(40, 61) * 8).round().bfloat16() / 4
+    logits[1, 7], logits[2], logits[3, 4:9], logits[4] = torch.nan, -1.0, torch.inf, torch.nan
+    router = Router(logits, None, 8, True, 1)
+    with poisoned():
+        scales, chosen = route(logits, router)
+    correct_scales, correct = route(logits.float(), router)
+    assert torch.equal(chosen, correct)
+    assert torch.equal(scales.nan_to_num(-1.0), correct_scales.nan_to_num(-1.0))
+
+
 def test_route_of_ties_and_nan() -> None:
     """Ids stay distinct and in range, and a row with NaN does not change the other rows."""
     from minisgl.kernel.triton.moe_choice import route

@@ -218,7 +218,7 @@ def experts_of_few(
     (gate_up, gate_up_scales, _), (down, down_scales, _), _ = layer
     num_tokens, width = x.shape
     inner, early = down.shape[2], overlaps()
-    rule = rule_of(router, len(down) - router[4])
+    rule = rule_of(router, len(down) - router[4], x.dtype)
     logits, x, residual = score_few(x, router, rule.experts, norm, norm_weight)
     correction = logits if router[6] is None else router[6]
     hidden = x.new_empty((num_tokens * rule.each, inner))

@@ -227,7 +227,7 @@ def experts_of_few(
     assert activation is Activation.SILU, "int4 experts have SiLU; this is a bug"
     num_tokens, width = x.shape
     inner, early, fast = down.columns, overlaps(), is_fast(x)
-    rule = rule_of(router, len(down.codes) - router[4])
+    rule = rule_of(router, len(down.codes) - router[4], x.dtype)
     logits, x, residual = score_few(x, router, rule.experts, norm, norm_weight)
     correction = logits if router[6] is None else router[6]
     hidden = x.new_empty((num_tokens * rule.each, inner))

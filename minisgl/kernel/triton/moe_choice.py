@@ -12,13 +12,15 @@ The order: the largest value first, of equal ones the lower id.
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor, float32, int32
+from torch import Tensor, bfloat16, float32, int32
 
 from minisgl.kernel.triton.moe_routing import Router
 
 _NONE = tl.constexpr(-0x80000000)  # below the key of every number
+_HIGH = tl.constexpr(-0x10000)  # the high 16 bits
 
 
 class Rule(NamedTuple):
@@ -32,6 +34,7 @@ class Rule(NamedTuple):
     sigmoid      whether the scores are the sigmoids of the logits.
     scale        of the weights of the chosen experts.
     renormalise  whether these weights are first divided by their sum.
+    short        whether the values of the choice are bfloat16 numbers: 16 bits of a key are free.
     """
 
     experts: int
@@ -42,6 +45,7 @@ class Rule(NamedTuple):
     sigmoid: bool
     scale: float
     renormalise: bool
+    short: bool
 
     @property
     def each(self) -> int:
@@ -49,12 +53,20 @@ class Rule(NamedTuple):
         return self.top_k + self.shared
 
 
-def rule_of(router: Router, num_experts: int) -> Rule:
-    """num_experts: without the shared ones."""
+def rule_of(router: Router, num_experts: int, dtype: torch.dtype) -> Rule:
+    """num_experts: without the shared ones. dtype: to which the logits of a softmax are rounded."""
     _, _, top_k, renormalise, shared, shared_gate, correction, scale, _ = router
-    width, is_gated = triton.next_power_of_2(num_experts), shared > 0 and shared_gate
-    is_sigmoid = correction is not None
-    return Rule(num_experts, width, top_k, shared, is_gated, is_sigmoid, scale, renormalise)
+    return Rule(
+        num_experts,
+        triton.next_power_of_2(num_experts),
+        top_k,
+        shared,
+        gated=shared > 0 and shared_gate,
+        sigmoid=correction is not None,
+        scale=scale,
+        renormalise=renormalise,
+        short=correction is None and dtype == bfloat16,
+    )
 
 
 @triton.jit
@@ -73,18 +85,28 @@ def ranked(logits, correction, RULE: tl.constexpr):
     if RULE.sigmoid:
         score = 1.0 / (1.0 + tl.exp(-score))
         value = score + tl.load(correction + ids, mask=inside, other=0.0)
-    bits = value.to(tl.int32, bitcast=True)
-    return score, tl.where(inside, bits ^ ((bits >> 31) & 0x7FFFFFFF), _NONE)
+    keys = _flipped(value.to(tl.int32, bitcast=True))
+    if RULE.short:
+        keys = (keys & _HIGH) | (0xFFFF - ids)
+    return score, tl.where(inside, keys, _NONE)
 
 
 @triton.jit
-def take_largest(keys):
+def _flipped(bits):
+    """The bits of a float32 number as an integer in the order of the numbers, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def take_largest(keys, RULE: tl.constexpr):
     """Return the id of the largest key, the key, and the keys without it."""
-    WIDTH: tl.constexpr = keys.shape[0]
-    ids = tl.arange(0, WIDTH)
-    # Two reductions of int32, each of which is one instruction of a warp. One of int64 is ten.
+    ids = tl.arange(0, RULE.width)
+    # A reduction of int32 is one instruction of a warp. One of int64 is ten.
     largest = tl.max(keys, axis=0)
-    found = tl.min(tl.where(keys == largest, ids, WIDTH), axis=0)
+    if RULE.short:
+        found = 0xFFFF - (largest & 0xFFFF)
+    else:
+        found = tl.min(tl.where(keys == largest, ids, RULE.width), axis=0)
     return found, largest, tl.where(ids == found, _NONE, keys)
 
 
@@ -95,7 +117,7 @@ def chosen_at(logits, correction, place, RULE: tl.constexpr):
     if place < RULE.top_k:
         _, keys = ranked(logits, correction, RULE)
         for _ in range(place + 1):
-            expert, _, keys = take_largest(keys)
+            expert, _, keys = take_largest(keys, RULE)
     return expert
 
 
@@ -109,12 +131,12 @@ def all_chosen(logits, correction, RULE: tl.constexpr):
     most = tl.max(score, axis=0)
     experts, masses, total = (), (), 0.0
     for _ in tl.static_range(TOP_K):
-        found, key, keys = take_largest(keys)
+        found, key, keys = take_largest(keys, RULE)
         if RULE.sigmoid:
             mass = tl.sum(tl.where(ids == found, score, 0.0), axis=0)
         else:
-            value = (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-            mass = tl.exp(value - most)
+            bits = _flipped(key) & _HIGH if RULE.short else _flipped(key)
+            mass = tl.exp(bits.to(tl.float32, bitcast=True) - most)
         experts += (found,)
         masses += (mass,)
         total += mass
@@ -158,7 +180,8 @@ def route(logits: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     equal logits the lower id comes first.
     """
     correction, is_gated = router[6], router[4] > 0 and router[5]
-    num_tokens, rule = len(logits), rule_of(router, logits.shape[1] - is_gated)
+    num_tokens, num_experts = len(logits), logits.shape[1] - is_gated
+    rule = rule_of(router, num_experts, logits.dtype)
     weights = logits.new_empty((num_tokens, rule.each), dtype=float32)
     experts = logits.new_empty((num_tokens, rule.each), dtype=int32)
     _route[(num_tokens,)](

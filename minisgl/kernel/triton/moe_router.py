@@ -166,8 +166,8 @@ def _launch(
 ) -> Scored:
     """choice: semaphores, weights and experts, or None if no program chooses."""
     weight, bias, correction = router[0], router[1], router[6]
-    rule = rule_of(router, num_experts)
     given = x if router[8] is None else router[8]
+    rule = rule_of(router, num_experts, given.dtype)
     (num_tokens, width), rows = given.shape, num_experts + rule.gated
     early = overlaps()
     block = triton.next_power_of_2(width)
