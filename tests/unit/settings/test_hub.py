@@ -36,6 +36,17 @@ class Hub:
 
         refusal: the message with which the check before the weights refuses the model.
         """
+        (line,) = self.resolve_each([(name, revision)], weights, refusal, **env)
+        return line
+
+    def resolve_each(
+        self,
+        models: list[tuple[str, str | None]],
+        weights: bool = True,
+        refusal: str = "",
+        **env: str,
+    ) -> list[str]:
+        """Do as `resolve` for several names and revisions, in one process."""
         code = (
             "import sys\n"
             "from minisgl.core import ConfigError\n"
@@ -43,15 +54,16 @@ class Hub:
             "def check(folder):\n"
             f"    if {refusal!r}:\n"
             f"        raise ConfigError({refusal!r})\n"
-            "try:\n"
-            f"    print('PATH', resolve_model({name!r}, {revision!r}, {weights}, check))\n"
-            "except ConfigError as error:\n"
-            "    print('ERROR', error)\n"
+            f"for name, revision in {models!r}:\n"
+            "    try:\n"
+            f"        print('PATH', resolve_model(name, revision, {weights}, check))\n"
+            "    except ConfigError as error:\n"
+            "        print('ERROR', error)\n"
             "print('TORCH', 'torch' in sys.modules)\n"
         )
         done = self.run(code, **env)
         assert "TORCH False" in done.stdout
-        return next(line for line in done.stdout.splitlines() if line[:4] in ("PATH", "ERRO"))
+        return [line for line in done.stdout.splitlines() if line[:4] in ("PATH", "ERRO")]
 
     def run(self, code: str, **env: str) -> "subprocess.CompletedProcess[str]":
         done = subprocess.run(
@@ -105,23 +117,20 @@ def test_without_weights_the_configuration_is_enough(hub: Hub, tmp_path: Path) -
     assert "no *.safetensors" in hub.resolve(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("name", "revision", "says"),
-    [
+def test_hub_id_that_cannot_be_used_gives_a_one_line_error(hub: Hub) -> None:
+    huge = "has 1048576.0 GiB of weights to download, and the disk of the cache"
+    cases = [
         ("owner/absent", None, "neither a local folder nor on the hub"),
         ("owner/gated", None, "is gated"),
         ("owner/good", "missing", "has no revision missing"),
         ("owner/bin", None, "has no *.safetensors"),
-        ("owner/huge", None, "has 1048576.0 GiB of weights to download, and the disk of the cache"),
+        ("owner/huge", None, huge),
         ("owner/not a name", None, "valid hub id"),
-    ],
-)
-def test_hub_id_that_cannot_be_used_gives_a_one_line_error(
-    hub: Hub, name: str, revision: str | None, says: str
-) -> None:
-    line = hub.resolve(name, revision)
-    assert line.startswith(f"ERROR model {name}")
-    assert says in line
+    ]
+    lines = hub.resolve_each([(name, revision) for name, revision, _ in cases])
+    for line, (name, _, says) in zip(lines, cases, strict=True):
+        assert line.startswith(f"ERROR model {name}")
+        assert says in line
     assert "model.safetensors" not in hub.fetched
 
 
