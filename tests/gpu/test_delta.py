@@ -142,6 +142,23 @@ def test_drafts_that_are_rejected_leave_nothing(width: int) -> None:
             starts[row] += lengths[row] if i == 0 else int(torch.randint(1, width + 1, ()))
 
 
+def test_a_chunk_after_drafts_folds_more_than_a_page() -> None:
+    """The drafts begin in one page and end in the next, so the state stands a page behind."""
+    from minisgl.kernel.triton import delta as kernels
+
+    torch.manual_seed(3)
+    layer = Layer(1, 2, 32 if INTERPRETED else 128, True, torch.float32)
+    ours, weights = on_device(layer.memory), on_device(layer.weights)
+    for start, length, num_decode in ((0, 31, 0), (31, 4, 1), (35, 20, 0)):
+        step = layer.step([(0, start, length)], num_decode)
+        inputs, norm = layer.inputs(step)
+        expected = gated_delta(*inputs, layer.weights, layer.memory, step, norm)
+        device = (x.to(DEVICE) for x in inputs)
+        out = kernels.gated_delta(*device, weights, ours, on_device(step), on_device(norm))
+        assert error(out, expected) < 2e-5
+    assert error(ours.state[0], layer.memory.state[0]) < 2e-5
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_gated_norm(dtype: torch.dtype) -> None:
     from minisgl.kernel.triton import delta as kernels
