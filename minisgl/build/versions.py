@@ -1,8 +1,8 @@
 """The versions of optional packages, and the differences between those of FlashInfer.
 
-No other file asks for a version or for a name that only some versions have. The supported versions
-are in pyproject.toml; docs/support.md tells which of them ran. The code in this file that
-names FlashInfer 0.6 goes when pyproject.toml requires 0.7.
+Only one other file asks for a name that only some versions have: kernel/delta_rule.py, which may
+not import this package. The supported versions are in pyproject.toml; docs/support.md tells which
+of them ran. The code that names FlashInfer 0.6 goes when pyproject.toml requires 0.7.
 
 0.6   The fa2 wrappers run the module of gen_batch_prefill_module. The package flashinfer_jit_cache
       has one folder of modules, which get_jit_cache_dir returns.

@@ -68,7 +68,7 @@ class RowStates(NamedTuple):
             count if size is None else size,
             out,
         )
-        return StateStep.of(out, chunks=len(views.rows) - columns.num_decode)
+        return StateStep.of(out, len(views.rows) - columns.num_decode, padded=fixed)
 
 
 def check_page_size(page_size: int) -> None:

@@ -24,6 +24,7 @@ class StateStep(NamedTuple):
     target    [N]: the boundary at which it stands after the step.
     chunks    0 if all requests decode. Otherwise the expected number of chunks, by which kernels
               choose their sizes.
+    padded    some requests may be padding. Otherwise the last `chunks` requests are the chunks.
     """
 
     rows: Tensor
@@ -33,12 +34,13 @@ class StateStep(NamedTuple):
     base: Tensor
     target: Tensor
     chunks: int
+    padded: bool
 
     @classmethod
-    def of(cls, columns: Tensor, chunks: int) -> "StateStep":
+    def of(cls, columns: Tensor, chunks: int, padded: bool = True) -> "StateStep":
         """Return the step with these columns, int32 [6, N]."""
         rows, start, lengths, first, base, target = columns.unbind(0)
-        return cls(rows, start, lengths, first, base, target, chunks)
+        return cls(rows, start, lengths, first, base, target, chunks, padded)
 
 
 def begin_states(

@@ -25,6 +25,8 @@ HOPPER_ONLY = {
 OTHER_GROUPS = {"packed_linear._linear"}
 # Kernels with more than 99 KiB; moe_grouped has their products for smaller GPUs.
 LARGE_ONLY = {"moe_tiles._gate_up", "moe_tiles._down"}
+# They run beside FlashInfer's rule only, which no GPU runs here.
+RANGES = {"delta_ranges._order", "delta_ranges._begin", "delta_ranges._end"}
 FP8_ONLY = {"fp8_few._gate_up", "fp8_few._down", "fp8_quantise._quantise"}
 
 
@@ -62,6 +64,6 @@ def test_every_kernel_compiles_for_an_absent_gpu(
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found["absent"]) == absent
+    assert set(found["absent"]) == absent | RANGES
     assert found["too_large"] == []
     print(arch, "registers that spill to memory, in bytes:", *found["spilling"], sep="\n")

@@ -1,9 +1,9 @@
 """The Triton kernels of one layer's step, with the contracts of minisgl.kernel.delta.
 
-run_tokens (delta_step.py) runs the decode requests, run_chunks (delta_chunk.py) the tokens of
-chunks up to their targets, and run_tokens again the last tokens of the chunks. Both take the
-arguments of gated_delta, and overwrite the rows of their tokens in `out` [T, Hv, Dv]. In a step
-without chunks run_tokens also applies the norm and the gate.
+run_tokens (delta_step.py) runs the decode requests, run_rule (delta_chunk.py) or run_ranges
+(delta_ranges.py) the tokens of chunks up to their targets, and run_tokens again the last tokens of
+the chunks. All overwrite the rows of their tokens in `out` [T, Hv, Dv]. In a step without chunks
+run_tokens also applies the norm and the gate.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -16,7 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.delta import DeltaMemory, DeltaWeights, GatedNorm
 from minisgl.kernel.states import StateStep
-from minisgl.kernel.triton.delta_chunk import run_chunks
+from minisgl.kernel.triton.delta_chunk import prepare, run_rule
+from minisgl.kernel.triton.delta_ranges import run_ranges, takes_ranges
 from minisgl.kernel.triton.delta_step import run_tokens
 from minisgl.kernel.triton.launch import Constants, Launcher
 from minisgl.kernel.triton.overlap import current_device, overlaps
@@ -34,12 +35,17 @@ def gated_delta(
     norm: GatedNorm,
 ) -> Tensor:
     """See the reference. The channels of all inputs are contiguous. A page has 16 to 64 tokens."""
-    out = mixed.new_empty((len(mixed), *memory.deltas.shape[2:]))
+    common, sizes = (mixed, a, b, weights, memory, step), memory.deltas.shape[2:]
     if not step.chunks:
-        run_tokens(mixed, a, b, weights, memory, step, out, norm)
+        out = mixed.new_empty((len(mixed), *sizes))
+        run_tokens(*common, out, norm)
         return out.flatten(1)
-    run_chunks(mixed, a, b, weights, memory, step, out)
-    run_tokens(mixed, a, b, weights, memory, step, out, None)
+    spare = step.chunks if takes_ranges(mixed, memory, step) else 0
+    rule = run_ranges if spare else run_rule
+    out = mixed.new_empty((len(mixed) + spare, *sizes))
+    rule(prepare(*common, spare), memory, step, out)
+    out = out[: len(mixed)]
+    run_tokens(*common, out, None)
     return gated_norm(out, *norm)
 
 

@@ -296,31 +296,27 @@ _solve_launcher = Launcher(_solve, current_device)
 _pass_launcher = Launcher(_pass, current_device)
 
 
-def run_chunks(
+def prepare(
     mixed: Tensor,
     a: Tensor,
     b: Tensor,
     weights: DeltaWeights,
     memory: DeltaMemory,
     step: StateStep,
-    out: Tensor,
-) -> None:
-    """Run the tokens of the chunks up to their targets, and move the states there (delta.py).
-
-    Decode requests have no such tokens.
-    """
-    run_rule(prepare(mixed, a, b, weights, memory, step), memory, step, out)
-
-
-def prepare(
-    mixed: Tensor, a: Tensor, b: Tensor, weights: DeltaWeights, memory: DeltaMemory, step: StateStep
+    spare: int = 0,
 ) -> Inputs:
-    """Convolve all tokens of the step, as gated_delta does. The memory is only read."""
+    """Convolve all tokens of the step, as gated_delta does. The memory is only read.
+
+    spare: zeros for this number of tokens follow those of the step.
+    """
     key_heads, (heads, dk, dv) = memory.keys.shape[2], memory.state.shape[1:]
     tokens, reqs = len(mixed), len(step.rows)
-    q, k = (mixed.new_empty(tokens, key_heads, dk) for _ in range(2))
-    v = mixed.new_empty(tokens, heads, dv)
-    g, beta = (memory.state.new_empty(tokens, heads) for _ in range(2))
+    q, k = (mixed.new_empty(tokens + spare, key_heads, dk) for _ in range(2))
+    v = mixed.new_empty(tokens + spare, heads, dv)
+    g, beta = (memory.state.new_empty(tokens + spare, heads) for _ in range(2))
+    if spare:
+        for part in (q, k, v, g, beta):
+            part[tokens:].zero_()
     sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": dk, "DV": dv}
     ring, tail_stride = memory.inputs.shape[1], memory.tails.stride(0)
     _prepare_launcher(
@@ -343,10 +339,13 @@ def prepare(
 
 
 def run_rule(inputs: Inputs, memory: DeltaMemory, step: StateStep, out: Tensor) -> None:
-    """Run the rule as run_chunks, after the convolution. Replaces inputs.g by sums of it."""
+    """Run the tokens of the chunks up to their targets, and move the states there (delta.py).
+
+    Decode requests have no such tokens. Replaces inputs.g by sums of it.
+    """
     q, k, v, g, beta = inputs
     key_heads, (heads, dk, dv) = memory.keys.shape[2], memory.state.shape[1:]
-    rows, start, _, first, base, target, chunks = step
+    rows, start, _, first, base, target, chunks, _ = step
     tokens, reqs, wide = len(q), len(rows), q.dtype == torch.float32
     u, w, scores = (q.new_empty(tokens, heads, n) for n in (dv, dk, _TOKENS))
     sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": dk, "DV": dv}

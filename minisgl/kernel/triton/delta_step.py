@@ -309,7 +309,7 @@ def run_tokens(
     norm: applied to the outputs, or None.
     """
     key_heads, (heads, dk, dv) = memory.keys.shape[2], memory.state.shape[1:]
-    rows, start, lengths, first, base, target, chunks = step
+    rows, start, lengths, first, base, target, chunks, _ = step
     span, history, ring = memory.page_size, memory.deltas.shape[1], memory.inputs.shape[1]
     tokens, wide = len(mixed), torch.float32
     q, k = (mixed.new_empty(tokens, key_heads, dk, dtype=wide) for _ in range(2))

@@ -139,7 +139,7 @@ def run_chunks(
     Decode requests have no such tokens.
     """
     key_heads, (heads, dk, dv) = memory.keys.shape[2], memory.state.shape[1:]
-    rows, start, _, first, base, target, _ = step
+    rows, start, _, first, base, target, *_ = step
     (tokens, width), reqs = mixed.shape, len(rows)
     x = torch.empty_like(mixed, memory_format=torch.contiguous_format)
     ring, tail_stride = memory.inputs.shape[1], memory.tails.stride(0)

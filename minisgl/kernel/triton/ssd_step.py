@@ -179,7 +179,7 @@ def run_tokens(
 ) -> None:
     """Run the decode requests, and after run_chunks the tokens of chunks from their targets on."""
     key_heads, (heads, dk, dv) = memory.keys.shape[2], memory.state.shape[1:]
-    *requests, chunks = step
+    *requests, chunks, _ = step
     span, history, ring = memory.page_size, memory.deltas.shape[1], memory.inputs.shape[1]
     width, reqs = mixed.shape[1], len(step.rows)
     x = mixed.new_empty(len(mixed), width, dtype=torch.float32)

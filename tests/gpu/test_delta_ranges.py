@@ -1,0 +1,88 @@
+"""FlashInfer's rule in ranges against the reference; in Triton's interpreter with a stand-in."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from minisgl.kernel.delta import DeltaMemory, Inputs, gated_delta
+from minisgl.kernel.states import StateStep
+from tests.gpu import test_delta
+from tests.gpu.test_delta import DEVICE, INTERPRETED, SCHEDULE, Layer, error, on_device
+
+pytestmark = test_delta.pytestmark
+
+
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, factor: Tensor, beta: Tensor, scale: float, initial: Tensor,
+    *, output_final_state: bool, cu_seqlens: Tensor, output: Tensor, output_state: Tensor,
+) -> None:  # fmt: skip
+    """FlashInfer's chunk_gated_delta_rule, token by token."""
+    ends = cu_seqlens.tolist()
+    assert all(a < b for a, b in itertools.pairwise(ends)), "FlashInfer 0.6 would hang"
+    group = v.shape[1] // k.shape[1]
+    for place, (begin, end) in enumerate(itertools.pairwise(ends)):
+        state = initial[place].clone()  # values first
+        for token in range(begin, end):
+            key, query = (x[token].repeat_interleave(group, 0) for x in (k, q))
+            state *= factor[token, :, None, None]
+            delta = (v[token] - torch.einsum("hvk,hk->hv", state, key)) * beta[token, :, None]
+            state += delta[:, :, None] * key[:, None, :]
+            output[token] = scale * torch.einsum("hvk,hk->hv", state, query)
+        output_state[place] = state
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The chunks of each call of run_ranges, which the interpreter's stand-in serves too."""
+    from minisgl.kernel.triton import delta, delta_ranges
+
+    if INTERPRETED:
+        monkeypatch.setattr(delta_ranges, "compiled_rule", lambda: recurrence)
+        monkeypatch.setattr(delta, "takes_ranges", lambda mixed, memory, step: not step.padded)
+    elif delta_ranges.compiled_rule() is None:
+        pytest.skip("needs FlashInfer with its compiled kernels")
+    calls, run = list[int](), delta_ranges.run_ranges
+
+    def count(inputs: Inputs, memory: DeltaMemory, step: StateStep, out: Tensor) -> None:
+        calls.append(step.chunks)
+        run(inputs, memory, step, out)
+
+    monkeypatch.setattr(delta, "run_ranges", count)
+    return calls
+
+
+def test_a_schedule_in_ranges(calls: list[int]) -> None:
+    """Chunks begin and end anywhere in a page, one has a single token, and rows are decoding."""
+    from minisgl.kernel.triton import delta as kernels
+
+    torch.manual_seed(3)
+    dtype, dim, limit = (torch.float32, 32, 2e-5) if INTERPRETED else (torch.bfloat16, 128, 3e-2)
+    layer = Layer(*((1, 2) if INTERPRETED else (16, 48)), dim, False, dtype)
+    ours, weights = on_device(layer.memory), on_device(layer.weights)
+    for requests, num_decode in SCHEDULE[:6]:
+        step = layer.step(requests, num_decode)._replace(padded=False)
+        inputs, norm = layer.inputs(step)
+        expected = gated_delta(*inputs, layer.weights, layer.memory, step, norm)
+        device = (x.to(DEVICE) for x in inputs)
+        out = kernels.gated_delta(*device, weights, ours, on_device(step), on_device(norm))
+        assert error(out, expected) < limit, (requests, num_decode)
+        for row in step.rows[step.target > 0].tolist():
+            assert error(ours.state[row], layer.memory.state[row]) < limit, (row, requests)
+            assert error(ours.tails[row], layer.memory.tails[row]) == 0, (row, requests)
+    assert calls == [3, 2, 2, 2]
+
+
+def test_a_padded_step_keeps_our_rule(calls: list[int]) -> None:
+    """A graph's step, whose padding would be thousands of ranges."""
+    from minisgl.kernel.triton import delta as kernels
+
+    dtype, dim = (torch.float32, 32) if INTERPRETED else (torch.bfloat16, 128)
+    layer = Layer(*((1, 2) if INTERPRETED else (16, 48)), dim, False, dtype)
+    step = layer.step(*SCHEDULE[0])
+    inputs, norm = layer.inputs(step)
+    device = (x.to(DEVICE) for x in inputs)
+    given = on_device(layer.weights), on_device(layer.memory), on_device(step), on_device(norm)
+    kernels.gated_delta(*device, *given)
+    assert calls == []
