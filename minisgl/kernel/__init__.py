@@ -6,7 +6,7 @@ references are in decode.py, delta.py, drafts.py, elementwise.py, fp8.py, fp8_we
 gather.py, hidden.py, logits.py, mxfp4_weights.py, packed_weights.py, random.py, rotary.py,
 sampling.py, ssd.py, states.py and step.py; the Triton kernels are in the package triton.
 
-Import them from their modules.
+This file exports no name: import from the modules.
 """
 
 __all__: list[str] = []

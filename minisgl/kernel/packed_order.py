@@ -110,7 +110,7 @@ def dequantise(weights: OrderedWeights, dtype: torch.dtype) -> Tensor:
 
 def _ordered(chunks: Tensor) -> Tensor:
     """Reorder the codes of chunks. uint8 [n, 64]; returns the same shape."""
-    if chunks.is_meta:  # `minisgl plan` counts bytes, and each operation would take 0.2 ms or more
+    if chunks.is_meta:  # `minisgl plan` counts bytes. An operation on meta tensors takes 0.2 ms.
         return chunks
     columns = torch.stack((chunks & 15, chunks >> 4), dim=-1).view(-1, 4, 2, 2, 4, 2)
     # From (word, half, eight, lane, low) to the order of the codes in memory.

@@ -1,10 +1,10 @@
 """The experts of a few tokens with int4 weights, as products of single warps.
 
 The counterpart of fp8_few.py. Its programs, too, are single warps that choose the experts for
-themselves (moe_choice.py). The matrix unit takes 16 rows at once. A program has 2 to 4 rows of a
-matrix, so that all programs run at the same time. Each row therefore has several parts, and each
-part is a row of the tile. The narrow operand has a column for the vector of each part. Only the
-products of a part with its own vector count.
+themselves (moe_choice.py). The matrix unit takes 16 rows at once, but a program has only 2 to 4
+rows of a matrix, so that all programs run at the same time. Each row of the matrix is cut into
+parts, and each part is a row of the tile. The narrow operand has a column for the vector of each
+part. Only the products of a part with its own vector count.
 
 Bytes: those of the router as in moe_few.py, and 1.5 H I and the headers for each of T * A
 assignments, where A = top_k + shared.

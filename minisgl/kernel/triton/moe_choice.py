@@ -1,8 +1,9 @@
 """The choice of a token's experts: inside the kernels that compute the experts, or in one launch.
 
-For a few tokens, the router stores the logits. Either its last program chooses, or each program of
-the experts chooses again. The programs that choose have one warp, because a reduction over several
-warps needs shared memory and a barrier. `route` is for many tokens, with one warp for each.
+For a few tokens, the router stores the logits. Then either its last program chooses, or each
+program of the experts chooses for itself. A reduction over several warps needs shared memory and a
+barrier. The programs of the experts therefore have one warp, and those of the router few
+(moe_router.py). `route` is for many tokens, with one warp for each token.
 
 The order: the largest value first, of equal ones the lower id.
 """
