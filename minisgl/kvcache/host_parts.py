@@ -1,4 +1,4 @@
-"""The part of a kind of memory that the host tier uses."""
+"""The methods of a kind of memory that the host tier calls."""
 
 from collections.abc import Iterator
 
@@ -9,8 +9,8 @@ from minisgl.kvcache.node import RadixNode
 class HostParts:
     """Moves the parts of a kind in the nodes of the prefix tree to host memory and back.
 
-    The host tier moves parts that hold pages of full attention together with their nodes. The parts
-    of other kinds stay on the GPU: these methods do nothing.
+    Parts that hold pages of full attention move together with their nodes, and their kind overrides
+    these methods. The parts of other kinds stay on the GPU, so the methods here do nothing.
     """
 
     def store_pages(self, node: RadixNode) -> int:

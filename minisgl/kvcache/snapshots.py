@@ -129,8 +129,9 @@ class Snapshots(NodeParts):
     ) -> None:
         """Give a snapshot to its node on the path to `end`.
 
-        before_answer: the last snapshot of another request before the answer that `snapshot` ends.
-        It is kept, because the next turn may leave the answer out.
+        before_answer: given if `snapshot` is the state after an answer, and another request has
+        saved the last snapshot before this answer. `before_answer` is that one. It is kept, because
+        the next turn may leave the answer out.
         """
         tree = self._memory.tree
         node = tree.node_at(end, snapshot.tokens // self._memory.page_size)

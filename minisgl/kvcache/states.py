@@ -209,7 +209,7 @@ class States(CacheKind):
                 self.snapshots.refresh(last)  # the next turn may leave the answer out
             if at - (0 if last is None else last.tokens) >= MIN_NEW_TOKENS:
                 self._save(row, at)
-                # A prompt with few new tokens has no snapshot of its own before its answer.
+                # With few new tokens in the prompt, `last` is the snapshot of an earlier request.
                 before = None if last is None or last.request == saving.request else last
                 for snapshot in self.snapshots.own_of(saving.request):
                     self.snapshots.attach(snapshot, saving.node, before)
