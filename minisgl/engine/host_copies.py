@@ -181,9 +181,9 @@ def _copy_piece(
 
 
 def check_host_cache(config: EngineConfig, kinds: Sequence[object]) -> None:
-    """Raise ConfigError for a host cache beside memory that it does not hold.
+    """Raise ConfigError for a host cache beside further kinds of memory, which it does not hold.
 
-    kinds: of memory, from the extensions.
+    kinds: Extensions.cache_kinds.
     """
     if config.host_cache_gb and kinds:
         raise ConfigError(

@@ -143,11 +143,12 @@ class EncodeImages(Stage):
 
 
 def with_largest_image(batch: Batch, limits: ImageLimits | None) -> list[Batch]:
-    """Return the batch for each half of an image of zeros; the batch alone without images.
+    """Return two batches that encode a large image in halves; without images, the batch alone.
 
-    The image has about the most tokens that an image may have. The step with the first half keeps
-    the image in memory while it computes its own layers. If the tokens of an image attend in both
-    directions, those of one image end the last chunk.
+    The image consists of zeros and has about the most tokens that an image may have. The first
+    batch runs half of the encoder's layers, and keeps their output in memory while it computes the
+    layers of the language model. If the tokens of an image attend in both directions, the last
+    chunk of the batch ends with an image.
     """
     if limits is None:
         return [batch]

@@ -75,7 +75,8 @@ class Start:
         check_host_cache(config, extensions.cache_kinds)
         self._show_progress = comm.tp.rank == 0
         self.stream: torch.cuda.Stream | None = None
-        self._remedy = "; raise cpu_kv_bytes"  # for too little memory for KV pages
+        # Of the error of too little memory for KV pages. The trial of a GPU replaces it.
+        self._remedy = "; raise cpu_kv_bytes"
         self._block_bytes = 0  # of the block that torch keeps for steps
         self.compile_log = CompileLog()
         self.startup = Stopwatch(lambda: self.compile_log.compile_s)

@@ -119,9 +119,10 @@ def rows_that_fit(max_running_reqs: int, row_bytes: int, available: int) -> int:
 def limit_rows(
     config: EngineConfig, row_bytes: int, available: int, comm: Communicator
 ) -> EngineConfig:
-    """Lower max_running_reqs to the requests whose states fit, the same on every rank.
+    """Return the config with max_running_reqs lowered to the requests whose states fit.
 
-    row_bytes, available: as for rows_that_fit. Raises OutOfMemory.
+    The number is the same on every rank. row_bytes, available: as for rows_that_fit.
+    Raises OutOfMemory.
     """
     asked = config.max_running_reqs
     rows = comm.agree_min(rows_that_fit(asked, row_bytes, available))

@@ -30,8 +30,8 @@ class Trial(NamedTuple):
     def remedy(self, weights: int, copies: int, max_chunk_tokens: int) -> str:
         """Return the parts and the flags that change them, for the end of a message.
 
-        weights: the memory that the driver gave for the load of the model. copies: the buffers of a
-        host cache. In bytes.
+        weights: bytes that the driver gave for the load of the model. copies: bytes of the buffers
+        of a host cache.
         """
         return (
             f": weights take {weights}, steps of up to {max_chunk_tokens} prompt tokens "
