@@ -11,7 +11,7 @@ from minisgl.attention.torch import attend_chunk
 from minisgl.kvcache.pool import KVPool
 
 
-def attend_within_images(
+def plan_within_images(
     pool: KVPool, rule: AttentionRule, step: AttentionStep, causal: StepAttention
 ) -> StepAttention:
     """Plan a prefill step whose images attend in both directions (AttentionStep.spans).

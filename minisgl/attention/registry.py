@@ -20,7 +20,7 @@ from minisgl.attention.base import (
 )
 from minisgl.attention.flash_attention import FlashAttention
 from minisgl.attention.flashinfer import FlashInferAttention, FlashInferFa2, FlashInferFa3
-from minisgl.attention.images import attend_within_images
+from minisgl.attention.images import plan_within_images
 from minisgl.attention.torch import TorchAttention
 from minisgl.attention.triton import TritonAttention
 from minisgl.attention.trtllm import TrtllmAttention
@@ -159,7 +159,7 @@ class PhasedAttention(AttentionBackend):
     def _chunks(self, step: AttentionStep) -> StepAttention:
         causal = self.prefill.prepare(step)
         if step.spans:
-            return attend_within_images(self._pool, self._rule, step, causal)
+            return plan_within_images(self._pool, self._rule, step, causal)
         return causal
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
