@@ -37,14 +37,14 @@ class RawValues(NamedTuple):
     in_lines: bool
 
     def read_call(
-        self, reader: Reader, calls: Calls, name: re.Pattern[str], after: str, end: str
+        self, reader: Reader, calls: Calls, name: re.Pattern[str], name_end: str, end: str
     ) -> Steps[None]:
         """Read a call from its name up to `end`, its last tag, which may be missing.
 
-        name: matches names. after: the text after the name.
+        name: matches names. name_end: the text after the name.
         """
         called = yield from reader.run(name)
-        if not (yield from reader.literal(after)):
+        if not (yield from reader.literal(name_end)):
             raise NotACall
         has_argument = yield from reader.token(self.key)
         if not has_argument:
