@@ -56,6 +56,7 @@ class LocalGrammars:
             checked = self._compiler.check(request)
         except InvalidRequest as error:
             return GrammarResult(uid=0, error=error.message, limit=error.limit)
+        # With 0.0, the scheduler compiles the grammar when the request arrives.
         return GrammarResult(uid=0, grammar=msgspec.structs.replace(checked, compile_s=0.0))
 
 

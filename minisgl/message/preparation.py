@@ -99,7 +99,7 @@ class TokenizeResult(WireMessage, frozen=True, kw_only=True):
 class GrammarResult(WireMessage, frozen=True, kw_only=True):
     """The result of CompileGrammar. The error and the fields after it are as in TokenizeResult.
 
-    grammar: its `thinking` is that of no prompt yet. None: there is an error.
+    grammar: without the `thinking`, which depends on the prompt. None: there is an error.
     """
 
     uid: int
