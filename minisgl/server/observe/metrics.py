@@ -86,6 +86,7 @@ class Metrics(Collector):
     """All metrics of one server. Use it in the event loop only.
 
     _numbers, _histograms: the values of each metric by its labels without model_name.
+    _of_stats: for the metrics with `stats`, the functions that read the value of SchedulerStats.
     """
 
     def __init__(
@@ -118,8 +119,10 @@ class Metrics(Collector):
         known = {"key": self._clients}
         self._numbers: dict[str, defaultdict[_Labels, float]] = {}
         declared_numbers = self._declared.gauge | self._declared.counter
-        self._of_stats = {n: attrgetter(m.stats) for n, m in declared_numbers.items() if m.stats}
+        self._of_stats: dict[str, Callable[[messages.SchedulerStats], float]] = {}
         for name, metric in declared_numbers.items():
+            if metric.stats is not None:
+                self._of_stats[name] = attrgetter(metric.stats)
             series = product(*(known.get(label, names) for label, names in metric.labels.items()))
             self._numbers[name] = defaultdict(float, dict.fromkeys(series, 0.0))
         self._histograms: dict[str, dict[_Labels, _Histogram]] = {}
