@@ -1,7 +1,7 @@
-"""The flags of the benchmarks: their types, which reject a wrong value before the benchmark starts.
+"""Adds the flags of the benchmarks. Their types reject a wrong value before the benchmark starts.
 
 add = flags(parser, "workload")
-add("--requests", positive_int, 256, "number of prompts")   # number of prompts (256)
+add("--requests", positive_int, 256, "number of prompts")  # its help: number of prompts (256)
 """
 
 import argparse
@@ -57,10 +57,10 @@ def _at_least(minimum: int, value: int) -> int:
 
 
 def flags(parser: argparse.ArgumentParser, title: str = "") -> Callable[..., None]:
-    """Return a function that adds a flag with a value to a new group; "": outside of any group.
+    """Return a function that adds flags to a new group with this title; "": to no group.
 
-    It takes the name, the type and the default of the flag, a help text to which it adds the
-    default unless that is None or [], and further options of add_argument.
+    The function takes the name, the type and the default of a flag, its help text, and further
+    options of add_argument. It adds the default to the help text, unless that is None or [].
     """
     group = parser.add_argument_group(title) if title else parser
 

@@ -43,8 +43,8 @@ def write_model(name: str, folder: Path, full_vocabulary: bool = False) -> str:
     """Write the files of the model `name` to `folder`, and return the folder.
 
     The folder gets a checkpoint without tensors, because the engine refuses a folder without one.
-    full_vocabulary: True gives every id a text, so that a server sends an event for every token.
-    51 ids are the first byte of a longer character, and this byte waits for the next token.
+    full_vocabulary: True gives every id a text, so that a server sends an event for every token,
+    except for 51 ids: each is the first byte of a longer character, which waits for the next token.
     False builds a tokenizer of single bytes. A model with images also gets the last id as the image
     token, and a chat template. Raises ConfigError for an unknown name.
     """

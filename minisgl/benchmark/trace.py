@@ -7,8 +7,8 @@ Prompts that share their first k hash ids share their first 512 k tokens.
 A trace of agents has three further fields: the id of a request, `after`, the ids of the requests
 that end before it is sent, and gap_ms, the time of a tool or a user between the last end and it.
 It may also have the session and the agent of each request, and `end` in the last one of an agent.
-The next prompt of an agent then begins with the whole prompt before it, also with the tokens of an
-incomplete block, if its blocks before these are the same.
+With sessions, an agent's next prompt begins with the whole prompt before it, an incomplete last
+block included. The condition is that both prompts begin with the same blocks up to that last one.
 """
 
 import heapq
@@ -174,10 +174,10 @@ def replay(
 
 
 def _last_blocks(requests: list[TraceRequest]) -> list[int]:
-    """Return the hash id whose tokens the last block of each prompt has.
+    """Return, for the last block of each prompt, the hash id that gives its tokens.
 
-    An incomplete block has a hash id of its own, but in the next prompt of this agent its tokens
-    begin the block at the same place.
+    An incomplete block has a hash id of its own. If the agent's next prompt begins with this
+    prompt, the block has the first tokens of the block at the same place there.
     """
     last = [request.hash_ids[-1] for request in requests]
     following: dict[tuple[int, int], int] = {}
@@ -186,7 +186,8 @@ def _last_blocks(requests: list[TraceRequest]) -> list[int]:
         if request.session is None:
             continue
         agent = request.session, request.agent
-        after, following[agent] = following.get(agent), index
+        after = following.get(agent)
+        following[agent] = index
         if after is None or requests[after].input_length < request.input_length:
             continue
         ids, place = requests[after].hash_ids, len(request.hash_ids) - 1

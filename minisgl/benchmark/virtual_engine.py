@@ -198,7 +198,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, mixed_factor: float = 1.0)
         metavar="KEY_NS,PAIR_NS,TOKENS:MS,...",
         help="costs of a step, as a server logs them (Qwen3-8B on one H200)",
     )
-    add, server = flags(parser), SchedulerConfig()
+    add, defaults = flags(parser), SchedulerConfig()
     add("--num-pages", positive_int, 49_000, "KV pages of 16 tokens")
     add(
         "--snapshot-pages",
@@ -229,13 +229,13 @@ def add_engine_flags(parser: argparse.ArgumentParser, mixed_factor: float = 1.0)
     add(
         "--target-step-ms",
         nonnegative_float,
-        server.target_step_ms,
+        defaults.target_step_ms,
         "step-time target, as in the server; 0: no target, as in the offline LLM",
     )
     add(
         "--max-slowdown",
         positive_float,
-        server.max_slowdown,
+        defaults.max_slowdown,
         "a step with prompts takes at most this many times the step without, or the target, as in "
         "the server",
     )
