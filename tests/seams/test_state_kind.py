@@ -39,7 +39,7 @@ PROMPT = [(11 * i + 4) % 151 for i in range(43)]
 
 
 class DecaySpec(NamedTuple):
-    """The new kind. Implements layers.mixer.StateSpec."""
+    """The new kind. Implements layers.states.StateSpec."""
 
     layer: int
     dim: int
