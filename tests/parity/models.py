@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ __all__ = [
     "FAMILIES",
     "VOCAB_SIZE",
     "build_model",
+    "greedy_tokens",
     "save_config",
     "transformers_greedy",
     "transformers_logits",
@@ -166,9 +167,26 @@ def transformers_greedy(
     guess: tokens that the result may begin with. One pass of the model checks all of them.
     """
     known = _known_tokens(path, kv, tuple(prompt_ids))
+    return greedy_tokens(
+        lambda ids: transformers_logits(path, ids, kv), prompt_ids, n, known, guess
+    )
+
+
+def greedy_tokens(
+    logits_of: Callable[[list[int]], Tensor],
+    prompt_ids: list[int],
+    n: int,
+    known: list[int],
+    guess: Sequence[int] = (),
+) -> list[int]:
+    """Return the n tokens of greedy decoding after the prompt.
+
+    logits_of: gives the logits of all ids, float32 [len(ids), V]. known: the first of the tokens;
+    the function adds those that it computes. guess: as in transformers_greedy.
+    """
     while len(known) < n:
         drafts = list(guess[len(known) : n - 1])
-        logits = transformers_logits(path, [*prompt_ids, *known, *drafts], kv)
+        logits = logits_of([*prompt_ids, *known, *drafts])
         tokens = logits[len(prompt_ids) + len(known) - 1 :].argmax(-1).tolist()
         for token, draft in zip(tokens, [*drafts, None], strict=True):
             known.append(token)

@@ -3,8 +3,9 @@
 Hits inside images, chunks smaller than an image, preemption, a small image buffer and two ranks.
 """
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -21,6 +22,7 @@ from tests.parity.image_requests import (
     answers,
     request_of,
 )
+from tests.parity.models import greedy_tokens
 from tests.parity.test_scheduler_parity import UNLIMITED, Case, Recorder, prove, run
 from tests.unit.distributed.ranks import run_ranks
 
@@ -54,18 +56,21 @@ def as_request(parts: list[Part]) -> Prompt:
 
 
 @cache
-def expected(name: str, folder: Path) -> tuple[str, list[list[int]]]:
-    """Return the folder of the model, and the tokens of transformers' greedy decoding."""
-    model, path = save(name, folder)
+def saved(name: str, folder: Path) -> tuple[Any, str, list[list[int]]]:
+    """Return a model, its path, and the known tokens after each prompt."""
+    return *save(name, folder), [[] for _ in prompts()]
+
+
+def expected(name: str, folder: Path, guesses: list[list[int]]) -> list[list[int]]:
+    """Return the tokens of transformers' greedy decoding. guesses: as in transformers_greedy."""
+    model, _, known = saved(name, folder)
     found = []
-    for parts in prompts():
-        ids, _ = as_request(parts)
-        ids = [IMAGE if token < 0 else token for token in ids]
+    for parts, tokens, guess in zip(prompts(), known, guesses, strict=False):
+        ids = [IMAGE if token < 0 else token for token in as_request(parts)[0]]
         seeds = [part[0] for part in parts if isinstance(part, tuple)]
-        for _ in range(TOKENS):
-            ids.append(int(logits_of(model, ids, seeds)[-1].argmax()))
-        found.append(ids[-TOKENS:])
-    return path, found
+        logits = partial(logits_of, model, seeds=seeds)
+        found.append(greedy_tokens(logits, ids, TOKENS, tokens, guess))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +89,13 @@ CASES = [
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
 def test_answers_equal_those_of_transformers(name: str, case: Case, folder: Path) -> None:
     """A crowded run has the window pages of three requests with images."""
-    path, wanted = expected(name, folder)
+    path = saved(name, folder)[1]
     requests = [as_request(parts) for parts in prompts()]
     given = [ids for ids, _ in requests], [images for _, images in requests]
     reserve = WindowLayers(20, 0).reserve(case.page_size, COUNT)
     with patch.object(test_scheduler_parity, "few_window_pages", lambda *_: 3 * reserve):
         outputs, scheduler, recorder = run(path, case, [SAMPLING], None, None, *given, **SMALL)
-    assert outputs == wanted * case.waves
+    assert outputs == expected(name, folder, outputs) * case.waves
     if case.chunk < UNLIMITED:  # else the buffer of images divides prompts
         prove(case, scheduler, recorder)
     check_spans(recorder, case)
@@ -112,6 +117,7 @@ def check_spans(recorder: Recorder, case: Case) -> None:
 
 
 def test_two_ranks_give_the_answers_of_one(folder: Path, tmp_path: Path) -> None:
-    path, wanted = expected("window-20", folder)
+    path = saved("window-20", folder)[1]
     requests = [as_request(parts) for parts in prompts()]
-    assert run_ranks(2, tmp_path, answers, path, requests, SMALL) == [wanted] * 2
+    found = run_ranks(2, tmp_path, answers, path, requests, SMALL)
+    assert found == [expected("window-20", folder, found[0])] * 2

@@ -3,8 +3,9 @@
 Chunks through images, preemption, hits inside images, drafts, ranks and a small image buffer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from sys import getrefcount
 from typing import Any
@@ -29,30 +30,41 @@ from tests.parity.image_requests import (
     prompts,
     scheduler_of,
 )
+from tests.parity.models import greedy_tokens
 from tests.parity.test_scheduler_parity import UNLIMITED, Case, prove, run
 from tests.unit.distributed.ranks import run_ranks
 from tests.unit.scheduler.drafts import ChangingDrafts
 
 
-def greedy(model: Any, parts: Sequence[Part]) -> list[int]:
-    """Return the tokens of transformers' greedy decoding, without a cache."""
+def greedy(model: Any, parts: Sequence[Part], known: list[int], guess: Sequence[int]) -> list[int]:
+    """Return the tokens of transformers' greedy decoding. known, guess: as in greedy_tokens."""
     ids, images = as_request(parts)
     ids = [IMAGE if token < 0 else token for token in ids]
     pictures = [picture_of(*part) for part in parts if not isinstance(part, int)]
     given = processed(pictures) if images else {}
-    for _ in range(TOKENS):
+
+    @torch.inference_mode()
+    def logits_of(ids: list[int]) -> torch.Tensor:
         tokens = torch.tensor([ids])
         kinds = (tokens == IMAGE).int()
-        logits = model(input_ids=tokens, mm_token_type_ids=kinds, **given).logits
-        ids.append(int(logits[0, -1].argmax()))
-    return ids[-TOKENS:]
+        logits: torch.Tensor = model(input_ids=tokens, mm_token_type_ids=kinds, **given).logits[0]
+        return logits
+
+    return greedy_tokens(logits_of, ids, TOKENS, known, guess)
 
 
 @cache
-def expected(name: str, folder: Path) -> tuple[str, list[list[int]]]:
-    model, path = save(name, folder)
-    with torch.inference_mode():
-        return path, [greedy(model, parts) for parts in prompts()]
+def saved(name: str, folder: Path) -> tuple[Any, str, list[list[int]]]:
+    """Return a model, its path, and the known tokens after each prompt."""
+    return *save(name, folder), [[] for _ in prompts()]
+
+
+def expected(
+    name: str, folder: Path, guesses: Iterable[Sequence[int]] = repeat(())
+) -> list[list[int]]:
+    """Return the tokens of transformers after the prompts."""
+    model, _, known = saved(name, folder)
+    return [greedy(model, *each) for each in zip(prompts(), known, guesses, strict=False)]
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +84,11 @@ CASES = [
 @pytest.mark.parametrize(("name", "case"), CASES, ids=str)
 def test_answers_equal_those_of_transformers(name: str, case: Case, folder: Path) -> None:
     """The buffer has room for three of the images, so that others replace them."""
-    path, wanted = expected(name, folder)
+    path = saved(name, folder)[1]
     requests = [as_request(parts) for parts in prompts()]
     given = [ids for ids, _ in requests], [images for _, images in requests]
     outputs, scheduler, recorder = run(path, case, [SAMPLING], None, None, *given, **SMALL)
-    assert outputs == wanted * case.waves
+    assert outputs == expected(name, folder, outputs) * case.waves
     assert scheduler.stats().images.encoded >= 4, "the buffer is too small for all images"
     divided = {image.first > 0 for batch in recorder.batches for image in batch.images}
     assert True in divided or case.chunk > 1
@@ -86,7 +98,7 @@ def test_answers_equal_those_of_transformers(name: str, case: Case, folder: Path
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3-vl"])
 def test_drafts_do_not_change_answers_to_images(name: str, folder: Path) -> None:
-    path, wanted = expected(name, folder)
+    path, wanted = saved(name, folder)[1], expected(name, folder)
     requests = [as_request(parts) for parts in prompts()]
     given = [ids for ids, _ in requests], [images for _, images in requests]
     drafts = ChangingDrafts(7)
@@ -129,6 +141,7 @@ def test_an_idle_engine_keeps_no_pixels(folder: Path) -> None:
 
 
 def test_two_ranks_give_the_answers_of_one(folder: Path, tmp_path: Path) -> None:
-    path, wanted = expected("qwen3-vl", folder)
+    path = saved("qwen3-vl", folder)[1]
     requests = [as_request(parts) for parts in prompts()]
-    assert run_ranks(2, tmp_path, answers, path, requests, SMALL) == [wanted] * 2
+    found = run_ranks(2, tmp_path, answers, path, requests, SMALL)
+    assert found == [expected("qwen3-vl", folder, found[0])] * 2
