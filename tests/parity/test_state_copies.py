@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minisgl.core.batch import StateCopies
 from minisgl.distributed.comm import Communicator
-from minisgl.engine import stages
+from minisgl.engine import state_copies
 from minisgl.engine.states import RowStates
 from minisgl.kernel.dispatch import copy_states
 from tests.parity import hybrid
@@ -139,6 +139,6 @@ def test_a_wrong_copy_changes_the_tokens_of_every_model(
         if not saves:
             mutation(states, rows)
 
-    monkeypatch.setattr(stages, "copy_states", wrong)
+    monkeypatch.setattr(state_copies, "copy_states", wrong)
     tokens = run(Driver(engine), saved_at)
     assert tokens != expected(hybrid_path(name), tokens)
