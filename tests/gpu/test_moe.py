@@ -277,18 +277,22 @@ def test_experts_of_few(
     assert not semaphores.any()
 
 
-@pytest.mark.parametrize("tokens", [3, 40])
-def test_backend_routes_by_sigmoids(tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "dtype"),
+    [(3, torch.bfloat16), (40, MATRIX_DTYPES[-1])],  # matrix products compute many tokens
+    ids=["few", "many"],
+)
+def test_backend_routes_by_sigmoids(tokens: int, dtype: torch.dtype) -> None:
     """Few and many tokens get the experts of logits that are not rounded to 16 bits."""
     from minisgl.moe.triton_backend import TritonMoe
 
-    x, weights = normal(tokens, 128, dtype=torch.bfloat16), layer(17, 128, 48, torch.bfloat16)
-    router = router_of(17, 128, torch.bfloat16, 4, shared=1)
+    x, weights = normal(tokens, 128, dtype=dtype), layer(17, 128, 48, dtype)
+    router = router_of(17, 128, dtype, 4, shared=1)
     router = router._replace(shared_gate=False, correction=8 + normal(16), scale=2.5)
     out = TritonMoe(torch.device(DEVICE)).forward(x, router, weights)
     logits = x.double() @ router.weight[:16].double().T
     routing = reference_route(logits.float(), router)
-    assert error(out, expected(x, weights, *routing)) < 2 * TOLERANCE[torch.bfloat16]
+    assert error(out, expected(x, weights, *routing)) < 2 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 5, 33])
