@@ -39,7 +39,7 @@ from minisgl.core.batch import Int32Array
 from minisgl.kernel.contexts import ContextCopy
 from minisgl.kernel.dispatch import add_sinks, gather_kv, kv_metadata
 from minisgl.kernel.gather import first_pages
-from minisgl.kvcache.pool import KVPool
+from minisgl.kvcache.pool import KVPool, KVSpec
 
 _MIN_WORKSPACE_BYTES = 128 * 2**20  # the size that FlashInfer's documentation recommends
 _MAX_QUERY_ROWS = 128  # query rows of one block of the fa2 kernels
@@ -54,14 +54,15 @@ _SMALL_GROUP = 2
 _FEW_TOKENS = 128
 
 
-def workspace_bytes(multiprocessors: int, group: int, head_dim: int) -> int:
+def workspace_bytes(multiprocessors: int, q_heads: int, kv: KVSpec) -> int:
     """Return the size of FlashInfer's float workspace, in bytes.
 
     The workspace holds the float32 results of split contexts: over all KV heads, at most one part
-    for each block. multiprocessors: of the GPU. group: query heads for each KV head.
+    for each block. multiprocessors: of the GPU. q_heads, kv: the heads of one rank.
     """
+    group = q_heads // kv.kv_heads
     parts = _BLOCKS_PER_MULTIPROCESSOR * multiprocessors * group * _MAX_QUERY_ROWS
-    return max(_MIN_WORKSPACE_BYTES, parts * (head_dim + 1) * 4)
+    return max(_MIN_WORKSPACE_BYTES, parts * (kv.head_dim + 1) * 4)
 
 
 class _Planner:
@@ -128,9 +129,7 @@ class FlashInferAttention(AttentionBackend):
         self._prefill_options = {**self._types, **mask}
         properties = torch.cuda.get_device_properties(pool.device)
         self._blocks = _BLOCKS_PER_MULTIPROCESSOR * properties.multi_processor_count
-        size = workspace_bytes(
-            properties.multi_processor_count, q_heads // spec.kv_heads, spec.head_dim
-        )
+        size = workspace_bytes(properties.multi_processor_count, q_heads, spec)
         self._workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
         major, minor = torch.cuda.get_device_capability(pool.device)
         self._variants = variants = self._prefill_variants(10 * major + minor)

@@ -110,7 +110,7 @@ def cost_of(model: ModelSpec, tp: int = 1, fp8_kv: bool = False) -> Cost:
     return total._replace(
         weight_bytes=total.weight_bytes // tp,
         operations=total.operations // tp,
-        kv_bytes=sum(kv.token_bytes // min(tp, kv.kv_heads) for kv in kinds),
+        kv_bytes=sum(kv.of_rank(tp).token_bytes for kv in kinds),
         expert_bytes=total.expert_bytes // tp,
         reduces=1 + sum(1 + len(one.mlps) + (one.input is not None) for one in model.layers),
         reduce_bytes=2 * model.hidden_size,

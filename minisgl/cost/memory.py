@@ -64,12 +64,12 @@ def remainder_bytes(
     # Layers of one rule share a copy of a context (kernel/contexts.py). Attention of prompts reads
     # an FP8 pool by copies only.
     copied = workspaces = 0
-    for rule, kv in {mixer.rule: mixer.kv for mixer in model.kv_layers}.items():
-        group = model.q_heads // kv.kv_heads
-        workspaces += workspace_bytes(_MULTIPROCESSORS, group, kv.head_dim)
-        if spec.fp8 or (gpu.copies and ContextCopy.may_pay(rule.window, group)):
+    for rule, mixer in {mixer.rule: mixer for mixer in model.kv_layers}.items():
+        q_heads, kv = mixer.q_heads // tp, mixer.kv.of_rank(tp)
+        workspaces += workspace_bytes(_MULTIPROCESSORS, q_heads, kv)
+        if spec.fp8 or (gpu.copies and ContextCopy.may_pay(rule.window, q_heads // kv.kv_heads)):
             keys = context if rule.window is None else min(context, max_chunk_tokens + rule.window)
-            copied += 2 * keys * max(kv.kv_heads // tp, 1) * kv.head_dim * item
+            copied += 2 * keys * kv.kv_heads * kv.head_dim * item
     shared = _PEER_BYTES if tp > 1 else 0
     # Eager steps and graphs have memory of their own.
     tokens = max_chunk_tokens + rows + (max(sizes, default=0) if shapes else 0)

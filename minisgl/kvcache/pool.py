@@ -36,6 +36,13 @@ class KVSpec(NamedTuple):
         """The bytes of the key and the value of one token in one layer."""
         return self.stored_bytes + (2 * self.kv_heads * _SCALE_BYTES if self.fp8 else 0)
 
+    def of_rank(self, tp_size: int) -> "KVSpec":
+        """Return the state on one of `tp_size` ranks, for a spec of the whole model.
+
+        If the model has fewer KV heads than ranks, each rank holds a copy of one head.
+        """
+        return self._replace(kv_heads=max(self.kv_heads // tp_size, 1))
+
 
 def kv_page_bytes(spec: KVSpec, num_layers: int, page_size: int) -> int:
     """Return the bytes of one page of `page_size` tokens: keys and values of all layers."""

@@ -153,6 +153,5 @@ def local_kv_specs(
 ) -> tuple[KVSpec, ...]:
     """The state that a layer of each KV pool keeps for a token on this rank, in `dtype` or FP8."""
     return tuple(
-        spec._replace(kv_heads=max(spec.kv_heads // comm.tp.size, 1), dtype=dtype, fp8=fp8)
-        for spec in config.kv_specs
+        spec.of_rank(comm.tp.size)._replace(dtype=dtype, fp8=fp8) for spec in config.kv_specs
     )
