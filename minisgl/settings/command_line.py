@@ -133,7 +133,7 @@ def build_parser() -> ArgumentParser:
     return parser
 
 
-def _argument(flag: dict[str, Any]) -> dict[str, Any]:
+def _argument(flag: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of add_argument for one flag. `to` becomes `dest`."""
     argument: dict[str, Any] = {}
     default: Any = None
