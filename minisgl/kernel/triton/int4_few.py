@@ -50,8 +50,8 @@ def _vectors(at, left, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _in_place(v, FAST: tl.constexpr):
-    """Return v. Its load stays before the first use of any vector.
+def _optimization_barrier(v, FAST: tl.constexpr):
+    """Return v. The compiler moves no load of v behind this point.
 
     Otherwise Triton 3.6 moves the load to the use of v, behind the barrier of the use before.
     """
@@ -130,7 +130,7 @@ def _gate_up(
             k = (turn * STEPS + s) * (PARTS * 128)
             vectors += (_vectors(x + token * x_stride + k, width - k, PARTS),)
         for s in tl.static_range(STEPS):
-            held += (_in_place(vectors[s], FAST),)
+            held += (_optimization_barrier(vectors[s], FAST),)
         for s in tl.static_range(STEPS):
             total += _products(words[s], packed[s], held[s], True, FAST)
     sums = tl.sum(tl.reshape(_own(total, part), [2, PARTS, ROWS]), axis=1)
@@ -196,7 +196,7 @@ def _down(
         for j in tl.static_range(EACH):
             vectors += (_vectors(hidden + (token * EACH + j) * inner + k, inner - k, PARTS),)
         for j in tl.static_range(EACH):
-            held += (_in_place(vectors[j], FAST),)
+            held += (_optimization_barrier(vectors[j], FAST),)
         for j in tl.static_range(EACH):
             total += _products(words[j], packed[j], held[j], SCALED, FAST) * shares[j]
     value = tl.sum(tl.reshape(_own(total, part), [PARTS, ROWS]), axis=0)

@@ -27,19 +27,20 @@ _HIGH = tl.constexpr(-0x10000)  # the high 16 bits
 class Rule(NamedTuple):
     """How the experts of a token follow from its logits: a constant of the kernels.
 
-    experts      of the router. The shared ones follow them.
-    width        experts, rounded up to a power of two.
-    top_k        experts that the router chooses for a token.
-    shared       experts that compute every token.
-    gated        whether the logit after those of the experts weighs the shared ones.
-    sigmoid      whether the scores are the sigmoids of the logits.
-    scale        of the weights of the chosen experts.
-    renormalise  whether these weights are first divided by their sum.
-    short        whether the values of the choice are bfloat16 numbers: 16 bits of a key are free.
+    experts         of the router. The shared ones follow them.
+    padded_experts  experts, rounded up to a power of two.
+    top_k           experts that the router chooses for a token.
+    shared          experts that compute every token.
+    gated           whether the logit after those of the experts weighs the shared ones.
+    sigmoid         whether the scores are the sigmoids of the logits.
+    scale           of the weights of the chosen experts.
+    renormalise     whether these weights are first divided by their sum.
+    short           whether the values of the choice are bfloat16 numbers, which leave 16 bits of a
+                    key free.
     """
 
     experts: int
-    width: int
+    padded_experts: int
     top_k: int
     shared: int
     gated: bool
@@ -72,13 +73,13 @@ def rule_of(router: Router, num_experts: int, dtype: torch.dtype) -> Rule:
 
 @triton.jit
 def ranked(logits, correction, RULE: tl.constexpr):
-    """Return the scores [width] of a token's experts, and int32 keys in the order of the choice.
+    """Return the scores of a token's experts, and int32 keys in the order of the choice.
 
-    logits: a pointer to the logits of the token; NaN counts as -inf. The scores are the logits, or
-    their sigmoids. correction: float32 [experts], added to the sigmoids for the choice; not read
-    without sigmoids.
+    Both are [padded_experts]. The scores are the logits, or their sigmoids. logits: a pointer to
+    the logits of the token; NaN counts as -inf. correction: float32 [experts], added to the
+    sigmoids for the choice; not read without sigmoids.
     """
-    ids = tl.arange(0, RULE.width)
+    ids = tl.arange(0, RULE.padded_experts)
     inside = ids < RULE.experts
     logit = tl.load(logits + ids, mask=inside, other=float("-inf")).to(tl.float32)
     score = tl.where(logit == logit, logit, float("-inf"))
@@ -101,13 +102,13 @@ def _flipped(bits):
 @triton.jit
 def take_largest(keys, RULE: tl.constexpr):
     """Return the id of the largest key, the key, and the keys without it."""
-    ids = tl.arange(0, RULE.width)
+    ids = tl.arange(0, RULE.padded_experts)
     # A reduction of int32 is one instruction of a warp. One of int64 is ten.
     largest = tl.max(keys, axis=0)
     if RULE.short:
         found = 0xFFFF - (largest & 0xFFFF)
     else:
-        found = tl.min(tl.where(keys == largest, ids, RULE.width), axis=0)
+        found = tl.min(tl.where(keys == largest, ids, RULE.padded_experts), axis=0)
     return found, largest, tl.where(ids == found, _NONE, keys)
 
 
@@ -128,7 +129,7 @@ def all_chosen(logits, correction, RULE: tl.constexpr):
     TOP_K: tl.constexpr = RULE.top_k
     SHARED: tl.constexpr = RULE.shared
     score, keys = ranked(logits, correction, RULE)
-    ids = tl.arange(0, RULE.width)
+    ids = tl.arange(0, RULE.padded_experts)
     most = tl.max(score, axis=0)
     experts, masses, total = (), (), 0.0
     for _ in tl.static_range(TOP_K):
