@@ -5,8 +5,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-_Ids = NDArray[np.int32]
-
 
 class PageCopier(Protocol):
     """Copies pages of the KV pool to blocks of host memory and back, beside the steps.
@@ -28,7 +26,9 @@ class PageCopier(Protocol):
     def wait_open(self, count: int) -> None:
         """Wait until copies may use the first `count` blocks, as on rank 0."""
 
-    def start(self, job: int, pages: _Ids, blocks: _Ids, load: bool) -> None:
+    def start(
+        self, job: int, pages: NDArray[np.int32], blocks: NDArray[np.int32], load: bool
+    ) -> None:
         """Begin to copy pages to blocks, or blocks to pages (load), and do not wait.
 
         pages, blocks: int32 [n]. Copies in one direction end in the order of their starts.

@@ -249,11 +249,11 @@ def pages_that_fit(
     if not of_windows:
         return [min(available // of_full, useful)]
     full = -(-min(config.kv_request_tokens, length) // size)
-    least = resolved.window_pages(size)
-    request_bytes = full * of_full + min(least, full) * of_windows[0]
+    reserve = resolved.window_pages(size)
+    request_bytes = full * of_full + min(reserve, full) * of_windows[0]
     pages = min(available * full // request_bytes, useful) if of_full else useful
     # A window that is nearly as long as the context reserves more pages than the context has.
-    return [pages, min((available - pages * of_full) // of_windows[0], max(pages, least))]
+    return [pages, min((available - pages * of_full) // of_windows[0], max(pages, reserve))]
 
 
 def largest_chunk(model: ModelSpec, max_chunk_tokens: int, page_size: int) -> int:

@@ -122,13 +122,13 @@ def make_plan(
     available = memory.kv_bytes_left(config, gpu.memory_bytes, taken)
     size = config.page_size
     pages, window_pages = _pages(config, resolved, available, build)
-    tokens, most_windows = pages * size, resolved.window_pages(size)
+    tokens, reserve = pages * size, resolved.window_pages(size)
 
     def requests_of(length: int) -> int:
         """The number of requests of `length` tokens that fit."""
-        if not most_windows:
+        if not reserve:
             return tokens // length
-        return min(tokens // length, window_pages // min(most_windows, -(-length // size)))
+        return min(tokens // length, window_pages // min(reserve, -(-length // size)))
 
     cost = cost_of(model, tp.size, fp8_kv)
     cost = with_weights(cost, model, stored, tp.size)
