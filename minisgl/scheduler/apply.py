@@ -168,7 +168,7 @@ def _admit(view: View, req: Req, hit: Hit) -> None:
         req.known_tokens = hit.known_pages * view.memory.page_size
     req.state = ReqState.PREFILL
     view.prefilling.append(req)
-    view.uncached[req] = None
+    view.unpublished[req] = None
 
 
 def rejoin(view: View, rows: Int32Array) -> None:
@@ -208,7 +208,7 @@ def remove(view: View, req: Req) -> None:
         view.prefilling.remove(req)
     elif req.state is ReqState.DECODE:
         view.decode_rows = view.decode_rows[view.decode_rows != req.row]
-    view.uncached.pop(req, None)
+    view.unpublished.pop(req, None)
     view.paused.pop(req, None)
     view.table.running[req.row] = False
     req.state = ReqState.ENDING
@@ -218,7 +218,7 @@ def enqueue(view: View, req: Req) -> None:
     """Put a new or a preempted request into the queue."""
     req.state = ReqState.WAITING
     cached = view.memory.match(req).tokens
-    others = chain(view.uncached, islice(reversed(view.waiting), MAX_DEFERRED))
+    others = chain(view.unpublished, islice(reversed(view.waiting), MAX_DEFERRED))
     shared, older = view.shared_with_older(req, cached, others)
     req.uncached_tokens = len(req.tokens) - (shared or cached)
     if older is not None and shared not in older.prefixes.shared:

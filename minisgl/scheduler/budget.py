@@ -1,4 +1,4 @@
-"""`step_prices`: the number of prompt tokens of the next step, and its prices of images."""
+"""`step_budget`: the number of prompt tokens of the next step, and its prices of images."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ MAX_QUEUE_FACTOR = 4.0
 EVEN_STEP_TOKENS = 512  # larger steps hardly lower the time per token of an 8B model
 
 
-def step_prices(view: View, prefilling: Sequence[Req], decode: Decode, urgent: bool) -> ImagePrices:
+def step_budget(view: View, prefilling: Sequence[Req], decode: Decode, urgent: bool) -> ImagePrices:
     """Return the largest number of prompt tokens of the next step, and the prices of its images.
 
     prefilling: the admitted prompts. If it is empty, `view.waiting` is not. decode: the rows that
@@ -66,10 +66,10 @@ def step_prices(view: View, prefilling: Sequence[Req], decode: Decode, urgent: b
 def further_tokens(view: View, prefilling: Sequence[Req], decode: Decode) -> int:
     """Return the largest number of prompt tokens of a step with further choices of running calls.
 
-    As step_prices for prompts of later priorities. If a step of the next preferred size would be
+    As step_budget for prompts of later priorities. If a step of the next preferred size would be
     too long, the result is exactly the smallest chunk.
     """
-    tokens = step_prices(view, prefilling, decode, urgent=False).budget
+    tokens = step_budget(view, prefilling, decode, urgent=False).budget
     work = view.work(decode)
     whole_s = view.cost.predict_s(work._replace(tokens=work.tokens + tokens))
     slowdown = min(view.config.max_slowdown, LOW_SLOWDOWN)
@@ -136,7 +136,7 @@ def _limit_s(view: View, prefilling: Sequence[Req], work: StepWork, urgent: bool
         return MAX_STEP_S
     slowdown = config.max_slowdown if urgent else min(config.max_slowdown, LOW_SLOWDOWN)
     limit_s = max(config.target_step_ms / 1000, slowdown * view.cost.predict_s(work))
-    queued = {(r.priority, r.client): 0 for r in prefilling} | waiting.uncached
+    queued = {(r.priority, r.client): 0 for r in prefilling} | waiting.uncached_tokens
     shortest = min(queued.values()) if urgent else 0
     # A request that arrives during step n enters step n + 2, so it waits for two steps.
     most = MAX_QUEUE_FACTOR / 2 if shared else MAX_QUEUE_FACTOR

@@ -10,7 +10,7 @@ import numpy as np
 from minisgl.core.config import smallest_chunk
 from minisgl.kvcache.memory import Room
 from minisgl.kvcache.node import Hit
-from minisgl.scheduler.budget import further_tokens, step_prices
+from minisgl.scheduler.budget import further_tokens, step_budget
 from minisgl.scheduler.image_room import ImageRoom
 from minisgl.scheduler.request import Req
 from minisgl.scheduler.view import Carry, Decode, StepPlan, View
@@ -77,7 +77,7 @@ class Filling:
         self.left = self._open_step(urgent)
 
     def _open_step(self, urgent: bool) -> int:
-        """Return the prompt tokens of the step. urgent: as for step_prices.
+        """Return the prompt tokens of the step. urgent: as for step_budget.
 
         The decoding rows set the prices of images. The image that the newest step left takes its
         part first. If other clients may wait for the end of the step, further choices of calls that
@@ -94,7 +94,7 @@ class Filling:
             calls = view.table.call[view.with_paused(self.beside.rows)]
             self._decoding_calls = {*calls.tolist()}
         starts = ((req, view.rest(req)[0]) for req in prefilling)
-        prices = step_prices(view, prefilling, self.beside, urgent)
+        prices = step_budget(view, prefilling, self.beside, urgent)
         return self.images.resume(starts, prices, len(prefilling) + len(view.waiting) > 1)
 
     def take_passed(self) -> bool:
@@ -126,7 +126,8 @@ class Filling:
             return decode, {}
         rows = view.with_paused(view.decode_rows)
         served = np.bincount(table.client[rows], minlength=len(number)).tolist()
-        if all(served[number[client]] for _, client in chain(view.waiting.uncached, self._prompts)):
+        prompts = chain(view.waiting.uncached_tokens, self._prompts)
+        if all(served[number[client]] for _, client in prompts):
             return decode, {}
         keys = [(level, client) for level, clients in self.levels() for client in clients]
         first = {key: self._first_tokens(*key) for key in keys if not served[number[key[1]]]}
@@ -155,7 +156,7 @@ class Filling:
 
     def levels(self) -> Iterator[tuple[int, list[str]]]:
         """The priorities with prompts in their order, each with its clients in their order."""
-        keys = {*self._view.waiting.uncached, *self._prompts}
+        keys = {*self._view.waiting.uncached_tokens, *self._prompts}
         for level in sorted({level for level, _ in keys}):
             yield level, self._shares.in_order(client for of, client in keys if of == level)
 
@@ -224,7 +225,7 @@ class Filling:
     def _waits_for_others(self, req: Req, hit: Hit, loads: bool) -> bool:
         """An older request computes a prefix of `req`, or the host tier loads enough others."""
         view = self._view
-        others = (r for r in chain(view.uncached, self._admit) if r is not self._victim)
+        others = (r for r in chain(view.unpublished, self._admit) if r is not self._victim)
         shared, _ = view.shared_with_older(req, hit.tokens, others)
         return shared > 0 or (loads and len(view.loading) + len(self._load) == MAX_LOADING)
 
@@ -250,7 +251,7 @@ class Filling:
 
         Forced tokens are none. A preempted request computes a part of its tokens again.
         """
-        again = req.row < 0 or req in self._view.uncached
+        again = req.row < 0 or req in self._view.unpublished
         return req.call in self._decoding_calls and (again or not req.prefill_done)
 
     def plan(self, decode: Decode, paused_steps: int = 0) -> StepPlan:

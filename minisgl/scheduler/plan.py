@@ -23,7 +23,7 @@ def plan(view: View, may_pause: bool = True) -> StepPlan:
        attention run short, the step has no drafts, the oldest requests get the free pages, and the
        newest one is preempted. When another kind of memory runs short, a request gets fewer drafts,
        or leaves the step.
-    2. Admitted prompts get chunks, in order of admission, up to the budget (`step_prices`).
+    2. Admitted prompts get chunks, in order of admission, up to the budget (`step_budget`).
     3. Waiting requests are admitted, in the order of the queue, while prompt tokens, a row and
        pages are left. A request waits while an older request computes a prefix that both share.
 
@@ -46,7 +46,7 @@ def plan(view: View, may_pause: bool = True) -> StepPlan:
     memory, none = view.memory, view.decode_rows[:0]
     room = Room(memory, memory.available, [kind.room() for kind in memory.kinds], none, none)
     found = decoding(view, room)
-    if found.admit and not (view.prefilling or view.waiting.uncached):  # no Python loop
+    if found.admit and not (view.prefilling or view.waiting.uncached_tokens):  # no Python loop
         return StepPlan(found.decode, room.grown, room.counts, carry=Carry(view.carry.overtakes))
     fill = Filling(view, room, found, may_pause and view.carry.paused_steps < MAX_PAUSES)
     if not fill.take_passed():

@@ -93,12 +93,12 @@ class Results:
     def _publish(self, req: Req) -> None:
         """Let other requests use the KV of a complete prompt.
 
-        A prompt with non-finite logits has ended, and is not in `uncached`. Neither is a request
+        A prompt with non-finite logits has ended, and is not in `unpublished`. Neither is a request
         whose chunk held forced tokens.
         """
         view = self._view
-        if req in view.uncached:
-            del view.uncached[req]
+        if req in view.unpublished:
+            del view.unpublished[req]
             view.memory.publish(req.row, req, int(view.table.prefill_end[req.row]))
 
     def _read_drafts(self, batch: Batch, result: StepResult, new: NewTokens) -> None:

@@ -84,7 +84,7 @@ class View:
     """The requests, their memory and their order. A plan reads it, and changes nothing.
 
     Only apply.py makes the changes of a plan. Messages and results of steps change the rest: the
-    cost, the newest completed step, the prompts that are published (uncached), aborts in the queue,
+    cost, the newest completed step, the prompts that are not published yet, aborts in the queue,
     and tokens. Before each plan, rules on the View itself raise a delayed request, enqueue requests
     whose loads have ended, and drop pages that no later step reads.
 
@@ -112,7 +112,7 @@ class View:
         paused, or in state ENDING.
     I2  decode_rows holds the decoding requests with a step left to launch, in the order in which
         they began to decode.
-    I3  uncached holds the running requests whose prompt is not in the prefix cache yet, in order
+    I3  unpublished holds the running requests whose prompt is not in the prefix cache yet, in order
         of admission.
     """
 
@@ -142,7 +142,7 @@ class View:
         self.sizes = step_sizes(config.prefill_budget_tokens + rows + 1024)
         self.waiting = WaitingQueue()
         self.prefilling: list[Req] = []
-        self.uncached: dict[Req, None] = {}  # a dict keeps the order
+        self.unpublished: dict[Req, None] = {}  # a dict keeps the order
         self.decode_rows: Int32Array = np.empty(0, dtype=np.int32)
         self.paused: dict[Req, None] = {}
         self.loading: dict[Req, int] = {}
@@ -156,7 +156,7 @@ class View:
     @property
     def has_prompts(self) -> bool:
         """Requests have prompt tokens that are not launched."""
-        return bool(self.prefilling or self.waiting.uncached)
+        return bool(self.prefilling or self.waiting.uncached_tokens)
 
     def running_rows(self) -> Int32Array:
         """Return the rows of the decoding and the admitted requests, int32."""
@@ -174,7 +174,8 @@ class View:
 
     def has_urgent(self, prefilling: Iterable[Req]) -> bool:
         """A prompt that waits or is in `prefilling` has the first priority in use."""
-        waits = any(level <= self.waiting.first_priority for level, _ in self.waiting.uncached)
+        first = self.waiting.first_priority
+        waits = any(level <= first for level, _ in self.waiting.uncached_tokens)
         return waits or any(map(self.waiting.is_first, prefilling))
 
     def shared_with_older(

@@ -23,21 +23,21 @@ class WaitingQueue:
     clients. An offline run has one client, one priority and one call, so its queue is first in,
     first out.
 
-    first_priority  the lowest priority number in use.
-    several_priorities    several priorities are in use.
-    clients        a number for every client so far; the API server has a fixed number of them.
-    uncached       by priority and client: the sum of Req.uncached_tokens. It has a key exactly if a
-                   request of them waits, even at a sum of 0.
-    _queues   by priority and client: the waiting requests.
-    _reqs     all requests in the order in which they began to wait. It is a dict and not a set,
-              because it keeps the order.
+    first_priority      the lowest priority number in use.
+    several_priorities  several priorities are in use.
+    clients             a number for every client so far; the API server has a fixed number of them.
+    uncached_tokens     by priority and client: the sum of Req.uncached_tokens. It has a key exactly
+                        if a request of them waits, even at a sum of 0.
+    _queues             by priority and client: the waiting requests.
+    _reqs               all requests in the order in which they began to wait. It is a dict and not
+                        a set, because it keeps the order.
     """
 
     def __init__(self) -> None:
         self.first_priority = 0
         self.several_priorities = False
         self.clients: dict[str, int] = {}
-        self.uncached: Counter[tuple[int, str]] = Counter()
+        self.uncached_tokens: Counter[tuple[int, str]] = Counter()
         self._queues: dict[tuple[int, str], CallOrder] = {}
         self._reqs: dict[Req, None] = {}
         self._recent: deque[int] = deque(maxlen=RECENT_REQS)
@@ -103,7 +103,7 @@ class WaitingQueue:
 
     def _insert(self, req: Req, first: bool) -> None:
         key = req.priority, req.client
-        self.uncached[key] += req.uncached_tokens
+        self.uncached_tokens[key] += req.uncached_tokens
         turns = self._queues.setdefault(key, CallOrder())
         if first:
             turns.put_first(req)
@@ -112,10 +112,10 @@ class WaitingQueue:
 
     def _take(self, req: Req) -> None:
         key = req.priority, req.client
-        self.uncached[key] -= req.uncached_tokens
+        self.uncached_tokens[key] -= req.uncached_tokens
         self._queues[key].remove(req)
         if not self._queues[key]:
-            del self._queues[key], self.uncached[key]
+            del self._queues[key], self.uncached_tokens[key]
 
 
 class Shares:
@@ -148,7 +148,7 @@ class Shares:
         for client, number in waiting.clients.items():
             if held[number]:
                 self._rows[client], self._pages[client] = held[number], int(held_pages[number])
-        with_work = max(len({*self._rows, *(client for _, client in waiting.uncached)}), 1)
+        with_work = max(len({*self._rows, *(client for _, client in waiting.uncached_tokens)}), 1)
         self._fair_rows = max(table.rows.size // with_work, 1)
         self._fair_pages = max(num_pages // with_work, 1)
 

@@ -61,7 +61,7 @@ class PlanChecks:
 
         One round more takes the first prompts of clients that receive no tokens.
         """
-        rounds = 2 * len({level for level, _ in view.waiting.uncached}) + 1
+        rounds = 2 * len({level for level, _ in view.waiting.uncached_tokens}) + 1
         admitted = Counter(req.client for req in plan.admit)
         for client, count in hits.items():
             assert count - admitted[client] <= rounds * (filling.MAX_DEFERRED + 1)
@@ -113,7 +113,10 @@ class PlanChecks:
         assert of_client > 1 or waits_earlier or view.memory.kinds
 
     def f6_each_client_gets_an_equal_part_first(self, view: View, plan: StepPlan) -> None:
-        keys = {*view.waiting.uncached, *((req.priority, req.client) for req in view.prefilling)}
+        keys = {
+            *view.waiting.uncached_tokens,
+            *((req.priority, req.client) for req in view.prefilling),
+        }
         if view.memory.kinds or view.images.limits.rows or not keys or own_clients(view, plan):
             return
         first = min(level for level, _ in keys)
@@ -136,7 +139,7 @@ class PlanChecks:
         self, view: View, plan: StepPlan
     ) -> None:
         """A preempted request is the first one of its client, and of no other client."""
-        for level, client in view.waiting.uncached:
+        for level, client in view.waiting.uncached_tokens:
             queue = [*view.waiting.of(client, level)]
             seen = [r for r in plan.seen if (r.priority, r.client) == (level, client)]
             assert not seen or seen[0] is queue[0]
@@ -220,7 +223,7 @@ class PlanChecks:
         if not plan.chunks:  # perhaps no prompt waits, and the budget is of none
             return
         urgent = view.has_urgent(view.prefilling)
-        most = budget.step_prices(view, view.prefilling, plan.decode, urgent).budget
+        most = budget.step_budget(view, view.prefilling, plan.decode, urgent).budget
         assert sum(plan.chunks.values()) <= most
 
 
@@ -239,7 +242,7 @@ def own_clients(view: View, plan: StepPlan) -> set[str]:
         return set()
     served = {view.table.req_at(row).client for row in view.decode_rows.tolist()}
     served |= {req.client for req in view.paused}
-    waiting = {client for _, client in view.waiting.uncached}
+    waiting = {client for _, client in view.waiting.uncached_tokens}
     return waiting.union(req.client for req in view.prefilling) - served
 
 
@@ -256,10 +259,10 @@ def state_of(view: View) -> list[object]:
     found += [memory.tree.evictable_pages, memory.tree.fenced_pages, memory.tree.clock]
     if memory.tier is not None:
         found += [memory.tier.blocks.num_free, memory.tier.clean_pages, [*memory.tier.jobs]]
-    for reqs in (view.waiting, view.loading, view.prefilling, view.uncached, view.paused):
+    for reqs in (view.waiting, view.loading, view.prefilling, view.unpublished, view.paused):
         found.append([(req.uid, req.priority, req.state, req.row, req.admitted) for req in reqs])
     found += [view.images.opened, [*view.images._rows]]
-    found += [view.waiting.first_priority, view.waiting.uncached, [*view.waiting._queues]]
+    found += [view.waiting.first_priority, view.waiting.uncached_tokens, [*view.waiting._queues]]
     for states in states_of(memory):
         found += [vars(states)[name] for name in ("_savings", "_due", "_saves", "_loads")]
         found += [states.snapshots.own, states.snapshots._lru, states.snapshots.fenced]

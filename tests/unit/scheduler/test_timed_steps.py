@@ -229,7 +229,7 @@ def test_a_plan_computes_no_budget_while_no_request_can_get_tokens(
         raise AssertionError("no row is free, and no prompt is under way")
 
     with monkeypatch.context() as patched:
-        patched.setattr("minisgl.scheduler.filling.step_prices", fail)
+        patched.setattr("minisgl.scheduler.filling.step_budget", fail)
         for _ in range(4):
             harness.step()
         assert len(harness.scheduler.view.waiting) == 2

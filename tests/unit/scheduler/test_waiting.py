@@ -23,7 +23,7 @@ def served(queue: WaitingQueue) -> list[str]:
     """Serve one client after the other, and return the names in this order."""
     order = []
     while len(queue):
-        for client in sorted({client for _, client in queue.uncached}):
+        for client in sorted({client for _, client in queue.uncached_tokens}):
             req = next(iter(queue.of(client)))
             queue.remove(req)
             order.append(f"{req.client}{req.call}")
@@ -59,7 +59,7 @@ def test_a_preempted_request_comes_first_within_its_client_only() -> None:
     assert [req.uid for req in queue] == [0, 9, 1]
     queue.remove(back)
     assert [req.uid for req in queue] == [0, 1]
-    assert {client for _, client in queue.uncached} == {"a", "b"}
+    assert {client for _, client in queue.uncached_tokens} == {"a", "b"}
 
 
 @given(
