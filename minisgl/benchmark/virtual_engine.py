@@ -91,6 +91,7 @@ class _Copier:
     def __init__(self, engine: "VirtualEngine", memory: HostMemory) -> None:
         self._engine, self._memory = engine, memory
         self.num_blocks = self.num_open = memory.num_blocks
+        self.is_opening = False
         self.block_bytes = memory.page_bytes
         self._free_s = [0.0, 0.0]  # end of the last copy in each direction
         self._ends_s: dict[int, float] = {}

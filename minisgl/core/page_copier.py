@@ -23,6 +23,10 @@ class PageCopier(Protocol):
     def start_opening(self) -> None:
         """Begin to make the blocks usable, beside the steps. The caller calls this once."""
 
+    @property
+    def is_opening(self) -> bool:
+        """Whether num_open may still grow."""
+
     def wait_open(self, count: int) -> None:
         """Wait until copies may use the first `count` blocks, as on rank 0."""
 

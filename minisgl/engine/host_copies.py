@@ -103,6 +103,11 @@ class HostPageCopier:
         if self._locking is not None:
             self._locking.start()
 
+    @property
+    def is_opening(self) -> bool:
+        """As in PageCopier."""
+        return self._locking is not None and not self._locking.has_ended
+
     def wait_open(self, count: int) -> None:
         """As in PageCopier. Copies of blocks that the driver refuses to lock are slower."""
         if self._locking is not None:

@@ -34,7 +34,8 @@ def chunk_blocks(blocks: Tensor) -> int:
 class HostMemoryLock:
     """Locks host memory in a thread of its own.
 
-    num_open  the number of the first blocks that are locked in each part.
+    num_open   the number of the first blocks that are locked in each part.
+    has_ended  num_open does not change any more.
 
     If the driver refuses a chunk, the thread ends and the rest stays unlocked. Rank 0 uses the
     locked blocks only. Other ranks use as many blocks as rank 0.
@@ -46,7 +47,7 @@ class HostMemoryLock:
         self.num_open = 0
         self._chunks: list[Tensor] = []  # the locked ones
         self._changed = threading.Condition()
-        self._ends, self._has_ended = False, False
+        self._ends, self.has_ended = False, False
         self._thread = threading.Thread(target=self._run, name="host-memory-lock", daemon=True)
 
     def start(self) -> None:
@@ -60,7 +61,7 @@ class HostMemoryLock:
         """
         assert self._thread.ident is not None, "no thread locks the memory; this is a bug"
         with self._changed:
-            self._changed.wait_for(lambda: self.num_open >= count or self._has_ended)
+            self._changed.wait_for(lambda: self.num_open >= count or self.has_ended)
 
     def close(self) -> None:
         """Unlock the memory. Raises EngineError if the driver refuses this."""
@@ -81,7 +82,7 @@ class HostMemoryLock:
             logger.warning(log, self.num_open, total, error)
         finally:
             with self._changed:
-                self._has_ended = True
+                self.has_ended = True
                 self._changed.notify_all()
 
     def _lock_all(self, total: int) -> None:

@@ -103,6 +103,11 @@ class HostTier:
             "free": self.blocks.num_free,
         }
 
+    @property
+    def is_opening(self) -> bool:
+        """Whether stores may get further blocks."""
+        return self.copier.is_opening or self.num_open < self.copier.num_open
+
     def open_blocks(self, count: int) -> None:
         """Let stores use the first `count` blocks. Waits for the copier of this rank."""
         self.copier.wait_open(count)

@@ -41,6 +41,7 @@ from minisgl.scheduler.stats import InFlight, StepMeter
 from minisgl.scheduler.view import View
 
 MAX_OVERTAKES = 64  # admissions that overtake an older request before that request comes first
+OPENING_WAIT_S = 0.1  # one wait of an idle scheduler while its host memory is being locked
 MIN_LAUNCH_LEAD_S = 0.002  # plan and launch take 0.3 to 0.8 ms; 5 ms without a CUDA graph
 
 
@@ -133,9 +134,11 @@ class Scheduler:
         """True when only a message can give the scheduler work.
 
         While a store runs, an idle scheduler still looks for its end. A request that arrives later
-        then finds the stored pages ready for eviction, and no page without a copy gives way.
+        then finds the stored pages ready for eviction, and no page without a copy gives way. For
+        the same reason it looks for further blocks, into which a store can begin.
         """
-        return self.idle and not self.memory.jobs
+        tier = self.memory.tier
+        return self.idle and not self.memory.jobs and not (tier is not None and tier.is_opening)
 
     def iterate(self) -> None:
         """Run one iteration. If no step is due yet, first wait for a message."""
@@ -205,7 +208,9 @@ class Scheduler:
         same holds while only requests of later priorities have prompts.
         """
         if self.idle:
-            return None if self.waits_for_message else WAIT_S
+            if self.waits_for_message:
+                return None
+            return WAIT_S if self.memory.jobs else OPENING_WAIT_S
         if self._config.target_step_ms is None:
             return 0.0  # without a target only throughput counts, so the scheduler never waits
         if not self._in_flight or self.view.has_urgent(self.view.prefilling):

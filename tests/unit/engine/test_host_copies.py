@@ -239,10 +239,10 @@ def lock_of(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> HostMemoryLock:
 def test_host_memory_is_locked_by_chunks_after_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     lock = lock_of(driver, monkeypatch)
-    assert (lock.num_open, driver.locked) == (0, {})
+    assert (lock.num_open, lock.has_ended, driver.locked) == (0, False, {})
     lock.start()
-    lock.wait(10)
-    assert lock.num_open == 10
+    lock.wait(11)  # more than there are: it returns at the end of the thread
+    assert (lock.num_open, lock.has_ended) == (10, True)
     assert sorted(driver.locked.values()) == [mmap.PAGESIZE] + [2 * mmap.PAGESIZE] * 7
 
 
@@ -264,7 +264,7 @@ def test_a_rank_that_can_lock_less_than_rank_0_goes_on_with_unlocked_blocks(
     lock = lock_of(Driver(4, refusal), monkeypatch)
     lock.start()
     lock.wait(9)
-    assert lock.num_open == 4
+    assert (lock.num_open, lock.has_ended) == (4, True)
 
 
 def second_answer(path: str, **settings: Any) -> tuple[int, list[Any]]:

@@ -22,7 +22,7 @@ class NoCopier:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = self.num_open = num_blocks
-        self.block_bytes = 100
+        self.block_bytes, self.is_opening = 100, False
 
     def start_opening(self) -> None:
         """All blocks can be used."""

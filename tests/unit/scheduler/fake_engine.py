@@ -82,12 +82,14 @@ class FakeCopier:
     may_end  the number of copies of each direction that may end without a wait.
     loads    the number of copies to the engine.
     num_open the number of blocks that may be used before `wait_open` asks for more.
+    is_opening
+             num_open may still grow.
     waits    the number of waits in which no copy ends, before one that ends a copy.
     """
 
     def __init__(self, engine: "FakeEngine", num_blocks: int) -> None:
         self._engine, self.num_blocks, self.block_bytes = engine, num_blocks, 100
-        self.num_open = num_blocks
+        self.num_open, self.is_opening = num_blocks, False
         self.blocks = np.zeros((num_blocks, engine.page_size), dtype=np.uint64)
         self.open: dict[int, tuple[Int32Array, Int32Array, bool]] = {}
         self.reported: set[int] = set()

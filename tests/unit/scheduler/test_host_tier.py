@@ -20,6 +20,7 @@ from minisgl.message.messages import AddReq, FlushCache
 from minisgl.scheduler import LocalInbox, Scheduler
 from minisgl.scheduler.inbox import Messages, WaitS
 from minisgl.scheduler.preparation import WAIT_S
+from minisgl.scheduler.scheduler import OPENING_WAIT_S
 from tests.examples import examples
 from tests.unit.scheduler.fake_engine import VOCAB, FakeEngine, expected_output
 from tests.unit.scheduler.guarantees import PlanChecks
@@ -232,6 +233,28 @@ def test_an_idle_scheduler_sees_the_end_of_its_stores() -> None:
         uid = harness.add([1] * 40, max_tokens=2, ignore_eos=True)
         harness.run()
     assert harness.answers[uid].cached_tokens == 38
+
+
+def test_an_idle_scheduler_stores_pages_into_blocks_that_become_usable() -> None:
+    """The driver locks the host memory for seconds, while the first requests run and end."""
+    with patch.object(host, "_CLEAN_SHARE", 1):
+        engine = FakeEngine(24, PAGE, 1, MAX_LEN, host_blocks=48)
+        copier = engine.copier
+        assert copier is not None
+        copier.num_open, copier.is_opening = 0, True
+        harness = Harness(engine, SchedulerConfig(target_step_ms=None))
+        scheduler, tier = harness.scheduler, harness.scheduler.memory.tier
+        assert tier is not None
+        harness.add([1] * 40, max_tokens=2, ignore_eos=True)
+        harness.run()
+        assert (scheduler.idle, tier.jobs) == (True, {})
+        assert scheduler.message_wait_s() == OPENING_WAIT_S
+        copier.num_open, copier.is_opening = 48, False
+        assert not scheduler.waits_for_message  # the number of blocks has not arrived yet
+        copier.may_end = [99, 0]
+        while not scheduler.waits_for_message:
+            harness.step()
+    assert tier.usage() == {"copied": 20, "host": 0, "moving": 0, "free": 28}
 
 
 class Leader(LocalInbox):
