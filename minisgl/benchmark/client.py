@@ -94,7 +94,12 @@ class _Connection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
 
     async def post(self, head: bytes, body: bytes, answer: Answer) -> None:
-        """Send one request and read its response to the end."""
+        """Send one request and read its response to the end.
+
+        The connection is not lost before its first post: the loop resumes the caller of
+        create_connection before it reads from the socket. StreamingClient posts at once, so
+        connection_lost ends the wait for a response.
+        """
         assert self._transport is not None, (
             "a connection must be made before it is used; this is a bug"
         )
@@ -109,6 +114,10 @@ class _Connection(asyncio.Protocol):
         await self._done
 
     def data_received(self, data: bytes) -> None:
+        if not self._is_open():
+            self.reusable = False
+            self.close()
+            return
         self._now_s = time.perf_counter()
         self.silent = False
         try:
@@ -139,6 +148,9 @@ class _Connection(asyncio.Protocol):
             answer.error = event.error.message
 
     def on_message_complete(self) -> None:
+        if not self._is_open():
+            self.reusable = False
+            return
         status = self._parser.get_status_code()
         if status != 200:
             self._answer.error = f"HTTP {status}: {self._refusal()}"
@@ -162,8 +174,15 @@ class _Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def _is_open(self) -> bool:
+        """Whether a request waits for its response.
+
+        A server may send a 408 on a connection without a request, before it closes the connection.
+        """
+        return self._done is not None and not self._done.done()
+
     def _fail(self, error: str) -> None:
-        if self._done is not None and not self._done.done():
+        if self._is_open():
             self._answer.error = error
             self._finish()
 

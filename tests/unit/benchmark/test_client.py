@@ -2,10 +2,15 @@
 
 import asyncio
 import contextlib
+import re
+import socket
+import struct
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
+import uvloop
 
 from minisgl.benchmark.client import Answer, StreamingClient
 from minisgl.core import ConfigError
@@ -114,6 +119,73 @@ def test_a_kept_connection_that_closes_meanwhile_is_replaced() -> None:
     assert [len(answer.outputs_s) for answer in answers] == [2, 2, 0]
     assert connections == 3
     assert answers[1].sent_s < closed_s[0] < answers[1].outputs_s[0]
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["end", "reset"])
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_connection_that_the_server_closes_at_once_is_an_error_of_the_answer(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], reset: bool
+) -> None:
+    """The connection may be closed before the client sends its request, or while it connects."""
+    count = 20
+
+    def close_all() -> None:
+        for _ in range(count):
+            connection, _ = listener.accept()
+            # A linger time of 0 s turns the close into a reset.
+            linger = struct.pack("ii", reset, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            connection.close()
+
+    async def run() -> list[Answer]:
+        port = listener.getsockname()[1]
+        client = StreamingClient(f"http://127.0.0.1:{port}", "/v1/completions")
+        return [await client.post(b"{}") for _ in range(count)]
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=close_all)
+        server.start()
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            answers = runner.run(run())
+        server.join()
+    assert len(answers) == count
+    assert all(
+        re.match("the server closed the connection|cannot connect", answer.error or "")
+        for answer in answers
+    )
+
+
+def test_bytes_after_a_complete_response_change_no_answer() -> None:
+    """A server may send a 408 to a kept connection before it closes it.
+
+    The 408 arrives after the first response, and together with the second one.
+    """
+    late = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 4\r\n\r\nlate"
+
+    async def run() -> list[Answer]:
+        is_answered = asyncio.Event()
+
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"{}")
+            writer.write(chunked(STREAM))
+            await is_answered.wait()
+            writer.write(late)
+            writer.close()
+
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            client = StreamingClient(f"http://127.0.0.1:{port}", "/v1/completions")
+            answers = [await client.post(b"{}")]
+            [kept] = client._idle
+            is_answered.set()
+            while kept.reusable:
+                await asyncio.sleep(0)
+            answers.append(await client.post(b"{}"))
+            client.close()
+            return answers
+
+    for answer in asyncio.run(run()):
+        assert (answer.error, len(answer.outputs_s)) == (None, 2)
 
 
 def test_errors_are_reported() -> None:
