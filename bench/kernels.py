@@ -25,7 +25,7 @@ from minisgl.benchmark.flag_types import positive_int
 from minisgl.benchmark.text_table import TextTable
 from minisgl.kernel import dispatch
 from minisgl.kernel.elementwise import PendingNorm
-from minisgl.kernel.fp8_products import fp8_add_linear, fp8_gated_linear, fp8_linear
+from minisgl.kernel.fp8_products import fp8_add_linear, fp8_linear
 from minisgl.kernel.fp8_weights import FP8, Scales
 from minisgl.kernel.sampling import SamplingTensors
 from minisgl.kernel.step import StepLayout
@@ -116,7 +116,7 @@ def _layer(model: str, rows: int, ours: bool) -> Case:
             norm = PendingNorm(1e-6, squares)
             x = dispatch.linear(stream, qkv, None, semaphores, norm)[:, :queries]
             norm = PendingNorm(1e-6, dispatch.add_linear(stream, x, o, None, semaphores)[1])
-            x = dispatch.gated_linear(stream, gate_up, None, semaphores, norm)
+            x = dispatch.linear(stream, gate_up, None, semaphores, norm, gated=True)
             squares = dispatch.add_linear(stream, x, down, None, semaphores)[1]
 
         return call
@@ -147,7 +147,7 @@ def _fp8_layer(model: str, rows: int, blocks: bool) -> Case:
             x = fp8_linear(stream, *qkv, None, semaphores, norm, norm_weight)[:, :queries]
             norm = norm_of_sum(x, o)
             given = (*gate_up, None, semaphores, norm, norm_weight)
-            norm = norm_of_sum(fp8_gated_linear(stream, *given, leave_gate=True), down)
+            norm = norm_of_sum(fp8_linear(stream, *given, gated=True, leave_gate=True), down)
 
         return call
 

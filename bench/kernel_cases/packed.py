@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from minisgl.kernel.packed_order import OrderedWeights, in_order
-from minisgl.kernel.packed_products import packed_gated_linear, packed_linear
+from minisgl.kernel.packed_products import packed_linear
 from minisgl.kernel.packed_weights import PackedKind, PackedWeights
 
 _HIDDEN, _HEADS, _INNER = 4096, 6144, 12288
@@ -43,7 +43,7 @@ def _maker(kind: PackedKind, rows: int) -> Make:
         def call() -> Tensor:
             heads = packed_linear(x, qkv, None, semaphores)[:, :_HIDDEN]
             hidden = packed_linear(heads, o, None, semaphores)
-            inner = packed_gated_linear(hidden, gate_up, None, semaphores)
+            inner = packed_linear(hidden, gate_up, None, semaphores, gated=True)
             return packed_linear(inner, down, None, semaphores)
 
         return call

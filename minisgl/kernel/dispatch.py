@@ -117,16 +117,26 @@ def linear(
     bias: Tensor | None = None,
     semaphores: Tensor | None = None,
     norm: PendingNorm | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """x @ weight.T + bias. If `norm` is given, x is normalised first.
 
-    x: [..., K]; weight: [N, K]; bias: [N]. Returns [..., N]. A bfloat16 x of few rows runs our own
-    kernel on Hopper; every other product runs torch's. Graph-capturable.
+    x: [..., K]; weight: [N, K]; bias: [N]. Returns [..., N], or silu_and_mul of it, [..., N / 2],
+    if `gated`: the rows of gate then stand before those of up. A bfloat16 x of few rows runs our
+    own kernel on Hopper; every other product runs torch's. Graph-capturable.
 
     semaphores: split-K semaphores of our kernel, int32 zeros [N / 8] or more. Two calls that may
     run at the same time need different ones. None means torch's product.
     """
-    return _linear(x, weight, bias, semaphores, norm, gated=False)
+    tiling = _tiling(x, weight)
+    if norm is not None and (tiling is None or semaphores is None or not is_fused(x, norm)):
+        x, norm = apply_norm(x, norm), None
+    if tiling is not None and semaphores is not None:
+        from minisgl.kernel.triton import linear as kernels
+
+        return kernels.linear(x, weight, bias, semaphores, tiling, norm, gated)
+    out = functional.linear(x, weight, bias)
+    return silu_and_mul(out) if gated else out
 
 
 def normed_linear(
@@ -147,39 +157,6 @@ def normed_linear(
         return kernels.normed_linear(x, weight, norm_weight, norm.eps)
     x = apply_norm(x, norm, norm_weight)
     return x, linear(x, weight, None, semaphores)
-
-
-def gated_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    semaphores: Tensor | None = None,
-    norm: PendingNorm | None = None,
-) -> Tensor:
-    """silu_and_mul of `linear`. weight: [2I, K], the rows of gate before those of up.
-
-    Returns [..., I].
-    """
-    return _linear(x, weight, bias, semaphores, norm, gated=True)
-
-
-def _linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    semaphores: Tensor | None,
-    norm: PendingNorm | None,
-    gated: bool,
-) -> Tensor:
-    tiling = _tiling(x, weight)
-    if norm is not None and (tiling is None or semaphores is None or not is_fused(x, norm)):
-        x, norm = apply_norm(x, norm), None
-    if tiling is not None and semaphores is not None:
-        from minisgl.kernel.triton import linear as kernels
-
-        return kernels.linear(x, weight, bias, semaphores, tiling, norm, gated)
-    out = functional.linear(x, weight, bias)
-    return silu_and_mul(out) if gated else out
 
 
 def add_linear(

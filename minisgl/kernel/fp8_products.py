@@ -27,40 +27,31 @@ def fp8_linear(
     semaphores: Tensor | None = None,
     norm: PendingNorm | None = None,
     norm_weight: Tensor | None = None,
+    gated: bool = False,
+    leave_gate: bool = False,
 ) -> Tensor:
-    """dispatch.linear with the dequantised weight. Returns a new [T, N] of x's dtype.
+    """dispatch.linear with the dequantised weight. Returns a new tensor of x's dtype.
 
     x: [T, K], or [T, 2K], whose silu_and_mul is multiplied. weight: FP8 [N, K]; bias: [N] of x's
     dtype. If `norm` is given, x is normalised first. norm_weight: [K] of x's dtype, which
-    multiplies x after the norm. semaphores: as in dispatch.linear.
+    multiplies x after the norm. semaphores and gated: as in dispatch.linear. leave_gate: gated
+    products that our kernel does not compute return [T, N], for an fp8_linear that applies
+    silu_and_mul.
     """
     tiling = _tiling(x, weight, scales)
-    if tiling is not None and semaphores is not None:
-        return _by_kernel(x, weight, scales, bias, semaphores, tiling, norm, norm_weight)
-    return _by_torch(x, weight, scales, bias, norm, norm_weight)
+    if tiling is None or semaphores is None:
+        out = _by_torch(x, weight, scales, bias, norm, norm_weight)
+        return silu_and_mul(out) if gated and not leave_gate else out
+    from minisgl.kernel.triton import fp8_linear as kernels
 
-
-def fp8_gated_linear(
-    x: Tensor,
-    weight: Tensor,
-    scales: Scales,
-    bias: Tensor | None = None,
-    semaphores: Tensor | None = None,
-    norm: PendingNorm | None = None,
-    norm_weight: Tensor | None = None,
-    leave_gate: bool = False,
-) -> Tensor:
-    """silu_and_mul of `fp8_linear`. weight: FP8 [2I, K], the rows of gate before those of up.
-
-    Returns [T, I]. leave_gate: products that our kernel does not compute return [T, 2I], for an
-    fp8_linear that applies silu_and_mul.
-    """
-    tiling = _tiling(x, weight, scales)
-    if tiling is not None and semaphores is not None:
-        given = (x, weight, scales, bias, semaphores, tiling, norm, norm_weight)
-        return _by_kernel(*given, gated=True)
-    both = _by_torch(x, weight, scales, bias, norm, norm_weight)
-    return both if leave_gate else silu_and_mul(both)
+    dtype = x.dtype
+    x, x_scales = _operand(x, weight, scales, norm, norm_weight)
+    if x_scales is not None:
+        norm = norm_weight = None
+    elif norm is not None and not is_fused(x, norm):
+        x, norm = apply_norm(x, norm), None
+    given = (x, x_scales, weight, scales, bias, semaphores, tiling, norm, norm_weight)
+    return kernels.linear(*given, gated=gated, dtype=dtype)
 
 
 def fp8_add_linear(
@@ -116,30 +107,6 @@ def quantise_rows(
     scales = fp8_weights.row_scales(groups)
     stored = fp8_weights.quantise(groups, scales).flatten(1)[:, : x.shape[1]].contiguous()
     return stored, scales.squeeze(-1).t().contiguous().t()
-
-
-def _by_kernel(
-    x: Tensor,
-    weight: Tensor,
-    scales: Scales,
-    bias: Tensor | None,
-    semaphores: Tensor,
-    tiling: Tiling,
-    norm: PendingNorm | None,
-    norm_weight: Tensor | None,
-    gated: bool = False,
-) -> Tensor:
-    """`fp8_linear` or `fp8_gated_linear` by our kernel."""
-    from minisgl.kernel.triton import fp8_linear as kernels
-
-    dtype = x.dtype
-    x, x_scales = _operand(x, weight, scales, norm, norm_weight)
-    if x_scales is not None:
-        norm = norm_weight = None
-    elif norm is not None and not is_fused(x, norm):
-        x, norm = apply_norm(x, norm), None
-    given = (x, x_scales, weight, scales, bias, semaphores, tiling, norm, norm_weight)
-    return kernels.linear(*given, gated=gated, dtype=dtype)
 
 
 def _operand(

@@ -51,34 +51,22 @@ def packed_linear(
     semaphores: Tensor | None = None,
     norm: PendingNorm | None = None,
     norm_weight: Tensor | None = None,
+    gated: bool = False,
 ) -> Tensor:
     """Return x @ weights.T + bias, a new [T, N] of x's dtype.
 
-    x: [T, K], bfloat16 if the weights are ordered. bias: [N] of x's dtype. semaphores: as in
-    dispatch.linear; None: K is not split. norm: if given, x is normalised first, and then
-    multiplied by norm_weight [K].
+    x: [T, K], bfloat16 if the weights are ordered. bias: [N] of x's dtype. semaphores and gated: as
+    in dispatch.linear; without semaphores, K is not split. norm: if given, x is normalised first,
+    and then multiplied by norm_weight [K].
     """
     x, norm = _normed(x, weights, norm, norm_weight)
     if isinstance(weights, PackedWeights):
-        return functional.linear(x, dequantise(weights, x.dtype), bias)
-    if 0 < len(x) <= _most_rows(weights):
-        return _by_kernel(x, weights, bias, semaphores, False, norm)
-    return _by_torch(x, weights, bias)
-
-
-def packed_gated_linear(
-    x: Tensor,
-    weights: PackedWeights | OrderedWeights,
-    bias: Tensor | None = None,
-    semaphores: Tensor | None = None,
-    norm: PendingNorm | None = None,
-    norm_weight: Tensor | None = None,
-) -> Tensor:
-    """Return silu_and_mul of `packed_linear`, [T, N / 2]. The rows of gate come first."""
-    x, norm = _normed(x, weights, norm, norm_weight)
-    if isinstance(weights, OrderedWeights) and 0 < len(x) <= _most_rows(weights):
-        return _by_kernel(x, weights, bias, semaphores, True, norm)
-    return silu_and_mul(packed_linear(x, weights, bias, semaphores))
+        out = functional.linear(x, dequantise(weights, x.dtype), bias)
+    elif 0 < len(x) <= _most_rows(weights):
+        return _by_kernel(x, weights, bias, semaphores, gated, norm)
+    else:
+        out = _by_torch(x, weights, bias)
+    return silu_and_mul(out) if gated else out
 
 
 def packed_add_linear(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minisgl.core import ConfigError
 from minisgl.distributed.comm import TPInfo
-from minisgl.kernel.dispatch import add_linear, gated_linear, linear, normed_linear, silu_and_mul
+from minisgl.kernel.dispatch import add_linear, linear, normed_linear, silu_and_mul
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.layers.norm import BlockInput, ResidualStream
 from minisgl.layers.shards import LinearShards, Placement, Shard
@@ -168,7 +168,7 @@ class UnquantizedLinear(LinearMethod):
             self.bias[begin:end].mul_(factor)
 
     def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
-        return gated_linear(x, self.weight, self.bias, self.split_k_semaphores, norm)
+        return linear(x, self.weight, self.bias, self.split_k_semaphores, norm, gated=True)
 
     def normed_product(
         self, x: Tensor, norm: PendingNorm, norm_weight: Tensor

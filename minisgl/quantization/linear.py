@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from minisgl.kernel.elementwise import PendingNorm
-from minisgl.kernel.fp8_products import fp8_add_linear, fp8_gated_linear, fp8_linear
+from minisgl.kernel.fp8_products import fp8_add_linear, fp8_linear
 from minisgl.kernel.fp8_weights import Scales
 from minisgl.layers.linear import LinearMethod
 from minisgl.layers.norm import ResidualStream
@@ -54,8 +54,8 @@ class Fp8Linear(LinearMethod):
         return fp8_linear(x, *self._operands(), norm, self.norm_weight)
 
     def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
-        given = (norm, self.norm_weight, self.leaves_gate)
-        return fp8_gated_linear(x, *self._operands(), *given)
+        given = (norm, self.norm_weight, True, self.leaves_gate)
+        return fp8_linear(x, *self._operands(), *given)
 
     def leave_gate_to(self, following: LinearMethod) -> None:
         """FP8 linears accept gate and up side by side: see fp8_linear."""

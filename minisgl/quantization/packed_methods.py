@@ -10,7 +10,6 @@ from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.packed_order import OrderedWeights
 from minisgl.kernel.packed_products import (
     packed_add_linear,
-    packed_gated_linear,
     packed_linear,
     prepare,
 )
@@ -124,7 +123,7 @@ class PackedLinear(LinearMethod):
         return packed_linear(*self._operands(x), norm, self.norm_weight)
 
     def gated(self, x: Tensor, norm: PendingNorm | None = None) -> Tensor:
-        return packed_gated_linear(*self._operands(x), norm, self.norm_weight)
+        return packed_linear(*self._operands(x), norm, self.norm_weight, gated=True)
 
     def add(self, residual: Tensor, x: Tensor) -> ResidualStream:
         given = *self._operands(x), self.next_weight

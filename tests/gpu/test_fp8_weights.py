@@ -13,7 +13,7 @@ from torch import Tensor
 from minisgl.kernel import fp8_products
 from minisgl.kernel.dispatch import silu_and_mul
 from minisgl.kernel.elementwise import PendingNorm
-from minisgl.kernel.fp8_products import fp8_add_linear, fp8_gated_linear, fp8_linear
+from minisgl.kernel.fp8_products import fp8_add_linear, fp8_linear
 from minisgl.kernel.fp8_tilings import EXACT_ROWS, MOST_ROWS, fp8_tiling_for
 from minisgl.kernel.fp8_weights import FP8, Scales, dequantise
 from minisgl.kernel.tilings import SUMMED_ROWS
@@ -282,7 +282,7 @@ def test_linears_of_any_number_of_rows(rows: int, blocks: tuple[int, int]) -> No
     limit = QUANTISED_LIMIT if rows > EXACT_ROWS and blocks != (64, 64) else LIMIT
     given = (x, weight, scales, bias, semaphores, PendingNorm(1e-6), norm_weight)
     assert error(fp8_linear(*given), exact) < limit
-    assert error(fp8_gated_linear(*given), silu_and_mul(exact)) < limit
+    assert error(fp8_linear(*given, gated=True), silu_and_mul(exact)) < limit
     residual = normal(rows, HEIGHT, dtype=DTYPE)
     total = residual.double() + x.double() @ dense.T
     out, rest, _ = fp8_add_linear(residual, x, weight, scales, None, semaphores)

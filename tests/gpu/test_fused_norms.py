@@ -12,7 +12,7 @@ from torch import Tensor
 from minisgl.kernel.dispatch import add_linear, linear, normed_linear, silu_and_mul
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.packed_order import in_order
-from minisgl.kernel.packed_products import packed_add_linear, packed_gated_linear, packed_linear
+from minisgl.kernel.packed_products import packed_add_linear, packed_linear
 from minisgl.kernel.packed_weights import PackedKind, dequantise
 from minisgl.moe.base import ExpertMatrix, ExpertWeights, Router
 from minisgl.moe.triton_backend import TritonMoe
@@ -159,15 +159,15 @@ def test_int4_products_around_a_norm(rows: int, height: int, width: int, biased:
         return  # the width of the products below has whole groups
     normed = norm_of(total, norm_weight).double()
     norm = PendingNorm(EPS, squares, scaled=scaled)
-    for product in (packed_linear, packed_gated_linear):
+    for gated in (False, True):
         weights = random_weights(PackedKind.INT4, 656, height, 128)
-        given = total, in_order(weights), None, semaphores, norm, norm_weight
+        given = total, in_order(weights), None, semaphores, norm, norm_weight, gated
         with poisoned():
-            found = product(*given)
+            found = packed_linear(*given)
         expected = normed @ dequantise(weights, torch.float64).T
-        expected = expected if product is packed_linear else silu_and_mul(expected)
+        expected = silu_and_mul(expected) if gated else expected
         assert error(found, expected) < 1e-2
-        assert torch.equal(found, product(*given))
+        assert torch.equal(found, packed_linear(*given))
     assert not semaphores.any()
 
 
@@ -224,7 +224,8 @@ def test_int4_layers_in_a_graph_equal_single_layers(rows: int) -> None:
             stream, _, squares, scaled = packed_add_linear(stream, inner, *given)
             pause()
             norm = PendingNorm(EPS, squares, scaled=scaled)
-            inner = packed_gated_linear(stream, gate_up, None, semaphores, norm, norm_weight)
+            operands = gate_up, None, semaphores, norm, norm_weight
+            inner = packed_linear(stream, *operands, gated=True)
             pause()
         return torch.cat((stream, inner), dim=1)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minisgl.kernel.dispatch import silu_and_mul
 from minisgl.kernel.packed_order import in_order
-from minisgl.kernel.packed_products import packed_gated_linear, packed_linear
+from minisgl.kernel.packed_products import packed_linear
 from minisgl.kernel.packed_tilings import (
     LOADING_TILES,
     MOST_LOADING_ROWS,
@@ -61,11 +61,10 @@ def test_products(rows: int, kind: PackedKind, group: int, width: int, gated: bo
     weights = random_weights(kind, height, width, group)
     x, bias = normal(rows, width + 8, dtype=DTYPE)[:, :width], normal(height, dtype=DTYPE)
     semaphores = torch.zeros(height, dtype=torch.int32, device=DEVICE)
-    product = packed_gated_linear if gated else packed_linear
 
     def forward() -> Tensor:
         with poisoned():
-            return product(x, in_order(weights), bias, semaphores)
+            return packed_linear(x, in_order(weights), bias, semaphores, gated=gated)
 
     first = forward()
     assert error(first, exact_product(x, weights, bias, gated)) < LIMIT

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel.dispatch import add_linear, gated_linear, linear, rms_norm
+from minisgl.kernel.dispatch import add_linear, linear, rms_norm
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.kernel.tilings import Tiling, tiling_for
 from tests.gpu.graphs import equal_in_a_graph
@@ -156,7 +156,8 @@ def test_overlapped_kernels_see_what_came_before(rows: int) -> None:
     def chain(pause: Callable[[], object]) -> Tensor:
         stream, squares = start.clone(), None
         for first, second in zip(up, down, strict=True):
-            hidden = gated_linear(stream, first, None, semaphores, PendingNorm(1e-6, squares))
+            norm = PendingNorm(1e-6, squares)
+            hidden = linear(stream, first, None, semaphores, norm, gated=True)
             pause()
             stream, squares = add_linear(stream, hidden, second, None, semaphores)
             pause()

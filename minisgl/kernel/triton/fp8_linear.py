@@ -222,7 +222,7 @@ def linear(
     gated: bool = False,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """As fp8_products.fp8_linear, or as fp8_gated_linear if `gated`.
+    """As fp8_products.fp8_linear.
 
     Returns [M, N], or [M, N / 2] if `gated`, of `dtype`.
 

@@ -198,7 +198,7 @@ def linear(
     norm: PendingNorm | None,
     gated: bool,
 ) -> Tensor:
-    """As dispatch.linear, or as dispatch.gated_linear if `gated`, in bfloat16.
+    """As dispatch.linear, in bfloat16.
 
     x: [M, K], unit stride in K, rows aligned to 16 bytes. weight: contiguous [N, K]; the tiling's
     tiles divide N and K. norm: None, or a norm that dispatch.is_fused accepts. semaphores: int32

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from minisgl.kernel.dispatch import silu_and_mul
 from minisgl.kernel.elementwise import PendingNorm
-from minisgl.kernel.fp8_products import fp8_add_linear, fp8_gated_linear, fp8_linear, quantise_rows
+from minisgl.kernel.fp8_products import fp8_add_linear, fp8_linear, quantise_rows
 from minisgl.kernel.fp8_tilings import EXACT_ROWS, GROUP, MOST_ROWS, fp8_tiling_for
 from minisgl.kernel.fp8_weights import FP8, LARGEST, Scales, dequantise, quantise, row_scales
 
@@ -32,12 +32,12 @@ def test_the_products_are_those_of_the_dequantised_weights() -> None:
     wide = weight.float() * values
     torch.testing.assert_close(fp8_linear(x, weight, scales, bias), x @ wide.T + bias)
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * norm_weight
-    found = fp8_gated_linear(x, weight, scales, bias, None, PendingNorm(1e-6), norm_weight)
+    found = fp8_linear(x, weight, scales, bias, None, PendingNorm(1e-6), norm_weight, gated=True)
     torch.testing.assert_close(found, silu_and_mul(normed @ wide.T + bias))
     torch.testing.assert_close(
         fp8_linear(x, weight, scales, None, None, None, norm_weight), (x * norm_weight) @ wide.T
     )
-    both = fp8_gated_linear(x, weight, scales, bias, leave_gate=True)
+    both = fp8_linear(x, weight, scales, bias, gated=True, leave_gate=True)
     torch.testing.assert_close(both, x @ wide.T + bias)
     torch.testing.assert_close(fp8_linear(torch.cat((x, x), 1), weight, scales), silu_x(x) @ wide.T)
 

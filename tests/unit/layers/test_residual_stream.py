@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from minisgl.distributed.comm import SingleCommunicator, TPInfo
-from minisgl.kernel.dispatch import gated_linear, rms_norm
+from minisgl.kernel.dispatch import linear, rms_norm
 from minisgl.kernel.elementwise import PendingNorm
 from minisgl.layers.linear import (
     ColumnParallelLinear,
@@ -90,4 +90,4 @@ def test_gated_linear_is_silu_of_the_first_half_times_the_second(
     given: Tensor = x if norm is None else rms_norm(x, None, norm.eps)
     gate, up = torch.nn.functional.linear(given, weight, bias).chunk(2, dim=-1)
     expected = gate * gate.sigmoid() * up
-    torch.testing.assert_close(gated_linear(x, weight, bias, None, norm), expected)
+    torch.testing.assert_close(linear(x, weight, bias, None, norm, gated=True), expected)
