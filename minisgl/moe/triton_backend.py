@@ -5,7 +5,7 @@ run.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -26,35 +26,22 @@ _LEAST_COLUMNS = 32
 _FEW_TOKENS = 4
 
 
-class _ExpertsOfFew(Protocol):
-    """As MoeBackend.forward; with a norm and its weight [H], as MoeBackend.add.
-
-    semaphores: int32 [_FEW_TOKENS], zeros before and after a call.
-    """
-
-    def __call__(
-        self,
-        x: Tensor,
-        router: Router,
-        layer: ExpertWeights,
-        semaphores: Tensor,
-        norm: PendingNorm | None = None,
-        norm_weight: Tensor | None = None,
-    ) -> Tensor: ...
-
-
-class _FewTokens(NamedTuple):
-    """The kernels of one format for few tokens, and whether they support the experts."""
-
-    takes: Callable[[Tensor, ExpertWeights], bool]
-    run: _ExpertsOfFew
+# As MoeBackend.forward; with a norm and its weight [H], as MoeBackend.add. The fourth argument has
+# semaphores, int32 [_FEW_TOKENS], which are zeros before and after a call.
+_ExpertsOfFew: TypeAlias = Callable[
+    [Tensor, Router, ExpertWeights, Tensor, PendingNorm | None, Tensor | None], Tensor
+]
 
 
 class _Kernels(NamedTuple):
-    """The kernels of one format for many tokens and for few."""
+    """The kernels of one format for many tokens and for few.
+
+    takes: whether the kernels for few tokens support the experts.
+    """
 
     many: Callable[[Tensor, ExpertWeights, Tensor, Tensor, int], Tensor]
-    few: _FewTokens
+    takes: Callable[[Tensor, ExpertWeights], bool]
+    few: _ExpertsOfFew
 
 
 class TritonMoe(MoeBackend):
@@ -79,23 +66,12 @@ class TritonMoe(MoeBackend):
         )
 
         super().__init__(device)
-        plain = _Kernels(
-            moe_grouped.experts_of_many, _FewTokens(moe_few.takes, moe_few.experts_of_few)
-        )
-        fp8 = _Kernels(
-            moe_grouped.experts_of_many, _FewTokens(fp8_few.takes, fp8_few.experts_of_few)
-        )
-        mxfp4 = _Kernels(
-            packed_blocks.experts_of_many, _FewTokens(mxfp4_few.takes, mxfp4_few.experts_of_few)
-        )
-        int4 = _Kernels(
-            packed_blocks.experts_of_many, _FewTokens(int4_few.takes, int4_few.experts_of_few)
-        )
+        grouped, blocks = moe_grouped.experts_of_many, packed_blocks.experts_of_many
         self._kernels = {
-            ExpertFormat.UNQUANTISED: plain,
-            ExpertFormat.FP8: fp8,
-            ExpertFormat.MXFP4: mxfp4,
-            ExpertFormat.INT4: int4,
+            ExpertFormat.UNQUANTISED: _Kernels(grouped, moe_few.takes, moe_few.experts_of_few),
+            ExpertFormat.FP8: _Kernels(grouped, fp8_few.takes, fp8_few.experts_of_few),
+            ExpertFormat.MXFP4: _Kernels(blocks, mxfp4_few.takes, mxfp4_few.experts_of_few),
+            ExpertFormat.INT4: _Kernels(blocks, int4_few.takes, int4_few.experts_of_few),
         }
         self._reads_fp8 = overlap.converts_fp8
         self._route = moe_choice.route
@@ -116,7 +92,7 @@ class TritonMoe(MoeBackend):
         weights = with_kernels(weights, x.dtype, self._reads_fp8())
         kernels = self._kernels[weights.gate_up.format]
         if _are_few(x, weights, kernels):
-            return kernels.few.run(x, router, weights, self._semaphores)
+            return kernels.few(x, router, weights, self._semaphores, None, None)
         logits = router.logits(x, len(weights.down.values))
         routing = self._route(logits, router)
         return kernels.many(x, weights, *routing, router.shared)
@@ -134,12 +110,12 @@ class TritonMoe(MoeBackend):
         if not _are_few(x, weights, kernels):
             return super().add(x, norm, norm_weight, router, weights)
         given = x, router, weights, self._semaphores, norm, norm_weight
-        return ResidualStream(kernels.few.run(*given))
+        return ResidualStream(kernels.few(*given))
 
 
 def _are_few(x: Tensor, weights: ExpertWeights, kernels: _Kernels) -> bool:
     """Whether the kernels for few tokens compute this step."""
-    return len(x) <= _FEW_TOKENS and kernels.few.takes(x, weights)
+    return len(x) <= _FEW_TOKENS and kernels.takes(x, weights)
 
 
 def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) -> ExpertWeights:
