@@ -35,7 +35,7 @@ _SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}
 Flag = Mapping[str, Any]
 
 
-@cache  # a start asks for the flags five times, and one parse takes 3 ms
+@cache  # a start asks for the flags four times or more, and one parse takes 3 ms
 def read_flags() -> Mapping[str, Mapping[str, Flag]]:
     """Return the flags of flags.toml: section, names and properties. All callers share them."""
     return tomllib.loads(Path(__file__).with_name("flags.toml").read_text())
