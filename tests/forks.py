@@ -211,6 +211,8 @@ def _become_child(given: Mapping[str, Any], mask: set[Any]) -> None:
             os.dup2(fd, target)
     _close_all_but({0, 1, 2, *given["pass_fds"]})
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 (open as long as the process)
+    if given["cwd"] is not None:
+        os.chdir(given["cwd"])
     if given["preexec_fn"] is not None:
         given["preexec_fn"]()
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)

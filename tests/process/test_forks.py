@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forks import ForkedProcess
+from tests.forks import ForkedProcess, run_forked
 from tests.patience import patience
 
 pytestmark = pytest.mark.process
@@ -29,6 +29,15 @@ def test_output_environment_and_exit_code_are_those_of_the_module(
     process = ForkedProcess(words, out, err, {**os.environ, **environ}, None)
     assert process.wait(patience()) == code
     assert text in out.read_text() + err.read_text()
+
+
+def test_a_module_that_a_fork_starts_runs_in_the_given_folder(tmp_path: Path) -> None:
+    """Regression: it ran in the folder of the fork."""
+    words = ["-m", "timeit", "-n", "1", "-r", "1", "import os; print(os.getcwd())"]
+    code = (
+        f"import subprocess, sys; subprocess.run([sys.executable, *{words}], cwd={str(tmp_path)!r})"
+    )
+    assert run_forked(["-c", code], patience()).stdout.splitlines()[0] == str(tmp_path)
 
 
 def test_a_signal_ends_a_fork(tmp_path: Path) -> None:
