@@ -1,6 +1,10 @@
-"""FlashInfer's rule in ranges against the reference; in Triton's interpreter with a stand-in."""
+"""FlashInfer's rule in ranges against the reference.
+
+In Triton's interpreter, `recurrence` stands in for FlashInfer's rule.
+"""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +39,7 @@ def recurrence(
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The chunks of each call of run_ranges, which the interpreter's stand-in serves too."""
+    """The number of chunks of each call of run_ranges."""
     from minisgl.kernel.triton import delta, delta_ranges
 
     if INTERPRETED:
@@ -75,7 +79,7 @@ def test_a_schedule_in_ranges(calls: list[int]) -> None:
 
 
 def test_a_padded_step_keeps_our_rule(calls: list[int]) -> None:
-    """A graph's step, whose padding would be thousands of ranges."""
+    """The padding of a CUDA graph's step would be thousands of ranges."""
     from minisgl.kernel.triton import delta as kernels
 
     dtype, dim = (torch.float32, 32) if INTERPRETED else (torch.bfloat16, 128)
@@ -86,3 +90,35 @@ def test_a_padded_step_keeps_our_rule(calls: list[int]) -> None:
     given = on_device(layer.weights), on_device(layer.memory), on_device(step), on_device(norm)
     kernels.gated_delta(*device, *given)
     assert calls == []
+
+
+CASES: list[tuple[bool, dict[str, Any]]] = [
+    (True, {}),
+    (True, {"heads": 17, "chunks": 2}),
+    (False, {"heads": 31}),
+    (False, {"chunks": 0}),
+    (False, {"padded": True}),
+    (False, {"key_heads": 32}),
+    (False, {"channels": 64}),
+    (False, {"dtype": torch.float32}),
+    (False, {"hopper": False}),
+    (False, {"rule": None}),
+]
+
+
+@pytest.mark.parametrize(("taken", "changed"), CASES, ids=str)
+def test_takes_ranges(
+    taken: bool, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first case is one chunk of Qwen3.6-35B-A3B on a Hopper GPU: 32 programs, the fewest."""
+    from minisgl.kernel.triton import delta_ranges
+
+    step_of = {"heads": 32, "key_heads": 16, "channels": 128, "chunks": 1, "padded": False}
+    given = {**step_of, "dtype": torch.bfloat16, "hopper": True, "rule": recurrence, **changed}
+    monkeypatch.setattr(delta_ranges, "is_hopper", lambda: given["hopper"])
+    monkeypatch.setattr(delta_ranges, "compiled_rule", lambda: given["rule"])
+    layer = Layer(given["key_heads"], given["heads"], given["channels"], False, given["dtype"])
+    step = layer.step([(0, 0, 3)], num_decode=0)
+    step = step._replace(chunks=given["chunks"], padded=given["padded"])
+    mixed = layer.inputs(step)[0][0]
+    assert delta_ranges.takes_ranges(mixed, layer.memory, step) == taken
