@@ -23,6 +23,7 @@ FEATURES = {
         "engine/state_copies.py",
         "engine/states.py",
         "kernel/delta.py",
+        "kernel/delta_rule.py",
         "kernel/states.py",
         "kernel/ssd.py",
         "kernel/triton/delta*.py",
