@@ -1,4 +1,4 @@
-"""Tables of rows with names, of which each may have figures of its own."""
+"""Tables of named rows. Each row may have other figures."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -20,7 +20,7 @@ PICTURES = Path(__file__).parents[1] / "docs" / "pictures"
 _COLOURS = ("#4878a8", "#e0913c", "#8c8c8c", "#6aa66a")
 _WIDTH, _LEFT, _RIGHT = 760, 300, 80
 _TOP, _BAR, _GAP = 66, 15, 13
-_LETTER = 7  # of a name or a legend, at most in the mean
+_LETTER = 7  # width of a letter in names and legends, more than the mean
 _MARGIN, _PANEL, _BOTTOM = 50, 280, 300  # of a curve
 
 

@@ -196,7 +196,7 @@ def test_a_schedule_as_fla_core(one_configuration: None) -> None:
     def run(state: Tensor, tokens: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
         """Return the outputs and the next state. Prompts and single tokens have a kernel each.
 
-        Triton compiles a kernel again for addresses that are no multiple of 16. A copy has one.
+        Copies begin at multiples of 16. For another address Triton compiles a kernel again.
         """
         q, k, v, g, beta = (x[None].clone() for x in tokens)
         is_step = q.shape[1] == 1

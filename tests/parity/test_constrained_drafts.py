@@ -56,7 +56,7 @@ def without_drafts(path: str, name: str) -> Outcome:
     return run_tasks(SingleCommunicator(), "", path, run, tasks_of(len(name)))
 
 
-# The runs with overlap, without overlap and with preemption have one of the other drafters each.
+# The first three runs have right, wrong and half right drafts. The others have n-gram drafts.
 @pytest.mark.parametrize(
     ("name", "drafter"),
     [*zip_longest(RUNS, DRAFTERS, fillvalue="n-gram")],

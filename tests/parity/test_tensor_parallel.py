@@ -1,8 +1,8 @@
 """Rank processes over gloo give exactly the tokens of one rank, the same on every rank.
 
-Prefix cache, chunk size, overlap, aborts, preemption and the kind of model are varied pairwise;
-experts without chunks have four ranks. All cases of one group size run on the same processes, and
-every run asserts the events of its case.
+Prefix cache, chunk size, overlap, aborts, preemption and the kind of model are varied pairwise. The
+pair of experts and whole prompts has four ranks. All cases of one group size run on the same
+processes, and every run asserts the events of its case.
 """
 
 from collections.abc import Callable

@@ -25,7 +25,7 @@ HOPPER_ONLY = {
 OTHER_GROUPS = {"packed_linear._linear"}
 # Kernels with more than 99 KiB; moe_grouped has their products for smaller GPUs.
 LARGE_ONLY = {"moe_tiles._gate_up", "moe_tiles._down"}
-# They run beside FlashInfer's rule only, which no GPU runs here.
+# They run with FlashInfer's rule only, and these processes have no FlashInfer.
 RANGES = {"delta_ranges._order", "delta_ranges._begin", "delta_ranges._end"}
 FP8_ONLY = {"fp8_few._gate_up", "fp8_few._down", "fp8_quantise._quantise"}
 

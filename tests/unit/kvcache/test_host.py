@@ -81,7 +81,10 @@ def store_all(tier: HostTier) -> None:
 
 @pytest.fixture
 def recursion_limit() -> Iterator[int]:
-    """A low limit on the depth of calls, because a chain takes the square of its length to add."""
+    """A low limit on the depth of calls, so that a short chain of nodes exceeds it.
+
+    The time to add a chain grows with the square of its length.
+    """
     before, limit = sys.getrecursionlimit(), 300
     sys.setrecursionlimit(limit)
     yield limit
