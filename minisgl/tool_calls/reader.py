@@ -7,7 +7,7 @@ linear in the length of the answer for every split into pieces.
 
 import json
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import TypeAlias, TypeVar
 
 T = TypeVar("T")
@@ -169,6 +169,48 @@ class Reader:
                 return
             take((yield from self.piece(_VALUE_TEXT)))
         raise NotACall
+
+    def nested(
+        self,
+        take: Callable[[str], None],
+        brackets: Mapping[str, str],
+        ends: str,
+        read_scalar: "Callable[[Reader, Callable[[str], None]], Steps[None]]",
+        read_key: "Callable[[Reader], Steps[str]] | None" = None,
+    ) -> Steps[None]:
+        """Read a value of lists and objects, and pass it to `take` in pieces, as JSON.
+
+        brackets: the pair in JSON for each opening bracket. ends: the commas, colons and closing
+        brackets that end a scalar. read_key: reads a key of an object and the colon after it; None:
+        a key is read as a scalar. Raises NotACall if the text ends first.
+        """
+        closing: list[str] = []  # the brackets that close the open lists and objects
+        separator = ""  # a comma, which JSON does not allow before a closing bracket
+        while True:
+            while (char := (yield from self.char())).isspace():
+                yield from self.next()
+            if not char:
+                raise NotACall
+            if closing and char in ends:
+                yield from self.next()
+                separator = f"{char} " if char in ",:" else ""
+                if not separator:
+                    take(closing.pop())
+            else:
+                take(separator)
+                separator = ""
+                if read_key is not None and closing and closing[-1] == "}":
+                    take(f"{json.dumps((yield from read_key(self)), ensure_ascii=False)}: ")
+                    yield from self.space()
+                    char = yield from self.char()
+                if char in brackets:
+                    yield from self.next()
+                    take(brackets[char][0])
+                    closing.append(brackets[char][1])
+                else:
+                    yield from read_scalar(self, take)
+            if not closing:
+                return
 
     def _json_string(self, take: Callable[[str], None]) -> Steps[None]:
         yield from self.expect('"')

@@ -4,7 +4,6 @@ The text of a string stands between two quotation tokens, without escapes. Keys 
 and keys in the quotation marks of JSON are read too.
 """
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +19,7 @@ _NAME = re.compile(r"[^\s{}<>]*")
 _KEY = re.compile(r"[^:{}\[\]<,\"]*")
 _WORD = re.compile(r"[^\s,\]}<]*")
 _PLAIN = re.compile(r"[^<]*")
-_BRACKETS = {"{": "}", "[": "]"}
+_BRACKETS = {"{": "{}", "[": "[]"}
 
 
 def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
@@ -30,7 +29,7 @@ def _read(reader: Reader, calls: Calls, start: str) -> Steps[None]:
     calls.start(name)
     while not (yield from reader.token("}")):
         calls.argument((yield from _read_key(reader)))
-        yield from _read_value(reader, calls.arguments)
+        yield from reader.nested(calls.arguments, _BRACKETS, ",]}", _read_scalar, _read_key)
         if not (yield from reader.token(",")):
             yield from reader.expect("}")
             break
@@ -53,36 +52,8 @@ def _read_key(reader: Reader) -> Steps[str]:
     return key
 
 
-def _read_value(reader: Reader, take: Callable[[str], None]) -> Steps[None]:
-    """Convert one value to JSON. A word that is no JSON value becomes a string."""
-    closing: list[str] = []  # the brackets that close the open lists and objects
-    separator = ""  # a comma, which JSON does not allow before a closing bracket
-    while True:
-        yield from reader.space()
-        char = yield from reader.char()
-        if closing and char in ("]", "}", ","):
-            yield from reader.next()
-            separator = ", " if char == "," else ""
-            if char != ",":
-                take(closing.pop())
-        else:
-            take(separator)
-            separator = ""
-            if closing and closing[-1] == "}":
-                key = yield from _read_key(reader)
-                take(f"{json.dumps(key, ensure_ascii=False)}: ")
-                yield from reader.space()
-                char = yield from reader.char()
-            if char in _BRACKETS:
-                take((yield from reader.next()))
-                closing.append(_BRACKETS[char])
-            else:
-                yield from _read_scalar(reader, take)
-        if not closing:
-            return
-
-
 def _read_scalar(reader: Reader, take: Callable[[str], None]) -> Steps[None]:
+    """Convert a text, or a word. A word that is no JSON value becomes a string."""
     if (yield from reader.literal(_QUOTE)):
         yield from _read_string(reader, take)
     elif (yield from reader.char()) == '"':

@@ -27,6 +27,7 @@ _PLAIN = re.compile(r"[^'\"\\]*")
 _HEX = re.compile(r"[0-9a-fA-F]")
 _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _BRACKETS = {"[": "[]", "(": "[]", "{": "{}"}  # in Python and in JSON
+_CLOSING = ",:)]}"
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 _HEX_DIGITS = {"x": 2, "u": 4, "U": 8}
 
@@ -58,7 +59,7 @@ def _read_call(reader: Reader, calls: Calls) -> Steps[None]:
         if not calls.is_open:
             calls.start(name)
         calls.argument(key)
-        yield from _read_value(reader, calls.arguments)
+        yield from reader.nested(calls.arguments, _BRACKETS, _CLOSING, _read_scalar)
         if not (yield from reader.token(",")):
             yield from reader.expect(")")
             break
@@ -67,43 +68,16 @@ def _read_call(reader: Reader, calls: Calls) -> Steps[None]:
     calls.end()
 
 
-def _read_value(reader: Reader, take: Callable[[str], None]) -> Steps[None]:
-    """Convert one literal, which ends before a comma or bracket outside of it.
-
-    A tuple becomes a list. A word that is no JSON value becomes a string.
-    """
-    closing: list[str] = []  # the brackets that close the open lists and objects
-    separator = ""  # a comma, which JSON does not allow before a closing bracket
-    while char := (yield from reader.char()):
-        if char.isspace():
-            yield from reader.next()
-            continue
-        if char in ",:)]}":
-            if not closing:
-                return
-            yield from reader.next()
-            if char in ",:":
-                separator = f"{char} "
-                continue
-            separator = ""
-            take(closing.pop())
-        else:
-            take(separator)
-            separator = ""
-            if char in _BRACKETS:
-                yield from reader.next()
-                take(_BRACKETS[char][0])
-                closing.append(_BRACKETS[char][1])
-            elif char in "'\"":
-                yield from _read_string(reader, take)
-            else:
-                word = yield from reader.run(_WORD)
-                constant = _CONSTANTS.get(word, word)
-                is_json = constant in ("true", "false", "null") or _NUMBER.fullmatch(word)
-                take(constant if is_json else json.dumps(word, ensure_ascii=False))
-        if not closing:
-            return
-    raise NotACall
+def _read_scalar(reader: Reader, take: Callable[[str], None]) -> Steps[None]:
+    """Convert a string or a word. A word that is no JSON value becomes a string."""
+    char = yield from reader.char()
+    if char in "'\"":
+        yield from _read_string(reader, take)
+    elif char not in _CLOSING:  # which ends an argument without a value
+        word = yield from reader.run(_WORD)
+        constant = _CONSTANTS.get(word, word)
+        is_json = constant in ("true", "false", "null") or _NUMBER.fullmatch(word)
+        take(constant if is_json else json.dumps(word, ensure_ascii=False))
 
 
 def _read_string(reader: Reader, take: Callable[[str], None]) -> Steps[None]:
