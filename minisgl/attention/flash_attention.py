@@ -72,7 +72,7 @@ class FlashAttention(AttentionBackend):
 
     def prepare(self, step: AttentionStep) -> StepAttention:
         if step.num_decode:
-            decode = _Decode(self._pool, self._rule, self._run, step, captured=False)
+            decode = self._decode(step, captured=False)
             decode.compute_metadata()
             return decode
         parts, first_token = list[tuple[int, StepAttention]](), 0
@@ -83,7 +83,11 @@ class FlashAttention(AttentionBackend):
         return InTurn(parts) if len(parts) > 1 else parts[0][1]
 
     def decode_graph(self, size: int, step: AttentionStep) -> DecodeGraphAttention | None:
-        return _Decode(self._pool, self._rule, self._run, step, captured=True)
+        return self._decode(step, captured=True)
+
+    def _decode(self, step: AttentionStep, captured: bool) -> "_Decode":
+        blocks = BlockTables(self._pool, step, self._rule.window, captured=captured)
+        return _Decode(self._pool, self._rule, self._run, blocks)
 
 
 class _Paged:
@@ -107,22 +111,11 @@ class _Paged:
 class _Decode(_Paged):
     """Implements DecodeGraphAttention. All requests of the step have the same number of tokens."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        rule: AttentionRule,
-        run: Callable[..., Any],
-        step: AttentionStep,
-        captured: bool,
-    ) -> None:
-        super().__init__(pool, rule, run, BlockTables(pool, step, rule.window, captured=captured))
-        self._reqs = len(step.device_rows)
-
     def compute_metadata(self) -> None:
         self.blocks.compute()
 
     def forward(self, layer: int, q: Tensor, out: Tensor, sinks: Tensor | None = None) -> None:
-        shape = (self._reqs, -1, *q.shape[1:])
+        shape = (len(self.blocks.contexts), -1, *q.shape[1:])
         tensors = (q.view(shape), *self.pool.layer(layer))
         self.run(*tensors, out=out.view(shape), learnable_sink=sinks, **self.options)
 
