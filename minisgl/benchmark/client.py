@@ -82,9 +82,10 @@ class _Connection(asyncio.Protocol):
     reusable: the server keeps the connection open. silent: no byte of the response has arrived.
     """
 
+    _transport: asyncio.Transport
+
     def __init__(self) -> None:
         self._decoder = msgspec.json.Decoder(_StreamEvent)
-        self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[None] | None = None
         self.reusable = False
         self.silent = False
@@ -100,9 +101,6 @@ class _Connection(asyncio.Protocol):
         create_connection before it reads from the socket. StreamingClient posts at once, so
         connection_lost ends the wait for a response.
         """
-        assert self._transport is not None, (
-            "a connection must be made before it is used; this is a bug"
-        )
         self._parser = httptools.HttpResponseParser(self)
         self._pending = b""
         self.reusable = False
@@ -171,8 +169,7 @@ class _Connection(asyncio.Protocol):
         self._fail("the server closed the connection")
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
 
     def _is_open(self) -> bool:
         """Whether a request waits for its response.
