@@ -48,7 +48,6 @@ class ExpertsSpec(NamedTuple):
                  and up interleaved, and biases. The router has a bias too.
     activation   of the gate of the experts, or of up if there is no gate.
     factors      the checkpoint has a factor on the output of each expert.
-    own_input    the router has an input of its own.
     names        the names in the checkpoint.
     """
 
@@ -63,7 +62,6 @@ class ExpertsSpec(NamedTuple):
     sigmoid: bool = False
     scale: float = 1.0
     factors: bool = False
-    own_input: bool = False
     names: ExpertNames = ExpertNames()
 
     @property

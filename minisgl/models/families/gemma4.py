@@ -179,6 +179,5 @@ def _experts(fields: HfGemma4) -> ExpertsSpec | None:
         renormalise=True,
         activation=Activation.GELU,
         factors=True,
-        own_input=True,
         names=ExpertNames(block="", router="router.proj"),
     )
