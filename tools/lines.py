@@ -27,6 +27,7 @@ FEATURES = {
         "kernel/states.py",
         "kernel/ssd.py",
         "kernel/triton/delta*.py",
+        "kernel/triton/history.py",
         "kernel/triton/ssd*.py",
         "kernel/triton/states.py",
         "kvcache/snapshots.py",

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from minisgl.kernel.delta import L2_EPS, TAPS, DeltaMemory, DeltaWeights, Inputs
 from minisgl.kernel.states import StateStep
-from minisgl.kernel.triton.delta_step import decay_of, fold
+from minisgl.kernel.triton.delta_step import decay_of
+from minisgl.kernel.triton.history import fold
 from minisgl.kernel.triton.launch import Constants, Launcher
 from minisgl.kernel.triton.overlap import current_device, has_large_tiles
 

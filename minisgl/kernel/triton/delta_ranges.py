@@ -18,7 +18,7 @@ from torch import Tensor
 from minisgl.kernel.delta import DeltaMemory, Inputs
 from minisgl.kernel.delta_rule import compiled_rule
 from minisgl.kernel.states import StateStep
-from minisgl.kernel.triton.delta_step import fold
+from minisgl.kernel.triton.history import fold
 from minisgl.kernel.triton.launch import Constants, Launcher
 from minisgl.kernel.triton.overlap import current_device, is_hopper
 

@@ -1,12 +1,13 @@
 """Gated delta nets, a few tokens of each request: decode steps, and the last tokens of a chunk.
 
-A program of `_inputs` convolves the tokens of a request, for one value head, or for one key head,
-whose keys and queries it compares with the history. `_apply` has some channels of the values of one
-head, or all of them if it also applies the norm and the gate. It reads this part of the state once,
-in a step without chunks before `_inputs` is complete. It writes the state only if the row has
-entered a new page, after it has folded the history of the finished page into it. A decode step of
-one token therefore moves Dk Dv (4 + 4 / S) bytes of state for each head, and the deltas of the
-history, which are at most 1/8 of that for pages of 16 tokens.
+A program of `_inputs` convolves some channels of the values of a request's tokens, or those of one
+key head, whose keys and queries it compares with the history. Other programs of it move the states
+of requests that have entered a new page: they fold the history of the finished page into them.
+`_apply` has some channels of the values of one head, or all of them if it also applies the norm and
+the gate. It reads this part of the state once, in a step without chunks before `_inputs` is
+complete, unless the state moves. A decode step of one token therefore moves Dk Dv (4 + 8 / S) bytes
+of state for each head, and the deltas of the history, which are at most 1/8 of that for pages of 16
+tokens.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -19,74 +20,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.delta import L2_EPS, TAPS, DeltaMemory, DeltaWeights, GatedNorm
 from minisgl.kernel.states import StateStep
+from minisgl.kernel.triton.history import convolve, fold_page, keep_tails
 from minisgl.kernel.triton.launch import Constants, Launcher
 from minisgl.kernel.triton.overlap import current_device, overlaps
 
 _BLOCK = 64  # channels of the values of a program of _apply without a norm
-
-
-@triton.jit
-def fold(
-    state, keys, deltas, decays, base, end, HEADS: tl.constexpr, KEY_STRIDE: tl.constexpr,
-    DELTA_STRIDE: tl.constexpr, DELTA_RING: tl.constexpr, SPAN: tl.constexpr, DK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return the state [DK, BLOCK] after the tokens of the history from `base` to `end` - 1.
-
-    keys, deltas, decays: pointers to the first ring entry of this head and these channels.
-    """
-    for position in range(base, end):
-        slot = position % (2 * SPAN)
-        g = tl.load(decays + slot * HEADS)
-        key = tl.load(keys + slot * KEY_STRIDE + tl.arange(0, DK)).to(tl.float32)
-        slot = position % DELTA_RING
-        delta = tl.load(deltas + slot * DELTA_STRIDE + tl.arange(0, BLOCK))
-        state = state * tl.exp(g) + key[:, None] * delta[None, :]
-    return state
-
-
-@triton.jit
-def convolve(
-    mixed, ring, tails, conv, bias, position, stands, channels, token, mixed_stride,
-    WIDTH: tl.constexpr, RING: tl.constexpr, TAPS: tl.constexpr,
-):  # fmt: skip
-    """Return silu(convolution + bias), float32, of `channels` for one token, and its input.
-
-    mixed: pointer to the request's first token of the step; token: its index in the request. ring,
-    tails: pointers to those of the row; inputs before the boundary `stands` are in tails. The
-    caller puts the input into the ring, in place of the input that is RING tokens older.
-    """
-    new = tl.load(mixed + token * mixed_stride + channels)
-    total = tl.load(conv + channels * TAPS + TAPS - 1).to(tl.float32) * new.to(tl.float32)
-    for tap in tl.static_range(TAPS - 1):
-        back = TAPS - 1 - tap
-        # Masks, and no branches, let all loads of a program be under way at once.
-        old = (token < back) & (position >= back)
-        at = mixed + (token - back) * mixed_stride + channels
-        value = tl.load(at, mask=(token >= back) & (channels >= 0), other=0.0).to(tl.float32)
-        before = position - back
-        kept = tails + (before - stands + TAPS - 1) * WIDTH
-        at = tl.where(before < stands, kept, ring + (before + RING) % RING * WIDTH) + channels
-        value += tl.load(at, mask=old & (channels >= 0), other=0.0).to(tl.float32)
-        total += tl.load(conv + channels * TAPS + tap).to(tl.float32) * value
-    total += bias
-    return total / (1.0 + tl.exp(-total)), new
-
-
-@triton.jit
-def keep_tails(
-    mixed, ring, tails, boundary, begin, channels, mixed_stride, WIDTH: tl.constexpr,
-    RING: tl.constexpr, TAPS: tl.constexpr,
-):  # fmt: skip
-    """Keep the inputs of `channels` before `boundary`, to which the state moves."""
-    for back in tl.static_range(1, TAPS):
-        index = boundary - back - begin
-        new = (index >= 0) & (channels >= 0)
-        old = (index < 0) & (channels >= 0)
-        value = tl.load(mixed + index * mixed_stride + channels, mask=new, other=0.0)
-        at = ring + (boundary - back) % RING * WIDTH + channels
-        value += tl.load(at, mask=old, other=0.0)
-        tl.store(tails + (TAPS - 1 - back) * WIDTH + channels, value)
+_VALUES = 512  # channels of the values of a program of _inputs, at most
+_FOLDED = 32  # channels of the values of a program that moves states, at most
+_REQS = 16  # its requests: with pages of 16 tokens, one of them enters a page on average
+# Three programs of _apply run on a multiprocessor at once, if each request has one token.
+_ONE_REGISTERS = 168
 
 
 @triton.jit
@@ -96,16 +39,50 @@ def decay_of(a, a_log, dt_bias):
     return -tl.exp(a_log) * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x)))
 
 
+@triton.jit
+def _fold_states(
+    request, channel, state, keys, deltas, decays, rows, start, lengths, base, target, num_reqs,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    SPAN: tl.constexpr, DELTA_RING: tl.constexpr, STATE_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    REQS: tl.constexpr,
+):  # fmt: skip
+    """Move BLOCK channels of the states of REQS requests to their targets, but not of chunks."""
+    column, values = tl.arange(0, DK), tl.arange(0, BLOCK)
+    head = channel // DV
+    place = tl.arange(0, REQS)
+    reqs, exists = request + place, request + place < num_reqs
+    begin, targets = tl.load(start + reqs, exists, 0), tl.load(target + reqs, exists, 0)
+    moves = (tl.load(base + reqs, exists, 0) < targets) & (targets <= begin)
+    moves &= tl.load(lengths + reqs, exists, 0) > 0
+    moving = tl.sum(moves.to(tl.int32) << place, 0)  # a bit for each request
+    for index in range(REQS):
+        if (moving >> index) & 1:
+            stands, boundary = tl.load(base + request + index), tl.load(target + request + index)
+            row = tl.load(rows + request + index).to(tl.int64)
+            at = state + row * STATE_STRIDE + head * (DK * DV) + channel % DV
+            at += column[:, None] * DV + values[None, :]
+            s = tl.load(at, mask=(stands > 0) & (column[:, None] < DK), other=0.0)
+            s = fold_page(
+                s, keys + row * (2 * SPAN * KEY_HEADS * DK) + head // (HEADS // KEY_HEADS) * DK,
+                deltas + row * (DELTA_RING * HEADS * DV) + channel,
+                decays + row * (2 * SPAN * HEADS) + head, stands, boundary, HEADS, KEY_HEADS * DK,
+                HEADS * DV, DELTA_RING, SPAN, DK, BLOCK,
+            )  # fmt: skip
+            tl.store(at, s)
+
+
 @triton.jit(
-    do_not_specialize=["mixed_stride", "a_stride", "b_stride"],
+    do_not_specialize=["mixed_stride", "a_stride", "b_stride", "num_reqs"],
     do_not_specialize_on_alignment=["rows", "start", "lengths", "first", "base", "target"],
 )
 def _inputs(
     mixed, a, b, conv, a_log, dt_bias, keys, decays, inputs, tails, q_out, k_out, v_out, history,
-    scales, rows, start, lengths, first, base, target, mixed_stride, a_stride, b_stride,
+    scales, state, deltas, rows, start, lengths, first, base, target, mixed_stride, a_stride,
+    b_stride, num_reqs,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     SPAN: tl.constexpr, RING: tl.constexpr, TAIL_STRIDE: tl.constexpr, TAPS: tl.constexpr,
-    L2_EPS: tl.constexpr, HISTORY: tl.constexpr, GROUP: tl.constexpr, OVERLAP: tl.constexpr,
+    L2_EPS: tl.constexpr, HISTORY: tl.constexpr, STATE_STRIDE: tl.constexpr, GROUP: tl.constexpr,
+    VALUES: tl.constexpr, FOLDED: tl.constexpr, REQS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write q, k and v of the tokens, their products with the history, and their scales.
 
@@ -116,10 +93,20 @@ def _inputs(
     """
     WIDTH: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
     OF_KEY: tl.constexpr = HEADS // KEY_HEADS
-    part, request = tl.program_id(0), tl.program_id(1)
+    PARTS: tl.constexpr = KEY_HEADS + HEADS * DV // VALUES
+    BLOCKS: tl.constexpr = HEADS * DV // FOLDED
+    program, folds = tl.program_id(0), BLOCKS * tl.cdiv(num_reqs, REQS)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
+    if program < folds:
+        _fold_states(
+            program // BLOCKS * REQS, program % BLOCKS * FOLDED, state, keys, deltas, decays, rows,
+            start, lengths, base, target, num_reqs, KEY_HEADS, HEADS, DK, DV, SPAN, HISTORY,
+            STATE_STRIDE, FOLDED, REQS,
+        )  # fmt: skip
+        return
+    part, request = (program - folds) % PARTS, (program - folds) // PARTS
     row = tl.load(rows + request).to(tl.int64)
     begin, length = tl.load(start + request), tl.load(lengths + request)
     if length == 0:
@@ -132,9 +119,8 @@ def _inputs(
     skip = tl.maximum(boundary - begin, 0)
     earliest = tl.minimum(skip, tl.maximum(length - RING, 0))
     if part >= KEY_HEADS:
-        head = part - KEY_HEADS
-        value_column = tl.arange(0, DV)
-        channels = 2 * KEY_HEADS * DK + head * DV + value_column
+        values = (part - KEY_HEADS) * VALUES + tl.arange(0, VALUES)
+        channels = 2 * KEY_HEADS * DK + values
         if stands < boundary:
             keep_tails(
                 mixed, inputs, tails, boundary, begin, channels, mixed_stride, WIDTH, RING, TAPS
@@ -146,7 +132,7 @@ def _inputs(
                 mixed_stride, WIDTH, RING, TAPS,
             )  # fmt: skip
             tl.store(inputs + (begin + token) % RING * WIDTH + channels, new)
-            tl.store(v_out + ((token_zero + token) * HEADS + head) * DV + value_column, v)
+            tl.store(v_out + (token_zero + token) * (HEADS * DV) + values, v)
         return
     key_head, column = part, tl.arange(0, DK)
     keys += row * (2 * SPAN * KEY_HEADS * DK) + key_head * DK
@@ -220,13 +206,16 @@ def _inputs(
     do_not_specialize_on_alignment=["rows", "start", "lengths", "first", "base", "target"],
 )
 def _apply(
-    q_in, k_in, v_in, history, scales, state, keys, deltas, decays, norm_weight, gate, out,
+    q_in, k_in, v_in, history, scales, state, deltas, norm_weight, gate, out,
     rows, start, lengths, first, base, target, gate_stride, eps,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     SPAN: tl.constexpr, DELTA_RING: tl.constexpr, STATE_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-    CHUNKS: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
+    CHUNKS: tl.constexpr, ONE: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """CHUNKS: whether kernels of chunks have moved states in this step. NORM: as in GatedNorm."""
+    """CHUNKS: whether kernels of chunks have moved states in this step. NORM: as in GatedNorm.
+
+    ONE: whether each request has one token at most.
+    """
     block, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if OVERLAP:
         gdc_launch_dependents()
@@ -242,28 +231,23 @@ def _apply(
     boundary, stands = tl.load(target + request), tl.load(base + request)
     token_zero = tl.load(first + request).to(tl.int64)
     skip = tl.maximum(boundary - begin, 0)
-    if skip > 0:
-        stands = boundary  # the kernels of chunks have moved the state
     column, values = tl.arange(0, DK), block * BLOCK + tl.arange(0, BLOCK)
     deltas += row * (DELTA_RING * HEADS * DV) + head * DV + block * BLOCK
     at = state + row * STATE_STRIDE + head * (DK * DV) + column[:, None] * DV + values[None, :]
-    s = tl.load(at, mask=(stands > 0) & (column[:, None] < DK), other=0.0)
+    ready = (boundary > 0) & (column[:, None] < DK)
     if OVERLAP and not CHUNKS:
+        s = tl.load(at, mask=ready & (stands == boundary), other=0.0)
         gdc_wait()
-    if stands < boundary:
-        s = fold(
-            s, keys + row * (2 * SPAN * KEY_HEADS * DK) + key_head * DK, deltas,
-            decays + row * (2 * SPAN * HEADS) + head, stands, boundary, HEADS, KEY_HEADS * DK,
-            HEADS * DV, DELTA_RING, SPAN, DK, BLOCK,
-        )  # fmt: skip
-        tl.store(at, s)
-        tl.debug_barrier()  # all deltas are read before a new token takes the place of one
+        if stands < boundary:  # `_inputs` has moved the state
+            s = tl.load(at)
+    else:
+        s = tl.load(at, mask=ready, other=0.0)
     past = tl.arange(0, DELTA_RING)
     slot = (boundary + past) % DELTA_RING
     known = past < begin + skip - boundary
     d_at = deltas + slot[:, None] * (HEADS * DV) + tl.arange(0, BLOCK)[None, :]
     d_past = tl.load(d_at, mask=known[:, None], other=0.0)
-    for token in range(skip, length):
+    for token in range(skip, skip + 1 if ONE else length):
         index = token_zero + token
         q = tl.load(q_in + (index * KEY_HEADS + key_head) * DK + column)
         k = tl.load(k_in + (index * KEY_HEADS + key_head) * DK + column)
@@ -287,7 +271,8 @@ def _apply(
         tl.store(out + index * DV + values, o)
         position = begin + token
         tl.store(deltas + position % DELTA_RING * (HEADS * DV) + tl.arange(0, BLOCK), d)
-        d_past = tl.where((past == position - boundary)[:, None], d[None, :], d_past)
+        if not ONE:
+            d_past = tl.where((past == position - boundary)[:, None], d[None, :], d_past)
 
 
 _inputs_launcher = Launcher(_inputs, current_device)
@@ -318,40 +303,45 @@ def run_tokens(
     scales = mixed.new_empty(tokens, heads, 4, dtype=wide)
     sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": dk, "DV": dv, "SPAN": span}
     tail_stride, state_stride = memory.tails.stride(0), memory.state.stride(0)
+    reqs, values, folded = len(rows), min(heads * dv & -(heads * dv), _VALUES), min(_FOLDED, dv)
+    folds = heads * dv // folded * triton.cdiv(reqs, _REQS)
     _inputs_launcher(
-        (key_heads + heads, len(rows)),
+        (folds + (key_heads + heads * dv // values) * reqs,),
         (
             *(mixed, a, b, *weights, memory.keys, memory.decays, memory.inputs, memory.tails),
-            *(q, k, v, products, scales, rows, start, lengths, first, base, target),
+            *(q, k, v, products, scales, memory.state, memory.deltas),
+            *(rows, start, lengths, first, base, target),
         ),
         (),
-        (mixed.stride(0), a.stride(0), b.stride(0)),
-        (*sizes.values(), ring, tail_stride, history),
+        (mixed.stride(0), a.stride(0), b.stride(0), reqs),
+        (*sizes.values(), ring, tail_stride, history, state_stride),
         lambda: Constants(
             sizes
             | {"RING": ring, "TAIL_STRIDE": tail_stride, "TAPS": TAPS, "L2_EPS": L2_EPS}
-            | {"HISTORY": history, "GROUP": triton.next_power_of_2(heads // key_heads)}
-            | {"OVERLAP": overlaps()},
+            | {"HISTORY": history, "STATE_STRIDE": state_stride}
+            | {"GROUP": triton.next_power_of_2(heads // key_heads), "VALUES": values}
+            | {"FOLDED": folded, "REQS": _REQS, "OVERLAP": overlaps()},
             # With more warps and registers, too few programs of a multiprocessor run at once.
             {"num_warps": max(history // 8, 2), "maxnreg": 128, "launch_pdl": overlaps()},
         ),
     )
     block = min(_BLOCK, dv) if norm is None else dv
-    state = memory.state, memory.keys, memory.deltas, memory.decays
+    one = chunks == 0 and history == span  # a step with drafts has a longer history
     norm_weight, gate = (out, out) if norm is None else norm[:2]
     _apply_launcher(
         (dv // block, heads, len(rows)),
         (
-            *(q, k, v, products, scales, *state, norm_weight, gate, out),
+            *(q, k, v, products, scales, memory.state, memory.deltas, norm_weight, gate, out),
             *(rows, start, lengths, first, base, target),
         ),
         (),
         (gate.stride(0), 0.0 if norm is None else norm.eps),
-        (*sizes.values(), history, state_stride, chunks > 0, norm is not None),
+        (*sizes.values(), history, state_stride, chunks > 0, one, norm is not None),
         lambda: Constants(
             sizes
             | {"DELTA_RING": history, "STATE_STRIDE": state_stride, "BLOCK": block}
-            | {"CHUNKS": chunks > 0, "NORM": norm is not None, "OVERLAP": overlaps()},
-            {"num_warps": max(block // 32, 1), "launch_pdl": overlaps()},
+            | {"CHUNKS": chunks > 0, "ONE": one, "NORM": norm is not None, "OVERLAP": overlaps()},
+            {"num_warps": max(block // 32, 1), "launch_pdl": overlaps()}
+            | ({"maxnreg": _ONE_REGISTERS} if one else {}),
         ),
     )

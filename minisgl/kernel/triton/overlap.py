@@ -14,8 +14,9 @@ I2  Before gdc_wait a kernel writes nothing. It reads parameters of the model. A
     int4_few.py also reads the residual stream to which it adds. The kernel before it waits first,
     and then lets it start, so both are complete. Both products of packed_blocks.py read the blocks
     of tokens. The kernel before the first of these products is launched without PDL, so the blocks
-    are complete. `_apply` in delta_step.py also reads the states of the requests. In a step without
-    chunks no other kernel of the layers writes them. No kernel reads anything else.
+    are complete. In a step without chunks, `_apply` in ssd_step.py also reads the states of the
+    requests, which no other kernel writes then. `_apply` in delta_step.py reads those that do not
+    move; `_inputs` writes the others. No kernel reads anything else.
 I3  The tensors that describe a step are written before its stage_tokens, which is launched without
     PDL. They are therefore complete and visible before any kernel after stage_tokens starts.
 

@@ -20,7 +20,7 @@ from minisgl.kernel.delta import TAPS, DeltaMemory
 from minisgl.kernel.ssd import SsdWeights
 from minisgl.kernel.states import StateStep
 from minisgl.kernel.triton.delta_chunk import convolve_tokens, request_of
-from minisgl.kernel.triton.delta_step import fold
+from minisgl.kernel.triton.history import fold
 from minisgl.kernel.triton.launch import Constants, Launcher
 from minisgl.kernel.triton.overlap import current_device, has_large_tiles
 from minisgl.kernel.triton.ssd_step import channel_block, softplus

@@ -3,7 +3,7 @@
 `_inputs` convolves the tokens of a request, some channels in a program. `_apply` has some channels
 of the values of one head. It reads this part of the state once, in a step without chunks before
 `_inputs` is complete, and compares the history with the queries. It writes the state only if the
-row has entered a new page (delta_step.py).
+row has entered a new page.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 # mypy: disallow-untyped-decorators=False
@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from minisgl.kernel.delta import TAPS, DeltaMemory
 from minisgl.kernel.ssd import SsdWeights
 from minisgl.kernel.states import StateStep
-from minisgl.kernel.triton.delta_step import convolve, fold, keep_tails
+from minisgl.kernel.triton.history import convolve, fold, keep_tails
 from minisgl.kernel.triton.launch import Constants, Launcher
 from minisgl.kernel.triton.overlap import current_device, overlaps
 
