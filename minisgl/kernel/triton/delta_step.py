@@ -26,7 +26,7 @@ from minisgl.kernel.triton.overlap import current_device, overlaps
 
 _BLOCK = 64  # channels of the values of a program of _apply without a norm
 _VALUES = 512  # channels of the values of a program of _inputs, at most
-_FOLDED = 32  # channels of the values of a program that moves states, at most
+_FOLDED = 16  # channels of the values of a program that moves states, at most
 _REQS = 16  # its requests: with pages of 16 tokens, one of them enters a page on average
 # Three programs of _apply run on a multiprocessor at once, if each request has one token.
 _ONE_REGISTERS = 168
