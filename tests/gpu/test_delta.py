@@ -36,22 +36,28 @@ class Layer:
     """One layer's weights and memory, and the boundaries of its rows."""
 
     def __init__(
-        self, key_heads: int, heads: int, dim: int, drafts: bool, dtype: torch.dtype
+        self,
+        key_heads: int,
+        heads: int,
+        dim: int,
+        drafts: bool,
+        dtype: torch.dtype,
+        rows: int = ROWS,
     ) -> None:
         self.heads, self.width = heads, 2 * key_heads * dim + heads * dim
         size, self.dtype = 16, dtype
         parts = DeltaMemory(
-            torch.empty(ROWS, heads, dim, dim),
-            torch.empty(ROWS, TAPS - 1, self.width, dtype=dtype),
-            torch.empty(ROWS, 2 * size, key_heads, dim, dtype=dtype),
-            torch.empty(ROWS, (2 if drafts else 1) * size, heads, dim),
-            torch.empty(ROWS, 2 * size, heads),
-            torch.empty(ROWS, 16 if drafts else 4, self.width, dtype=dtype),
+            torch.empty(rows, heads, dim, dim),
+            torch.empty(rows, TAPS - 1, self.width, dtype=dtype),
+            torch.empty(rows, 2 * size, key_heads, dim, dtype=dtype),
+            torch.empty(rows, (2 if drafts else 1) * size, heads, dim),
+            torch.empty(rows, 2 * size, heads),
+            torch.empty(rows, 16 if drafts else 4, self.width, dtype=dtype),
         )
         self.memory = DeltaMemory(*(part.fill_(torch.nan) for part in parts))
         conv = (torch.randn(self.width, TAPS) / 2).to(dtype)
         self.weights = DeltaWeights(conv, torch.rand(heads).log(), torch.randn(heads))
-        self.boundaries = torch.zeros(ROWS, dtype=torch.int32)
+        self.boundaries = torch.zeros(rows, dtype=torch.int32)
 
     def step(self, requests: list[tuple[int, int, int]], num_decode: int) -> StateStep:
         """requests: row, start and length of each."""
@@ -157,6 +163,34 @@ def test_a_chunk_after_drafts_folds_more_than_a_page() -> None:
         out = kernels.gated_delta(*device, weights, ours, on_device(step), on_device(norm))
         assert error(out, expected) < 2e-5
     assert error(ours.state[0], layer.memory.state[0]) < 2e-5
+
+
+def test_more_requests_enter_a_page_than_one_program_moves() -> None:
+    """A program moves the states of 16 requests. One of three rows stays in its page here."""
+    from minisgl.kernel.triton import delta as kernels
+
+    torch.manual_seed(4)
+    layer = Layer(1, 3, 32 if INTERPRETED else 128, False, torch.float32, rows=18)
+    for part in layer.memory[1:]:
+        part.normal_()
+    layer.memory.keys.div_(layer.memory.keys.shape[-1] ** 0.5)
+    layer.memory.decays.abs_().neg_()
+    requests = []
+    for row in range(18):
+        stands, start = ((0, 16), (16, 32), (16, 20))[row % 3]
+        layer.boundaries[row] = stands
+        if stands:
+            layer.memory.state[row].normal_()
+        requests.append((row, start, 1))
+    ours, weights = on_device(layer.memory), on_device(layer.weights)
+    step = layer.step(requests, 18)
+    inputs, norm = layer.inputs(step)
+    expected = gated_delta(*inputs, layer.weights, layer.memory, step, norm)
+    device = (x.to(DEVICE) for x in inputs)
+    out = kernels.gated_delta(*device, weights, ours, on_device(step), on_device(norm))
+    assert error(out, expected) < 2e-5
+    for row in range(18):
+        assert error(ours.state[row], layer.memory.state[row]) < 2e-5, row
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
