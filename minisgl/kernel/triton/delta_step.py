@@ -27,7 +27,7 @@ from minisgl.kernel.triton.overlap import current_device, overlaps
 _BLOCK = 64  # channels of the values of a program of _apply without a norm
 _VALUES = 512  # channels of the values of a program of _inputs, at most
 _FOLDED = 16  # channels of the values of a program that moves states, at most
-_REQS = 16  # its requests: with pages of 16 tokens, one of them enters a page on average
+_REQS = 16  # requests of such a program: with pages of 16 tokens, about one enters a page
 # Three programs of _apply run on a multiprocessor at once, if each request has one token.
 _ONE_REGISTERS = 168
 
@@ -89,7 +89,8 @@ def _inputs(
     history: float32 [T, Hv, 2, HISTORY]: the product of each key of the history with k, then with
     q, with its decay; 0 from the token on. scales: float32 [T, Hv, 4]: the decay of the state, beta
     and k q. The tokens of a chunk before `target` are kept as inputs only. TAIL_STRIDE: elements
-    between the tails of two rows. GROUP: HEADS // KEY_HEADS, at most.
+    between the tails of two rows. GROUP: HEADS // KEY_HEADS, rounded up to a power of two. VALUES:
+    channels of a program of values. FOLDED, REQS: channels and requests of one that moves states.
     """
     WIDTH: tl.constexpr = 2 * KEY_HEADS * DK + HEADS * DV
     OF_KEY: tl.constexpr = HEADS // KEY_HEADS

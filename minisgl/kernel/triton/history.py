@@ -1,4 +1,4 @@
-"""The history of a row, of which layers with recurrent states read and write a part.
+"""The history of a row, as the kernels of layers with recurrent states read and write it.
 
 The state S of a row stands at a boundary (kernel/states.py). Rings keep the inputs of the
 convolution, and the keys, deltas and decays of the tokens after the boundary.
