@@ -36,11 +36,11 @@ _ExpertsOfFew: TypeAlias = Callable[
 class _Kernels(NamedTuple):
     """The kernels of one format for many tokens and for few.
 
-    takes: whether the kernels for few tokens support the experts.
+    takes_few: whether the kernels for few tokens support the experts.
     """
 
     many: Callable[[Tensor, ExpertWeights, Tensor, Tensor, int], Tensor]
-    takes: Callable[[Tensor, ExpertWeights], bool]
+    takes_few: Callable[[Tensor, ExpertWeights], bool]
     few: _ExpertsOfFew
 
 
@@ -115,7 +115,7 @@ class TritonMoe(MoeBackend):
 
 def _are_few(x: Tensor, weights: ExpertWeights, kernels: _Kernels) -> bool:
     """Whether the kernels for few tokens compute this step."""
-    return len(x) <= _FEW_TOKENS and kernels.takes(x, weights)
+    return len(x) <= _FEW_TOKENS and kernels.takes_few(x, weights)
 
 
 def with_kernels(weights: ExpertWeights, dtype: torch.dtype, has_kernels: bool) -> ExpertWeights:
