@@ -190,6 +190,7 @@ class Reader:
             while (char := (yield from self.char())).isspace():
                 yield from self.next()
             if not char:
+                take(separator)
                 raise NotACall
             if closing and char in ends:
                 yield from self.next()

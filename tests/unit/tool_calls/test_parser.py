@@ -151,6 +151,19 @@ def test_a_call_that_the_end_cuts_off_keeps_what_was_read(name: str) -> None:
     assert answer.failures == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gemma4", "<|tool_call>call:weather{tags:[1, "),
+        ("pythonic", "<|python_start|>[weather(tags=[1, "),
+    ],
+)
+def test_a_call_that_the_end_cuts_off_after_a_comma_has_no_content(name: str, text: str) -> None:
+    """Regression: the comma became content of the answer."""
+    answer = parse(name, [text])
+    assert (answer.content, answer.arguments) == ("", ['{"tags": [1, '])
+
+
 @every_marked_format
 def test_a_call_that_ends_before_its_name_is_content(name: str) -> None:
     text = ONE_CALL[name][: ONE_CALL[name].index("ther")]
