@@ -149,6 +149,7 @@ def test_the_server_scores_as_transformers_do(
             return _text(answer.choices[0].message), details.cached_tokens or 0
 
         with ThreadPoolExecutor(CLIENTS) as pool:
-            answers = list(pool.map(ask, prompts))
+            answers = list(pool.map(ask, prompts[:-1]))
+        answers.append(ask(prompts[-1]))
     assert answers[-1][1] > 2 * 512
     assert accuracy_by_task(prompts, [text for text, _ in answers]) == reference
