@@ -1,6 +1,9 @@
 """The bytes of a connection as requests: heads, bodies in chunks, and where a request ends."""
 
+import inspect
 import itertools
+import re
+from pathlib import Path
 
 import httptools
 import pytest
@@ -121,6 +124,11 @@ def test_requests_that_servers_read_differently_are_refused_in_any_two_reads(kin
         with pytest.raises(RequestError) as raised:
             fed(request[:at], request[at:])
         assert raised.value.code == "invalid_http"
+
+
+def test_no_pattern_repeats_a_group_without_backtracking() -> None:
+    """Regression: Python 3.11.2, that of Debian 12, refused trailers that arrived in two reads."""
+    assert not re.search(r"\)[*+?]\+", Path(inspect.getfile(Framer)).read_text("utf-8"))
 
 
 def test_chunks_of_one_read_become_one_chunk() -> None:
