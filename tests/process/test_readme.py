@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,7 @@ def test_example_without_a_server_prints_the_output_in_the_page() -> None:
 
 
 @pytest.mark.process
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl on PATH: apt install curl")
 def test_examples_print_the_output_in_the_page() -> None:
     assert [language for language, _, _ in examples()] == ["sh", "python", "python", "python"]
     with run_server() as server:

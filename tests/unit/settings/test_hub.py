@@ -194,7 +194,6 @@ def test_folder_that_the_user_cannot_enter_is_named(
                 resolve_model("model")
         finally:
             (outer / closed).chmod(0o700)
-            monkeypatch.undo()
     (line,) = str(refused.value).splitlines()
     named = Path("outer", closed) if closed else Path("outer")
     assert f"has no permission for the folder {Path(base) / named}; " in line
