@@ -90,6 +90,21 @@ def error(out: Tensor, expected: Tensor) -> float:
     return float((out - expected).norm() / expected.norm())
 
 
+def check_step(layer: Layer, ours: DeltaMemory, step: StateStep, limit: float) -> None:
+    """Run a step in the kernels, in `ours`, and in the reference. Outputs and states agree."""
+    from minisgl.kernel.triton import delta as kernels
+
+    inputs, norm = layer.inputs(step)
+    expected = gated_delta(*inputs, layer.weights, layer.memory, step, norm)
+    device = (x.to(DEVICE) for x in inputs)
+    weights = on_device(layer.weights)
+    out = kernels.gated_delta(*device, weights, ours, on_device(step), on_device(norm))
+    assert error(out, expected) < limit, step
+    for row in step.rows[step.target > 0].tolist():
+        assert error(ours.state[row], layer.memory.state[row]) < limit, (row, step)
+        assert error(ours.tails[row], layer.memory.tails[row]) == 0, (row, step)
+
+
 SCHEDULE = [  # (row, start, length) of each request, and the number of decode requests
     ([(0, 0, 150), (1, 0, 9), (2, 0, 16)], 0),
     ([(1, 9, 1), (2, 16, 1), (0, 150, 27), (3, 0, 33)], 2),  # 150 and 177 are inside a page
@@ -107,68 +122,43 @@ SCHEDULE = [  # (row, start, length) of each request, and the number of decode r
 def test_a_schedule_of_steps(
     dtype: torch.dtype, key_heads: int, heads: int, dim: int, drafts: bool
 ) -> None:
-    from minisgl.kernel.triton import delta as kernels
-
     torch.manual_seed(0)
     layer = Layer(key_heads, heads, dim, drafts, dtype)
     ours = on_device(layer.memory)
-    weights = on_device(layer.weights)
     limit = 2e-5 if dtype == torch.float32 else 3e-2
     for requests, num_decode in SCHEDULE:
         step = layer.step(requests, num_decode)
-        inputs, norm = layer.inputs(step)
-        expected = gated_delta(*inputs, layer.weights, layer.memory, step, norm)
-        device = (x.to(DEVICE) for x in inputs)
-        out = kernels.gated_delta(*device, weights, ours, on_device(step), on_device(norm))
-        assert error(out, expected) < limit, (requests, num_decode)
-        for row in step.rows[step.target > 0].tolist():
-            assert error(ours.state[row], layer.memory.state[row]) < limit, (row, requests)
-            assert error(ours.tails[row], layer.memory.tails[row]) == 0, (row, requests)
+        check_step(layer, ours, step, limit)
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_drafts_that_are_rejected_leave_nothing(width: int) -> None:
     """Rows accept different numbers of tokens; the others of a step are computed again."""
-    from minisgl.kernel.triton import delta as kernels
-
     torch.manual_seed(1)
     layer = Layer(1, 2, 32 if INTERPRETED else 128, True, torch.float32)
-    ours, weights = on_device(layer.memory), on_device(layer.weights)
+    ours = on_device(layer.memory)
     starts = {0: 0, 1: 0}
     for i in range(12):
         lengths = (30, 17) if i == 0 else (width, width)
         requests = [(row, starts[row], lengths[row]) for row in starts]
         step = layer.step(requests, 0 if i == 0 else 2)
-        inputs, norm = layer.inputs(step)
-        expected = gated_delta(*inputs, layer.weights, layer.memory, step, norm)
-        device = (x.to(DEVICE) for x in inputs)
-        out = kernels.gated_delta(*device, weights, ours, on_device(step), on_device(norm))
-        assert error(out, expected) < 2e-5
+        check_step(layer, ours, step, 2e-5)
         for row in starts:
             starts[row] += lengths[row] if i == 0 else int(torch.randint(1, width + 1, ()))
 
 
 def test_a_chunk_after_drafts_folds_more_than_a_page() -> None:
     """The drafts begin in one page and end in the next, so the state stands a page behind."""
-    from minisgl.kernel.triton import delta as kernels
-
     torch.manual_seed(3)
     layer = Layer(1, 2, 32 if INTERPRETED else 128, True, torch.float32)
-    ours, weights = on_device(layer.memory), on_device(layer.weights)
+    ours = on_device(layer.memory)
     for start, length, num_decode in ((0, 31, 0), (31, 4, 1), (35, 20, 0)):
         step = layer.step([(0, start, length)], num_decode)
-        inputs, norm = layer.inputs(step)
-        expected = gated_delta(*inputs, layer.weights, layer.memory, step, norm)
-        device = (x.to(DEVICE) for x in inputs)
-        out = kernels.gated_delta(*device, weights, ours, on_device(step), on_device(norm))
-        assert error(out, expected) < 2e-5
-    assert error(ours.state[0], layer.memory.state[0]) < 2e-5
+        check_step(layer, ours, step, 2e-5)
 
 
 def test_more_requests_enter_a_page_than_one_program_moves() -> None:
     """A program moves the states of 16 requests. One of three rows stays in its page here."""
-    from minisgl.kernel.triton import delta as kernels
-
     torch.manual_seed(4)
     layer = Layer(1, 3, 32 if INTERPRETED else 128, False, torch.float32, rows=18)
     for part in layer.memory[1:]:
@@ -182,15 +172,8 @@ def test_more_requests_enter_a_page_than_one_program_moves() -> None:
         if stands:
             layer.memory.state[row].normal_()
         requests.append((row, start, 1))
-    ours, weights = on_device(layer.memory), on_device(layer.weights)
-    step = layer.step(requests, 18)
-    inputs, norm = layer.inputs(step)
-    expected = gated_delta(*inputs, layer.weights, layer.memory, step, norm)
-    device = (x.to(DEVICE) for x in inputs)
-    out = kernels.gated_delta(*device, weights, ours, on_device(step), on_device(norm))
-    assert error(out, expected) < 2e-5
-    for row in range(18):
-        assert error(ours.state[row], layer.memory.state[row]) < 2e-5, row
+    ours = on_device(layer.memory)
+    check_step(layer, ours, layer.step(requests, 18), 2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -10,10 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from minisgl.kernel.delta import DeltaMemory, Inputs, gated_delta
+from minisgl.kernel.delta import DeltaMemory, Inputs
 from minisgl.kernel.states import StateStep
 from tests.gpu import test_delta
-from tests.gpu.test_delta import DEVICE, INTERPRETED, SCHEDULE, Layer, error, on_device
+from tests.gpu.test_delta import (
+    DEVICE,
+    INTERPRETED,
+    SCHEDULE,
+    Layer,
+    check_step,
+    on_device,
+)
 
 pytestmark = test_delta.pytestmark
 
@@ -59,22 +66,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_a_schedule_in_ranges(calls: list[int]) -> None:
     """Chunks begin and end anywhere in a page, one has a single token, and rows are decoding."""
-    from minisgl.kernel.triton import delta as kernels
-
     torch.manual_seed(3)
     dtype, dim, limit = (torch.float32, 32, 2e-5) if INTERPRETED else (torch.bfloat16, 128, 3e-2)
     layer = Layer(*((1, 2) if INTERPRETED else (16, 48)), dim, False, dtype)
-    ours, weights = on_device(layer.memory), on_device(layer.weights)
+    ours = on_device(layer.memory)
     for requests, num_decode in SCHEDULE[:6]:
         step = layer.step(requests, num_decode)._replace(padded=False)
-        inputs, norm = layer.inputs(step)
-        expected = gated_delta(*inputs, layer.weights, layer.memory, step, norm)
-        device = (x.to(DEVICE) for x in inputs)
-        out = kernels.gated_delta(*device, weights, ours, on_device(step), on_device(norm))
-        assert error(out, expected) < limit, (requests, num_decode)
-        for row in step.rows[step.target > 0].tolist():
-            assert error(ours.state[row], layer.memory.state[row]) < limit, (row, requests)
-            assert error(ours.tails[row], layer.memory.tails[row]) == 0, (row, requests)
+        check_step(layer, ours, step, limit)
     assert calls == [3, 2, 2, 2]
 
 
