@@ -210,7 +210,7 @@ def _apply(
     q_in, k_in, v_in, history, scales, state, deltas, norm_weight, gate, out,
     rows, start, lengths, first, base, target, gate_stride, eps,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    SPAN: tl.constexpr, DELTA_RING: tl.constexpr, STATE_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
+    DELTA_RING: tl.constexpr, STATE_STRIDE: tl.constexpr, BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr, ONE: tl.constexpr, NORM: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """CHUNKS: whether kernels of chunks have moved states in this step. NORM: as in GatedNorm.
@@ -302,7 +302,7 @@ def run_tokens(
     v = mixed.new_empty(tokens, heads, dv, dtype=wide)
     products = mixed.new_empty(tokens, heads, 2, history, dtype=wide)
     scales = mixed.new_empty(tokens, heads, 4, dtype=wide)
-    sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": dk, "DV": dv, "SPAN": span}
+    sizes = {"KEY_HEADS": key_heads, "HEADS": heads, "DK": dk, "DV": dv}
     tail_stride, state_stride = memory.tails.stride(0), memory.state.stride(0)
     reqs, values, folded = len(rows), min(heads * dv & -(heads * dv), _VALUES), min(_FOLDED, dv)
     folds = heads * dv // folded * triton.cdiv(reqs, _REQS)
@@ -315,11 +315,11 @@ def run_tokens(
         ),
         (),
         (mixed.stride(0), a.stride(0), b.stride(0), reqs),
-        (*sizes.values(), ring, tail_stride, history, state_stride),
+        (*sizes.values(), span, ring, tail_stride, history, state_stride),
         lambda: Constants(
             sizes
-            | {"RING": ring, "TAIL_STRIDE": tail_stride, "TAPS": TAPS, "L2_EPS": L2_EPS}
-            | {"HISTORY": history, "STATE_STRIDE": state_stride}
+            | {"SPAN": span, "RING": ring, "TAIL_STRIDE": tail_stride, "TAPS": TAPS}
+            | {"L2_EPS": L2_EPS, "HISTORY": history, "STATE_STRIDE": state_stride}
             | {"GROUP": triton.next_power_of_2(heads // key_heads), "VALUES": values}
             | {"FOLDED": folded, "REQS": _REQS, "OVERLAP": overlaps()},
             # With more warps and registers, too few programs of a multiprocessor run at once.
